@@ -41,7 +41,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig
 from converters.hf_directory import write_hf_directory
 from converters.names import hf_shapes
 from converters.random_weights import random_hf_weights
-from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.engines.embedded.config import EmbeddedConfig
@@ -163,7 +163,7 @@ def run_all(options: argparse.Namespace) -> Curves:
     return curves
 
 
-def write_initial(directory: Path, sink: float, model: ModelConfig) -> None:
+def write_initial(directory: Path, sink: float, model: GptOssModelConfig) -> None:
     """Write the untrained model with all sink logits at ``sink`` as a Hugging Face directory."""
     weights = random_hf_weights(model, seed=0)
 

@@ -28,7 +28,8 @@ from adapter_step import TINY
 from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint import state
 from megatron_gptoss.checkpoint.writer import CheckpointWriter
-from megatron_gptoss.config import AdapterConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.config import AdapterConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.layers.adapters import initialize_adapters
 from megatron_gptoss.model import build_model
 from megatron_gptoss.trainer import PolicyTrainer
@@ -73,7 +74,7 @@ def main() -> None:
 def build_trainer(args: argparse.Namespace) -> PolicyTrainer:
     """Build a trainer of adapters whose optimizer has taken a step."""
     sizes = TINY if args.tiny else {}
-    model_config = ModelConfig(num_layers=args.layers, num_experts=args.experts, **sizes)
+    model_config = GptOssModelConfig(num_layers=args.layers, num_experts=args.experts, **sizes)
     adapter = AdapterConfig(rank=args.rank, alpha=32, expert_rank=args.expert_rank)
     model = build_model(model_config, ParallelConfig(base="mxfp4"), torch.bfloat16, adapter=adapter)
     initialize_adapters(model, seed=0)

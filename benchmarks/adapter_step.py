@@ -38,7 +38,8 @@ from random_adapters import draw_adapted_model
 
 from gptoss_kernels import mxfp4
 from megatron_gptoss import distributed
-from megatron_gptoss.config import AdapterConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.config import AdapterConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.layers import grouped_products
 from megatron_gptoss.layers.merge import merge, merge_packed
 from megatron_gptoss.layers.shared_memory import release_shared_memory
@@ -136,7 +137,7 @@ def run_case(args: argparse.Namespace, case: str) -> dict[str, Any]:
     build_peak = peak()
     reset_peak()
 
-    batches = random_batches(args, trainer.chunks[0].config.gptoss.vocab_size)
+    batches = random_batches(args, trainer.chunks[0].config.architecture.vocab_size)
     tokens = sum(batch.tokens for batch in batches)
     all_tokens = tokens * dist.get_world_size()
     losses: list[float] = []
@@ -182,7 +183,7 @@ def run_case(args: argparse.Namespace, case: str) -> dict[str, Any]:
 def build_trainer(args: argparse.Namespace, case: str) -> PolicyTrainer:
     """Build the trainer of a case with random weights."""
     sizes = TINY if args.tiny else {}
-    model_config = ModelConfig(num_layers=args.layers, num_experts=args.experts, **sizes)
+    model_config = GptOssModelConfig(num_layers=args.layers, num_experts=args.experts, **sizes)
     on_gpu = torch.cuda.is_available()
     adapter, base = adapter_and_base(args, case)
     parallel = parallel_config(args, base)
@@ -210,7 +211,7 @@ def predicted_peak(
     """Return what `gptoss plan` counts of the trainer's tensors in an update, in GB."""
     adapter, base = adapter_and_base(args, case)
     inputs = MemoryInputs(
-        trainer.chunks[0].config.gptoss,
+        trainer.chunks[0].config.architecture,
         parallel_config(args, base),
         trainer.config,
         max(batch.tokens for batch in batches),
@@ -380,7 +381,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 def time_products(args: argparse.Namespace) -> dict[str, float]:
     """Return milliseconds of merging and of grouped products, at the shapes of one layer."""
-    sizes = ModelConfig(num_layers=1, num_experts=args.experts)
+    sizes = GptOssModelConfig(num_layers=1, num_experts=args.experts)
     rows = args.sequences * args.length * sizes.experts_per_token
     result: dict[str, float] = {}
     for name, out, columns in (

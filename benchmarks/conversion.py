@@ -31,13 +31,13 @@ from pathlib import Path
 import torch
 
 from converters.hf_directory import write_hf_directory, written_shapes
-from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 
 PROBE_BYTES = 4_000_000_000
 """Far more than a disk's own cache holds."""
 
 
-def synthetic_tensors(config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+def synthetic_tensors(config: GptOssModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield random codes, scales of 2**-9 to 2**-6 and normal weights, by stored name.
 
     They are drawn once, and every tensor begins at another place of what was drawn.
@@ -62,7 +62,7 @@ def synthetic_tensors(config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]
 
 def make(directory: Path, layers: int, experts: int, vocabulary: int) -> None:
     """Write a synthetic model with the widths of the 20B."""
-    config = ModelConfig(num_layers=layers, num_experts=experts, vocab_size=vocabulary)
+    config = GptOssModelConfig(num_layers=layers, num_experts=experts, vocab_size=vocabulary)
     write_hf_directory(directory, config, synthetic_tensors(config), quantized=True)
     print(f"{directory}: {directory_bytes(directory) / 1e9:.2f} GB")
 

@@ -39,7 +39,7 @@ from sglang_servers import (
 from timing import read_bandwidth
 
 from converters.names import hf_shapes
-from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
 from rl_loop.engines.sglang.engine import SglangEngine
 from rl_loop.engines.sglang.server import SglangServer
@@ -105,7 +105,9 @@ async def measure_decoding(options: argparse.Namespace, scratch: Path) -> None:
         options.out.write_text(table(rows, options, config))
 
 
-def prepare(name: str, options: argparse.Namespace, config: ModelConfig, scratch: Path) -> Way:
+def prepare(
+    name: str, options: argparse.Namespace, config: GptOssModelConfig, scratch: Path
+) -> Way:
     """Prepare one of the servers."""
     arguments = []
     if options.device != "cpu":
@@ -129,12 +131,12 @@ def prepare(name: str, options: argparse.Namespace, config: ModelConfig, scratch
 # -- weights --------------------------------------------------------------------------------------
 
 
-def weight_bytes(config: ModelConfig) -> int:
+def weight_bytes(config: GptOssModelConfig) -> int:
     """Return the bytes of the whole model in bf16."""
     return config.num_parameters * BF16_BYTES
 
 
-def random_weights(config: ModelConfig, device: str) -> Iterator[tuple[str, torch.Tensor]]:
+def random_weights(config: GptOssModelConfig, device: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Draw bf16 weights by Hugging Face name: normal with std 0.02, sinks with std 1, norms 1.
 
     Tokens then differ enough to be routed to all experts.
@@ -152,7 +154,7 @@ def random_weights(config: ModelConfig, device: str) -> Iterator[tuple[str, torc
 
 
 async def send_random_weights(
-    ways: list[Way], options: argparse.Namespace, config: ModelConfig, scratch: Path
+    ways: list[Way], options: argparse.Namespace, config: GptOssModelConfig, scratch: Path
 ) -> float:
     """Give all servers the same weights; returns seconds."""
     statuses = [await way.server.status() for way in ways]
@@ -186,7 +188,7 @@ async def measure_row(
     ways: list[Way],
     running: int,
     options: argparse.Namespace,
-    config: ModelConfig,
+    config: GptOssModelConfig,
     bandwidth: float,
 ) -> dict[str, Any]:
     """Measure one number of running requests on all servers; return the row's figures."""
@@ -252,7 +254,7 @@ async def generate(
 
 
 def random_prompts(
-    generator: random.Random, count: int, length: int, config: ModelConfig
+    generator: random.Random, count: int, length: int, config: GptOssModelConfig
 ) -> list[list[int]]:
     """Draw prompts of uniform tokens, none of them special."""
     limit = config.vocab_size - 1100
@@ -269,7 +271,7 @@ async def count_experts(
     running: int,
     generator: random.Random,
     options: argparse.Namespace,
-    config: ModelConfig,
+    config: GptOssModelConfig,
 ) -> float:
     """Return how many experts of a layer a decoding step needs, mean over steps and layers."""
     if options.device == "cpu":  # servers on CPUs return no routes
@@ -296,13 +298,13 @@ def mean_experts_used(routes: np.ndarray) -> float:
     return float(np.mean(counts))
 
 
-def expected_experts(config: ModelConfig, running: int) -> float:
+def expected_experts(config: GptOssModelConfig, running: int) -> float:
     """Return how many experts of a layer are used if all are equally likely."""
     unused = (1 - config.experts_per_token / config.num_experts) ** running
     return config.num_experts * (1 - unused)
 
 
-def bytes_of_step(config: ModelConfig, running: int, context: int, experts: float) -> float:
+def bytes_of_step(config: GptOssModelConfig, running: int, context: int, experts: float) -> float:
     """Return the bytes that one decoding step must read.
 
     Args:
@@ -330,7 +332,9 @@ def bytes_of_step(config: ModelConfig, running: int, context: int, experts: floa
 # -- output ---------------------------------------------------------------------------------------
 
 
-def table(rows: list[dict[str, Any]], options: argparse.Namespace, config: ModelConfig) -> str:
+def table(
+    rows: list[dict[str, Any]], options: argparse.Namespace, config: GptOssModelConfig
+) -> str:
     """Return a Markdown table of what was measured."""
     lines = [
         f"{config.num_layers} layers, {options.attention[0]}, prompts of {options.prompt} tokens, "

@@ -26,14 +26,14 @@ from typing import Any
 
 import numpy as np
 
-from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.packing import PackedBatch, pack
 from megatron_gptoss.planning.flops import forward_flops
 from megatron_gptoss.samples import TrainingSamples
 
 FILE = Path(__file__).with_name("packing_lengths.json")
 LONGEST = 32_768
-GPT_OSS_20B = ModelConfig(num_layers=24, num_experts=32)
+GPT_OSS_20B = GptOssModelConfig(num_layers=24, num_experts=32)
 
 
 def record_episodes(count: int = 1024) -> list[int]:

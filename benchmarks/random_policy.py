@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from converters.names import hf_shapes
-from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.harmony.codec import Harmony, ParsedMessage
 
 PROGRAM = "print(7) #"
@@ -72,7 +72,7 @@ def next_tokens(harmony: Harmony, turn_tokens: int) -> NextTokens:
 
 
 def policy_weights(
-    config: ModelConfig, following: NextTokens, dtype: torch.dtype, device: str, seed: int = 0
+    config: GptOssModelConfig, following: NextTokens, dtype: torch.dtype, device: str, seed: int = 0
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Draw all weights by Hugging Face name, one tensor at a time.
 
@@ -105,7 +105,7 @@ def policy_weights(
 def _draw_matrix(
     name: str,
     tensor: torch.Tensor,
-    config: ModelConfig,
+    config: GptOssModelConfig,
     aside: int,
     generator: torch.Generator,
 ) -> None:

@@ -41,7 +41,8 @@ from sglang_servers import (
 
 from converters.live import export_hf_weights
 from megatron_gptoss import distributed
-from megatron_gptoss.config import ModelConfig, ParallelConfig
+from megatron_gptoss.config import ParallelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import pack
 from megatron_gptoss.routing_replay import RoutingReplay
@@ -402,7 +403,7 @@ class SyncMemory:
     sender: int
 
 
-def random_model(config: ModelConfig) -> torch.nn.Module:
+def random_model(config: GptOssModelConfig) -> torch.nn.Module:
     """Make a bf16 model with normal weights; norms are 1."""
     model = build_model(config, ParallelConfig(), torch.bfloat16)
     torch.manual_seed(0)

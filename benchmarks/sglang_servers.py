@@ -10,19 +10,19 @@ import subprocess
 import time
 from pathlib import Path
 
-from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.engine import SglangEngine
 from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
 
 
-def model_config(options: argparse.Namespace, max_length: int = 32_768) -> ModelConfig:
+def model_config(options: argparse.Namespace, max_length: int = 32_768) -> GptOssModelConfig:
     """Return GPT-OSS-20B with ``--layers`` layers, or a tiny model.
 
     ``max_length``: tokens of the longest text."""
     if not options.tiny:
-        return ModelConfig(num_layers=options.layers, num_experts=32, max_length=max_length)
-    return ModelConfig(
+        return GptOssModelConfig(num_layers=options.layers, num_experts=32, max_length=max_length)
+    return GptOssModelConfig(
         num_layers=options.layers,
         num_experts=4,
         experts_per_token=2,
@@ -67,7 +67,7 @@ def server_settings(
 def make_server(
     options: argparse.Namespace,
     settings: SglangConfig,
-    config: ModelConfig,
+    config: GptOssModelConfig,
     directory: Path,
     log: Path,
     without_variables: tuple[str, ...] = (),
@@ -100,7 +100,7 @@ def make_server(
     return SglangServer(command, environment, log, health_seconds=60)
 
 
-def make_engine(server: SglangServer, config: ModelConfig) -> SglangEngine:
+def make_engine(server: SglangServer, config: GptOssModelConfig) -> SglangEngine:
     """Return a client of one server."""
 
     async def statuses() -> list[ServerStatus]:

@@ -44,7 +44,8 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from converters.live import export_hf_weights
 from megatron_gptoss import distributed
-from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.config import OptimizerConfig, ParallelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.gpu_memory import PhasePeak, give_back_cache, phase_memory
 from megatron_gptoss.layers.router import GptOssRouter
 from megatron_gptoss.log_probs import log_probs_and_entropy
@@ -347,7 +348,7 @@ def parallel_config(args: argparse.Namespace) -> ParallelConfig:
 
 def build_trainer(args: argparse.Namespace) -> PolicyTrainer:
     """Build the trainer of ``step_case`` with random weights."""
-    model_config = ModelConfig(num_layers=args.layers, num_experts=args.experts)
+    model_config = GptOssModelConfig(num_layers=args.layers, num_experts=args.experts)
 
     # Megatron waits for the GPU after every message, which only its own messages need.
     model = build_model(
@@ -376,7 +377,7 @@ def build_trainer(args: argparse.Namespace) -> PolicyTrainer:
 def step_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
     """Time training steps and scoring of the layout that the arguments describe."""
     trainer = build_trainer(args)
-    model_config = trainer.chunks[0].config.gptoss
+    model_config = trainer.chunks[0].config.architecture
 
     data_rank = parallel_state.get_data_parallel_rank()
     data_size = parallel_state.get_data_parallel_world_size()
@@ -450,7 +451,7 @@ def memory_case(args: argparse.Namespace) -> dict[str, Any]:
     for step in range(2):
         memory.enter("sync")
         gather_parameters(trainer.model)
-        for _ in export_hf_weights(trainer.module, trainer.chunks[0].config.gptoss):
+        for _ in export_hf_weights(trainer.module, trainer.chunks[0].config.architecture):
             pass
         give_back_cache()
         memory.enter("scoring")
@@ -531,7 +532,7 @@ def memory_account(
     """Predict what the trainer of the arguments holds on this GPU."""
     _, total = torch.cuda.mem_get_info()
     inputs = MemoryInputs(
-        trainer.chunks[0].config.gptoss,
+        trainer.chunks[0].config.architecture,
         parallel_config(args),
         trainer.config,
         max(batch.tokens for batch in batches),
@@ -603,7 +604,7 @@ def check_overlap_case(args: argparse.Namespace, ceiling: float) -> dict[str, An
 def overlap_trainer(args: argparse.Namespace, mode: str) -> PolicyTrainer:
     """Build a trainer that gathers weights as ``check_overlap_case`` names it."""
     parallel = ParallelConfig(world_size=dist.get_world_size(), expert=args.expert)
-    model_config = ModelConfig(num_layers=args.layers, num_experts=args.experts)
+    model_config = GptOssModelConfig(num_layers=args.layers, num_experts=args.experts)
     model = build_model(model_config, parallel, torch.bfloat16)
     random_weights(model)
     trainer = PolicyTrainer(model, OptimizerConfig())
@@ -661,7 +662,7 @@ def stock_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
     is bf16 there, which is numerically wrong but costs no time."""
     from megatron.core.distributed import finalize_model_grads
 
-    model_config = ModelConfig(num_layers=args.layers, num_experts=args.experts)
+    model_config = GptOssModelConfig(num_layers=args.layers, num_experts=args.experts)
     model = stock_model(args, model_config)
     optimizer = stock_optimizer(model)
     packing = stock_packing(args)
@@ -735,7 +736,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0]
 
 
-def stock_model(args: argparse.Namespace, model_config: ModelConfig) -> Any:
+def stock_model(args: argparse.Namespace, model_config: GptOssModelConfig) -> Any:
     """Build Megatron's model with its own layers, in its data-parallel wrapper."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
@@ -744,7 +745,7 @@ def stock_model(args: argparse.Namespace, model_config: ModelConfig) -> Any:
     )
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from megatron_gptoss.transformer_config import build_transformer_config
+    from megatron_gptoss.transformer_settings import build_transformer_config
 
     config = build_transformer_config(
         model_config,

@@ -7,7 +7,7 @@ from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
 from megatron_gptoss.layers.rotary import RotaryEmbedding, apply_rotary
 from megatron_gptoss.packing import PackedSequence
-from megatron_gptoss.transformer_config import GptOssTransformerConfig, mark
+from megatron_gptoss.transformer_config import PolicyTransformerConfig, mark
 
 
 class TransformerEngineAttention(TEDotProductAttention):
@@ -17,13 +17,13 @@ class TransformerEngineAttention(TEDotProductAttention):
     by Transformer Engine from cuDNN 9.26 on; with an older one there may be no backend for them.
     """
 
-    def __init__(self, config: GptOssTransformerConfig, **settings: Any) -> None:
+    def __init__(self, config: PolicyTransformerConfig, **settings: Any) -> None:
         if config.context_parallel_size > 1:
             raise ValueError(
                 "Transformer Engine's attention shares rows over ranks in another way than our batches do",
             )
         super().__init__(config, **settings)
-        self.rotary = RotaryEmbedding(config.gptoss)
+        self.rotary = RotaryEmbedding(config.architecture)
         self.softmax_offset.data = self.softmax_offset.data.to(config.params_dtype)
         mark(self.softmax_offset, tensor_model_parallel=True, partition_dim=0, partition_stride=1)
 

@@ -6,7 +6,8 @@ import contextlib
 import torch
 
 from converters.hf_directory import HfDirectory
-from converters.names import ParameterMapping, parameter_mappings
+from converters.mapping import ParameterMapping
+from converters.names import parameter_mappings
 from converters.pipeline import Progress, ordered_map
 from megatron_gptoss.checkpoint.base_digest import as_digits, digest_of_values
 

@@ -12,8 +12,8 @@ from converters.adapter_base import directory_digest
 from converters.bits import same_bits
 from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory
+from converters.mapping import Shape
 from converters.megatron_checkpoint import read_model_config
-from converters.names import Shape
 from converters.new_directory import final_name, new_directory
 from converters.peft_format import WEIGHTS_FILE, AdapterMapping, PeftDirectory, adapter_mappings
 from converters.peft_settings import CONFIG_FILE, peft_config

@@ -19,11 +19,13 @@ from converters import hf_layouts
 from converters.bits import FileRange, TensorRange
 from converters.errors import ConversionError
 from converters.hf_layouts import BLOCK, Shape, StoredTensor, is_expert_matrix, mxfp4_shapes
-from converters.names import NamedTensor, hf_shapes
+from converters.mapping import NamedTensor
+from converters.names import hf_shapes
 from converters.new_directory import new_directory, refuse_partial
 from converters.safetensors_files import Entry, SafetensorsFile, SafetensorsWriter
 from gptoss_kernels import mxfp4
 from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.families.registry import read_hf_config
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -55,7 +57,7 @@ class ExpertStack:
 
 
 class HfDirectory:
-    """The weights of a GPT-OSS directory by Hugging Face name, laid out as in its bf16 models.
+    """The weights of a model's directory by Hugging Face name, laid out as in its bf16 models.
 
     They may be stored as bf16, fp16 or fp32, or with the experts in MXFP4, which are read as bf16;
     under Hugging Face's names or under OpenAI's. Reading is safe from several threads.
@@ -75,9 +77,7 @@ class HfDirectory:
         """
         self.path = Path(path)
         if not self.path.is_dir():
-            raise ConversionError(
-                f"{self.path}: no such directory; expected a Hugging Face GPT-OSS model"
-            )
+            raise ConversionError(f"{self.path}: no such directory; expected a Hugging Face model")
         if not unfinished:
             refuse_partial(self.path)
 
@@ -228,7 +228,8 @@ class HfDirectory:
         unknown = [name for name in self._file_of if name not in expected]
         if unknown:
             raise ConversionError(
-                f"{where}: {_count_tensors(unknown)} unknown to GPT-OSS as config.json describes it"
+                f"{where}: {_count_tensors(unknown)} unknown to a {self.config.model_type} model as "
+                "config.json describes it"
             )
         for name in self._file_of:
             self._check_entry(name, expected[name])
@@ -261,8 +262,8 @@ def _read_model_config(directory: Path) -> ModelConfig:
         raw = _read_json(path) if path.exists() else {}
         is_openai = "num_experts" in raw and "model_type" not in raw
         if is_openai:
-            return ModelConfig.from_hf_config(hf_layouts.openai_config(raw))
-        return ModelConfig.from_hf_config(directory)
+            return read_hf_config(hf_layouts.openai_config(raw))
+        return read_hf_config(directory)
     except KeyError as error:
         raise ConversionError(f"{path}: key {error} is missing") from None
     except ValueError as error:
@@ -404,11 +405,16 @@ def written_shapes(config: ModelConfig, quantized: bool) -> dict[str, Shape]:
     """Return the shape of every tensor of a directory to write, by stored name.
 
     Raises:
-        ConversionError: if ``quantized`` and MXFP4 blocks do not fit the model's widths.
+        ConversionError: if ``quantized`` and the model has no experts, or widths that MXFP4 blocks do
+            not fit.
     """
     if not quantized:
         return hf_shapes(config)
 
+    if not config.num_experts:
+        raise ConversionError(
+            f"mxfp4 is a format of experts, and {config.model_type} has none; export to bf16"
+        )
     for key in ("hidden_size", "intermediate_size"):
         size = getattr(config, key)
         if size % BLOCK:

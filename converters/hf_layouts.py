@@ -14,7 +14,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from converters.names import Shape, hf_shapes
+from converters.mapping import Shape
+from converters.names import hf_shapes
 from megatron_gptoss.config import ModelConfig
 
 BLOCK = 32

@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 
 from converters.errors import ConversionError, GatheringBroken, GatheringRefused
 from converters.hf_directory import ExpertStack
+from converters.mapping import NamedParts, NamedTensor, ParameterMapping, Shape
 from converters.mxfp4_tensors import (
     Digests,
     join,
@@ -24,21 +25,16 @@ from converters.mxfp4_tensors import (
     packed_parts,
     split,
 )
-from converters.names import (
-    NamedParts,
-    NamedTensor,
-    ParameterMapping,
-    Shape,
-    global_name,
-    parameter_mappings,
-    stack_experts,
-)
+from converters.names import global_name, parameter_mappings, stack_experts
 from gptoss_kernels import mxfp4
 from megatron_gptoss.checkpoint.base_digest import local_digest
 from megatron_gptoss.checkpoint.state import has_adapters
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.model import chunks_of
 from megatron_gptoss.weights import QuantizedWeight, Weight, named_weights
+
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT_LAYER = "output_layer.weight"
 
 GetTensor = Callable[[str], torch.Tensor] | Callable[[str], torch.Tensor | ExpertStack]
 
@@ -134,10 +130,13 @@ def _local_weights(
         first_layer = chunk.decoder.layers[0].layer_number - 1  # Megatron counts from 1
         for name, weight in named_weights(chunk):
             full_name = global_name(name, first_layer, first_expert)
+            if config.tied_embeddings and full_name == OUTPUT_LAYER:
+                # The copy of the embedding on a last pipeline stage.
+                full_name = EMBEDDING
             if full_name not in table:
                 raise ConversionError(
                     f"parameter {name} ({full_name} of the whole model) has no counterpart in "
-                    f"Hugging Face's GPT-OSS of {config.num_layers} layers and "
+                    f"Hugging Face's {config.model_type} of {config.num_layers} layers and "
                     f"{config.num_experts} experts"
                 )
             local[full_name] = weight

@@ -1,4 +1,4 @@
-"""A torch_dist checkpoint of GPT-OSS as the name table sees it."""
+"""A torch_dist checkpoint of a model as the name table sees it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,23 +8,25 @@ import torch
 from converters.bits import FileRange, TensorRange
 from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory
-from converters.names import NamedTensor, ParameterMapping, hf_tensors, parameter_mappings
+from converters.mapping import NamedTensor, ParameterMapping
+from converters.names import hf_tensors, parameter_mappings
 from converters.torch_dist_files import Shape, TorchDistReader
 from megatron_gptoss.checkpoint.directory import MODEL_CONFIG_FILE, QUANTIZATION_FILE
 from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.families.registry import parse_model_config
 
 MODEL_KEYS = ("embedding.", "decoder.", "output_layer.")
 """Keys of the model start with these; a trainer's checkpoint also holds the optimizer's."""
 
 
 class MegatronCheckpoint:
-    """A torch_dist checkpoint of GPT-OSS, read parameter by parameter."""
+    """A torch_dist checkpoint of a model, read parameter by parameter."""
 
     def __init__(self, path: Path, unfinished: bool = False, from_disk: bool = False) -> None:
         """Open ``path``; ``unfinished`` and ``from_disk`` as of TorchDistReader.
 
         Raises:
-            ConversionError: when it is not a complete checkpoint of GPT-OSS alone.
+            ConversionError: when it is not a complete checkpoint of its model alone.
         """
         self.path = Path(path)
         self._reader = TorchDistReader(self.path, unfinished, from_disk)
@@ -34,8 +36,8 @@ class MegatronCheckpoint:
         for key in self._reader.keys() - known:
             if key.startswith(MODEL_KEYS):
                 raise ConversionError(
-                    f"{self.path}: key {key} is unknown to GPT-OSS; the checkpoint is of another "
-                    "model, or has adapters that must be merged first"
+                    f"{self.path}: key {key} is unknown to a {self.config.model_type} model; the "
+                    "checkpoint is of another model, or has adapters that must be merged first"
                 )
 
     def get(self, key: str, index: Shape) -> torch.Tensor:
@@ -77,7 +79,7 @@ class MegatronCheckpoint:
 def read_model_config(path: Path) -> ModelConfig:
     """Read the ModelConfig that lies beside a checkpoint. Raises ConversionError."""
     try:
-        return ModelConfig.model_validate_json(path.read_text())
+        return parse_model_config(path.read_text())
     except FileNotFoundError:
         raise ConversionError(
             f"{path}: missing; it holds the model configuration, and import and trainer write it"
@@ -97,7 +99,7 @@ def check_same_model(source: HfDirectory, config: ModelConfig, path: Path) -> No
     theirs = config.model_dump()
     for key, value in source.config.model_dump().items():
         # initializer_std says nothing about weights that exist
-        if theirs[key] != value and key != "initializer_std":
+        if theirs.get(key) != value and key != "initializer_std":
             raise ConversionError(
-                f"different models: {key} is {value} in {source.path} but {theirs[key]} in {path}"
+                f"different models: {key} is {value} in {source.path} but {theirs.get(key)} in {path}"
             )

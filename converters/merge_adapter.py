@@ -19,9 +19,10 @@ from converters.hf_directory import (
     written_shapes,
 )
 from converters.hf_layouts import is_expert_matrix
+from converters.mapping import NamedParts, ParameterMapping
 from converters.mxfp4_definition import defined_values, nearest, some_rows
 from converters.mxfp4_export import quantize
-from converters.names import NamedParts, ParameterMapping, parameter_mappings, stack_experts
+from converters.names import parameter_mappings, stack_experts
 from converters.new_directory import final_name
 from converters.pipeline import Progress, ordered_map
 from converters.reports import MergeLoss, MergeReport

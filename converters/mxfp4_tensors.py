@@ -13,7 +13,7 @@ import torch
 from converters.bits import as_bytes
 from converters.hf_directory import HfDirectory
 from converters.hf_layouts import BLOCK, Shape, is_expert_matrix, mxfp4_shapes
-from converters.names import NamedTensor, ParameterMapping
+from converters.mapping import NamedTensor, ParameterMapping
 from gptoss_kernels import mxfp4
 
 BLOCK_BYTES = BLOCK // 2

@@ -23,7 +23,8 @@ import torch
 
 from converters.bits import same_bits
 from converters.errors import ConversionError
-from converters.names import Shape, interleave_gate_up, separate_gate_up
+from converters.families.gpt_oss.table import interleave_gate_up, separate_gate_up
+from converters.mapping import Shape
 from converters.peft_settings import CONFIG_FILE, EXPERTS, TARGETS, read_settings
 from converters.safetensors_files import SafetensorsFile
 from megatron_gptoss.config import AdapterConfig, ModelConfig

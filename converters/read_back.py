@@ -30,11 +30,12 @@ from converters.bits import TensorRange, as_bytes, same_bits, same_in_files
 from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory
 from converters.hf_layouts import is_expert_matrix
+from converters.mapping import ParameterMapping
 from converters.megatron_checkpoint import MegatronCheckpoint
 from converters.mxfp4_definition import defined_values, nearest, some_rows
 from converters.mxfp4_export import quantize
 from converters.mxfp4_tensors import stored_names
-from converters.names import ParameterMapping, parameter_mappings
+from converters.names import parameter_mappings
 from converters.new_directory import final_name
 from converters.pipeline import Progress, ordered_map
 from converters.reports import Check, ExportReport, QuantizationLoss, ReadBack

@@ -5,7 +5,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from converters.names import ParameterMapping
+from converters.mapping import ParameterMapping
 from converters.reports import Check
 from gptoss_kernels.cache import cache_directory, write_atomically
 from megatron_gptoss.config import ModelConfig
@@ -26,7 +26,7 @@ class Selection:
 
 def select_parameters(kind: str, config: ModelConfig, check: Check) -> Selection:
     """Choose what the next conversion of this ``kind`` compares."""
-    if check == "all":
+    if check == "all" or not config.num_experts:
         return Selection(check, layer=None)
     return Selection(check, layer=next_layer(kind, config))
 

@@ -4,8 +4,9 @@ A checkpoint is a directory of Megatron's dist_checkpointing plus ``gptoss_confi
 ModelConfig as JSON; the trainer's checkpoints hold the same. Keys are those of Megatron's
 Transformer Engine layers whatever wrote the checkpoint: layers stacked along a leading axis,
 experts along a second one, the layer norm before attention as
-``decoder.layers.self_attention.linear_qkv.layer_norm_weight`` and the one before the experts as
-``decoder.layers.pre_mlp_layernorm.weight``. The CPU layer specification maps its names to these.
+``decoder.layers.self_attention.linear_qkv.layer_norm_weight`` and the one before experts as
+``decoder.layers.pre_mlp_layernorm.weight``, before an MLP as
+``decoder.layers.mlp.linear_fc1.layer_norm_weight``. The CPU layer specification maps its names to these.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ import torch
 
 from converters.bits import FileRange
 from converters.errors import ConversionError
+from converters.families.registry import tensors_of
 from converters.hf_directory import (
     HfDirectory,
     tokenizer_and_generation,
@@ -26,9 +28,10 @@ from converters.hf_directory import (
     written_shapes,
 )
 from converters.hf_layouts import is_expert_matrix
+from converters.mapping import NamedParts, ParameterMapping
 from converters.megatron_checkpoint import MegatronCheckpoint, check_same_model
 from converters.mxfp4_export import quantize
-from converters.names import NamedParts, ParameterMapping, parameter_mappings, stack_experts
+from converters.names import parameter_mappings, stack_experts
 from converters.new_directory import new_directory
 from converters.page_cache import StreamedPages, read_window, write_window
 from converters.pipeline import Progress, ordered_map
@@ -132,16 +135,11 @@ def _empty_entries(config: ModelConfig) -> Iterator[tuple[str, Shape, Shape]]:
     """
     layers = config.num_layers
     experts = config.num_experts
-    modules = (
-        "self_attention.linear_qkv",
-        "self_attention.linear_proj",
-        "self_attention.core_attention",
-        "pre_mlp_layernorm",
-    )
+    family = tensors_of(config)
     for layer in range(layers):
-        for module in modules:
+        for module in family.stateful_modules:
             yield f"decoder.layers.{module}._extra_state", (layers,), (layer,)
-        for module in ("linear_fc1", "linear_fc2"):
+        for module in family.stateful_expert_modules:
             key = f"decoder.layers.mlp.experts.experts.{module}._extra_state"
             for expert in range(experts):
                 yield key, (layers, experts), (layer, expert)

@@ -8,10 +8,12 @@ from pathlib import Path
 import torch
 
 from converters.errors import ConversionError
-from converters.forward import HuggingFaceModel, MegatronModel, compare_stages
+from converters.families.registry import tensors_of
+from converters.forward import compare_stages
 from converters.hf_directory import HfDirectory
+from converters.mapping import ParameterMapping
 from converters.megatron_checkpoint import MegatronCheckpoint, check_same_model
-from converters.names import ParameterMapping, hf_shapes, parameter_mappings
+from converters.names import hf_shapes, parameter_mappings
 from converters.pipeline import Progress, ordered_map
 
 TOLERANCE = 1e-4
@@ -93,11 +95,12 @@ def verify(hf_dir: Path, megatron_dir: Path, progress: Progress | None = None) -
     check_same_model(source, checkpoint.config, megatron_dir)
 
     differences = _compare_tensors(source, checkpoint, progress)
+    family = tensors_of(source.config)
     with torch.no_grad():
         stages = compare_stages(
             source.config,
-            HuggingFaceModel(source.config, source.get),
-            MegatronModel(checkpoint.config, checkpoint.get),
+            family.hugging_face_model(source.config, source.get),
+            family.megatron_model(checkpoint.config, checkpoint.get),
         )
         return VerifyReport(len(hf_shapes(source.config)), differences, dict(stages))
 

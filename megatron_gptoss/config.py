@@ -5,10 +5,13 @@ ValidationError, which names the key, before anything is started."""
 
 import json
 import math
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from megatron_gptoss.rope_scaling import RopeScaling
 
 
 class StrictModel(BaseModel):
@@ -20,95 +23,119 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
 
-_HF_NAMES = {
-    "num_layers": "num_hidden_layers",
-    "num_experts": "num_local_experts",
-    "experts_per_token": "num_experts_per_tok",
-    "head_size": "head_dim",
-    "max_length": "max_position_embeddings",
-    "initializer_std": "initializer_range",
-}
-"""Keys of Hugging Face's config.json where they differ from the fields of ModelConfig."""
-_HF_ROPE_NAMES = {
-    "yarn_factor": "factor",
-    "yarn_original_length": "original_max_position_embeddings",
-    "yarn_beta_fast": "beta_fast",
-    "yarn_beta_slow": "beta_slow",
-}
-"""The same within rope_scaling."""
-_HF_OPTIONAL = ("swiglu_limit", "rms_norm_eps", "rope_theta", "max_length", "initializer_std")
-"""Fields whose defaults hold where config.json says nothing."""
-
-
 AdapterTarget = Literal["q", "k", "v", "o", "experts", "router", "embedding", "head"]
 """Weights that can have adapters: of every layer, and the embedding and the output layer."""
 Quantization = Literal["mxfp4"]
 """Formats that experts are trained through."""
 
 
-class ModelConfig(StrictModel):
-    """A GPT-OSS architecture. The defaults that the released 20B and 120B share are filled in."""
+class ModelConfig(StrictModel, ABC):
+    """An architecture: what every family of models says of itself.
 
+    A family is a subclass with its own fields, readable by ``megatron_gptoss.families.registry``.
+    The formulas of memory, time and layouts know models by these properties alone.
+    """
+
+    adapter_targets: ClassVar[tuple[AdapterTarget, ...]] = ()
+    """Weights of this family that adapters are built for."""
+    quantizations: ClassVar[tuple[Quantization, ...]] = ()
+    """Formats that this family's experts can be trained through or held in."""
+    hf_model_types: ClassVar[tuple[str, ...]]
+    """Values of ``model_type`` in config.json that this family reads."""
+
+    model_type: str
+    """The family, by the name that Hugging Face's config.json has for it."""
     num_layers: int = Field(gt=0)
-    """Transformer layers. Even 0-based layers attend within a sliding window, odd ones to the
-    whole prefix."""
-    num_experts: int = Field(gt=0)
-    """Experts per layer."""
-    experts_per_token: int = Field(4, gt=0)
-    """Experts each token is routed to; the softmax is taken over these only."""
-    hidden_size: int = Field(2880, gt=0)
+    """Transformer layers."""
+    num_experts: int = Field(0, ge=0)
+    """Experts per layer; 0 where a layer has one MLP for all tokens."""
+    experts_per_token: int = Field(0, ge=0)
+    """Experts each token is routed to."""
+    hidden_size: int = Field(gt=0)
     """Width of the residual stream."""
-    intermediate_size: int = Field(2880, gt=0)
-    """Width inside one expert, after the gated linear unit."""
-    num_attention_heads: int = Field(64, gt=0)
+    intermediate_size: int = Field(gt=0)
+    """Width inside one MLP or expert, after the gated linear unit."""
+    num_attention_heads: int = Field(gt=0)
     """Query heads."""
-    num_key_value_heads: int = Field(8, gt=0)
+    num_key_value_heads: int = Field(gt=0)
     """Key/value heads; query heads are shared out among them evenly."""
-    head_size: int = Field(64, gt=0)
+    head_size: int = Field(gt=0)
     """Channels per head; need not be hidden_size / num_attention_heads."""
-    vocab_size: int = Field(201_088, gt=0)
-    """Rows of the embedding and of the output layer (untied)."""
-    sliding_window: int = Field(128, gt=0)
-    """Keys a token of a window layer sees, itself included."""
-    swiglu_limit: float = Field(7.0, gt=0)
-    """Clamp of the SwiGLU inputs."""
+    vocab_size: int = Field(gt=0)
+    """Rows of the embedding and of the output layer."""
+    sliding_window: int | None = Field(None, gt=0)
+    """Keys a token of a window layer sees, itself included; null where no layer has a window."""
     rms_norm_eps: float = Field(1e-5, gt=0)
     """Epsilon of all RMSNorms."""
-    rope_theta: float = Field(150_000.0, gt=0)
+    rope_theta: float = Field(10_000.0, gt=0)
     """Base of the rotary frequencies."""
-    yarn_factor: float = Field(32.0, ge=1)
-    """YaRN context extension factor (arXiv 2309.00071)."""
-    yarn_original_length: int = Field(4096, gt=0)
-    """Context length before extension, in tokens."""
-    yarn_beta_fast: float = 32.0
-    """Rotations above which a frequency is left alone."""
-    yarn_beta_slow: float = 1.0
-    """Rotations below which a frequency is fully interpolated."""
-    max_length: int = Field(131_072, gt=0)
+    max_length: int = Field(gt=0)
     """Longest sequence, in tokens."""
     initializer_std: float = Field(0.02, gt=0)
     """Standard deviation of randomly initialised weights; unused when weights are loaded."""
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_heads(self) -> Self:
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
                 f"num_key_value_heads ({self.num_key_value_heads})"
             )
-        if self.experts_per_token > self.num_experts:
-            raise ValueError(
-                f"experts_per_token ({self.experts_per_token}) exceeds num_experts ({self.num_experts})"
-            )
         if self.head_size % 2:
             raise ValueError(f"head_size ({self.head_size}) must be even for rotary embeddings")
         return self
 
+    # -- what a family says --------------------------------------------------------------------
+
+    @property
+    def tied_embeddings(self) -> bool:
+        """Whether the output layer is the embedding."""
+        return False
+
+    @property
+    def rope_frequencies(self) -> RopeScaling | None:
+        """How the rotary frequencies are stretched; None: not at all."""
+        return None
+
     @property
     def layer_types(self) -> list[str]:
         """Per layer "sliding_attention" or "full_attention", as in the Hugging Face config."""
-        pair = ("sliding_attention", "full_attention")
-        return [pair[layer % 2] for layer in range(self.num_layers)]
+        return ["full_attention"] * self.num_layers
+
+    @property
+    def windowed_share(self) -> float:
+        """Share of the layers that attend within a window, for estimates."""
+        return 0.0
+
+    @property
+    def mlps_per_token(self) -> int:
+        """MLPs that a token passes through in a layer: its experts, or the one that all share."""
+        return self.experts_per_token if self.num_experts else 1
+
+    @property
+    def expert_parameters(self) -> int:
+        """Weights and biases of one expert; 0 in a model without."""
+        return 0
+
+    @abstractmethod
+    def layer_parameters(self, tensor: int = 1) -> float:
+        """Count the parameters of a layer, without experts, on one of ``tensor`` tensor-parallel
+        ranks."""
+
+    @abstractmethod
+    def to_hf_config(self, **extra: Any) -> dict[str, Any]:
+        """Return the content of ``config.json``; ``extra`` adds keys such as eos_token_id."""
+
+    @classmethod
+    @abstractmethod
+    def from_hf_dict(cls, raw: dict[str, Any], where: str) -> Self:
+        """Read a parsed ``config.json``; ``where`` names it in errors.
+
+        Raises:
+            ValueError: naming the key that is missing or unsupported.
+        """
+
+    # -- what follows from it ------------------------------------------------------------------
 
     @property
     def query_size(self) -> int:
@@ -121,116 +148,63 @@ class ModelConfig(StrictModel):
         return self.num_key_value_heads * self.head_size
 
     @property
-    def expert_parameters(self) -> int:
-        """Weights and biases of one expert: gate and up projection in one matrix, and down."""
-        gate_and_up = (self.hidden_size + 1) * 2 * self.intermediate_size
-        down = (self.intermediate_size + 1) * self.hidden_size
-        return gate_and_up + down
-
-    @property
     def num_parameters(self) -> int:
-        """All of them, embedding and output layer included."""
-        projections = (self.hidden_size + 1) * (self.query_size + 2 * self.key_size)
-        output_projection = (self.query_size + 1) * self.hidden_size
-        attention = projections + output_projection + self.num_attention_heads  # one sink per head
-
-        router = (self.hidden_size + 1) * self.num_experts
-        experts = self.num_experts * self.expert_parameters
-        norms = 2 * self.hidden_size
-        layer = attention + router + experts + norms
-
-        vocabulary = 2 * self.vocab_size * self.hidden_size
+        """All of them, embedding and output layer included; tied ones once."""
+        layer = int(self.layer_parameters()) + self.num_experts * self.expert_parameters
+        vocabularies = 1 if self.tied_embeddings else 2
+        vocabulary = vocabularies * self.vocab_size * self.hidden_size
         return self.num_layers * layer + vocabulary + self.hidden_size
-
-    def to_hf_config(self, **extra: Any) -> dict[str, Any]:
-        """Return the content of ``config.json``; ``extra`` adds keys such as eos_token_id."""
-        fields = {}
-        for name, value in self.model_dump().items():
-            if name not in _HF_ROPE_NAMES:
-                fields[_HF_NAMES.get(name, name)] = value
-
-        rope_scaling = {"rope_type": "yarn", "truncate": False}
-        for name, key in _HF_ROPE_NAMES.items():
-            rope_scaling[key] = getattr(self, name)
-
-        return {
-            "architectures": ["GptOssForCausalLM"],
-            "model_type": "gpt_oss",
-            **fields,
-            "experts_per_token": self.experts_per_token,
-            "layer_types": self.layer_types,
-            "rope_scaling": rope_scaling,
-            "initial_context_length": self.yarn_original_length,
-            "attention_bias": True,
-            "attention_dropout": 0.0,
-            "hidden_act": "silu",
-            "tie_word_embeddings": False,
-            "use_cache": True,
-            **extra,
-        }
 
     @classmethod
     def from_hf_config(cls, source: Path | str | dict[str, Any]) -> Self:
-        """Read ``config.json``: a file, its directory, or the parsed dict.
+        """Read ``config.json`` of this family: a file, its directory, or the parsed dict.
+
+        ``families.registry.read_hf_config`` reads that of any family.
 
         Raises:
             ValueError: naming the file and the key that is missing or unsupported.
         """
-        if isinstance(source, dict):
-            return cls._from_hf_dict(source, where="config")
+        raw, where = load_hf_config(source)
+        model_type = raw.get("model_type")
+        if model_type not in cls.hf_model_types:
+            expected = " or ".join(repr(name) for name in cls.hf_model_types)
+            raise ValueError(f"{where}: model_type is {model_type!r}, expected {expected}")
+        return cls.from_hf_dict(raw, where)
 
-        path = Path(source)
-        if path.is_dir():
-            path = path / "config.json"
-        return cls._from_hf_dict(_read_json(path), where=str(path))
 
-    @classmethod
-    def _from_hf_dict(cls, raw: dict[str, Any], where: str) -> Self:
-        if raw.get("model_type") != "gpt_oss":
-            raise ValueError(
-                f"{where}: model_type is {raw.get('model_type')!r}, expected 'gpt_oss'"
-            )
+def load_hf_config(source: Path | str | dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Load a ``config.json``: a file, its directory, or the parsed dict.
 
-        # transformers 5 writes rope_parameters, the releases carry rope_scaling and rope_theta.
-        rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-        if "rope_theta" in rope:
-            raw = raw | {"rope_theta": rope["rope_theta"]}
+    Returns:
+        The content, and what errors call it.
 
-        fields = {}
-        for name in cls.model_fields:
-            if name in _HF_ROPE_NAMES:
-                section = rope
-                key = _HF_ROPE_NAMES[name]
-            else:
-                section = raw
-                key = _HF_NAMES.get(name, name)
+    Raises:
+        ValueError: naming the file that is missing or no JSON.
+    """
+    if isinstance(source, dict):
+        return source, "config"
 
-            if key in section:
-                fields[name] = section[key]
-            elif name not in _HF_OPTIONAL:
-                raise ValueError(f"{where}: key '{key}' is missing")
-        config = cls(**fields)
+    path = Path(source)
+    if path.is_dir():
+        path = path / "config.json"
+    return _read_json(path), str(path)
 
-        # What our layers take for granted has to hold: other values would load and be wrong.
-        if rope.get("truncate", True):
-            raise ValueError(
-                f"{where}: rope_scaling.truncate must be false, as in the released models"
-            )
-        layer_types = raw.get("layer_types", config.layer_types)
-        if layer_types != config.layer_types:
-            raise ValueError(
-                f"{where}: layer_types must alternate sliding_attention, full_attention; got {layer_types}"
-            )
-        return config
+
+def rope_settings(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the rotary settings of a parsed ``config.json``, whichever version of transformers
+    wrote it: rope_theta, and what rope_scaling says."""
+    # transformers 5 writes rope_parameters, the releases carry rope_scaling and rope_theta.
+    rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    if "rope_theta" in raw:
+        rope.setdefault("rope_theta", raw["rope_theta"])
+    return rope
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json.loads(path.read_text())
     except FileNotFoundError:
-        raise ValueError(
-            f"{path}: no such file; expected a Hugging Face GPT-OSS directory"
-        ) from None
+        raise ValueError(f"{path}: no such file; expected a Hugging Face model directory") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: not valid JSON ({error})") from None
     return content
@@ -334,7 +308,8 @@ class AdapterConfig(StrictModel):
         }
 
     def check_ranks(self, model: ModelConfig) -> None:
-        """Raise ValueError naming the target that is too small for its rank in ``model``."""
+        """Raise ValueError naming the target that ``model`` lacks, or that is too small for its
+        rank."""
         narrowest_sides = {
             "q": min(model.query_size, model.hidden_size),
             "k": min(model.key_size, model.hidden_size),
@@ -346,6 +321,12 @@ class AdapterConfig(StrictModel):
             "head": min(model.vocab_size, model.hidden_size),
         }
         for target in self.targets:
+            if target not in model.adapter_targets:
+                available = ", ".join(model.adapter_targets) or "none"
+                raise ValueError(
+                    f"adapter.targets: {target} of a {model.model_type} model cannot be adapted; "
+                    f"available: {available}"
+                )
             if target == "experts":
                 key, rank = "adapter.expert_rank", self.rank_of_experts(model)
             else:
@@ -444,7 +425,7 @@ class ParallelConfig(StrictModel):
         _check_divides("tensor", self.tensor, "num_key_value_heads", model.num_key_value_heads)
         _check_divides("tensor", self.tensor, "vocab_size", model.vocab_size)
         self._check_pipeline(model)
-        _check_divides("expert", self.expert, "num_experts", model.num_experts)
+        self._check_experts(model)
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             raise ValueError(
                 f"parallel.virtual_pipeline ({self.virtual_pipeline}) needs parallel.pipeline above 1"
@@ -471,6 +452,23 @@ class ParallelConfig(StrictModel):
         if stage_ranks % self.expert:
             raise ValueError(
                 f"parallel.expert ({self.expert}) must divide world_size / pipeline ({stage_ranks})"
+            )
+
+    def _check_experts(self, model: ModelConfig) -> None:
+        """What is about experts needs a model that has them."""
+        if model.num_experts:
+            _check_divides("expert", self.expert, "num_experts", model.num_experts)
+            return
+
+        if self.expert > 1:
+            raise ValueError(
+                f"parallel.expert ({self.expert}) must be 1: a {model.model_type} model has no experts"
+            )
+        without_effect = [part for part in self.recompute if part != "core_attn"]
+        if without_effect:
+            raise ValueError(
+                f"parallel.recompute {', '.join(without_effect)} has no effect: a "
+                f"{model.model_type} model has no experts, and its norms are part of its linear layers"
             )
 
     def _check_options(self, model: ModelConfig) -> None:
@@ -566,6 +564,10 @@ def check_blocks(key: str, quantization: Quantization | None, model: ModelConfig
     """Raise ValueError if a ``key`` that asks for MXFP4 does not suit the widths of ``model``."""
     if quantization is None:
         return
+    if quantization not in model.quantizations:
+        raise ValueError(
+            f"{key} {quantization}: a {model.model_type} model has no experts to hold it"
+        )
     for name in ("hidden_size", "intermediate_size"):
         size = getattr(model, name)
         if size % 32:

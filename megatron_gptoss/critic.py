@@ -38,6 +38,8 @@ def make_critic(policy: torch.nn.Module) -> torch.nn.Module:
     """Replace the output layer of a model that holds the policy's weights by a value head."""
     # Only the last stage's last chunk has an output layer.
     for chunk in chunks_of(policy):
+        # The embedding is no output layer any more: its copies need not agree.
+        chunk.share_embeddings_and_output_weights = False
         if chunk.post_process:
             chunk.output_layer = ValueHead(chunk)
     return policy

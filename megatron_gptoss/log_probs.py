@@ -119,9 +119,12 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         if grad_weight is None:
             return grad_hidden, None, None, None, None
         if in_place:
-            # Megatron's hooks only need to see that there is a gradient.
+            # Megatron's hooks only need to see that there is a gradient. That of a weight which is the
+            # embedding, too, is added to the embedding's, and the sum to the buffer.
             weight.grad_added_to_main_grad = True
-            return grad_hidden, torch.empty_like(weight), None, None, None
+            is_shared = getattr(weight, "zero_out_wgrad", False)
+            shown = torch.zeros_like(weight) if is_shared else torch.empty_like(weight)
+            return grad_hidden, shown, None, None, None
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 

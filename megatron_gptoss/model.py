@@ -15,11 +15,13 @@ from megatron_gptoss.config import (
     Quantization,
     check_quantization,
 )
+from megatron_gptoss.families.layer_registry import layers_of
 from megatron_gptoss.layers.adapted_vocabulary import adapt_vocabulary
 from megatron_gptoss.layers.adapters import freeze_base
 from megatron_gptoss.layers.cpu_block import cpu_block_spec
 from megatron_gptoss.layers.transformer_engine_block import transformer_engine_block_spec
-from megatron_gptoss.transformer_config import GptOssTransformerConfig, build_transformer_config
+from megatron_gptoss.transformer_config import PolicyTransformerConfig
+from megatron_gptoss.transformer_settings import build_transformer_config
 
 PARAMETER_GROUPS = {
     "attention": ("self_attention.", ".input_layernorm."),
@@ -36,7 +38,7 @@ def build_model(
     quantization: Quantization | None = None,
     **overrides: Any,
 ) -> torch.nn.Module:
-    """Build this rank's share of GPT-OSS with uninitialised weights, on its GPU or else the CPU.
+    """Build this rank's share of a model with uninitialised weights, on its GPU or else the CPU.
 
     ``distributed.initialize`` must have run. All parameters have ``dtype`` but the routers'
     biases, which are fp32 at least. With an ``adapter`` everything else is frozen;
@@ -93,25 +95,27 @@ def _require_gradient(module: torch.nn.Module, inputs: Any, embeddings: torch.Te
         embeddings.requires_grad_()
 
 
-def _build_chunk(config: GptOssTransformerConfig, index: int) -> GPTModel:
+def _build_chunk(config: PolicyTransformerConfig, index: int) -> GPTModel:
     """Build one of the model chunks of this pipeline rank."""
+    model = config.architecture
+    layers = layers_of(model)
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
-        block_spec = transformer_engine_block_spec(config, index)
+        block_spec = transformer_engine_block_spec(layers.gpu_layer(config), config, index)
     else:
         device = torch.device("cpu")
-        block_spec = cpu_block_spec(config, index)
+        block_spec = cpu_block_spec(layers.cpu_layer(config), config, index)
 
     chunk = GPTModel(
         config=config,
         transformer_layer_spec=block_spec,
-        vocab_size=config.gptoss.vocab_size,
-        max_sequence_length=config.gptoss.max_length,
+        vocab_size=model.vocab_size,
+        max_sequence_length=model.max_length,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=index),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=index),
         # SinkAttention rotates queries and keys at explicit positions.
         position_embedding_type="none",
-        share_embeddings_and_output_weights=False,
+        share_embeddings_and_output_weights=model.tied_embeddings,
         # Every tensor-parallel rank keeps the logits of its share of the vocabulary.
         parallel_output=True,
         vp_stage=index,

@@ -151,22 +151,27 @@ class Scorer:
 def _output_processor(model: Any, head: Head, batch: PackedBatch) -> Callable[..., Tensor]:
     """Return what GPTModel calls on the last stage instead of its output layer."""
 
-    def process(hidden_states: Tensor, output_layer: Any, **unused: Any) -> Tensor:
-        weight = _output_weight(model, output_layer)
+    def process(
+        hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None = None, **unused: Any
+    ) -> Tensor:
+        weight = _output_weight(model, output_layer, tied_weight=output_weight)
         hidden = gather_hidden_states(hidden_states, output_layer)
         return head(hidden, weight, output_layer.tp_group, batch)
 
     return process
 
 
-def _output_weight(model: Any, output_layer: Any) -> Tensor:
-    """Return what hidden states are multiplied with, [vocab_size / tensor, hidden_size]."""
+def _output_weight(model: Any, output_layer: Any, tied_weight: Tensor | None) -> Tensor:
+    """Return what hidden states are multiplied with, [vocab_size / tensor, hidden_size].
+
+    ``tied_weight`` is the embedding, where it takes the place of the output layer's weight.
+    """
     if isinstance(output_layer, AdaptedHead):
         return output_layer.output_weight()
 
     # The output layer is never called, so Megatron does not gather its weight by itself.
-    gather_parameters([model], [output_layer.weight])
-    weight: Tensor = output_layer.weight
+    weight: Any = output_layer.weight if tied_weight is None else tied_weight
+    gather_parameters([model], [weight])
     return weight
 
 

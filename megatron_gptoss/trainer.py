@@ -284,7 +284,9 @@ class PolicyTrainer(Scorer):
         # data-parallel ranks may add up.
         lengths = [length for batch in batches for length in batch.cu_seqlens.diff().tolist()]
         config = self.chunks[0].config
-        local_flops = training_flops(config.gptoss, lengths, frozen_base=config.adapter is not None)
+        local_flops = training_flops(
+            config.architecture, lengths, frozen_base=config.adapter is not None
+        )
         work = torch.tensor([sum(lengths), local_flops], dtype=torch.double, device=device)
         dist.all_reduce(work, group=parallel_state.get_data_parallel_group())
 

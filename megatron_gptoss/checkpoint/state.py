@@ -118,7 +118,7 @@ def _check_settings(path: Path, saved: dict[str, Any], model: torch.nn.Module) -
     """Raise CheckpointError naming the key that gives ``model`` other adapters."""
     config = chunks_of(model)[0].config
     settings = AdapterConfig.model_validate(saved["settings"])
-    difference = config.adapter.difference(settings, config.gptoss)
+    difference = config.adapter.difference(settings, config.architecture)
     if difference is not None:
         key, own, theirs = difference
         raise CheckpointError(f"checkpoint {path}: {key} was {theirs}, and is {own}")

@@ -69,7 +69,7 @@ class CheckpointWriter:
         save = _PendingSave(
             partial=final.with_name(final.name + PARTIAL_SUFFIX),
             final=final,
-            model_config=trainer.chunks[0].config.gptoss,
+            model_config=trainer.chunks[0].config.architecture,
             quantization=trainer.chunks[0].config.quantization,
             adapters=describe_adapters(trainer.module) if has_adapters(trainer.module) else None,
             training_state=training_state,

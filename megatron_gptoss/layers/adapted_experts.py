@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_gptoss.layers.adapted_linears import AdaptedLinear, adapter_settings, sharded_state
 from megatron_gptoss.layers.adapters import EXPERT_LINEARS, LowRank
 from megatron_gptoss.layers.packed_weight import PackedWeight
-from megatron_gptoss.transformer_config import GptOssTransformerConfig, mark, parameter_device
+from megatron_gptoss.transformer_config import PolicyTransformerConfig, mark, parameter_device
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class AdaptedExpertLinear(AdaptedLinear):
         input_size: int,
         output_size: int,
         *,
-        config: GptOssTransformerConfig,
+        config: PolicyTransformerConfig,
         tp_group: Any,
         **unused: Any,
     ) -> None:
@@ -107,13 +107,13 @@ ADAPTED_EXPERT_LINEARS = MLPSubmodules(
 """The two matrices of an expert whose base is frozen."""
 
 
-def has_adapted_experts(config: GptOssTransformerConfig) -> bool:
+def has_adapted_experts(config: PolicyTransformerConfig) -> bool:
     """Return whether experts have adapters, or a base in four bits."""
     has_adapters = config.adapter is not None and "experts" in config.adapter.targets
     return has_adapters or config.base == "mxfp4"
 
 
-def is_spread(config: GptOssTransformerConfig) -> bool:
+def is_spread(config: PolicyTransformerConfig) -> bool:
     """Return whether Megatron reduces gradients of experts over the ranks that hold these experts,
     and not over all data-parallel ranks."""
     return config.expert_model_parallel_size > 1 or config.tensor_model_parallel_size > 1
@@ -153,7 +153,7 @@ class AdaptedExperts(SequentialMLP):
         return LowRank(
             rows,
             columns,
-            settings.rank_of_experts(config.gptoss),
+            settings.rank_of_experts(config.architecture),
             settings.alpha,
             config.params_dtype,
             experts=range(first_expert, first_expert + self.num_local_experts),

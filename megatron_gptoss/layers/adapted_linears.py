@@ -18,7 +18,7 @@ from megatron_gptoss.layers.adapters import LowRank
 from megatron_gptoss.layers.merge import merge_in_pieces, merged_linear, merged_weight
 from megatron_gptoss.layers.packed_weight import PackedWeight
 from megatron_gptoss.layers.router import GptOssRouter
-from megatron_gptoss.transformer_config import GptOssTransformerConfig
+from megatron_gptoss.transformer_config import PolicyTransformerConfig
 
 SEPARATE_NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 """Checkpoint keys of the norm before attention where it is a module of its own: those of Transformer
@@ -32,7 +32,7 @@ class AdaptedLinear(torch.nn.Module):
     """The base, [out, in] on this rank."""
     adapters: torch.nn.ModuleDict
     """LowRank by target."""
-    config: GptOssTransformerConfig
+    config: PolicyTransformerConfig
 
     @property
     def scale(self) -> float:
@@ -82,17 +82,17 @@ class AdaptedQkv(AdaptedLinear, ColumnParallelLinear):
         input_size: int,
         output_size: int,
         *,
-        config: GptOssTransformerConfig,
+        config: PolicyTransformerConfig,
         **options: Any,
     ) -> None:
         ColumnParallelLinear.__init__(self, input_size, output_size, config=config, **options)
         settings = adapter_settings(config)
         ranks = config.tensor_model_parallel_size
-        self.groups = config.gptoss.num_key_value_heads // ranks
+        self.groups = config.architecture.num_key_value_heads // ranks
         sizes = {
-            "q": config.gptoss.query_size,
-            "k": config.gptoss.key_size,
-            "v": config.gptoss.key_size,
+            "q": config.architecture.query_size,
+            "k": config.architecture.key_size,
+            "v": config.architecture.key_size,
         }
         self.rows_per_group = {
             target: size // ranks // self.groups for target, size in sizes.items()
@@ -157,7 +157,7 @@ class AdaptedProjection(AdaptedLinear, RowParallelLinear):
         input_size: int,
         output_size: int,
         *,
-        config: GptOssTransformerConfig,
+        config: PolicyTransformerConfig,
         **options: Any,
     ) -> None:
         RowParallelLinear.__init__(self, input_size, output_size, config=config, **options)
@@ -187,9 +187,9 @@ class AdaptedProjection(AdaptedLinear, RowParallelLinear):
 class AdaptedRouter(AdaptedLinear, GptOssRouter):
     """The router with an adapter of its weight; the bias stays as it is."""
 
-    def __init__(self, config: GptOssTransformerConfig, *args: Any, **options: Any) -> None:
+    def __init__(self, config: PolicyTransformerConfig, *args: Any, **options: Any) -> None:
         super().__init__(config, *args, **options)
-        adapter = low_rank(config, config.gptoss.num_experts, config.gptoss.hidden_size)
+        adapter = low_rank(config, config.architecture.num_experts, config.architecture.hidden_size)
         self.adapters = torch.nn.ModuleDict({"router": adapter})
 
     def factors(self) -> tuple[Tensor, Tensor]:
@@ -202,7 +202,7 @@ class AdaptedRouter(AdaptedLinear, GptOssRouter):
         return merged_weight(self.read_base(), *self.factors(), self.scale)
 
 
-def choose_projections(attention: SelfAttentionSubmodules, config: GptOssTransformerConfig) -> None:
+def choose_projections(attention: SelfAttentionSubmodules, config: PolicyTransformerConfig) -> None:
     """Replace the projections of attention that have adapters, in place."""
     targets = set(config.adapter.targets if config.adapter is not None else ())
     if has_adapted_qkv(config):
@@ -211,26 +211,26 @@ def choose_projections(attention: SelfAttentionSubmodules, config: GptOssTransfo
         attention.linear_proj = AdaptedProjection
 
 
-def has_adapted_qkv(config: GptOssTransformerConfig) -> bool:
+def has_adapted_qkv(config: PolicyTransformerConfig) -> bool:
     """Return whether the fused projection to queries, keys and values has adapters."""
     return config.adapter is not None and bool({"q", "k", "v"} & set(config.adapter.targets))
 
 
-def choose_router(config: GptOssTransformerConfig) -> type[GptOssRouter]:
+def choose_router(config: PolicyTransformerConfig) -> type[GptOssRouter]:
     """Return the class of the router."""
     if config.adapter is not None and "router" in config.adapter.targets:
         return AdaptedRouter
     return GptOssRouter
 
 
-def adapter_settings(config: GptOssTransformerConfig) -> AdapterConfig:
+def adapter_settings(config: PolicyTransformerConfig) -> AdapterConfig:
     """Return the settings of the adapters that a model has."""
     assert config.adapter is not None
     return config.adapter
 
 
 def low_rank(
-    config: GptOssTransformerConfig,
+    config: PolicyTransformerConfig,
     output_size: int,
     input_size: int,
     split: int | None = None,

@@ -25,7 +25,7 @@ from megatron_gptoss.layers.adapted_linears import (
     sharded_state,
 )
 from megatron_gptoss.layers.merge import merged_weight
-from megatron_gptoss.transformer_config import GptOssTransformerConfig
+from megatron_gptoss.transformer_config import PolicyTransformerConfig
 
 
 def adapt_vocabulary(chunk: GPTModel) -> None:
@@ -47,7 +47,7 @@ class AdaptedVocabulary(AdaptedLinear):
         self,
         weight: torch.nn.Parameter,
         target: str,
-        config: GptOssTransformerConfig,
+        config: PolicyTransformerConfig,
         tp_group: Any,
     ) -> None:
         """Take over ``weight``, and allocate the adapter of that target, uninitialised."""
@@ -56,7 +56,7 @@ class AdaptedVocabulary(AdaptedLinear):
         self.weight = weight
         self.tp_group = tp_group
 
-        model = config.gptoss
+        model = config.architecture
         adapter = low_rank(config, model.vocab_size, model.hidden_size, split=0)
         self.adapters = torch.nn.ModuleDict({target: adapter})
 
@@ -80,7 +80,7 @@ class AdaptedVocabulary(AdaptedLinear):
 class AdaptedEmbedding(AdaptedVocabulary):
     """The embedding: a token gets its row of the merged weight."""
 
-    def __init__(self, embedding: VocabParallelEmbedding, config: GptOssTransformerConfig) -> None:
+    def __init__(self, embedding: VocabParallelEmbedding, config: PolicyTransformerConfig) -> None:
         super().__init__(embedding.weight, "embedding", config, embedding.tp_group)
         self._first_id = embedding.vocab_start_index
         self._end_id = embedding.vocab_end_index
@@ -119,7 +119,7 @@ class AdaptedEmbedding(AdaptedVocabulary):
 class AdaptedHead(AdaptedVocabulary):
     """The output layer."""
 
-    def __init__(self, layer: ColumnParallelLinear, config: GptOssTransformerConfig) -> None:
+    def __init__(self, layer: ColumnParallelLinear, config: PolicyTransformerConfig) -> None:
         super().__init__(layer.weight, "head", config, layer.tp_group)
         self.sequence_parallel = layer.sequence_parallel
 

@@ -1,6 +1,6 @@
-"""Megatron's ``core_attention`` for GPT-OSS.
+"""Megatron's ``core_attention`` for all families.
 
-Rotary embedding, learned sinks, packed sequences, context parallelism.
+Rotary embedding, learned sinks if the model has them, packed sequences, context parallelism.
 """
 
 import math
@@ -17,14 +17,14 @@ from gptoss_kernels.sink_attention import sink_attention
 from megatron_gptoss.context_parallel import Machine, context_parallel_attention
 from megatron_gptoss.layers.rotary import RotaryEmbedding, apply_rotary
 from megatron_gptoss.packing import PackedSequence
-from megatron_gptoss.transformer_config import GptOssTransformerConfig, mark
+from megatron_gptoss.transformer_config import PolicyTransformerConfig, mark
 
 NO_SINK = -1e4
 """A sink logit that takes no attention."""
 
 
 class SinkAttention(DotProductAttention):
-    """Packed causal attention with one learned sink logit per query head.
+    """Packed causal attention, with one learned sink logit per query head or without sinks.
 
     Inherits the sharded state dict (the sinks are split over tensor-parallel ranks) and nothing
     else from Megatron's attention, whose constructor needs CUDA and whose forward knows neither
@@ -33,7 +33,7 @@ class SinkAttention(DotProductAttention):
 
     def __init__(
         self,
-        config: GptOssTransformerConfig,
+        config: PolicyTransformerConfig,
         layer_number: int,
         softmax_scale: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
@@ -46,7 +46,7 @@ class SinkAttention(DotProductAttention):
         self.tp_group = pg_collection.tp
         self.cp_group = pg_collection.cp
 
-        self.rotary = RotaryEmbedding(config.gptoss)
+        self.rotary = RotaryEmbedding(config.architecture)
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.backend = config.attention_backend_name
 
@@ -64,18 +64,19 @@ class SinkAttention(DotProductAttention):
             self.scheme = config.context_scheme_full
         self.machine = Machine(bandwidth=config.context_bandwidth, rate=config.attention_rate)
 
-        # The attribute's name is Megatron's, so that its sharded state dict includes the sinks.
-        local_heads = config.num_attention_heads // self.tp_group.size()
-        sinks = torch.empty(local_heads, dtype=config.params_dtype)
-        self.softmax_offset = torch.nn.Parameter(sinks)
-        if config.perform_initialization:
-            config.init_method(self.softmax_offset)
-        mark(
-            self.softmax_offset,
-            tensor_model_parallel=True,
-            partition_dim=0,
-            partition_stride=1,
-        )
+        # Sinks are a parameter where Megatron's softmax is "learnable".
+        self.local_heads = config.num_attention_heads // self.tp_group.size()
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":
+            self.softmax_offset = self._allocate_sinks()
+
+    def _allocate_sinks(self) -> torch.nn.Parameter:
+        """Allocate the sinks of this rank's heads."""
+        sinks = torch.nn.Parameter(torch.empty(self.local_heads, dtype=self.config.params_dtype))
+        if self.config.perform_initialization:
+            self.config.init_method(sinks)
+        mark(sinks, tensor_model_parallel=True, partition_dim=0, partition_stride=1)
+        return sinks
 
     def forward(
         self,
@@ -102,7 +103,7 @@ class SinkAttention(DotProductAttention):
         row = packed_seq_params
         if not isinstance(row, PackedSequence) or row.position_ids is None:
             raise ValueError(
-                "GPT-OSS attention takes packed sequences only: pass PackedBatch.packed_seq_params()"
+                "attention takes packed sequences only: pass PackedBatch.packed_seq_params()"
             )
 
         compute_dtype = torch.promote_types(query.dtype, torch.float32)
@@ -110,16 +111,23 @@ class SinkAttention(DotProductAttention):
         query = apply_rotary(query, cos, sin)
         key = apply_rotary(key, cos, sin)
 
-        sinks = self._sinks()
+        sinks = self._sinks(query)
         output = self._attend(query, key, value, sinks, row)
-        if not self.config.sink_backward:
+        if self.softmax_offset is not None and not self.config.sink_backward:
             # The value of one, the gradient of the other.
             without_sinks = self._attend(query, key, value, 0 * sinks + NO_SINK, row)
             output = output.detach() + (without_sinks - without_sinks.detach())
         return output.flatten(1)
 
-    def _sinks(self) -> Tensor:
-        """Return the sink logits [heads], with the faults that an ablation asks for."""
+    def _sinks(self, query: Tensor) -> Tensor:
+        """Return the sink logits [heads], with the faults that an ablation asks for.
+
+        Of a model without sinks they are minus infinity, which takes no attention whatever the
+        scores are.
+        """
+        if self.softmax_offset is None:
+            return query.new_full((self.local_heads,), -torch.inf)
+
         sinks: Tensor = self.softmax_offset
         if not self.config.sink_gradient:
             # Not without a gradient but with one of zero: data parallelism waits for a gradient

@@ -28,7 +28,7 @@ from megatron_gptoss.layers.grouped_products import (
 )
 from megatron_gptoss.layers.shared_memory import Loan, shared_memory
 from megatron_gptoss.layers.stacked_experts import StackedExperts
-from megatron_gptoss.transformer_config import GptOssTransformerConfig, mark, parameter_device
+from megatron_gptoss.transformer_config import PolicyTransformerConfig, mark, parameter_device
 
 
 class QuantizedExpertLinear(torch.nn.Module):
@@ -47,7 +47,7 @@ class QuantizedExpertLinear(torch.nn.Module):
         input_size: int,
         output_size: int,
         *,
-        config: GptOssTransformerConfig,
+        config: PolicyTransformerConfig,
         tp_group: Any,
         **unused: Any,
     ) -> None:

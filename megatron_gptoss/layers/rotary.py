@@ -1,4 +1,4 @@
-"""Rotary position embeddings with YaRN scaling, applied at explicit token positions.
+"""Rotary position embeddings, plain or scaled, applied at explicit token positions.
 
 Angles are computed in fp32 whatever the model's dtype, as Hugging Face and the inference engines
 do: with other angles, trainer and engine would disagree at long positions.
@@ -9,11 +9,37 @@ import math
 import torch
 
 from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
+
+
+def inverse_frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
+    """Compute the inverse frequencies of a model.
+
+    Returns:
+        Inverse frequencies, fp32 [head_size / 2], and the factor by which cos and sin are
+        multiplied.
+    """
+    scaling = config.rope_frequencies
+    if isinstance(scaling, YarnScaling):
+        return yarn_inverse_frequencies(config)
+
+    plain = 1.0 / _frequencies(config)
+    if isinstance(scaling, LinearScaling):
+        return plain / scaling.factor, 1.0
+    if isinstance(scaling, Llama3Scaling):
+        return _llama3_inverse_frequencies(plain, scaling), 1.0
+    return plain, 1.0
+
+
+def _frequencies(config: ModelConfig) -> torch.Tensor:
+    """Return the unscaled wavelengths over 2 pi, fp32 [head_size / 2]."""
+    dim = config.head_size
+    return config.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
 
 
 def yarn_inverse_frequencies(
     config: ModelConfig,
-    truncate: bool = False,
+    truncate: bool | None = None,
 ) -> tuple[torch.Tensor, float]:
     """Compute the inverse frequencies of YaRN (arXiv 2309.00071, section 3.2).
 
@@ -21,24 +47,26 @@ def yarn_inverse_frequencies(
     turn fewer than beta_slow times are divided by the factor, with a linear ramp between.
 
     Args:
-        config: the model.
-        truncate: round the ends of the ramp to integers. GPT-OSS does not.
+        config: a model with YarnScaling.
+        truncate: round the ends of the ramp to integers; by default as the scaling says.
 
     Returns:
         Inverse frequencies, fp32 [head_size / 2], and the factor by which cos and sin are
         multiplied ("concentration" in OpenAI's code, section 3.4 of the paper).
     """
+    scaling = config.rope_frequencies
+    assert isinstance(scaling, YarnScaling)
     dim = config.head_size
     base = config.rope_theta
 
     def dimension_of(rotations: float) -> float:
         """Return which dimension makes so many rotations over the original length."""
-        power_of_base = config.yarn_original_length / (rotations * 2 * math.pi)
+        power_of_base = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
         return dim * math.log(power_of_base) / (2 * math.log(base))
 
-    low = dimension_of(config.yarn_beta_fast)
-    high = dimension_of(config.yarn_beta_slow)
-    if truncate:
+    low = dimension_of(scaling.beta_fast)
+    high = dimension_of(scaling.beta_slow)
+    if scaling.truncate if truncate is None else truncate:
         low = math.floor(low)
         high = math.ceil(high)
     low = max(low, 0)
@@ -50,22 +78,33 @@ def yarn_inverse_frequencies(
     ramp = ((dimensions - low) / span).clamp(0, 1)
     keep = 1.0 - ramp
 
-    frequencies = base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    frequencies = _frequencies(config)
     extrapolated = 1.0 / frequencies
-    interpolated = 1.0 / (config.yarn_factor * frequencies)
-    inverse_frequencies = interpolated * (1 - keep) + extrapolated * keep
+    interpolated = 1.0 / (scaling.factor * frequencies)
+    inverse = interpolated * (1 - keep) + extrapolated * keep
 
     concentration = 1.0
-    if config.yarn_factor > 1:
-        concentration = 0.1 * math.log(config.yarn_factor) + 1.0
-    return inverse_frequencies, concentration
+    if scaling.factor > 1:
+        concentration = 0.1 * math.log(scaling.factor) + 1.0
+    return inverse, concentration
+
+
+def _llama3_inverse_frequencies(plain: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
+    """Scale inverse frequencies as Llama 3.1 does (github.com/meta-llama/llama-models,
+    models/llama3/model.py, apply_scaling)."""
+    turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
+
+    # 0 for what turns rarely and is divided by the factor, 1 for what turns often and is kept.
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    keep = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
+    return (1 - keep) * plain / scaling.factor + keep * plain
 
 
 class RotaryEmbedding:
     """Computes cos and sin of the angles at given positions."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self._inverse_frequencies, self._concentration = yarn_inverse_frequencies(config)
+        self._inverse_frequencies, self._concentration = inverse_frequencies(config)
 
     def cos_sin(
         self,

@@ -30,7 +30,7 @@ def forward_flops(model: ModelConfig, lengths: Iterable[int]) -> int:
 
     2 per multiply-add of every matrix product. Counted: attention projections, query-key and
     probability-value products of the pairs that causality and window leave, router, the chosen
-    experts, output layer. Not counted: norms, softmax, activations, embedding look-up, and
+    experts or the one MLP, output layer. Not counted: norms, softmax, activations, embedding look-up, and
     anything that is recomputed. For training see ``training_flops``.
     """
     lengths = list(lengths)
@@ -58,9 +58,9 @@ def _weight_flops(model: ModelConfig, lengths: Sequence[int]) -> int:
     """Count products with weights in a forward pass."""
     projections = model.hidden_size * (2 * model.query_size + 2 * model.key_size)
     router = model.hidden_size * model.num_experts
-    experts = model.experts_per_token * 3 * model.hidden_size * model.intermediate_size
+    mlps = model.mlps_per_token * 3 * model.hidden_size * model.intermediate_size
     output_layer = model.hidden_size * model.vocab_size
-    per_token = model.num_layers * (projections + router + experts) + output_layer
+    per_token = model.num_layers * (projections + router + mlps) + output_layer
     return 2 * per_token * sum(lengths)
 
 

@@ -260,20 +260,11 @@ def parameters_per_gpu(
 ) -> tuple[float, float]:
     """Return (dense, expert) parameters of one rank of a pipeline stage."""
     layers = parallel.layers_of_stage(stage, model)
-    hidden = model.hidden_size
-
-    # Linears that tensor parallelism splits, then what every rank has: the output projection's
-    # bias, sinks, two norms and the router.
-    projections = (hidden + 1) * (model.query_size + 2 * model.key_size) / parallel.tensor
-    output_projection = (model.query_size / parallel.tensor + 1) * hidden
-    attention = projections + output_projection
-    router = (hidden + 1) * model.num_experts
-    dense = layers * (attention + model.num_attention_heads + 2 * hidden + router)
-
-    vocabulary = _vocabulary_parameters(model, parallel)
-    first = vocabulary if stage == 0 else 0
-    last = vocabulary + hidden if stage == parallel.pipeline - 1 else 0
-    dense += first + last
+    dense = layers * model.layer_parameters(parallel.tensor)
+    if stage == 0:
+        dense += _vocabulary_parameters(model, parallel)
+    if stage == parallel.pipeline - 1:
+        dense += _head_parameters(model, parallel) + model.hidden_size
 
     expert = layers * model.num_experts / parallel.expert * model.expert_parameters
     return dense, expert
@@ -339,9 +330,10 @@ def activation_bytes(
     statistics = 2 * model.num_attention_heads
     attention: float = 3 * hidden + queries + keys + queries + statistics
 
-    # Values: a copy in layers with a window; in the others, which are as many, a part of the whole
-    # projection, as FlashAttention keeps it.
-    attention += (keys + queries + 2 * keys) / 2
+    # Values: a copy in layers with a window; in the others a part of the whole projection, as
+    # FlashAttention keeps it.
+    windowed = model.windowed_share
+    attention += windowed * keys + (1 - windowed) * (queries + 2 * keys)
 
     # An adapted projection leaves the norm before it a module of its own, which is recomputed.
     # Transformer Engine's projection includes it, and keeps what it gave.
@@ -350,13 +342,15 @@ def activation_bytes(
     if "moe" in parallel.recompute:
         return 2 * attention
 
-    routed = hidden + 2 * inner
+    # The input of an expert is a copy, in the experts' order; that of one MLP is the normed input.
+    mlp_input = hidden if model.num_experts else 0
+    routed = mlp_input + 2 * inner
     if "moe_act" not in parallel.recompute:
         routed += inner
-    experts = model.experts_per_token * routed * expert_load(parallel)
+    mlps = model.mlps_per_token * routed * expert_load(parallel)
     if "layernorm" not in parallel.recompute:
-        experts += hidden
-    return 2 * (attention + experts)
+        mlps += hidden
+    return 2 * (attention + mlps)
 
 
 def has_separate_norm(adapter: AdapterConfig | None) -> bool:
@@ -406,7 +400,7 @@ def _working_memory(inputs: MemoryInputs, stage: int) -> float:
         routed += model.hidden_size + 2 * model.intermediate_size
         if "moe_act" not in parallel.recompute:
             routed -= model.intermediate_size
-    layer = 2 * local_tokens * model.experts_per_token * expert_load(parallel) * routed
+    layer = 2 * local_tokens * model.mlps_per_token * expert_load(parallel) * routed
     if stage < parallel.pipeline - 1:
         return max(0, layer)
 
@@ -441,9 +435,7 @@ def _scoring_memory(inputs: MemoryInputs, stage: int) -> float:
     routed = 3 * hidden + 3 * model.intermediate_size
     if parallel.expert > 1:
         routed += 2 * hidden
-    layer = (
-        2 * local_tokens * (attention + model.experts_per_token * expert_load(parallel) * routed)
-    )
+    layer = 2 * local_tokens * (attention + model.mlps_per_token * expert_load(parallel) * routed)
     if stage < parallel.pipeline - 1:
         return layer
 
@@ -489,7 +481,7 @@ def _trained_models(inputs: MemoryInputs, stage: int) -> Iterator[_TrainedModel]
     # A critic has no vocabulary to predict.
     is_last = stage == inputs.parallel.pipeline - 1
     if is_last and inputs.adapter is None:
-        dense -= _vocabulary_parameters(inputs.model, inputs.parallel)
+        dense -= _head_parameters(inputs.model, inputs.parallel)
     for optimizer in inputs.auxiliary_models:
         if optimizer is not None:
             yield _TrainedModel(optimizer, dense, expert)
@@ -505,7 +497,7 @@ def _weight_memory(inputs: MemoryInputs, stage: int) -> float:
     if stage == inputs.parallel.pipeline - 1:
         critics = [optimizer for optimizer in inputs.auxiliary_models if optimizer is not None]
         for _ in critics:
-            weights -= 2 * _vocabulary_parameters(inputs.model, inputs.parallel)
+            weights -= 2 * _head_parameters(inputs.model, inputs.parallel)
     return weights
 
 
@@ -556,3 +548,13 @@ def _local_tokens(inputs: MemoryInputs) -> float:
 def _vocabulary_parameters(model: ModelConfig, parallel: ParallelConfig) -> float:
     """Return the parameters of one rank's embedding or output layer."""
     return model.vocab_size * model.hidden_size / parallel.tensor
+
+
+def _head_parameters(model: ModelConfig, parallel: ParallelConfig) -> float:
+    """Return the parameters of the last stage's output layer; none where it is the embedding.
+
+    A last stage that does not have the embedding has a copy of it.
+    """
+    if model.tied_embeddings and parallel.pipeline == 1:
+        return 0.0
+    return _vocabulary_parameters(model, parallel)

@@ -103,7 +103,7 @@ def _successive_changes(
 
     # "moe" recomputes all of the experts; the other two only matter without it.
     recompute = inputs.parallel.recompute
-    if "moe" not in recompute:
+    if inputs.model.num_experts and "moe" not in recompute:
         recompute = tuple(dict.fromkeys((*recompute, "moe_act", "layernorm")))
     inputs = _change_parallel(inputs, recompute=recompute)
     yield f"parallel.recompute=[{','.join(recompute)}]", inputs

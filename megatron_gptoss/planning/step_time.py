@@ -167,10 +167,8 @@ def _forward_seconds(
     output_layer = 2 * model.hidden_size * model.vocab_size * sum(lengths)
     layer = (forward_flops(model, lengths) - output_layer) / model.num_layers
 
-    # Products of an expert's few rows do not fill the GPU.
-    local_tokens = sum(lengths) / (parallel.tensor * parallel.context)
-    expert_rows = local_tokens * model.experts_per_token * parallel.expert / model.num_experts
-    rate = ARITHMETIC * expert_rows / (expert_rows + HALF_SPEED_ROWS)
+    rows = _rows_per_mlp(model, parallel, sum(lengths))
+    rate = ARITHMETIC * rows / (rows + HALF_SPEED_ROWS)
 
     seconds = []
     for stage in range(parallel.pipeline):
@@ -179,6 +177,17 @@ def _forward_seconds(
             stage_seconds += output_layer / OUTPUT_LAYER
         seconds.append(stage_seconds)
     return seconds
+
+
+def _rows_per_mlp(model: ModelConfig, parallel: ParallelConfig, tokens: int) -> float:
+    """Return how many rows of a micro-batch an expert's product has: few do not fill the GPU.
+
+    The one MLP of a dense layer has all of them, of which tensor parallelism splits the columns.
+    """
+    if not model.num_experts:
+        return tokens / parallel.context
+    local_tokens = tokens / (parallel.tensor * parallel.context)
+    return local_tokens * model.experts_per_token * parallel.expert / model.num_experts
 
 
 def _expert_exchange_seconds(

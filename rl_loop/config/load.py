@@ -10,7 +10,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from yaml import YAMLError
 
-from megatron_gptoss.config import ModelConfig, StrictModel
+from megatron_gptoss.config import StrictModel
+from megatron_gptoss.families.registry import read_hf_config
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.config.shipped import find_config
@@ -137,7 +138,7 @@ def _load_either(path: Path, overrides: list[str] | None) -> RunConfig:
 def _config_of_model(path: Path, overrides: list[str]) -> RunConfig:
     """Make the configuration of a Hugging Face directory."""
     try:
-        model = ModelConfig.from_hf_config(path)
+        model = read_hf_config(path)
     except (ValueError, OSError) as error:
         raise ConfigError(f"{path}: {error}") from None
     if model.vocab_size != RELEASED_VOCABULARY:

@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 
 from megatron_gptoss.config import (
     AdapterConfig,
-    ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     Quantization,
@@ -17,6 +16,7 @@ from megatron_gptoss.config import (
     check_blocks,
     check_quantization,
 )
+from megatron_gptoss.families.registry import AnyModelConfig
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from rl_loop.algorithms.config import GROUP_ADVANTAGES, AlgorithmConfig
 from rl_loop.config.errors import ConfigError
@@ -58,7 +58,7 @@ class RunConfig(StrictModel):
     """Where run directories are made."""
     seed: int = 0
     """Of everything random: initial weights, data order, sampling."""
-    model: ModelConfig
+    model: AnyModelConfig
     """The architecture; a string names a file of ``configs/model``."""
     initial_weights: Path | None = None
     """A Hugging Face directory, a Megatron checkpoint or a run directory to start from;

@@ -43,6 +43,7 @@ def check_what_a_run_needs(config: RunConfig, has_own_ray: bool = False) -> None
 
     ``has_own_ray``: the run will have another RAY_ADDRESS than this process. SandboxUnavailable,
     TaskFileError and VocabularyUnavailable are raised where those are what is missing."""
+    check_family(config)
     if not has_own_ray:
         check_ray_address()
     ensure_o200k()
@@ -67,11 +68,23 @@ def check_what_a_run_needs(config: RunConfig, has_own_ray: bool = False) -> None
         check_local_store(store_need(config))
 
 
+def check_family(config: RunConfig) -> None:
+    """Raise CannotStart for a model of which nothing can be sampled yet."""
+    if config.model.model_type != "gpt_oss":
+        raise CannotStart(
+            f"model.model_type {config.model.model_type}: rl, sft, eval and serve speak Harmony and sample with "
+            "GPT-OSS's engines, and this family has neither a chat format nor an engine here yet; gptoss convert and "
+            "gptoss plan take it"
+        )
+
+
 def check_what_an_evaluation_needs(config: RlConfig, weights: Path | None, output: Path) -> None:
     """Raise as ``check_what_a_run_needs`` does, for ``gptoss eval``.
 
     ``weights`` replace those of the configuration; the episodes go to the file ``output``."""
     endpoint = config.evaluation.endpoint
+    if endpoint is None:
+        check_family(config)
     if endpoint is None and not os.environ.get("RAY_ADDRESS"):
         check_local_store(evaluation_need(config))
     if endpoint is not None:
@@ -101,6 +114,7 @@ def check_what_a_server_needs(config: RunConfig, weights: Path | None) -> None:
     """Raise as ``check_what_a_run_needs`` does, for ``gptoss serve``.
 
     ``weights`` replace those of the configuration."""
+    check_family(config)
     if weights is not None:
         check_weights("--weights", weights, config.model)
     elif config.initial_weights is not None:

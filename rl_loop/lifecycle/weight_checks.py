@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_gptoss.checkpoint.directory import ADAPTER_FILE, MODEL_CONFIG_FILE
 from megatron_gptoss.config import AdapterConfig, ModelConfig
+from megatron_gptoss.families.registry import parse_model_config, read_hf_config
 from rl_loop.config.errors import CannotStart
 from rl_loop.tracking.run_directory import RunDirectory
 
@@ -25,7 +26,7 @@ def check_weights(key: str, path: Path, model: ModelConfig) -> None:
     if hf_config.exists():
         _check_safetensors(key, path)
         if not _is_original_format(key, hf_config):
-            _compare_models(key, hf_config, model, ModelConfig.from_hf_config)
+            _compare_models(key, hf_config, model, read_hf_config)
         return
 
     checkpoint = _checkpoint_of(path)
@@ -88,7 +89,7 @@ def _checkpoint_of(path: Path) -> Path:
 
 
 def _read_model_config(file: Path) -> ModelConfig:
-    return ModelConfig.model_validate_json(file.read_bytes())
+    return parse_model_config(file.read_bytes())
 
 
 def check_newest_checkpoint(run: RunDirectory) -> None:
@@ -145,9 +146,9 @@ def _compare_models(
 
     ours = model.model_dump(exclude=NOT_COMPARED)
     different = [
-        f"{name} is {theirs[name]} there and {value} here"
+        f"{name} is {theirs.get(name)} there and {value} here"
         for name, value in ours.items()
-        if theirs[name] != value
+        if theirs.get(name) != value
     ]
     if different:
         raise CannotStart(
@@ -157,4 +158,4 @@ def _compare_models(
 
 def _not_described(key: str, file: Path, error: Exception) -> CannotStart:
     first_line = str(error).strip().splitlines()[0]
-    return CannotStart(f"{key}: {file} does not describe a GPT-OSS model: {first_line}")
+    return CannotStart(f"{key}: {file} does not describe a model: {first_line}")

@@ -8,9 +8,10 @@ import torch
 from converters.adapter_checkpoint import Adapters, CheckpointAdapters, load_adapter
 from converters.hf_directory import ExpertStack, HfDirectory
 from converters.live import load_hf_weights
+from converters.mapping import ParameterMapping
 from converters.megatron_checkpoint import MegatronCheckpoint
 from converters.mxfp4_tensors import rounded_to_mxfp4
-from converters.names import ParameterMapping, hf_shapes, parameter_mappings
+from converters.names import hf_shapes, parameter_mappings
 from converters.peft_format import PeftDirectory
 from converters.peft_settings import CONFIG_FILE as PEFT_CONFIG_FILE
 from converters.random_weights import random_hf_weights

@@ -15,8 +15,8 @@ from megatron.core import parallel_state
 
 from converters.errors import GatheringBroken, GatheringRefused
 from converters.live import GatheredWeights, WeightGathering
+from converters.mapping import NamedTensor
 from converters.mxfp4_tensors import Digests
-from converters.names import NamedTensor
 from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint.directory import find_checkpoint, latest_checkpoint
 from megatron_gptoss.checkpoint.loader import load_checkpoint

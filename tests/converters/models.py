@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 from converters.names import hf_shapes
-from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 
 # every dimension that could be mistaken for another is different from it
-TINY = ModelConfig(
+TINY = GptOssModelConfig(
     num_layers=2,
     num_experts=4,
     experts_per_token=2,

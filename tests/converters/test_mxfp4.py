@@ -22,16 +22,19 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from converters import names, torch_dist
 from converters.errors import ConversionError
+from converters.families.gpt_oss.table import _transpose
 from converters.hf_directory import ExpertStack, HfDirectory, written_shapes
 from converters.hf_layouts import QUANTIZATION_CONFIG, openai_name
 from converters.live import export_hf_weights, load_hf_weights
+from converters.mapping import same, single_part
 from converters.megatron_checkpoint import MegatronCheckpoint
 from converters.names import hf_shapes
 from converters.torch_dist import export_checkpoint, import_checkpoint
 from converters.torch_dist_files import TorchDistReader
 from converters.verify import verify
 from megatron_gptoss import distributed
-from megatron_gptoss.config import ModelConfig, ParallelConfig
+from megatron_gptoss.config import ParallelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.model import build_model
 from tests.converters.models import TINY
 from tests.distributed import free_port, run_distributed
@@ -44,7 +47,7 @@ EXPERT_MATRICES = ("gate_up_proj", "down_proj")
 
 
 def quantized_weights(
-    config: ModelConfig, seed: int = 0, scales: tuple[int, int] = (110, 124)
+    config: GptOssModelConfig, seed: int = 0, scales: tuple[int, int] = (110, 124)
 ) -> Weights:
     generator = torch.Generator().manual_seed(seed)
     weights = {}
@@ -65,7 +68,7 @@ def quantized_weights(
     return weights
 
 
-def save(directory: Path, config: ModelConfig, weights: Weights) -> Path:
+def save(directory: Path, config: GptOssModelConfig, weights: Weights) -> Path:
     directory.mkdir()
     save_file(weights, directory / "model.safetensors")
     content = config.to_hf_config(quantization_config=QUANTIZATION_CONFIG, dtype="bfloat16")
@@ -281,12 +284,12 @@ def test_a_model_starts_from_an_mxfp4_directory_and_each_rank_reads_its_own_expe
 @pytest.mark.parametrize(
     ("kind", "to_megatron", "to_hf", "stage"),
     [
-        ("linear_fc2.weight", names._same, names._single_part(names._same), "layer 0"),
-        ("linear_fc1.weight", names._transpose, names._single_part(names._transpose), "layer 0"),
+        ("linear_fc2.weight", same, single_part(same), "layer 0"),
+        ("linear_fc1.weight", _transpose, single_part(_transpose), "layer 0"),
         (
             ".1.mlp.experts.local_experts.0.linear_fc1.bias",
-            names._same,
-            names._single_part(names._same),
+            same,
+            single_part(same),
             "layer 1",
         ),
     ],
@@ -299,7 +302,7 @@ def test_verify_sees_a_table_that_is_wrong_in_both_directions(
     to_hf: Any,
     stage: str,
 ) -> None:
-    def mistaken(config: ModelConfig) -> dict[str, names.ParameterMapping]:
+    def mistaken(config: GptOssModelConfig) -> dict[str, names.ParameterMapping]:
         return {
             name: replace(mapping, to_megatron=to_megatron, to_hf=to_hf)
             if name.endswith(kind)
@@ -320,7 +323,8 @@ def test_verify_sees_a_table_that_is_wrong_in_both_directions(
 def test_the_outputs_verify_compares_are_those_of_transformers(
     tmp_path: Path, quantized: Path
 ) -> None:
-    from converters.forward import TOKENS, HuggingFaceModel, embed, layer_update, logits
+    from converters.families.gpt_oss.forward import HuggingFaceGptOss
+    from converters.forward import TOKENS, embed, layer_update, logits
 
     import_checkpoint(quantized, tmp_path / "megatron")
     export_checkpoint(tmp_path / "megatron", tmp_path / "fp32", "fp32")
@@ -328,7 +332,7 @@ def test_the_outputs_verify_compares_are_those_of_transformers(
         tmp_path / "fp32", attn_implementation="eager", dtype="float32"
     )
     source = HfDirectory(quantized)
-    weights = HuggingFaceModel(source.config, source.get)
+    weights = HuggingFaceGptOss(source.config, source.get)
     ids = torch.arange(TOKENS) * 7 % MODEL.vocab_size
     with torch.no_grad():
         x = embed(weights, ids)

@@ -6,18 +6,10 @@ import pytest
 import torch
 from transformers import GptOssForCausalLM
 
-from converters.names import (
-    ParameterMapping,
-    global_name,
-    hf_shapes,
-    hf_tensors,
-    interleave_gate_up,
-    merge_qkv,
-    parameter_mappings,
-    separate_gate_up,
-    split_qkv,
-)
-from megatron_gptoss.config import ModelConfig
+from converters.families.gpt_oss.table import interleave_gate_up, separate_gate_up
+from converters.mapping import ParameterMapping, merge_qkv, split_qkv
+from converters.names import global_name, hf_shapes, hf_tensors, parameter_mappings
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from tests.converters.models import TINY
 
 TABLE = parameter_mappings(TINY)
@@ -42,7 +34,7 @@ def test_hf_shapes_are_those_of_transformers(reference: GptOssForCausalLM) -> No
 def test_released_sizes_have_their_published_number_of_parameters(
     layers: int, experts: int, total: int
 ) -> None:
-    config = ModelConfig(num_layers=layers, num_experts=experts)
+    config = GptOssModelConfig(num_layers=layers, num_experts=experts)
     assert sum(torch.Size(shape).numel() for shape in hf_shapes(config).values()) == total
     assert sum(torch.Size(m.shape).numel() for m in parameter_mappings(config).values()) == total
 
@@ -143,4 +135,4 @@ def test_expert_matrices_are_transposed(weights: dict[str, torch.Tensor]) -> Non
 )
 def test_local_names_of_every_layer_specification_become_global(local: str, expected: str) -> None:
     assert global_name(local, layer_offset=12, expert_offset=16) == expected
-    assert expected in parameter_mappings(ModelConfig(num_layers=24, num_experts=32))
+    assert expected in parameter_mappings(GptOssModelConfig(num_layers=24, num_experts=32))

@@ -20,7 +20,8 @@ import pytest
 from converters.names import hf_shapes
 from launch.cluster import ClusterConfig
 from launch.node_checks import busy_ports
-from megatron_gptoss.config import AdapterConfig, ModelConfig
+from megatron_gptoss.config import AdapterConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.lifecycle.disk_checks import checkpoint_bytes, checkpoints_at_a_time
@@ -119,7 +120,7 @@ CASES: dict[str, tuple[list[str], dict[str, str], str]] = {
     "adapters of the right model": (["sft", SFT, RANDOM, "adapter={rank: 4}", "initial_adapter=FILES/other_rank_8"],
                                     {}, "initial_adapter: .*another model.*num_layers is 2 there"),
     "adapters that can be read": (["rl", RL, RANDOM, "adapter={}", "initial_adapter=FILES/adapters"], {},
-                                  "initial_adapter: .*gptoss_config.json does not describe a GPT-OSS model"),
+                                  "initial_adapter: .*gptoss_config.json does not describe a model"),
     "tensors of a PEFT adapter": (["rl", RL, RANDOM, "adapter={}", "initial_adapter=FILES/peft"], {},
                                   "initial_adapter: .*peft has no adapter_model.safetensors"),
     "a whole model to evaluate": (["eval", RL, RANDOM, "adapter={}", "initial_adapter=FILES/rank_8"], {},
@@ -172,7 +173,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(files / "megatron/metadata.json", "{}")
     write(
         files / "megatron/gptoss_config.json",
-        ModelConfig(num_layers=2, num_experts=4).model_dump_json(),
+        GptOssModelConfig(num_layers=2, num_experts=4).model_dump_json(),
     )
     write(files / "adapters/metadata.json", "{}")
     write(files / "adapters/adapter.json", "{}")

@@ -12,7 +12,8 @@ from megatron.core import parallel_state
 
 from converters.live import load_hf_weights
 from gptoss_kernels import mxfp4
-from megatron_gptoss.config import AdapterConfig, ModelConfig, ParallelConfig
+from megatron_gptoss.config import AdapterConfig, ParallelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.layers.adapters import (
     LowRank,
     expert_name,
@@ -28,7 +29,7 @@ TARGETS = ("q", "k", "v", "o", "experts", "router", "embedding", "head")
 ADAPTER = AdapterConfig(rank=8, alpha=16, targets=TARGETS)
 
 
-def base_weights(config: ModelConfig = MODEL) -> dict[str, torch.Tensor]:
+def base_weights(config: GptOssModelConfig = MODEL) -> dict[str, torch.Tensor]:
     """Random weights by Hugging Face name, the experts' with values that MXFP4 can hold."""
     weights = hf_model(config, std=0.1).state_dict()
     for name, tensor in weights.items():

@@ -16,7 +16,8 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.models.gpt_oss import modeling_gpt_oss
 
 from megatron_gptoss.checkpoint.writer import CheckpointWriter
-from megatron_gptoss.config import ModelConfig, ParallelConfig
+from megatron_gptoss.config import ParallelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.packing import PackedBatch, pack
 from megatron_gptoss.samples import Sample, TrainingSamples
 from megatron_gptoss.scorer import alignment
@@ -24,7 +25,7 @@ from megatron_gptoss.trainer import LossFunction, LossOutput, PolicyTrainer
 
 # hidden != intermediate, more kv heads than ranks of any test, a window that is shorter than the
 # documents
-TINY = ModelConfig(
+TINY = GptOssModelConfig(
     num_layers=4,
     num_experts=8,
     experts_per_token=4,
@@ -38,7 +39,9 @@ TINY = ModelConfig(
 )
 
 
-def hf_model(config: ModelConfig = TINY, std: float = 0.2, seed: int = 0) -> GptOssForCausalLM:
+def hf_model(
+    config: GptOssModelConfig = TINY, std: float = 0.2, seed: int = 0
+) -> GptOssForCausalLM:
     """fp32, eager attention, all parameters random: biases and sinks too, or parity could not
     see them."""
     torch.manual_seed(seed)

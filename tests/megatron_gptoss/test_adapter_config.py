@@ -7,9 +7,10 @@ from typing import Any, get_args
 import pytest
 from pydantic import ValidationError
 
-from megatron_gptoss.config import AdapterConfig, AdapterTarget, ModelConfig, ParallelConfig
+from megatron_gptoss.config import AdapterConfig, AdapterTarget, ParallelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 
-GPT_OSS_20B = ModelConfig(num_layers=24, num_experts=32)
+GPT_OSS_20B = GptOssModelConfig(num_layers=24, num_experts=32)
 
 
 def test_experts_have_the_rank_of_the_rest_over_the_active_experts() -> None:

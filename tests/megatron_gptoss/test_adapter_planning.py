@@ -10,13 +10,8 @@ import pytest
 import torch
 
 from megatron_gptoss import distributed
-from megatron_gptoss.config import (
-    AdapterConfig,
-    AdapterTarget,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-)
+from megatron_gptoss.config import AdapterConfig, AdapterTarget, OptimizerConfig, ParallelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.layers.adapters import LowRank, named_adapters
 from megatron_gptoss.model import build_model
 from megatron_gptoss.planning.flops import forward_flops, training_flops
@@ -43,8 +38,8 @@ from megatron_gptoss.planning.step_time import (
 from tests.distributed import free_port
 from tests.megatron_gptoss.adapted import MODEL
 
-GPT_OSS_20B = ModelConfig(num_layers=24, num_experts=32)
-GPT_OSS_120B = ModelConfig(num_layers=36, num_experts=128)
+GPT_OSS_20B = GptOssModelConfig(num_layers=24, num_experts=32)
+GPT_OSS_120B = GptOssModelConfig(num_layers=36, num_experts=128)
 ADAPTER = AdapterConfig(rank=32, alpha=32)
 H200 = 150.1
 EVERY_TARGET = get_args(AdapterTarget)
@@ -57,7 +52,7 @@ def one_rank() -> Iterator[None]:
     distributed.shutdown()
 
 
-def inputs_of(model: ModelConfig, **parallel: Any) -> MemoryInputs:
+def inputs_of(model: GptOssModelConfig, **parallel: Any) -> MemoryInputs:
     layout = ParallelConfig(**({"base": "mxfp4"} | parallel))
     return MemoryInputs(model, layout, OptimizerConfig(), 16_384, adapter=ADAPTER)
 
@@ -90,7 +85,7 @@ def test_tensor_parallel_ranks_share_one_factor(target: Any, split: int | None) 
 
 @pytest.mark.parametrize(("model", "gigabytes"), [(GPT_OSS_20B, 13.76), (GPT_OSS_120B, 65.25)])
 def test_a_frozen_base_in_four_bits_has_the_size_of_the_released_weights(
-    model: ModelConfig, gigabytes: float
+    model: GptOssModelConfig, gigabytes: float
 ) -> None:
     inputs = inputs_of(model)
     adapters = ADAPTER.num_parameters(model)
@@ -159,7 +154,7 @@ def test_the_plan_says_what_is_trained_and_offers_four_bits_where_the_base_is_fr
     ],
 )
 def test_both_models_train_adapters_where_full_training_does_not_fit(
-    model: ModelConfig, gpus: int, gigabytes: float
+    model: GptOssModelConfig, gpus: int, gigabytes: float
 ) -> None:
     inputs = inputs_of(model, world_size=gpus, recompute=("moe",))
     layouts = [layout for layout, _ in layouts_that_fit(inputs, gigabytes)]
@@ -188,7 +183,7 @@ def predicted_step(
     recompute: tuple[str, ...] = ("moe_act", "layernorm"),
 ) -> StepTime:
     parallel = ParallelConfig(base=base, recompute=recompute)
-    model = ModelConfig(num_layers=layers, num_experts=32)
+    model = GptOssModelConfig(num_layers=layers, num_experts=32)
     return predict_step(model, parallel, OptimizerConfig(), MICRO_BATCH, 1, adapter=adapter)
 
 
@@ -266,7 +261,9 @@ def test_measured_peaks_are_predicted_within_five_percent(
     base: str, layers: int, expert_rank: int, recompute: tuple[str, ...], gigabytes: float
 ) -> None:
     inputs = replace(
-        inputs_of(ModelConfig(num_layers=layers, num_experts=32), base=base, recompute=recompute),
+        inputs_of(
+            GptOssModelConfig(num_layers=layers, num_experts=32), base=base, recompute=recompute
+        ),
         adapter=ADAPTER.model_copy(update={"expert_rank": expert_rank}),
     )
     assert predict(inputs).total / 1e9 == pytest.approx(gigabytes, rel=0.05)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from converters.live import export_hf_weights, load_hf_weights
-from converters.names import split_qkv
+from converters.mapping import split_qkv
 from megatron_gptoss import distributed
 from megatron_gptoss.config import AdapterConfig, OptimizerConfig, ParallelConfig
 from megatron_gptoss.layers.adapters import LowRank, initialize_adapters, named_adapters

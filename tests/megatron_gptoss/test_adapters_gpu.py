@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from converters.live import export_hf_weights, load_hf_weights
-from converters.names import split_qkv
+from converters.mapping import split_qkv
 from gptoss_kernels import mxfp4
 from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint.loader import load_checkpoint
-from megatron_gptoss.config import AdapterConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.config import AdapterConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.layers import grouped_products
 from megatron_gptoss.layers.adapters import initialize_adapters, named_adapters
 from megatron_gptoss.model import build_model
@@ -36,7 +37,7 @@ from tests.megatron_gptoss.reference import (
 pytestmark = pytest.mark.gpu
 
 # full width; all experts active, or a token routed differently would hide everything else
-WIDE = ModelConfig(num_layers=2, num_experts=8, experts_per_token=8, vocab_size=8192)
+WIDE = GptOssModelConfig(num_layers=2, num_experts=8, experts_per_token=8, vocab_size=8192)
 ADAPTER = AdapterConfig(
     rank=8, alpha=12, expert_rank=4, targets=("q", "k", "v", "o", "experts", "router")
 )

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gptoss_kernels.sink_attention import sink_attention
-from megatron_gptoss.config import ModelConfig, ParallelConfig
+from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.context_parallel import (
     AttentionShape,
     Machine,
@@ -23,10 +23,11 @@ from megatron_gptoss.context_parallel import (
     context_parallel_attention,
 )
 from megatron_gptoss.context_parallel.cost_model import choose_scheme
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from tests.distributed import free_port, run_distributed
 
 H200 = Machine(bandwidth=300e9, rate=525e12)
-MODEL = ModelConfig(num_layers=2, num_experts=4, num_attention_heads=8, num_key_value_heads=2)
+MODEL = GptOssModelConfig(num_layers=2, num_experts=4, num_attention_heads=8, num_key_value_heads=2)
 GPTOSS = AttentionShape(heads=64, kv_heads=8, head_size=64)
 
 

@@ -10,7 +10,8 @@ import torch
 
 from converters.live import export_hf_weights, load_hf_weights
 from megatron_gptoss import distributed
-from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.config import OptimizerConfig, ParallelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.trainer import PolicyTrainer
 from tests.distributed import free_port, run_distributed
@@ -37,7 +38,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "context 2, pipeline 2": {"context": 2, "pipeline": 2},
 }
 # four ranks' runs are shorter than this window, two ranks' are longer
-WINDOWED: ModelConfig = TINY.model_copy(update={"sliding_window": 16})
+WINDOWED: GptOssModelConfig = TINY.model_copy(update={"sliding_window": 16})
 FORCED = {"context_scheme_full": "all_gather", "context_scheme_window": "halo"}
 
 

@@ -16,11 +16,11 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear
 from converters.live import load_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
-from megatron_gptoss.layers import cpu_block
+from megatron_gptoss.families.gpt_oss import layers as gpt_oss_layers
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.trainer import PolicyTrainer
-from megatron_gptoss.transformer_config import build_transformer_config
+from megatron_gptoss.transformer_settings import build_transformer_config
 from tests.distributed import free_port
 from tests.megatron_gptoss.reference import (
     TINY,
@@ -55,7 +55,7 @@ def test_expert_biases_are_not_marked_for_a_second_summation() -> None:
     # finalize_model_grads sums parameters with this mark over tensor-parallel ranks: the gradient
     # would be doubled
     assert down_projection(RowParallelLinear).bias.sequence_parallel is True
-    assert down_projection(cpu_block.ExpertRowParallelLinear).bias.sequence_parallel is False
+    assert down_projection(gpt_oss_layers.ExpertRowParallelLinear).bias.sequence_parallel is False
 
 
 def test_experts_with_bias_can_be_trained_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def test_experts_with_bias_can_be_trained_on_one_rank(monkeypatch: pytest.Monkey
         return trainer.train_step([build_batch(SAMPLES)], mean_cross_entropy(31), 1e-3).grad_norm
 
     assert step() > 0
-    monkeypatch.setattr(cpu_block, "ExpertRowParallelLinear", RowParallelLinear)
+    monkeypatch.setattr(gpt_oss_layers, "ExpertRowParallelLinear", RowParallelLinear)
     with pytest.raises(RuntimeError, match=r"in-?place|view"):
         step()
 

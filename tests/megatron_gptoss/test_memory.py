@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.config import OptimizerConfig, ParallelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.layers.transformer_engine_block import NoRecomputeLayer
 from megatron_gptoss.planning import memory
 from megatron_gptoss.planning.memory import (
@@ -27,10 +28,10 @@ from megatron_gptoss.planning.memory_advice import (
     smaller_settings,
 )
 from megatron_gptoss.planning.memory_inputs import EngineMemory, MemoryInputs
-from megatron_gptoss.transformer_config import build_transformer_config
+from megatron_gptoss.transformer_settings import build_transformer_config
 
-GPT_OSS_20B = ModelConfig(num_layers=24, num_experts=32)
-GPT_OSS_120B = ModelConfig(num_layers=36, num_experts=128)
+GPT_OSS_20B = GptOssModelConfig(num_layers=24, num_experts=32)
+GPT_OSS_120B = GptOssModelConfig(num_layers=36, num_experts=128)
 BF16_MOMENTS = OptimizerConfig(moment_dtype="bf16")
 THRIFTY = ParallelConfig(recompute=("moe_act", "layernorm"))
 H200 = 150.1
@@ -53,7 +54,7 @@ def test_measured_peaks_of_one_gpu_are_predicted_within_two_percent(
     recompute: tuple[str, ...],
     measured: float,
 ) -> None:
-    model = ModelConfig(num_layers=layers, num_experts=experts)
+    model = GptOssModelConfig(num_layers=layers, num_experts=experts)
     total = predict(
         MemoryInputs(model, ParallelConfig(recompute=recompute), OptimizerConfig(), tokens)
     ).total
@@ -71,7 +72,7 @@ def test_measured_peaks_of_one_gpu_are_predicted_within_two_percent(
 def test_measured_peaks_of_four_gpus_are_predicted_within_four_percent(
     layers: int, context: int, tokens: int, recompute: tuple[str, ...], measured: float
 ) -> None:
-    model = ModelConfig(num_layers=layers, num_experts=32)
+    model = GptOssModelConfig(num_layers=layers, num_experts=32)
     parallel = ParallelConfig(world_size=4, expert=4, context=context, recompute=recompute)
     assert predict(
         MemoryInputs(model, parallel, BF16_MOMENTS, tokens)
@@ -116,7 +117,7 @@ def test_measured_peaks_of_other_settings_are_predicted_within_two_percent(
     tokens: int,
     measured: float,
 ) -> None:
-    model = ModelConfig(num_layers=layers, num_experts=32)
+    model = GptOssModelConfig(num_layers=layers, num_experts=32)
     training = MemoryInputs(model, ParallelConfig(**parallel), OptimizerConfig(**optimizer), tokens)
     assert update_peak(training) / 1e9 == pytest.approx(measured, rel=0.02)
 
@@ -139,7 +140,7 @@ def test_measured_peaks_of_scoring_are_predicted_within_three_percent(
     measured: float,
 ) -> None:
     layout = ParallelConfig(**parallel)
-    model = ModelConfig(num_layers=layers, num_experts=32)
+    model = GptOssModelConfig(num_layers=layers, num_experts=32)
     inputs = MemoryInputs(model, layout, OptimizerConfig(**optimizer), tokens)
     scoring = account(inputs, H200).phase("scoring")
     assert scoring.trainer / 1e9 == pytest.approx(measured, rel=0.03)
@@ -168,7 +169,7 @@ def test_a_gpu_with_twelve_layers_holds_what_was_measured(
     """23 November 2026: what torch allocated, and the whole GPU as nvidia-smi sees it. Weights were
     there twice at the start, as today where nothing is offloaded."""
     optimizer = OptimizerConfig(moment_dtype="bf16", gradient_dtype="bf16", offload=offload)
-    half = ModelConfig(num_layers=12, num_experts=32)
+    half = GptOssModelConfig(num_layers=12, num_experts=32)
     inputs = MemoryInputs(half, THRIFTY, optimizer, 16_384, micro_batches=4)
     predicted = account(inputs, H200).phase(phase)
     assert predicted.trainer / 1e9 == pytest.approx(allocated, rel=0.02)
@@ -215,7 +216,7 @@ def test_half_of_the_20b_on_two_gpus_updates_as_measured() -> None:
     """22 November 2026: twelve layers, nothing offloaded. After the first update the process of
     rank 0 held 87.2 GiB of its GPU, among them buffers of the weight sync, which the account has
     elsewhere: within a tenth."""
-    half = ModelConfig(num_layers=12, num_experts=32)
+    half = GptOssModelConfig(num_layers=12, num_experts=32)
     optimizer = OptimizerConfig(moment_dtype="bf16", gradient_dtype="bf16")
     update = account(MemoryInputs(half, TWO_GPUS, optimizer, 16_384), H200).phase("update")
     assert (update.trainer + update.around) / GIB == pytest.approx(87.2, rel=0.1)
@@ -266,7 +267,7 @@ def test_a_pipeline_holds_no_more_micro_batches_than_there_are(
 ) -> None:
     layout = ParallelConfig(world_size=4, pipeline=4, virtual_pipeline=chunks)
     training = MemoryInputs(
-        ModelConfig(num_layers=16, num_experts=32), layout, BF16_MOMENTS, 16_384
+        GptOssModelConfig(num_layers=16, num_experts=32), layout, BF16_MOMENTS, 16_384
     )
     inputs = replace(training, micro_batches=micro_batches)
     assert update_peak(inputs) / 1e9 == pytest.approx(measured, rel=0.02)
@@ -275,7 +276,7 @@ def test_a_pipeline_holds_no_more_micro_batches_than_there_are(
 @pytest.mark.parametrize(
     ("model", "total"), [(GPT_OSS_20B, 20_914_757_184), (GPT_OSS_120B, 116_829_156_672)]
 )
-def test_parameters_are_those_of_the_published_models(model: ModelConfig, total: int) -> None:
+def test_parameters_are_those_of_the_published_models(model: GptOssModelConfig, total: int) -> None:
     assert sum(parameters_per_gpu(model, ParallelConfig())) == total
 
 
@@ -290,7 +291,7 @@ def test_parameters_are_those_of_the_published_models(model: ModelConfig, total:
         (GPT_OSS_120B, 64),
     ],
 )
-def test_both_models_fit_where_they_should(model: ModelConfig, gpus: int) -> None:
+def test_both_models_fit_where_they_should(model: GptOssModelConfig, gpus: int) -> None:
     training = MemoryInputs(
         model, THRIFTY.model_copy(update={"world_size": gpus}), BF16_MOMENTS, 16_384
     )

@@ -18,7 +18,8 @@ from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint.directory import latest_checkpoint
 from megatron_gptoss.checkpoint.errors import CheckpointError
 from megatron_gptoss.checkpoint.loader import load_checkpoint
-from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.config import OptimizerConfig, ParallelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.samples import TrainingSamples
@@ -62,7 +63,7 @@ def scores_of(
     return {i: row for values, batch in scores for i, row in unpack(values, batch).items()}
 
 
-def gradients(trainer: PolicyTrainer, config: ModelConfig) -> dict[str, torch.Tensor]:
+def gradients(trainer: PolicyTrainer, config: GptOssModelConfig) -> dict[str, torch.Tensor]:
     """Of the last step, by the name of the parameter in the whole model; on rank 0."""
     weights = [parameter.data for parameter in trainer.module.parameters()]
     for parameter in trainer.module.parameters():
@@ -92,7 +93,7 @@ def train(
     port: int,
     save_under: Path | None = None,
     resume: Path | None = None,
-    config: ModelConfig = TINY,
+    config: GptOssModelConfig = TINY,
 ) -> dict[str, Any]:
     """Losses and gradient norms of a few steps, and the log-probs of the trained policy.
     ``save_under``: gets a checkpoint after half of them; ``resume``: such a checkpoint, after
@@ -268,7 +269,7 @@ def test_an_optimizer_that_cannot_be_split_or_joined_is_refused_with_the_way_out
 
 # GPT-OSS's shape on GPUs, every expert active: a token that another layout routes differently
 # would hide the rest
-SHAPED = ModelConfig(
+SHAPED = GptOssModelConfig(
     num_layers=4, num_experts=8, experts_per_token=8, hidden_size=512, intermediate_size=512, num_attention_heads=16,
     num_key_value_heads=2, vocab_size=1024,
 )  # fmt: skip

@@ -10,7 +10,8 @@ import torch
 
 from converters.live import load_hf_weights
 from megatron_gptoss import distributed
-from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.config import OptimizerConfig, ParallelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.layers import rotary
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
@@ -44,7 +45,7 @@ def reference() -> object:
 def megatron(
     reference: torch.nn.Module,
     dtype: torch.dtype = torch.float32,
-    config: ModelConfig = TINY,
+    config: GptOssModelConfig = TINY,
     **overrides: object,
 ) -> torch.nn.Module:
     model = build_model(config, ParallelConfig(), dtype, **overrides)
@@ -206,11 +207,13 @@ def test_parity_fails_without(part: str, reference: torch.nn.Module) -> None:
         {"activation_func": torch.nn.functional.silu},
         {"moe_router_pre_softmax": True},
         {"moe_router_topk": 2},
-        {"gptoss": TINY.model_copy(update={"yarn_factor": 1.0})},
-        {"gptoss": TINY.model_copy(update={"rope_theta": 10_000.0})},
+        {"architecture": TINY.model_copy(update={"yarn_factor": 1.0})},
+        {"architecture": TINY.model_copy(update={"rope_theta": 10_000.0})},
     ],
     ids=lambda change: (
-        ", ".join(f"{k}={getattr(v, '__name__', v)}" for k, v in change.items() if k != "gptoss")
+        ", ".join(
+            f"{k}={getattr(v, '__name__', v)}" for k, v in change.items() if k != "architecture"
+        )
         or "rope"
     ),
 )

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.config import OptimizerConfig, ParallelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.planning.memory import predict
 from megatron_gptoss.planning.memory_advice import Hardware, memory_plan
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.planning.step_time import MEMORY_BANDWIDTH, predict_step
 
-GPT_OSS_20B = ModelConfig(num_layers=24, num_experts=32)
+GPT_OSS_20B = GptOssModelConfig(num_layers=24, num_experts=32)
 LAYOUT = ParallelConfig(world_size=4, expert=4)
 INPUTS = MemoryInputs(GPT_OSS_20B, LAYOUT, OptimizerConfig(), 16_384)
 QUANTIZED = replace(INPUTS, quantization="mxfp4")

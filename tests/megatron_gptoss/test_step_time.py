@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.config import OptimizerConfig, ParallelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.planning.memory import parameters_per_gpu
 from megatron_gptoss.planning.step_time import HOST_BANDWIDTH, predict_step
 
-GPT_OSS_120B = ModelConfig(num_layers=36, num_experts=128)
+GPT_OSS_120B = GptOssModelConfig(num_layers=36, num_experts=128)
 BF16_MOMENTS = OptimizerConfig(moment_dtype="bf16")
 
 
@@ -100,7 +101,7 @@ def test_measured_steps_are_predicted_within_ten_percent(
     tokens_per_second_per_gpu: float,
 ) -> None:
     parallel = ParallelConfig(**layout)
-    model = ModelConfig(num_layers=layers, num_experts=experts)
+    model = GptOssModelConfig(num_layers=layers, num_experts=experts)
     step = predict_step(model, parallel, optimizer, lengths, micro_batches)
     tokens = sum(lengths) * micro_batches / (parallel.context * parallel.pipeline)
     assert tokens / step.total == pytest.approx(tokens_per_second_per_gpu, rel=0.1)
@@ -117,7 +118,7 @@ def test_experts_spread_over_nodes_cost_more_than_within_one() -> None:
 
 
 def test_offloaded_state_crosses_the_bus_twice_in_every_step() -> None:
-    model = ModelConfig(num_layers=24, num_experts=32)
+    model = GptOssModelConfig(num_layers=24, num_experts=32)
     parallel = ParallelConfig(world_size=4, expert=4)
     here, away = (
         predict_step(model, parallel, OptimizerConfig(offload=share), [4096], 1).optimizer

@@ -9,7 +9,8 @@ import torch
 
 from converters.live import load_hf_weights
 from megatron_gptoss import distributed
-from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.config import OptimizerConfig, ParallelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.optimizer import one_dtype_at_a_time
 from megatron_gptoss.packing import build_batch
@@ -56,7 +57,7 @@ def test_attended_pairs_are_those_of_the_mask(length: int, window: int | None) -
 
 
 def test_flops_of_the_20b_model_are_two_per_active_parameter_and_the_attention() -> None:
-    model = ModelConfig(num_layers=24, num_experts=32)
+    model = GptOssModelConfig(num_layers=24, num_experts=32)
     active = 3_608_307_264  # published, the embedding table left out
     parameters_that_do_not_multiply = (
         24 * (2 * 2880 + 64 + 5120 + 2880 + 32 + 4 * (5760 + 2880)) + 2880

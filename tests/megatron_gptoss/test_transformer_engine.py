@@ -16,7 +16,8 @@ from converters.live import load_hf_weights
 from converters.random_weights import random_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint.loader import load_checkpoint
-from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.config import OptimizerConfig, ParallelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.gpu_memory import give_back_cache, phase_memory
 from megatron_gptoss.layers.router import GptOssRouter
 from megatron_gptoss.model import build_model
@@ -38,7 +39,7 @@ from tests.megatron_gptoss.reference import (
 pytestmark = pytest.mark.gpu
 
 # full width, all experts active: a token routed differently would hide everything else
-WIDE = ModelConfig(num_layers=2, num_experts=8, experts_per_token=8, vocab_size=8192)
+WIDE = GptOssModelConfig(num_layers=2, num_experts=8, experts_per_token=8, vocab_size=8192)
 SAMPLES = documents([300, 41, 700], vocab_size=8192)
 TOKENS = int(SAMPLES.loss_tokens.sum())
 

@@ -10,7 +10,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from megatron_gptoss.config import ModelConfig, Quantization
+from megatron_gptoss.config import Quantization
+from megatron_gptoss.families.registry import read_hf_config
 from megatron_gptoss.planning.memory_inputs import EngineMemory
 from rl_loop.engines.backend import EngineConfig, EngineUnavailable, ServerProcesses
 from rl_loop.engines.sglang.gpu_memory import ServerNeeds, settled_gpus, static_fraction
@@ -255,7 +256,7 @@ class SglangConfig(EngineConfig):
         fraction = self.memory_fraction
         if gpus:
             its_gpus = gpus[first : first + self.tensor_parallel]
-            architecture = ModelConfig.from_hf_config(model)
+            architecture = read_hf_config(model)
             needs = ServerNeeds.of(architecture, dtype, self.tensor_parallel)
             fraction = static_fraction(fraction, its_gpus, needs)
         return ["--base-gpu-id", str(first), "--mem-fraction-static", f"{fraction:.4f}"]

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_gptoss.config import AdapterConfig, ModelConfig, ParallelConfig
+from megatron_gptoss.config import AdapterConfig, ParallelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import dump_config, load_config
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
@@ -34,7 +35,7 @@ def test_model_configurations_have_the_published_number_of_parameters(
 
     from converters.names import hf_shapes
 
-    model = ModelConfig.model_validate(
+    model = GptOssModelConfig.model_validate(
         yaml.safe_load((CONFIGS / "model" / f"{name}.yaml").read_text())
     )
     total = 0
@@ -100,7 +101,7 @@ def test_all_mistakes_are_listed_at_once() -> None:
     ],
 )
 def test_impossible_layouts_name_the_key(layout: dict[str, int], named: str | None) -> None:
-    model = ModelConfig(
+    model = GptOssModelConfig(
         num_layers=4,
         num_experts=8,
         num_key_value_heads=2,

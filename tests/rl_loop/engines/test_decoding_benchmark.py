@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from converters.names import hf_shapes
-from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 
 ROOT = Path(__file__).parents[3]
 SIZES = {
@@ -61,7 +61,7 @@ def test_a_server_as_it_comes_does_not_know_our_settings(decoding: ModuleType) -
 
 
 def test_a_step_of_all_experts_reads_all_matrices_but_the_embedding(decoding: ModuleType) -> None:
-    config = ModelConfig(num_layers=2, **SIZES)
+    config = GptOssModelConfig(num_layers=2, **SIZES)
     matrices = 0
     for name, shape in hf_shapes(config).items():
         is_matrix = len(shape) > 1 and not name.endswith("bias")
@@ -72,7 +72,7 @@ def test_a_step_of_all_experts_reads_all_matrices_but_the_embedding(decoding: Mo
 
 
 def test_keys_and_values_in_sight_are_read_for_every_request(decoding: ModuleType) -> None:
-    config = ModelConfig(num_layers=2, **SIZES)
+    config = GptOssModelConfig(num_layers=2, **SIZES)
     alone = decoding.bytes_of_step(config, running=1, context=100, experts=4)
     four = decoding.bytes_of_step(config, running=4, context=100, experts=4)
     # A window layer sees 16 of the 100 tokens; keys and values of two heads of 32, two bytes each.
@@ -86,7 +86,7 @@ def test_experts_are_counted_once_per_step_and_layer(decoding: ModuleType) -> No
 
 
 def test_expected_experts_are_those_of_independent_even_routes(decoding: ModuleType) -> None:
-    config = ModelConfig(num_layers=2, **SIZES)
+    config = GptOssModelConfig(num_layers=2, **SIZES)
     generator = torch.Generator().manual_seed(0)
     used = []
     for _ in range(2000):

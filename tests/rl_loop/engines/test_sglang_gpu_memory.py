@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from converters.names import hf_shapes
-from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.engines.backend import EngineUnavailable
 from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.gpu_memory import (
@@ -25,7 +25,7 @@ from rl_loop.engines.sglang.gpu_memory import (
     visible_gpus,
 )
 
-MODEL_20B = ModelConfig(num_layers=24, num_experts=32)
+MODEL_20B = GptOssModelConfig(num_layers=24, num_experts=32)
 TOTAL = 150_000_000_000
 TWENTY_B = ServerNeeds.of(MODEL_20B, "bfloat16", 1)
 

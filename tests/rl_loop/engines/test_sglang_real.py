@@ -17,7 +17,7 @@ import torch
 
 from converters.names import hf_shapes
 from converters.random_weights import random_hf_weights
-from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.engines.embedded.engine import TransformersEngine
 from rl_loop.engines.protocol import GenerateRequest, SamplingParams
@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.skipif(PYTHON is None, reason="GPTOSS_SGLANG_PYTHON is not set"),
 ]
 
-MODEL = ModelConfig(
+MODEL = GptOssModelConfig(
     num_layers=4, num_experts=4, experts_per_token=2, hidden_size=64, intermediate_size=96, num_attention_heads=4,
     num_key_value_heads=2, head_size=32, vocab_size=1024, sliding_window=16, max_length=2048,
     yarn_original_length=1024, yarn_factor=2.0, initializer_std=0.08,

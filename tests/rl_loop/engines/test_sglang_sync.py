@@ -20,7 +20,7 @@ import torch
 
 from converters.names import hf_shapes
 from converters.random_weights import random_hf_weights
-from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.canary import CanaryError, check_canary
 from rl_loop.cluster.ray_session import start_local_ray
 from rl_loop.config.load import load_config
@@ -52,7 +52,7 @@ from tests.rl_loop.sglang_protocol import (
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
-MODEL = ModelConfig(
+MODEL = GptOssModelConfig(
     num_layers=2, num_experts=2, experts_per_token=2, hidden_size=32, intermediate_size=48, num_attention_heads=4,
     num_key_value_heads=2, head_size=16, vocab_size=640, max_length=1024,
 )  # fmt: skip

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.samples import ColumnError, Sample, TrainingSamples
 from rl_loop.data.stored_routes import StoredRoutes
 from rl_loop.trainer import shipment as shipment_module
@@ -24,7 +24,7 @@ from rl_loop.trainer.group import TrainerGroup
 from rl_loop.trainer.shipment import SCORED_COLUMNS, Shipment, Shipper, StepPlan, plan_step
 from rl_loop.trainer.worker import RankPlace
 
-MODEL = ModelConfig(num_layers=2, num_experts=8)
+MODEL = GptOssModelConfig(num_layers=2, num_experts=8)
 LAYERS = 2
 TOP_K = 3
 LIMIT = 64

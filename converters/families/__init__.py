@@ -1,0 +1,1 @@
+"""Names of weights, and the arithmetic that checks them, family by family."""

@@ -1,0 +1,1 @@
+"""Weights of dense decoders of the Llama and Qwen2.5 kind."""

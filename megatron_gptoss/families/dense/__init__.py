@@ -1,0 +1,1 @@
+"""Dense decoders of the Llama and Qwen2.5 kind."""

@@ -1,0 +1,57 @@
+"""How Megatron builds the layers of dense decoders."""
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_submodules,
+    get_gpt_layer_with_transformer_engine_submodules,
+)
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+
+from megatron_gptoss.config import ParallelConfig
+from megatron_gptoss.families.dense.config import DenseModelConfig
+from megatron_gptoss.layers.attention import SinkAttention
+from megatron_gptoss.layers.cpu_norm import CpuRMSNorm
+from megatron_gptoss.layers.transformer_engine_block import require_transformer_engine
+from megatron_gptoss.transformer_config import PolicyTransformerConfig
+
+
+def transformer_settings(
+    model: DenseModelConfig, parallel: ParallelConfig, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Return the fields of the TransformerConfig that make it a dense decoder."""
+    return {
+        "add_bias_linear": False,
+        "add_qkv_bias": model.has_qkv_bias,
+        "softmax_type": "vanilla",
+        "activation_func": torch.nn.functional.silu,
+        # Megatron's fused SwiGLU is compiled, which CPUs cannot always do.
+        "bias_activation_fusion": torch.cuda.is_available(),
+        # Without experts nothing is dispatched, but Megatron's default is refused for rows of
+        # different lengths.
+        "moe_token_dispatcher_type": "alltoall",
+    }
+
+
+def cpu_layer(config: PolicyTransformerConfig) -> TransformerLayerSubmodules:
+    """Specify a layer for CPUs."""
+    # Megatron's keys for checkpoints of such a layer are those of Transformer Engine's, whose linear
+    # layers include the norms before them.
+    submodules = get_gpt_layer_local_submodules(normalization="RMSNorm")
+    submodules.self_attention.submodules.core_attention = SinkAttention
+    submodules.input_layernorm = CpuRMSNorm
+    submodules.pre_mlp_layernorm = CpuRMSNorm
+    return submodules
+
+
+def gpu_layer(config: PolicyTransformerConfig) -> TransformerLayerSubmodules:
+    """Specify a layer for GPUs.
+
+    Raises:
+        MissingPackageError: where Transformer Engine is missing.
+    """
+    require_transformer_engine()
+    submodules = get_gpt_layer_with_transformer_engine_submodules()
+    submodules.self_attention.submodules.core_attention = config.core_attention or SinkAttention
+    return submodules

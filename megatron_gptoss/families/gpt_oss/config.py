@@ -1,0 +1,190 @@
+"""The architecture of GPT-OSS."""
+
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from megatron_gptoss.config import AdapterTarget, ModelConfig, Quantization, rope_settings
+from megatron_gptoss.rope_scaling import YarnScaling
+
+_HF_NAMES = {
+    "num_layers": "num_hidden_layers",
+    "num_experts": "num_local_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "head_size": "head_dim",
+    "max_length": "max_position_embeddings",
+    "initializer_std": "initializer_range",
+}
+"""Keys of Hugging Face's config.json where they differ from the fields of the configuration."""
+_HF_ROPE_NAMES = {
+    "yarn_factor": "factor",
+    "yarn_original_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+"""The same within rope_scaling."""
+_HF_OPTIONAL = ("swiglu_limit", "rms_norm_eps", "rope_theta", "max_length", "initializer_std")
+"""Fields whose defaults hold where config.json says nothing."""
+
+
+class GptOssModelConfig(ModelConfig):
+    """A GPT-OSS architecture. The defaults that the released 20B and 120B share are filled in."""
+
+    adapter_targets: ClassVar[tuple[AdapterTarget, ...]] = (
+        "q", "k", "v", "o", "experts", "router", "embedding", "head",
+    )  # fmt: skip
+    quantizations: ClassVar[tuple[Quantization, ...]] = ("mxfp4",)
+    hf_model_types: ClassVar[tuple[str, ...]] = ("gpt_oss",)
+
+    model_type: Literal["gpt_oss"] = "gpt_oss"
+    """The family."""
+    num_layers: int = Field(gt=0)
+    """Transformer layers. Even 0-based layers attend within a sliding window, odd ones to the
+    whole prefix."""
+    num_experts: int = Field(gt=0)
+    """Experts per layer."""
+    experts_per_token: int = Field(4, gt=0)
+    """Experts each token is routed to; the softmax is taken over these only."""
+    hidden_size: int = Field(2880, gt=0)
+    """Width of the residual stream."""
+    intermediate_size: int = Field(2880, gt=0)
+    """Width inside one expert, after the gated linear unit."""
+    num_attention_heads: int = Field(64, gt=0)
+    """Query heads."""
+    num_key_value_heads: int = Field(8, gt=0)
+    """Key/value heads; query heads are shared out among them evenly."""
+    head_size: int = Field(64, gt=0)
+    """Channels per head; need not be hidden_size / num_attention_heads."""
+    vocab_size: int = Field(201_088, gt=0)
+    """Rows of the embedding and of the output layer (untied)."""
+    sliding_window: int = Field(128, gt=0)
+    """Keys a token of a window layer sees, itself included."""
+    swiglu_limit: float = Field(7.0, gt=0)
+    """Clamp of the SwiGLU inputs."""
+    rms_norm_eps: float = Field(1e-5, gt=0)
+    """Epsilon of all RMSNorms."""
+    rope_theta: float = Field(150_000.0, gt=0)
+    """Base of the rotary frequencies."""
+    yarn_factor: float = Field(32.0, ge=1)
+    """YaRN context extension factor (arXiv 2309.00071)."""
+    yarn_original_length: int = Field(4096, gt=0)
+    """Context length before extension, in tokens."""
+    yarn_beta_fast: float = 32.0
+    """Rotations above which a frequency is left alone."""
+    yarn_beta_slow: float = 1.0
+    """Rotations below which a frequency is fully interpolated."""
+    max_length: int = Field(131_072, gt=0)
+    """Longest sequence, in tokens."""
+
+    @model_validator(mode="after")
+    def _check_experts(self) -> Self:
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"experts_per_token ({self.experts_per_token}) exceeds num_experts ({self.num_experts})"
+            )
+        return self
+
+    @property
+    def rope_frequencies(self) -> YarnScaling:
+        """YaRN, whose ramp is not rounded."""
+        return YarnScaling(
+            factor=self.yarn_factor,
+            original_max_position_embeddings=self.yarn_original_length,
+            beta_fast=self.yarn_beta_fast,
+            beta_slow=self.yarn_beta_slow,
+            truncate=False,
+        )
+
+    @property
+    def layer_types(self) -> list[str]:
+        """Per layer "sliding_attention" or "full_attention", as in the Hugging Face config."""
+        pair = ("sliding_attention", "full_attention")
+        return [pair[layer % 2] for layer in range(self.num_layers)]
+
+    @property
+    def windowed_share(self) -> float:
+        """Half of the layers have a window."""
+        return 0.5
+
+    @property
+    def expert_parameters(self) -> int:
+        """Weights and biases of one expert: gate and up projection in one matrix, and down."""
+        gate_and_up = (self.hidden_size + 1) * 2 * self.intermediate_size
+        down = (self.intermediate_size + 1) * self.hidden_size
+        return gate_and_up + down
+
+    def layer_parameters(self, tensor: int = 1) -> float:
+        """Count the parameters of a layer, without experts, on one of ``tensor`` ranks."""
+        hidden = self.hidden_size
+
+        # Linears that tensor parallelism splits, then what every rank has: the output projection's
+        # bias, sinks, two norms and the router.
+        projections = (hidden + 1) * (self.query_size + 2 * self.key_size) / tensor
+        output_projection = (self.query_size / tensor + 1) * hidden
+        attention = projections + output_projection
+        router = (hidden + 1) * self.num_experts
+        return attention + self.num_attention_heads + 2 * hidden + router
+
+    def to_hf_config(self, **extra: Any) -> dict[str, Any]:
+        """Return the content of ``config.json``; ``extra`` adds keys such as eos_token_id."""
+        fields = {}
+        for name, value in self.model_dump().items():
+            if name not in _HF_ROPE_NAMES:
+                fields[_HF_NAMES.get(name, name)] = value
+
+        rope_scaling = {"rope_type": "yarn", "truncate": False}
+        for name, key in _HF_ROPE_NAMES.items():
+            rope_scaling[key] = getattr(self, name)
+
+        return {
+            "architectures": ["GptOssForCausalLM"],
+            **fields,
+            "experts_per_token": self.experts_per_token,
+            "layer_types": self.layer_types,
+            "rope_scaling": rope_scaling,
+            "initial_context_length": self.yarn_original_length,
+            "attention_bias": True,
+            "attention_dropout": 0.0,
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+            "use_cache": True,
+            **extra,
+        }
+
+    @classmethod
+    def from_hf_dict(cls, raw: dict[str, Any], where: str) -> Self:
+        """Read a parsed ``config.json``; ``where`` names it in errors.
+
+        Raises:
+            ValueError: naming the key that is missing or unsupported.
+        """
+        rope = rope_settings(raw)
+        if "rope_theta" in rope:
+            raw = raw | {"rope_theta": rope["rope_theta"]}
+
+        fields = {}
+        for name in cls.model_fields:
+            if name in _HF_ROPE_NAMES:
+                section = rope
+                key = _HF_ROPE_NAMES[name]
+            else:
+                section = raw
+                key = _HF_NAMES.get(name, name)
+
+            if key in section:
+                fields[name] = section[key]
+            elif name not in _HF_OPTIONAL:
+                raise ValueError(f"{where}: key '{key}' is missing")
+        config = cls(**fields)
+
+        # What our layers take for granted has to hold: other values would load and be wrong.
+        if rope.get("truncate", True):
+            raise ValueError(
+                f"{where}: rope_scaling.truncate must be false, as in the released models"
+            )
+        layer_types = raw.get("layer_types", config.layer_types)
+        if layer_types != config.layer_types:
+            raise ValueError(
+                f"{where}: layer_types must alternate sliding_attention, full_attention; got {layer_types}"
+            )
+        return config

@@ -1,0 +1,155 @@
+"""How Megatron builds the layers of GPT-OSS."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.extensions.transformer_engine import TENorm
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_submodules,
+    get_gpt_layer_with_transformer_engine_submodules,
+)
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+
+from megatron_gptoss.config import ParallelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
+from megatron_gptoss.layers.adapted_experts import (
+    ADAPTED_EXPERT_LINEARS,
+    AdaptedExperts,
+    has_adapted_experts,
+)
+from megatron_gptoss.layers.adapted_grouped_experts import AdaptedGroupedExperts
+from megatron_gptoss.layers.adapted_linears import (
+    SEPARATE_NORM_KEYS,
+    choose_projections,
+    choose_router,
+    has_adapted_qkv,
+)
+from megatron_gptoss.layers.attention import SinkAttention
+from megatron_gptoss.layers.cpu_experts import CpuMoELayer, ExpertRowParallelLinear
+from megatron_gptoss.layers.cpu_norm import CpuRMSNorm
+from megatron_gptoss.layers.experts import GptOssGroupedMLP
+from megatron_gptoss.layers.quantized_experts import QUANTIZED_EXPERT_LINEARS, QuantizedExperts
+from megatron_gptoss.layers.transformer_engine_block import require_transformer_engine
+from megatron_gptoss.step_clock import TimedMoELayer
+from megatron_gptoss.transformer_config import PolicyTransformerConfig
+
+
+def swish_1702(x: torch.Tensor) -> torch.Tensor:
+    """Compute x * sigmoid(1.702 x), the gate of GPT-OSS's SwiGLU.
+
+    Megatron's quick_gelu is the same function, but always compiled.
+    """
+    return x * torch.sigmoid(1.702 * x)
+
+
+def transformer_settings(
+    model: GptOssModelConfig, parallel: ParallelConfig, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Return the fields of the TransformerConfig that make it GPT-OSS."""
+    # DeepEP is the default implementation of Megatron's flex dispatcher.
+    dispatchers = {"alltoall": "alltoall", "deepep": "flex"}
+    on_gpu = torch.cuda.is_available()
+    return {
+        # This flag also creates the biases of the router, the experts and the output projection.
+        "add_bias_linear": True,
+        "add_qkv_bias": True,
+        # One learned sink per head.
+        "softmax_type": "learnable",
+        # Keys to the left of a token and to the right. Every second layer, from the second on,
+        # skips the window: it is the even 0-based layers that have it.
+        "window_size": (model.sliding_window - 1, 0),
+        "window_attn_skip_freq": 2,
+        # Clamped SwiGLU: swish(clamp(gate)) * (clamp(up) + 1). None of Megatron's fusions are on:
+        # some need CUDA, and bias_activation_fusion would clamp before it adds the bias.
+        "activation_func": swish_1702,
+        "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": model.swiglu_limit,
+        # The softmax is taken over the chosen experts only. There is no balancing loss: the
+        # policy gradient is the loss.
+        "moe_ffn_hidden_size": model.intermediate_size,
+        "num_moe_experts": model.num_experts,
+        "moe_router_topk": model.experts_per_token,
+        "moe_router_pre_softmax": False,
+        "moe_router_score_function": "softmax",
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp64" if dtype == torch.float64 else "fp32",
+        "moe_token_dispatcher_type": dispatchers[parallel.expert_dispatcher],
+        "moe_grouped_gemm": on_gpu,
+        "moe_permute_fusion": on_gpu,
+    }
+
+
+def cpu_layer(config: PolicyTransformerConfig) -> TransformerLayerSubmodules:
+    """Specify a layer for CPUs."""
+    # Grouped products of experts are Transformer Engine's; here one expert follows the other.
+    submodules = get_gpt_layer_local_submodules(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        normalization="RMSNorm",
+    )
+    moe_submodules = MoESubmodules(experts=_cpu_experts(config), router=choose_router(config))
+    submodules.mlp = partial(CpuMoELayer, submodules=moe_submodules)
+    attention = submodules.self_attention.submodules
+    attention.core_attention = SinkAttention
+    choose_projections(attention, config)
+    submodules.input_layernorm = CpuRMSNorm
+    submodules.pre_mlp_layernorm = CpuRMSNorm
+    submodules.sharded_state_dict_keys_map = SEPARATE_NORM_KEYS
+    return submodules
+
+
+def _cpu_experts(config: PolicyTransformerConfig) -> partial[SequentialMLP]:
+    """Choose the class of all experts and those of an expert's two matrices."""
+    if config.quantization == "mxfp4":
+        return partial(QuantizedExperts, submodules=QUANTIZED_EXPERT_LINEARS)
+
+    if has_adapted_experts(config):
+        # One expert after the other takes the memory of one merged matrix; grouped is what GPUs do.
+        grouped = config.moe_grouped_gemm
+        experts = AdaptedGroupedExperts if grouped else AdaptedExperts
+        return partial(experts, submodules=ADAPTED_EXPERT_LINEARS)
+
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=ExpertRowParallelLinear)
+    return partial(SequentialMLP, submodules=linears)
+
+
+def gpu_layer(config: PolicyTransformerConfig) -> TransformerLayerSubmodules:
+    """Specify a layer for GPUs.
+
+    Raises:
+        MissingPackageError: where Transformer Engine is missing.
+    """
+    require_transformer_engine()
+    submodules = get_gpt_layer_with_transformer_engine_submodules(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=True,
+    )
+    submodules.mlp = partial(TimedMoELayer, submodules=_gpu_experts(config, submodules))
+    submodules.self_attention.submodules.core_attention = config.core_attention or SinkAttention
+    choose_projections(submodules.self_attention.submodules, config)
+    if has_adapted_qkv(config):
+        # Transformer Engine's projection includes the norm before it.
+        submodules.input_layernorm = TENorm
+        submodules.sharded_state_dict_keys_map = SEPARATE_NORM_KEYS
+    return submodules
+
+
+def _gpu_experts(
+    config: PolicyTransformerConfig,
+    submodules: TransformerLayerSubmodules,
+) -> MoESubmodules:
+    """Choose the classes of experts and router; ``submodules`` are Megatron's."""
+    if config.quantization == "mxfp4":
+        experts = partial(QuantizedExperts, submodules=QUANTIZED_EXPERT_LINEARS)
+    elif has_adapted_experts(config):
+        experts = partial(AdaptedGroupedExperts, submodules=ADAPTED_EXPERT_LINEARS)
+    else:
+        # Megatron's helper hides the grouped linears in nested partials.
+        grouped_linears = submodules.mlp.keywords["submodules"].experts.keywords["submodules"]
+        experts = partial(GptOssGroupedMLP, submodules=grouped_linears)
+    return MoESubmodules(experts=experts, router=choose_router(config))

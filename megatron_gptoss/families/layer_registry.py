@@ -1,0 +1,40 @@
+"""How Megatron builds each family's layers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+
+from megatron_gptoss.config import ModelConfig, ParallelConfig
+from megatron_gptoss.families.dense import layers as dense
+from megatron_gptoss.families.dense.config import DenseModelConfig
+from megatron_gptoss.families.gpt_oss import layers as gpt_oss
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
+from megatron_gptoss.transformer_config import PolicyTransformerConfig
+
+
+@dataclass(frozen=True)
+class FamilyLayers:
+    """What Megatron has to be told to build a family's layers."""
+
+    transformer_settings: Callable[[Any, ParallelConfig, torch.dtype], dict[str, Any]]
+    """(model, layout, dtype) -> fields of the TransformerConfig that are this family's own."""
+    cpu_layer: Callable[[PolicyTransformerConfig], TransformerLayerSubmodules]
+    """The modules of a layer that run without CUDA."""
+    gpu_layer: Callable[[PolicyTransformerConfig], TransformerLayerSubmodules]
+    """The modules of a layer on a GPU, where Transformer Engine is installed."""
+
+
+_LAYERS: dict[type[ModelConfig], FamilyLayers] = {
+    GptOssModelConfig: FamilyLayers(
+        gpt_oss.transformer_settings, gpt_oss.cpu_layer, gpt_oss.gpu_layer
+    ),
+    DenseModelConfig: FamilyLayers(dense.transformer_settings, dense.cpu_layer, dense.gpu_layer),
+}
+
+
+def layers_of(model: ModelConfig) -> FamilyLayers:
+    """Return how the layers of a model are built."""
+    return _LAYERS[type(model)]

@@ -1,0 +1,62 @@
+"""All families of models by the ``model_type`` of Hugging Face. Imports no torch."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, SerializeAsAny, TypeAdapter
+
+from megatron_gptoss.config import ModelConfig, load_hf_config
+from megatron_gptoss.families.dense.config import DenseModelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
+
+FAMILIES: tuple[type[ModelConfig], ...] = (GptOssModelConfig, DenseModelConfig)
+"""Register a family here, its layers in ``layer_registry`` and its tensors in
+``converters.families.registry``."""
+
+DEFAULT_FAMILY = "gpt_oss"
+"""Of configurations and checkpoints that name none."""
+
+_BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.hf_model_types}
+
+
+def family_of(model_type: object, where: str) -> type[ModelConfig]:
+    """Return the configuration class of a ``model_type``. Raises ValueError naming the known ones."""
+    if isinstance(model_type, str) and model_type in _BY_MODEL_TYPE:
+        return _BY_MODEL_TYPE[model_type]
+    known = ", ".join(_BY_MODEL_TYPE)
+    raise ValueError(f"{where}: model_type is {model_type!r}, expected one of {known}")
+
+
+def read_hf_config(source: Path | str | dict[str, Any]) -> ModelConfig:
+    """Read ``config.json`` of any family: a file, its directory, or the parsed dict.
+
+    Raises:
+        ValueError: naming the file and the key that is missing or unsupported.
+    """
+    raw, where = load_hf_config(source)
+    return family_of(raw.get("model_type"), where).from_hf_dict(raw, where)
+
+
+def model_config(fields: Any) -> Any:
+    """Build the configuration that ``fields`` describe, by the family that model_type names.
+
+    What is no mapping is returned as it is, for pydantic to refuse.
+    """
+    if not isinstance(fields, dict):
+        return fields
+    model_type = fields.get("model_type", DEFAULT_FAMILY)
+    return family_of(model_type, "model").model_validate(fields)
+
+
+AnyModelConfig = Annotated[SerializeAsAny[ModelConfig], BeforeValidator(model_config)]
+"""Type of a field that holds the configuration of any family."""
+
+
+def parse_model_config(text: str | bytes) -> ModelConfig:
+    """Read the JSON that ``model_dump_json`` of any family's configuration gave.
+
+    Raises:
+        ValueError: naming the key that is wrong.
+    """
+    adapter: TypeAdapter[ModelConfig] = TypeAdapter(AnyModelConfig)
+    return adapter.validate_json(text)

@@ -1,0 +1,115 @@
+"""A model and a layout as a Megatron TransformerConfig: the one builder for all families and sizes."""
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.fused_a2a import HAVE_DEEP_EP
+
+from megatron_gptoss.config import ModelConfig, ParallelConfig
+from megatron_gptoss.families.layer_registry import layers_of
+from megatron_gptoss.transformer_config import MissingPackageError, PolicyTransformerConfig
+
+
+def build_transformer_config(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    dtype: torch.dtype = torch.bfloat16,
+    **overrides: Any,
+) -> PolicyTransformerConfig:
+    """Build the configuration of one trainer rank.
+
+    ``overrides`` replace single fields, as negative controls and benchmarks do.
+
+    Raises:
+        MissingPackageError: where ``parallel`` asks for a dispatcher that is not installed.
+    """
+    if parallel.expert_dispatcher == "deepep" and not (HAVE_DEEP_EP and torch.cuda.is_available()):
+        raise MissingPackageError(
+            "parallel.expert_dispatcher deepep: install DeepEP on a machine with GPUs, or use alltoall"
+        )
+
+    settings = {
+        "architecture": model,
+        **_shape_settings(model),
+        **layers_of(model).transformer_settings(model, parallel, dtype),
+        **_training_settings(model, dtype),
+        **_parallel_settings(parallel),
+        **_device_settings(parallel),
+        **overrides,
+    }
+    return PolicyTransformerConfig(**settings)
+
+
+def _shape_settings(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.intermediate_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.num_key_value_heads,
+        "kv_channels": model.head_size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": model.rms_norm_eps,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "gated_linear_unit": True,
+    }
+
+
+def _training_settings(model: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        # Losses come in normalised over the global batch; Megatron only adds gradients up.
+        "calculate_per_token_loss": True,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "init_method_std": model.initializer_std,
+        # Rows differ in length, and with them the messages between stages.
+        "variable_seq_lengths": True,
+    }
+
+
+def _parallel_settings(parallel: ParallelConfig) -> dict[str, Any]:
+    # Megatron takes any number of chunks, even 1, for an interleaved schedule.
+    is_interleaved = parallel.virtual_pipeline > 1
+    virtual_pipeline = parallel.virtual_pipeline if is_interleaved else None
+
+    return {
+        "tensor_model_parallel_size": parallel.tensor,
+        # Megatron requires it for mixtures of experts; it saves memory for all.
+        "sequence_parallel": parallel.tensor > 1,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": 1,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "num_layers_in_last_pipeline_stage": parallel.last_stage_layers,
+        "virtual_pipeline_model_parallel_size": virtual_pipeline,
+        # In one batch, two ranks would take the interleaved schedule's messages of one direction
+        # for those of the other.
+        "overlap_p2p_comm": is_interleaved,
+        "batch_p2p_comm": not is_interleaved,
+        # PyTorch keeps alive what is being sent: nothing has to wait for the GPU after a message.
+        "batch_p2p_sync": False,
+        "context_parallel_size": parallel.context,
+        "context_scheme_full": parallel.context_scheme_full,
+        "context_scheme_window": parallel.context_scheme_window,
+        "context_bandwidth": parallel.context_bandwidth * 1e9,
+        "attention_rate": parallel.attention_tflops * 1e12,
+        "base": parallel.base,
+    }
+
+
+def _device_settings(parallel: ParallelConfig) -> dict[str, Any]:
+    if not torch.cuda.is_available():
+        return {
+            "transformer_impl": "local",
+            "use_cpu_initialization": True,
+            # Batching groups the messages of NCCL; gloo gains nothing from it.
+            "batch_p2p_comm": False,
+        }
+
+    settings: dict[str, Any] = {"transformer_impl": "transformer_engine"}
+    if parallel.recompute:
+        settings["recompute_granularity"] = "selective"
+        settings["recompute_modules"] = list(parallel.recompute)
+        settings["recompute_layers"] = parallel.recompute_layers
+    return settings

@@ -1,0 +1,147 @@
+"""``gptoss plan`` of dense decoders: Qwen2.5's published sizes, and what a run says of them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from converters.names import hf_shapes
+from launch.cli import app
+from megatron_gptoss import distributed
+from megatron_gptoss.config import ParallelConfig
+from megatron_gptoss.families.dense.config import DenseModelConfig
+from megatron_gptoss.model import build_model
+from megatron_gptoss.planning.flops import forward_flops
+from megatron_gptoss.planning.memory import parameters_per_gpu
+from rl_loop.config.errors import CannotStart, ConfigError
+from rl_loop.config.load import dump_config, load_config
+from rl_loop.config.run import SftConfig
+from rl_loop.lifecycle.start_checks import check_what_a_run_needs
+from tests.distributed import free_port, run_distributed
+from tests.megatron_gptoss.dense_reference import LLAMA, MODELS
+
+CONFIG = Path(__file__).parents[2] / "configs/sft/tiny_retool.yaml"
+PUBLISHED = {
+    "0.5b": 494_032_768,
+    "1.5b": 1_543_714_304,
+    "3b": 3_085_938_688,
+    "7b": 7_615_616_512,
+    "14b": 14_770_033_664,
+    "32b": 32_763_876_352,
+}
+LAYOUTS: dict[str, dict[str, int]] = {
+    "0.5b": {"world_size": 1},
+    "1.5b": {"world_size": 1},
+    "3b": {"world_size": 2},
+    "7b": {"world_size": 4},
+    "14b": {"world_size": 8, "tensor": 2},
+    "32b": {"world_size": 16, "tensor": 4},
+}
+
+
+def config_of(size: str, *overrides: str) -> SftConfig:
+    return load_config(CONFIG, SftConfig, [f"model=qwen2.5-{size}", *overrides])
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_published_sizes_have_their_number_of_parameters(size: str) -> None:
+    model = config_of(size).model
+    assert isinstance(model, DenseModelConfig)
+    assert model.num_parameters == PUBLISHED[size]
+    assert sum(math.prod(shape) for shape in hf_shapes(model).values()) == PUBLISHED[size]
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_published_sizes_can_be_planned(size: str) -> None:
+    overrides = [f"parallel.{key}={value}" for key, value in LAYOUTS[size].items()]
+    overrides.append("training.max_tokens_per_micro_batch=8192")
+    arguments = ["plan", str(CONFIG), "--sft", f"model=qwen2.5-{size}", "--gpu", "h200", *overrides]
+    result = CliRunner().invoke(app, [*arguments, "dtype=bfloat16"])
+    assert result.exit_code == 0, result.output
+    assert "tensors of the update, GB: weights" in result.output
+    assert "an update on H200s" in result.output
+    assert "moe" not in result.output, "advice about experts that are not there"
+
+
+@pytest.mark.parametrize("size", ["0.5b", "7b"])
+@pytest.mark.parametrize(
+    "layout", [{}, {"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2}]
+)
+def test_the_parameters_of_a_gpu_are_those_of_the_model_that_is_built(
+    size: str, layout: dict[str, int]
+) -> None:
+    """Counted from the name table: every rank has its share of each parameter."""
+    model = config_of(size).model
+    parallel = ParallelConfig(world_size=4, **layout)
+    stages = [parameters_per_gpu(model, parallel, stage) for stage in range(parallel.pipeline)]
+    assert all(expert == 0 for _, expert in stages)
+
+    copies = model.tied_embeddings and parallel.pipeline > 1
+    embedding = model.vocab_size * model.hidden_size if copies else 0
+    norms = (2 * model.num_layers + 1) * model.hidden_size
+    split = PUBLISHED[size] - norms + embedding
+    assert sum(dense for dense, _ in stages) == split / parallel.tensor + norms
+
+
+def count(rank: int, ports: list[int]) -> list[int]:
+    counts = []
+    for layout, port in zip(({"tensor": 2}, {"pipeline": 2}), ports, strict=True):
+        parallel = ParallelConfig(world_size=2, **layout)
+        distributed.initialize(parallel, rank, port=port)
+        built = build_model(MODELS["qwen2, tied"], parallel, torch.float32)
+        counts.append(sum(parameter.numel() for parameter in built.parameters()))
+        distributed.shutdown()
+    return counts
+
+
+def test_ranks_hold_what_the_plan_says() -> None:
+    model = MODELS["qwen2, tied"]
+    tensor, pipeline = (
+        ParallelConfig(world_size=2, tensor=2),
+        ParallelConfig(world_size=2, pipeline=2),
+    )
+    found = run_distributed(count, 2, [free_port(), free_port()])
+    for rank, (split, stage) in enumerate(found):
+        assert split == parameters_per_gpu(model, tensor)[0]
+        assert stage == parameters_per_gpu(model, pipeline, rank)[0]
+
+
+def test_arithmetic_is_two_operations_for_each_weight_and_those_of_attention() -> None:
+    weights = LLAMA.num_parameters - (2 * LLAMA.num_layers + 1) * 48 - 128 * 48
+    pairs = 10 * 11 // 2
+    attention = LLAMA.num_layers * 4 * pairs * 96
+    assert forward_flops(LLAMA, [10]) == 2 * 10 * weights + attention
+
+
+def test_a_dumped_configuration_loads_to_the_same(tmp_path: Path) -> None:
+    config = config_of("7b", "model.rope_scaling={rope_type: yarn, factor: 4, "
+                       "original_max_position_embeddings: 32768}")  # fmt: skip
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "config.yaml", SftConfig) == config
+    assert config.model.rope_frequencies.factor == 4
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.num_expert=4", "model.num_expert: unknown key"),
+        ("model.model_type=mamba", "model: model_type is 'mamba', expected one of gpt_oss, llama"),
+        ("model.num_key_value_heads=5", r"num_attention_heads \(28\) must be a multiple"),
+        ("model.num_experts=4", "model.num_experts: Input should be 0"),
+        ("quantization=mxfp4", "quantization mxfp4: a qwen2 model has no experts"),
+        ("adapter={rank: 4}", "adapter.targets: q of a qwen2 model cannot be adapted"),
+    ],
+)
+def test_mistakes_are_named_by_key(override: str, message: Any) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_of("7b", override)
+
+
+def test_a_run_is_refused_before_anything_starts() -> None:
+    with pytest.raises(CannotStart, match=r"model\.model_type qwen2: .* neither a chat format nor"):
+        check_what_a_run_needs(config_of("0.5b"))

@@ -1,0 +1,177 @@
+"""Dense decoders have the logits and gradients of transformers, and each of their features is
+needed for that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from converters.live import load_hf_weights
+from megatron_gptoss import distributed
+from megatron_gptoss.config import AdapterConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.families.dense.config import DenseModelConfig
+from megatron_gptoss.model import build_model
+from megatron_gptoss.packing import build_batch
+from megatron_gptoss.trainer import PolicyTrainer
+from tests.distributed import free_port
+from tests.megatron_gptoss.dense_reference import (
+    LLAMA,
+    MODELS,
+    QWEN2,
+    dense_hf_model,
+    dense_weights,
+)
+from tests.megatron_gptoss.reference import documents, hf_logits, hf_loss, mean_cross_entropy
+
+SAMPLES = documents([34, 2, 9, 101])
+TOKENS = int(SAMPLES.loss_tokens.sum())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    distributed.initialize(ParallelConfig(), port=free_port())
+    yield
+    distributed.shutdown()
+
+
+def megatron(config: DenseModelConfig, built: Any = None, **overrides: object) -> torch.nn.Module:
+    """The weights of ``config`` in a model of it, or of ``built``."""
+    model = build_model(built or config, ParallelConfig(), torch.float32, **overrides)
+    load_hf_weights(model, built or config, dense_weights(config).__getitem__)
+    return model.eval()
+
+
+def logits(model: torch.nn.Module, samples: Any = SAMPLES) -> torch.Tensor:
+    batch = build_batch(samples)
+    with torch.no_grad():
+        out = model(
+            batch.input_ids[None],
+            batch.position_ids[None],
+            None,
+            packed_seq_params=batch.packed_seq_params(),
+        )
+    return out[0, : int(samples.loss_tokens.sum())]
+
+
+def relative_distance(model: torch.nn.Module, config: DenseModelConfig) -> float:
+    with torch.no_grad():
+        expected = hf_logits(dense_hf_model(config), SAMPLES)
+    return ((logits(model) - expected).abs().max() / expected.abs().max()).item()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_of_packed_documents_match_transformers(name: str) -> None:
+    assert relative_distance(megatron(MODELS[name]), MODELS[name]) < 2e-5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_match_transformers(name: str) -> None:
+    config = MODELS[name]
+    reference = dense_hf_model(config)
+    hf_loss(reference, SAMPLES).backward()
+    gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
+
+    model = megatron(config)
+    trainer = PolicyTrainer(model, OptimizerConfig(clip_grad=1e9))
+    batches = [build_batch(SAMPLES, [0, 1]), build_batch(SAMPLES, [2, 3])]
+    trainer.train_step(batches, mean_cross_entropy(TOKENS), learning_rate=1e-9)
+
+    expected = build_model(config, ParallelConfig(), torch.float32)
+    load_hf_weights(expected, config, gradients.__getitem__)
+    pairs = zip(model.named_parameters(), expected.parameters(), strict=True)
+    for (parameter_name, parameter), want in pairs:
+        error = (parameter.main_grad - want).abs().max() / want.abs().max()
+        assert error < 2e-5, f"gradient of {parameter_name} is off by {error:.1e}"
+        assert want.abs().max() > 0, f"the reference has no gradient for {parameter_name}"
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2, tied"])
+def test_a_document_does_not_see_the_others_of_its_row(name: str) -> None:
+    model = megatron(MODELS[name])
+    together = logits(model)
+    first = 0
+    for i in range(len(SAMPLES)):
+        alone = logits(model, SAMPLES.take([i]))
+        torch.testing.assert_close(
+            together[first : first + len(alone)], alone, atol=2e-5, rtol=2e-5
+        )
+        first += len(alone)
+
+
+@pytest.mark.parametrize(
+    ("config", "change"),
+    [
+        (QWEN2, {"rope_theta": 10_000.0}),
+        (QWEN2, {"rms_norm_eps": 1e-1}),
+        (MODELS["llama 3's rope"], {"rope_scaling": None}),
+        (MODELS["qwen2.5's yarn"], {"rope_scaling": None}),
+        (MODELS["linear rope"], {"rope_scaling": None}),
+    ],
+    ids=["theta", "eps", "llama3", "yarn", "linear"],
+)
+def test_parity_fails_with(config: DenseModelConfig, change: dict[str, object]) -> None:
+    wrong = config.model_copy(update=change)
+    assert relative_distance(megatron(config, built=wrong), config) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [{"activation_func": torch.nn.functional.gelu}, {"window_size": (8, 0)}],
+    ids=["gelu", "window"],
+)
+def test_parity_fails_with_another_layer(overrides: dict[str, object]) -> None:
+    assert relative_distance(megatron(LLAMA, **overrides), LLAMA) > 1e-3
+
+
+@pytest.mark.parametrize("part", ["linear_qkv.bias", "linear_fc1", "layernorm"])
+def test_parity_fails_without(part: str) -> None:
+    model = megatron(QWEN2)
+    zeroed = [parameter for name, parameter in model.named_parameters() if part in name]
+    assert zeroed
+    for parameter in zeroed:
+        parameter.data.zero_()
+    assert relative_distance(model, QWEN2) > 1e-3
+
+
+def test_a_model_without_sinks_has_none_and_scores_of_any_size_are_right() -> None:
+    """Minus infinity is no key: a large negative number would take attention from lower scores."""
+    model = megatron(LLAMA)
+    assert not any("softmax_offset" in name for name, _ in model.named_parameters())
+    row = build_batch(SAMPLES.take([0])).packed_seq_params()
+    attention = model.decoder.layers[0].self_attention.core_attention
+
+    query = torch.full((33, 8, 12), 100.0)
+    value = torch.randn(33, 2, 12)
+    # Scores of -40,000 or so, lower than any number that one would take for "no sink".
+    out = attention(query, torch.full((33, 2, 12), -100.0), value, packed_seq_params=row)
+    assert torch.allclose(out[0], value[0].repeat_interleave(4, 0).flatten())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"adapter": AdapterConfig(rank=2, targets=("q",))}, "adapter.targets: q of a llama model"),
+        ({"quantization": "mxfp4"}, "quantization mxfp4: a llama model has no experts"),
+    ],
+)
+def test_what_is_not_built_for_dense_models_is_refused(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_model(LLAMA, ParallelConfig(), **options)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ({"expert": 2}, r"parallel.expert \(2\) must be 1: a llama model has no experts"),
+        ({"recompute": ("moe_act",)}, "parallel.recompute moe_act has no effect"),
+        ({"tensor": 4}, "parallel.tensor .4. must divide num_key_value_heads .2."),
+    ],
+)
+def test_impossible_layouts_are_refused(layout: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ParallelConfig(world_size=4, **layout).check_layout(LLAMA)
