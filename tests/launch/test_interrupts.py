@@ -58,7 +58,7 @@ CASES = [
     ("sft", False, "HUP", ()),
     ("sft", False, "INT twice", SLOW),
     ("sft", True, "INT", SLOW),
-    ("sft", False, "TERM", ()),
+    ("sft", False, "TERM", SLOW),
     ("sft", True, "HUP", SLOW),
     ("rl", True, "INT", ()),
     ("rl", False, "INT twice", ()),
@@ -67,7 +67,7 @@ CASES = [
     ("rl", True, "INT twice", SLOW),
     ("rl", False, "INT", SLOW),
     ("rl", False, "TERM", SLOW),
-    ("rl", False, "HUP", ()),
+    ("rl", False, "HUP", SLOW),
 ]
 
 

@@ -59,7 +59,7 @@ MODEL = GptOssModelConfig(
 TEXT = list(range(20, 60))
 
 
-def weights_of(seed: int, model: ModelConfig = MODEL) -> dict[str, torch.Tensor]:
+def weights_of(seed: int, model: GptOssModelConfig = MODEL) -> dict[str, torch.Tensor]:
     get = random_hf_weights(model, seed)
     return {name: get(name).to(torch.bfloat16) for name in hf_shapes(model)}
 
@@ -306,7 +306,9 @@ def one_ray() -> Iterator[None]:
 class Trainer:
     """Sends weights as trainer rank 0 does; dies before tensor ``dies_at``."""
 
-    def __init__(self, seed: int, dies_at: int | None = None, model: ModelConfig = MODEL) -> None:
+    def __init__(
+        self, seed: int, dies_at: int | None = None, model: GptOssModelConfig = MODEL
+    ) -> None:
         self.named, self.dies_at, self.sends = weights_of(seed, model), dies_at, 0
         self.compared: list[bool] = []
 
