@@ -73,7 +73,7 @@ def decoding_step_seconds(
     weights += model.vocab_size * model.hidden_size
 
     full = model.layer_types.count("full_attention")
-    window = min(context, model.sliding_window)
+    window = min(context, model.sliding_window or context)
     seen = full * context + (model.num_layers - full) * window
     keys_and_values = sequences * seen * 2 * model.num_key_value_heads * model.head_size
     return OVER_LIMIT * BYTES * (weights + keys_and_values) / (BANDWIDTH * gpus)
