@@ -114,8 +114,8 @@ class TimedMoELayer(MoELayer):
         result: Tensor = super().postprocess(output, shared_expert_output)
         # The dispatcher would keep the gates until the next micro-batch, and with them the graph of
         # all layers below. That graph refers to the model by ways that Python's garbage collector
-        # does not see: the model would never be freed. It would keep the order of the tokens, too:
-        # 4 MB per layer, each cut out of a larger block, which torch then cannot give back.
+        # does not see: the model would never be freed. It would keep the order of the tokens, too,
+        # 4 MB for 16,384 of them: torch can give back no block that such a tensor was cut out of.
         for name in OF_ONE_FORWARD_PASS:
             if hasattr(self.token_dispatcher, name):
                 setattr(self.token_dispatcher, name, None)

@@ -214,6 +214,9 @@ def _default_text(field: FieldInfo) -> str:
         return "required"
     if isinstance(default, BaseModel):
         return "its defaults"
+    # Where that is differs from machine to machine, and the page must not.
+    if default == sys.executable:
+        return "the interpreter that runs"
     texts = {None: "null", True: "true", False: "false", "": "empty"}
     is_simple = default is None or isinstance(default, bool | str)
     if is_simple and default in texts:

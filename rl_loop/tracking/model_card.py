@@ -6,11 +6,9 @@ from typing import Any
 
 import yaml
 
+from rl_loop.config.load import RELEASED_VOCABULARY
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.tracking.run_directory import RunDirectory, atomic_write_text, read_json
-
-RELEASED_VOCABULARY = 201_088
-"""Token ids of GPT-OSS: what SGLang and vLLM can parse the answers of."""
 
 
 def write_model_card(run: RunDirectory, config: RunConfig) -> None:
@@ -95,6 +93,7 @@ def _figure(value: Any) -> str:
 def _serving(config: RunConfig, has_template: bool) -> str:
     """Say with which commands the export can be served, and what is in the way of others."""
     ours = "With this project, from the directory of the run:\n\n```\ngptoss serve RUN\n```"
+    # Only the released vocabulary's answers can be parsed by others.
     if config.model.vocab_size != RELEASED_VOCABULARY:
         return (
             f"{ours}\n\nIts vocabulary is a small one of its own, which no other server's Harmony parser knows; "

@@ -15,8 +15,9 @@ from megatron.core import parallel_state
 from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.models.gpt_oss import modeling_gpt_oss
 
+from converters.live import export_hf_weights
 from megatron_gptoss.checkpoint.writer import CheckpointWriter
-from megatron_gptoss.config import ParallelConfig
+from megatron_gptoss.config import ModelConfig, ParallelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.packing import PackedBatch, pack
 from megatron_gptoss.samples import Sample, TrainingSamples
@@ -143,3 +144,14 @@ def save_checkpoint(
     path = writer.start(trainer, step, state)
     writer.finish()
     return path
+
+
+def gradients(trainer: PolicyTrainer, config: ModelConfig) -> dict[str, torch.Tensor]:
+    """Return the gradients of the last step by Hugging Face name, on rank 0. Collective."""
+    weights = [parameter.data for parameter in trainer.module.parameters()]
+    for parameter in trainer.module.parameters():
+        parameter.data = parameter.main_grad
+    exported = {name: tensor.clone() for name, tensor in export_hf_weights(trainer.module, config)}
+    for parameter, weight in zip(trainer.module.parameters(), weights, strict=True):
+        parameter.data = weight
+    return exported

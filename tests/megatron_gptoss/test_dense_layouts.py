@@ -24,6 +24,7 @@ from tests.distributed import free_port, run_distributed
 from tests.megatron_gptoss.dense_reference import MODELS, dense_weights
 from tests.megatron_gptoss.reference import (
     documents,
+    gradients,
     local_batches,
     mean_cross_entropy,
     save_checkpoint,
@@ -42,17 +43,6 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "context": {"context": 2},
 }
 TRAINED = ["llama", "qwen2, tied"]
-
-
-def gradients(trainer: PolicyTrainer, config: Any) -> dict[str, torch.Tensor]:
-    """Of the last step, by Hugging Face name; on rank 0."""
-    weights = [parameter.data for parameter in trainer.module.parameters()]
-    for parameter in trainer.module.parameters():
-        parameter.data = parameter.main_grad
-    exported = {name: tensor.clone() for name, tensor in export_hf_weights(trainer.module, config)}
-    for parameter, weight in zip(trainer.module.parameters(), weights, strict=True):
-        parameter.data = weight
-    return exported
 
 
 def train(

@@ -28,6 +28,7 @@ from tests.distributed import free_port, run_distributed
 from tests.megatron_gptoss.reference import (
     TINY,
     documents,
+    gradients,
     hf_model,
     local_batches,
     mean_cross_entropy,
@@ -61,17 +62,6 @@ def scores_of(
     batches = packed(samples, parallel)
     scores = zip(trainer.score(batches), batches, strict=True)
     return {i: row for values, batch in scores for i, row in unpack(values, batch).items()}
-
-
-def gradients(trainer: PolicyTrainer, config: GptOssModelConfig) -> dict[str, torch.Tensor]:
-    """Of the last step, by the name of the parameter in the whole model; on rank 0."""
-    weights = [parameter.data for parameter in trainer.module.parameters()]
-    for parameter in trainer.module.parameters():
-        parameter.data = parameter.main_grad
-    exported = {name: tensor.clone() for name, tensor in export_hf_weights(trainer.module, config)}
-    for parameter, weight in zip(trainer.module.parameters(), weights, strict=True):
-        parameter.data = weight
-    return exported
 
 
 def step_with_nan_behind_layer(
