@@ -86,7 +86,9 @@ class ProgramRunner:
             what = f"{program.function} ended without a turn of the policy"
             raise InfrastructureFailure("environment", what)
         is_excluded = self.limits.truncated_episodes == "mask"
-        return episode_of(sequences, result, reason, mask_truncated=is_excluded)
+        episode = episode_of(sequences, result, reason, mask_truncated=is_excluded)
+        episode.prefilled_again = session.prefilled_again
+        return episode
 
 
 def end_of(session: Session, failure: InfrastructureFailure | None) -> FinishReason:

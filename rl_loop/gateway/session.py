@@ -124,6 +124,8 @@ class Session:
         self.end: SessionEnd | None = None
         self.was_too_long = False
         """Whether the last request was refused because the conversation left no room to answer."""
+        self.prefilled_again = 0
+        """Tokens that the engine computed again because turns were interrupted."""
 
         self._engine = engine
         self._harmony = harmony
@@ -273,6 +275,7 @@ class Session:
         # seed would be one request to the engine.
         name = str(number) if request.seed is None else f"{number}.{request.seed}"
         sampled = await sampler.sample(name, prefix, room.tokens)
+        self.prefilled_again += sampler.prefilled_again
         if not sampled.output_ids:
             raise self._out_of_time()
 

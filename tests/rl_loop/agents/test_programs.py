@@ -272,6 +272,8 @@ def test_many_episodes_share_a_process_and_see_nothing_of_a_weight_sync(tiny: Ha
             assert episode.invalid is None, episode.invalid
             assert episode.reward == 1.0
             assert len({span.version for span in episode.weight_versions}) == 2
+            # The prompt and the first of two tokens: the second had been no input yet.
+            assert episode.prefilled_again == episode.weight_versions[0].start + 1
             episode.validate()
         assert engine.most_running > 1
         assert not hosts[0].is_running()
