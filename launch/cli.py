@@ -380,12 +380,12 @@ def plan(
     """Say how the layout would run: the memory of a GPU in every phase, time, how layers
     communicate under context parallelism, and what rollouts that run ahead would bring. Exit code 1
     if the configuration does not fit."""
-    config = load_run_config(path, "sft" if sft else "rl", overrides)
+    rl = None if sft else load_rl_config(path, overrides)
+    config = rl or load_run_config(path, "sft", overrides)
     from launch.gpus import planned_hardware
     from launch.plan import attention_plan, step_plan
     from launch.rollout_plan import run_ahead_plan
     from megatron_gptoss.planning.memory_advice import is_too_much, memory_plan
-    from rl_loop.config.run import RlConfig
 
     hardware = planned_hardware(gpu, gpu_gb, host_gb)
     inputs = config.memory_inputs
@@ -395,8 +395,9 @@ def plan(
         step_plan(inputs, hardware.gigabytes),
         sep="\n",
     )
-    if isinstance(config, RlConfig):
-        print(run_ahead_plan(config, tool_seconds))
+    if rl is not None:
+        staleness = rl.algorithm.max_staleness
+        print(run_ahead_plan(rl.rollout, rl.memory_inputs, staleness, tool_seconds))
     raise typer.Exit(1 if is_too_much(inputs, hardware) else 0)
 
 

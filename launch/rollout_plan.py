@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from launch.plan import predict_update
 from megatron_gptoss.config import ModelConfig
-from rl_loop.config.run import RlConfig
+from megatron_gptoss.planning.memory_inputs import MemoryInputs
+from rl_loop.config.rollout import RolloutConfig
 from rl_loop.engines.sglang.config import SglangConfig
 
 MEAN_LENGTH = 0.5
@@ -79,38 +80,46 @@ def decoding_step_seconds(
     return OVER_LIMIT * BYTES * (weights + keys_and_values) / (BANDWIDTH * gpus)
 
 
-def predict_run_ahead(config: RlConfig, tool_seconds: float) -> RunAheadPrediction:
+def predict_run_ahead(
+    rollout: RolloutConfig, trainer: MemoryInputs, tool_seconds: float
+) -> RunAheadPrediction:
     """Predict the bounds of a loop with SGLang's servers on GPUs of their own.
 
-    ``tool_seconds``: of each tool call of the longest episode."""
-    rollout, engine = config.rollout, config.rollout.engine
+    ``trainer``: model, layout and batch; ``tool_seconds``: of each tool call of the longest
+    episode."""
+    engine = rollout.engine
     assert isinstance(engine, SglangConfig)
     episodes = rollout.tasks_per_step * rollout.samples_per_task
     running = min(engine.max_running_requests, episodes / engine.servers)
 
     longest = rollout.max_response_tokens
     context = MEAN_LENGTH * rollout.max_tokens
-    step = decoding_step_seconds(config.model, running, context, engine.tensor_parallel)
+    step = decoding_step_seconds(trainer.model, running, context, engine.tensor_parallel)
     tokens_per_server = episodes * MEAN_LENGTH * longest / engine.servers
     return RunAheadPrediction(
-        training=MEAN_LENGTH * predict_update(config.memory_inputs).step.total,
+        training=MEAN_LENGTH * predict_update(trainer).step.total,
         engines=tokens_per_server / running * step,
         longest_episode=longest * step + (rollout.max_turns - 1) * tool_seconds,
     )
 
 
-def run_ahead_plan(config: RlConfig, tool_seconds: float = 0.0) -> str:
-    """Describe what ``algorithm.max_staleness`` would bring."""
-    engine = config.rollout.engine
+def run_ahead_plan(
+    rollout: RolloutConfig,
+    trainer: MemoryInputs,
+    configured: int,
+    tool_seconds: float = 0.0,
+) -> str:
+    """Describe what ``algorithm.max_staleness`` would bring; ``configured`` is what it is."""
+    engine = rollout.engine
     if not isinstance(engine, SglangConfig):
         return f"rollouts: nothing is predicted for engines of type {engine.type}"
     if engine.shares_trainer_gpus:
         return "rollouts: the engines share the trainer's GPUs and take turns with it (algorithm.max_staleness 0)"
 
-    prediction = predict_run_ahead(config, tool_seconds)
+    prediction = predict_run_ahead(rollout, trainer, tool_seconds)
     least = prediction.least_that_pays
     lines = [
-        f"rollouts on H200s, episodes of up to {config.rollout.max_response_tokens} sampled tokens, "
+        f"rollouts on H200s, episodes of up to {rollout.max_response_tokens} sampled tokens, "
         f"{MEAN_LENGTH:g} of that on average, {tool_seconds:g} s per tool call: a step's episodes keep the engines "
         f"busy for {prediction.engines:.1f} s, the longest takes {prediction.longest_episode:.1f} s, the update "
         f"{prediction.training:.1f} s",
@@ -120,7 +129,7 @@ def run_ahead_plan(config: RlConfig, tool_seconds: float = 0.0) -> str:
     for staleness in STALENESS:
         seconds = prediction.step_seconds(staleness)
         line = f"  {staleness:13}{seconds:10.1f}{in_turns / seconds:8.2f}  {prediction.bound(staleness)}"
-        if staleness == config.algorithm.max_staleness:
+        if staleness == configured:
             line += "  <- configured"
         lines.append(line)
     lines.append(f"  beyond max_staleness {least} tokens only grow older")

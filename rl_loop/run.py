@@ -24,6 +24,7 @@ from rl_loop.session import (
     build_trainer,
     harmony_settings,
     loop_settings,
+    training_of,
     worker_settings,
 )
 from rl_loop.tracking.metrics import Name, StepMetrics
@@ -87,7 +88,7 @@ def run_sft(
         seconds = round(session.checkpointer.seconds, 1)
         session.run.write_summary(steps=done, **figures, seconds=seconds)
         if session.run.export.exists():
-            write_model_card(session.run, config)
+            write_model_card(session.run, training_of(config))
         if session.conversations is not None and (refused := session.refusals.summary()):
             session.progress.note(f"conversations: {refused} ({session.run.refused})")
     return config.directory
@@ -157,7 +158,7 @@ def run_rl(
             seconds=round(seconds, 1),
             **agreement,
         )
-        write_model_card(session.run, config)
+        write_model_card(session.run, training_of(config))
     return config.directory
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 from rl_loop.cluster.ray_session import ray_session
 from rl_loop.config.errors import ConfigError
-from rl_loop.config.load import dump_config
+from rl_loop.config.load import RELEASED_VOCABULARY, dump_config
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig, check_reward_parts
 from rl_loop.engines.backend import BackendContext
 from rl_loop.engines.registry import build_backend
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from rl_loop.rollout.worker import WorkerSettings
     from rl_loop.tasks.demonstrations import HarmonySettings
     from rl_loop.tasks.source import TaskSource
+    from rl_loop.tracking.model_card import Training
     from rl_loop.tracking.recorder import StepRecorder
     from rl_loop.trainer.checkpointer import Checkpointer, RunState
     from rl_loop.trainer.group import TrainerGroup
@@ -363,6 +364,38 @@ def harmony_settings(config: RunConfig) -> "HarmonySettings":
         tool_timeout_seconds=config.sandbox.timeout_seconds,
         tasks=config.tasks,
         data=data,
+    )
+
+
+def training_of(config: RunConfig) -> "Training":
+    """Collect what the card of an export says of the run."""
+    from rl_loop.tracking.model_card import Training
+
+    algorithm = ""
+    if isinstance(config, RlConfig):
+        algorithm = (
+            f"Advantages: {config.algorithm.advantage}; loss: {config.algorithm.policy_loss}; "
+            f"{config.rollout.tasks_per_step} tasks with {config.rollout.samples_per_task} episodes each "
+            f"per step; learning rate {config.optimizer.lr:g}."
+        )
+    data_kind, data = "Tasks", config.tasks.model_dump(mode="json", exclude_defaults=True)
+    if isinstance(config, SftConfig) and config.data is not None:
+        data_kind, data = (
+            "Conversations",
+            config.data.model_dump(mode="json", exclude_defaults=True),
+        )
+    return Training(
+        name=config.name,
+        command=config.command,
+        initial_weights=config.initial_weights,
+        model=config.model,
+        adapter_rank=None if config.adapter is None else config.adapter.rank,
+        dtype=config.dtype,
+        seed=config.seed,
+        algorithm=algorithm,
+        data_kind=data_kind,
+        data=data,
+        has_released_vocabulary=config.model.vocab_size == RELEASED_VOCABULARY,
     )
 
 

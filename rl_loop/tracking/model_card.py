@@ -1,84 +1,101 @@
 """The model card of an export: what was trained, from what, how well it does, and how to serve it."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rl_loop.config.load import RELEASED_VOCABULARY
-from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+from megatron_gptoss.config import ModelConfig
 from rl_loop.tracking.run_directory import RunDirectory, atomic_write_text, read_json
 
+KINDS = {"rl": "on-policy reinforcement learning", "sft": "supervised fine-tuning"}
+"""What commands do, in words."""
 
-def write_model_card(run: RunDirectory, config: RunConfig) -> None:
-    """Write README.md into the export of a finished run, from its configuration and summary."""
+
+@dataclass(frozen=True)
+class Training:
+    """What a card says of the run, from its configuration."""
+
+    name: str
+    command: str
+    """rl or sft."""
+    initial_weights: Path | None
+    """None for random ones."""
+    model: ModelConfig
+    adapter_rank: int | None
+    """None if all weights were trained."""
+    dtype: str
+    seed: int
+    algorithm: str
+    """A sentence on advantages and loss; empty for supervised fine-tuning."""
+    data_kind: str
+    """Conversations or Tasks."""
+    data: dict[str, Any]
+    """Where they are from: that part of the configuration, without defaults, as JSON."""
+    has_released_vocabulary: bool
+    """Only its answers can be parsed by other servers."""
+
+
+def write_model_card(run: RunDirectory, training: Training) -> None:
+    """Write README.md into the export of a finished run, whose summary is written."""
     figures = read_json(run.summary)
     has_template = (run.export / "chat_template.jinja").exists()
-    atomic_write_text(run.export / "README.md", model_card(config, figures, has_template))
+    atomic_write_text(run.export / "README.md", model_card(training, figures, has_template))
 
 
-def model_card(config: RunConfig, figures: Mapping[str, Any], has_template: bool) -> str:
+def model_card(training: Training, figures: Mapping[str, Any], has_template: bool) -> str:
     """Return the card as Hugging Face's hub reads it.
 
     Args:
-        config: of the run.
+        training: what was done.
         figures: of its ``summary.json``.
         has_template: whether the export holds a chat template.
     """
-    header = yaml.safe_dump(_header(config), sort_keys=False).strip()
+    header = yaml.safe_dump(_header(training), sort_keys=False).strip()
     sections = [
         f"---\n{header}\n---",
-        f"# {config.name}",
-        _origin(config),
-        f"## Data\n\n{_data(config)}",
+        f"# {training.name}",
+        _origin(training),
+        f"## Data\n\n{_data(training)}",
         f"## Results\n\n{_table(figures)}",
-        f"## Serving\n\n{_serving(config, has_template)}",
+        f"## Serving\n\n{_serving(training, has_template)}",
     ]
     return "\n\n".join(sections) + "\n"
 
 
-def _header(config: RunConfig) -> dict[str, Any]:
+def _header(training: Training) -> dict[str, Any]:
     header: dict[str, Any] = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["gpt-oss", "megatron-gptoss", config.command],
+        "tags": ["gpt-oss", "megatron-gptoss", training.command],
     }
-    if config.initial_weights is not None:
-        header["base_model"] = str(config.initial_weights)
+    if training.initial_weights is not None:
+        header["base_model"] = str(training.initial_weights)
     return header
 
 
-def _origin(config: RunConfig) -> str:
-    kind = "on-policy reinforcement learning"
-    if isinstance(config, SftConfig):
-        kind = "supervised fine-tuning"
+def _origin(training: Training) -> str:
     base = "random weights"
-    if config.initial_weights is not None:
-        base = f"`{config.initial_weights}`"
+    if training.initial_weights is not None:
+        base = f"`{training.initial_weights}`"
     what = "All weights were trained"
-    if config.adapter is not None:
-        what = f"Adapters of rank {config.adapter.rank} were trained and merged"
+    if training.adapter_rank is not None:
+        what = f"Adapters of rank {training.adapter_rank} were trained and merged"
 
-    lines = [
-        f"GPT-OSS architecture, {config.model.num_parameters:,} parameters, made from {base} by {kind} with "
-        f"megatron-gptoss {version('megatron-gptoss')}. {what}, in {config.dtype}, seed {config.seed}."
-    ]
-    if isinstance(config, RlConfig):
-        algorithm = config.algorithm
-        lines.append(
-            f"Advantages: {algorithm.advantage}; loss: {algorithm.policy_loss}; {config.rollout.tasks_per_step} tasks "
-            f"with {config.rollout.samples_per_task} episodes each per step; learning rate {config.optimizer.lr:g}."
-        )
-    return "\n\n".join(lines)
+    made = (
+        f"GPT-OSS architecture, {training.model.num_parameters:,} parameters, made from {base} by "
+        f"{KINDS[training.command]} with megatron-gptoss {version('megatron-gptoss')}. {what}, in "
+        f"{training.dtype}, seed {training.seed}."
+    )
+    return "\n\n".join(filter(None, [made, training.algorithm]))
 
 
-def _data(config: RunConfig) -> str:
-    if isinstance(config, SftConfig) and config.data is not None:
-        sources = config.data.model_dump(mode="json", exclude_defaults=True)
-        return f"Conversations:\n\n```yaml\n{yaml.safe_dump(sources, sort_keys=False).strip()}\n```"
-    sources = config.tasks.model_dump(mode="json", exclude_defaults=True)
-    return f"Tasks:\n\n```yaml\n{yaml.safe_dump(sources, sort_keys=False).strip()}\n```"
+def _data(training: Training) -> str:
+    sources = yaml.safe_dump(training.data, sort_keys=False).strip()
+    return f"{training.data_kind}:\n\n```yaml\n{sources}\n```"
 
 
 def _table(figures: Mapping[str, Any]) -> str:
@@ -90,11 +107,10 @@ def _figure(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _serving(config: RunConfig, has_template: bool) -> str:
+def _serving(training: Training, has_template: bool) -> str:
     """Say with which commands the export can be served, and what is in the way of others."""
     ours = "With this project, from the directory of the run:\n\n```\ngptoss serve RUN\n```"
-    # Only the released vocabulary's answers can be parsed by others.
-    if config.model.vocab_size != RELEASED_VOCABULARY:
+    if not training.has_released_vocabulary:
         return (
             f"{ours}\n\nIts vocabulary is a small one of its own, which no other server's Harmony parser knows; "
             "transformers loads model and tokenizer."

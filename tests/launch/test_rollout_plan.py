@@ -21,8 +21,12 @@ MEASURED_MS = {1: 1.85, 8: 4.04, 64: 6.58, 256: 9.88}
 decoded (docs/performance.md)."""
 
 
-def load(path: Path, *overrides: str) -> RlConfig:
-    return load_config(path, RlConfig, list(overrides))
+def load(path: Path) -> RlConfig:
+    return load_config(path, RlConfig)
+
+
+def plan_of(config: RlConfig) -> str:
+    return run_ahead_plan(config.rollout, config.memory_inputs, config.algorithm.max_staleness)
 
 
 @pytest.mark.parametrize("sequences", list(MEASURED_MS))
@@ -90,8 +94,6 @@ def test_the_command_says_what_the_configured_lengths_and_tools_make_of_it() -> 
 
 def test_engines_that_take_turns_or_whose_speed_nobody_knows_have_no_prediction() -> None:
     colocated = load(CONFIGS / "rl/gpt-oss-20b-adapter_1x1.yaml")
-    assert "take turns with it (algorithm.max_staleness 0)" in run_ahead_plan(colocated)
+    assert "take turns with it (algorithm.max_staleness 0)" in plan_of(colocated)
     embedded = load(CONFIGS / "rl/tiny_retool.yaml")
-    assert run_ahead_plan(embedded) == (
-        "rollouts: nothing is predicted for engines of type transformers"
-    )
+    assert plan_of(embedded) == ("rollouts: nothing is predicted for engines of type transformers")

@@ -16,6 +16,7 @@ from rl_loop.export import _tokenizer_files
 from rl_loop.harmony.chat_template import FILE, chat_template
 from rl_loop.harmony.codec import Harmony, PromptConfig
 from rl_loop.harmony.vocabulary import TinyVocabulary
+from rl_loop.session import training_of
 from rl_loop.tracking.model_card import model_card
 from tests.rl_loop.conftest import SHORT_PROMPT
 
@@ -67,13 +68,15 @@ def test_the_tokenizer_of_a_chain_of_runs_is_that_of_the_first(
 
 def test_the_card_says_what_was_trained_from_what_and_how_well() -> None:
     config = load_config(CONFIGS / "rl/gpt-oss-20b_1x8.yaml", RlConfig)
-    card = model_card(config, {"held_out_accuracy_rl": 0.8672341, "steps": 400}, has_template=True)
+    card = model_card(
+        training_of(config), {"held_out_accuracy_rl": 0.8672341, "steps": 400}, has_template=True
+    )
     _, header, body = card.split("---\n", 2)
     assert yaml.safe_load(header)["base_model"] == "models/gpt-oss-20b"
     assert "| held_out_accuracy_rl | 0.867234 |" in body
     assert "sglang.launch_server --model-path" in body and "vllm serve" in body
     assert "no chat template" not in body
-    assert "no chat template" in model_card(config, {}, has_template=False)
+    assert "no chat template" in model_card(training_of(config), {}, has_template=False)
 
     tiny = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig)
-    assert "vllm" not in model_card(tiny, {}, has_template=True)
+    assert "vllm" not in model_card(training_of(tiny), {}, has_template=True)

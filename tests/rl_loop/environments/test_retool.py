@@ -220,5 +220,7 @@ def test_the_event_loop_goes_on_while_an_answer_is_compared() -> None:
 
 def test_an_environment_that_does_not_exist_is_named() -> None:
     task = Task("t7", [], "", environment="chess")
-    with pytest.raises(ValueError, match="there is no environment 'chess'; known: gsm8k, incident"):
+    with pytest.raises(
+        ValueError, match="there is no environment 'chess'; known: black_box, gsm8k, incident"
+    ):
         make_environment(task, without_sandbox().execute, REWARD)
