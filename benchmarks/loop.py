@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import re
 import shutil
@@ -66,17 +67,23 @@ def main() -> None:
         print(f"random weights written in {time.monotonic() - began:.1f} s", flush=True)
 
         watch = Watch()
+        end = math.inf if options.seconds is None else began + options.seconds
         try:
-            steps = run(config, options.steps, watch)
+            run(config, options.steps, watch, end)
         finally:
+            # A run that failed in its fourth step still has the figures of three.
             keep_server_logs(config, options.out)
-        report = Report(config, steps, watch, server_speeds(config))
+            if watch.steps:
+                show_report(Report(config, watch, server_speeds(config)), options.out)
 
+
+def show_report(report: Report, out: Path | None) -> None:
+    """Print the table, and write it and the steps' metrics to ``out``."""
     text = report.text()
     print(text, flush=True)
-    if options.out:
-        options.out.write_text(text)
-        options.out.with_suffix(".json").write_text(json.dumps(steps, indent=1))
+    if out:
+        out.write_text(text)
+        out.with_suffix(".json").write_text(json.dumps(report.steps, indent=1))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -88,6 +95,9 @@ def parse_arguments() -> argparse.Namespace:
     add("--layers", type=int, help="of the model; all of the configuration's by default")
     add("--gpus", type=int, help="ranks of expert parallelism and SGLang servers")
     add("--steps", type=int, default=4, help="the first one warms up")
+    add(
+        "--seconds", type=float, help="start no step that would end later, by the last one's length"
+    )
     add("--turn-tokens", type=int, default=300, help="mean length of a turn's text")
     add("--scratch", type=Path, help="directory for weights and the run, deleted afterwards")
     add("--out", type=Path, help="Markdown file for the table; the steps' metrics lie beside it")
@@ -141,8 +151,10 @@ def write_weights(config: RlConfig, turn_tokens: int) -> None:
     write_hf_directory(config.initial_weights, config.model, on_host)
 
 
-def run(config: RlConfig, steps: int, watch: Watch) -> list[dict[str, float]]:
-    """Run the steps and return their metrics."""
+def run(config: RlConfig, steps: int, watch: Watch, end: float) -> None:
+    """Run the steps, which ``watch`` collects the metrics of.
+
+    ``end``: seconds of ``time.monotonic`` that no step shall pass, by the length of the last one."""
     with ExitStack() as stack:
         stack.enter_context(no_checkpoints())
         stack.enter_context(timed_waking(watch))
@@ -161,9 +173,11 @@ def run(config: RlConfig, steps: int, watch: Watch) -> list[dict[str, float]]:
         loop = build_loop(config, session)
         stack.callback(loop.collector.close)
         for step in range(steps):
+            if watch.steps and time.monotonic() + watch.steps[-1][Name.STEP_SECONDS] > end:
+                watch.note(f"stopped after {step} steps: the time is up")
+                break
             loop.run_step(step)
             loop.state.step += 1
-    return watch.steps
 
 
 @contextmanager
@@ -278,13 +292,14 @@ class Report:
     def __init__(
         self,
         config: RlConfig,
-        steps: list[dict[str, float]],
         watch: Watch,
         speeds: list[tuple[int, float]],
     ) -> None:
-        """``speeds``: running requests and tokens per second, from the servers' logs."""
+        """Args:
+        watch: with the metrics of the finished steps.
+        speeds: running requests and tokens per second, from the servers' logs."""
         self.config = config
-        self.steps = steps
+        self.steps = watch.steps
         self.memory = watch.memory
         self.speeds = speeds
         self.episodes = config.rollout.tasks_per_step * config.rollout.samples_per_task

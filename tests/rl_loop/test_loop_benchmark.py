@@ -104,7 +104,15 @@ def test_a_header_with_a_repeated_token_is_refused(
 @pytest.mark.slow
 def test_the_whole_loop_runs_and_its_table_adds_up(tmp_path: Path) -> None:
     out = tmp_path / "loop.md"
-    program = [sys.executable, "benchmarks/loop.py", str(TINY), "--steps", "2"]
+    program = [
+        sys.executable,
+        "benchmarks/loop.py",
+        str(TINY),
+        "--steps",
+        "2",
+        "--seconds",
+        "100000",
+    ]
     program += ["--turn-tokens", str(TURN_TOKENS), "--out", str(out)]
     program += ["rollout.workers=1", "rollout.tasks_per_step=4", "rollout.samples_per_task=4"]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -125,3 +133,17 @@ def test_the_whole_loop_runs_and_its_table_adds_up(tmp_path: Path) -> None:
     table = out.read_text()
     assert "| **tokens/s/GPU** |" in table and "| mismatch k3 without R3 |" in table
     assert not list(tmp_path.glob("loop_*"))
+
+
+@pytest.mark.slow
+def test_a_loop_without_time_for_a_second_step_shows_its_first(tmp_path: Path) -> None:
+    out = tmp_path / "loop.md"
+    program = [sys.executable, "benchmarks/loop.py", str(TINY), "--steps", "9", "--seconds", "1"]
+    program += ["--turn-tokens", str(TURN_TOKENS), "--out", str(out)]
+    program += ["rollout.workers=1", "rollout.tasks_per_step=4", "rollout.samples_per_task=4"]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+    assert "stopped after 1 steps: the time is up" in done.stdout
+    assert len(json.loads(out.with_suffix(".json").read_text())) == 1
+    assert "| **tokens/s/GPU** |" in out.read_text()
