@@ -106,9 +106,13 @@ def _has_dense_kernel(weight: Tensor, a: Tensor, b: Tensor, out: Tensor) -> bool
 
 
 def _has_kernel(a: Tensor, b: Tensor, out: Tensor) -> bool:
-    """Return whether the GPU's kernel takes these: bf16 throughout, pairs of columns."""
+    """Return whether the GPU's kernel takes these: bf16 throughout, eight columns at a time."""
+    if not out.is_cuda:
+        return False
+    from gptoss_kernels.adapter_merge import ALIGNMENT, COLUMNS
+
     is_bf16 = all(tensor.dtype == torch.bfloat16 for tensor in (a, b, out))
-    return out.is_cuda and is_bf16 and out.shape[-1] % 2 == 0
+    return is_bf16 and out.shape[-1] % COLUMNS == 0 and out.data_ptr() % ALIGNMENT == 0
 
 
 def merge_in_pieces(
