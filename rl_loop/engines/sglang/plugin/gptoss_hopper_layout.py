@@ -74,7 +74,7 @@ def swizzle_values(packed: Tensor, storage: Tensor) -> None:
     # [experts, m / 16, w0, t0, s0, k / 32, t1', w1, t1] -> the order of the words and their bytes
     bytes_of = padded.view(experts, -1, 2, 4, 2, padded.shape[2] // 32, 4, 2, 4)
     bytes_of = bytes_of.permute(0, 1, 3, 5, 4, 8, 6, 7, 2).reshape(*storage.shape[:2], -1, 4)
-    word = torch.zeros(bytes_of.shape[:-1], dtype=torch.int64)
+    word = bytes_of.new_zeros(bytes_of.shape[:-1], dtype=torch.int64)
     for place in range(4):
         word |= _spread(bytes_of[..., place].long(), place)
     storage.view(torch.int32).copy_(_as_int32(word))
