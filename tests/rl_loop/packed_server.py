@@ -21,8 +21,9 @@ from rl_loop.engines.sglang.config import PLUGIN
 from tests.rl_loop.sglang_protocol import LocalServer, _bytes_hash, server_parameters
 
 sys.path.insert(0, str(PLUGIN))
-import gptoss_hopper_layout as layout  # noqa: E402
-import gptoss_mxfp4_experts as experts_plugin  # noqa: E402
+import gptoss_hopper_layout as layout
+import gptoss_mxfp4_experts as experts_plugin
+
 
 class HopperMXValueLayout:
     """Named as triton_kernels' class."""

@@ -6,6 +6,7 @@ The plugin's code runs as in a server, in main memory. Its Triton kernels run in
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -22,9 +23,12 @@ from converters.names import hf_shapes
 from converters.random_weights import random_hf_weights
 from gptoss_kernels import mxfp4
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
+from rl_loop.config.load import load_config
+from rl_loop.config.run import RlConfig
 from rl_loop.engines.backend import SyncFailed
 from rl_loop.engines.sglang import weight_sender
-from rl_loop.engines.sglang.config import PLUGIN
+from rl_loop.engines.sglang.config import PLUGIN, SglangConfig
+from rl_loop.engines.sglang.gpu_memory import ServerNeeds
 from rl_loop.engines.sglang.weight_sender import SyncPlan, WeightMismatch, send_weights
 from tests.rl_loop.packed_server import PackedServer, ServedModel, experts_plugin, layout
 from tests.waiting import PATIENCE_SECONDS
@@ -393,3 +397,112 @@ def test_a_tensor_that_comes_twice_is_refused_until_the_next_sync_begins() -> No
     synced.begin_sync()
     with pytest.raises(experts_plugin.WrongWeights, match=f"{len(weights)} tensors have not come"):
         synced.end_sync()
+
+
+# -- SGLang's classes, and what starts a server ----------------------------------------------------
+
+TOPK = """
+import types, torch
+calls = []
+def triton_kernels_topk(logits, k):
+    return types.SimpleNamespace(indx=logits.topk(k).indices.to(torch.int16).sort(-1).values)
+def routing(logits, k):
+    return triton_kernels_topk(logits, k)
+def capture_routed_experts_if_allowed(config, layer_id, indices):
+    calls.append((config, layer_id, indices.tolist()))
+class TopK:
+    topk_config, layer_id = "config", 7
+    def forward_cuda(self, hidden, logits, kernel):
+        if kernel == "triton_kernel":
+            routing(logits, 2)
+        return kernel
+"""
+CAPTURE = """
+import gptoss_mxfp4_experts as plugin, torch
+plugin._install_routes()
+from sglang.srt.layers.moe import topk
+logits = torch.tensor([[0.0, 3.0, 1.0, 2.0], [9.0, 0.0, 1.0, 5.0]])
+print([topk.TopK().forward_cuda(None, logits, kernel) for kernel in ("triton_kernel", "other")])
+print(topk.calls)
+"""
+
+
+def run_in_stub(tmp_path: Path, source: str, code: str) -> str:
+    module = tmp_path / "sglang/srt/layers/moe/topk.py"
+    module.parent.mkdir(parents=True)
+    module.write_text(source)
+    path = os.pathsep.join([str(PLUGIN), str(tmp_path)])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_experts_of_every_token_are_recorded_where_sglang_records_none(tmp_path: Path) -> None:
+    printed = run_in_stub(tmp_path, TOPK, CAPTURE).splitlines()
+    assert printed == [
+        "['triton_kernel', 'other']",
+        "[('config', 7, [[1, 3], [0, 3]])]",  # once: the other kernel records by itself
+    ]
+
+
+def test_a_run_with_quantization_may_have_servers_with_packed_experts(tmp_path: Path) -> None:
+    path = ROOT / "configs/rl/tiny_retool.yaml"
+    options = ["rollout.engine.type=sglang", "rollout.engine.quantization=mxfp4"]
+    with pytest.raises(ValueError, match="set quantization=mxfp4, too"):
+        load_config(path, RlConfig, options)
+    engine = load_config(path, RlConfig, [*options, "quantization=mxfp4"]).rollout.engine
+    assert isinstance(engine, SglangConfig)
+    assert engine.environment["GPTOSS_SGLANG_MENDS"] == "mxfp4_experts"
+
+    description = engine.describe_model(MODEL, "bfloat16")
+    assert description["quantization_config"]["quant_method"] == "mxfp4"
+    (tmp_path / "config.json").write_text(json.dumps(description))
+    words = engine.command(0, tmp_path, "bfloat16", routed_experts=True, seed=0)("host", 1)
+    assert words[words.index("--moe-runner-backend") + 1] == "triton_kernel"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"arguments": ["--moe-runner-backend", "marlin"]}, "triton_kernel without expert"),
+        ({"arguments": ["--ep-size=2"]}, "triton_kernel without expert"),
+        ({"attention_backend": "trtllm_mha"}, "on Hopper GPUs"),
+    ],
+)
+def test_servers_whose_layouts_the_plugin_does_not_write_are_refused(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        SglangConfig(quantization="mxfp4", **settings)
+
+
+def test_weights_of_a_server_of_the_20b_are_a_third_of_bf16_s() -> None:
+    model = GptOssModelConfig(num_layers=24, num_experts=32)
+    needs = ServerNeeds.of(model, "bfloat16", 1, packed=True)
+    assert 13.7e9 < needs.weights <= 14.5e9
+    assert ServerNeeds.of(model, "bfloat16", 2, packed=True).weights == needs.weights // 2
+
+
+def test_another_version_of_sglang_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang/version.py").write_text('__version__ = "0.5.18"\n')
+    settings = SglangConfig(quantization="mxfp4", env={"PYTHONPATH": str(tmp_path)})
+    code = "import gptoss_sglang; gptoss_sglang.register()"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        env=os.environ | settings.environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 1
+    expected = "mxfp4_experts is mended for SGLang 0.5.17 and this is 0.5.18: leave rollout.engine.quantization out"
+    assert expected in done.stderr

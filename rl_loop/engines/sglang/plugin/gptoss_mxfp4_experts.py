@@ -416,7 +416,7 @@ def _install_loading() -> None:
             with torch.no_grad():
                 return original_load(self, known.load_experts(weights), *arguments, **options)
         except Exception:
-            # SGLang answers "success" or half a sentence; the log has all of it.
+            # An answer has half a sentence of it; the log has all.
             logger.exception("weights were refused")
             raise
 
