@@ -7,6 +7,10 @@ is three calls with the same prompts: one new token each (prefill), the same aga
 prefix cache (what a call costs besides), and ``--tokens`` more (decoding). A decoding step is the
 difference of the last two over the tokens. Requests go through the rollouts' own client.
 
+With ``--quantization mxfp4`` the servers are ``bf16``, with our settings, and ``mxfp4``. Both get the
+same weights, the values of MXFP4, and they are compared first: the log-probs of one text, and the
+experts that each chose for its tokens.
+
 The limit is the bytes that a decoding step has to read, once, over the bandwidth that reading 4 GB
 reaches on this GPU: attention, router, the experts that the running requests are routed to
 (counted from the routes that the server returns), the head, and the keys and values in sight.
@@ -38,19 +42,27 @@ from sglang_servers import (
 )
 from timing import read_bandwidth
 
+from converters.mxfp4_tensors import pack_experts, rounded_to_mxfp4
 from converters.names import hf_shapes
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
 from rl_loop.engines.sglang.engine import SglangEngine
+from rl_loop.engines.sglang.gpu_memory import ServerNeeds
 from rl_loop.engines.sglang.server import SglangServer
 from rl_loop.engines.sglang.weight_sender import SyncPlan, send_weights
 
 BF16_BYTES = 2
+PACKED_BYTES = 17 / 32
+"""Of a weight in MXFP4."""
 ROUTED_TOKENS = 16
 """Decoding steps in which the experts are counted."""
 MOE_VARIABLE = "SGLANG_MOE_CONFIG_DIR"
 WAYS = {"as_it_comes": (MOE_VARIABLE,), "tuned": ()}
 """By name: the variables of ours that the server does not get."""
+QUANTIZED_WAYS: dict[str, tuple[str, ...]] = {"bf16": (), "mxfp4": ()}
+"""The same with ``--quantization mxfp4``."""
+COMPARED_TOKENS = 512
+"""Of the text on which quantized servers are compared."""
 
 
 @dataclass
@@ -72,6 +84,13 @@ class Way:
     name: str
     server: SglangServer
     engine: SglangEngine
+    packed: bool
+    """Whether its experts are MXFP4."""
+
+
+def ways_of(options: argparse.Namespace) -> dict[str, tuple[str, ...]]:
+    """Return the servers to compare, by name."""
+    return QUANTIZED_WAYS if options.quantization else WAYS
 
 
 async def measure_decoding(options: argparse.Namespace, scratch: Path) -> None:
@@ -86,10 +105,12 @@ async def measure_decoding(options: argparse.Namespace, scratch: Path) -> None:
     ways: list[Way] = []
     try:
         # One after the other: a server takes its share of what is free when it starts.
-        for name in WAYS:
+        for name in ways_of(options):
             ways.append(prepare(name, options, config, scratch))
             emit("start", way=name, seconds=await wait_until_healthy(ways[-1].server))
         emit("weights", seconds=await send_random_weights(ways, options, config, scratch))
+        if options.quantization:
+            await compare_ways(ways, options, config)
 
         rows = []
         for running in options.running:
@@ -109,11 +130,13 @@ def prepare(
     name: str, options: argparse.Namespace, config: GptOssModelConfig, scratch: Path
 ) -> Way:
     """Prepare one of the servers."""
+    packed = options.quantization is not None and name == options.quantization
     arguments = []
     if options.device != "cpu":
         graphs = [str(count) for count in sorted(options.running)]
         arguments = ["--cuda-graph-bs", *graphs]
-        wanted_bytes = weight_bytes(config) + options.cache_gb * 1e9
+        needs = ServerNeeds.of(config, "bfloat16", 1, packed=packed)
+        wanted_bytes = needs.weights + options.cache_gb * 1e9
         fraction = wanted_bytes / free_gpu_memory(options)
         arguments += ["--mem-fraction-static", f"{fraction:.3f}"]
 
@@ -123,17 +146,13 @@ def prepare(
         log = options.log.with_name(f"{name}_{options.log.name}")
     directory = scratch / name
     directory.mkdir()
-    settings = server_settings(options, attention, arguments)
-    server = make_server(options, settings, config, directory, log, WAYS[name])
-    return Way(name, server, make_engine(server, config))
+    quantization = options.quantization if packed else None
+    settings = server_settings(options, attention, arguments, quantization)
+    server = make_server(options, settings, config, directory, log, ways_of(options)[name])
+    return Way(name, server, make_engine(server, config), packed)
 
 
 # -- weights --------------------------------------------------------------------------------------
-
-
-def weight_bytes(config: GptOssModelConfig) -> int:
-    """Return the bytes of the whole model in bf16."""
-    return config.num_parameters * BF16_BYTES
 
 
 def random_weights(config: GptOssModelConfig, device: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -157,28 +176,61 @@ async def send_random_weights(
     ways: list[Way], options: argparse.Namespace, config: GptOssModelConfig, scratch: Path
 ) -> float:
     """Give all servers the same weights; returns seconds."""
-    statuses = [await way.server.status() for way in ways]
-    for way, status in zip(ways, statuses, strict=True):
-        await way.server.begin_sync(status.incarnation)
-    plan = SyncPlan(
-        urls=tuple(status.url for status in statuses),
-        version=1,
-        transport=options.transport,
-        bucket_bytes=options.bucket_mib[0] << 20,
-        directory=scratch / "weights",
-        compare=False,
-    )
-
     device = "cpu" if options.device == "cpu" else "cuda"
     began = time.perf_counter()
-    await send_weights(random_weights(config, device), config, plan)
-    seconds = time.perf_counter() - began
-
-    for way, status in zip(ways, statuses, strict=True):
+    for way in ways:
+        status = await way.server.status()
+        await way.server.begin_sync(status.incarnation)
+        plan = SyncPlan(
+            urls=(status.url,),
+            version=1,
+            transport=options.transport,
+            bucket_bytes=options.bucket_mib[0] << 20,
+            directory=scratch / "weights",
+            compare=way.packed,
+            packed=way.packed,
+        )
+        weights = random_weights(config, device)
+        if options.quantization:
+            weights = quantized_weights(weights, packed=way.packed)
+        await send_weights(weights, config, plan)
         await way.server.end_sync(status.incarnation, 1)
+
     if device == "cuda":
         torch.cuda.empty_cache()
-    return seconds
+    return time.perf_counter() - began
+
+
+def quantized_weights(
+    named: Iterator[tuple[str, torch.Tensor]], *, packed: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Round the experts' matrices to MXFP4: blocks and scales, or values in bf16."""
+    for name, tensor in named:
+        if packed:
+            yield from pack_experts({name: tensor}).items()
+        else:
+            yield name, rounded_to_mxfp4(name, tensor)
+
+
+async def compare_ways(
+    ways: list[Way], options: argparse.Namespace, config: GptOssModelConfig
+) -> None:
+    """Tell how far log-probs and chosen experts of the two servers are apart on one text."""
+    (text,) = random_prompts(random.Random(0), 1, COMPARED_TOKENS, config)
+    scores = [await way.engine.score(text) for way in ways]
+    gaps = np.abs(np.subtract(*scores))
+    figures: dict[str, Any] = {"gap_mean": float(gaps.mean()), "gap_max": float(gaps.max())}
+
+    if options.device != "cpu":  # servers on CPUs return no routes
+        routes = []
+        for way in ways:
+            (result,) = await generate(way, "compared", [text], 1, with_routes=True)
+            assert result.routed_experts is not None
+            routes.append(np.sort(result.routed_experts[: len(text)], axis=-1))
+        agreeing = (routes[0] == routes[1]).all(axis=-1).mean(axis=0)  # by layer
+        figures["routes_agreeing_first_layer"] = float(agreeing[0])
+        figures["routes_agreeing"] = float(agreeing.mean())
+    emit("compared", ways=[way.name for way in ways], **figures)
 
 
 # -- times ----------------------------------------------------------------------------------------
@@ -205,7 +257,8 @@ async def measure_row(
 
     experts = await count_experts(ways[-1], running, generator, options, config)
     context = options.prompt + options.tokens // 2
-    read = bytes_of_step(config, running, context, experts)
+    expert_bytes = PACKED_BYTES if options.quantization else BF16_BYTES
+    read = bytes_of_step(config, running, context, experts, expert_bytes)
     row: dict[str, Any] = {
         "running": running,
         "experts_used": experts,
@@ -304,20 +357,27 @@ def expected_experts(config: GptOssModelConfig, running: int) -> float:
     return config.num_experts * (1 - unused)
 
 
-def bytes_of_step(config: GptOssModelConfig, running: int, context: int, experts: float) -> float:
+def bytes_of_step(
+    config: GptOssModelConfig,
+    running: int,
+    context: int,
+    experts: float,
+    expert_bytes: float = BF16_BYTES,
+) -> float:
     """Return the bytes that one decoding step must read.
 
     Args:
-        config: of the model, in bf16.
+        config: of the model, in bf16 but for the experts.
         running: requests.
         context: tokens before the new one, of every request.
         experts: of a layer that the requests are routed to.
+        expert_bytes: of one weight of an expert.
     """
     width = config.hidden_size
     attention = width * (config.query_size + 2 * config.key_size) + config.query_size * width
     router = width * config.num_experts
     one_expert = 3 * width * config.intermediate_size
-    layer = attention + router + experts * one_expert
+    layer = attention + router + experts * one_expert * expert_bytes / BF16_BYTES
     head = width * config.vocab_size
 
     keys_and_values = 0
@@ -336,20 +396,22 @@ def table(
     rows: list[dict[str, Any]], options: argparse.Namespace, config: GptOssModelConfig
 ) -> str:
     """Return a Markdown table of what was measured."""
+    first, second = ways_of(options)
+    one, other = first.replace("_", " "), second
     lines = [
         f"{config.num_layers} layers, {options.attention[0]}, prompts of {options.prompt} tokens, "
         f"{options.tokens} decoded, medians of {options.rounds} rounds",
         "",
-        "| running | prefill tokens/s, as it comes | tuned | times | decoding step ms, as it comes | tuned "
-        "| times | tokens/s, as it comes | tuned | experts used | limit ms | tuned over limit |",
+        f"| running | prefill tokens/s, {one} | {other} | times | decoding step ms, {one} | {other} "
+        f"| times | tokens/s, {one} | {other} | experts used | limit ms | {other} over limit |",
         "|---" * 12 + "|",
     ]
     for row in rows:
         running = row["running"]
-        stock = row["as_it_comes_ms"]
-        tuned = row["tuned_ms"]
-        stock_prefill = row["as_it_comes_prefill_tokens_per_second"]
-        tuned_prefill = row["tuned_prefill_tokens_per_second"]
+        stock = row[f"{first}_ms"]
+        tuned = row[f"{second}_ms"]
+        stock_prefill = row[f"{first}_prefill_tokens_per_second"]
+        tuned_prefill = row[f"{second}_prefill_tokens_per_second"]
         limit = row.get("limit_ms")
         cells = [
             f"{running}",

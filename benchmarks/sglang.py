@@ -4,8 +4,10 @@
     python benchmarks/sglang.py --layers 24 sync --server-gpu 1 --transport nccl
     python benchmarks/sglang.py --layers 8 sync --transport cuda_ipc
     python benchmarks/sglang.py --layers 24 decode
+    python benchmarks/sglang.py --layers 24 layouts sync faults sleep --quantization mxfp4
 
-``decode`` is described in ``decoding.py``. The other cases run one after the other on one server.
+``--quantization mxfp4``: trainer and server have MXFP4 experts. ``decode`` is described in
+``decoding.py``. The other cases run one after the other on one server.
 Without ``--server-gpu`` trainer and server share one GPU. The model has GPT-OSS-20B's widths and
 random weights (normal with std 0.02, small enough that routing margins decide). SGLang runs in its
 own environment: ``--python`` and ``--pythonpath``. No Ray. Prints one JSON object per case.
@@ -19,11 +21,13 @@ import asyncio
 import json
 import os
 import random
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +43,10 @@ from sglang_servers import (
     wait_until_healthy,
 )
 
-from converters.live import export_hf_weights
+from converters.hf_directory import write_hf_directory
+from converters.live import WeightGathering
 from megatron_gptoss import distributed
-from megatron_gptoss.config import ParallelConfig
+from megatron_gptoss.config import ParallelConfig, Quantization
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import pack
@@ -49,12 +54,23 @@ from megatron_gptoss.routing_replay import RoutingReplay
 from megatron_gptoss.samples import Sample, TrainingSamples
 from megatron_gptoss.scorer import Scorer, alignment
 from rl_loop.cluster.placement import free_port
+from rl_loop.engines.backend import SyncFailed
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
+from rl_loop.engines.sglang import weight_sender
 from rl_loop.engines.sglang.client import SglangClient
+from rl_loop.engines.sglang.config import PLUGIN, inherited_environment
 from rl_loop.engines.sglang.engine import SglangEngine, score_on
 from rl_loop.engines.sglang.server import SglangServer
-from rl_loop.engines.sglang.weight_sender import SyncPlan, send_weights
+from rl_loop.engines.sglang.weight_sender import (
+    Bucket,
+    NamedTensors,
+    SyncPlan,
+    WeightMismatch,
+    send_weights,
+)
 
+CASES = ["gap", "turns", "deterministic", "sync", "decode"]
+CASES += ["layouts", "faults", "sleep", "from_disk"]  # of MXFP4 experts
 TRANSPORTS = ["nccl", "cuda_ipc", "gloo", "shared_memory", "disk"]
 
 
@@ -69,11 +85,15 @@ class Bench:
         self.model_config = model_config(arguments)
         self.random = random.Random(0)
         self.version = 0
-        self.model = random_model(self.model_config)
+        self.packed = arguments.quantization is not None
+        self.model = random_model(self.model_config, arguments.quantization)
+        self.gathering = WeightGathering(self.model, self.model_config)
         self.scorer = Scorer(self.model)
 
     async def run(self) -> None:
-        settings = server_settings(self.arguments, self.attention)
+        settings = server_settings(
+            self.arguments, self.attention, quantization=self.arguments.quantization
+        )
         log = self.arguments.log or self.scratch / "server.log"
         server = make_server(self.arguments, settings, self.model_config, self.scratch, log)
         try:
@@ -82,6 +102,7 @@ class Bench:
             engine = make_engine(server, self.model_config)
             # The first sync makes the process group, and its figures stand apart.
             await self.sync_in_buckets(server, self.arguments.bucket_mib[0], rounds=1)
+            await self.compare_everything(server)
             for case in self.arguments.cases:
                 await getattr(self, case)(server, engine)
             await engine.close()
@@ -160,28 +181,53 @@ class Bench:
         status = await server.status()
         self.version += 1
         await server.begin_sync(status.incarnation)
-        plan = SyncPlan(
-            urls=(status.url,),
-            version=self.version,
-            transport=self.arguments.transport,
-            bucket_bytes=mebibytes << 20,
-            directory=self.scratch / "weights",
-            compare=compare,
-        )
+        plan = self.plan(status.url, mebibytes, compare)
         began = time.perf_counter()
         await send_weights(self.named(), self.model_config, plan)
         seconds = time.perf_counter() - began
         await server.end_sync(status.incarnation, self.version)
         return seconds
 
-    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the trainer's weights in bf16, by Hugging Face name."""
-        exported = export_hf_weights(
-            self.model,
-            self.model_config,
-            transposed=self.arguments.transport == "cuda_ipc",
+    def plan(self, url: str, mebibytes: int, compare: bool = True) -> SyncPlan:
+        return SyncPlan(
+            urls=(url,),
+            version=self.version,
+            transport=self.arguments.transport,
+            bucket_bytes=mebibytes << 20,
+            directory=self.scratch / "weights",
+            compare=compare,
+            packed=self.packed,
         )
-        return ((name, tensor.to(torch.bfloat16)) for name, tensor in exported)
+
+    async def compare_everything(self, server: SglangServer) -> None:
+        """Compare the checksums of all parameters with the trainer's."""
+        url = (await server.status()).url
+        plan = replace(self.plan(url, 1), transport="none")
+        began = time.perf_counter()
+        await send_weights(self.named(), self.model_config, plan)
+        seconds = time.perf_counter() - began
+
+        client = SglangClient(url)
+        answer = await client.call("/weights_checker", {"action": "checksum"})
+        info = await client.call("/server_info")
+        await client.close()
+        states = info.get("internal_states") or [{}]
+        self.emit(
+            "checksums",
+            equal=True,
+            parameters=len(answer["ranks"][0]["checksums"]),
+            seconds=seconds,
+            server_memory=states[0].get("memory_usage"),
+        )
+
+    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the trainer's weights by Hugging Face name: bf16, or bytes of MXFP4."""
+        exported = self.gathering.begin(
+            transposed=self.arguments.transport == "cuda_ipc", packed=self.packed
+        )
+        for name, tensor in exported:
+            yield name, tensor if tensor.dtype == torch.uint8 else tensor.to(torch.bfloat16)
+            del tensor  # or it would outlive its bucket
 
     def server_memory(self) -> int:
         """Return bytes in use on the server's GPU, the trainer's too if they share it."""
@@ -208,6 +254,74 @@ class Bench:
             target.copy_(source)
         torch.cuda.synchronize()
         return 5 * (1 << 30) / (time.perf_counter() - began) / 1e9
+
+    # ---- faults
+
+    async def faults(self, server: SglangServer, engine: SglangEngine) -> None:
+        """Lose a bucket on the way, then swap two scales, and tell which errors that is."""
+        for fault in (lose_a_bucket, swap_two_scales):
+            status = await server.status()
+            self.version += 1
+            plan = self.plan(status.url, self.arguments.bucket_mib[0])
+            message = "none: THE FAULT WAS NOT SEEN"
+            with fault(f"model.layers.{self.version % self.model_config.num_layers}."):
+                try:
+                    await send_weights(self.named(), self.model_config, plan)
+                except (SyncFailed, WeightMismatch) as error:
+                    message = f"{type(error).__name__}: {error}"
+            self.emit("fault", fault=fault.__name__, error=message[:400])
+
+        # What the server holds now is nonsense, and it is paused.
+        await self.sync_once(server, self.arguments.bucket_mib[0])
+        await self.compare_everything(server)
+
+    # ---- sleep
+
+    async def sleep(self, server: SglangServer, engine: SglangEngine) -> None:
+        """Let the server give its memory back, wake it, sync it, and compare what it says."""
+        client = SglangClient((await server.status()).url)
+        text = self.prompt(300)
+        before = await score_on(client, text)
+        for _ in range(2):
+            tags = {"tags": ["kv_cache", "weights", "cuda_graph"]}
+            awake = self.server_memory()
+            await client.call("/pause_generation", {"mode": "abort"})
+            await client.call("/release_memory_occupation", tags)
+            asleep = self.server_memory()
+            await client.call("/resume_memory_occupation", {"tags": ["weights"]})
+            seconds = await self.sync_once(server, self.arguments.bucket_mib[0])
+            await client.call("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
+            await self.compare_everything(server)
+            after = await score_on(client, text)
+            self.emit(
+                "sleep",
+                given_back_gb=(awake - asleep) / 1e9,
+                sync_seconds=seconds,
+                largest_difference=max(abs(x - y) for x, y in zip(before, after, strict=True)),
+            )
+        await client.close()
+
+    # ---- a server that loads what the trainer exports
+
+    async def from_disk(self, server: SglangServer, engine: SglangEngine) -> None:
+        """Start another server from an export and compare its checksums with the trainer's."""
+        directory = self.scratch / "export"
+        write_hf_directory(directory, self.model_config, self.named(), quantized=self.packed)
+        settings = server_settings(
+            self.arguments,
+            self.attention,
+            ["--load-format", "auto"],
+            quantization=self.arguments.quantization,
+        )
+        log = self.scratch / "from_disk.log"
+        if self.arguments.log:
+            log = self.arguments.log.with_name(f"from_disk_{self.arguments.log.name}")
+        other = make_server(self.arguments, settings, self.model_config, directory, log)
+        try:
+            self.emit("start_from_disk", seconds=await wait_until_healthy(other))
+            await self.compare_everything(other)
+        finally:
+            await other.stop()
 
     # ---- the trainer's log-probs
 
@@ -403,9 +517,11 @@ class SyncMemory:
     sender: int
 
 
-def random_model(config: GptOssModelConfig) -> torch.nn.Module:
+def random_model(
+    config: GptOssModelConfig, quantization: Quantization | None = None
+) -> torch.nn.Module:
     """Make a bf16 model with normal weights; norms are 1."""
-    model = build_model(config, ParallelConfig(), torch.bfloat16)
+    model = build_model(config, ParallelConfig(), torch.bfloat16, quantization=quantization)
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -416,6 +532,52 @@ def random_model(config: GptOssModelConfig) -> torch.nn.Module:
             else:
                 parameter.normal_(0, 0.02)
     return model
+
+
+@contextmanager
+def lose_a_bucket(layer: str) -> Iterator[None]:
+    """Let the first bucket that begins with a tensor of ``layer`` not be sent."""
+    original = weight_sender.buckets
+
+    def some(named: NamedTensors, limit: int) -> Iterator[Bucket]:
+        is_lost = False
+        for bucket in original(named, limit):
+            if not is_lost and any(name.startswith(layer) for name, _ in bucket):
+                is_lost = True
+                continue
+            yield bucket
+
+    weight_sender.buckets = some
+    try:
+        yield
+    finally:
+        weight_sender.buckets = original
+
+
+@contextmanager
+def swap_two_scales(layer: str) -> Iterator[None]:
+    """Swap the first scale of an expert with one that differs, on the way to the server."""
+    original = weight_sender.buckets
+
+    def changed(named: NamedTensors, limit: int) -> Iterator[Bucket]:
+        return original(with_two_scales_swapped(named, layer), limit)
+
+    weight_sender.buckets = changed
+    try:
+        yield
+    finally:
+        weight_sender.buckets = original
+
+
+def with_two_scales_swapped(named: NamedTensors, layer: str) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in named:
+        if name == f"{layer}mlp.experts.down_proj_scales":
+            tensor = tensor.clone()
+            flat = tensor.view(-1)
+            other = int((flat != flat[0]).nonzero()[0])
+            flat[[0, other]] = flat[[other, 0]]
+        yield name, tensor
+        del tensor
 
 
 def as_sample(request: GenerateRequest, result: GenerateResult) -> Sample:
@@ -437,13 +599,24 @@ def first_difference(x: Sequence[float], y: Sequence[float]) -> tuple[int, float
     return len(x), 0.0
 
 
+def compare_layouts(arguments: argparse.Namespace) -> None:
+    """Run ``mxfp4_layouts.py`` in the server's environment."""
+    program = Path(__file__).parent / "mxfp4_layouts.py"
+    path = os.pathsep.join([str(PLUGIN), arguments.pythonpath])
+    environment = inherited_environment() | {"PYTHONPATH": path}
+    done = subprocess.run([arguments.python, str(program)], env=environment, check=False)
+    if done.returncode:
+        raise SystemExit("the layouts of MXFP4 experts are not those of SGLang")
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     option = parser.add_argument
-    option("cases", nargs="+", choices=["gap", "turns", "deterministic", "sync", "decode"])
+    option("cases", nargs="+", choices=CASES)
+    option("--quantization", choices=["mxfp4"], help="of the experts, in trainer and server")
     option("--layers", type=int, default=4)
     option("--attention", nargs="+", default=["fa3"])
     option("--transport", default="cuda_ipc", choices=TRANSPORTS)
@@ -472,6 +645,11 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     with tempfile.TemporaryDirectory() as scratch:
+        if "layouts" in arguments.cases:
+            arguments.cases.remove("layouts")
+            compare_layouts(arguments)
+        if "from_disk" in arguments.cases and arguments.quantization is None:
+            raise SystemExit("from_disk is for --quantization mxfp4")
         if "decode" in arguments.cases:
             arguments.cases.remove("decode")
             asyncio.run(measure_decoding(arguments, Path(scratch)))

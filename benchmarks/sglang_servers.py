@@ -10,6 +10,7 @@ import subprocess
 import time
 from pathlib import Path
 
+from megatron_gptoss.config import Quantization
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.engine import SglangEngine
@@ -40,8 +41,12 @@ def server_settings(
     options: argparse.Namespace,
     attention: str,
     further_arguments: list[str] | None = None,
+    quantization: Quantization | None = None,
 ) -> SglangConfig:
-    """Return the settings of a server, from the command line's options."""
+    """Return the settings of a server, from the command line's options.
+
+    ``quantization``: how it holds experts.
+    """
     server_arguments = ["--disable-piecewise-cuda-graph"]
     if options.device == "cpu":
         server_arguments = ["--device", "cpu", "--max-total-tokens", "8192"]
@@ -60,6 +65,8 @@ def server_settings(
         weight_sync=options.transport,
         arguments=server_arguments,
         deterministic="deterministic" in options.cases,
+        quantization=quantization,
+        colocated="sleep" in options.cases,
         env=environment,
     )
 
@@ -76,7 +83,7 @@ def make_server(
 
     ``without_variables``: those of the settings' environment that it does not get.
     """
-    hf_config = config.to_hf_config(dtype="bfloat16")
+    hf_config = settings.describe_model(config, "bfloat16")
     (directory / "config.json").write_text(json.dumps(hf_config))
     on_gpu = options.device != "cpu"
     full_command = settings.command(

@@ -148,6 +148,9 @@ def run_rl(
         if done < config.training.steps or session.interrupt.requested:
             raise Interrupted(_what_an_interrupt_left(config, session, done))
         evaluation = loop.evaluate()
+        if config.rollout.engine.packs_experts:
+            # Their checksums, all of them. The export is compared with the trainer, too.
+            session.rollouts.compare_weights()
         session.rollouts.close()  # the export needs the memory
 
         _export(config, session)

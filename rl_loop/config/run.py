@@ -170,6 +170,11 @@ class RunConfig(StrictModel):
                 "ablation.engine_sinks, engine_noise and engine_quantization alter tensors on their way to the engine, "
                 f"and engine {engine.type} takes them elsewhere: set rollout.engine.type=transformers"
             )
+        if engine.packs_experts and self.quantization is None:
+            raise ValueError(
+                "rollout.engine.quantization packs the experts that quantization trains: set quantization=mxfp4, too, "
+                "or leave it out"
+            )
         if self.quantization is not None:
             self._check_engine_quantization()
         if self.rollout.purification and temperature != 1 and not engine.scores_at_any_temperature:

@@ -97,6 +97,12 @@ class EngineConfig(StrictModel):
         ablation can alter them."""
         return True
 
+    @property
+    def packs_experts(self) -> bool:
+        """Whether the engine takes experts as MXFP4 blocks and scales only, which a run has with
+        ``quantization``."""
+        return False
+
     def check_machine(self) -> None:
         """Raise EngineUnavailable if this machine lacks something that the engine needs, before
         anything is started."""
@@ -119,6 +125,11 @@ class WeightSender(Protocol):
     def transposed(self) -> bool:
         """Whether ``send`` takes expert matrices as transposed views, which saves a copy
         (``names.hf_tensors``)."""
+        ...
+
+    @property
+    def packed(self) -> bool:
+        """Whether ``send`` takes quantized experts as blocks and scales, by stored name."""
         ...
 
     def send(self, named: "Iterable[tuple[str, torch.Tensor]]", rank: int) -> None:
@@ -172,7 +183,8 @@ class LoadedWeights:
         return None
 
     def send_weights(self, sender: WeightSender) -> None:
-        sender.send_from_driver(self._named.items())
+        weights = self.packed_weights() if sender.packed else self._named
+        sender.send_from_driver(weights.items())
 
 
 # -- the backend ----------------------------------------------------------------------------------

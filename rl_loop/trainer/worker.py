@@ -375,7 +375,9 @@ class TrainerWorker:
         self.memory.enter("sync")
         gather_parameters(self.trainer.model)
         try:
-            weights = self._gathering.begin(sender.ranks, transposed=sender.transposed)
+            weights = self._gathering.begin(
+                sender.ranks, transposed=sender.transposed, packed=sender.packed
+            )
         except GatheringRefused as refusal:
             raise SyncFailed(str(refusal)) from refusal
 
@@ -401,7 +403,8 @@ class TrainerWorker:
     def _in_own_dtype(self, weights: GatheredWeights) -> Iterator[NamedTensor]:
         dtype = getattr(torch, self.settings.dtype)
         for name, tensor in weights:
-            yield name, tensor.to(dtype)
+            # Blocks and scales of MXFP4 are bytes.
+            yield name, tensor if tensor.dtype == torch.uint8 else tensor.to(dtype)
             del tensor  # or it would outlive its bucket
 
     def save(self, step: int, state: dict[str, Any], block: bool) -> None:

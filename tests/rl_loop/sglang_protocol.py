@@ -31,6 +31,8 @@ import torch
 import torch.distributed as dist
 from aiohttp import web
 
+from megatron_gptoss.families.registry import read_hf_config
+
 VOCAB = 1000
 LAYERS, TOP_K, EXPERTS = 2, 2, 4
 RANDOM_WEIGHTS = "random"
@@ -417,10 +419,7 @@ class LocalServer:
         return web.json_response(body)
 
     def _checksums(self, rank: int) -> dict[str, Any]:
-        held = {
-            name: _bytes_hash(tensor)
-            for name, tensor in server_parameters(self.weights, rank, self.ranks).items()
-        }
+        held = self._held(rank)
         whole = hashlib.sha256(
             "".join(name + held[name] for name in sorted(held)).encode()
         ).hexdigest()
@@ -437,6 +436,11 @@ class LocalServer:
             "per_gpu_checksum": whole,
             "parallelism_info": sizes | {"tp_rank": rank, "rank": rank},
         }
+
+    def _held(self, rank: int) -> dict[str, str]:
+        """Checksums of what a rank holds."""
+        held = server_parameters(self.weights, rank, self.ranks)
+        return {name: _bytes_hash(tensor) for name, tensor in held.items()}
 
     async def release_memory_occupation(self, request: web.Request) -> web.Response:
         assert not self.running
@@ -559,6 +563,12 @@ def main(server: LocalServer | None = None) -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model-path", type=Path, required=True)
     arguments, _ = parser.parse_known_args()
-    assert json.loads((arguments.model_path / "config.json").read_text())["swiglu_limit"] == 7.0
+    described = json.loads((arguments.model_path / "config.json").read_text())
+    assert described["swiglu_limit"] == 7.0
     token_seconds = float(os.environ.get("TOKEN_SECONDS", "0"))
+    if server is None and "quantization_config" in described:
+        from tests.rl_loop.packed_server import PackedServer
+
+        model = read_hf_config(arguments.model_path)
+        server = PackedServer(model, token_seconds=token_seconds)
     asyncio.run(_main(server or LocalServer(token_seconds=token_seconds), arguments))

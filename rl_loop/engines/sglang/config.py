@@ -6,11 +6,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from megatron_gptoss.config import Quantization
+from converters.hf_layouts import QUANTIZATION_CONFIG
+from megatron_gptoss.config import ModelConfig, Quantization
 from megatron_gptoss.families.registry import read_hf_config
 from megatron_gptoss.planning.memory_inputs import EngineMemory
 from rl_loop.engines.backend import EngineConfig, EngineUnavailable, ServerProcesses
@@ -66,7 +67,8 @@ class SglangConfig(EngineConfig):
     twice."""
     quantization: Quantization | None = None
     """How servers hold experts. null: in bf16, those of a run with ``quantization`` too, whose values
-    bf16 holds exactly. mxfp4, packed, is not enabled yet and refused."""
+    bf16 holds exactly. mxfp4: packed, a third of the memory, the bits that a run with
+    ``quantization: mxfp4`` trains; for Hopper GPUs."""
     colocated: bool = False
     """Servers on the trainer's GPUs: they give their memory back while the trainer works."""
     start_seconds: float = Field(1200.0, gt=0)
@@ -79,26 +81,38 @@ class SglangConfig(EngineConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        self._refuse_packed_experts()
+        self._check_packed_experts()
         if self.colocated and self.weight_sync == "nccl":
             raise ValueError(
                 "colocated needs weight_sync cuda_ipc: NCCL has no ranks that share a GPU"
             )
         return self
 
-    def _refuse_packed_experts(self) -> None:
-        """SGLang 0.5.17 loads new weights into the MXFP4 experts of a running server wrongly."""
-        if self.quantization is not None:
+    def _check_packed_experts(self) -> None:
+        names = {argument.partition("=")[0] for argument in self.arguments}
+        if "--quantization" in names:
             raise ValueError(
-                f"rollout.engine.quantization {self.quantization} is not enabled yet: SGLang 0.5.17 takes MXFP4 "
-                "experts from disk when it starts, and drops or misplaces those of a weight sync without a word. Leave "
-                "it out: servers hold the values of a run with quantization in bf16, exactly (docs/quantization.md)"
+                "rollout.engine.arguments: --quantization makes a server that loses what a weight sync brings; for "
+                "MXFP4 experts set rollout.engine.quantization=mxfp4 (docs/quantization.md)"
             )
-        if any(argument.partition("=")[0] == "--quantization" for argument in self.arguments):
+        if self.quantization is None:
+            return
+
+        # Others keep experts in layouts that the plugin does not write.
+        if names & {"--moe-runner-backend", "--ep-size", "--ep"}:
             raise ValueError(
-                "rollout.engine.arguments: --quantization makes a server that loses what a weight sync brings; servers "
-                "hold weights in the dtype of the run (docs/quantization.md)"
+                f"rollout.engine.quantization {self.quantization} has weight syncs for --moe-runner-backend "
+                "triton_kernel without expert parallelism: leave those out of rollout.engine.arguments"
             )
+        if self.attention_backend in ("trtllm_mha", "intel_amx"):
+            raise ValueError(
+                f"rollout.engine.quantization {self.quantization} has weight syncs on Hopper GPUs, and "
+                f"attention_backend {self.attention_backend} is for others: leave quantization out of rollout.engine"
+            )
+
+    @property
+    def packs_experts(self) -> bool:
+        return self.quantization is not None
 
     @property
     def server_processes(self) -> ServerProcesses:
@@ -187,7 +201,16 @@ class SglangConfig(EngineConfig):
             mends.append("triton_window")
         if self.colocated:
             mends.append("sleeping_cache")
+        if self.packs_experts:
+            mends.append("mxfp4_experts")
         return mends
+
+    def describe_model(self, model: ModelConfig, dtype: str) -> dict[str, Any]:
+        """Return the config.json from which servers learn what they hold."""
+        description = model.to_hf_config(dtype=dtype)
+        if self.packs_experts:
+            description["quantization_config"] = QUANTIZATION_CONFIG
+        return description
 
     def command(
         self,
@@ -210,8 +233,8 @@ class SglangConfig(EngineConfig):
             "--tp-size": self.tensor_parallel,
             "--random-seed": seed,
             "--attention-backend": self.attention_backend,
-            # triton_kernel, SGLang's default for GPT-OSS, records no routes.
-            "--moe-runner-backend": "triton",
+            # triton_kernel, SGLang's default for GPT-OSS, records no routes without our plugin.
+            "--moe-runner-backend": "triton_kernel" if self.packs_experts else "triton",
             "--max-running-requests": self.max_running_requests,
             "--cuda-graph-max-bs-decode": self.max_running_requests,
             # FlashInfer's sampling takes no seed of a request.
@@ -257,7 +280,9 @@ class SglangConfig(EngineConfig):
         if gpus:
             its_gpus = gpus[first : first + self.tensor_parallel]
             architecture = read_hf_config(model)
-            needs = ServerNeeds.of(architecture, dtype, self.tensor_parallel)
+            needs = ServerNeeds.of(
+                architecture, dtype, self.tensor_parallel, packed=self.packs_experts
+            )
             fraction = static_fraction(fraction, its_gpus, needs)
         return ["--base-gpu-id", str(first), "--mem-fraction-static", f"{fraction:.4f}"]
 

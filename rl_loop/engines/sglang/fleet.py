@@ -78,6 +78,10 @@ class SglangSender:
         # way round.
         return any(plan.transport == "cuda_ipc" for plan in self.plans.values())
 
+    @property
+    def packed(self) -> bool:
+        return any(plan.packed for plan in self.plans.values())
+
     def send(self, named: Iterable[tuple[str, torch.Tensor]], rank: int) -> None:
         """Raises SyncFailed naming the server or WeightMismatch naming the tensor."""
         asyncio.run(send_weights(named, self.model, self.plans[rank]))
@@ -149,7 +153,7 @@ class SglangFleet:
     def _create_actors(self, context: BackendContext) -> list[Any]:
         settings = self._settings
         self._directory.mkdir(parents=True, exist_ok=True)
-        architecture = context.model.to_hf_config(dtype=context.dtype)
+        architecture = settings.describe_model(context.model, context.dtype)
         (self._directory / "config.json").write_text(json.dumps(architecture, indent=2))
 
         # Without GPUs in the cluster (tests, SGLang on CPUs) there is nothing to reserve; on the
@@ -348,6 +352,7 @@ class SglangFleet:
                 directory=self._weights_directory,
                 seconds=seconds,
                 compare=compare,
+                packed=self._settings.packs_experts,
             )
             for rank, its_urls in urls.items()
         }

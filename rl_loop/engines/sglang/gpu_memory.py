@@ -17,6 +17,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from converters.hf_layouts import is_expert_matrix
+from converters.names import hf_shapes
 from megatron_gptoss.config import ModelConfig
 from rl_loop.engines.backend import EngineUnavailable
 
@@ -29,6 +31,9 @@ WORKING_BYTES = 6_500_000_000
 """What SGLang takes besides weights and key/value cache: CUDA graphs of up to 256 requests, the
 activations of 8,192 tokens of prefill, logits of a text of 4,096 that is scored, the table of
 requests. 6.38 GB of the 20B on an H200 (``benchmarks/server_memory.py``)."""
+PACKED_BYTES_PER_VALUE = 17 / 32 * 1.03
+"""Of MXFP4: 32 codes and a scale, and what layouts for Hopper add. Rows of 1,440 bytes become 1,472
+and 5,760 or 2,880 rows of scales 5,888 or 3,072: 2.6 % more for the 20B."""
 USEFUL_CACHE_TOKENS = 65_536
 """A server whose key/value cache has room for fewer tokens is a mistake."""
 WINDOWED_CACHE_SHARE = 0.8
@@ -84,16 +89,25 @@ class ServerNeeds:
     """The smallest useful key/value cache."""
 
     @classmethod
-    def of(cls, model: ModelConfig, dtype: str, tensor_parallel: int) -> "ServerNeeds":
-        """Count for a server of ``tensor_parallel`` GPUs; ``dtype``: of weights and cache."""
+    def of(
+        cls, model: ModelConfig, dtype: str, tensor_parallel: int, *, packed: bool = False
+    ) -> "ServerNeeds":
+        """Count for a server of ``tensor_parallel`` GPUs.
+
+        ``dtype``: of weights and cache. ``packed``: its experts' matrices are MXFP4.
+        """
         element = 4 if dtype == "float32" else 2
         windowed = model.layer_types.count("sliding_attention")
         layers = model.num_layers - windowed + WINDOWED_CACHE_SHARE * windowed
         # With more GPUs than key/value heads, several GPUs have the same head.
         heads_shared = min(tensor_parallel, model.num_key_value_heads)
         per_token = layers * 2 * model.key_size * element / heads_shared
+        weights = model.num_parameters * element
+        if packed:
+            values = packed_values(model)
+            weights += math.ceil(values * PACKED_BYTES_PER_VALUE) - values * element
         return cls(
-            weights=model.num_parameters * element // tensor_parallel,
+            weights=weights // tensor_parallel,
             cache=math.ceil(USEFUL_CACHE_TOKENS * per_token),
         )
 
@@ -101,6 +115,12 @@ class ServerNeeds:
     def all(self) -> int:
         """Everything that the server holds awake."""
         return self.weights + self.cache + WORKING_BYTES + CONTEXT_BYTES
+
+
+def packed_values(model: ModelConfig) -> int:
+    """Count the weights that MXFP4 packs."""
+    shapes = (shape for name, shape in hf_shapes(model).items() if is_expert_matrix(name))
+    return sum(map(math.prod, shapes))
 
 
 def static_fraction(fraction: float, gpus: Sequence[GpuMemory], needs: ServerNeeds) -> float:

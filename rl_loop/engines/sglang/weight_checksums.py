@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from converters.hf_layouts import BLOCK
 from megatron_gptoss.config import ModelConfig
 from rl_loop.engines.sglang.tensor_hash import cpu_hash, gpu_hash
 
@@ -49,9 +50,21 @@ EXPERT_PARAMETERS = {
     "w2_weight_bias": "down_proj_bias",
 }
 """SGLang's name -> Hugging Face's, behind ``mlp.experts.``."""
+PACKED_EXPERT_PARAMETERS = {
+    "w13_weight": "gate_up_proj_blocks",
+    "w13_weight_scale": "gate_up_proj_scales",
+    "w13_weight_bias": "gate_up_proj_bias",
+    "w2_weight": "down_proj_blocks",
+    "w2_weight_scale": "down_proj_scales",
+    "w2_weight_bias": "down_proj_bias",
+}
+"""The same of experts that are MXFP4. Our plugin hashes them as they were sent, each rank its
+part."""
 
 
-def sampled_parameters(config: ModelConfig, version: int) -> dict[str, list[str]]:
+def sampled_parameters(
+    config: ModelConfig, version: int, *, packed: bool = False
+) -> dict[str, list[str]]:
     """Choose what to compare after sync ``version``: one layer, and one parameter outside them.
 
     Returns SGLang's parameters and the Hugging Face tensors that each is made of. Other versions
@@ -69,7 +82,8 @@ def sampled_parameters(config: ModelConfig, version: int) -> dict[str, list[str]
     for kind in ("weight", "bias"):
         fused = f"{layer}.self_attn.qkv_proj.{kind}"
         parameters[fused] = [f"{layer}.self_attn.{x}_proj.{kind}" for x in "qkv"]
-    for name, source in EXPERT_PARAMETERS.items():
+    experts = PACKED_EXPERT_PARAMETERS if packed else EXPERT_PARAMETERS
+    for name, source in experts.items():
         parameters[f"{layer}.mlp.experts.{name}"] = [f"{layer}.mlp.experts.{source}"]
     return parameters
 
@@ -83,6 +97,8 @@ class WeightSample:
         versions: range,
         ranks: int,
         server_info: dict[str, Any],
+        *,
+        packed: bool = False,
     ) -> None:
         """Choose the sample.
 
@@ -91,14 +107,17 @@ class WeightSample:
             versions: the samples of all of these are taken together.
             ranks: tensor-parallel ranks of each server.
             server_info: what a server answers to /server_info.
+            packed: experts' matrices are MXFP4.
         """
+        self._packed = packed
+        self._intermediate_size = config.intermediate_size
         self._kv_heads = config.num_key_value_heads
         self._ranks = ranks
         self._info = server_info
 
         self._sources: dict[str, list[str]] = {}  # SGLang's parameter -> Hugging Face tensors
         for version in versions:
-            self._sources |= sampled_parameters(config, version)
+            self._sources |= sampled_parameters(config, version, packed=packed)
         if server_info["ep_size"] > 1 or server_info["enable_dp_attention"]:
             # Which rank has what of the others is not known here.
             for name in list(self._sources):
@@ -134,13 +153,18 @@ class WeightSample:
     def first_difference(self, answer: dict[str, Any]) -> str | None:
         """Name the Hugging Face tensors of the first parameter that differs on a server.
 
-        ``answer`` is the server's to /weights_checker. Returns None if all are as they were sent.
+        ``answer`` is the server's to /weights_checker, which may say of a parameter what is wrong
+        with it. Returns None if all are as they were sent.
         """
         for parameter, expected in self._expected.items():
             for rank in answer["ranks"]:
                 tp_rank = rank["parallelism_info"]["tp_rank"]
-                if rank["checksums"].get(parameter) != expected[tp_rank]:
-                    return ", ".join(self._sources[parameter])
+                found = rank["checksums"].get(parameter)
+                if found != expected[tp_rank]:
+                    names = ", ".join(self._sources[parameter])
+                    if found is not None and " " in found:
+                        return f"{names} ({found})"
+                    return names
         return None
 
     def _checksum(self, parameter: str, parts: list[torch.Tensor], rank: int) -> str:
@@ -151,6 +175,8 @@ class WeightSample:
 
     def _dtype(self, parameter: str) -> torch.dtype:
         """Return the dtype in which SGLang holds a parameter."""
+        if self._packed and ".experts.w" in parameter and not parameter.endswith("_bias"):
+            return torch.uint8
         if parameter.endswith("_weight_bias"):
             return torch.float32
         if parameter.endswith("sinks"):
@@ -171,6 +197,9 @@ class WeightSample:
             return self._shard_qkv(parts, rank)
 
         (part,) = parts
+        if self._packed and ".experts.w" in parameter:
+            return [self._shard_packed(parameter, part, rank)]
+
         # The ranks' outputs of the down projection are added up, so only one rank has its bias.
         if parameter.endswith("w2_weight_bias"):
             return [torch.zeros_like(part) if rank else part]
@@ -183,6 +212,18 @@ class WeightSample:
             if parameter.endswith(suffix):
                 return [part.chunk(self._ranks, dimension)[rank]]
         return [part]
+
+    def _shard_packed(self, parameter: str, part: torch.Tensor, rank: int) -> torch.Tensor:
+        """Cut out a rank's experts, in whole blocks of their intermediate size."""
+        per_rank = -(-self._intermediate_size // BLOCK // self._ranks) * BLOCK
+        first = rank * per_rank
+        last = min(first + per_rank, self._intermediate_size)
+        if "w13_weight" in parameter:
+            # Rows of gate and up take turns.
+            return part[:, 2 * first : 2 * last]
+        if parameter.endswith("_bias"):
+            return torch.zeros_like(part) if rank else part
+        return part[:, :, first // BLOCK : last // BLOCK]
 
     def _shard_qkv(self, parts: list[torch.Tensor], rank: int) -> list[torch.Tensor]:
         """Cut out a rank's heads of Q, K and V.

@@ -28,13 +28,16 @@ import torch.distributed as dist
 from torch.multiprocessing import reductions, set_sharing_strategy
 
 from converters.errors import GatheringBroken
-from converters.hf_directory import write_hf_directory
-from converters.names import hf_shapes
+from converters.hf_directory import write_hf_directory, written_shapes
 from megatron_gptoss.config import ModelConfig
 from rl_loop.cluster.placement import free_address
 from rl_loop.engines.backend import SyncFailed
 from rl_loop.engines.sglang.client import SglangClient
 from rl_loop.engines.sglang.weight_checksums import WeightSample
+
+BEGIN_SYNC = "gptoss_begin_sync"
+END_SYNC = "gptoss_end_sync"
+"""Actions of /weights_checker that servers with packed experts have from our plugin."""
 
 TransportName = Literal["nccl", "gloo", "cuda_ipc", "shared_memory", "disk", "none"]
 """How weights travel; none: nothing is sent, and all that was sent before is compared."""
@@ -70,6 +73,8 @@ class SyncPlan:
     """Longest that the servers may take for one bucket."""
     compare: bool = True
     """Whether to compare checksums of a sample afterwards."""
+    packed: bool = False
+    """Whether experts go as MXFP4 blocks and scales, to servers that hold them so."""
 
 
 async def send_weights(named: NamedTensors, config: ModelConfig, plan: SyncPlan) -> None:
@@ -113,12 +118,18 @@ async def _sync(named: NamedTensors, config: ModelConfig, servers: "Servers") ->
     # By abort: in the other modes requests stay, and /flush_cache refuses for as long as they do.
     await servers.call("/pause_generation", {"mode": "abort"})
 
-    tensors: NamedTensors = _check_names_and_shapes(named, config)
+    tensors: NamedTensors = _check_names_and_shapes(named, config, packed=plan.packed)
     sample: WeightSample | None = None
     if plan.compare:
         sample = await _choose_sample(config, servers)
         tensors = sample.watch(tensors)
+    # Servers with packed experts count what comes: SGLang itself would not miss a bucket.
+    counted = plan.packed and plan.transport != "none"
+    if counted:
+        await servers.call("/weights_checker", {"action": BEGIN_SYNC})
     await _transfer(tensors, config, servers)
+    if counted:
+        await servers.call("/weights_checker", {"action": END_SYNC})
     if sample is not None:
         await _compare(sample, servers)
 
@@ -139,7 +150,7 @@ async def _choose_sample(config: ModelConfig, servers: "Servers") -> WeightSampl
         versions = range(plan.version, plan.version + 3 * config.num_layers)
 
     server_info = (await servers.call("/server_info", None))[0]
-    return WeightSample(config, versions, plan.tensor_parallel, server_info)
+    return WeightSample(config, versions, plan.tensor_parallel, server_info, packed=plan.packed)
 
 
 async def _transfer(tensors: NamedTensors, config: ModelConfig, servers: "Servers") -> None:
@@ -163,7 +174,14 @@ async def _send_by_disk(
 ) -> None:
     """Write a checkpoint and let servers load it, for machines that share nothing but a disk."""
     directory = servers.plan.directory
-    await asyncio.to_thread(write_hf_directory, directory, config, tensors, overwrite=True)
+    await asyncio.to_thread(
+        write_hf_directory,
+        directory,
+        config,
+        tensors,
+        overwrite=True,
+        quantized=servers.plan.packed,
+    )
     body = {
         "model_path": str(directory),
         # Servers start with --load-format dummy, which would hold here too.
@@ -178,9 +196,9 @@ async def _compare(sample: WeightSample, servers: "Servers") -> None:
     plan = servers.plan
     answers = await servers.call("/weights_checker", {"action": "checksum"})
     for url, answer in zip(plan.urls, answers, strict=True):
-        if tensors := sample.first_difference(answer):
+        if difference := sample.first_difference(answer):
             raise WeightMismatch(
-                f"{url} was sent weights {plan.version} and holds something else in {tensors}"
+                f"{url} was sent weights {plan.version} and holds something else in {difference}"
             )
 
 
@@ -231,6 +249,8 @@ class Servers:
 def _check_names_and_shapes(
     named: NamedTensors,
     config: ModelConfig,
+    *,
+    packed: bool,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the same tensors if they are all of the model's, each once and of its shape.
 
@@ -238,7 +258,7 @@ def _check_names_and_shapes(
     answers "success" to names that it does not know.
     """
     # Each tensor before its bucket leaves; what is missing is known only in the end.
-    missing = hf_shapes(config)
+    missing = written_shapes(config, packed)
     known = set(missing)
     for name, tensor in named:
         if name not in known:

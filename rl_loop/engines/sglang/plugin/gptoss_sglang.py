@@ -10,6 +10,8 @@
 * ``sleeping_cache``: a server that sleeps gives its key/value cache back. ``SWAKVPool``, the cache
   of models with windowed layers, switches the memory saver off for both of its pools, so that
   ``/release_memory_occupation`` answers "success" and frees none of it.
+* ``mxfp4_experts``: servers that hold MXFP4 experts take those of a weight sync, tell checksums of
+  them and record routes (``gptoss_mxfp4_experts``). SGLang loses them without a word.
 """
 
 import os
@@ -67,7 +69,15 @@ def free_cache_while_sleeping() -> None:
     SWAKVPool.__init__ = with_memory_saver
 
 
+def sync_mxfp4_experts() -> None:
+    """Let servers with MXFP4 experts take weight syncs."""
+    import gptoss_mxfp4_experts
+
+    gptoss_mxfp4_experts.install()
+
+
 MENDS = {
     "triton_window": (decode_with_whole_window, "use attention_backend fa3"),
     "sleeping_cache": (free_cache_while_sleeping, "give servers GPUs of their own"),
+    "mxfp4_experts": (sync_mxfp4_experts, "leave rollout.engine.quantization out"),
 }

@@ -1,0 +1,289 @@
+"""Where triton_kernels 3.6 keeps MXFP4 matrices for Hopper's tensor cores, written and read in place.
+
+SGLang makes these layouts with ``HopperMXValueLayout(mx_axis=1)`` and
+``HopperMXScaleLayout(mx_axis=1, num_warps=8)`` of whole layers, in a dozen passes over memory that
+need several times the layer. Here a matrix goes into memory that exists, once per byte, and every
+byte of that memory is written, padding too. ``gptoss_mxfp4_experts`` compares both when a server
+starts.
+
+A matrix has ``rows`` outputs, each of ``row_bytes`` bytes of two codes along the inputs.
+
+Values: both sizes are padded with zeros to multiples of 64. The storage has a quarter of the rows,
+each four times as long, in 32-bit words of 4 x 2 codes whose bits change places (``_pack``). Word
+(R, C) of the storage has the bytes
+
+    A[m, k], A[m + 8, k], A[m, k + 4], A[m + 8, k + 4]
+    m = 16 (R / 4) + 2 (R % 4) + (C / 16) % 2
+    k = 32 (C / 32) + 8 (C % 4) + (C / 4) % 4
+
+Scales: rows are padded to multiples of 256, columns to even numbers, with zeros. Scale (m, k) with
+m = 256 a + 128 b + 16 w + 8 c + d and k = 2 e + f is byte ((((2 e + b) 8 + d) 2 + f) 2 + c) of row
+8 a + w.
+"""
+
+# Triton reads parameter annotations as its own
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+VALUE_ALIGNMENT = 64
+"""Rows, and bytes of a row, are padded to multiples of it."""
+SCALE_ROWS = 256
+"""Rows of scales are padded to multiples of it: 2 x 8 warps x 2 x 8."""
+NEUTRAL_SCALE = 127
+"""2 ** 0, which SGLang puts beside the scales of a matrix that it pads itself."""
+WORDS = 1024
+"""Words that a program of the kernels takes."""
+
+
+def value_storage_shape(rows: int, row_bytes: int) -> tuple[int, int]:
+    """Return rows and bytes per row of the storage of a matrix's values."""
+    return _round_up(rows, VALUE_ALIGNMENT) // 4, _round_up(row_bytes, VALUE_ALIGNMENT) * 4
+
+
+def scale_storage_shape(rows: int, blocks: int) -> tuple[int, int]:
+    """Return rows and bytes per row of the storage of a matrix's scales."""
+    return _round_up(rows, SCALE_ROWS) // 32, _round_up(blocks, 2) * 32
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+
+def swizzle_values(packed: Tensor, storage: Tensor) -> None:
+    """Write matrices into their storage.
+
+    Args:
+        packed: uint8 [experts, rows, row_bytes], of any strides but bytes of a row side by side.
+        storage: uint8 [experts, *value_storage_shape], contiguous; all of it is written. It may
+            be of larger matrices, to which ``packed`` is padded with zeros.
+    """
+    if storage.is_cuda:
+        _launch(_swizzle_kernel, packed, storage, packed)
+        return
+
+    experts, rows, row_bytes = packed.shape
+    padded = packed.new_zeros(experts, storage.shape[1] * 4, storage.shape[2] // 4)
+    padded[:, :rows, :row_bytes] = packed
+    # [experts, m / 16, w0, t0, s0, k / 32, t1', w1, t1] -> the order of the words and their bytes
+    bytes_of = padded.view(experts, -1, 2, 4, 2, padded.shape[2] // 32, 4, 2, 4)
+    bytes_of = bytes_of.permute(0, 1, 3, 5, 4, 8, 6, 7, 2).reshape(*storage.shape[:2], -1, 4)
+    word = bytes_of.new_zeros(bytes_of.shape[:-1], dtype=torch.int64)
+    for place in range(4):
+        word |= _spread(bytes_of[..., place].long(), place)
+    storage.view(torch.int32).copy_(_as_int32(word))
+
+
+def unswizzle_values(storage: Tensor, rows: int, row_bytes: int) -> tuple[Tensor, int]:
+    """Read matrices back.
+
+    Returns:
+        uint8 [experts, rows, row_bytes], and how many bytes of padding are not zero.
+    """
+    experts = len(storage)
+    packed = storage.new_empty(experts, rows, row_bytes)
+    if storage.is_cuda:
+        stale = torch.zeros((), dtype=torch.int32, device=storage.device)
+        _launch(_unswizzle_kernel, packed, storage, stale)
+        return packed, int(stale)
+
+    word = storage.view(torch.int32).long() & 0xFFFFFFFF
+    bytes_of = torch.stack([_gather(word, place) for place in range(4)], -1).to(torch.uint8)
+    row_words = storage.shape[2] // 4
+    bytes_of = bytes_of.view(experts, storage.shape[1] // 4, 4, row_words // 32, 2, 4, 4, 2, 2)
+    padded = bytes_of.permute(0, 1, 8, 2, 4, 3, 6, 7, 5).reshape(experts, -1, row_words)
+    packed.copy_(padded[:, :rows, :row_bytes])
+    stale_bytes = int(padded.count_nonzero()) - int(packed.count_nonzero())
+    return packed, stale_bytes
+
+
+# Every byte of a word is two codes: a sign and three bits. Of the first three bytes these go, in each
+# half of the word, to the places that the sign and the last bits of exponent and first of the mantissa
+# have in a bf16, 0, 3 and 6 bits lower, so that a shift and a mask make two bf16 numbers. The fourth
+# byte has the bits that are left.
+
+
+def _spread(byte: Tensor, place: int) -> Tensor:
+    """Return where the bits of a word's byte number ``place`` go, int64."""
+    if place == 3:
+        low = ((byte & 8) << 11) | ((byte & 6) << 9) | ((byte & 1) << 13)
+        return low | ((byte & 0x80) << 23) | ((byte & 0x60) << 21) | ((byte & 0x10) << 25)
+    low = ((byte & 8) << 12) | ((byte & 7) << 6)
+    return (low | ((byte & 0x80) << 24) | ((byte & 0x70) << 18)) >> (3 * place)
+
+
+def _gather(word: Tensor, place: int) -> Tensor:
+    """Invert ``_spread``."""
+    if place == 3:
+        low = ((word >> 11) & 8) | ((word >> 9) & 6) | ((word >> 13) & 1)
+        return low | ((word >> 23) & 0x80) | ((word >> 21) & 0x60) | ((word >> 25) & 0x10)
+    word = word << (3 * place)
+    return ((word >> 12) & 8) | ((word >> 6) & 7) | ((word >> 24) & 0x80) | ((word >> 18) & 0x70)
+
+
+def _as_int32(word: Tensor) -> Tensor:
+    """Return the signed numbers with the same 32 bits."""
+    return (word - ((word >> 31) << 32)).to(torch.int32)
+
+
+def _launch(kernel, packed: Tensor, storage: Tensor, result: Tensor) -> None:
+    """Run a kernel over all words of ``storage``."""
+    experts, rows, row_bytes = packed.shape
+    if packed.stride(2) != 1 or not storage.is_contiguous():
+        raise ValueError(
+            f"packed has strides {packed.stride()} and storage {storage.stride()}: bytes of a row must be side by side"
+        )
+    words = storage.view(torch.int32)
+    count = words.shape[1] * words.shape[2]
+    grid = (triton.cdiv(count, WORDS), experts)
+    kernel[grid](
+        packed,
+        words,
+        result,
+        rows,
+        row_bytes,
+        packed.stride(0),
+        packed.stride(1),
+        words.shape[2],
+        count,
+        WORDS,
+    )
+
+
+@triton.jit
+def _place_in_matrix(word, row_words):
+    """Return the row and byte of a storage word's first byte in the matrix."""
+    storage_row = word // row_words
+    column = word % row_words
+    row = (storage_row // 4) * 16 + (storage_row % 4) * 2 + (column // 16) % 2
+    byte = (column // 32) * 32 + (column % 4) * 8 + (column // 4) % 4
+    return row, byte
+
+
+@triton.jit
+def _swizzle_kernel(
+    packed,
+    storage,
+    unused,
+    rows,
+    row_bytes,
+    expert_stride,
+    row_stride,
+    row_words,
+    count,
+    WORDS: tl.constexpr,
+):
+    # Grid: words of a matrix, experts. Each program gathers the four bytes of its words.
+    expert = tl.program_id(1).to(tl.int64)
+    word = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
+    inside = word < count
+    row, byte = _place_in_matrix(word, row_words)
+
+    result = tl.zeros((WORDS,), dtype=tl.uint32)
+    for place in tl.static_range(4):
+        its_row = row + 8 * (place % 2)
+        its_byte = byte + 4 * (place // 2)
+        source = packed + expert * expert_stride + its_row.to(tl.int64) * row_stride + its_byte
+        is_data = inside & (its_row < rows) & (its_byte < row_bytes)
+        x = tl.load(source, mask=is_data, other=0).to(tl.uint32)
+        if place == 3:
+            spread = ((x & 8) << 11) | ((x & 6) << 9) | ((x & 1) << 13)
+            spread |= ((x & 0x80) << 23) | ((x & 0x60) << 21) | ((x & 0x10) << 25)
+        else:
+            spread = ((x & 8) << 12) | ((x & 7) << 6) | ((x & 0x80) << 24) | ((x & 0x70) << 18)
+            spread = spread >> (3 * place)
+        result |= spread
+
+    target = storage + expert * count + word
+    tl.store(target, result.to(tl.int32, bitcast=True), mask=inside)
+
+
+@triton.jit
+def _unswizzle_kernel(
+    packed,
+    storage,
+    stale,
+    rows,
+    row_bytes,
+    expert_stride,
+    row_stride,
+    row_words,
+    count,
+    WORDS: tl.constexpr,
+):
+    # As above, the other way. Padding is not written anywhere, but its bytes that are not zero are
+    # counted.
+    expert = tl.program_id(1).to(tl.int64)
+    word = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
+    inside = word < count
+    row, byte = _place_in_matrix(word, row_words)
+    bits = tl.load(storage + expert * count + word, mask=inside, other=0)
+    bits = bits.to(tl.uint32, bitcast=True)
+
+    stale_bytes = tl.zeros((WORDS,), dtype=tl.int32)
+    for place in tl.static_range(4):
+        its_row = row + 8 * (place % 2)
+        its_byte = byte + 4 * (place // 2)
+        if place == 3:
+            x = ((bits >> 11) & 8) | ((bits >> 9) & 6) | ((bits >> 13) & 1)
+            x |= ((bits >> 23) & 0x80) | ((bits >> 21) & 0x60) | ((bits >> 25) & 0x10)
+        else:
+            y = bits << (3 * place)
+            x = ((y >> 12) & 8) | ((y >> 6) & 7) | ((y >> 24) & 0x80) | ((y >> 18) & 0x70)
+        is_data = inside & (its_row < rows) & (its_byte < row_bytes)
+        target = packed + expert * expert_stride + its_row.to(tl.int64) * row_stride + its_byte
+        tl.store(target, x.to(tl.uint8), mask=is_data)
+        stale_bytes += ((x != 0) & inside & (is_data == 0)).to(tl.int32)
+
+    found = tl.sum(stale_bytes, 0)
+    tl.atomic_add(stale, found, mask=found > 0)
+
+
+# -- scales ---------------------------------------------------------------------------------------
+
+
+def swizzle_scales(scales: Tensor, padded_shape: tuple[int, int], storage: Tensor) -> None:
+    """Write scales into their storage.
+
+    Args:
+        scales: uint8 [experts, rows, blocks].
+        padded_shape: rows and blocks to which SGLang pads the matrix, with neutral scales.
+        storage: uint8 [experts, *scale_storage_shape(*padded_shape)], contiguous; all of it is
+            written.
+    """
+    experts, rows, blocks = scales.shape
+    padded_rows, padded_blocks = padded_shape
+    padded = scales.new_zeros(experts, storage.shape[1] * 32, storage.shape[2] // 32)
+    padded[:, :padded_rows, :padded_blocks] = NEUTRAL_SCALE
+    padded[:, :rows, :blocks] = scales
+
+    # [experts, a, b, w, c, d, e, f] -> [experts, a, w, e, b, d, f, c]
+    source = padded.view(experts, -1, 2, 8, 2, 8, padded.shape[2] // 2, 2)
+    source = source.permute(0, 1, 3, 6, 2, 5, 7, 4)
+    storage.view(source.shape).copy_(source)
+
+
+def unswizzle_scales(
+    storage: Tensor, rows: int, blocks: int, padded_shape: tuple[int, int]
+) -> tuple[Tensor, int]:
+    """Read scales back.
+
+    Returns:
+        uint8 [experts, rows, blocks], and how many bytes of padding are not what
+        ``swizzle_scales`` writes there.
+    """
+    experts = len(storage)
+    pairs = storage.shape[2] // 64
+    parts = storage.view(experts, -1, 8, pairs, 2, 8, 2, 2)
+    padded = parts.permute(0, 1, 4, 2, 7, 5, 3, 6).reshape(experts, storage.shape[1] * 32, -1)
+    scales = padded[:, :rows, :blocks].contiguous()
+
+    expected = torch.empty_like(storage)
+    swizzle_scales(scales, padded_shape, expected)
+    return scales, int((expected != storage).sum())

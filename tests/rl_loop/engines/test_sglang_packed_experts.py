@@ -1,0 +1,508 @@
+"""MXFP4 experts on their way into SGLang servers: bytes, layouts, faults.
+
+The plugin's code runs as in a server, in main memory. Its Triton kernels run in the interpreter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from converters.mxfp4_tensors import pack_experts
+from converters.names import hf_shapes
+from converters.random_weights import random_hf_weights
+from gptoss_kernels import mxfp4
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
+from rl_loop.config.load import load_config
+from rl_loop.config.run import RlConfig
+from rl_loop.engines.backend import SyncFailed
+from rl_loop.engines.sglang import weight_sender
+from rl_loop.engines.sglang.config import PLUGIN, SglangConfig
+from rl_loop.engines.sglang.gpu_memory import ServerNeeds
+from rl_loop.engines.sglang.weight_sender import SyncPlan, WeightMismatch, send_weights
+from tests.rl_loop.packed_server import PackedServer, ServedModel, experts_plugin, layout
+from tests.waiting import PATIENCE_SECONDS
+
+ROOT = Path(__file__).parents[3]
+MODEL = GptOssModelConfig(
+    num_layers=2, num_experts=3, experts_per_token=2, hidden_size=96, intermediate_size=192, num_attention_heads=4,
+    num_key_value_heads=2, head_size=16, vocab_size=640, max_length=1024,
+)  # fmt: skip
+"""Neither its rows nor its blocks fill the layouts; one of two ranks has 96 of 192, padded to 128."""
+ODD_SHAPES = [(2, 160, 176), (1, 64, 64), (2, 33, 17), (1, 520, 48)]
+
+
+def packed_weights(seed: int) -> dict[str, torch.Tensor]:
+    get = random_hf_weights(MODEL, seed)
+    return pack_experts({name: get(name).to(torch.bfloat16) for name in hf_shapes(MODEL)})
+
+
+def random_bytes(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+
+
+# -- layouts --------------------------------------------------------------------------------------
+
+
+def codes_of(byte: int) -> tuple[int, int]:
+    return byte & 15, byte >> 4
+
+
+@pytest.mark.parametrize(("experts", "rows", "row_bytes"), ODD_SHAPES)
+def test_a_word_makes_bf16_numbers_of_its_codes_by_shifts_and_masks(
+    experts: int, rows: int, row_bytes: int
+) -> None:
+    """As mxfp4_to_bf16_triton says of the words that it reads: sign, two bits of exponent and one of
+    mantissa stand where bf16 has them, after a shift of 0, 3 and 6 bits; the fourth is in three
+    pieces."""
+    packed = random_bytes(experts, rows, row_bytes)
+    storage = random_bytes(experts, *layout.value_storage_shape(rows, row_bytes), seed=1)
+    layout.swizzle_values(packed, storage)
+
+    mask = 0b1000000111000000
+    words = storage.view(torch.int16).view(*storage.shape[:2], -1, 2).tolist()
+    for expert in range(experts):
+        for storage_row in range(0, storage.shape[1], 3):
+            for column in range(0, storage.shape[2] // 4, 5):
+                row = 16 * (storage_row // 4) + 2 * (storage_row % 4) + column // 16 % 2
+                byte = 32 * (column // 32) + 8 * (column % 4) + column // 4 % 4
+                for half, word in enumerate(words[expert][storage_row][column]):
+                    word &= 0xFFFF
+                    fourth = (word << 1 & 0x8000) | (word >> 3 & 0x0180) | (word >> 7 & 0x0040)
+                    numbers = (word & mask, word << 3 & mask, word << 6 & mask, fourth)
+                    for place, number in enumerate(numbers):
+                        code = (number >> 15 << 3) | (number >> 6 & 7)
+                        at = (row + 8 * (place % 2), byte + 4 * (place // 2))
+                        expected = 0
+                        if at[0] < rows and at[1] < row_bytes:
+                            expected = codes_of(int(packed[expert, at[0], at[1]]))[half]
+                        assert code == expected, (expert, at, half)
+
+
+@pytest.mark.parametrize(("experts", "rows", "blocks"), [(2, 160, 11), (1, 256, 2), (2, 33, 3)])
+def test_scales_lie_where_the_threads_of_eight_warps_look_for_them(
+    experts: int, rows: int, blocks: int
+) -> None:
+    padded = (rows + 10, blocks + 1)
+    scales = random_bytes(experts, rows, blocks)
+    storage = random_bytes(experts, *layout.scale_storage_shape(*padded), seed=1)
+    layout.swizzle_scales(scales, padded, storage)
+
+    for m in range(32 * storage.shape[1]):
+        a, b, w, c, d = m // 256, m // 128 % 2, m // 16 % 8, m // 8 % 2, m % 8
+        for k in range(storage.shape[2] // 32):
+            e, f = divmod(k, 2)
+            expected = 127 if m < padded[0] and k < padded[1] else 0
+            if m < rows and k < blocks:
+                expected = int(scales[0, m, k])
+            column = (((2 * e + b) * 8 + d) * 2 + f) * 2 + c
+            assert int(storage[0, 8 * a + w, column]) == expected, (m, k)
+
+
+@pytest.mark.parametrize(("experts", "rows", "row_bytes"), ODD_SHAPES)
+def test_layouts_are_those_of_triton_kernels_bit_for_bit(
+    experts: int, rows: int, row_bytes: int
+) -> None:
+    values = pytest.importorskip(
+        "triton_kernels.tensor_details.layout_details.hopper_value",
+        reason="sglang-kernel, which has triton_kernels, is not installed",
+    )
+    scales = pytest.importorskip("triton_kernels.tensor_details.layout_details.hopper_scale")
+
+    packed = random_bytes(experts, rows, row_bytes)
+    theirs = values.HopperMXValueLayout(packed.mT.shape, mx_axis=1).swizzle_data(packed.mT)
+    ours = random_bytes(experts, *layout.value_storage_shape(rows, row_bytes), seed=1)
+    layout.swizzle_values(packed, ours)
+    assert torch.equal(theirs.mT, ours)
+
+    blocks = max(1, row_bytes // 16)
+    some = packed[:, :, :blocks].contiguous()
+    its_layout = scales.HopperMXScaleLayout(some.mT.shape, mx_axis=1, num_warps=8)
+    theirs = its_layout.swizzle_data(some.mT)
+    ours = random_bytes(experts, *layout.scale_storage_shape(rows, blocks), seed=1)
+    layout.swizzle_scales(some, (rows, blocks), ours)
+    assert torch.equal(theirs.mT, ours)
+
+
+@pytest.mark.parametrize(("experts", "rows", "row_bytes"), ODD_SHAPES)
+def test_what_is_read_back_is_what_was_written_and_padding_is_counted(
+    experts: int, rows: int, row_bytes: int
+) -> None:
+    packed = random_bytes(experts, rows, row_bytes)
+    storage = random_bytes(experts, *layout.value_storage_shape(rows, row_bytes), seed=1)
+    layout.swizzle_values(packed, storage)
+    back, stale = layout.unswizzle_values(storage, rows, row_bytes)
+    assert torch.equal(back, packed)
+    assert stale == 0
+
+    # Of every other byte of the storage, a bit of the matrix or of its padding changes.
+    storage[0, -1, 1::2] ^= 1
+    back, stale = layout.unswizzle_values(storage, rows, row_bytes)
+    changed = int((back != packed).sum())
+    assert changed + stale > 0
+    assert stale == 0 or rows % 64 or row_bytes % 64
+
+
+def test_kernels_write_and_read_the_same_bytes_in_triton_s_interpreter() -> None:
+    program = ROOT / "tests/rl_loop/engines/hopper_layout_interpreted.py"
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(PLUGIN)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "2 shapes\n"
+
+
+# -- ranks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_ranks_parts_of_all_experts_make_the_whole(ranks: int) -> None:
+    weights = packed_weights(1)
+    parts: list[dict[str, torch.Tensor]] = []
+    for rank in range(ranks):
+        synced = experts_plugin.SyncedModel(ServedModel(MODEL, rank, ranks))
+        for _ in synced.load_experts(weights.items()):
+            pass
+        experts = synced.experts[0]
+        read = {name: experts.read(name) for name in experts_plugin.SOURCES}
+        assert all(stale == 0 for _, stale in read.values())
+        parts.append({name: tensor for name, (tensor, _) in read.items()})
+
+    prefix = "model.layers.0.mlp.experts."
+    for name, dimension in {"w13_weight": 1, "w2_weight": 2}.items():
+        source = experts_plugin.SOURCES[name]
+        whole = torch.cat([part[name] for part in parts], dimension)
+        assert torch.equal(whole, weights[prefix + source].flatten(-2))
+        whole = torch.cat([part[f"{name}_scale"] for part in parts], dimension)
+        assert torch.equal(whole, weights[prefix + experts_plugin.SOURCES[f"{name}_scale"]])
+    biases = torch.cat([part["w13_weight_bias"] for part in parts], 1)
+    assert torch.equal(biases, weights[f"{prefix}gate_up_proj_bias"].float())
+    # The ranks' outputs are added up.
+    assert torch.equal(
+        sum(part["w2_weight_bias"] for part in parts), weights[f"{prefix}down_proj_bias"].float()
+    )
+
+
+def test_five_blocks_on_two_ranks_are_three_and_two() -> None:
+    shards = [experts_plugin.Shard.of(rank, 2, 160) for rank in range(2)]
+    assert [(shard.first, shard.last) for shard in shards] == [(0, 96), (96, 160)]
+
+
+# -- syncs ----------------------------------------------------------------------------------------
+
+
+def plan_for(url: str, ranks: int = 1, **changes: Any) -> SyncPlan:
+    plan = SyncPlan(
+        urls=(url,),
+        version=2,
+        transport="shared_memory",
+        tensor_parallel=ranks,
+        bucket_bytes=20_000,
+        packed=True,
+    )
+    return replace(plan, **changes)
+
+
+def run_with_server(ranks: int, work: Callable[[PackedServer], Any]) -> None:
+    async def main() -> None:
+        server = PackedServer(MODEL, ranks)
+        await server.start()
+        try:
+            await work(server)
+        finally:
+            await server.stop()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("transport", ["shared_memory", "disk"])
+def test_servers_hold_the_blocks_and_scales_of_our_quantizer(
+    transport: str, ranks: int, tmp_path: Path
+) -> None:
+    get = random_hf_weights(MODEL, 1)
+    weights = packed_weights(1)
+
+    async def work(server: PackedServer) -> None:
+        plan = plan_for(server.url, ranks, transport=transport, directory=tmp_path / "weights")
+        await send_weights(weights.items(), MODEL, plan)
+        assert server.version == "2"
+        everything = replace(plan, transport="none")
+        await send_weights(weights.items(), MODEL, everything)
+        name = "model.layers.1.mlp.experts.down_proj"
+        matrix = get(name).to(torch.bfloat16)[2].mT.contiguous()
+        blocks, scales = mxfp4.quantize(matrix)
+        assert torch.equal(server.weights[f"{name}_blocks"][2], blocks)
+        assert torch.equal(server.weights[f"{name}_scales"][2], scales)
+        with pytest.raises(WeightMismatch, match="holds something else in model"):
+            await send_weights(packed_weights(2).items(), MODEL, everything)
+
+    run_with_server(ranks, work)
+
+
+def test_the_memory_that_graphs_read_stays_and_is_whole_again_after_sleep() -> None:
+    weights = packed_weights(1)
+
+    async def work(server: PackedServer) -> None:
+        def addresses() -> list[int]:
+            stored = [experts.storage for experts in server.synced[0].experts]
+            return [tensor.data_ptr() for kept in stored for tensor in kept.values()]
+
+        before = addresses()
+        servers = weight_sender.Servers(plan_for(server.url))
+        await send_weights(weights.items(), MODEL, plan_for(server.url))
+        await servers.call("/release_memory_occupation", {})
+        with pytest.raises(WeightMismatch, match="holds something else in model"):
+            await send_weights(weights.items(), MODEL, plan_for(server.url, transport="none"))
+        await servers.call("/resume_memory_occupation", {})
+        await send_weights(weights.items(), MODEL, plan_for(server.url))
+        await send_weights(weights.items(), MODEL, plan_for(server.url, transport="none"))
+        assert addresses() == before
+        await servers.close()
+
+    run_with_server(1, work)
+
+
+# -- faults ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lost", [0, 3, -1])
+def test_a_lost_bucket_is_named_and_the_server_does_not_serve(
+    lost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = weight_sender.buckets
+    names: list[str] = []
+
+    def some(named: Any, limit: int) -> Iterator[Any]:
+        buckets = list(original(named, limit))
+        bucket = buckets.pop(lost)
+        names.extend(name for name, _ in bucket)
+        yield from buckets
+
+    async def work(server: PackedServer) -> None:
+        monkeypatch.setattr(weight_sender, "buckets", some)
+        with pytest.raises(SyncFailed) as failure:
+            await send_weights(packed_weights(1).items(), MODEL, plan_for(server.url))
+        first = sorted(names)[0]
+        assert f"the first is {first}: a part of the sync was lost" in str(failure.value)
+        assert server.version == "default"
+        assert not server.paused.is_set()
+
+    run_with_server(1, work)
+
+
+def test_a_swapped_scale_is_named_and_the_server_does_not_serve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "model.layers.0.mlp.experts.down_proj_scales"
+    original = weight_sender.buckets
+
+    def changed(named: Any, limit: int) -> Iterator[Any]:
+        for bucket in original(named, limit):
+            for at, (its_name, tensor) in enumerate(bucket):
+                if its_name == name:
+                    other = tensor.clone()
+                    other[1, 5] = tensor[1, 6]
+                    other[1, 6] = tensor[1, 5]
+                    assert not torch.equal(other, tensor)
+                    bucket[at] = (name, other)
+            yield bucket
+
+    async def work(server: PackedServer) -> None:
+        monkeypatch.setattr(weight_sender, "buckets", changed)
+        with pytest.raises(WeightMismatch, match=f"holds something else in {name}$"):
+            await send_weights(packed_weights(1).items(), MODEL, plan_for(server.url))
+        assert server.version == "default"
+        assert not server.paused.is_set()
+
+    run_with_server(1, work)
+
+
+@pytest.mark.parametrize("name", list(experts_plugin.SOURCES))
+def test_a_stale_byte_of_padding_is_named(name: str) -> None:
+    weights = packed_weights(1)
+
+    async def work(server: PackedServer) -> None:
+        await send_weights(weights.items(), MODEL, plan_for(server.url, ranks=2))
+        experts = server.synced[1].experts[0]
+        rows, inputs = experts.shape(name, padded=True)
+        tensor = experts.storage[name]
+        if name == "w2_weight_bias":
+            return  # has no padding
+        if name.endswith("_bias"):
+            tensor[0, -1] = 1
+        elif name.endswith("_scale"):
+            tensor[0, -1, -1] ^= 1
+        else:
+            # The last byte of a padded matrix, through the layout itself.
+            padded, _ = layout.unswizzle_values(tensor, rows, inputs // 2)
+            padded[0, -1, -1] = 1
+            layout.swizzle_values(padded, tensor)
+        plan = plan_for(server.url, ranks=2, transport="none")
+        source = experts_plugin.SOURCES[name]
+        with pytest.raises(WeightMismatch, match=rf"{source} \(stale padding: 1 elements\)"):
+            await send_weights(weights.items(), MODEL, plan)
+
+    run_with_server(2, work)
+
+
+def change_dtype(weights: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], str]:
+    name = "model.layers.0.mlp.experts.down_proj_scales"
+    return {name: weights[name].float()}, r"has torch.float32 .* expects uint8 \[3, 96, 6\]"
+
+
+def send_bf16(weights: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], str]:
+    name = "model.layers.0.mlp.experts.down_proj"
+    return {name: torch.zeros(3, 192, 96)}, f"the server's model has no tensor {name}"
+
+
+def cut_rows(weights: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], str]:
+    name = "model.layers.1.mlp.experts.gate_up_proj_blocks"
+    return {name: weights[name][:, 1:]}, r"gate_up_proj_blocks has torch.uint8 \[3, 383, 3, 16\]"
+
+
+@pytest.mark.parametrize("change", [change_dtype, send_bf16, cut_rows])
+def test_a_tensor_that_the_server_has_no_place_for_is_refused(change: Any) -> None:
+    sent, message = change(packed_weights(1))
+    synced = experts_plugin.SyncedModel(ServedModel(MODEL))
+    with pytest.raises(experts_plugin.WrongWeights, match=message):
+        list(synced.load_experts(sent.items()))
+
+
+def test_a_tensor_that_comes_twice_is_refused_until_the_next_sync_begins() -> None:
+    weights = packed_weights(1)
+    synced = experts_plugin.SyncedModel(ServedModel(MODEL))
+    others = [name for name, _ in synced.load_experts(weights.items())]
+    assert others == [name for name in weights if ".experts." not in name]
+    synced.end_sync()
+    list(synced.load_experts(weights.items()))
+    with pytest.raises(experts_plugin.WrongWeights, match="came twice"):
+        list(synced.load_experts(weights.items()))
+    synced.begin_sync()
+    with pytest.raises(experts_plugin.WrongWeights, match=f"{len(weights)} tensors have not come"):
+        synced.end_sync()
+
+
+# -- SGLang's classes, and what starts a server ----------------------------------------------------
+
+TOPK = """
+import types, torch
+calls = []
+def triton_kernels_topk(logits, k):
+    return types.SimpleNamespace(indx=logits.topk(k).indices.to(torch.int16).sort(-1).values)
+def routing(logits, k):
+    return triton_kernels_topk(logits, k)
+def capture_routed_experts_if_allowed(config, layer_id, indices):
+    calls.append((config, layer_id, indices.tolist()))
+class TopK:
+    topk_config, layer_id = "config", 7
+    def forward_cuda(self, hidden, logits, kernel):
+        if kernel == "triton_kernel":
+            routing(logits, 2)
+        return kernel
+"""
+CAPTURE = """
+import gptoss_mxfp4_experts as plugin, torch
+plugin._install_routes()
+from sglang.srt.layers.moe import topk
+logits = torch.tensor([[0.0, 3.0, 1.0, 2.0], [9.0, 0.0, 1.0, 5.0]])
+print([topk.TopK().forward_cuda(None, logits, kernel) for kernel in ("triton_kernel", "other")])
+print(topk.calls)
+"""
+
+
+def run_in_stub(tmp_path: Path, source: str, code: str) -> str:
+    module = tmp_path / "sglang/srt/layers/moe/topk.py"
+    module.parent.mkdir(parents=True)
+    module.write_text(source)
+    path = os.pathsep.join([str(PLUGIN), str(tmp_path)])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_experts_of_every_token_are_recorded_where_sglang_records_none(tmp_path: Path) -> None:
+    printed = run_in_stub(tmp_path, TOPK, CAPTURE).splitlines()
+    assert printed == [
+        "['triton_kernel', 'other']",
+        "[('config', 7, [[1, 3], [0, 3]])]",  # once: the other kernel records by itself
+    ]
+
+
+def test_a_run_with_quantization_may_have_servers_with_packed_experts(tmp_path: Path) -> None:
+    path = ROOT / "configs/rl/tiny_retool.yaml"
+    options = ["rollout.engine.type=sglang", "rollout.engine.quantization=mxfp4"]
+    with pytest.raises(ValueError, match="set quantization=mxfp4, too"):
+        load_config(path, RlConfig, options)
+    engine = load_config(path, RlConfig, [*options, "quantization=mxfp4"]).rollout.engine
+    assert isinstance(engine, SglangConfig)
+    assert engine.environment["GPTOSS_SGLANG_MENDS"] == "mxfp4_experts"
+
+    description = engine.describe_model(MODEL, "bfloat16")
+    assert description["quantization_config"]["quant_method"] == "mxfp4"
+    (tmp_path / "config.json").write_text(json.dumps(description))
+    words = engine.command(0, tmp_path, "bfloat16", routed_experts=True, seed=0)("host", 1)
+    assert words[words.index("--moe-runner-backend") + 1] == "triton_kernel"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"arguments": ["--moe-runner-backend", "marlin"]}, "triton_kernel without expert"),
+        ({"arguments": ["--ep-size=2"]}, "triton_kernel without expert"),
+        ({"attention_backend": "trtllm_mha"}, "on Hopper GPUs"),
+    ],
+)
+def test_servers_whose_layouts_the_plugin_does_not_write_are_refused(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        SglangConfig(quantization="mxfp4", **settings)
+
+
+def test_weights_of_a_server_of_the_20b_are_a_third_of_bf16_s() -> None:
+    model = GptOssModelConfig(num_layers=24, num_experts=32)
+    needs = ServerNeeds.of(model, "bfloat16", 1, packed=True)
+    assert 13.7e9 < needs.weights <= 14.5e9
+    assert ServerNeeds.of(model, "bfloat16", 2, packed=True).weights == needs.weights // 2
+
+
+def test_another_version_of_sglang_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang/version.py").write_text('__version__ = "0.5.18"\n')
+    settings = SglangConfig(quantization="mxfp4", env={"PYTHONPATH": str(tmp_path)})
+    code = "import gptoss_sglang; gptoss_sglang.register()"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        env=os.environ | settings.environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 1
+    expected = "mxfp4_experts is mended for SGLang 0.5.17 and this is 0.5.18: leave rollout.engine.quantization out"
+    assert expected in done.stderr
