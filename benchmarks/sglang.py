@@ -604,7 +604,9 @@ def compare_layouts(arguments: argparse.Namespace) -> None:
     program = Path(__file__).parent / "mxfp4_layouts.py"
     path = os.pathsep.join([str(PLUGIN), arguments.pythonpath])
     environment = inherited_environment() | {"PYTHONPATH": path}
-    done = subprocess.run([arguments.python, str(program)], env=environment, check=False)
+    # -P: beside the program lies a module sglang, which is this file.
+    command = [arguments.python, "-P", str(program)]
+    done = subprocess.run(command, env=environment, check=False)
     if done.returncode:
         raise SystemExit("the layouts of MXFP4 experts are not those of SGLang")
 

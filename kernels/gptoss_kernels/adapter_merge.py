@@ -16,8 +16,11 @@ from gptoss_kernels import nvrtc
 from gptoss_kernels.mxfp4.api import BLOCK
 
 SOURCE = Path(__file__).with_name("adapter_merge.cu")
-ROWS = 8
-"""Rows of a weight that a thread takes."""
+FEW_RANKS = 16
+"""Up to which a thread takes few rows, so that more threads are there to wait for memory."""
+ROWS_OF_FEW_RANKS = 2
+ROWS = 4
+"""Rows of a weight that a thread takes beyond: what it reads of A serves so many."""
 COLUMNS = 8
 """Columns that a thread takes, 16 bytes: COLUMNS of the source."""
 RANKS = 8
@@ -76,9 +79,9 @@ def _launch(
     if out.numel() == 0:
         return
 
-    is_packed = scales is not None
+    defines = macros(is_packed=scales is not None, rank=a.shape[-2])
     with torch.cuda.device(out.device):
-        kernel = _kernel(is_packed, nvrtc.architecture(out.device))
+        kernel = _kernel(defines["PACKED"], defines["ROWS"], nvrtc.architecture(out.device))
         kernel(*launch_arguments(base, scales, a, b, scale, out))
 
 
@@ -96,7 +99,7 @@ def launch_arguments(
     whole_a = pad(a, (0, 0, 0, missing_ranks))
     whole_b = pad(b, (0, missing_ranks))
 
-    threads = experts * -(-rows // ROWS) * groups
+    threads = experts * -(-rows // rows_of_a_thread(rank)) * groups
     base = _readable(base)
     return (
         -(-threads // THREADS),
@@ -124,15 +127,22 @@ def _readable(tensor: Tensor) -> Tensor:
 
 
 @functools.cache
-def _kernel(is_packed: bool, architecture: str) -> nvrtc.Kernel:
-    """Compile and load the kernel for one kind of base."""
-    cubin = nvrtc.compile_cubin(SOURCE, macros(is_packed), architecture)
+def _kernel(packed: int, rows: int, architecture: str) -> nvrtc.Kernel:
+    """Compile and load the kernel with these macros."""
+    cubin = nvrtc.compile_cubin(SOURCE, {"PACKED": packed, "ROWS": rows}, architecture)
     return nvrtc.Kernel(cubin, "merge_adapters", shared_bytes=0)
 
 
-def macros(is_packed: bool) -> dict[str, int]:
+def macros(*, is_packed: bool, rank: int) -> dict[str, int]:
     """Return what the source is compiled with."""
-    return {"PACKED": int(is_packed), "ROWS": ROWS}
+    return {"PACKED": int(is_packed), "ROWS": rows_of_a_thread(rank)}
+
+
+def rows_of_a_thread(rank: int) -> int:
+    """Return how many rows a thread takes of updates of this rank."""
+    if rank <= FEW_RANKS:
+        return ROWS_OF_FEW_RANKS
+    return ROWS
 
 
 def _check_update(a: Tensor, b: Tensor, out: Tensor) -> None:

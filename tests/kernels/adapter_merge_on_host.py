@@ -22,15 +22,18 @@ extern "C" void merge_on_host(int blocks, int threads, const void* base, const u
 """
 
 
-def build(directory: Path, is_packed: bool) -> ctypes.CDLL:
-    """Compile the kernel for this machine."""
-    program = directory / f"on_host_{int(is_packed)}.cpp"
+def build(directory: Path, *, is_packed: bool, rank: int) -> ctypes.CDLL:
+    """Compile the kernel for this machine, as a GPU gets it for updates of this rank."""
+    macros = adapter_merge.macros(is_packed=is_packed, rank=rank)
+    program = directory / f"on_host_{macros['PACKED']}_{macros['ROWS']}.cpp"
     header = Path(__file__).with_name("cuda_on_host.h")
     program.write_text(
         f'#include "{header}"\n#include "{adapter_merge.SOURCE}"\n{CALL_EVERY_THREAD}'
     )
     library = program.with_suffix(".so")
-    defines = [f"-D{name}={value}" for name, value in adapter_merge.macros(is_packed).items()]
+    if library.exists():
+        return ctypes.CDLL(str(library))
+    defines = [f"-D{name}={value}" for name, value in macros.items()]
     flags = ["-O2", "-ffp-contract=off", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
     subprocess.run(["c++", *flags, *defines, str(program), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import shutil
 from pathlib import Path
 
@@ -21,12 +20,11 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def on_host(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, ctypes.CDLL]:
-    """The kernel compiled for this machine, by whether its base is packed."""
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where kernels that are compiled for this machine lie."""
     if shutil.which("c++") is None:
         pytest.skip("no C++ compiler")
-    directory = tmp_path_factory.mktemp("adapter_merge")
-    return {is_packed: build(directory, is_packed) for is_packed in (True, False)}
+    return tmp_path_factory.mktemp("adapter_merge")
 
 
 @pytest.mark.parametrize("is_packed", [True, False])
@@ -37,26 +35,22 @@ def on_host(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, ctypes.CDLL]
     [(2, 41, 160, 3), (1, 5, 32, 0), (1, 33, 64, 8), (3, 16, 96, 17), (1, 640, 2880, 8)],
 )
 def test_on_a_cpu_the_kernels_source_gives_the_bits_of_the_sum_in_torch(
-    on_host: dict[bool, ctypes.CDLL],
-    experts: int,
-    rows: int,
-    columns: int,
-    rank: int,
-    is_packed: bool,
+    libraries: Path, experts: int, rows: int, columns: int, rank: int, is_packed: bool
 ) -> None:
     case = packed_case(experts=experts, rows=rows, columns=columns, rank=rank)
     weight = mxfp4.dequantize(case.blocks, case.scales)
     expected = merge(weight, case.a, case.b, case.scale)
 
+    kernel = build(libraries, is_packed=is_packed, rank=rank)
     out = torch.full_like(expected, torch.nan)
     if is_packed:
-        run(on_host[True], case.blocks, case.scales, case.a, case.b, case.scale, out)
+        run(kernel, case.blocks, case.scales, case.a, case.b, case.scale, out)
     else:
-        run(on_host[False], weight, None, case.a, case.b, case.scale, out)
+        run(kernel, weight, None, case.a, case.b, case.scale, out)
     assert torch.equal(bits(out), bits(expected))
 
 
-def test_every_code_with_every_scale_is_decoded(on_host: dict[bool, ctypes.CDLL]) -> None:
+def test_every_code_with_every_scale_is_decoded(libraries: Path) -> None:
     # 255 stands for no finite number
     scales = torch.arange(255, dtype=torch.uint8)[:, None]
     codes = torch.arange(16, dtype=torch.uint8)
@@ -66,17 +60,20 @@ def test_every_code_with_every_scale_is_decoded(on_host: dict[bool, ctypes.CDLL]
     out = torch.full_like(expected, torch.nan)
     no_a = torch.empty(0, 32, dtype=torch.bfloat16)
     no_b = torch.empty(255, 0, dtype=torch.bfloat16)
-    run(on_host[True], blocks, scales, no_a, no_b, 1.0, out)
+    kernel = build(libraries, is_packed=True, rank=0)
+    run(kernel, blocks, scales, no_a, no_b, 1.0, out)
     assert torch.equal(bits(out), bits(expected))
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="torch without CUDA has no NVRTC")
 @pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("rank", [8, 32])
 def test_the_kernel_compiles_for_a_gpu(
-    is_packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rank: int, is_packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GPTOSS_KERNELS_CACHE", str(tmp_path))
-    cubin = compile_cubin(adapter_merge.SOURCE, adapter_merge.macros(is_packed), "sm_90a")
+    macros = adapter_merge.macros(is_packed=is_packed, rank=rank)
+    cubin = compile_cubin(adapter_merge.SOURCE, macros, "sm_90a")
     assert cubin[:4] == b"\x7fELF" and b"merge_adapters" in cubin
 
 
