@@ -10,7 +10,7 @@ from torch import Tensor
 from rl_loop.certify import faults
 from rl_loop.certify.certificate import Cause, CheckResult, Sight, Status
 from rl_loop.certify.diagnosis import Explanation, explain
-from rl_loop.certify.examination import TOP, Examination, gap, joined
+from rl_loop.certify.examination import TOP, Examination, Which, gap, joined
 from rl_loop.certify.faults import Fault
 from rl_loop.certify.harmony_tokens import CONVERSATION, QUOTING, describe_difference
 from rl_loop.certify.model import BEACON
@@ -264,7 +264,8 @@ def _explained(
     top: int = TOP,
 ) -> CheckResult:
     """Return the result of log-probs that are not plain scores: look, and explain what is seen."""
-    start = exam.explanation
+    # A fault of the code is there whatever the weights; one of the weights may be gone by now.
+    start = min((EXACT, exam.explanation), key=lambda variant: gap(answered, evaluate(variant)))
     expected = evaluate(start)
 
     def with_fault(fault: Fault) -> Tensor:
@@ -517,22 +518,23 @@ MOVED_TENSORS = 4
 def check_gradients(exam: Examination) -> CheckResult:
     """Compare the gradients of all tensors, sinks among them."""
     title = "sinks in the backward pass, and all other gradients"
-    ids = [text.ids for text in (*exam.texts.short, exam.texts.window[0])]
-    answered = exam.subject.gradients(ids)
-    expected = exam.exact.gradients(ids, exam.explanation)
+    texts = [*exam.texts.short, exam.texts.window[0]]
+    answered = exam.subject.gradients([text.ids for text in texts])
+    expected = exam.gradients(texts, exam.explanation)
     missing = sorted(set(expected) - set(answered))
     if missing:
         summary = f"{len(missing)} tensors have no gradient, such as {missing[0]}"
         cause = _missing_gradients(missing)
         return CheckResult("gradients", title, Status.FAILED, summary, cause)
 
-    own_error = _relative(exam.rounded.gradients(ids, EXACT), exam.exact.gradients(ids, EXACT))
+    rounded = exam.gradients(texts, EXACT, "rounded")
+    own_error = _relative(rounded, exam.gradients(texts, EXACT))
     errors = _relative(answered, expected)
     known = (*faults.SINK_GRADIENTS, *faults.OTHER_GRADIENTS)
     with_fault = {}
     sights = []
     for fault in known:
-        with_fault[fault] = exam.exact.gradients(ids, combined(exam.explanation, fault.variant))
+        with_fault[fault] = exam.gradients(texts, combined(exam.explanation, fault.variant))
         moved = _relative(with_fault[fault], expected)
         names = sorted(moved, key=lambda name: -moved[name])[:MOVED_TENSORS]
         limit = max(_gradient_limit(exam, own_error[name]) for name in names)
@@ -620,20 +622,18 @@ def check_update(exam: Examination) -> CheckResult:
     exam.subject.update(exam.first_directory)
     again = checked_scores(exam.subject, exam.subject.score(ids), ids)
 
-    tensors = exam.second.tensors
-    exact = Reference(exam.weights.config, tensors, exam.weights.tensors)
-    rounded = Reference(exam.weights.config, tensors, dtype=exam.rounded.dtype)
-
-    def evaluate(variant: Variant, reference: Reference = exact) -> Tensor:
-        return torch.cat([reference.evaluate(text, variant).log_probs for text in ids])
+    def evaluate(variant: Variant, which: Which = "updated") -> Tensor:
+        return exam.expected(texts, variant, which)
 
     candidates = faults.update_faults(exam.weights.config)
-    noise = (evaluate(EXACT, rounded) - evaluate(EXACT)).abs()
+    noise = (evaluate(EXACT, "updated_rounded") - evaluate(EXACT)).abs()
     result = _explained(
         exam, "update", title, updated, evaluate, candidates, noise, _sample(candidates)
     )
 
-    back = gap(joined([scored.log_probs for scored in again]), before)
+    # What was wrong with the weights at the beginning may have been mended on the way.
+    returned = joined([scored.log_probs for scored in again])
+    back = min(gap(returned, before), gap(returned, exam.expected(texts, EXACT)))
     summary = f"{result.summary}; back at the first weights tokens differ by {back:.1e} nats"
     result = replace(result, summary=summary)
     if result.status is Status.PASSED and back > exam.mean_limit(noise):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -33,6 +34,22 @@ LARGEST_GAP = 1.0
 """Nats that one token counts at most when explanations are compared."""
 
 
+Which = Literal["exact", "rounded", "updated", "updated_rounded"]
+"""One of the references of an examination."""
+
+
+@dataclass
+class Memory:
+    """What references have computed."""
+
+    evaluated: dict[tuple[Which, tuple[int, ...], Variant], Evaluated] = field(
+        default_factory=dict
+    )
+    gradients: dict[tuple[Which, tuple[tuple[int, ...], ...], Variant], dict[str, Tensor]] = field(
+        default_factory=dict
+    )
+
+
 @dataclass
 class Examination:
     """All that the checks share."""
@@ -48,7 +65,7 @@ class Examination:
     """The faults that were found, as one variant: later checks compare with that, so that one
     fault is not reported as another."""
     found: list[Fault] = field(default_factory=list)
-    _evaluated: dict[tuple[str, tuple[int, ...], Variant], Evaluated] = field(default_factory=dict)
+    memory: Memory = field(default_factory=Memory)
     _scored: dict[tuple[int, ...], Scored] = field(default_factory=dict)
 
     @cached_property
@@ -61,6 +78,19 @@ class Examination:
         """The definition in the subject's precision."""
         dtype = DTYPES[self.precision]
         return Reference(self.weights.config, self.weights.tensors, dtype=dtype)
+
+    @cached_property
+    def updated(self) -> Reference:
+        """The definition in fp64 with the second weights; it knows the first ones, too."""
+        assert self.second is not None
+        return Reference(self.weights.config, self.second.tensors, self.weights.tensors)
+
+    @cached_property
+    def updated_rounded(self) -> Reference:
+        """The same in the subject's precision."""
+        assert self.second is not None
+        dtype = DTYPES[self.precision]
+        return Reference(self.weights.config, self.second.tensors, dtype=dtype)
 
     @property
     def first_directory(self) -> Path:
@@ -79,27 +109,39 @@ class Examination:
         """Return the subject's log-probs of texts, joined, fp64."""
         return joined([scored.log_probs for scored in self.scored(texts)])
 
-    def evaluated(self, text: Text, variant: Variant = EXACT) -> Evaluated:
-        """Return what the exact reference computes."""
-        return self._remembered("exact", text, variant)
+    def evaluated(self, text: Text, variant: Variant = EXACT, which: Which = "exact") -> Evaluated:
+        """Return what one of the references computes; it does so once."""
+        key = (which, text.ids, variant)
+        if key not in self.memory.evaluated:
+            reference: Reference = getattr(self, which)
+            self.memory.evaluated[key] = reference.evaluate(text.ids, variant)
+        return self.memory.evaluated[key]
 
-    def expected(self, texts: Sequence[Text], variant: Variant | None = None) -> Tensor:
-        """Return the reference's log-probs of texts, joined, with the faults that were found
+    def expected(
+        self,
+        texts: Sequence[Text],
+        variant: Variant | None = None,
+        which: Which = "exact",
+    ) -> Tensor:
+        """Return a reference's log-probs of texts, joined, with the faults that were found
         unless others are given."""
         chosen = self.explanation if variant is None else variant
-        return torch.cat([self.evaluated(text, chosen).log_probs for text in texts])
+        return torch.cat([self.evaluated(text, chosen, which).log_probs for text in texts])
 
     def noise(self, texts: Sequence[Text]) -> Tensor:
         """Return the error of the reference in the subject's precision, per token."""
-        rounded = [self._remembered("rounded", text, EXACT).log_probs for text in texts]
-        return (torch.cat(rounded) - self.expected(texts, EXACT)).abs()
+        return (self.expected(texts, EXACT, "rounded") - self.expected(texts, EXACT)).abs()
 
-    def _remembered(self, which: str, text: Text, variant: Variant) -> Evaluated:
-        key = (which, text.ids, variant)
-        if key not in self._evaluated:
-            reference = self.exact if which == "exact" else self.rounded
-            self._evaluated[key] = reference.evaluate(text.ids, variant)
-        return self._evaluated[key]
+    def gradients(
+        self, texts: Sequence[Text], variant: Variant, which: Which = "exact"
+    ) -> dict[str, Tensor]:
+        """Return a reference's gradients, by name; they are computed once."""
+        key = (which, tuple(text.ids for text in texts), variant)
+        if key not in self.memory.gradients:
+            reference: Reference = getattr(self, which)
+            computed = reference.gradients([text.ids for text in texts], variant)
+            self.memory.gradients[key] = computed
+        return self.memory.gradients[key]
 
     def limit(self, noise: Tensor, tokens: Tensor | None = None) -> float:
         """Return what the median gap may be, overall or on some of the tokens."""

@@ -10,6 +10,7 @@ import math
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -92,6 +93,7 @@ class Weights:
     directory: Path
 
 
+@cache
 def vocabulary() -> TinyVocabulary:
     """Make the vocabulary of the certificate's own models."""
     return TinyVocabulary(SIZES["tiny"].vocab_size, CONVERSATION_TEXT)

@@ -303,8 +303,25 @@ class _Pass:
         scores = torch.einsum("qhd,khd->hqk", query[rows], key[keys])
         scores = scores * self.config.head_size**-0.5
         scores = scores.masked_fill(~self._visible(rows, keys, windowed), -torch.inf)
-        probabilities = _with_sinks(scores, sinks, self.variant.sinks)
-        return torch.einsum("hqk,khd->qhd", probabilities, value[keys])
+        return self._weighted(scores, sinks, value[keys])
+
+    def _weighted(self, scores: Tensor, sinks: Tensor, value: Tensor) -> Tensor:
+        """Average values [keys, heads, head_size] by scores [heads, queries, keys] beside the
+        sinks [heads]; [queries, heads, head_size]."""
+        how = self.variant.sinks
+        if how == "absent":
+            return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+
+        # A sink takes part in the softmax like the score of one more key, which has no value.
+        if how == "no gradient":
+            sinks = sinks.detach()
+        column = sinks[:, None, None].expand(-1, scores.shape[1], 1)
+        probabilities = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
+        exact = torch.einsum("hqk,khd->qhd", probabilities, value)
+        if how == "absent in the backward pass":
+            without = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+            return without + (exact - without).detach()
+        return exact
 
     def _visible(self, rows: slice, keys: slice, windowed: bool) -> Tensor:
         """bool [block, keys]: which keys a query sees."""
@@ -418,21 +435,6 @@ def rotary_frequencies(config: GptOssModelConfig, variant: Variant) -> tuple[Ten
     if variant.yarn == "no concentration":
         concentration = 1.0
     return frequencies, concentration
-
-
-def _with_sinks(scores: Tensor, sinks: Tensor, how: str) -> Tensor:
-    """Compute the probabilities of scores [heads, queries, keys] beside sinks [heads]."""
-    if how == "absent":
-        return scores.softmax(-1)
-    if how == "no gradient":
-        sinks = sinks.detach()
-
-    column = sinks[:, None, None].expand(-1, scores.shape[1], 1)
-    exact = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
-    if how == "absent in the backward pass":
-        without = scores.softmax(-1)
-        return without + (exact - without).detach()
-    return exact
 
 
 def _halves(x: Tensor, variant: Variant, what: Which) -> tuple[Tensor, Tensor]:

@@ -81,7 +81,7 @@ def certify(
 
     first, second = open_weights(options.weights)
     vocabulary = vocabulary_of(first.directory, first.config.vocab_size)
-    texts = Texts(first.config, _special_ids(vocabulary, first.config))
+    texts = Texts(first.config, special_ids(vocabulary, first.config))
     check_reference(first, texts)
     with closing(open_subject(options, first)) as subject:
         exam = Examination(subject, first, second, options.precision, texts, vocabulary)
@@ -199,7 +199,7 @@ def check_reference(weights: Weights, texts: Texts) -> None:
         )
 
 
-def _special_ids(vocabulary: Vocabulary | None, config: GptOssModelConfig) -> tuple[int, ...]:
+def special_ids(vocabulary: Vocabulary | None, config: GptOssModelConfig) -> tuple[int, ...]:
     """Return the ids of Harmony's special tokens that the model has."""
     if vocabulary is None:
         return ()
