@@ -9,6 +9,7 @@ import hashlib
 import math
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -128,6 +129,17 @@ def prepare(directory: Path, size: Size, precision: Precision, seed: int = 0) ->
         tensors = designed_weights(config, 2 * seed + number)
         stored = ((key, tensor.to(DTYPES[precision])) for key, tensor in tensors)
         write_hf_directory(directory / name, config, stored, tokenizer_files=files)
+
+
+@contextmanager
+def prepared(directory: Path | None, size: Size, precision: Precision) -> Iterator[Path]:
+    """Yield ``directory``, or without one a temporary directory with weights that are made."""
+    if directory is not None:
+        yield directory
+        return
+    with tempfile.TemporaryDirectory(prefix="gptoss-certify-") as made:
+        prepare(Path(made), size, precision)
+        yield Path(made)
 
 
 def read_weights(directory: Path) -> Weights:

@@ -125,6 +125,29 @@ def _title(name: str) -> str:
     return (CHECKS[name].__doc__ or name).split(".")[0]
 
 
+def check_subject_name(subject: str, has_weights: bool) -> None:
+    """Check what can be checked of a subject's name before anything is made.
+
+    Raises CertifyError.
+    """
+    if _is_url(subject):
+        if not has_weights:
+            raise CertifyError(
+                f"{subject}: say with --weights what the server was started with; "
+                "`gptoss certify prepare DIR` makes it"
+            )
+        return
+    if subject not in FACTORIES and ":" not in subject:
+        known = ", ".join(FACTORIES)
+        raise CertifyError(
+            f"there is no subject {subject!r}; known: {known}; or give MODULE:FUNCTION or a URL"
+        )
+
+
+def _is_url(subject: str) -> bool:
+    return subject.startswith(("http://", "https://"))
+
+
 def open_weights(directory: Path) -> tuple[Weights, Weights | None]:
     """Read what ``prepare`` wrote, or one Hugging Face directory, which has no second set."""
     has_two = (directory / FIRST).is_dir()
@@ -144,7 +167,7 @@ def open_weights(directory: Path) -> tuple[Weights, Weights | None]:
 def open_subject(options: CertifyOptions, weights: Weights) -> Subject:
     """Make the subject that ``options`` name."""
     name = options.subject
-    if name.startswith(("http://", "https://")):
+    if _is_url(name):
         # Imported here: whoever certifies a trainer needs no HTTP client, and the other way round.
         if name.rstrip("/").endswith("/v1"):
             from rl_loop.certify.subjects.completions_server import CompletionsServer
@@ -154,10 +177,11 @@ def open_subject(options: CertifyOptions, weights: Weights) -> Subject:
 
         return SglangServer(name, weights.config, options.deterministic)
 
+    check_subject_name(name, has_weights=True)
     try:
         factory = FACTORIES.resolve(name)
     except ValueError as error:
-        raise CertifyError(f"{error}, or the URL of a server") from error
+        raise CertifyError(str(error)) from error
     subject = factory(weights.directory, options.precision)
     if not isinstance(subject, Subject):
         raise CertifyError(

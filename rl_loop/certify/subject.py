@@ -8,6 +8,7 @@ from typing import NoReturn
 import numpy as np
 import torch
 
+from megatron_gptoss.user_error import UserError
 from rl_loop.certify.harmony_tokens import HarmonyMessage
 
 
@@ -15,7 +16,7 @@ class NotOffered(NotImplementedError):
     """The subject has no such thing; the checks that need it are skipped and say so."""
 
 
-class SubjectFailed(RuntimeError):
+class SubjectFailed(UserError, RuntimeError):
     """The subject did not answer, or answered what cannot be an answer."""
 
 

@@ -19,11 +19,15 @@ class CompletionsServer(Subject):
         self._url = url.rstrip("/")
         self.name = f"the server at {self._url}"
         self._runner = asyncio.Runner()
-        models = self._runner.run(self._call("GET", "/models", None))
         try:
+            models = self._runner.run(self._call("GET", "/models", None))
             self._model = models["data"][0]["id"]
         except (LookupError, TypeError) as error:
-            raise SubjectFailed(f"{self._url}/models names no model: {models}") from error
+            self.close()
+            raise SubjectFailed(f"{self._url}/models names no model: {error!r}") from error
+        except SubjectFailed:
+            self.close()
+            raise
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=300)

@@ -30,7 +30,11 @@ class SglangServer(Subject):
         self._client = SglangClient(self._url)
         self._slots = asyncio.Semaphore(TOGETHER)
         self.is_deterministic = deterministic
-        info = self._run(self._client.call("/server_info"))
+        try:
+            info = self._run(self._client.call("/server_info"))
+        except SubjectFailed:
+            self.close()
+            raise
         settings = [str(info.get(key, "?")) for key in ("version", "attention_backend")]
         self._returns_routes = bool(info.get("enable_return_routed_experts", False))
         self.name = f"SGLang {' '.join(settings)} at {self._url}"
@@ -40,6 +44,8 @@ class SglangServer(Subject):
             return self._runner.run(calls)
         except (ServerFailed, RequestRejected) as error:
             raise SubjectFailed(str(error)) from error
+        except (LookupError, TypeError, ValueError) as error:
+            raise SubjectFailed(f"{self._url} answers otherwise than SGLang: {error!r}") from error
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
         """Score prompts, past the prefix cache; routes come if the server was started with them."""
@@ -86,9 +92,14 @@ class SglangServer(Subject):
             },
             "return_logprob": True,
         }
-        answer = self._run(self._client.call("/generate", body))
-        entries = answer["meta_info"]["output_token_logprobs"]
+        entries = self._run(self._entries(body, "output_token_logprobs"))
         return Generated([entry[1] for entry in entries], [float(entry[0]) for entry in entries])
+
+    async def _entries(self, body: dict[str, Any], kind: str) -> list[Any]:
+        """Return [log-prob, token id, text] of every token of an answer."""
+        answer = await self._client.call("/generate", body)
+        entries: list[Any] = answer["meta_info"][kind]
+        return entries
 
     def tokenize(self, text: str) -> list[int]:
         """Send text instead of ids, and read the ids that are scored."""
@@ -99,11 +110,11 @@ class SglangServer(Subject):
             "logprob_start_len": 0,
         }
         try:
-            answer = self._runner.run(self._client.call("/generate", body))
-        except (RequestRejected, ServerFailed) as error:
+            entries = self._run(self._entries(body, "input_token_logprobs"))
+        except SubjectFailed as error:
             # As with --skip-tokenizer-init.
             raise NotOffered(f"{self.name} takes no text: {error}") from error
-        return [entry[1] for entry in answer["meta_info"]["input_token_logprobs"]]
+        return [entry[1] for entry in entries]
 
     def update(self, directory: Path) -> None:
         """Let the server read another directory, which it must be able to see."""
