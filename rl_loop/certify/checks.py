@@ -42,7 +42,9 @@ def check_agreement(exam: Examination) -> CheckResult:
     apart = [group for group in groups if not _agrees(exam, group, EXACT)]
     if not apart:
         mean = gap(answered, exam.expected(texts, EXACT))
-        summary = f"{len(gaps)} tokens differ by {mean:.1e} nats on average, {gaps.max():.1e} at most"
+        summary = (
+            f"{len(gaps)} tokens differ by {mean:.1e} nats on average, {gaps.max():.1e} at most"
+        )
         return CheckResult("agreement", title, Status.PASSED, summary, table=table)
 
     explanation = _explain_scores(exam)

@@ -42,9 +42,7 @@ Which = Literal["exact", "rounded", "updated", "updated_rounded"]
 class Memory:
     """What references have computed."""
 
-    evaluated: dict[tuple[Which, tuple[int, ...], Variant], Evaluated] = field(
-        default_factory=dict
-    )
+    evaluated: dict[tuple[Which, tuple[int, ...], Variant], Evaluated] = field(default_factory=dict)
     gradients: dict[tuple[Which, tuple[tuple[int, ...], ...], Variant], dict[str, Tensor]] = field(
         default_factory=dict
     )

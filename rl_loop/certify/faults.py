@@ -18,15 +18,11 @@ class Fault:
 
 
 WINDOW = (
-    Fault(
-        "one key too few in the window",
-        Variant(window_offset=-1),
-        "the window counted without the token itself: ml-explore/mlx-lm#390",
-    ),
+    Fault("one key too few in the window", Variant(window_offset=-1)),
     Fault(
         "one key too many in the window",
         Variant(window_offset=1),
-        "NVIDIA/Megatron-LM#2771, NVIDIA-NeMo/Megatron-Bridge#2656",
+        "NVIDIA/Megatron-LM#2771, NVIDIA-NeMo/Megatron-Bridge#2656, ml-explore/mlx-lm#390",
     ),
     Fault(
         "no layer has a window",
@@ -102,7 +98,7 @@ ACTIVATION = (
     Fault(
         "the clamp comes before the bias",
         Variant(clamp="before bias"),
-        "the order is a known trap: tenstorrent/tt-metal#49619, PaddlePaddle/PaddleFleet#1073",
+        "the order that tenstorrent/tt-metal#49619 spells out",
     ),
     Fault("the 1 that is added to up is missing", Variant(up_offset=0.0)),
     Fault("the gate's slope is 1 (SiLU) and not 1.702", Variant(slope=1.0)),
@@ -131,7 +127,7 @@ BIASES = (
     Fault(
         "the experts' biases are absent",
         Variant(absent_biases=("gate_up_proj_bias", "down_proj_bias")),
-        "vllm-project/vllm-gaudi#1567 (a kernel without biases)",
+        "kernels of models without biases: tenstorrent/tt-metal#49619",
     ),
     Fault(
         "the biases of q, k and v are absent",
@@ -141,7 +137,7 @@ BIASES = (
     Fault(
         "biases are in bf16",
         Variant(bf16_biases=True),
-        "vllm-project/vllm#22508 (hard-coded bf16 of an expert's bias)",
+        "found in the review of vllm-project/vllm#22508",
     ),
 )
 

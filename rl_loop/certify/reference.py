@@ -95,7 +95,8 @@ class Reference:
         config: of the model.
         weights: Hugging Face tensors by name.
         before: those from before an update, for the variants that did not take it.
-        dtype: in which everything but angles is computed; angles are fp32 for any.
+        dtype: in which everything but angles is computed; angles are fp32 for any. Results are on
+            the CPU, wherever they were computed.
     """
 
     def __init__(
@@ -107,8 +108,12 @@ class Reference:
     ) -> None:
         self.config = config
         self.dtype = dtype
-        self._weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
-        self._before = {name: tensor.to(dtype) for name, tensor in (before or {}).items()}
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._weights = self._taken(weights)
+        self._before = self._taken(before or {})
+
+    def _taken(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.to(self.device, self.dtype) for name, tensor in weights.items()}
 
     @torch.no_grad()
     def evaluate(
@@ -129,8 +134,10 @@ class Reference:
             routes: int64 [n - 1, layers, top_k], to take instead of choosing experts.
             starts: where the sequences of a packed row begin.
         """
-        row = _Row(torch.tensor(text), variant, prompt_length, tuple(starts))
-        return self._run(_Pass(self, row, variant), routes)
+        with self.device:
+            row = _Row(torch.tensor(text), variant, prompt_length, tuple(starts))
+            given = None if routes is None else routes.to(self.device)
+            return self._run(_Pass(self, row, variant), given)
 
     def gradients(self, texts: Sequence[Sequence[int]], variant: Variant) -> dict[str, Tensor]:
         """Compute the gradients of the mean of -log p over all predicted tokens, by name."""
@@ -140,12 +147,14 @@ class Reference:
 
         tokens = sum(len(text) - 1 for text in texts)
         for text in texts:
-            row = _Row(torch.tensor(text), variant, None, (0,))
-            evaluated = copy._run(_Pass(copy, row, variant), None)
+            with self.device:
+                row = _Row(torch.tensor(text), variant, None, (0,))
+                evaluated = copy._run(_Pass(copy, row, variant), None)
             (-evaluated.log_probs.sum() / tokens).backward()
         gradients = {}
         for name, leaf in leaves.items():
-            gradients[name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            gradients[name] = gradient.cpu()
         return gradients
 
     def _run(self, model: "_Pass", routes: Tensor | None) -> Evaluated:
@@ -166,7 +175,9 @@ class Reference:
         log_probs = logits.log_softmax(-1)
         picked = log_probs.gather(-1, model.row.tokens[1:, None])[:, 0]
         best = log_probs.amax(-1)
-        return Evaluated(picked, best, torch.stack(chosen, 1), torch.stack(margins, 1))
+        return Evaluated(
+            picked.cpu(), best.cpu(), torch.stack(chosen, 1).cpu(), torch.stack(margins, 1).cpu()
+        )
 
 
 class _Row:
@@ -338,9 +349,7 @@ class _Pass:
 
     # -- experts ----------------------------------------------------------------------------------
 
-    def experts(
-        self, layer: int, x: Tensor, given: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def experts(self, layer: int, x: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Compute what a layer's experts add to x [n - 1, hidden].
 
         Returns:

@@ -154,7 +154,9 @@ class ConstrainAsText(TransformersModel):
     def tokenize(self, text: str) -> list[int]:
         before, after = text.split("<|constrain|>")
         letters = [
-            i for letter in ("<|", "constrain", "|>") for i in super(ConstrainAsText, self).tokenize(letter)
+            i
+            for letter in ("<|", "constrain", "|>")
+            for i in super(ConstrainAsText, self).tokenize(letter)
         ]
         return super().tokenize(before) + letters + super().tokenize(after)
 
@@ -166,7 +168,7 @@ class ShortDecodingWindow(TransformersModel):
     def generate(self, prompt: Sequence[int], max_new_tokens: int) -> Generated:
         ids: list[int] = []
         log_probs = []
-        for step in range(max_new_tokens):
+        for _ in range(max_new_tokens):
             # The last token's query is computed with the short window if it was decoded; those
             # before it as they were when it was their turn.
             tokens = torch.tensor([[*prompt, *ids]])
