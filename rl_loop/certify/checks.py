@@ -12,7 +12,12 @@ from rl_loop.certify.certificate import Cause, CheckResult, Sight, Status
 from rl_loop.certify.diagnosis import Explanation, explain
 from rl_loop.certify.examination import TOP, Examination, Which, gap, joined
 from rl_loop.certify.faults import Fault
-from rl_loop.certify.harmony_tokens import CONVERSATION, QUOTING, describe_difference
+from rl_loop.certify.harmony_tokens import (
+    CONVERSATION,
+    QUOTING,
+    HarmonyMessage,
+    describe_difference,
+)
 from rl_loop.certify.model import BEACON
 from rl_loop.certify.reference import EXACT, Reference, Variant, combined
 from rl_loop.certify.subject import NotOffered, checked_scores
@@ -48,8 +53,9 @@ def check_agreement(exam: Examination) -> CheckResult:
         return CheckResult("agreement", title, Status.PASSED, summary, table=table)
 
     explanation = _explain_scores(exam)
-    exam.explanation = explanation.variant
-    exam.found = list(explanation.faults)
+    if explanation.is_good:
+        exam.explanation = explanation.variant
+        exam.found = list(explanation.faults)
     summary = _describe(explanation)
     causes = _causes(explanation)
     return CheckResult("agreement", title, Status.FAILED, summary, causes, table=table)
@@ -116,7 +122,7 @@ def _strict_limit(exam: Examination, texts: Sequence[Text]) -> float:
 def _describe(explanation: Explanation) -> str:
     """Say in a sentence what explains how much."""
     distance = f"tokens differ by {explanation.before:.1e} nats on average"
-    if not explanation.faults:
+    if not explanation.faults or not explanation.is_good:
         return f"{distance}, and no known fault explains it"
     names = " and ".join(fault.name for fault in explanation.faults)
     if explanation.is_complete:
@@ -128,6 +134,8 @@ def _describe(explanation: Explanation) -> str:
 
 
 def _causes(explanation: Explanation) -> tuple[Cause, ...]:
+    if not explanation.is_good:
+        return ()
     return tuple(Cause(fault.name, fault.source) for fault in explanation.faults)
 
 
@@ -329,11 +337,11 @@ def _route_causes(
     expected = [exam.evaluated(text, exam.explanation).routes.numpy() for text in texts]
 
     def share(change: Callable[[np.ndarray], np.ndarray]) -> float:
-        pairs = zip(returned, expected, strict=True)
-        same = [
-            (np.sort(change(a), -1) == np.sort(change(b) * 0 + b, -1)).all(-1).mean()
-            for a, b in pairs
-        ]
+        """Return how many routes are right once they are changed so."""
+        same = []
+        for answered, wanted in zip(returned, expected, strict=True):
+            is_equal = np.sort(change(answered), -1) == np.sort(wanted, -1)
+            same.append(is_equal.all(-1).mean())
         return float(np.mean(same))
 
     if share(lambda routes: np.roll(routes, 1, axis=0)) > 0.8:
@@ -388,7 +396,7 @@ def check_harmony(exam: Examination) -> CheckResult:
 
     done = []
     wrong = []
-    attempts: list[tuple[str, Callable[[], list[int]], tuple[object, ...]]] = [
+    attempts: list[tuple[str, Callable[[], list[int]], tuple[HarmonyMessage, ...]]] = [
         ("a tool call", lambda: exam.subject.render(CONVERSATION), CONVERSATION),
         ("a tool that quotes", lambda: exam.subject.render(QUOTING), QUOTING),
         (
@@ -403,7 +411,7 @@ def check_harmony(exam: Examination) -> CheckResult:
         except NotOffered:
             continue
         done.append(name)
-        difference = describe_difference(messages, ids, exam.vocabulary)  # type: ignore[arg-type]
+        difference = describe_difference(messages, ids, exam.vocabulary)
         if difference is not None:
             wrong.append(difference)
 

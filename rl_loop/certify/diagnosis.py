@@ -14,6 +14,8 @@ MOST_FAULTS = 3
 """Of one subject."""
 WORTHWHILE = 0.6
 """A fault must bring the gap below this share of itself to count as an explanation."""
+UNEXPLAINED = 0.25
+"""Share of the gap that faults which are named may leave."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,12 @@ class Explanation:
     """Mean gap to the model with them."""
     is_complete: bool
     """Whether precision explains the rest."""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the faults may be named: they explain everything, or nearly so beside another
+        one that is not known."""
+        return self.is_complete or self.after < UNEXPLAINED * self.before
 
 
 def explain(

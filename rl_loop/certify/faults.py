@@ -50,7 +50,8 @@ SINK_GRADIENTS = (
     Fault(
         "sinks are dropped in the backward pass",
         Variant(sinks="absent in the backward pass"),
-        "verl-project/verl#3894 (a kernel without their backward pass), PrimeIntellect-ai/prime-rl#3397",
+        "kernels without their backward pass: verl-project/verl#3894, "
+        "PrimeIntellect-ai/prime-rl#3397",
     ),
 )
 

@@ -13,7 +13,7 @@ SHOWN_CHARACTERS = 300
 
 
 class CompletionsServer(Subject):
-    """The server at ``url``, which ends with ``/v1``. Updates and routes are not part of this API."""
+    """The server at ``url``, which ends with ``/v1``. This API has neither updates nor routes."""
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")

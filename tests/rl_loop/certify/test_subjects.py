@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from converters.errors import ConversionError
 from launch.cli import app
 from rl_loop.certify.certificate import Status
-from rl_loop.certify.model import SIZES, CertifyError, designed_weights
+from rl_loop.certify.harmony_tokens import QUOTING, describe_difference, expected_ids
+from rl_loop.certify.model import SIZES, CertifyError, designed_weights, vocabulary
 from rl_loop.certify.reference import Reference
 from rl_loop.certify.run import CertifyOptions, certify, check_reference, open_weights
 from rl_loop.certify.subject import Scored, Subject, SubjectFailed, checked_scores
@@ -22,6 +23,7 @@ from rl_loop.certify.subjects.completions_server import CompletionsServer
 from rl_loop.certify.subjects.sglang_server import SglangServer
 from rl_loop.certify.subjects.transformers_model import TransformersModel
 from rl_loop.certify.texts import Texts
+from rl_loop.harmony.vocabulary import harmony_encoding
 from tests.rl_loop.certify.conftest import Prepared, causes, failed
 from tests.rl_loop.certify.loopback_server import LoopbackServer, serving
 from tests.rl_loop.sglang_protocol import LocalServer
@@ -110,6 +112,20 @@ def test_a_function_by_its_name_fails_with_exit_code_1(prepared: Prepared, tmp_p
     assert done.exit_code == 1
     assert "no known fault explains it" in " ".join(done.output.split())
     assert "<script>" not in (tmp_path / "certificate.html").read_text()
+
+
+def test_quoted_special_tokens_that_become_tokens_are_named() -> None:
+    words = vocabulary()
+    text = "".join(message.text for message in QUOTING)
+    injected = words.from_harmony(harmony_encoding().encode(text, allowed_special="all"))
+    assert describe_difference(QUOTING, expected_ids(QUOTING, words), words) is None
+    difference = describe_difference(QUOTING, injected, words)
+    assert difference is not None
+    assert "in a message's content becomes the special token" in difference
+
+    ids = expected_ids(QUOTING, words)
+    ids[2], ids[3] = ids[3], ids[2]
+    assert "ids differ from position 2 on" in str(describe_difference(QUOTING, ids, words))
 
 
 # ---- what is refused
