@@ -29,13 +29,26 @@ SURE_MARGIN = {"fp32": 1e-3, "bf16": 0.5}
 ROUTES_AGREEING = 0.98
 """Share of clear choices that a subject must share."""
 
+TITLES = {
+    "agreement": "log-probs of every position and class of token",
+    "packing": "sequences in one row do not see one another",
+    "routes returned": "routed experts that come back",
+    "routes given": "routed experts that are given (routing replay)",
+    "harmony": "Harmony's special tokens",
+    "decoding": "tokens that are decoded one by one, across the window's edge",
+    "determinism": "the same numbers again, alone and among others",
+    "gradients": "sinks in the backward pass, and all other gradients",
+    "update": "an update of all weights, and back",
+}
+"""What is checked, in a few words."""
+
 
 # -- log-probs -------------------------------------------------------------------------------------
 
 
 def check_agreement(exam: Examination) -> CheckResult:
     """Compare log-probs of all texts, and find out which faults explain what differs."""
-    title = "log-probs of every position and class of token"
+    title = TITLES["agreement"]
     texts = exam.texts.all
     answered = exam.log_probs(texts)
     gaps = (answered - exam.expected(texts, EXACT)).abs()
@@ -238,7 +251,7 @@ FORWARD = (
 
 def check_packing(exam: Examination) -> CheckResult:
     """Compare sequences that lie in one row with the same ones alone."""
-    title = "sequences in one row do not see one another"
+    title = TITLES["packing"]
     texts = [*exam.texts.short, *exam.texts.window]
     ids = [text.ids for text in texts]
     scores = checked_scores(exam.subject, exam.subject.score_packed(ids), ids)
@@ -298,7 +311,7 @@ def _explained(
 
 def check_returned_routes(exam: Examination) -> CheckResult:
     """Compare the experts that the subject says it used with those that the model uses."""
-    title = "routed experts that come back"
+    title = TITLES["routes returned"]
     texts = [*exam.texts.short, *exam.texts.window]
     returned = [scored.routes for scored in exam.scored(texts)]
     if any(routes is None for routes in returned):
@@ -355,7 +368,7 @@ def _route_causes(
 
 def check_given_routes(exam: Examination) -> CheckResult:
     """Give other experts than the router would choose, and see whether they are taken."""
-    title = "routed experts that are given (routing replay)"
+    title = TITLES["routes given"]
     texts = exam.texts.short
     ids = [text.ids for text in texts]
     experts = exam.weights.config.num_experts
@@ -390,7 +403,7 @@ def check_given_routes(exam: Examination) -> CheckResult:
 
 def check_harmony(exam: Examination) -> CheckResult:
     """Compare the ids of a conversation with a tool call with those of openai-harmony."""
-    title = "Harmony's special tokens"
+    title = TITLES["harmony"]
     if exam.vocabulary is None:
         raise NotOffered(f"{exam.first_directory} has a vocabulary that is not known here")
 
@@ -430,7 +443,7 @@ def check_harmony(exam: Examination) -> CheckResult:
 
 def check_decoding(exam: Examination) -> CheckResult:
     """Let texts be continued across the window's edge, and score what came."""
-    title = "tokens that are decoded one by one, across the window's edge"
+    title = TITLES["decoding"]
     texts = []
     answered = []
     for prompt in exam.texts.prompts:
@@ -485,7 +498,7 @@ def _greedy_result(
 
 def check_determinism(exam: Examination) -> CheckResult:
     """Score the same texts again, one by one and among others."""
-    title = "the same numbers again, alone and among others"
+    title = TITLES["determinism"]
     texts = [*exam.texts.short, *exam.texts.window]
     ids = [text.ids for text in texts]
     first = exam.log_probs(texts)
@@ -527,7 +540,7 @@ MOVED_TENSORS = 4
 
 def check_gradients(exam: Examination) -> CheckResult:
     """Compare the gradients of all tensors, sinks among them."""
-    title = "sinks in the backward pass, and all other gradients"
+    title = TITLES["gradients"]
     texts = [*exam.texts.short, exam.texts.window[0]]
     answered = exam.subject.gradients([text.ids for text in texts])
     expected = exam.gradients(texts, exam.explanation)
@@ -619,7 +632,7 @@ def _gradient_table(
 
 def check_update(exam: Examination) -> CheckResult:
     """Give the subject the second set of weights, look whether it has all of it, and go back."""
-    title = "an update of all weights, and back"
+    title = TITLES["update"]
     if exam.second is None:
         raise NotOffered("there is no second set of weights")
     texts = [*exam.texts.short, exam.texts.window[0]]
@@ -679,3 +692,4 @@ CHECKS: dict[str, Callable[[Examination], CheckResult]] = {
     "update": check_update,
 }
 """In their order: the first one finds the faults that the others are told of."""
+TITLES |= {check.name: check.title for check in FORWARD}

@@ -12,7 +12,7 @@ import torch
 
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.certify.certificate import Certificate, CheckResult, Status
-from rl_loop.certify.checks import CHECKS
+from rl_loop.certify.checks import CHECKS, TITLES
 from rl_loop.certify.examination import Examination
 from rl_loop.certify.model import (
     FIRST,
@@ -111,18 +111,13 @@ def run_checks(
         try:
             result = check(exam)
         except NotOffered as reason:
-            result = CheckResult(name, _title(name), Status.SKIPPED, str(reason))
+            result = CheckResult(name, TITLES[name], Status.SKIPPED, str(reason))
         except SubjectFailed as failure:
-            result = CheckResult(name, _title(name), Status.FAILED, str(failure))
+            result = CheckResult(name, TITLES[name], Status.FAILED, str(failure))
         result = replace(result, seconds=time.process_time() - started)
         results.append(result)
         progress(result)
     return results
-
-
-def _title(name: str) -> str:
-    """Return what a check is about where it could not say so itself."""
-    return (CHECKS[name].__doc__ or name).split(".")[0]
 
 
 def check_subject_name(subject: str, has_weights: bool) -> None:
