@@ -194,7 +194,7 @@ def check_reference(weights: Weights, texts: Texts) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config = weights.config
-    hf_config = GptOssConfig(**config.to_hf_config(), attn_implementation="eager")
+    hf_config = GptOssConfig(**config.to_hf_config())
     frequencies, scale = rotary_frequencies(config, Variant())
     their_frequencies, their_scale = ROPE_INIT_FUNCTIONS["yarn"](hf_config, torch.device("cpu"))
     is_same = torch.allclose(frequencies, their_frequencies, rtol=1e-5, atol=0)
@@ -202,6 +202,7 @@ def check_reference(weights: Weights, texts: Texts) -> None:
         raise CertifyError("the reference has other rotary frequencies than transformers")
 
     model = GptOssForCausalLM(hf_config).double().eval()
+    model.set_attn_implementation("eager")
     model.set_experts_implementation("eager")  # the default has no fp64 kernel
     model.load_state_dict({name: tensor.double() for name, tensor in weights.tensors.items()})
     text = Text("window", texts.window[0].ids[: 2 * config.sliding_window])

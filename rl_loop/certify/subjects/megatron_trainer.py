@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ class MegatronTrainer(Subject):
 
     name = "the trainer (Megatron-Core)"
 
-    def __init__(self, directory: Path, precision: Precision, **overrides: object) -> None:
+    def __init__(self, directory: Path, precision: Precision, **overrides: Any) -> None:
         """Build the model of ``directory``; ``overrides`` are those of ``build_model``."""
         self._directory = directory
         self.config = HfDirectory(directory).config
@@ -71,7 +72,9 @@ class MegatronTrainer(Subject):
             (log_probs,) = self.trainer.score([batch])
             (recorded,) = replay.recorded()
         finally:
-            self._stop_replay()
+            self.trainer.replay = None
+            for layer in replay.layers:
+                layer.router.replay = None
 
         chosen = torch.stack(recorded.layers, dim=1).cpu().numpy()
         results = []
@@ -81,12 +84,6 @@ class MegatronTrainer(Subject):
             results.append(Scored(log_probs[start:end].tolist(), chosen[start:end]))
             start = end
         return results
-
-    def _stop_replay(self) -> None:
-        self.trainer.replay = None
-        for module in self.trainer.module.modules():
-            if hasattr(module, "replay"):
-                module.replay = None
 
     def gradients(self, texts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         """Run one training step, and read Megatron's gradients instead of the weights."""
@@ -99,7 +96,7 @@ class MegatronTrainer(Subject):
         batches = [build_batch(_samples([text])) for text in texts]
         self.trainer.train_step(batches, loss, learning_rate=IDLE_RATE)
 
-        parameters = list(self.trainer.module.parameters())
+        parameters: list[Any] = list(self.trainer.module.parameters())
         weights = [parameter.data for parameter in parameters]
         for parameter in parameters:
             parameter.data = parameter.main_grad
