@@ -45,6 +45,11 @@ class TrainerProcess(TrainerWorker):
         result = getattr(self, method)(*arguments)
         return result if is_asked else None
 
+    def call_and_store(self, method: str, is_asked: bool) -> tuple[None, Any]:
+        """Call a method and return two things, of which Ray makes objects: the first says that it
+        has ended, the second is its result."""
+        return None, self.call(method, is_asked)
+
 
 class RayRanks:
     """One process for each rank, on this machine or where ``gptoss launch`` planned it."""
@@ -101,6 +106,20 @@ class RayRanks:
             ]
         results = self._join(calls)
         return [results[rank] for rank in asked]
+
+    def call_and_store(self, method: str) -> Any:
+        """Call a method on every rank, and return the reference to rank 0's result. It stays in
+        the store, where other processes read it; it does not pass through this one."""
+        ended = []
+        results = []
+        with self._asking:
+            for rank, actor in enumerate(self.actors):
+                call = actor.call_and_store.options(num_returns=2)
+                has_ended, result = call.remote(method, rank == 0)
+                ended.append(has_ended)
+                results.append(result)
+        self._join(ended)
+        return results[0]
 
     def close(self) -> None:
         for actor in self.actors:

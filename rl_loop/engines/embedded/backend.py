@@ -19,6 +19,9 @@ class EmbeddedBackend(RolloutBackend):
 
     settings: EmbeddedConfig
 
+    # An engine scores a text by itself, between two steps of its batch.
+    scores_beside_rollouts = True
+
     def engine_factory(self) -> EngineFactory:
         return partial(
             build_engine,
