@@ -58,8 +58,9 @@ class LocalRank:
         result = getattr(self._worker, method)(*arguments[0])
         return [result for _ in asked]
 
-    def call_and_store(self, method: str) -> Any:
-        return getattr(self._worker, method)()
+    def call_and_store(self, method: str) -> Callable[[], Any]:
+        result = getattr(self._worker, method)()
+        return lambda: result
 
     def close(self) -> None:
         distributed.shutdown()
@@ -105,6 +106,8 @@ class LocalRollouts:
             source = self.alter_weights(source, version)
         weights = source.packed_weights() if self._is_quantized else source.weights()
         self._do(self._worker.sync_weights(TensorBytes.of(weights), version))
+
+    def prepare_sync(self, source: WeightSource) -> None: ...
 
     def packed_digests(self) -> list[Digests]:
         return [self._do(self._worker.packed_digests())]

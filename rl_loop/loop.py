@@ -66,6 +66,8 @@ class Rollouts(Protocol):
 
     def sync_weights(self, source: WeightSource, version: int) -> None: ...
 
+    def prepare_sync(self, source: WeightSource) -> None: ...
+
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]: ...
 
     def packed_digests(self) -> list[Digests]: ...
@@ -338,7 +340,9 @@ class RlLoop:
         """Train on the samples. Engines that restart meanwhile wait for the
         weights that come of it."""
         with self.rollouts.updating_weights(step + 1):
-            return self.trainer.rl_step(samples, step)
+            updates = self.trainer.rl_step(samples, step)
+        self.rollouts.prepare_sync(self.trainer)
+        return updates
 
     def record(
         self,

@@ -5,7 +5,7 @@ tensor it pickles as torch does, with a file in memory for each, and every array
 a millisecond. So all tensors of a model are one array: a hundred small ones would otherwise take
 longer than the forward pass that they are for."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -77,9 +77,15 @@ class StoredTensors(Mapping[str, torch.Tensor]):
     """Tensors by name that stay where other processes read them. They come into this one when it
     looks at the first."""
 
-    def __init__(self, stored: Any) -> None:
-        """``stored``: TensorBytes, or the ``ray.ObjectRef`` of such."""
-        self.stored = stored
+    def __init__(self, store: Callable[[], Any]) -> None:
+        """``store`` returns TensorBytes, or the ``ray.ObjectRef`` of such, as soon as they are
+        there. It is called once, and raises what has kept them from it."""
+        self._store = store
+
+    @cached_property
+    def stored(self) -> Any:
+        """What stands for the tensors where other processes read them."""
+        return self._store()
 
     @cached_property
     def _tensors(self) -> dict[str, torch.Tensor]:

@@ -253,6 +253,11 @@ class RolloutBackend(ABC):
         ``source`` keeps these weights until the next call, or until ``updating_weights``: engines
         that were restarted ask for them again."""
 
+    def prepare_sync(self, source: WeightSource) -> None:
+        """Begin what takes time before the next ``sync_weights`` from the same source, and return
+        at once. Called when it has new weights."""
+        return None
+
     @abstractmethod
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         """Return the log-probs of ``token_ids[1:]``, in nats, from every engine that serves."""

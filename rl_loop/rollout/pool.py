@@ -334,6 +334,14 @@ class RolloutPool:
             self.backend.sync_weights(source, version)
             self._may_heal = True
 
+    def prepare_sync(self, source: WeightSource) -> None:
+        """Begin the next ``sync_weights`` from the same source, which has new weights now, as far
+        as that needs no engine."""
+        # What alters weights has to see them.
+        if self._alter_weights is None:
+            with self._using_backend:
+                self.backend.prepare_sync(source)
+
     def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Give the engines in the workers these weights. Backends call it."""
         if isinstance(weights, StoredTensors):

@@ -1,7 +1,7 @@
 """The trainer's ranks as one object: what is asked of all of them, and how samples and answers are
 shared out."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Protocol
 
@@ -31,7 +31,7 @@ class Ranks(Protocol):
         self, method: str, arguments: Sequence[tuple[Any, ...]], asked: Sequence[int]
     ) -> list[Any]: ...
 
-    def call_and_store(self, method: str) -> Any: ...
+    def call_and_store(self, method: str) -> Callable[[], Any]: ...
 
     def close(self) -> None: ...
 

@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any
 
@@ -107,9 +107,10 @@ class RayRanks:
         results = self._join(calls)
         return [results[rank] for rank in asked]
 
-    def call_and_store(self, method: str) -> Any:
-        """Call a method on every rank, and return the reference to rank 0's result. It stays in
-        the store, where other processes read it; it does not pass through this one."""
+    def call_and_store(self, method: str) -> Callable[[], Any]:
+        """Begin to call a method on every rank. What is returned waits for them, and returns the
+        reference to rank 0's result: it stays in the store, where other processes read it, and
+        does not pass through this one."""
         ended = []
         results = []
         with self._asking:
@@ -118,8 +119,12 @@ class RayRanks:
                 has_ended, result = call.remote(method, rank == 0)
                 ended.append(has_ended)
                 results.append(result)
-        self._join(ended)
-        return results[0]
+
+        def stored() -> Any:
+            self._join(ended)
+            return results[0]
+
+        return stored
 
     def close(self) -> None:
         for actor in self.actors:

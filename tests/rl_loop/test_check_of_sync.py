@@ -56,6 +56,8 @@ class Rollouts:
     def sync_weights(self, source: Any, version: int) -> None:
         self.events.append("sync")
 
+    def prepare_sync(self, source: Any) -> None: ...
+
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         if self.scores_after_first_group:
             assert self.first_group.wait(WAIT), "no episode begins before the canary is compared"
