@@ -15,7 +15,7 @@ from rl_loop.ablations.engine_weights import engine_faults
 from rl_loop.agents.worker import worker_class
 from rl_loop.config.load import dump_config
 from rl_loop.config.run import RlConfig
-from rl_loop.data.tensor_bytes import to_bytes
+from rl_loop.data.tensor_bytes import TensorBytes
 from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.engines.backend import WeightSource
 from rl_loop.engines.embedded.backend import build_engine
@@ -58,6 +58,10 @@ class LocalRank:
         result = getattr(self._worker, method)(*arguments[0])
         return [result for _ in asked]
 
+    def call_and_store(self, method: str) -> Callable[[], Any]:
+        result = getattr(self._worker, method)()
+        return lambda: result
+
     def close(self) -> None:
         distributed.shutdown()
 
@@ -72,6 +76,9 @@ def local_trainer(settings: TrainerSettings) -> TrainerGroup:
 class LocalRollouts:
     """What ``RlLoop`` wants of a RolloutPool, of one worker in this process; around ``engine`` if
     there is one. Episodes run on a thread of their own."""
+
+    # Trainer and engine have one process, and perhaps one GPU.
+    scores_beside_rollouts = False
 
     def __init__(self, config: RlConfig, engine: RolloutEngine | None = None) -> None:
         self._loop = asyncio.new_event_loop()
@@ -98,7 +105,9 @@ class LocalRollouts:
         if self.alter_weights is not None:
             source = self.alter_weights(source, version)
         weights = source.packed_weights() if self._is_quantized else source.weights()
-        self._do(self._worker.sync_weights(to_bytes(weights), version))
+        self._do(self._worker.sync_weights(TensorBytes.of(weights), version))
+
+    def prepare_sync(self, source: WeightSource) -> None: ...
 
     def packed_digests(self) -> list[Digests]:
         return [self._do(self._worker.packed_digests())]

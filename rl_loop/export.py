@@ -4,6 +4,7 @@ policy that was trained."""
 import logging
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,9 +36,9 @@ COMPARED_TOKENS = 64
 class Trainer(Protocol):
     """Has the policy: a TrainerGroup."""
 
-    def weights(self) -> dict[str, torch.Tensor]: ...
+    def weights(self) -> Mapping[str, torch.Tensor]: ...
 
-    def packed_weights(self) -> dict[str, torch.Tensor]: ...
+    def packed_weights(self) -> Mapping[str, torch.Tensor]: ...
 
     def packed_digests(self) -> Digests: ...
 

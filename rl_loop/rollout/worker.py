@@ -14,7 +14,7 @@ from converters.mxfp4_tensors import Digests
 from megatron_gptoss.config import ModelConfig
 from rl_loop.config.rollout import RolloutConfig
 from rl_loop.data.stored_routes import StoredRoutes
-from rl_loop.data.tensor_bytes import TensorBytes, to_tensors
+from rl_loop.data.tensor_bytes import TensorBytes
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.engines.backend import EngineFactory
 from rl_loop.engines.protocol import ModelShape, PackedExpertsEngine, SamplingParams
@@ -63,10 +63,10 @@ class RolloutWorker:
         """Start the sandbox; raises SandboxUnavailable with the reason where it cannot isolate."""
         await self.sandbox.start()
 
-    async def sync_weights(self, weights: dict[str, TensorBytes], version: int) -> None:
+    async def sync_weights(self, weights: TensorBytes, version: int) -> None:
         """Give the engine these weights; none if it is a client of servers that
         have got them already."""
-        await self.engine.sync_weights(to_tensors(weights).items(), version)
+        await self.engine.sync_weights(weights.tensors().items(), version)
 
     async def score(self, token_ids: list[int], temperature: float) -> list[float]:
         return await self.engine.score(token_ids, temperature)

@@ -1,7 +1,7 @@
 """The trainer's ranks as one object: what is asked of all of them, and how samples and answers are
 shared out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from converters.mxfp4_tensors import Digests
 from megatron_gptoss.samples import INPUT_COLUMNS, TrainingSamples
 from megatron_gptoss.trainer import StepStatistics
 from rl_loop.data.rollout_batch import RlUpdates, TokenEstimates
-from rl_loop.data.tensor_bytes import to_tensors
+from rl_loop.data.tensor_bytes import StoredTensors
 from rl_loop.data.trained_tokens import TrainedTokens
 from rl_loop.engines.backend import WeightSender
 from rl_loop.trainer.settings import TrainerSettings
@@ -30,6 +30,8 @@ class Ranks(Protocol):
     def call(
         self, method: str, arguments: Sequence[tuple[Any, ...]], asked: Sequence[int]
     ) -> list[Any]: ...
+
+    def call_and_store(self, method: str) -> Callable[[], Any]: ...
 
     def close(self) -> None: ...
 
@@ -63,11 +65,11 @@ class TrainerGroup:
     def route_agreement(self) -> dict[str, float]:
         return self._all("route_agreement")
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        return to_tensors(self._all("weights"))
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return StoredTensors(self.ranks.call_and_store("weights"))
 
-    def packed_weights(self) -> dict[str, torch.Tensor]:
-        return to_tensors(self._all("packed_weights"))
+    def packed_weights(self) -> Mapping[str, torch.Tensor]:
+        return StoredTensors(self.ranks.call_and_store("packed_weights"))
 
     def packed_digests(self) -> Digests:
         return self._all("packed_digests")

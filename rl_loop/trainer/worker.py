@@ -39,7 +39,7 @@ from rl_loop.algorithms.objectives import (
     value_objective,
 )
 from rl_loop.data.rollout_batch import RlUpdates, TokenEstimates
-from rl_loop.data.tensor_bytes import TensorBytes, to_bytes
+from rl_loop.data.tensor_bytes import TensorBytes
 from rl_loop.data.trained_tokens import TrainedTokens
 from rl_loop.engines.backend import SyncFailed, WeightSender
 from rl_loop.tracking.run_directory import RunDirectory
@@ -339,19 +339,18 @@ class TrainerWorker:
 
     # -- weights and checkpoints ------------------------------------------------------------------
 
-    def weights(self) -> dict[str, TensorBytes] | None:
+    def weights(self) -> TensorBytes | None:
         """Return all weights by Hugging Face name on rank 0, None elsewhere."""
         # The distributed optimizer leaves each rank with its share of the new weights.
         gather_parameters(self.trainer.model)
-        named = {name: tensor.detach().clone() for name, tensor in self._gathering.begin()}
-        return to_bytes(named) if dist.get_rank() == 0 else None
+        named = dict(self._gathering.begin())
+        return TensorBytes.of(named) if dist.get_rank() == 0 else None
 
-    def packed_weights(self) -> dict[str, TensorBytes] | None:
+    def packed_weights(self) -> TensorBytes | None:
         """Return the same with quantized experts as blocks and scales, by stored name."""
         gather_parameters(self.trainer.model)
-        weights = self._gathering.begin(packed=True)
-        named = {name: tensor.detach().clone() for name, tensor in weights}
-        return to_bytes(named) if dist.get_rank() == 0 else None
+        named = dict(self._gathering.begin(packed=True))
+        return TensorBytes.of(named) if dist.get_rank() == 0 else None
 
     def packed_digests(self) -> Digests:
         """Return digests of all quantized experts, as the ranks hold them."""
