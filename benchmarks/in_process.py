@@ -178,7 +178,8 @@ def local_loop(
             stack.callback(rollouts.close)
         rollouts.alter_weights = engine_faults(config.ablation, config.seed)
 
-        state = RunState.from_checkpoint(trainer.resume() if resume else None)
+        resumed = trainer.resume() if resume else None
+        state = RunState.from_checkpoint(resumed.state if resumed is not None else None)
         writer = MetricsWriter(run, state.step - 1 if resume else None)
         stack.callback(writer.close)
         tasks = build_tasks(config)

@@ -25,6 +25,7 @@ class EmbeddedBackend(RolloutBackend):
             model=self.context.model,
             dtype=self.context.dtype,
             max_batch_size=self.settings.max_batch_size,
+            deterministic=self.settings.deterministic,
         )
 
     def sync_weights(self, source: WeightSource, version: int) -> None:
@@ -45,7 +46,9 @@ class EmbeddedBackend(RolloutBackend):
         return {"engine": "transformers, embedded", "dtype": self.context.dtype}
 
 
-def build_engine(model: ModelConfig, dtype: str, max_batch_size: int) -> RolloutEngine:
+def build_engine(
+    model: ModelConfig, dtype: str, max_batch_size: int, deterministic: bool = False
+) -> RolloutEngine:
     """Build an engine with random weights, which the first sync replaces."""
     # Imported in the worker: transformers takes seconds, which the driver need not wait for.
     from transformers import GptOssConfig
@@ -57,4 +60,5 @@ def build_engine(model: ModelConfig, dtype: str, max_batch_size: int) -> Rollout
         architecture,
         dtype=getattr(torch, dtype),
         max_batch_size=max_batch_size,
+        deterministic=deterministic,
     )
