@@ -288,7 +288,9 @@ def _read_index(directory: Path) -> dict[str, str] | None:
     # Said before opening any file: half a download is the usual reason.
     for file in sorted(set(weight_map.values()), key=str):
         if not is_plain_name(file):
-            raise ConversionError(f"{index}: names the file {file!r}, which is not in its directory")
+            raise ConversionError(
+                f"{index}: names the file {file!r}, which is not in its directory"
+            )
         if not (directory / file).exists():
             raise ConversionError(
                 f"{index}: names the file {file}, which is not there; download it again"

@@ -88,7 +88,9 @@ def earlier_checkpoints(checkpoint: Path) -> list[Path]:
     root = checkpoint.parent
     names = {path.name.removesuffix(REPLACED_SUFFIX) for path in root.glob(f"{STEP_PATTERN}*")}
     earlier = sorted((other for other in names if other < name), reverse=True)
-    found = [find_checkpoint(root, other) for other in earlier if not other.endswith(PARTIAL_SUFFIX)]
+    found = [
+        find_checkpoint(root, other) for other in earlier if not other.endswith(PARTIAL_SUFFIX)
+    ]
     return [path for path in found if path is not None]
 
 

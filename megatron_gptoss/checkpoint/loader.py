@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_gptoss.checkpoint.checksums import damage_in
 from megatron_gptoss.checkpoint.directory import (
@@ -57,9 +58,7 @@ def refuse_damaged(path: Path) -> None:
 
 
 @torch.no_grad()
-def load_checkpoint(
-    path: Path, trainer: PolicyTrainer, is_checked: bool = False
-) -> dict[str, Any]:
+def load_checkpoint(path: Path, trainer: PolicyTrainer, is_checked: bool = False) -> dict[str, Any]:
     """Restore model and optimizer in place and return the saved training state. Collective.
 
     Of a model with adapters these are restored; its base must be the one that they were trained
@@ -80,7 +79,14 @@ def load_checkpoint(
     except CheckpointError:
         raise
     except FAILURES as error:
-        raise CheckpointError(f"checkpoint {path} cannot be loaded: {error}") from error
+        raise CheckpointError(f"checkpoint {path} cannot be loaded: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> BaseException:
+    """Return what a rank raised, of torch's CheckpointException, whose text is a traceback."""
+    if isinstance(error, CheckpointException) and error.failures:
+        return next(iter(error.failures.values()))[0]
+    return error
 
 
 def _load_trainer(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
@@ -149,4 +155,4 @@ def load_model_weights(path: Path, model: torch.nn.Module) -> None:
             loaded = dist_checkpointing.load({"model": model_state(model)}, str(path))
         load_model_state(model, loaded["model"])
     except FAILURES as error:
-        raise CheckpointError(f"weights of {path} cannot be loaded: {error}") from error
+        raise CheckpointError(f"weights of {path} cannot be loaded: {_reason(error)}") from error

@@ -11,6 +11,7 @@ In a pickle, a name of a function is an order to call it.
 
 import io
 import pickle
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -112,8 +113,14 @@ def _read_metadata(self: Any, *args: Any, **options: Any) -> dcp.Metadata:
 
 def _load_bytes(self: Any, read_item: ReadItem, value: io.BytesIO) -> None:
     """Load an object as ``DefaultLoadPlanner.load_bytes`` does."""
-    loaded = torch.load(value, weights_only=True)
     name = read_item.dest_index.fqn
+    try:
+        loaded = torch.load(value, weights_only=True)
+    except pickle.UnpicklingError as error:
+        # The rest of torch's message says how to load it all the same.
+        named = re.search(r"GLOBAL [\w.]+", str(error))
+        what = f"it names {named.group()}" if named else "or is damaged"
+        raise ValueError(f"{name}: holds more than data ({what}), and was not loaded") from None
     if self.flatten_state_dict:
         set_element(self.original_state_dict, self.mappings[name], loaded)
     else:

@@ -441,7 +441,7 @@ class TrainerWorker:
         if newest is None:
             return None
 
-        damages = []
+        damages: list[str] = []
         for path in (newest, *earlier_checkpoints(newest)):
             damage = self._damage(path)
             if damage is None:

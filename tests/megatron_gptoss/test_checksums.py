@@ -99,7 +99,9 @@ def test_one_flipped_bit_anywhere_is_noticed_and_its_file_named(
 ) -> None:
     path = latest_checkpoint(root)
     flip_a_bit(path / name, place)
-    expected = rf"{name}: damaged; its content is not what was written.*the one before it is .*step_000001"
+    expected = (
+        rf"{name}: damaged; its content is not what was written.*the one before it is .*step_000001"
+    )
     for load in (load_checkpoint, load_model_weights):
         with pytest.raises(CheckpointError, match=expected):
             load(path, policy if load is load_checkpoint else policy.module)
@@ -189,7 +191,7 @@ def pending(root: Path, policy: PolicyTrainer, step: int, attempt: int) -> _Pend
     final = root / f"step_{step:06d}"
     partial = root / f"{final.name}.partial"
     clean_up_after_crash(root)
-    shutil.copytree(root / "data", partial)
+    shutil.copytree(root / "data", partial, copy_function=os.link)
     config = policy.chunks[0].config
     return _PendingSave(
         partial, final, config.architecture, config.quantization, None, {"attempt": attempt}
@@ -210,7 +212,7 @@ def test_a_complete_checkpoint_is_there_whichever_call_the_process_ends_before(
     found: list[Any] = []
     for call in range(500):
         shutil.rmtree(root)
-        shutil.copytree(pristine, root)
+        shutil.copytree(pristine, root, copy_function=os.link)
         save = pending(root, policy, step, attempt=7)
         child = os.fork()
         if child == 0:
@@ -292,7 +294,9 @@ def test_a_pickle_in_an_object_of_the_data_is_not_run(
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     (path / "checksums.json").unlink()
 
-    with pytest.raises(CheckpointError, match=r"cannot be loaded: .*[Ww]eights.only"):
+    with pytest.raises(
+        CheckpointError, match=r"common_state.*more than data \(it names GLOBAL getattr\)"
+    ):
         load_checkpoint(path, policy)
     assert not witness.exists()
 
