@@ -86,7 +86,12 @@ class LocalRollouts:
         engine_config = config.rollout.engine
         if engine is None:
             assert isinstance(engine_config, EmbeddedConfig)
-            engine = build_engine(config.model, config.dtype, engine_config.max_batch_size)
+            engine = build_engine(
+                config.model,
+                config.dtype,
+                engine_config.max_batch_size,
+                engine_config.deterministic,
+            )
         runs_episodes = worker_class(config.tasks)
         self._worker = runs_episodes(settings, lambda: engine, torch.get_num_threads())
         self._do(self._worker.start())
