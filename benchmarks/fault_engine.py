@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from megatron_gptoss.config import ModelConfig
+from rl_loop.data.trained_tokens import FEWEST_TOKENS
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.engines.backend import EngineConfig, EngineFactory, LoadedWeights, WeightSource
 from rl_loop.engines.embedded.backend import EmbeddedBackend, build_engine
@@ -37,6 +38,8 @@ class Options(EngineConfig):
 
     call: list[int]
     """Tokens of a turn that calls the sandbox."""
+    answer: list[int]
+    """Tokens of a turn that ends the episode with an answer to check."""
     orders: Path
     """Directory of orders."""
     deterministic: bool = True
@@ -53,13 +56,13 @@ def take_order(orders: Path, name: str) -> bool:
 
 
 class FaultyEngine:
-    """Calls the sandbox in the first turn of every other episode, with the log-probs that the policy
-    gives that; samples all else from the policy; lies on order."""
+    """Follows a script in the first turn of three episodes out of four, with the log-probs that the
+    policy gives that; samples all else from the policy; lies on order."""
 
-    def __init__(self, engine: RolloutEngine, call: list[int], orders: Path) -> None:
+    def __init__(self, engine: RolloutEngine, settings: Options) -> None:
         self._engine = engine
-        self._call = call
-        self._orders = orders
+        self._scripts = {1: settings.call, 2: settings.answer, 3: settings.call}
+        self._orders = settings.orders
         self._version = 0
         self._last: GenerateResult | None = None
 
@@ -72,17 +75,17 @@ class FaultyEngine:
     async def _answer(self, request: GenerateRequest) -> GenerateResult:
         seed = int(request.episode.rpartition("/")[2])
         turn, done = request.request_id.removeprefix(request.episode).strip("/").split("/")[:2]
-        is_scripted = seed % 2 == 1 and turn == "0" and done.split(".")[0] == "0"
-        if not is_scripted or request.sampling.max_new_tokens < len(self._call):
+        script = self._scripts.get(seed % 4)
+        is_first = turn == "0" and done.split(".")[0] == "0"
+        if script is None or not is_first or request.sampling.max_new_tokens < len(script):
             return await self._engine.generate(request)
 
         if request.on_begin is not None:
             request.on_begin()
-        text = request.input_ids + self._call
+        text = request.input_ids + script
         log_probs = await self._engine.score(text, request.sampling.temperature or 1.0)
-        count = len(self._call)
-        spans = [WeightVersionSpan(0, count, self._version)]
-        return GenerateResult(list(self._call), log_probs[-count:], FinishReason.STOP, spans)
+        spans = [WeightVersionSpan(0, len(script), self._version)]
+        return GenerateResult(list(script), log_probs[-len(script) :], FinishReason.STOP, spans)
 
     def _lie(self, request: GenerateRequest, result: GenerateResult) -> GenerateResult:
         if not result.output_ids:
@@ -92,12 +95,17 @@ class FaultyEngine:
         if take_order(self._orders, "version"):
             spans = [WeightVersionSpan(0, len(result.output_ids), self._version + 3)]
             return replace(result, weight_versions=spans)
-        fits = self._last is not None and self._last.output_ids != result.output_ids
-        fits = fits and len(self._last.output_ids) <= request.sampling.max_new_tokens  # type: ignore[union-attr]
-        if fits and take_order(self._orders, "twice"):
+        if self._is_like_another(request, result) and take_order(self._orders, "twice"):
             assert self._last is not None
             return self._last
         return result
+
+    def _is_like_another(self, request: GenerateRequest, result: GenerateResult) -> bool:
+        """Return whether the answer before this one would pass for an answer to this request, and
+        is long enough to be told from it."""
+        if self._last is None or self._last.output_ids == result.output_ids:
+            return False
+        return FEWEST_TOKENS <= len(self._last.output_ids) <= request.sampling.max_new_tokens
 
     async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
         return await self._engine.score(input_ids, temperature)
@@ -113,12 +121,11 @@ class FaultyEngine:
         await self._engine.close()
 
 
-def build(
-    model: ModelConfig, dtype: str, call: list[int], orders: Path, deterministic: bool
-) -> FaultyEngine:
+def build(model: ModelConfig, dtype: str, settings: Options) -> FaultyEngine:
     """Build the engine of a rollout worker."""
+    deterministic = settings.deterministic
     engine = build_engine(model, dtype, max_batch_size=16, deterministic=deterministic)
-    return FaultyEngine(engine, call, orders)
+    return FaultyEngine(engine, settings)
 
 
 class FaultyBackend(EmbeddedBackend):
@@ -128,14 +135,7 @@ class FaultyBackend(EmbeddedBackend):
     settings: Options  # type: ignore[assignment]
 
     def engine_factory(self) -> EngineFactory:
-        return partial(
-            build,
-            self.context.model,
-            self.context.dtype,
-            self.settings.call,
-            self.settings.orders,
-            self.settings.deterministic,
-        )
+        return partial(build, self.context.model, self.context.dtype, self.settings)
 
     def sync_weights(self, source: WeightSource, version: int) -> None:
         if take_order(self.settings.orders, "bucket"):

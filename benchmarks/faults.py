@@ -41,7 +41,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,6 +65,8 @@ TASKS = 2
 SAMPLES = 4
 CHECKPOINT_EVERY = 2
 FILE_SYSTEM_BYTES = 96 << 20
+MOST_RETRIES = 20
+"""Times that a fault is put off because what it needs is not there yet."""
 LEAVING_SECONDS = 60.0
 """In which the processes of a run that has ended must be gone."""
 
@@ -76,7 +78,15 @@ PROCESSES = {
     "node": "raylet/raylet",
 }
 """What the command lines of a run's processes contain; the driver is known by its id."""
-ENDS_THE_RUN = ("kill_trainer", "kill_driver", "kill_node", "corrupt_bucket")
+ENDS_THE_RUN = (
+    "kill_trainer",
+    "kill_driver",
+    "kill_node",
+    "corrupt_checkpoint",
+    "corrupt_bucket",
+    "lie_version",
+    "lie_twice",
+)
 """Kinds after which a run that goes on would not have noticed."""
 
 
@@ -185,12 +195,13 @@ class Attempt:
 class Course:
     """One run from its first step to its last, in as many attempts as it takes."""
 
-    def __init__(self, options: Options, directory: Path) -> None:
+    def __init__(self, options: Options, directory: Path, further: Sequence[str] = ()) -> None:
+        """``further``: settings of the run besides."""
         self.directory = directory
         self.orders = directory / "orders"
         self.orders.mkdir(parents=True, exist_ok=True)
         self._options = options
-        self._overrides = overrides(options, directory, self.orders)
+        self._overrides = [*overrides(options, directory, self.orders), *further]
         self.config = load_config(CONFIG, RlConfig, self._overrides)
         self.run = RunDirectory(self.config.directory)
         self.attempts: list[Attempt] = []
@@ -254,15 +265,17 @@ def overrides(options: Options, directory: Path, orders: Path) -> list[str]:
         f"output_dir={directory}",
     ]
     tasks = build_tasks(load_config(CONFIG, RlConfig, small))
-    message = ParsedMessage("analysis", "python", "code", "print(sum(range(100)))")
-    engine = {
-        "type": "'benchmarks.fault_engine:FaultyBackend'",
-        "options": (
-            f"{{call: {tasks.harmony.render_assistant([message], '<|call|>')}, orders: {orders}, "
-            f"deterministic: {str(options.deterministic).lower()}}}"
-        ),
+    call = ParsedMessage("analysis", "python", "code", "print(sum(range(100)))")
+    answer = ParsedMessage("final", None, None, "\\boxed{1/2 + 1/3}")
+    scripts = {
+        "call": tasks.harmony.render_assistant([call], "<|call|>"),
+        "answer": tasks.harmony.render_assistant([answer], "<|return|>"),
     }
-    return [*small, f"rollout.engine={{type: {engine['type']}, options: {engine['options']}}}"]
+    engine = {
+        "type": "benchmarks.fault_engine:FaultyBackend",
+        "options": {**scripts, "orders": str(orders), "deterministic": options.deterministic},
+    }
+    return [*small, f"rollout.engine={json.dumps(engine)}"]
 
 
 @contextmanager
@@ -527,6 +540,9 @@ class Campaign:
             except (LookupError, psutil.NoSuchProcess, FileNotFoundError) as error:
                 injection.outcome = "not injected"
                 injection.said = str(error)
+                if sum(i.outcome == "not injected" for i in self.injections) < MOST_RETRIES:
+                    self._left.append(injection.kind)
+                print_injection(injection)
                 return injection
             except AssertionError as error:
                 injection.failure = str(error)
@@ -598,6 +614,8 @@ class Campaign:
 
     def _compare_losses(self, course: Course, injection: Injection) -> None:
         for step, loss in course.losses().items():
+            if step < injection.step - CHECKPOINT_EVERY - 1:
+                continue  # that was there before, and compared then
             difference = abs(loss - self.reference[step])
             if not difference <= self.options.tolerance:
                 injection.failure = injection.failure or (

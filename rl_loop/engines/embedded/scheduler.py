@@ -324,6 +324,7 @@ class Scheduler:
             weight_versions=versions,
             routed_experts=recorded,
             cached_tokens=sequence.cached_tokens,
+            request_id=sequence.request.request_id,
         )
         sequence.future.set_result(result)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ import torch
 
 from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
 from rl_loop.engines.embedded.engine import TransformersEngine
-from rl_loop.engines.protocol import GenerateResult
+from rl_loop.engines.protocol import GenerateResult, ModelShape, check_result
+from rl_loop.infrastructure import EngineFault
 from tests.rl_loop.engines.models import (
     LAYERS,
     TOP_K,
@@ -315,3 +317,15 @@ def test_deterministic_answers_have_the_same_bits_whatever_else_the_engine_does(
     assert answers(deterministic=True, busy=True) == answers(deterministic=True, busy=False)
     # Batches do leave their mark, which is what the setting is for.
     assert answers(deterministic=False, busy=True) != answers(deterministic=False, busy=False)
+
+
+def test_an_answer_to_another_request_is_refused() -> None:
+    first, second = request(prompt(9), 5, seed=1), request(prompt(9), 5, seed=2)
+    answers = gather(engine_of(MODEL), [first, second])
+    shape = ModelShape(VOCAB)
+    for asked, answer in zip((first, second), answers, strict=True):
+        check_result(asked, answer, shape)
+    with pytest.raises(EngineFault, match=f"this is the answer to request {second.request_id}"):
+        check_result(first, answers[1], shape)
+    # An engine that does not say is believed.
+    check_result(first, replace(answers[1], request_id=None), shape)
