@@ -29,6 +29,7 @@ from converters.bits import FileRange, TensorRange
 from converters.errors import ConversionError, name_file_in_errors
 from converters.new_directory import refuse_missing, refuse_partial
 from megatron_gptoss.checkpoint.checksums import FileChecksum, damage_in
+from megatron_gptoss.checkpoint.directory import offer_earlier
 from megatron_gptoss.checkpoint.pickled_metadata import METADATA_FILE, read_metadata
 
 DATA_FILE = "__0_0.distcp"
@@ -201,7 +202,7 @@ class TorchDistReader:
         if verify and not unfinished:
             damage = damage_in(self.directory)
             if damage is not None:
-                raise ConversionError(f"{damage}; convert another checkpoint of the run")
+                raise ConversionError(f"{damage}; {offer_earlier(self.directory)}")
         try:
             metadata = read_metadata(self.directory / METADATA_FILE)
         except ValueError as error:

@@ -94,6 +94,12 @@ def earlier_checkpoints(checkpoint: Path) -> list[Path]:
     return [path for path in found if path is not None]
 
 
+def offer_earlier(checkpoint: Path) -> str:
+    """Say which checkpoint there is before one that cannot be loaded."""
+    earlier = earlier_checkpoints(checkpoint)
+    return f"the one before it is {earlier[0]}" if earlier else "there is none before it"
+
+
 def publish(partial: Path, final: Path, keep: int) -> None:
     """Publish a complete checkpoint as the latest and delete all but the newest ``keep``.
 

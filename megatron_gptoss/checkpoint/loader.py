@@ -13,7 +13,7 @@ from megatron_gptoss.checkpoint.checksums import damage_in
 from megatron_gptoss.checkpoint.directory import (
     PARTIAL_SUFFIX,
     TRAINING_STATE_FILE,
-    earlier_checkpoints,
+    offer_earlier,
 )
 from megatron_gptoss.checkpoint.errors import CheckpointError
 from megatron_gptoss.checkpoint.megatron_faults import (
@@ -52,9 +52,7 @@ def refuse_damaged(path: Path) -> None:
     damage = find_damage(path)
     if damage is None:
         return
-    earlier = earlier_checkpoints(path)
-    offer = f"the one before it is {earlier[0]}" if earlier else "there is none before it"
-    raise CheckpointError(f"checkpoint {path} cannot be loaded: {damage}; {offer}")
+    raise CheckpointError(f"checkpoint {path} cannot be loaded: {damage}; {offer_earlier(path)}")
 
 
 @torch.no_grad()

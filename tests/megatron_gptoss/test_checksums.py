@@ -105,7 +105,7 @@ def test_one_flipped_bit_anywhere_is_noticed_and_its_file_named(
     for load in (load_checkpoint, load_model_weights):
         with pytest.raises(CheckpointError, match=expected):
             load(path, policy if load is load_checkpoint else policy.module)
-    with pytest.raises(ConversionError, match=rf"{name}: damaged"):
+    with pytest.raises(ConversionError, match=rf"{name}: damaged.* is .*step_000001$"):
         MegatronCheckpoint(path)
 
 
