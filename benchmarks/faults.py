@@ -85,7 +85,6 @@ ENDS_THE_RUN = (
     "corrupt_checkpoint",
     "corrupt_bucket",
     "lie_version",
-    "lie_twice",
 )
 """Kinds after which a run that goes on would not have noticed."""
 
