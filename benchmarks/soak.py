@@ -1,4 +1,4 @@
-"""Watches what a long run holds: memory, open files, threads, Ray's objects and disk, with slopes.
+"""Watches what a long run holds: memory, open files, threads and disk, with slopes.
 
     python -m benchmarks.soak --minutes 120       # the tiny loop, rollouts a step ahead
     python -m benchmarks.soak --minutes 10 --staleness 0
@@ -7,7 +7,7 @@ Takes a sample of all processes of the run every --every seconds. After the warm
 quarter, the samples are averaged in BLOCKS blocks of equal length, through which a straight line is
 laid: averages of neighbouring blocks depend little on one another, as single samples would. A
 quantity is flat if its slope's 95 % confidence interval contains 0 or less than --flat of its mean
-per hour. What grows by intention, metrics and recorded episodes, is counted per step. Ends with
+per hour. Ray's objects are counted where its dashboard runs. What grows by intention, metrics and recorded episodes, is counted per step. Ends with
 status 1 if anything else grows.
 """
 
