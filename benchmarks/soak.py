@@ -7,8 +7,8 @@ Takes a sample of all processes of the run every --every seconds. After the warm
 quarter, the samples are averaged in BLOCKS blocks of equal length, through which a straight line is
 laid: averages of neighbouring blocks depend little on one another, as single samples would. A
 quantity is flat if its slope's 95 % confidence interval contains 0 or less than --flat of its mean
-per hour. Ray's objects are counted where its dashboard runs. What grows by intention, metrics and recorded episodes, is counted per step. Ends with
-status 1 if anything else grows.
+per hour. Ray's objects are counted where its dashboard runs. What grows by intention, metrics and
+recorded episodes, is counted per step. Ends with status 1 if anything else grows.
 """
 
 import argparse
