@@ -93,7 +93,12 @@ class LocalRollouts:
         engine_config = config.rollout.engine
         if engine is None:
             assert isinstance(engine_config, EmbeddedConfig)
-            engine = build_engine(config.model, config.dtype, engine_config.max_batch_size)
+            engine = build_engine(
+                config.model,
+                config.dtype,
+                engine_config.max_batch_size,
+                engine_config.deterministic,
+            )
         runs_episodes = worker_class(config.tasks)
         self._worker = runs_episodes(settings, lambda: engine, torch.get_num_threads())
         self._do(self._worker.start())
@@ -187,7 +192,8 @@ def local_loop(
             stack.callback(rollouts.close)
         rollouts.alter_weights = engine_faults(config.ablation, config.seed)
 
-        state = RunState.from_checkpoint(trainer.resume() if resume else None)
+        resumed = trainer.resume() if resume else None
+        state = RunState.from_checkpoint(resumed.state if resumed is not None else None)
         writer = MetricsWriter(run, state.step - 1 if resume else None)
         stack.callback(writer.close)
         tasks = build_tasks(config)

@@ -28,6 +28,7 @@ from rl_loop.config.rollout import RolloutConfig
 from rl_loop.data.credit import assign_advantages
 from rl_loop.data.rollout_batch import RlUpdates, RolloutBatch, TokenEstimates
 from rl_loop.data.samples import to_samples
+from rl_loop.data.trained_tokens import check_sampled_by_policy
 from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.engines.backend import WeightSource
 from rl_loop.environments import Task
@@ -40,6 +41,10 @@ from rl_loop.tracking.metrics import StepMetrics
 from rl_loop.tracking.recorder import StepRecord, StepRecorder
 from rl_loop.tracking.step_metrics import add_mismatch_without_replay
 from rl_loop.trainer.checkpointer import Checkpointer
+
+FOREIGN_FACTOR = 100
+"""Times the canary's tolerance that engine and trainer may differ on one episode: rounding, routes
+and unlikely tokens stay far below it, and an answer to another request lies far above."""
 
 
 class Trainer(WeightSource, Protocol):
@@ -251,6 +256,10 @@ class RlLoop:
 
         with record.timed("train"):
             updates = self.update(step, samples)
+        # Only these log-probs are of the very weights that sampled.
+        if self.algorithm.old_log_probs_from == "detach":
+            limit = FOREIGN_FACTOR * self.settings.canary_tolerance
+            check_sampled_by_policy(samples, updates.tokens, limit, step)
 
         # Only now: an interrupted step begins anew with the same tasks.
         self.state.next_task = rollouts.next_task

@@ -196,8 +196,21 @@ class Session:
         from rl_loop.trainer.checkpointer import RunState
 
         # A resumed run may find no checkpoint: it was stopped before its first one.
-        saved = self.trainer.resume() if self._how.may_resume else None
-        return RunState.from_checkpoint(saved)
+        resumed = self.trainer.resume() if self._how.may_resume else None
+        if resumed is None:
+            return RunState()
+
+        state = RunState.from_checkpoint(resumed.state)
+        for damage in resumed.damages:
+            logger.warning("%s: %s", self._config.name, damage)
+        if resumed.damages:
+            logger.warning(
+                "%s: --resume goes on after step %d, from the newest checkpoint that is as it was "
+                "written; later steps are taken again",
+                self._config.name,
+                state.step,
+            )
+        return state
 
     def _begin_directory(self, changes: list[Change], step: int) -> None:
         """Write the run's configuration, now that it is sure to begin, and only now

@@ -10,9 +10,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from launch.viewer.health import Finding, find, state_of
+from rl_loop.config.errors import ConfigError
+from rl_loop.config.load import read_yaml
 from rl_loop.tracking.episode_reader import EpisodeReader
 from rl_loop.tracking.metrics import Name
 from rl_loop.tracking.run_directory import RunDirectory, RunDirectoryError, read_json
@@ -160,13 +161,12 @@ class RunView:
             if stamp != self._config_stamp:
                 self._config_stamp = stamp
                 self._config = {}
-                tree = OmegaConf.to_container(OmegaConf.load(file))
-                if not isinstance(tree, dict):
-                    raise ValueError("it holds no keys")
+                tree = OmegaConf.to_container(read_yaml(file))
+                assert isinstance(tree, dict)
                 self._config = {str(key): value for key, value in tree.items()}
                 self._config_fault = None
-        except (OSError, OmegaConfBaseException, YAMLError, ValueError) as error:
-            reason = " ".join(str(error).split())
+        except (OSError, OmegaConfBaseException, ConfigError) as error:
+            reason = " ".join(str(error).split()).removeprefix(f"{file}: ")
             self._config_fault = f"{file} cannot be read: {reason}"
         return self._config
 

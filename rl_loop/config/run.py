@@ -214,7 +214,8 @@ class RlConfig(RunConfig):
     canary_tolerance: float | None = Field(None, gt=0)
     """Largest mean |log-prob difference| between engine and trainer on a canary prompt after a
     sync, in nats. null: 0.001 in float32, 0.02 in bfloat16. Stay above what ``gptoss doctor
-    --engine`` shows of a good engine."""
+    --engine`` shows of a good engine. An episode that differs by a hundred times as much, on
+    average over its tokens, ends an on-policy run: the policy has not sampled it."""
 
     @property
     def memory_inputs(self) -> MemoryInputs:

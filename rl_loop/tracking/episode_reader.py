@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from rl_loop.tracking.episode_files import (
     EpisodeFile,
     list_files,
+    opened,
     read_row_groups,
     read_vocabulary,
 )
@@ -99,7 +99,7 @@ class EpisodeReader:
         group = int(np.searchsorted(loaded.row_ends, row, side="right"))
         first = int(loaded.row_ends[group - 1]) if group > 0 else 0
         try:
-            with pq.ParquetFile(loaded.file.path) as file:
+            with opened(loaded.file.path) as file:
                 table = file.read_row_group(group).slice(row - first, 1)
         except FileNotFoundError:
             return None
@@ -164,7 +164,7 @@ def _load(file: EpisodeFile, stamp: _Stamp) -> _LoadedFile:
 def _ids_with_text(path: Path, row_group: int, text: str) -> np.ndarray:
     """Return the ids of a row group's episodes in one of whose turns the text stands."""
     try:
-        with pq.ParquetFile(path) as file:
+        with opened(path) as file:
             table = file.read_row_group(row_group, ["id", "turns.list.element.text"])
     except FileNotFoundError:
         return np.zeros(0, np.int64)  # merged meanwhile; it is searched under its new name

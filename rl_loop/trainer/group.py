@@ -17,7 +17,7 @@ from rl_loop.data.trained_tokens import TrainedTokens
 from rl_loop.engines.backend import WeightSender
 from rl_loop.trainer.settings import TrainerSettings
 from rl_loop.trainer.shipment import SCORED_COLUMNS, Shipper, StepPlan, plan_step
-from rl_loop.trainer.worker import RankPlace
+from rl_loop.trainer.worker import RankPlace, Resumed
 
 
 class Ranks(Protocol):
@@ -92,7 +92,7 @@ class TrainerGroup:
     def save(self, step: int, state: dict[str, Any], block: bool) -> None:
         self._all("save", step, state, block)
 
-    def resume(self) -> dict[str, Any] | None:
+    def resume(self) -> Resumed | None:
         return self._all("resume")
 
     def _all(self, method: str, *arguments: Any) -> Any:

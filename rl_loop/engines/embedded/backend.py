@@ -28,6 +28,7 @@ class EmbeddedBackend(RolloutBackend):
             model=self.context.model,
             dtype=self.context.dtype,
             max_batch_size=self.settings.max_batch_size,
+            deterministic=self.settings.deterministic,
         )
 
     def __init__(self, settings: EmbeddedConfig, context: BackendContext) -> None:
@@ -64,7 +65,9 @@ class EmbeddedBackend(RolloutBackend):
         return {"engine": "transformers, embedded", "dtype": self.context.dtype}
 
 
-def build_engine(model: ModelConfig, dtype: str, max_batch_size: int) -> RolloutEngine:
+def build_engine(
+    model: ModelConfig, dtype: str, max_batch_size: int, deterministic: bool = False
+) -> RolloutEngine:
     """Build an engine with random weights, which the first sync replaces."""
     # Imported in the worker: transformers takes seconds, which the driver need not wait for.
     from transformers import GptOssConfig
@@ -76,4 +79,5 @@ def build_engine(model: ModelConfig, dtype: str, max_batch_size: int) -> Rollout
         architecture,
         dtype=getattr(torch, dtype),
         max_batch_size=max_batch_size,
+        deterministic=deterministic,
     )

@@ -34,11 +34,13 @@ class TransformersEngine:
     The engine takes the model over: nobody else may run or change it.
     """
 
-    def __init__(self, model: GptOssForCausalLM, *, max_batch_size: int = 64) -> None:
+    def __init__(
+        self, model: GptOssForCausalLM, *, max_batch_size: int = 64, deterministic: bool = False
+    ) -> None:
         """Prepare ``model`` for generation.
 
         ``max_batch_size`` sequences are decoded together; as many finished ones keep their keys
-        and values for the next turn.
+        and values for the next turn. ``deterministic``: one at a time, and nothing is kept.
         """
         if max_batch_size < 1:
             raise ValueError(f"max_batch_size must be at least 1, not {max_batch_size}")
@@ -50,7 +52,10 @@ class TransformersEngine:
             model.set_experts_implementation("eager")
 
         self._model = model
-        self._scheduler = Scheduler(model, max_batch_size)
+        if deterministic:
+            self._scheduler = Scheduler(model, max_batch_size=1, reuses_prefixes=False)
+        else:
+            self._scheduler = Scheduler(model, max_batch_size)
         self._thread = ThreadPoolExecutor(1, "rollout-engine")
         self._closed = False
         self._packed: dict[str, torch.Tensor] = {}

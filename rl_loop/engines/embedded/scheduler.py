@@ -68,12 +68,17 @@ class RunningSequence:
 class Scheduler:
     """Holds all sequences of one model: running ones, with a cache row each, and waiting ones."""
 
-    def __init__(self, model: GptOssForCausalLM, max_batch_size: int) -> None:
+    def __init__(
+        self, model: GptOssForCausalLM, max_batch_size: int, reuses_prefixes: bool = True
+    ) -> None:
+        """``reuses_prefixes``: sequences take over keys and values that others have computed, in
+        batches of other shapes, so that their last bits depend on what ran before."""
         self.model = model
         self.weight_version = 0
         self.steps = 0
         """Forward passes of generation so far."""
         self._max_batch_size = max_batch_size
+        self._reuses_prefixes = reuses_prefixes
         self._running: list[RunningSequence] = []  # index = cache row
         self._waiting: deque[RunningSequence] = deque()
         self.drop_cache()
@@ -248,6 +253,9 @@ class Scheduler:
         Sequences behind the first ``decoding`` ones have only been admitted: there is nothing in
         their rows yet.
         """
+        if not self._reuses_prefixes:
+            return len(self._running), 0
+
         # The last token of a running sequence is not in the cache yet.
         running = [sequence.tokens[:-1] for sequence in self._running[:decoding]]
         best_row = len(self._running)
@@ -276,6 +284,9 @@ class Scheduler:
             last_row=len(self._running),
             last_length=len(last.tokens) - 1,
         )
+        if not self._reuses_prefixes and not self._running:
+            # Its capacity, which is that of the longest sequence so far, decides how keys lie.
+            self.drop_cache()
 
     def _answer(
         self,
@@ -313,6 +324,7 @@ class Scheduler:
             weight_versions=versions,
             routed_experts=recorded,
             cached_tokens=sequence.cached_tokens,
+            request_id=sequence.request.request_id,
         )
         sequence.future.set_result(result)
 
