@@ -3,13 +3,10 @@ of OpenAI's, and say what an episode earned.
 
 ``rl_loop.agents`` plays the episodes; docs/agents.md shows how to bring an agent."""
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from numbers import Real
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from rl_loop.environments.base import (
     AgentProgram,
@@ -22,6 +19,7 @@ from rl_loop.environments.base import (
     Task,
     text_in,
 )
+from rl_loop.environments.reward_parts import check_parts, read_parts, with_parts
 from rl_loop.infrastructure import InfrastructureFailure
 from rl_loop.registry import Registry
 
@@ -29,9 +27,6 @@ FUNCTIONS: Registry[Callable[..., Any]] = Registry(
     kind="function of an agent", expected="a function", accepts=callable
 )
 """Has no entries: agents are named as MODULE:FUNCTION."""
-
-RESERVED_PARTS = ("correct", "format_error", "score")
-"""Reward parts that every environment has."""
 
 
 class BlackBoxOptions(EnvironmentOptions):
@@ -60,12 +55,10 @@ class BlackBoxOptions(EnvironmentOptions):
             FUNCTIONS.resolve(path)
         return path
 
-    @model_validator(mode="after")
-    def _check_parts(self) -> "BlackBoxOptions":
-        reserved = [name for name in self.parts if name in RESERVED_PARTS]
-        if reserved:
-            raise ValueError(f"parts: every episode has {', '.join(reserved)} anyway")
-        return self
+    @field_validator("parts")
+    @classmethod
+    def _check_parts(cls, parts: list[str]) -> list[str]:
+        return check_parts(parts)
 
 
 class BlackBoxEnvironment(Environment):
@@ -122,26 +115,8 @@ class BlackBoxEnvironment(Environment):
         raise InfrastructureFailure("environment", "an agent of its own judges its episodes itself")
 
     def earned(self, given: object) -> StepResult:
-        parts = given if isinstance(given, Mapping) else {"score": given}
-        expected = {"score", *self.options.parts}
-        if set(parts) != expected:
-            named = ", ".join(sorted(map(str, parts)))
-            wanted = ", ".join(sorted(expected))
-            raise InfrastructureFailure(
-                "checker", f"{self.options.agent} gave the reward parts {named}; expected {wanted}"
-            )
-        numbers: dict[str, float] = {}
-        for name, value in parts.items():
-            if not isinstance(value, Real) or not math.isfinite(value):
-                reason = f"{self.options.agent}: {name} is {value!r}, expected a finite number"
-                raise InfrastructureFailure("checker", reason)
-            numbers[name] = float(value)
-
-        ended = self.finished(numbers["score"])
-        return replace(ended, reward_parts=ended.reward_parts | numbers)
+        numbers = read_parts(given, self.options.parts, self.options.agent)
+        return with_parts(self.finished(numbers["score"]), numbers)
 
     def unfinished(self) -> StepResult:
-        ended = self.finished(0.0)
-        return replace(
-            ended, reward_parts=ended.reward_parts | dict.fromkeys(self.options.parts, 0.0)
-        )
+        return with_parts(self.finished(0.0), dict.fromkeys(self.options.parts, 0.0))
