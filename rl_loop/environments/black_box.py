@@ -3,7 +3,6 @@ of OpenAI's, and say what an episode earned.
 
 ``rl_loop.agents`` plays the episodes; docs/agents.md shows how to bring an agent."""
 
-from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
@@ -17,16 +16,10 @@ from rl_loop.environments.base import (
     Split,
     StepResult,
     Task,
-    text_in,
 )
 from rl_loop.environments.reward_parts import check_parts, read_parts, with_parts
+from rl_loop.environments.row_tasks import check_function, generated_row, row_of, row_task
 from rl_loop.infrastructure import InfrastructureFailure
-from rl_loop.registry import Registry
-
-FUNCTIONS: Registry[Callable[..., Any]] = Registry(
-    kind="function of an agent", expected="a function", accepts=callable
-)
-"""Has no entries: agents are named as MODULE:FUNCTION."""
 
 
 class BlackBoxOptions(EnvironmentOptions):
@@ -51,9 +44,7 @@ class BlackBoxOptions(EnvironmentOptions):
     @field_validator("agent", "tasks")
     @classmethod
     def _check_function(cls, path: str | None) -> str | None:
-        if path is not None:
-            FUNCTIONS.resolve(path)
-        return path
+        return check_function(path)
 
     @field_validator("parts")
     @classmethod
@@ -70,18 +61,13 @@ class BlackBoxEnvironment(Environment):
     def __init__(self, task: Task, execute: Execute, reward: RewardConfig) -> None:
         """Raises ValueError for a task that was made otherwise than by this class."""
         super().__init__(task, execute, reward)
-        missing = [key for key in ("record", "options") if key not in task.metadata]
-        if missing:
-            raise ValueError(
-                f"task {task.task_id} names no agent (no {missing[0]} in its metadata): a row of a "
-                'black box is a JSON object with the text "prompt", without task_id and messages'
-            )
+        self.row = row_of(task)
         self.options = BlackBoxOptions.model_construct(**task.metadata["options"])
 
     def program(self) -> AgentProgram:
         return AgentProgram(
             function=self.options.agent,
-            task=self.task.metadata["record"],
+            task=self.row,
             history=self.options.history,
             concurrency=self.options.concurrency,
             memory_bytes=int(self.options.memory_gb * 1e9),
@@ -89,27 +75,12 @@ class BlackBoxEnvironment(Environment):
 
     @classmethod
     def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
-        if options.tasks is None:
-            raise NotImplementedError(
-                "a black box without `tasks` generates none: give train_path and held_out_path"
-            )
-        record = FUNCTIONS.resolve(options.tasks)(split, seed, index)
-        if not isinstance(record, dict):
-            raise ValueError(f"{options.tasks} returned {type(record).__name__}, expected a dict")
-        return cls.from_record(record, f"{split}-{index}", options)
+        row = generated_row(options.tasks, split, seed, index)
+        return cls.from_record(row, f"{split}-{index}", options)
 
     @classmethod
     def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task:
-        metadata = {"record": record, "options": options.model_dump()}
-        if "category" in record:
-            metadata["category"] = record["category"]
-        return Task(
-            task_id=name,
-            messages=[{"role": "user", "content": text_in(record, "prompt")}],
-            ground_truth="",
-            environment="black_box",
-            metadata=metadata,
-        )
+        return row_task("black_box", record, name, options)
 
     async def answer(self, text: str) -> StepResult:
         raise InfrastructureFailure("environment", "an agent of its own judges its episodes itself")

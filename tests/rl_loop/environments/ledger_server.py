@@ -1,7 +1,7 @@
 """A tool server with a state, by MCP: what is in an account. It can fail in every way that a server can.
 
-    python ledger_server.py           # on its standard streams
-    python ledger_server.py 8000      # by streamable HTTP
+python ledger_server.py           # on its standard streams
+python ledger_server.py 8000      # by streamable HTTP
 """
 
 from __future__ import annotations

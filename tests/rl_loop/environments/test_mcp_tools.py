@@ -243,7 +243,7 @@ def test_a_server_that_answers_otherwise_when_it_is_set_back_is_an_infrastructur
         finally:
             await environment.close()
 
-    with pytest.raises(InfrastructureFailure, match="clock answers otherwise than before"):
+    with pytest.raises(InfrastructureFailure, match=r"tool='clock'.*comes to something else"):
         asyncio.run(run())
 
 
@@ -257,7 +257,10 @@ def test_a_server_that_does_not_start_is_named_after_the_last_attempt(harmony: H
 
 
 def test_a_server_that_says_nothing_is_given_up_in_time(harmony: Harmony) -> None:
-    silent = {"command": [sys.executable, "-c", "import time; time.sleep(60)"], "connect_seconds": 0.5}
+    silent = {
+        "command": [sys.executable, "-c", "import time; time.sleep(60)"],
+        "connect_seconds": 0.5,
+    }
     began = time.monotonic()
     trajectory = play(harmony, make_task({"mute": silent}), final(harmony, "7"))
     assert trajectory.invalid is not None
@@ -314,7 +317,9 @@ def test_tools_of_one_name_are_refused_until_a_prefix_parts_them() -> None:
     servers = {"bank": IN_PROCESS, "shop": {"in_process": f"{LEDGER}:other"}}
     with pytest.raises(ValueError, match="bank and shop both have a tool 'balance': give one"):
         _offered(servers)
-    names = {tool.name for tool in _offered({**servers, "shop": servers["shop"] | {"prefix": "s_"}})}
+    names = {
+        tool.name for tool in _offered({**servers, "shop": servers["shop"] | {"prefix": "s_"}})
+    }
     assert {"balance", "s_balance", "deposit"} <= names
 
 
@@ -432,7 +437,10 @@ def test_a_shared_server_is_one_for_all_episodes_and_is_opened_again_when_it_bre
                 harmony, task, [call(harmony, "deposit", amount=1), final(harmony, "")], LIMITS
             ),
             await episode(
-                harmony, task, [call(harmony, "deposit", amount=2), dies, final(harmony, "")], LIMITS
+                harmony,
+                task,
+                [call(harmony, "deposit", amount=2), dies, final(harmony, "")],
+                LIMITS,
             ),
         ]
 
@@ -475,7 +483,7 @@ def test_an_environment_that_cannot_be_closed_is_logged_and_its_episode_stays(
     harmony: Harmony, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def close(self: McpEnvironment) -> None:
-        await self._disconnect()
+        await self.disconnect()
         raise RuntimeError("it stays open")
 
     monkeypatch.setattr(McpEnvironment, "close", close)
@@ -489,7 +497,7 @@ def test_the_failure_of_a_task_without_an_answer_is_one_of_the_file() -> None:
         McpEnvironment.from_record(
             {"prompt": "?"}, "t", McpOptions.model_validate({"servers": {"bank": IN_PROCESS}})
         )
-    with pytest.raises(ValueError, match="names no tool servers"):
+    with pytest.raises(ValueError, match="is made of no row"):
         environment_of(Task("t", [{"role": "user", "content": "?"}], "", "mcp"))
     with pytest.raises(InfrastructureFailure, match="gave the reward parts score; expected"):
         asyncio.run(_answer_without_parts())
