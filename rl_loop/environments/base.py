@@ -74,6 +74,8 @@ class AgentProgram:
     """Episodes of the program that one rollout worker runs at a time."""
     memory_bytes: int
     """Of the process that runs them."""
+    python: str | None = None
+    """The interpreter of that process; None for this one's."""
 
 
 Script = Generator[list[ParsedMessage], StepResult, None]

@@ -3,9 +3,10 @@ of OpenAI's, and say what an episode earned.
 
 ``rl_loop.agents`` plays the episodes; docs/agents.md shows how to bring an agent."""
 
-from typing import Any, ClassVar, Literal
+import shutil
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from rl_loop.environments.base import (
     AgentProgram,
@@ -40,11 +41,23 @@ class BlackBoxOptions(EnvironmentOptions):
     """Episodes of this agent that one rollout worker runs at a time; more wait."""
     memory_gb: float = Field(8.0, gt=0)
     """Of the process that runs these episodes: what it allocates beyond that is a MemoryError."""
+    python: str | None = None
+    """Another interpreter to run the agent with, such as agents/.venv/bin/python, whose packages need
+    not fit to those of this project; null for the trainer's. Then nobody knows before the run whether
+    the agent can be imported."""
 
-    @field_validator("agent", "tasks")
+    @field_validator("tasks")
     @classmethod
-    def _check_function(cls, path: str | None) -> str | None:
+    def _check_tasks(cls, path: str | None) -> str | None:
         return check_function(path)
+
+    @model_validator(mode="after")
+    def _check_agent(self) -> Self:
+        if self.python is None:
+            check_function(self.agent)
+        elif shutil.which(self.python) is None:
+            raise ValueError(f"python: there is no program {self.python}")
+        return self
 
     @field_validator("parts")
     @classmethod
@@ -71,6 +84,7 @@ class BlackBoxEnvironment(Environment):
             history=self.options.history,
             concurrency=self.options.concurrency,
             memory_bytes=int(self.options.memory_gb * 1e9),
+            python=self.options.python,
         )
 
     @classmethod
