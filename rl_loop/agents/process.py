@@ -128,7 +128,8 @@ class AgentProcess:
         line = answer.result()
         if "given" in line:
             return line["given"]
-        raise InfrastructureFailure(line["component"], f"{self.function}: {line['reason']}")
+        reason = f"{self.function}: {line['reason']}"
+        raise InfrastructureFailure(line["component"], reason, self.function)
 
     async def _wait(self, answer: "asyncio.Future[Any]", session: Session) -> None:
         """Wait for the end of an episode, or of its time."""
@@ -196,7 +197,7 @@ class AgentProcess:
             await self._reader
 
     def _error(self, reason: str) -> InfrastructureFailure:
-        return InfrastructureFailure("environment", f"{self.function}: {reason}")
+        return InfrastructureFailure("environment", f"{self.function}: {reason}", self.function)
 
 
 ProgramKey = tuple[str, str | None, int, int]

@@ -87,12 +87,10 @@ async def _served(env: dict[str, Any]) -> Any:
         _serving.add(serving)
     try:
         return await asyncio.shield(_environments[key])
-    except asyncio.CancelledError:
-        raise
-    except Exception as error:
+    except RuntimeError as error:
         # The next episode may try again.
         _environments.pop(key, None)
-        reason = f"{_name(env)} cannot be served: {type(error).__name__}: {error}"
+        reason = f"{_name(env)} cannot be served: {error}"
         raise InfrastructureFailure("environment", reason[:500]) from error
 
 
@@ -102,9 +100,10 @@ async def _serve(env: dict[str, Any], ready: "asyncio.Future[Any]") -> None:
         async with environment.serving():
             ready.set_result(environment)
             await asyncio.Event().wait()
-    except Exception as error:
+    except BaseException as error:
+        # What goes wrong in its task groups may come as a cancellation, and it may call sys.exit().
         if not ready.done():
-            ready.set_exception(error)
+            ready.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
 
 def _load(env: dict[str, Any]) -> Any:

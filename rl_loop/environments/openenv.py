@@ -194,7 +194,8 @@ class OpenEnvSession:
             raise self._failure(f"answered {text[:200]!r}: {describe(error)}") from error
 
     def _failure(self, what: str) -> InfrastructureFailure:
-        return InfrastructureFailure("environment", f"OpenEnv at {self._options.url} {what}")
+        culprit = f"OpenEnv at {self._options.url}"
+        return InfrastructureFailure("environment", f"{culprit} {what}", culprit)
 
 
 class OpenEnvEnvironment(ReplayedEnvironment):

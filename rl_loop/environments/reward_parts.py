@@ -29,13 +29,13 @@ def read_parts(given: object, parts: Sequence[str], giver: str) -> dict[str, flo
         names = ", ".join(sorted(map(str, named)))
         wanted = ", ".join(sorted(expected))
         reason = f"{giver} gave the reward parts {names}; expected {wanted}"
-        raise InfrastructureFailure("checker", reason)
+        raise InfrastructureFailure("checker", reason, giver)
 
     numbers: dict[str, float] = {}
     for name, value in named.items():
         if not isinstance(value, Real) or not math.isfinite(value):
             reason = f"{giver}: {name} is {value!r}, expected a finite number"
-            raise InfrastructureFailure("checker", reason)
+            raise InfrastructureFailure("checker", reason, giver)
         numbers[name] = float(value)
     return numbers
 

@@ -332,12 +332,19 @@ class EpisodeRunner:
         routes go nowhere."""
         episode = self.draft.to_trajectory(with_routes=False)
         episode.finish_reason = FinishReason.ABORT
-        episode.invalid = InvalidReason(failure.component, failure.reason)
+        episode.invalid = InvalidReason(
+            failure.component, failure.reason, failure.culprit or self._environment_name(failure)
+        )
         episode.excluded = True
         # So that whoever uses the reward by mistake notices.
         episode.reward = math.nan
         episode.reward_parts = {}
         return episode
+
+    def _environment_name(self, failure: InfrastructureFailure) -> str:
+        """Return whose failure it was if nothing narrower is known: the environment's, unless it was
+        the engine's."""
+        return "" if failure.component == "engine" else type(self.environment).__name__
 
     # ---- the environment, which may raise anything and hang
 

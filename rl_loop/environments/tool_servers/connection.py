@@ -186,7 +186,8 @@ class ServerConnection:
         return "it ended" if error is None else describe(_innermost(error))
 
     def _failure(self, what: str) -> InfrastructureFailure:
-        return InfrastructureFailure("tool", f"tool server {self.name} {what}")
+        culprit = f"tool server {self.name}"
+        return InfrastructureFailure("tool", f"{culprit} {what}", culprit)
 
 
 async def _end(task: "asyncio.Future[Any]") -> None:

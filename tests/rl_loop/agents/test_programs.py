@@ -350,8 +350,8 @@ def test_an_environment_of_verifiers_is_an_agent(
         pytest.skip("make hub-environments makes an environment with verifiers")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     options = BlackBoxOptions(agent="rl_loop.agents.verifiers_env:run", python=str(python))
-    harness = {"id": "verifiers_sums"}
-    env = {"taskset": {"id": "verifiers_sums"}, "agent": {"harness": harness}}
+    agent = {"harness": {"id": "verifiers_sums"}, "runtime": {"type": "subprocess"}}
+    env = {"taskset": {"id": "verifiers_sums"}, "agent": agent}
 
     async def run() -> list[Trajectory]:
         turns = [says(tiny, "2"), says(tiny, "2")] + [says(tiny, "4")] * 3

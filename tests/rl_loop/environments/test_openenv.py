@@ -27,7 +27,7 @@ from rl_loop.rollout import agent
 from rl_loop.rollout.agent import run_episode
 from tests.rl_loop.environments.guessing_server import ONCE, SLOW
 from tests.rl_loop.scripted_engine import ScriptedEngine
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[3]
 SERVER = Path(__file__).with_name("guessing_server.py")
@@ -193,12 +193,23 @@ def test_a_step_that_takes_too_long_is_the_policys_doing(harmony: Harmony, serve
 def test_a_server_that_is_full_and_one_that_is_away_are_infrastructure(
     harmony: Harmony, served: Served
 ) -> None:
+    async def begin(session: OpenEnvSession) -> None:
+        # The server may not yet have noticed that those of other tests are over.
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while True:
+                try:
+                    await session.open()
+                    await session.reset({})
+                    return
+                except InfrastructureFailure:
+                    await session.close()
+                    await asyncio.sleep(0.1)
+
     async def fill() -> Trajectory:
         others = [OpenEnvSession(OpenEnvOptions(url=served.url)) for _ in range(2)]
         try:
             for other in others:
-                await other.open()
-                await other.reset({})
+                await begin(other)
             return await run_episode(
                 "t",
                 environment_of(make_task(served.url)),
