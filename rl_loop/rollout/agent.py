@@ -9,6 +9,7 @@ wrong ends an episode with a reward; what infrastructure does wrong ends it as i
 (``rl_loop.infrastructure``)."""
 
 import asyncio
+import logging
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -33,6 +34,12 @@ from rl_loop.tasks.prompt_limit import PromptLimit, prompt_of
 TOOL_PAUSES = (0.1, 1.0, 4.0)
 """Seconds before a turn whose tools or checker failed is acted on again; after the last one the
 failure stays."""
+OPEN_SECONDS = 300.0
+"""What an environment has to open: more than its own limits, which say what took so long."""
+CLOSE_SECONDS = 30.0
+"""What it has to close."""
+
+logger = logging.getLogger(__name__)
 
 
 async def run_episode(
@@ -135,9 +142,22 @@ class EpisodeRunner:
             return await self.play()
         except InfrastructureFailure as failure:
             return self.invalidate(failure)
+        finally:
+            await self.close()
 
     async def begin(self) -> None:
-        """Render the prompt. Raises UnusablePrompt."""
+        """Open the environment and render the prompt.
+
+        Raises UnusablePrompt, and InfrastructureFailure if what cannot be opened stays away."""
+        for pause in (*TOOL_PAUSES, None):
+            try:
+                await self.open()
+                break
+            except InfrastructureFailure:
+                if pause is None:
+                    raise
+                await self.clock.pause(pause)
+
         prompt = await self._ask(prompt_of, self.environment)
         limit = PromptLimit(self.harmony, self.limits.max_tokens)
         ids = await off_loop(limit.render, self.draft.task_id, prompt)
@@ -214,8 +234,11 @@ class EpisodeRunner:
         InfrastructureFailure if it persists, and OutOfTime."""
         runnable = self._runnable(messages)
         state = self.environment.save_state()
+        is_repeated = False
         for pause in (*TOOL_PAUSES, None):
             try:
+                if is_repeated:
+                    await self.open()
                 result = await self._step(runnable)
                 self.calls_run += result.tool_calls
                 return result
@@ -225,6 +248,7 @@ class EpisodeRunner:
                     raise
                 await self.clock.pause(pause)
                 self.environment.restore_state(state)
+                is_repeated = True
         raise AssertionError("the last failure is raised")
 
     async def retry_failed_call(
@@ -308,14 +332,48 @@ class EpisodeRunner:
         routes go nowhere."""
         episode = self.draft.to_trajectory(with_routes=False)
         episode.finish_reason = FinishReason.ABORT
-        episode.invalid = InvalidReason(failure.component, failure.reason)
+        episode.invalid = InvalidReason(
+            failure.component, failure.reason, failure.culprit or self._environment_name(failure)
+        )
         episode.excluded = True
         # So that whoever uses the reward by mistake notices.
         episode.reward = math.nan
         episode.reward_parts = {}
         return episode
 
+    def _environment_name(self, failure: InfrastructureFailure) -> str:
+        """Return whose failure it was if nothing narrower is known: the environment's, unless it was
+        the engine's."""
+        return "" if failure.component == "engine" else type(self.environment).__name__
+
     # ---- the environment, which may raise anything and hang
+
+    async def open(self) -> None:
+        """Let the environment connect to what it needs; its time does not count.
+
+        Raises InfrastructureFailure."""
+        was_running = self.clock.is_running
+        self.clock.stop()
+        try:
+            await asyncio.wait_for(self.environment.open(), OPEN_SECONDS)
+        except InfrastructureFailure:
+            raise
+        except TimeoutError:
+            reason = f"open() did not return within {OPEN_SECONDS:g} s"
+            raise InfrastructureFailure("environment", reason) from None
+        except Exception as error:
+            raise InfrastructureFailure("environment", f"open(): {describe(error)}") from error
+        finally:
+            if was_running:
+                self.clock.start()
+
+    async def close(self) -> None:
+        """Let the environment disconnect. What goes wrong is logged: the episode has ended."""
+        try:
+            await asyncio.wait_for(self.environment.close(), CLOSE_SECONDS)
+        except Exception as error:
+            name = type(self.environment).__name__
+            logger.warning("%s.close() of %s: %s", name, self.draft.task_id, describe(error))
 
     async def _step(self, messages: Sequence[ParsedMessage]) -> StepResult:
         """Run ``Environment.step`` within the time limit.

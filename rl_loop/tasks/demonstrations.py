@@ -120,7 +120,16 @@ def _play_script(task: Task, mixture: DemonstrationConfig, seed: str) -> Episode
 async def play(environment: Environment, script: Script) -> Episode:
     """Play the episode of a scripted policy.
 
-    Raises ValueError if the script ends before the episode does."""
+    Raises ValueError if the script ends before the episode does, and InfrastructureFailure if the
+    environment cannot be opened, or a tool of it fails."""
+    await environment.open()
+    try:
+        return await _play_opened(environment, script)
+    finally:
+        await environment.close()
+
+
+async def _play_opened(environment: Environment, script: Script) -> Episode:
     episode = Episode(
         prompt=list(environment.prompt()),
         tools=environment.tools(),
