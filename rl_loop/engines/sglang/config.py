@@ -210,7 +210,8 @@ class SglangConfig(EngineConfig):
             "--tp-size": self.tensor_parallel,
             "--random-seed": seed,
             "--attention-backend": self.attention_backend,
-            # triton_kernel, SGLang's default for GPT-OSS, records no routes.
+            # triton_kernel, SGLang's default for GPT-OSS, records no routes. Dense models have no
+            # experts for it.
             "--moe-runner-backend": "triton",
             "--max-running-requests": self.max_running_requests,
             "--cuda-graph-max-bs-decode": self.max_running_requests,
