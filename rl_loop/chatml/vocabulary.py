@@ -5,12 +5,13 @@ a meaning of its own, such as ``<|im_end|>``.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 
 from megatron_gptoss.user_error import UserError
 from rl_loop.harmony.vocabulary import byte_pair_tokenizer, tokens_of
@@ -24,6 +25,12 @@ TOOL_CALL_END = "</tool_call>"
 TINY_MARKUP = (END_OF_TEXT, IM_START, IM_END, TOOL_CALL, TOOL_CALL_END)
 """Added tokens of a small vocabulary; Qwen2.5 has these and more."""
 TOKENIZER_FILE = "tokenizer.json"
+
+# How Qwen2.5 splits text before byte-pair merging.
+QWEN_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+    r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 class TokenizerError(UserError, ValueError):
@@ -131,17 +138,24 @@ def read_vocabulary(directory: Path, size: int) -> ChatMlVocabulary:
 
 def tiny_vocabulary(size: int, corpus: str) -> ChatMlVocabulary:
     """Make a small vocabulary: o200k's tokens that ``corpus`` is made of, all bytes and the markup.
+    Text is cut as Qwen2.5's tokenizer cuts it.
 
     Raises TokenizerError if ``size`` is too small for the corpus.
     """
-    tokens = tokens_of(corpus)
+    # Of numbers Qwen2.5 has digits only.
+    tokens = tokens_of(re.sub("[0-9]", r"\g<0>\n", corpus))
     needed = len(tokens) + len(TINY_MARKUP)
     if needed > size:
         raise TokenizerError(
             f"a tiny vocabulary of {size} ids is too small: the tasks need {needed}"
         )
 
+    # transformers gives whatever tokenizer a qwen2 directory holds these two parts.
     tokenizer = byte_pair_tokenizer(tokens)
+    tokenizer.normalizer = normalizers.NFC()
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    split = pre_tokenizers.Split(Regex(QWEN_PATTERN), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     markup = [AddedToken(name, normalized=False, special=True) for name in TINY_MARKUP]
     tokenizer.add_special_tokens(markup)
     return ChatMlVocabulary(tokenizer.to_str(), size, "the tiny vocabulary", is_own=True)
