@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from rl_loop.harmony.codec import BuiltinTool, ParsedMessage, PythonTool, Tool, ToolOutput
+from rl_loop.chat.messages import ParsedMessage, ToolOutput
+from rl_loop.chat.tools import BuiltinTool, PythonTool, Tool
 from rl_loop.infrastructure import InfrastructureFailure, describe
 from rl_loop.sandbox import ExecutionResult
 

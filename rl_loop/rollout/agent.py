@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
+from rl_loop.chat.codec import ChatCodec
+from rl_loop.chat.messages import FormatError, ParsedMessage
 from rl_loop.config.episode import EpisodeLimits, PurificationConfig
 from rl_loop.data.trajectory import FinishReason, InvalidReason, Trajectory
 from rl_loop.engines.protocol import GenerateResult, ModelShape, RolloutEngine, SamplingParams
 from rl_loop.environments.base import Environment, StepResult
-from rl_loop.harmony.codec import FormatError, Harmony, ParsedMessage
 from rl_loop.infrastructure import InfrastructureFailure, describe
 from rl_loop.off_loop import off_loop
 from rl_loop.rollout.episode_clock import EpisodeClock, OutOfTime
@@ -46,7 +47,7 @@ async def run_episode(
     task_id: str,
     environment: Environment,
     engine: RolloutEngine,
-    harmony: Harmony,
+    codec: ChatCodec,
     limits: EpisodeLimits,
     sampling: SamplingParams,
     *,
@@ -66,13 +67,13 @@ async def run_episode(
     sampler = TurnSampler(
         engine=engine,
         episode=f"{task_id}/{seed}",
-        sampling=replace(sampling, stop_token_ids=harmony.stop_token_ids),
+        sampling=replace(sampling, stop_token_ids=codec.stop_token_ids),
         clock=EpisodeClock(limits.episode_seconds),
-        shape=shape or ModelShape(harmony.vocabulary.size),
+        shape=shape or ModelShape(codec.vocabulary.size),
         queue_seconds=limits.queue_seconds,
         routed_experts=routed_experts,
     )
-    runner = EpisodeRunner(task_id, environment, harmony, limits, sampler, purification)
+    runner = EpisodeRunner(task_id, environment, codec, limits, sampler, purification)
     return await runner.run()
 
 
@@ -102,13 +103,13 @@ class EpisodeRunner:
         self,
         task_id: str,
         environment: Environment,
-        harmony: Harmony,
+        codec: ChatCodec,
         limits: EpisodeLimits,
         sampler: TurnSampler,
         purification: PurificationConfig | None = None,
     ) -> None:
         self.environment = environment
-        self.harmony = harmony
+        self.codec = codec
         self.limits = limits
         self.sampler = sampler
         self.clock = sampler.clock
@@ -127,7 +128,7 @@ class EpisodeRunner:
             self.purifier = Purifier(
                 config=purification,
                 environment=environment,
-                harmony=harmony,
+                codec=codec,
                 max_tokens=limits.max_tokens,
                 sample=self._sample_retry,
                 score=sampler.score,
@@ -159,7 +160,7 @@ class EpisodeRunner:
                 await self.clock.pause(pause)
 
         prompt = await self._ask(prompt_of, self.environment)
-        limit = PromptLimit(self.harmony, self.limits.max_tokens)
+        limit = PromptLimit(self.codec, self.limits.max_tokens)
         ids = await off_loop(limit.render, self.draft.task_id, prompt)
         self._append("prompt", ids)
 
@@ -170,7 +171,7 @@ class EpisodeRunner:
             if turn.cut_by is not None:
                 return await self.cut_short(turn.cut_by)
 
-            messages = await off_loop(self.harmony.parse, turn.result.output_ids)
+            messages = await off_loop(self.codec.parse, turn.result.output_ids)
             if isinstance(messages, FormatError):
                 outcome = await self._ask(self.environment.illegal, messages.kind)
                 return self.finish(_checked_end(outcome), FinishReason.FORMAT_ERROR)
@@ -301,7 +302,7 @@ class EpisodeRunner:
         limit = self.limits.max_observation_bytes
         outputs, user = cut_observation(result.tool_outputs, result.user, limit)
         try:
-            return await off_loop(self.harmony.render_observation, outputs, user)
+            return await off_loop(self.codec.render_observation, outputs, user)
         except Exception as error:
             what = f"what a tool or the user said in task {self.draft.task_id}"
             reason = f"{what} cannot be rendered: {describe(error)}"
@@ -449,7 +450,7 @@ class EpisodeRunner:
 
     def _append(self, role: str, ids: list[int], sampled: GenerateResult | None = None) -> None:
         """Append a turn: what the policy ``sampled``, or what others said."""
-        self.draft.append(role, ids, self.harmony.decode(ids), sampled)
+        self.draft.append(role, ids, self.codec.decode(ids), sampled)
 
 
 def _checked_end(result: StepResult) -> StepResult:

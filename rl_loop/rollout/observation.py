@@ -6,7 +6,7 @@ the tokens too, and costs nothing to check."""
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rl_loop.harmony.codec import ToolOutput
+from rl_loop.chat.messages import ToolOutput
 from rl_loop.harmony.cut_text import cut_text
 
 

@@ -23,7 +23,7 @@ from rl_loop.infrastructure import InfrastructureFailure
 from rl_loop.rollout.agent import run_episode
 from rl_loop.rollout.episode_clock import running_clock
 from rl_loop.sandbox import ExecutionResult, PythonSandbox, SandboxConfig, SandboxFailure
-from rl_loop.tasks.demonstrations import HarmonySettings, harmony_of
+from rl_loop.tasks.codec import CodecSettings, codec_of
 from rl_loop.tasks.prompt_limit import UnusablePrompt
 
 
@@ -35,7 +35,7 @@ class WorkerSettings:
     """Limits and sampling."""
     model: ModelConfig
     """The policy's shape, which engines' answers are checked against."""
-    harmony: HarmonySettings
+    harmony: CodecSettings
     """How episodes are rendered and parsed."""
     reward: RewardConfig
     """What an episode earns."""
@@ -52,7 +52,7 @@ class RolloutWorker:
         """``threads``: of torch in this process."""
         torch.set_num_threads(threads)
         self.settings = settings
-        self.harmony = harmony_of(settings.harmony)
+        self.harmony = codec_of(settings.harmony)
         self.engine = engine_factory()
         self.sandbox = PythonSandbox(settings.sandbox)
 

@@ -70,11 +70,11 @@ def build_engine(
 ) -> RolloutEngine:
     """Build an engine with random weights, which the first sync replaces."""
     # Imported in the worker: transformers takes seconds, which the driver need not wait for.
-    from transformers import GptOssConfig
+    from transformers import AutoConfig
 
     from rl_loop.engines.embedded.engine import TransformersEngine
 
-    architecture = GptOssConfig(**model.to_hf_config())
+    architecture = AutoConfig.for_model(**model.to_hf_config())
     return TransformersEngine.from_config(
         architecture,
         dtype=getattr(torch, dtype),

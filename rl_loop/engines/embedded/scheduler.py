@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from transformers import GptOssForCausalLM
+from transformers import PreTrainedModel
 
 from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
 from rl_loop.engines.embedded.kv_cache import RowCache, Segment, StepLayout, common_prefix
@@ -69,7 +69,7 @@ class Scheduler:
     """Holds all sequences of one model: running ones, with a cache row each, and waiting ones."""
 
     def __init__(
-        self, model: GptOssForCausalLM, max_batch_size: int, reuses_prefixes: bool = True
+        self, model: PreTrainedModel, max_batch_size: int, reuses_prefixes: bool = True
     ) -> None:
         """``reuses_prefixes``: sequences take over keys and values that others have computed, in
         batches of other shapes, so that their last bits depend on what ran before."""
@@ -83,10 +83,17 @@ class Scheduler:
         self._waiting: deque[RunningSequence] = deque()
         self.drop_cache()
 
-        # The router's choice is no output of the model, so a hook on every router records it.
+        # The router's choice is no output of the model, so a hook on every router records it. A
+        # dense model has none.
         self._routes: dict[int, torch.Tensor] = {}  # of the last forward pass, by layer
         for index, layer in enumerate(model.model.layers):
-            layer.mlp.router.register_forward_hook(partial(self._record_routes, index))
+            if hasattr(layer.mlp, "router"):
+                layer.mlp.router.register_forward_hook(partial(self._record_routes, index))
+
+        # Models whose layers differ take a mask per kind of layer, others one for all.
+        self._no_masks: dict[str, None] | None = None
+        if getattr(model.config, "layer_types", None):
+            self._no_masks = {"full_attention": None, "sliding_attention": None}
 
     def _record_routes(
         self,
@@ -139,8 +146,10 @@ class Scheduler:
         with torch.inference_mode():
             hidden = self._forward(new_tokens, layout)
             # Recorded for every token and not on demand: a cached prefix brings its routes along.
-            routes = torch.stack([self._routes[i] for i in range(len(self._routes))], dim=1)
-            self._cache.routes[layout.rows, layout.positions] = routes.to(self._cache.routes.dtype)
+            if self._routes:
+                routes = torch.stack([self._routes[i] for i in range(len(self._routes))], dim=1)
+                routes = routes.to(self._cache.routes.dtype)
+                self._cache.routes[layout.rows, layout.positions] = routes
 
             # Only the last token of a sequence needs logits, 200,000 of them.
             logits = self.model.lm_head(hidden[layout.last_tokens()])
@@ -166,7 +175,7 @@ class Scheduler:
             input_ids=torch.tensor([tokens], device=self.model.device),
             position_ids=layout.positions[None],
             # No masks: row_cache_attention works from the layout.
-            attention_mask={"full_attention": None, "sliding_attention": None},
+            attention_mask=self._no_masks,
             use_cache=False,
             layout=layout,
         )
