@@ -1,3 +1,4 @@
+# make setup  makes .venv with the versions of requirements.txt; all others begin with it
 # make demo   sets everything up and trains a tiny GPT-OSS to use Python: SFT, then RL (runs/tiny_retool/report.html)
 # make test   sets everything up and runs the tests that need neither GPU nor Slurm
 # make test-busy    those tests that processes and clocks take part in, with two busy loops beside them

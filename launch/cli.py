@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,6 +20,7 @@ import typer.core
 from typer import Argument, Option
 
 from rl_loop.config.load import load_rl_config, load_run_config
+from rl_loop.config.shipped import find_config
 from rl_loop.logs import configure_logging
 
 
@@ -79,9 +81,16 @@ class LaunchGroup(typer.core.TyperGroup):
     """Starts a configuration if the first argument is no subcommand: ``gptoss launch CONFIG``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] != "--help":
+        if args and args[0] != "--help" and not self._is_meant_as_command(args[0]):
             args = ["start", *args]
         return super().parse_args(ctx, args)
+
+    def _is_meant_as_command(self, word: str) -> bool:
+        """Whether ``word`` is a subcommand, or a misspelled one rather than a configuration."""
+        if word in self.commands:
+            return True
+        is_config = any(find_config(Path(word), folder).exists() for folder in ("rl", "sft"))
+        return not is_config and bool(get_close_matches(word, self.commands))
 
 
 launch = typer.Typer(
@@ -423,8 +432,18 @@ def doctor(
         Option(metavar="CONFIG", help="Compare its engine and trainer instead."),
     ] = None,
     overrides: Overrides = None,
+    install_engine: Annotated[
+        Path | None,
+        Option(metavar="DIR", help="Install SGLang there instead, or finish what was begun."),
+    ] = None,
 ) -> None:
     """Check that this machine has everything a run needs, and say what to do where it does not."""
+    if install_engine is not None:
+        from launch import engine_install
+
+        python = engine_install.install_engine(install_engine, partial(print, flush=True))
+        print(f"rollout.engine.python={python}")
+        return
     if engine is not None:
         config = load_rl_config(engine, overrides)
         from rl_loop.run import run_engine_report
@@ -705,11 +724,11 @@ def launch_start(
 
 @launch.command("list")
 def launch_list() -> None:
-    """Runs that were launched from this machine."""
-    from launch.jobs import known_launches
+    """Runs that were launched from this machine, with their states."""
+    from launch.jobs import describe_launches
 
-    for run in known_launches():
-        print(f"{run.name:24} {run.submitted}  {run.kind:5}  {run.place}")
+    for line in describe_launches():
+        print(line)
 
 
 @launch.command("status")
@@ -747,8 +766,7 @@ def launch_cancel(name: Name) -> None:
     """End a run and what is queued for it."""
     from launch import jobs
 
-    jobs.cancel(jobs.find_launch(name))
-    print(f"{name}: cancelled; its checkpoints stay")
+    print(jobs.cancel(jobs.find_launch(name)))
 
 
 def main() -> None:
