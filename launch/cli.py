@@ -175,8 +175,11 @@ def train(
         print_failure(error, config.directory)
         raise typer.Exit(1) from None
 
+    from launch.outcome import describe_outcome
     from launch.report import build_report  # imports matplotlib
+    from rl_loop.tracking.run_directory import RunDirectory
 
+    print(describe_outcome(RunDirectory(directory)))
     print(f"report: {build_report(directory)}")
     return directory
 

@@ -71,7 +71,10 @@ def test_a_failed_installation_goes_on_where_it_was_and_hashes_decide(
 
     with pytest.raises(InstallError, match="sglang; the same command goes on from here: ERROR: No"):
         install_engine(engine, said.append, pinned)
-    assert [re.sub(", .:..", "", line) for line in said] == ["[1-1 of 2] helper", "[2-2 of 2] sglang"]
+    assert [re.sub(", .:..", "", line) for line in said] == [
+        "[1-1 of 2] helper",
+        "[2-2 of 2] sglang",
+    ]
 
     # The wheel is there now, but is another one than was pinned.
     (shelf / second.name).write_bytes(second.read_bytes() + b"\0")
