@@ -11,8 +11,10 @@ SHELL := /bin/bash
 .PHONY: help setup demo test test-busy test-slurm test-browser lint clean-venv
 
 GPTOSS := .venv/bin/gptoss
-# make test-slurm SLURM_TESTS="slurm and not slow" leaves out the one that takes three minutes.
+# SLURM_TESTS="slurm and not slow" leaves out the one that takes three minutes.
 SLURM_TESTS := slurm
+# BROWSER_TESTS=pictures takes those whose names hold it.
+BROWSER_TESTS :=
 # Tests of processes, servers, time limits and Ray; the others compute, which takes longer on a busy machine and no more.
 BUSY_TESTS := tests/launch tests/rl_loop tests/test_distributed_helper.py tests/test_leftover_processes.py
 # How many busy loops run beside them.
@@ -49,7 +51,8 @@ test-slurm: setup
 
 test-browser: setup
 	@tests/launch/viewer/install.sh
-	PYTHONPATH=.cache/browser OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/launch/viewer -m browser --timeout=300
+	PYTHONPATH=.cache/browser OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/launch/viewer -m browser --timeout=300 \
+		-k "$(BROWSER_TESTS)"
 
 lint: setup
 	.venv/bin/ruff check .

@@ -19,6 +19,7 @@ import typer
 import typer.core
 from typer import Argument, Option
 
+from launch.completion import complete_config, complete_override
 from rl_loop.config.load import load_rl_config, load_run_config
 from rl_loop.config.shipped import find_config
 from rl_loop.logs import configure_logging
@@ -116,6 +117,7 @@ ConfigFile = Annotated[
     Argument(
         metavar="CONFIG",
         help="A YAML file, such as configs/rl/tiny_retool.yaml, or the name of a shipped one.",
+        autocompletion=complete_config,
     ),
 ]
 TrainingCommand = Literal["rl", "sft"]
@@ -123,7 +125,11 @@ Precision = Literal["bf16", "fp32", "mxfp4"]
 TrainingPrecision = Literal["bf16", "fp32"]
 Overrides = Annotated[
     list[str] | None,
-    Argument(metavar="[KEY=VALUE]...", help="Replace values of the file: optimizer.lr=1e-6."),
+    Argument(
+        metavar="[KEY=VALUE]...",
+        help="Replace values of the file: optimizer.lr=1e-6.",
+        autocompletion=complete_override,
+    ),
 ]
 Resume = Annotated[
     bool,

@@ -30,7 +30,7 @@ def similar_keys(key: str, kind: type[StrictModel]) -> str:
         key: dotted, such as ``optimizer.learning_rate``.
     """
     section, _, name = key.rpartition(".")
-    known = list(_keys_of(kind))
+    known = list(known_keys(kind))
 
     siblings = [other for other in known if other.rpartition(".")[0] == section]
     near = get_close_matches(key, siblings, MOST_SUGGESTED, cutoff=0.75)
@@ -43,12 +43,12 @@ def _question(names: list[str]) -> str:
     return f"; did you mean {' or '.join(names)}?" if names else ""
 
 
-def _keys_of(kind: type[StrictModel], prefix: str = "") -> Iterator[str]:
+def known_keys(kind: type[StrictModel], prefix: str = "") -> Iterator[str]:
     """Yield the dotted keys of a configuration, sections included."""
     for name, field in kind.model_fields.items():
         yield f"{prefix}{name}"
         for section in _models_in(field.annotation):
-            yield from _keys_of(section, f"{prefix}{name}.")
+            yield from known_keys(section, f"{prefix}{name}.")
 
 
 def _models_in(annotation: Any) -> Iterator[type[StrictModel]]:
