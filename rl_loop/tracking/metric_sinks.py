@@ -62,7 +62,9 @@ def wandb_listener(run_name: str, config_yaml: str) -> Listener:
         raise ConfigError(
             "WANDB_PROJECT is set, but wandb is not installed: pip install wandb, or unset it"
         ) from None
-    run: Any = wandb.init(name=run_name, id=run_name, resume="allow", config=yaml.safe_load(config_yaml))
+    run: Any = wandb.init(
+        name=run_name, id=run_name, resume="allow", config=yaml.safe_load(config_yaml)
+    )
     return lambda step, values: run.log(values, step=step)
 
 
