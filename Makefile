@@ -13,7 +13,7 @@ SHELL := /bin/bash
 GPTOSS := .venv/bin/gptoss
 # SLURM_TESTS="slurm and not slow" leaves out the one that takes three minutes.
 SLURM_TESTS := slurm
-# BROWSER_TESTS=pictures takes those whose names hold it.
+# BROWSER_TESTS=picture_of takes those whose names hold it.
 BROWSER_TESTS :=
 # Tests of processes, servers, time limits and Ray; the others compute, which takes longer on a busy machine and no more.
 BUSY_TESTS := tests/launch tests/rl_loop tests/test_distributed_helper.py tests/test_leftover_processes.py

@@ -34,7 +34,7 @@ def run(*command: str | Path, cwd: Path, check: bool = True) -> subprocess.Compl
         env={**environment, "OMP_NUM_THREADS": "1"},
         text=True,
         capture_output=True,
-        timeout=2 * PATIENCE_SECONDS,
+        timeout=4 * PATIENCE_SECONDS,
         check=False,
     )
     if check:

@@ -1,9 +1,9 @@
 """The viewer in a real Chromium: at two widths and in both themes, without an error, a foreign request or a barrier.
 
-The pictures of the README are of a run of the demo, made by one of these tests:
+The picture of the README is of a run of the demo, made by one of these tests (docs/viewer.md):
 
     make demo
-    GPTOSS_PICTURES=runs/tiny_retool make test-browser BROWSER_TESTS=pictures
+    GPTOSS_PICTURES=runs/tiny_retool make test-browser BROWSER_TESTS=picture_of
 """
 
 from __future__ import annotations
@@ -63,11 +63,16 @@ def viewer(run: ExampleRun) -> Iterator[Served]:
 
 @contextmanager
 def opened(
-    chromium: Any, viewer: Served, path: str = "#/curves", width: int = 1400, theme: str = "light"
+    chromium: Any,
+    viewer: Served,
+    path: str = "#/curves",
+    width: int = 1400,
+    theme: str = "light",
+    height: int = 900,
 ) -> Iterator[Any]:
     """Open a page that may ask nobody else and report no error."""
     context = chromium.new_context(
-        viewport={"width": width, "height": 900}, color_scheme=theme, reduced_motion="reduce"
+        viewport={"width": width, "height": height}, color_scheme=theme, reduced_motion="reduce"
     )
     page = context.new_page()
     page.set_default_timeout(PATIENCE_MS)
@@ -168,27 +173,25 @@ def test_the_report_is_legible_at_any_width(
     context.close()
 
 
-PICTURES = {"curves": "#/curves?runs={run}", "episode": "#/episode?run={run}&id={id}"}
-"""Views that the README shows."""
 LARGEST_PICTURE = 150_000
 """Bytes: whoever clones the project pays for them."""
 
 
 @pytest.mark.parametrize("theme", THEMES)
-@pytest.mark.parametrize("picture", PICTURES)
-def test_pictures_of_the_readme(
-    chromium: Any, viewer: Served, run: ExampleRun, picture: str, theme: str, tmp_path: Path
+def test_picture_of_the_readme(
+    chromium: Any, run: ExampleRun, theme: str, tmp_path: Path
 ) -> None:
-    """Of the run in GPTOSS_PICTURES they replace those of the documentation."""
-    directory, folder = run.directory.path, tmp_path
+    """Of an episode that was rewarded; of the run in GPTOSS_PICTURES it replaces the documentation's."""
+    directory, folder, best = run.directory.path, tmp_path, ""
     if chosen := os.environ.get("GPTOSS_PICTURES"):
-        directory, folder = Path(chosen), DOCUMENTED_PICTURES
+        directory, folder, best = Path(chosen), DOCUMENTED_PICTURES, "&reward_from=1"
     with served(directory) as server:
-        newest = server.get(f"/api/runs/{directory.name}/episodes?tools=calls&limit=1").json
-        path = PICTURES[picture].format(run=directory.name, id=newest["rows"][0]["id"])
-        with opened(chromium, server, path, 1100, theme) as page:
-            page.wait_for_selector(VIEWS["curves" if picture == "curves" else "conversation"][1])
-            file = folder / f"viewer_{picture}_{theme}.png"
+        query = f"/api/runs/{directory.name}/episodes?tools=calls&limit=1{best}"
+        (row,) = server.get(query).json["rows"]
+        path = f"#/episode?run={directory.name}&id={row['id']}"
+        with opened(chromium, server, path, width=1000, theme=theme, height=640) as page:
+            page.wait_for_selector(".message.final")
+            file = folder / f"viewer_episode_{theme}.png"
             page.screenshot(path=file)
     assert 10_000 < file.stat().st_size < LARGEST_PICTURE
 
@@ -196,7 +199,7 @@ def test_pictures_of_the_readme(
 def test_the_readme_shows_pictures_of_both_themes() -> None:
     readme = (DOCUMENTED_PICTURES.parents[1] / "README.md").read_text()
     for theme in THEMES:
-        picture = DOCUMENTED_PICTURES / f"viewer_curves_{theme}.png"
+        picture = DOCUMENTED_PICTURES / f"viewer_episode_{theme}.png"
         assert f"docs/images/{picture.name}" in readme
         assert picture.stat().st_size < LARGEST_PICTURE
 
