@@ -18,7 +18,7 @@ def describe_outcome(run: RunDirectory) -> str:
     """Return what was first and last measured, and the time that training took: "held-out accuracy
     0.336 -> 0.867, held-out reward -0.328 -> 0.734 in 80 steps, 20:25"."""
     records = read_json_lines(run.metrics)
-    changes = []
+    changes: list[str] = []
     for metric, label in COMPARED.items():
         _, values = metric_curve(records, metric)
         if metric == Name.LOSS and changes:

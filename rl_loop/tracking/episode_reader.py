@@ -163,7 +163,7 @@ class EpisodeReader:
                 key = next(left, None)
                 if key is None:
                     return
-                path, _, group = key
+                path, _stamp, group = key
                 hits[key] = _ids_with_text(path, group, text)
                 has_scanned = True
 

@@ -178,9 +178,7 @@ LARGEST_PICTURE = 150_000
 
 
 @pytest.mark.parametrize("theme", THEMES)
-def test_picture_of_the_readme(
-    chromium: Any, run: ExampleRun, theme: str, tmp_path: Path
-) -> None:
+def test_picture_of_the_readme(chromium: Any, run: ExampleRun, theme: str, tmp_path: Path) -> None:
     """Of an episode that was rewarded; of the run in GPTOSS_PICTURES it replaces the documentation's."""
     directory, folder, best = run.directory.path, tmp_path, ""
     if chosen := os.environ.get("GPTOSS_PICTURES"):
