@@ -250,6 +250,8 @@ class Watch:
         self._phase = name
         print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
 
+    def episodes(self, ended: int, wanted: int) -> None: ...
+
     def note(self, message: str) -> None:
         print(message, flush=True)
 

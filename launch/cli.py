@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,7 +19,9 @@ import typer
 import typer.core
 from typer import Argument, Option
 
+from launch.completion import complete_config, complete_override
 from rl_loop.config.load import load_rl_config, load_run_config
+from rl_loop.config.shipped import find_config
 from rl_loop.logs import configure_logging
 
 
@@ -80,9 +83,16 @@ class GroupWithDefault(typer.core.TyperGroup):
     CONFIG``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] != "--help":
+        if args and args[0] != "--help" and not self._is_meant_as_command(args[0]):
             args = [next(iter(self.commands)), *args]
         return super().parse_args(ctx, args)
+
+    def _is_meant_as_command(self, word: str) -> bool:
+        """Whether ``word`` is a subcommand, or a misspelled one rather than a configuration."""
+        if word in self.commands:
+            return True
+        is_config = any(find_config(Path(word), folder).exists() for folder in ("rl", "sft"))
+        return not is_config and bool(get_close_matches(word, self.commands))
 
 
 launch = typer.Typer(
@@ -115,6 +125,7 @@ ConfigFile = Annotated[
     Argument(
         metavar="CONFIG",
         help="A YAML file, such as configs/rl/tiny_retool.yaml, or the name of a shipped one.",
+        autocompletion=complete_config,
     ),
 ]
 TrainingCommand = Literal["rl", "sft"]
@@ -122,7 +133,11 @@ Precision = Literal["bf16", "fp32", "mxfp4"]
 TrainingPrecision = Literal["bf16", "fp32"]
 Overrides = Annotated[
     list[str] | None,
-    Argument(metavar="[KEY=VALUE]...", help="Replace values of the file: optimizer.lr=1e-6."),
+    Argument(
+        metavar="[KEY=VALUE]...",
+        help="Replace values of the file: optimizer.lr=1e-6.",
+        autocompletion=complete_override,
+    ),
 ]
 Resume = Annotated[
     bool,
@@ -174,8 +189,11 @@ def train(
         print_failure(error, config.directory)
         raise typer.Exit(1) from None
 
+    from launch.outcome import describe_outcome
     from launch.report import build_report  # imports matplotlib
+    from rl_loop.tracking.run_directory import RunDirectory
 
+    print(describe_outcome(RunDirectory(directory)))
     print(f"report: {build_report(directory)}")
     return directory
 
@@ -431,8 +449,18 @@ def doctor(
         Option(metavar="CONFIG", help="Compare its engine and trainer instead."),
     ] = None,
     overrides: Overrides = None,
+    install_engine: Annotated[
+        Path | None,
+        Option(metavar="DIR", help="Install SGLang there instead, or finish what was begun."),
+    ] = None,
 ) -> None:
     """Check that this machine has everything a run needs, and say what to do where it does not."""
+    if install_engine is not None:
+        from launch import engine_install
+
+        python = engine_install.install_engine(install_engine, partial(print, flush=True))
+        print(f"rollout.engine.python={python}")
+        return
     if engine is not None:
         config = load_rl_config(engine, overrides)
         from rl_loop.run import run_engine_report
@@ -794,11 +822,11 @@ def launch_start(
 
 @launch.command("list")
 def launch_list() -> None:
-    """Runs that were launched from this machine."""
-    from launch.jobs import known_launches
+    """Runs that were launched from this machine, with their states."""
+    from launch.jobs import describe_launches
 
-    for run in known_launches():
-        print(f"{run.name:24} {run.submitted}  {run.kind:5}  {run.place}")
+    for line in describe_launches():
+        print(line)
 
 
 @launch.command("status")
@@ -836,8 +864,7 @@ def launch_cancel(name: Name) -> None:
     """End a run and what is queued for it."""
     from launch import jobs
 
-    jobs.cancel(jobs.find_launch(name))
-    print(f"{name}: cancelled; its checkpoints stay")
+    print(jobs.cancel(jobs.find_launch(name)))
 
 
 def main() -> None:

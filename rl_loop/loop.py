@@ -190,6 +190,7 @@ class RlLoop:
                 seed=settings.seed,
                 first_task=self.first_task(self.state.step),
                 abandon=abandon,
+                on_ended=self.recorder.progress.episodes,
             )
         finished: FinishedGroups = {}
         if self.group_store is not None:
@@ -204,6 +205,7 @@ class RlLoop:
             first_step=self.state.step,
             earlier=EarlierGroups(self.state.passed_over, finished),
             abandon=abandon,
+            on_ended=self.recorder.progress.episodes,
         )
 
     def train(self) -> int:

@@ -104,7 +104,7 @@ class RunView:
             "state": state,
             "generation": self.metrics.generation,
             "records": len(records),
-            "step": records[-1]["step"] if records else None,
+            "step": _last_training_step(records, steps),
             "steps": steps,
             "time": records[-1].get("time") if records else None,
             "headlines": _headlines(records),
@@ -182,6 +182,16 @@ class RunView:
         if len(words) < 4 or not words[1].isdigit() or words[3] != socket.gethostname():
             return None
         return Path(f"/proc/{words[1]}").exists()
+
+
+def _last_training_step(records: list[dict[str, Any]], steps: int | None) -> int | None:
+    """Return the number, from 0, of the last step; None before the first has ended.
+
+    The evaluation after the last step is recorded as a further one, which there is not."""
+    if not records:
+        return None
+    last = int(records[-1]["step"])
+    return last if steps is None else min(last, steps - 1)
 
 
 def _headlines(records: list[dict[str, Any]]) -> dict[str, float]:

@@ -16,6 +16,7 @@ from megatron_gptoss.families.registry import read_hf_config
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.config.shipped import find_config
+from rl_loop.config.suggestions import similar_keys, similar_names
 from rl_loop.engines.registry import TAG
 
 MOST_YAML_BYTES = 1 << 20
@@ -36,6 +37,8 @@ def load_config[Config: RunConfig](
     file's own. A name of a shipped configuration stands for its file. Raises ConfigError naming
     file and keys."""
     path = find_config(path, kind.command)
+    if not path.exists():
+        raise ConfigError(f"{path}: no such file{similar_names(path.stem, kind.command)}")
     tree = read_yaml(path)
     changes = overrides or []
     for change in changes:
@@ -50,6 +53,11 @@ def load_config[Config: RunConfig](
         raw = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {error}") from error
+    except TypeError:
+        # OmegaConf does not say which of them it was.
+        raise ConfigError(
+            f"{path}: one of {' '.join(changes)} is a list where the file has keys, or the other way round"
+        ) from None
     return validated(path, kind, raw)
 
 
@@ -190,7 +198,9 @@ def validated[Model: StrictModel](path: Path, kind: type[Model], raw: Any) -> Mo
         return kind.model_validate(raw)
     except ValidationError as error:
         _refuse_other_kind(path, kind, error)
-        mistakes = [f"  {_key_of(mistake)}: {_explain(mistake)}" for mistake in error.errors()]
+        mistakes = [
+            f"  {_key_of(mistake)}: {_explain(mistake, kind)}" for mistake in error.errors()
+        ]
         listed = "\n".join(mistakes)
         raise ConfigError(f"{path} is not a valid {kind.__name__}:\n{listed}") from None
 
@@ -275,10 +285,10 @@ def _key_of(error: Any) -> str:
     return ".".join(part for part in parts if not part.startswith(TAG)) or "(top level)"
 
 
-def _explain(error: Any) -> str:
+def _explain(error: Any, kind: type[StrictModel]) -> str:
     """Say what is wrong with a value, and show it unless it is a whole section."""
     if error["type"] == "extra_forbidden":
-        return "unknown key"
+        return f"unknown key{similar_keys(_key_of(error), kind)}"
     message = error["msg"].removeprefix("Value error, ")
     if isinstance(error["input"], dict | list):
         return message

@@ -69,6 +69,8 @@ class Quiet:
 
     def phase(self, name: str) -> None: ...
 
+    def episodes(self, ended: int, wanted: int) -> None: ...
+
     def note(self, message: str) -> None:
         self.notes.append(message)
 

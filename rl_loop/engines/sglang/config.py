@@ -161,8 +161,8 @@ class SglangConfig(EngineConfig):
         )
         if finding.returncode:
             raise EngineUnavailable(
-                f"rollout.engine.python: {python} has no SGLang; install it in an environment of its own and name its "
-                "interpreter here (docs/sglang.md)"
+                f"rollout.engine.python: {python} has no SGLang; `gptoss doctor --install-engine DIR` installs it, "
+                "and prints what to write here"
             )
 
     @property

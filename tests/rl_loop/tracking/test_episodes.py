@@ -440,7 +440,19 @@ def test_a_search_out_of_time_goes_on_when_it_is_asked_again(tmp_path: Path) -> 
     record_steps(tmp_path, range(5))
     reader = reader_of(tmp_path)
     searched = [reader.search("Compute", seconds=0).searched for _ in range(6)]
-    assert searched == [4, 8, 12, 16, 20, 20]
+    # A row group of 4 episodes for each core, newest first.
+    per_call = 4 * len(os.sched_getaffinity(0))
+    assert searched == [min(20, per_call * (i + 1)) for i in range(6)]
+    assert len(set(reader.search("Compute", seconds=0).ids.tolist())) == 20
+
+
+def test_a_text_that_only_the_oldest_episodes_hold_is_found_by_going_on(tmp_path: Path) -> None:
+    record_steps(tmp_path, range(5))
+    reader = reader_of(tmp_path)
+    oldest = [row["id"] for row in reader.figures.to_pylist() if row["step"] == 0]
+    for _ in range(5):
+        found = reader.search("print(2", seconds=0)
+    assert set(oldest) <= set(found.ids.tolist())
 
 
 def test_an_unknown_episode_is_none(tmp_path: Path) -> None:
