@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rl_loop.chat.messages import ToolOutput
-from rl_loop.harmony.cut_text import cut_text
+from rl_loop.chat.cut_text import cut_text
 
 
 def cut_observation(

@@ -156,7 +156,8 @@ def keep_steps_up_to(directory: Path, step: int) -> None:
 def opened(path: Path, *, pre_buffer: bool = True) -> Iterator[pq.ParquetFile]:
     """Open a file, whose pages are compared with their checksums.
 
-    ``pre_buffer``: whether Arrow reads ahead, in threads of its own. Raises RunDirectoryError naming a damaged file, FileNotFoundError if there is none."""
+    ``pre_buffer``: whether Arrow reads ahead, in threads of its own. Raises RunDirectoryError naming
+    a damaged file, FileNotFoundError if there is none."""
     try:
         with pq.ParquetFile(path, page_checksum_verification=True, pre_buffer=pre_buffer) as file:
             yield file
