@@ -6,8 +6,8 @@ the tokens too, and costs nothing to check."""
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rl_loop.chat.messages import ToolOutput
 from rl_loop.chat.cut_text import cut_text
+from rl_loop.chat.messages import ToolOutput
 
 
 def cut_observation(

@@ -6,8 +6,8 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rl_loop.environments.tool_servers.config import FACTORIES, ToolServerConfig
 from rl_loop.chat.cut_text import cut_text
+from rl_loop.environments.tool_servers.config import FACTORIES, ToolServerConfig
 from rl_loop.infrastructure import InfrastructureFailure, describe
 
 if TYPE_CHECKING:
