@@ -1,17 +1,21 @@
+# make setup  makes .venv with the versions of requirements.txt; all others begin with it
 # make demo   sets everything up and trains a tiny GPT-OSS to use Python: SFT, then RL (runs/tiny_retool/report.html)
 # make test   sets everything up and runs the tests that need neither GPU nor Slurm
 # make test-busy    those tests that processes and clocks take part in, with two busy loops beside them
 # make test-slurm   as root: the launcher against a real Slurm of four nodes on this machine (installs it; several minutes)
 # make test-browser  the viewer in a real Chromium (installs it as root)
+# make hub-environments  virtual environments for openenv and verifiers, which cannot be installed beside this project
 # make lint   ruff, mypy and the dependency rules
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-busy test-slurm test-browser lint clean-venv
+.PHONY: help setup demo test test-busy test-slurm test-browser hub-environments lint clean-venv
 
 GPTOSS := .venv/bin/gptoss
-# make test-slurm SLURM_TESTS="slurm and not slow" leaves out the one that takes three minutes.
+# SLURM_TESTS="slurm and not slow" leaves out the one that takes three minutes.
 SLURM_TESTS := slurm
+# BROWSER_TESTS=picture_of takes those whose names hold it.
+BROWSER_TESTS :=
 # Tests of processes, servers, time limits and Ray; the others compute, which takes longer on a busy machine and no more.
 BUSY_TESTS := tests/launch tests/rl_loop tests/test_distributed_helper.py tests/test_leftover_processes.py
 # How many busy loops run beside them.
@@ -48,7 +52,15 @@ test-slurm: setup
 
 test-browser: setup
 	@tests/launch/viewer/install.sh
-	PYTHONPATH=.cache/browser OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/launch/viewer -m browser --timeout=300
+	PYTHONPATH=.cache/browser OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/launch/viewer -m browser --timeout=300 \
+		-k "$(BROWSER_TESTS)"
+
+# Both pin an mcp older than ours. pytest -m hub uses them, and `python:` of an agent's configuration can name them.
+hub-environments: setup
+	for package in openenv==0.10.0 verifiers==0.4.0; do \
+		.venv/bin/python -m venv .cache/hub/$${package%%==*} && \
+		.cache/hub/$${package%%==*}/bin/pip install --quiet $$package || exit 1; \
+	done
 
 lint: setup
 	.venv/bin/ruff check .

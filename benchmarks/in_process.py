@@ -15,7 +15,7 @@ from rl_loop.ablations.engine_weights import engine_faults
 from rl_loop.agents.worker import worker_class
 from rl_loop.config.load import dump_config
 from rl_loop.config.run import RlConfig
-from rl_loop.data.tensor_bytes import to_bytes
+from rl_loop.data.tensor_bytes import TensorBytes
 from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.engines.backend import WeightSource
 from rl_loop.engines.embedded.backend import build_engine
@@ -58,6 +58,10 @@ class LocalRank:
         result = getattr(self._worker, method)(*arguments[0])
         return [result for _ in asked]
 
+    def call_and_store(self, method: str) -> Callable[[], Any]:
+        result = getattr(self._worker, method)()
+        return lambda: result
+
     def close(self) -> None:
         distributed.shutdown()
 
@@ -73,6 +77,9 @@ class LocalRollouts:
     """What ``RlLoop`` wants of a RolloutPool, of one worker in this process; around ``engine`` if
     there is one. Episodes run on a thread of their own."""
 
+    # Trainer and engine have one process, and perhaps one GPU.
+    scores_beside_rollouts = False
+
     def __init__(self, config: RlConfig, engine: RolloutEngine | None = None) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
@@ -86,7 +93,12 @@ class LocalRollouts:
         engine_config = config.rollout.engine
         if engine is None:
             assert isinstance(engine_config, EmbeddedConfig)
-            engine = build_engine(config.model, config.dtype, engine_config.max_batch_size)
+            engine = build_engine(
+                config.model,
+                config.dtype,
+                engine_config.max_batch_size,
+                engine_config.deterministic,
+            )
         runs_episodes = worker_class(config.tasks)
         self._worker = runs_episodes(settings, lambda: engine, torch.get_num_threads())
         self._do(self._worker.start())
@@ -98,7 +110,9 @@ class LocalRollouts:
         if self.alter_weights is not None:
             source = self.alter_weights(source, version)
         weights = source.packed_weights() if self._is_quantized else source.weights()
-        self._do(self._worker.sync_weights(to_bytes(weights), version))
+        self._do(self._worker.sync_weights(TensorBytes.of(weights), version))
+
+    def prepare_sync(self, source: WeightSource) -> None: ...
 
     def packed_digests(self) -> list[Digests]:
         return [self._do(self._worker.packed_digests())]
@@ -157,6 +171,8 @@ class Silent:
 
     def phase(self, name: str) -> None: ...
 
+    def episodes(self, ended: int, wanted: int) -> None: ...
+
     def note(self, message: str) -> None: ...
 
     def step(self, step: int, values: dict[str, float]) -> None: ...
@@ -178,7 +194,8 @@ def local_loop(
             stack.callback(rollouts.close)
         rollouts.alter_weights = engine_faults(config.ablation, config.seed)
 
-        state = RunState.from_checkpoint(trainer.resume() if resume else None)
+        resumed = trainer.resume() if resume else None
+        state = RunState.from_checkpoint(resumed.state if resumed is not None else None)
         writer = MetricsWriter(run, state.step - 1 if resume else None)
         stack.callback(writer.close)
         tasks = build_tasks(config)

@@ -42,7 +42,7 @@ from rl_loop.config.load import load_rl_config
 from rl_loop.config.run import RlConfig
 from rl_loop.lifecycle import start_checks
 from rl_loop.lifecycle.disk_checks import check_writable
-from rl_loop.session import Session, build_loop, harmony_settings
+from rl_loop.session import Session, build_loop, codec_settings
 from rl_loop.tracking.metrics import Name
 from rl_loop.tracking.run_directory import Start
 
@@ -138,11 +138,11 @@ def write_weights(config: RlConfig, turn_tokens: int) -> None:
 
     from converters.hf_directory import write_hf_directory
     from converters.mxfp4_tensors import rounded_to_mxfp4
-    from rl_loop.tasks.demonstrations import harmony_of
+    from rl_loop.tasks.codec import codec_of
 
     assert config.initial_weights is not None
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    following = next_tokens(harmony_of(harmony_settings(config)), turn_tokens)
+    following = next_tokens(codec_of(codec_settings(config)), turn_tokens)
     dtype = getattr(torch, config.dtype)
     tensors = policy_weights(config.model, following, dtype, device, config.seed)
     if config.parallel.base == "mxfp4":
@@ -249,6 +249,8 @@ class Watch:
     def phase(self, name: str) -> None:
         self._phase = name
         print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
+
+    def episodes(self, ended: int, wanted: int) -> None: ...
 
     def note(self, message: str) -> None:
         print(message, flush=True)

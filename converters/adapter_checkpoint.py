@@ -22,6 +22,7 @@ from converters.safetensors_files import SafetensorsWriter
 from converters.torch_dist import DTYPES, Precision
 from converters.torch_dist_files import TorchDistReader, TorchDistWriter
 from megatron_gptoss.checkpoint.base_digest import base_digest
+from megatron_gptoss.checkpoint.checksums import write_checksums
 from megatron_gptoss.checkpoint.directory import ADAPTER_FILE, MODEL_CONFIG_FILE
 from megatron_gptoss.config import AdapterConfig, ModelConfig
 from megatron_gptoss.layers.adapters import named_adapters
@@ -183,6 +184,7 @@ def import_adapter(
         }
         (partial / ADAPTER_FILE).write_text(json.dumps(content, indent=1))
         (partial / MODEL_CONFIG_FILE).write_text(source.config.model_dump_json(indent=1))
+        write_checksums(partial, writer.checksum())
         _check_written(CheckpointAdapters(partial, unfinished=True), adapters)
 
 

@@ -21,11 +21,12 @@ from converters.errors import ConversionError
 from converters.hf_layouts import BLOCK, Shape, StoredTensor, is_expert_matrix, mxfp4_shapes
 from converters.mapping import NamedTensor
 from converters.names import hf_shapes
-from converters.new_directory import new_directory, refuse_partial
+from converters.new_directory import new_directory, refuse_missing, refuse_partial
 from converters.safetensors_files import Entry, SafetensorsFile, SafetensorsWriter
 from gptoss_kernels import mxfp4
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.families.registry import read_hf_config
+from megatron_gptoss.untrusted_files import is_plain_name
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -76,8 +77,7 @@ class HfDirectory:
             ConversionError: naming the file, key or tensor.
         """
         self.path = Path(path)
-        if not self.path.is_dir():
-            raise ConversionError(f"{self.path}: no such directory; expected a Hugging Face model")
+        refuse_missing(self.path, "a Hugging Face model")
         if not unfinished:
             refuse_partial(self.path)
 
@@ -286,7 +286,11 @@ def _read_index(directory: Path) -> dict[str, str] | None:
             f"{index}: key weight_map is missing or not a table of tensor names and files"
         )
     # Said before opening any file: half a download is the usual reason.
-    for file in sorted(set(weight_map.values())):
+    for file in sorted(set(weight_map.values()), key=str):
+        if not is_plain_name(file):
+            raise ConversionError(
+                f"{index}: names the file {file!r}, which is not in its directory"
+            )
         if not (directory / file).exists():
             raise ConversionError(
                 f"{index}: names the file {file}, which is not there; download it again"

@@ -402,6 +402,8 @@ class WeightGathering:
 
     def _gather_on_hosts[T](self, value: T) -> list[T]:
         """Return the value of every rank. Collective; needs no GPU."""
+        if dist.get_world_size() == 1:
+            return [value]
         everyone = [value] * dist.get_world_size()
         dist.all_gather_object(everyone, value, group=self._agreement)
         return everyone

@@ -22,14 +22,20 @@ MODEL_KEYS = ("embedding.", "decoder.", "output_layer.")
 class MegatronCheckpoint:
     """A torch_dist checkpoint of a model, read parameter by parameter."""
 
-    def __init__(self, path: Path, unfinished: bool = False, from_disk: bool = False) -> None:
-        """Open ``path``; ``unfinished`` and ``from_disk`` as of TorchDistReader.
+    def __init__(
+        self,
+        path: Path,
+        unfinished: bool = False,
+        from_disk: bool = False,
+        verify: bool = True,
+    ) -> None:
+        """Open ``path``; ``unfinished``, ``from_disk`` and ``verify`` as of TorchDistReader.
 
         Raises:
             ConversionError: when it is not a complete checkpoint of its model alone.
         """
         self.path = Path(path)
-        self._reader = TorchDistReader(self.path, unfinished, from_disk)
+        self._reader = TorchDistReader(self.path, unfinished, from_disk, verify)
         self.config = read_model_config(self.path / MODEL_CONFIG_FILE)
 
         known = {mapping.checkpoint_key for mapping in parameter_mappings(self.config).values()}

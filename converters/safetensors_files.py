@@ -31,6 +31,8 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LENGTH_BYTES = 8
 """A file begins with the length of its JSON header, little-endian."""
+MOST_HEADER_BYTES = 100_000_000
+"""What the safetensors library reads of a header at most, too."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,8 @@ class _Header:
 
 def _read_header(file: Any) -> _Header:
     (length,) = struct.unpack("<Q", file.read(LENGTH_BYTES))
+    if length > MOST_HEADER_BYTES:
+        raise ValueError(f"its header would have {length:,} bytes")
     tensors = json.loads(file.read(length))
     tensors.pop("__metadata__", None)
     return _Header(tensors, data_start=LENGTH_BYTES + length)

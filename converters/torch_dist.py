@@ -39,6 +39,7 @@ from converters.read_back import check_export, check_import, export_kind
 from converters.reports import Check, ExportReport, QuantizationLoss, ReadBack
 from converters.sample import Selection, select_parameters
 from converters.torch_dist_files import Shape, TorchDistWriter
+from megatron_gptoss.checkpoint.checksums import write_checksums
 from megatron_gptoss.checkpoint.directory import MODEL_CONFIG_FILE
 from megatron_gptoss.config import ModelConfig
 
@@ -84,6 +85,7 @@ def import_checkpoint(
             state = {"checkpoint_version": 3.0, "iteration": 0}
             writer.add_object("common_state", (1,), (0,), state)
         (partial / MODEL_CONFIG_FILE).write_text(source.config.model_dump_json(indent=1))
+        write_checksums(partial, writer.checksum())
         result = check_import(hf_dir, partial, converted_dtype, selection, check_progress)
     return result
 

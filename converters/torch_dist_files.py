@@ -20,16 +20,19 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 import torch
+import xxhash
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from converters.bits import FileRange, TensorRange
 from converters.errors import ConversionError, name_file_in_errors
-from converters.new_directory import refuse_partial
+from converters.new_directory import refuse_missing, refuse_partial
+from megatron_gptoss.checkpoint.checksums import FileChecksum, damage_in
+from megatron_gptoss.checkpoint.directory import offer_earlier
+from megatron_gptoss.checkpoint.pickled_metadata import METADATA_FILE, read_metadata
 
 DATA_FILE = "__0_0.distcp"
-METADATA_FILE = ".metadata"
 FORMAT_FILE = "metadata.json"
 Shape = tuple[int, ...]
 
@@ -46,6 +49,8 @@ class TorchDistWriter:
         self._file = open(directory / DATA_FILE, "wb")  # noqa: SIM115 (closed by close)
         self._metadata: dict[str, Any] = {}
         self._places: dict[dcp.MetadataIndex, _StorageInfo] = {}
+        self._hash = xxhash.xxh3_128()
+        self._size = 0
 
     def add_tensor(
         self, key: str, leading_shape: Shape, leading_index: Shape, tensor: torch.Tensor
@@ -93,7 +98,7 @@ class TorchDistWriter:
 
     def _write(self, index: dcp.MetadataIndex, value: Any) -> FileRange:
         start = self._file.tell()
-        sink = _ErrorKeepingFile(self._file)
+        sink = _ErrorKeepingFile(self._file, self._hash)
 
         # Nothing reads the checksums of torch's zip entries, and computing them is slower than a
         # disk.
@@ -108,6 +113,7 @@ class TorchDistWriter:
             if sink.error is not None:
                 raise sink.error
             length = self._file.tell() - start
+        self._size += length
         self._places[index] = _StorageInfo(DATA_FILE, start, length)
         return FileRange(path, start, length)
 
@@ -120,6 +126,10 @@ class TorchDistWriter:
         (self.directory / METADATA_FILE).write_bytes(pickle.dumps(metadata))
         content = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         (self.directory / FORMAT_FILE).write_text(json.dumps(content))
+
+    def checksum(self) -> dict[str, FileChecksum]:
+        """Return the checksum of the data file, once all is written."""
+        return {DATA_FILE: FileChecksum(self._size, self._hash.hexdigest())}
 
     def __enter__(self) -> Self:
         return self
@@ -136,14 +146,17 @@ class TorchDistWriter:
 class _ErrorKeepingFile:
     """What torch.save writes to. It would hide an exception's message inside its C++."""
 
-    def __init__(self, file: io.BufferedWriter) -> None:
+    def __init__(self, file: io.BufferedWriter, checksum: xxhash.xxh3_128) -> None:
+        """``checksum`` takes in what is written."""
         self._file = file
+        self._checksum = checksum
         self.error: OSError | None = None
 
     def write(self, data: memoryview) -> int:
         if self.error is None:
             try:
                 self._file.write(data)
+                self._checksum.update(data)
             except OSError as error:
                 # Frames of the traceback hold ``data``, whose memory torch frees.
                 self.error = error.with_traceback(None)
@@ -156,7 +169,13 @@ class _ErrorKeepingFile:
 class TorchDistReader:
     """Tensors of a checkpoint by key and leading index, whichever layer spec wrote it."""
 
-    def __init__(self, directory: Path, unfinished: bool = False, from_disk: bool = False) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        unfinished: bool = False,
+        from_disk: bool = False,
+        verify: bool = True,
+    ) -> None:
         """Read the metadata of ``directory``.
 
         Args:
@@ -164,16 +183,14 @@ class TorchDistReader:
             unfinished: it has not got its name yet.
             from_disk: read values from the disk itself, not from the page cache (which holds on to
                 what was not synced).
+            verify: compare all files of a finished checkpoint with its checksums, which reads them.
 
         Raises:
             ConversionError: naming what is missing or damaged.
         """
         self.directory = Path(directory)
         self._from_disk = from_disk
-        if not self.directory.is_dir():
-            raise ConversionError(
-                f"{self.directory}: no such directory; expected a torch_dist checkpoint"
-            )
+        refuse_missing(self.directory, "a torch_dist checkpoint")
         if not unfinished:
             refuse_partial(self.directory)
         for name in (FORMAT_FILE, METADATA_FILE):
@@ -182,7 +199,14 @@ class TorchDistReader:
                     f"{self.directory}: not a complete torch_dist checkpoint, {name} is missing"
                 )
 
-        metadata = _load_metadata(self.directory / METADATA_FILE)
+        if verify and not unfinished:
+            damage = damage_in(self.directory)
+            if damage is not None:
+                raise ConversionError(f"{damage}; {offer_earlier(self.directory)}")
+        try:
+            metadata = read_metadata(self.directory / METADATA_FILE)
+        except ValueError as error:
+            raise ConversionError(str(error)) from None
         self._places: dict[dcp.MetadataIndex, _StorageInfo] = metadata.storage_data
         self._tensors: dict[str, dcp.TensorStorageMetadata] = {
             key: entry
@@ -374,12 +398,3 @@ def _check_places_in_file(path: Path, places: list[_NamedPlace]) -> None:
                 f"{path}: truncated or damaged where {place.name} should be: it ends at "
                 f"{file_bytes}, not after {place.end} bytes"
             )
-
-
-def _load_metadata(path: Path) -> dcp.Metadata:
-    try:
-        metadata = pickle.loads(path.read_bytes())
-        _ = metadata.storage_data, metadata.state_dict_metadata.items()
-    except Exception as error:  # unpickling a damaged file raises anything
-        raise ConversionError(f"{path}: damaged ({error}); the checkpoint cannot be read") from None
-    return metadata

@@ -151,9 +151,9 @@ def evaluate(folder: Path, run: Path) -> float:
 
     from rl_loop.config.load import load_run_config
     from rl_loop.engines.embedded.engine import TransformersEngine
-    from rl_loop.session import build_harmony
+    from rl_loop.session import build_codec
 
-    harmony = build_harmony(load_run_config(run / "config.yaml", "sft"))
+    harmony = build_codec(load_run_config(run / "config.yaml", "sft"))
     model = GptOssForCausalLM.from_pretrained(
         run / "export", dtype=torch.float32, attn_implementation="eager"
     )

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,7 +19,9 @@ import typer
 import typer.core
 from typer import Argument, Option
 
+from launch.completion import complete_config, complete_override
 from rl_loop.config.load import load_rl_config, load_run_config
+from rl_loop.config.shipped import find_config
 from rl_loop.logs import configure_logging
 
 
@@ -75,17 +78,25 @@ def options_of_all_commands(
     pass
 
 
-class LaunchGroup(typer.core.TyperGroup):
-    """Starts a configuration if the first argument is no subcommand: ``gptoss launch CONFIG``."""
+class GroupWithDefault(typer.core.TyperGroup):
+    """Runs the command that was added first if the first argument is no command: ``gptoss launch
+    CONFIG``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] != "--help":
-            args = ["start", *args]
+        if args and args[0] != "--help" and not self._is_meant_as_command(args[0]):
+            args = [next(iter(self.commands)), *args]
         return super().parse_args(ctx, args)
+
+    def _is_meant_as_command(self, word: str) -> bool:
+        """Whether ``word`` is a subcommand, or a misspelled one rather than a configuration."""
+        if word in self.commands:
+            return True
+        is_config = any(find_config(Path(word), folder).exists() for folder in ("rl", "sft"))
+        return not is_config and bool(get_close_matches(word, self.commands))
 
 
 launch = typer.Typer(
-    cls=LaunchGroup,
+    cls=GroupWithDefault,
     no_args_is_help=True,
     help="gptoss launch CONFIG [KEY=VALUE]... [--cluster NAME]: start a run in the background, here or on Slurm. "
     "Options: gptoss launch start --help.",
@@ -96,6 +107,13 @@ convert = typer.Typer(
     help="Hugging Face <-> Megatron checkpoints, without a GPU.",
 )
 app.add_typer(convert, name="convert")
+certificate = typer.Typer(
+    cls=GroupWithDefault,
+    no_args_is_help=True,
+    help="gptoss certify SUBJECT: does a trainer or an engine compute GPT-OSS? "
+    "Options: gptoss certify run --help.",
+)
+app.add_typer(certificate, name="certify")
 data = typer.Typer(
     no_args_is_help=True,
     help="The conversations that `gptoss sft` learns.",
@@ -107,6 +125,7 @@ ConfigFile = Annotated[
     Argument(
         metavar="CONFIG",
         help="A YAML file, such as configs/rl/tiny_retool.yaml, or the name of a shipped one.",
+        autocompletion=complete_config,
     ),
 ]
 TrainingCommand = Literal["rl", "sft"]
@@ -114,7 +133,11 @@ Precision = Literal["bf16", "fp32", "mxfp4"]
 TrainingPrecision = Literal["bf16", "fp32"]
 Overrides = Annotated[
     list[str] | None,
-    Argument(metavar="[KEY=VALUE]...", help="Replace values of the file: optimizer.lr=1e-6."),
+    Argument(
+        metavar="[KEY=VALUE]...",
+        help="Replace values of the file: optimizer.lr=1e-6.",
+        autocompletion=complete_override,
+    ),
 ]
 Resume = Annotated[
     bool,
@@ -166,8 +189,11 @@ def train(
         print_failure(error, config.directory)
         raise typer.Exit(1) from None
 
+    from launch.outcome import describe_outcome
     from launch.report import build_report  # imports matplotlib
+    from rl_loop.tracking.run_directory import RunDirectory
 
+    print(describe_outcome(RunDirectory(directory)))
     print(f"report: {build_report(directory)}")
     return directory
 
@@ -423,8 +449,18 @@ def doctor(
         Option(metavar="CONFIG", help="Compare its engine and trainer instead."),
     ] = None,
     overrides: Overrides = None,
+    install_engine: Annotated[
+        Path | None,
+        Option(metavar="DIR", help="Install SGLang there instead, or finish what was begun."),
+    ] = None,
 ) -> None:
     """Check that this machine has everything a run needs, and say what to do where it does not."""
+    if install_engine is not None:
+        from launch import engine_install
+
+        python = engine_install.install_engine(install_engine, partial(print, flush=True))
+        print(f"rollout.engine.python={python}")
+        return
     if engine is not None:
         config = load_rl_config(engine, overrides)
         from rl_loop.run import run_engine_report
@@ -671,6 +707,87 @@ def data_preview(
         )
 
 
+WeightsSize = Annotated[
+    Literal["tiny", "small", "gpu"],
+    Option(help="tiny: for tests. small: GPT-OSS's window and lengths. gpu: widths for kernels."),
+]
+StoredPrecision = Annotated[
+    Literal["fp32", "bf16"],
+    Option("--precision", help="In which weights are made, and the subject computes."),
+]
+
+
+@certificate.command("run")
+def certify_run(
+    subject: Annotated[
+        str,
+        Argument(
+            help="transformers, trainer, MODULE:FUNCTION, or the URL of a server: SGLang's "
+            "(http://127.0.0.1:30000), or one of OpenAI's completions (it ends with /v1).",
+        ),
+    ],
+    weights: Annotated[
+        Path | None,
+        Option(
+            help="What `gptoss certify prepare` wrote, or a Hugging Face directory. Without it "
+            "weights are made; a server was started with those that are meant.",
+        ),
+    ] = None,
+    size: WeightsSize = "small",
+    precision: StoredPrecision = "fp32",
+    deterministic: Annotated[
+        bool,
+        Option("--deterministic", help="The server claims equal bits: anything else fails."),
+    ] = False,
+    only: Annotated[
+        list[str] | None,
+        Option(help="A check to run, by name; may be given several times. Agreement always runs."),
+    ] = None,
+    out: Annotated[
+        Path,
+        Option(help="Where certificate.txt, certificate.json and certificate.html go."),
+    ] = Path("certificate"),
+) -> None:
+    """Check everything that GPT-OSS's implementations get wrong, and name what is wrong. Exit code
+    1 if a check fails."""
+    from rl_loop.certify.run import CertifyOptions, certify, check_subject_name
+
+    check_subject_name(subject, has_weights=weights is not None)
+
+    from launch.certificate_page import write_certificate
+    from rl_loop.certify.certificate import CheckResult
+    from rl_loop.certify.model import prepared
+
+    def show(result: CheckResult) -> None:
+        print(f"{result.status.value:11}  {result.name}", file=sys.stderr, flush=True)
+
+    with prepared(weights, size, precision) as directory:
+        options = CertifyOptions(
+            subject=subject,
+            weights=directory,
+            precision=precision,
+            deterministic=deterministic,
+            only=tuple(only or ()),
+        )
+        result = certify(options, show)
+    print(result.to_text())
+    print(f"certificate: {write_certificate(result, out)}")
+    raise typer.Exit(0 if result.has_passed else 1)
+
+
+@certificate.command("prepare")
+def certify_prepare(
+    directory: Annotated[Path, Argument(help="Gets first/ and second/, two models.")],
+    size: WeightsSize = "small",
+    precision: StoredPrecision = "fp32",
+) -> None:
+    """Make the weights of a certificate: for a server that has to be started with them."""
+    from rl_loop.certify.model import FIRST, prepare
+
+    prepare(directory, size, precision)
+    print(directory / FIRST)
+
+
 Name = Annotated[str, Argument(help="The name of the run: `name` of its configuration.")]
 
 
@@ -705,11 +822,11 @@ def launch_start(
 
 @launch.command("list")
 def launch_list() -> None:
-    """Runs that were launched from this machine."""
-    from launch.jobs import known_launches
+    """Runs that were launched from this machine, with their states."""
+    from launch.jobs import describe_launches
 
-    for run in known_launches():
-        print(f"{run.name:24} {run.submitted}  {run.kind:5}  {run.place}")
+    for line in describe_launches():
+        print(line)
 
 
 @launch.command("status")
@@ -747,8 +864,7 @@ def launch_cancel(name: Name) -> None:
     """End a run and what is queued for it."""
     from launch import jobs
 
-    jobs.cancel(jobs.find_launch(name))
-    print(f"{name}: cancelled; its checkpoints stay")
+    print(jobs.cancel(jobs.find_launch(name)))
 
 
 def main() -> None:

@@ -53,6 +53,8 @@ MIN_FREE_DISK = 10
 """GB: the environment and a tiny run with its checkpoints."""
 MIN_MEMORY = 6
 """GB: trainer, engine and Ray of the tiny run."""
+ENGINE = Path("/opt/sglang")
+"""Where the documentation puts SGLang's environment; any other is named in a configuration."""
 HARMONY_COMMAND = "python -m rl_loop.harmony.o200k"
 
 
@@ -143,8 +145,40 @@ def check_transformer_engine() -> Finding:
     try:
         return check_package("transformer-engine", "transformer_engine.pytorch")()
     except importlib.metadata.PackageNotFoundError:
-        advice = "GPU training needs it: pip install transformer-engine[pytorch]; CPU runs do not"
+        command = f"pip install --no-build-isolation {_with_extra('gpu')}"
+        return Finding(Status.LIMITED, "not installed", f"GPU training needs it: {command}")
+
+
+def check_nemo_run() -> Finding:
+    """Check nemo-run, which only submitting to Slurm needs."""
+    try:
+        return check_package("nemo-run", "nemo_run")()
+    except importlib.metadata.PackageNotFoundError:
+        advice = f"`gptoss launch` on Slurm needs it: pip install {_with_extra('launch')}"
         return Finding(Status.LIMITED, "not installed", advice)
+
+
+def check_sglang() -> Finding:
+    """Look for an environment with SGLang where the documentation puts it, and beside this one."""
+    for python in (ENGINE / "bin" / "python", Path(sys.executable)):
+        if not python.exists():
+            continue
+        program = "import importlib.metadata as m; print(m.version('sglang'))"
+        done = subprocess.run(
+            [python, "-c", program], capture_output=True, text=True, timeout=60, check=False
+        )
+        if done.returncode == 0:
+            return Finding(Status.OK, f"{done.stdout.strip()} in {python}")
+
+    advice = f"RL on GPUs samples with it: gptoss doctor --install-engine {ENGINE}"
+    return Finding(Status.LIMITED, f"none in {ENGINE}", advice)
+
+
+def _with_extra(name: str) -> str:
+    """Return what pip installs for an extra, from a checkout or by name."""
+    checkout = Path(__file__).resolve().parents[1]
+    is_checkout = (checkout / "pyproject.toml").exists()
+    return f"-e '.[{name}]' in {checkout}" if is_checkout else f"'megatron-gptoss[{name}]'"
 
 
 def check_harmony() -> Finding:
@@ -251,6 +285,8 @@ CHECKS: tuple[tuple[str, Callable[[], Finding]], ...] = (
     ("transformers", check_package("transformers", "transformers")),
     ("ray", check_package("ray", "ray")),
     ("transformer-engine", check_transformer_engine),
+    ("SGLang", check_sglang),
+    ("nemo-run", check_nemo_run),
     ("harmony vocabulary", check_harmony),
     ("C compiler", check_compiler),
     ("sandbox", check_sandbox),

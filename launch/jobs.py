@@ -10,6 +10,7 @@ import shlex
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +19,7 @@ import psutil
 
 from rl_loop.config.errors import ConfigError
 
-ACTIVE = {"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED"}
+ACTIVE = {"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "CANCELLING"}
 """States in which a run occupies its name."""
 
 
@@ -43,6 +44,8 @@ class Launch:
     """Number of the Slurm job, or process id of a local run."""
     submitted: str
     """Local time, YYYY-MM-DD HH:MM."""
+    cancelled: bool = False
+    """Whether it was asked to end; it saves what it has first."""
 
     @property
     def place(self) -> str:
@@ -163,6 +166,8 @@ def query(launch: Launch) -> Status:
         state, detail = _local_state(launch)
     else:
         state, detail = _slurm_state(launch, queue, accounting)
+    if launch.cancelled and state == "RUNNING":
+        state = "CANCELLING"  # it saves what it has
 
     # An evaluation after the last step is recorded as a further one.
     step = int(json.loads(metrics[0])["step"]) + 1 if metrics else 0
@@ -205,6 +210,27 @@ def _parse_attempt(title: str, lines: list[str]) -> AttemptStatus:
         elif "host" in record:
             attempt.head = record
     return attempt
+
+
+def describe_launches() -> list[str]:
+    """Return what ``gptoss launch list`` prints: a line per run, newest last."""
+    launches = known_launches()
+    # Login nodes take seconds to answer, and may not answer at all.
+    with ThreadPoolExecutor() as threads:
+        states = list(threads.map(_state_and_step, launches))
+
+    return [
+        f"{launch.name:24} {state:24} {launch.submitted}  {launch.kind:5}  {launch.place}"
+        for launch, state in zip(launches, states, strict=True)
+    ]
+
+
+def _state_and_step(launch: Launch) -> str:
+    try:
+        status = query(launch)
+    except ClusterError:
+        return f"{launch.login or 'this machine'} does not answer"
+    return f"{status.state} step {status.step}/{launch.steps}"
 
 
 def describe_status(launch: Launch) -> str:
@@ -270,14 +296,32 @@ def read_log(
         process.terminate()
 
 
-def cancel(launch: Launch) -> None:
-    """End a run and what is chained to it. Slurm's KillWait is its time to save."""
+def cancel(launch: Launch) -> str:
+    """End a run and what is chained to it; returns what to tell the user. Slurm's KillWait is its
+    time to save."""
     if launch.kind == "slurm":
         jobs = f"timeout 20 squeue -h --me -n {shlex.quote(launch.job_names)} -o %i"
         run_shell(launch.login, f"{jobs} | xargs -r timeout 20 scancel")
     elif psutil.pid_exists(int(launch.job)):
         # As Slurm would: the node's program asks the driver to save, and ends after it.
         os.kill(int(launch.job), signal.SIGTERM)
+    else:
+        return f"{launch.name} has ended already; its checkpoints stay"
+
+    _note_cancelled(launch)
+    return (
+        f"{launch.name}: cancelled; it saves and ends, "
+        f"`gptoss launch status {launch.name}` says when it has"
+    )
+
+
+def _note_cancelled(launch: Launch) -> None:
+    """Write into the registry that a run was cancelled; its place in the list stays."""
+    file = registry() / f"{launch.name}.json"
+    written = file.stat()
+    launch.cancelled = True
+    launch.save()
+    os.utime(file, ns=(written.st_atime_ns, written.st_mtime_ns))
 
 
 def split_sections(output: str) -> list[tuple[str, list[str]]]:

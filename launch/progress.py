@@ -76,6 +76,7 @@ class TrainingProgress:
         self._console = console or Console()
         self._total = total_steps
         self._done = first_step
+        self._phase = ""
         # Some metrics come with some steps only; the display keeps showing their last value.
         self._latest: dict[str, float] = {}
         self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
@@ -111,7 +112,15 @@ class TrainingProgress:
 
     def phase(self, name: str) -> None:
         """Show what the loop does now: "rollout", "train", "sync", "evaluate", "save"."""
+        self._phase = name
         self._display.update(self._task, phase=name)
+
+    def episodes(self, ended: int, wanted: int) -> None:
+        """Show how many of the episodes that the rollout waits for have ended.
+
+        While the trainer learns, those of the next step may end, which is not what it shows."""
+        if self._phase == "rollout":
+            self._display.update(self._task, phase=f"rollout {ended:,}/{wanted:,} episodes")
 
     def note(self, message: str) -> None:
         """Print one line that stays, above the display."""

@@ -20,6 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from launch.progress import format_seconds
 from rl_loop.tracking.episode_reader import EpisodeReader
 from rl_loop.tracking.metrics import Name
 from rl_loop.tracking.run_directory import (
@@ -32,7 +33,7 @@ from rl_loop.tracking.run_directory import (
 )
 
 EPISODES_SHOWN = 8
-COLOURS = ("#2f7d3e", "#2f6fde", "#d1603d")
+COLOURS = ("#2f7d3e", "#2f6fde", "#d1603d", "#8a5cc2", "#b8860b", "#0e8a8a")
 STYLE: dict[Any, Any] = {
     "font.size": 8,
     "axes.titlesize": 10,
@@ -53,6 +54,8 @@ FEW_STEPS = 30
 """Up to so many values every one is marked by a point; from here on a curve is smoothed."""
 SMOOTHING_REACH = 4
 """Values on either side in the moving mean of a noisy curve."""
+REWARD_PART = "reward/"
+"""How the metrics of the parts of a reward begin."""
 
 Records = Sequence[dict[str, Any]]
 """Lines of a run's JSONL file."""
@@ -129,7 +132,8 @@ def build_report(run_dir: Path | str) -> Path:
         config = run.config.read_text(errors="replace")
 
     outcome = draw_figure([OUTCOME_CHART], records, columns=1, chart_inches=(9.0, 3.6))
-    details = draw_figure(DETAIL_CHARTS, records, columns=3, chart_inches=(3.6, 2.5))
+    charts = [*DETAIL_CHARTS, reward_parts_chart(records)]
+    details = draw_figure(charts, records, columns=3, chart_inches=(3.6, 2.5))
     # curve.png is for a README or a message; the page has its own copy embedded.
     if outcome is not None:
         atomic_write_bytes(run.curve, outcome)
@@ -138,12 +142,14 @@ def build_report(run_dir: Path | str) -> Path:
     for name, value in summary.items():
         if isinstance(value, int | float | str):
             figures[name] = value
+    shown, recorded = select_episodes(run.episodes)
     page = TEMPLATES.get_template("report_template.html").render(
         title=run.path.resolve().name,
         subtitle=describe_progress(records, finished=bool(summary)),
         figures=figures,
         curves=[base64.b64encode(png).decode() for png in (outcome, details) if png is not None],
-        episodes=select_episodes(run.episodes),
+        episodes=shown,
+        recorded=recorded,
         metrics=metric_rows(records, descriptions),
         config=config,
     )
@@ -163,15 +169,23 @@ def show_control_characters(value: object) -> str:
 
 
 def describe_progress(records: Records, finished: bool) -> str:
-    """Return the subtitle of the page: how many steps there are, and in which time."""
+    """Return the subtitle of the page: how many steps there are, and the time that they took."""
     if not records:
         return "no step has ended yet"
 
-    minutes = 0.0
-    if "time" in records[0]:
-        minutes = (records[-1]["time"] - records[0]["time"]) / 60
+    # An evaluation after the last step has a record too, and no time of a step.
+    _, seconds = metric_curve(records, Name.STEP_SECONDS)
+    count = len(seconds) or len(records)
+    steps = f"{count} step{'s' if count > 1 else ''} in {format_seconds(sum(seconds))}"
     state = "finished" if finished else f"not finished; last step {records[-1]['step']}"
-    return f"{len(records)} steps over {minutes:.1f} minutes, {state}"
+    return f"{steps}, {state}"
+
+
+def reward_parts_chart(records: Records) -> Chart:
+    """Return the chart of what rewards were made of, as many parts as there are colours."""
+    names = {name for record in records for name in record if name.startswith(REWARD_PART)}
+    parts = [(name, name.removeprefix(REWARD_PART)) for name in sorted(names)]
+    return Chart("parts of the reward", tuple(parts[: len(COLOURS)]))
 
 
 def format_number(value: object) -> str:
@@ -282,7 +296,7 @@ def draw_smoothed(axes: Axes, curve: Curve) -> None:
         moving_mean(curve.values, SMOOTHING_REACH),
         color=curve.colour,
         linewidth=1.8,
-        label=f"{curve.label} (mean of {2 * SMOOTHING_REACH + 1} steps)",
+        label=f"{curve.label} (mean of up to {2 * SMOOTHING_REACH + 1} steps)",
     )
 
 
@@ -298,8 +312,9 @@ def moving_mean(values: Sequence[float], reach: int) -> list[float]:
     return means
 
 
-def select_episodes(directory: Path) -> list[dict[str, Any]]:
-    """Read at most EPISODES_SHOWN of the recorded episodes, evenly over the run.
+def select_episodes(directory: Path) -> tuple[list[dict[str, Any]], int]:
+    """Read at most EPISODES_SHOWN of the recorded episodes, evenly over the run; return them and
+    the number of all.
 
     Each is what ``EpisodeReader.read`` returns, with ``tokens``: [{text, mask, logprob}]."""
     reader = EpisodeReader(directory)
@@ -316,7 +331,7 @@ def select_episodes(directory: Path) -> list[dict[str, Any]]:
         episode = reader.read(ids[i])
         if episode is not None:
             episodes.append(episode | {"tokens": episode_tokens(episode)})
-    return episodes
+    return episodes, len(ids)
 
 
 def episode_tokens(episode: dict[str, Any]) -> list[dict[str, Any]]:

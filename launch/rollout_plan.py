@@ -67,8 +67,10 @@ def decoding_step_seconds(
     is routed to, and the keys and values of ``context`` tokens per sequence, or of the window."""
     heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads
     attention = heads * model.head_size * model.hidden_size
-    untouched = (1 - model.experts_per_token / model.num_experts) ** sequences
-    experts = model.num_experts * (1 - untouched)
+    experts = 1.0  # a dense model's MLP
+    if model.num_experts > 0:
+        untouched = (1 - model.experts_per_token / model.num_experts) ** sequences
+        experts = model.num_experts * (1 - untouched)
     expert = 3 * model.hidden_size * model.intermediate_size
     weights = model.num_layers * (attention + experts * expert)
     weights += model.vocab_size * model.hidden_size

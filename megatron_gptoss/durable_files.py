@@ -4,6 +4,8 @@ A rename may reach the disk before the contents of the files that it makes visib
 cut the new name then stands for empty or shortened files, and nothing says so.
 """
 
+import ctypes
+import errno
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -54,6 +56,37 @@ def sync_names(directory: Path) -> None:
         OSError: naming the directory.
     """
     _sync(directory)
+
+
+AT_FDCWD = -100
+RENAME_EXCHANGE = 2
+"""Of renameat2(2), in linux/fcntl.h and linux/fs.h."""
+NOT_SUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
+"""What a kernel or a file system says that cannot exchange names, NFS among them."""
+
+
+def exchange_names(a: Path, b: Path) -> bool:
+    """Let two files or directories have each other's names, in one step that no crash can cut.
+
+    Returns:
+        False, with nothing changed, where the file system cannot do that.
+
+    Raises:
+        OSError: naming ``a``.
+    """
+    library = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(library, "renameat2"):
+        return False
+    status = library.renameat2(
+        AT_FDCWD, os.fsencode(a), AT_FDCWD, os.fsencode(b), ctypes.c_uint(RENAME_EXCHANGE)
+    )
+    if status == 0:
+        return True
+
+    code = ctypes.get_errno()
+    if code in NOT_SUPPORTED:
+        return False
+    raise OSError(code, os.strerror(code), str(a))
 
 
 def _sync(path: Path) -> None:

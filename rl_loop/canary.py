@@ -5,6 +5,7 @@ A transposed square weight, a missing bias, a sink that did not arrive or a tens
 version passes every check of names and shapes and shows up here at once."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -51,6 +52,42 @@ class ScoringEngines(Protocol):
     def compare_weights(self) -> None: ...
 
 
+class CheckedTrainer(PackedTrainer, ScoringTrainer, Protocol):
+    """Both: a TrainerGroup."""
+
+
+class CheckedEngines(PackedEngines, ScoringEngines, Protocol):
+    """Both: a RolloutPool."""
+
+
+@dataclass(frozen=True)
+class SyncCheck:
+    """What was found when all engines were compared with the trainer after a weight sync."""
+
+    canary_gap: float
+    """See ``check_canary``."""
+    packed_experts: Digests = field(default_factory=dict)
+    """See ``check_packed_experts``."""
+
+
+def check_sync(
+    trainer: CheckedTrainer,
+    engines: CheckedEngines,
+    token_ids: list[int],
+    *,
+    tolerance: float,
+    version: int,
+    is_quantized: bool,
+) -> SyncCheck:
+    """Compare every engine with the trainer: bits of quantized experts, if there are any, then the
+    canary. Raises what these raise."""
+    packed_experts: Digests = {}
+    if is_quantized:
+        packed_experts = check_packed_experts(trainer, engines, version)
+    gap = check_canary(trainer, engines, token_ids, tolerance=tolerance, version=version)
+    return SyncCheck(gap, packed_experts)
+
+
 def check_canary(
     trainer: ScoringTrainer,
     engines: ScoringEngines,
@@ -66,7 +103,7 @@ def check_canary(
     loss_mask = [0] + [1] * (len(token_ids) - 1)
     text = TrainingSamples.join([Sample(token_ids, loss_mask, name="the canary")])
 
-    # Both at the same time: neither rollouts nor updates go on until both have answered.
+    # Both at the same time: no update begins until both have answered.
     with ThreadPoolExecutor(1, "canary") as thread:
         scoring = thread.submit(engines.score, token_ids, TEMPERATURE)
         expected = trainer.score(text, TEMPERATURE)[1:].tolist()

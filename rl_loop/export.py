@@ -4,6 +4,7 @@ policy that was trained."""
 import logging
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,11 +20,13 @@ from converters.read_back import check_weights
 from megatron_gptoss.checkpoint.directory import latest_checkpoint
 from megatron_gptoss.config import ModelConfig, Quantization
 from megatron_gptoss.samples import Sample, TrainingSamples
-from rl_loop.harmony import chat_template
-from rl_loop.harmony.codec import Harmony
+from rl_loop.chat.codec import ChatCodec
 from rl_loop.tasks.source import TaskSource
 
 logger = logging.getLogger(__name__)
+
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+"""Where transformers and servers look for it."""
 
 COMPARED_PROMPTS = 32
 """Held-out prompts that export and trainer both answer."""
@@ -35,9 +38,9 @@ COMPARED_TOKENS = 64
 class Trainer(Protocol):
     """Has the policy: a TrainerGroup."""
 
-    def weights(self) -> dict[str, torch.Tensor]: ...
+    def weights(self) -> Mapping[str, torch.Tensor]: ...
 
-    def packed_weights(self) -> dict[str, torch.Tensor]: ...
+    def packed_weights(self) -> Mapping[str, torch.Tensor]: ...
 
     def packed_digests(self) -> Digests: ...
 
@@ -56,7 +59,7 @@ class GreedyAgreement:
 
 def export_policy(
     trainer: Trainer,
-    harmony: Harmony,
+    codec: ChatCodec,
     model: ModelConfig,
     directory: Path,
     *,
@@ -71,10 +74,10 @@ def export_policy(
     in it, the bits that were trained. A sample of what is on the disk is compared with the trainer's
     weights; raises ConversionError naming the tensor that differs."""
     with tempfile.TemporaryDirectory() as scratch:
-        files = harmony.vocabulary.save(Path(scratch))
+        files = codec.vocabulary.save(Path(scratch))
         if files:
-            template = Path(scratch) / chat_template.FILE
-            template.write_text(chat_template.chat_template(harmony))
+            template = Path(scratch) / CHAT_TEMPLATE_FILE
+            template.write_text(codec.chat_template())
             files = [*files, template]
         else:
             files = _tokenizer_files(tokenizer_source)
@@ -86,7 +89,7 @@ def export_policy(
             model,
             weights.items(),
             tokenizer_files=files,
-            eos_token_ids=harmony.stop_token_ids,
+            eos_token_ids=codec.stop_token_ids,
             overwrite=True,
             quantized=is_quantized,
             check=lambda partial: check_weights(weights, partial, "sample"),
@@ -175,7 +178,7 @@ def greedy_agreement(
 
 def _load_with_transformers(directory: Path, dtype: str, quantization: Quantization | None) -> Any:
     """Load an export; experts in MXFP4 as the values that they stand for."""
-    from transformers import GptOssForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
     from transformers.utils.quantization_config import Mxfp4Config
 
@@ -184,7 +187,7 @@ def _load_with_transformers(directory: Path, dtype: str, quantization: Quantizat
     if quantization is not None:
         options["quantization_config"] = Mxfp4Config(dequantize=True)
     torch_dtype = getattr(torch, dtype)
-    model: Any = GptOssForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch_dtype, attn_implementation="eager", **options
     )
     # transformers dequantizes to bf16, which holds the values exactly.

@@ -26,11 +26,13 @@ class InfrastructureFailure(RuntimeError):
     Environments raise it where they know; any other exception of a tool or a checker counts as
     one."""
 
-    def __init__(self, component: str, reason: str) -> None:
-        """``component``: one of COMPONENTS. ``reason``: what failed and how, for people."""
-        super().__init__(component, reason)
+    def __init__(self, component: str, reason: str, culprit: str = "") -> None:
+        """``component``: one of COMPONENTS. ``reason``: what failed and how, for people.
+        ``culprit``: what of the component it was, in words that are the same every time."""
+        super().__init__(component, reason, culprit)
         self.component = component
         self.reason = reason
+        self.culprit = culprit
 
     def __str__(self) -> str:
         return f"{self.component}: {self.reason}"
@@ -41,7 +43,7 @@ class EngineFault(InfrastructureFailure):
 
     def __init__(self, request_id: str, what: str, server: str = "") -> None:
         where = f"{server}: " if server else ""
-        super().__init__("engine", f"request {request_id}: {where}{what}")
+        super().__init__("engine", f"request {request_id}: {where}{what}", server)
         # pickle calls the class with ``args``: without this it would pass a component and a
         # reason.
         self.args = (request_id, what, server)
@@ -115,17 +117,22 @@ class InfrastructureBreaker:
             )
 
     def _message(self, limit: str) -> str:
-        """Say what failed how often, and why, most often."""
+        """Say what failed how often, which of it most often, and why."""
         failures = [episode.invalid for episode in self._invalid if episode.invalid is not None]
         components = Counter(failure.component for failure in failures)
 
         causes = []
         for component, count in components.most_common():
+            of_component = [failure for failure in failures if failure.component == component]
+            culprits = Counter(failure.culprit for failure in of_component)
+            culprit, times = culprits.most_common(1)[0]
+
             reasons = Counter(
-                failure.reason for failure in failures if failure.component == component
+                failure.reason for failure in of_component if failure.culprit == culprit
             )
             reason, _ = reasons.most_common(1)[0]
-            causes.append(f"{component} in {count}, such as: {reason}")
+            named = f" ({culprit} in {times})" if culprit else ""
+            causes.append(f"{component} in {count}{named}, such as: {reason}")
 
         ended = f"infrastructure failures ended {len(self._invalid)} of {self._episodes} episodes ({limit})"
         advice = "Nothing was learned from them. Mend it; a training run then goes on with --resume"

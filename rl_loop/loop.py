@@ -11,8 +11,10 @@ Everything random is derived from the seed and the step number, so a resumed run
 continues the same curve."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -21,11 +23,12 @@ from converters.mxfp4_tensors import Digests
 from megatron_gptoss.config import Quantization
 from megatron_gptoss.samples import TrainingSamples
 from rl_loop.algorithms.config import AlgorithmConfig
-from rl_loop.canary import check_canary, check_packed_experts
+from rl_loop.canary import SyncCheck, check_sync
 from rl_loop.config.rollout import RolloutConfig
 from rl_loop.data.credit import assign_advantages
 from rl_loop.data.rollout_batch import RlUpdates, RolloutBatch, TokenEstimates
 from rl_loop.data.samples import to_samples
+from rl_loop.data.trained_tokens import check_sampled_by_policy
 from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.engines.backend import WeightSource
 from rl_loop.environments import Task
@@ -38,6 +41,10 @@ from rl_loop.tracking.metrics import StepMetrics
 from rl_loop.tracking.recorder import StepRecord, StepRecorder
 from rl_loop.tracking.step_metrics import add_mismatch_without_replay
 from rl_loop.trainer.checkpointer import Checkpointer
+
+FOREIGN_FACTOR = 100
+"""Times the canary's tolerance that engine and trainer may differ on one episode: rounding, routes
+and unlikely tokens stay far below it, and an answer to another request lies far above."""
 
 
 class Trainer(WeightSource, Protocol):
@@ -59,7 +66,12 @@ class Trainer(WeightSource, Protocol):
 class Rollouts(Protocol):
     """The engines, and the workers that run episodes with them: a RolloutPool."""
 
+    @property
+    def scores_beside_rollouts(self) -> bool: ...
+
     def sync_weights(self, source: WeightSource, version: int) -> None: ...
+
+    def prepare_sync(self, source: WeightSource) -> None: ...
 
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]: ...
 
@@ -158,7 +170,12 @@ class RlLoop:
         """Of quantized experts: what engines held after the last sync."""
         self.held_out = held_out_requests(tasks, settings.rollout.evaluation_temperature)
         self.group_store = group_store
-        self.collector = self._new_collector(abort_rollouts)
+
+        # The check of the last sync, perhaps under way on a thread of its own.
+        self._check: Future[SyncCheck] | None = None
+        self._checking = ThreadPoolExecutor(1, "canary")
+
+        self.collector = self._new_collector(lambda: abort_rollouts() or self._check_has_failed())
         checkpointer.before_save = self.save_finished_groups
 
     def _new_collector(self, abandon: Callable[[], bool]) -> Collector:
@@ -173,6 +190,7 @@ class RlLoop:
                 seed=settings.seed,
                 first_task=self.first_task(self.state.step),
                 abandon=abandon,
+                on_ended=self.recorder.progress.episodes,
             )
         finished: FinishedGroups = {}
         if self.group_store is not None:
@@ -187,6 +205,7 @@ class RlLoop:
             first_step=self.state.step,
             earlier=EarlierGroups(self.state.passed_over, finished),
             abandon=abandon,
+            on_ended=self.recorder.progress.episodes,
         )
 
     def train(self) -> int:
@@ -215,9 +234,11 @@ class RlLoop:
 
         # Episodes that were begun ahead go on with the new weights from where they are.
         with record.timed("sync"):
-            self.sync_weights(step, record.metrics)
+            self.sync_weights(step)
         with record.timed("rollout"):
             rollouts = self.collect(step)
+        with record.timed("sync"):
+            self.finish_check(record.metrics)
 
         # From here on the engines sample episodes of later steps, or make room for the trainer.
         if self.algorithm.max_staleness == 0:
@@ -237,35 +258,63 @@ class RlLoop:
 
         with record.timed("train"):
             updates = self.update(step, samples)
+        # Only these log-probs are of the very weights that sampled.
+        if self.algorithm.old_log_probs_from == "detach":
+            limit = FOREIGN_FACTOR * self.settings.canary_tolerance
+            check_sampled_by_policy(samples, updates.tokens, limit, step)
 
         # Only now: an interrupted step begins anew with the same tasks.
         self.state.next_task = rollouts.next_task
         self.state.passed_over = self.collector.passed_over
         self.record(record, rollouts, samples, updates)
 
-    def sync_weights(self, version: int, metrics: StepMetrics) -> None:
-        """Bring the engines to the trainer's weights and make sure that both
-        compute the same with them."""
+    def sync_weights(self, version: int) -> None:
+        """Bring the engines to the trainer's weights, and check that both compute the same with
+        them. The check may go on beside the episodes; ``finish_check`` waits for it."""
         self.rollouts.sync_weights(self.trainer, version)
-        if self.settings.quantization is not None:
-            self.sampled_bits = check_packed_experts(self.trainer, self.rollouts, version)
-            compared = len(self.sampled_bits)
-            metrics.add("mismatch/packed_experts_compared", compared, "last")
-        gap = check_canary(
+
+        check = partial(
+            check_sync,
             self.trainer,
             self.rollouts,
             self.tasks.canary(),
             tolerance=self.settings.canary_tolerance,
             version=version,
+            is_quantized=self.settings.quantization is not None,
         )
-        metrics.add("mismatch/canary_gap", gap, "max", "tokens")
+        if self.rollouts.scores_beside_rollouts:
+            self._check = self._checking.submit(check)
+        else:
+            self._check = Future()
+            self._check.set_result(check())
+
+    def finish_check(self, metrics: StepMetrics) -> None:
+        """Wait until every engine has been compared with the trainer. Raises what they differ in:
+        nothing may be trained on, or recorded, that was sampled since the last sync."""
+        assert self._check is not None
+        found = self._check.result()
+        if self.settings.quantization is not None:
+            self.sampled_bits = found.packed_experts
+            compared = len(found.packed_experts)
+            metrics.add("mismatch/packed_experts_compared", compared, "last")
+        metrics.add("mismatch/canary_gap", found.canary_gap, "max", "tokens")
+
+    def _check_has_failed(self) -> bool:
+        check = self._check
+        return check is not None and check.done() and check.exception() is not None
 
     def collect(self, step: int) -> RolloutBatch:
         """Return the episodes of this step and, where due, those of its evaluation; begin those
         of later steps as far as the weights of this one allow."""
         held_out = self.held_out if self.settings.is_evaluated(step) else []
         self.collector.begin(step, held_out)
-        return self.collector.collect(step)
+        try:
+            return self.collector.collect(step)
+        except Exception:
+            # Engines with other weights than the trainer's fail in many ways: this names the cause.
+            if self._check is not None:
+                self._check.result()
+            raise
 
     def first_task(self, step: int) -> int:
         """Return the position of the first training task of a step.
@@ -302,7 +351,9 @@ class RlLoop:
         """Train on the samples. Engines that restart meanwhile wait for the
         weights that come of it."""
         with self.rollouts.updating_weights(step + 1):
-            return self.trainer.rl_step(samples, step)
+            updates = self.trainer.rl_step(samples, step)
+        self.rollouts.prepare_sync(self.trainer)
+        return updates
 
     def record(
         self,
@@ -321,6 +372,8 @@ class RlLoop:
         step = self.settings.steps
         record = self.recorder.begin_step(step)
         self.recorder.progress.phase("evaluate")
-        self.sync_weights(step, record.metrics)
-        self.recorder.record_evaluation(record, self.rollouts.run(self.held_out))
+        self.sync_weights(step)
+        groups = self.rollouts.run(self.held_out)
+        self.finish_check(record.metrics)
+        self.recorder.record_evaluation(record, groups)
         return record.metrics

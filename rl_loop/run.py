@@ -22,7 +22,8 @@ from rl_loop.session import (
     build_rollouts,
     build_tasks,
     build_trainer,
-    harmony_settings,
+    codec_settings,
+    harmony_of,
     loop_settings,
     training_of,
     worker_settings,
@@ -211,10 +212,10 @@ def run_server(
     # These import torch.
     from rl_loop.evaluation.evaluate import load_weights
     from rl_loop.rollout.worker import model_shape
-    from rl_loop.tasks.demonstrations import harmony_of
+    from rl_loop.tasks.codec import codec_of
 
     settings = served_settings(options, config.model.max_length)
-    harmony = harmony_of(harmony_settings(config))
+    harmony = harmony_of(codec_of(codec_settings(config)))
     loaded = load_weights(weights or config.initial_weights, config.dtype)
 
     with ExitStack() as stack:
@@ -275,7 +276,7 @@ def _export(config: RunConfig, session: Session) -> None:
         session.harmony,
         config.model,
         session.run.export,
-        tokenizer_source=config.initial_weights,
+        tokenizer_source=config.tokenizer or config.initial_weights,
         quantization=config.quantization,
     )
     if config.adapter is not None:
@@ -321,8 +322,8 @@ def _summary(run: RunDirectory, steps: int, evaluation: StepMetrics) -> dict[str
         "steps": steps,
         "held_out_accuracy_sft": curve(Name.HELD_OUT_ACCURACY)[0],
         "held_out_accuracy_rl": final[Name.HELD_OUT_ACCURACY],
-        "held_out_reward_sft": curve("held_out/reward")[0],
-        "held_out_reward_rl": final["held_out/reward"],
+        "held_out_reward_sft": curve(Name.HELD_OUT_REWARD)[0],
+        "held_out_reward_rl": final[Name.HELD_OUT_REWARD],
         "tool_call_rate": final["held_out/tool_call_rate"],
         "mean_turns": final["held_out/turns"],
         "max_clip_fraction": max(curve(Name.CLIP_FRACTION)),

@@ -35,13 +35,14 @@ from rl_loop.tracking.run_lock import LEASE_SECONDS, locked_run
 # Whatever imports torch or Ray is imported where it is built: a mistake in a configuration is
 # reported before.
 if TYPE_CHECKING:
+    from rl_loop.chat.codec import ChatCodec
     from rl_loop.conversations.dataset import ConversationData
     from rl_loop.conversations.refusals import RefusalReport
     from rl_loop.harmony.codec import Harmony
     from rl_loop.loop import LoopSettings, RlLoop
     from rl_loop.rollout.pool import RolloutPool
     from rl_loop.rollout.worker import WorkerSettings
-    from rl_loop.tasks.demonstrations import HarmonySettings
+    from rl_loop.tasks.codec import CodecSettings
     from rl_loop.tasks.source import TaskSource
     from rl_loop.tracking.model_card import Training
     from rl_loop.tracking.recorder import StepRecorder
@@ -66,7 +67,7 @@ class Session:
     Nothing is written before all of it is there. Leaving with an interrupt raises Interrupted,
     once everything is gone."""
 
-    harmony: "Harmony"
+    harmony: "ChatCodec"
     """Renders and parses what the policy reads and writes."""
     tasks: "TaskSource"
     """What is trained on and measured; unset where conversations are learned."""
@@ -196,8 +197,21 @@ class Session:
         from rl_loop.trainer.checkpointer import RunState
 
         # A resumed run may find no checkpoint: it was stopped before its first one.
-        saved = self.trainer.resume() if self._how.may_resume else None
-        return RunState.from_checkpoint(saved)
+        resumed = self.trainer.resume() if self._how.may_resume else None
+        if resumed is None:
+            return RunState()
+
+        state = RunState.from_checkpoint(resumed.state)
+        for damage in resumed.damages:
+            logger.warning("%s: %s", self._config.name, damage)
+        if resumed.damages:
+            logger.warning(
+                "%s: --resume goes on after step %d, from the newest checkpoint that is as it was "
+                "written; later steps are taken again",
+                self._config.name,
+                state.step,
+            )
+        return state
 
     def _begin_directory(self, changes: list[Change], step: int) -> None:
         """Write the run's configuration, now that it is sure to begin, and only now
@@ -284,11 +298,20 @@ class Session:
 # -- the parts, each from its sections of the configuration ---------------------------------------
 
 
-def build_harmony(config: RunConfig) -> "Harmony":
+def build_codec(config: RunConfig) -> "ChatCodec":
     """Build the codec of a run."""
-    from rl_loop.tasks.demonstrations import harmony_of
+    from rl_loop.tasks.codec import codec_of
 
-    return harmony_of(harmony_settings(config))
+    return codec_of(codec_settings(config))
+
+
+def harmony_of(codec: "ChatCodec") -> "Harmony":
+    """Return the codec of a run as what it must be for conversations and the gateway."""
+    from rl_loop.harmony.codec import Harmony
+
+    if not isinstance(codec, Harmony):
+        raise ConfigError("conversations and the gateway speak Harmony, and this model does not")
+    return codec
 
 
 def build_tasks(config: RunConfig) -> "TaskSource":
@@ -296,7 +319,7 @@ def build_tasks(config: RunConfig) -> "TaskSource":
     from rl_loop.tasks.source import TaskSource
 
     max_prompt_tokens = config.rollout.max_tokens if isinstance(config, RlConfig) else None
-    return TaskSource(config.tasks, build_harmony(config), max_prompt_tokens)
+    return TaskSource(config.tasks, build_codec(config), max_prompt_tokens)
 
 
 def open_conversations(config: RunConfig) -> tuple["Harmony", "ConversationData"]:
@@ -309,7 +332,7 @@ def open_conversations(config: RunConfig) -> tuple["Harmony", "ConversationData"
 
     from rl_loop.conversations.dataset import ConversationData
 
-    harmony = build_harmony(config)
+    harmony = harmony_of(build_codec(config))
     return harmony, ConversationData(config.data, harmony, config.longest_sample)
 
 
@@ -348,19 +371,22 @@ def backend_context(config: RunConfig) -> BackendContext:
     )
 
 
-def harmony_settings(config: RunConfig) -> "HarmonySettings":
+def codec_settings(config: RunConfig) -> "CodecSettings":
     """Collect what decides how episodes are rendered."""
-    from rl_loop.tasks.demonstrations import HarmonySettings
+    from rl_loop.tasks.codec import CHAT_FORMATS, CodecSettings
 
     data = None
     if isinstance(config, SftConfig):
         data = config.data
     elif isinstance(config, RlConfig):
         data = config.vocabulary_data
-    return HarmonySettings(
+    return CodecSettings(
+        chat_format=CHAT_FORMATS[type(config.model)],
         vocabulary=config.vocabulary,
         vocabulary_size=config.model.vocab_size,
+        tokenizer=config.tokenizer or config.initial_weights,
         prompt=config.prompt,
+        chatml=config.chatml,
         tool_timeout_seconds=config.sandbox.timeout_seconds,
         tasks=config.tasks,
         data=data,
@@ -406,7 +432,7 @@ def worker_settings(config: RunConfig) -> "WorkerSettings":
     return WorkerSettings(
         rollout=config.rollout,
         model=config.model,
-        harmony=harmony_settings(config),
+        harmony=codec_settings(config),
         reward=config.reward,
         sandbox=config.sandbox,
     )

@@ -46,6 +46,10 @@ API: dict[str, dict[str, list[str]]] = {
         "converters.verify": ["verify"],
         "converters.live": ["load_hf_weights", "export_hf_weights"],
     },
+    "Certificates": {
+        "rl_loop.certify.subject": ["Subject", "Scored", "Generated", "NotOffered"],
+        "rl_loop.certify.run": ["certify", "CertifyOptions"],
+    },
     "Environments": {
         "rl_loop.environments.base": [
             "Environment",

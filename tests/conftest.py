@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+import megatron_gptoss  # noqa: F401 (before any test imports Megatron: without a GPU it needs no compiler)
 from tests.leftover_processes import (  # noqa: F401 (hooks of pytest)
     pytest_configure,
     pytest_configure_node,

@@ -47,6 +47,7 @@ def test_every_example_is_tried() -> None:
         "clerk_agent",
         "convert_checkpoint",
         "custom_environment",
+        "mcp_environment",
         "sink_attention_in_torch",
     }
 
@@ -126,3 +127,10 @@ def test_the_custom_environment_tells_an_expert_from_a_greedy_script(
     task = coins.generate("train", 0, 0, coins.Options())
     episode = coins(task, None, sys.modules["custom_environment"].RewardConfig())  # type: ignore[arg-type]
     assert asyncio.run(episode.answer("0")).reward == -1
+
+
+def test_the_environment_of_an_mcp_server_tells_an_expert_from_a_greedy_script() -> None:
+    """How its servers fail and come back is in tests/rl_loop/environments/test_mcp_tools.py."""
+    printed = run("mcp_environment")
+    assert len(re.findall(r"expert: I look it up\. .* shelf \d+ -> reward \+1\.00", printed)) == 3
+    assert len(re.findall(r"greedy: I guess\. .* -> reward -1\.00", printed)) == 3

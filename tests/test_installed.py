@@ -1,13 +1,17 @@
-"""A wheel, installed in a fresh environment: commands work from any directory, without a checkout."""
+"""A wheel, installed in a fresh environment: commands work from any directory, without a checkout.
+
+The page for laptops is followed word by word as an ordinary user of a clean machine would: see ``as_a_new_user``."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -30,7 +34,7 @@ def run(*command: str | Path, cwd: Path, check: bool = True) -> subprocess.Compl
         env={**environment, "OMP_NUM_THREADS": "1"},
         text=True,
         capture_output=True,
-        timeout=2 * PATIENCE_SECONDS,
+        timeout=4 * PATIENCE_SECONDS,
         check=False,
     )
     if check:
@@ -38,9 +42,19 @@ def run(*command: str | Path, cwd: Path, check: bool = True) -> subprocess.Compl
     return done
 
 
+@dataclass(frozen=True)
+class Installed:
+    """An environment that has the wheel."""
+
+    programs: Path
+    """Its ``bin``."""
+    elsewhere: Path
+    """An empty directory."""
+
+
 @pytest.fixture(scope="module")
-def gptoss(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """The command of an installed wheel; returns what it prints, in an empty directory."""
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """Build and install a wheel."""
     root = tmp_path_factory.mktemp("installed")
     # Built from a copy: setuptools leaves files beside the sources.
     source = root / "source"
@@ -76,7 +90,43 @@ def gptoss(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     empty.mkdir()
     place = run(python, "-c", "import rl_loop; print(rl_loop.__file__)", cwd=empty).stdout
     assert place.startswith(str(site)), place
-    return lambda *words: run(root / "venv/bin/gptoss", *words, cwd=empty).stdout
+    return Installed(root / "venv/bin", empty)
+
+
+@pytest.fixture
+def gptoss(installed: Installed) -> Callable[..., str]:
+    """The installed command; returns what it prints, in an empty directory."""
+    return lambda *words: run(installed.programs / "gptoss", *words, cwd=installed.elsewhere).stdout
+
+
+def as_a_new_user(script: str, programs: Path, home: Path) -> subprocess.CompletedProcess[str]:
+    """Run a bash script as an ordinary user with an empty home on a machine of which nothing else can be written.
+
+    A sandbox as containers are: user 1000, no capabilities, everything read-only but ``home`` and an empty /tmp, no
+    variables of whoever runs the tests but those by which pip finds its index."""
+    kept = [
+        name for name in os.environ if name.startswith("PIP_") or name.lower().endswith("_proxy")
+    ]
+    variables = {name: os.environ[name] for name in kept}
+    variables |= {"HOME": str(home), "PATH": f"{programs}:/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    sandbox = ["bwrap", "--unshare-user", "--unshare-pid", "--die-with-parent", "--clearenv"]
+    sandbox += [
+        "--uid",
+        "1000",
+        "--gid",
+        "1000",
+        "--ro-bind",
+        "/",
+        "/",
+        "--dev-bind",
+        "/dev",
+        "/dev",
+    ]
+    sandbox += ["--proc", "/proc", "--tmpfs", "/tmp", "--ro-bind", programs.parent, programs.parent]
+    sandbox += ["--bind", home, home, "--chdir", home]
+    for name, value in variables.items():
+        sandbox += ["--setenv", name, value]
+    return run(*sandbox, "bash", "-c", f"set -eux\n{script}", cwd=home)
 
 
 def test_the_installed_command_says_its_version(gptoss: Callable[..., str]) -> None:
@@ -91,6 +141,26 @@ def test_plans_a_shipped_configuration(name: str, gptoss: Callable[..., str]) ->
 def test_a_dry_run_for_a_shipped_cluster(gptoss: Callable[..., str]) -> None:
     printed = gptoss("launch", "gpt-oss-20b_2x8", "--cluster", "slurm", "--dry-run")
     assert "#SBATCH" in printed and "# memory plan" in printed
+
+
+def test_the_page_for_laptops_does_what_it_says_word_by_word(
+    installed: Installed, tmp_path: Path
+) -> None:
+    """Every block of the page but those of installing; ``make setup`` fetches the vocabulary, too."""
+    page = (ROOT / "docs/getting_started/laptop.md").read_text()
+    blocks = re.findall(r"^```bash\n(.*?)^```", page, flags=re.S | re.M)
+    assert len(blocks) == 5
+    script = "\n".join(["test $(id -u) = 1000", "python -m rl_loop.harmony.o200k", *blocks])
+    done = as_a_new_user(script, installed.programs, tmp_path)
+    assert "step 40/40" in done.stdout and "step 3/3  held out" in done.stdout
+    assert "held-out accuracy 0.000 -> 0.000" in done.stdout
+    assert (tmp_path / "runs/first/report.html").exists()
+
+
+def test_a_new_user_writes_nowhere_but_at_home(installed: Installed, tmp_path: Path) -> None:
+    done = as_a_new_user(f"! touch {ROOT}/here", installed.programs, tmp_path)
+    assert "Read-only file system" in done.stderr
+    assert not (ROOT / "here").exists()
 
 
 def test_trains_a_shipped_configuration(gptoss: Callable[..., str]) -> None:

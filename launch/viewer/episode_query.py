@@ -15,7 +15,7 @@ from rl_loop.tracking.episode_table import FIGURES
 LONGEST_PAGE = 500
 """Rows."""
 
-SEARCH_SECONDS = 0.3
+SEARCH_SECONDS = 0.4
 """How long a text is looked for before what has been found is shown; the page asks again."""
 
 SORTABLE = tuple(

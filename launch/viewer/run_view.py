@@ -10,9 +10,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from launch.viewer.health import Finding, find, state_of
+from rl_loop.config.errors import ConfigError
+from rl_loop.config.load import read_yaml
 from rl_loop.tracking.episode_reader import EpisodeReader
 from rl_loop.tracking.metrics import Name
 from rl_loop.tracking.run_directory import RunDirectory, RunDirectoryError, read_json
@@ -103,7 +104,7 @@ class RunView:
             "state": state,
             "generation": self.metrics.generation,
             "records": len(records),
-            "step": records[-1]["step"] if records else None,
+            "step": _last_training_step(records, steps),
             "steps": steps,
             "time": records[-1].get("time") if records else None,
             "headlines": _headlines(records),
@@ -160,13 +161,12 @@ class RunView:
             if stamp != self._config_stamp:
                 self._config_stamp = stamp
                 self._config = {}
-                tree = OmegaConf.to_container(OmegaConf.load(file))
-                if not isinstance(tree, dict):
-                    raise ValueError("it holds no keys")
+                tree = OmegaConf.to_container(read_yaml(file))
+                assert isinstance(tree, dict)
                 self._config = {str(key): value for key, value in tree.items()}
                 self._config_fault = None
-        except (OSError, OmegaConfBaseException, YAMLError, ValueError) as error:
-            reason = " ".join(str(error).split())
+        except (OSError, OmegaConfBaseException, ConfigError) as error:
+            reason = " ".join(str(error).split()).removeprefix(f"{file}: ")
             self._config_fault = f"{file} cannot be read: {reason}"
         return self._config
 
@@ -182,6 +182,16 @@ class RunView:
         if len(words) < 4 or not words[1].isdigit() or words[3] != socket.gethostname():
             return None
         return Path(f"/proc/{words[1]}").exists()
+
+
+def _last_training_step(records: list[dict[str, Any]], steps: int | None) -> int | None:
+    """Return the number, from 0, of the last step; None before the first has ended.
+
+    The evaluation after the last step is recorded as a further one, which there is not."""
+    if not records:
+        return None
+    last = int(records[-1]["step"])
+    return last if steps is None else min(last, steps - 1)
 
 
 def _headlines(records: list[dict[str, Any]]) -> dict[str, float]:

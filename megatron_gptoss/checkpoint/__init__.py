@@ -2,7 +2,9 @@
 
     directory         names, the ``latest`` pointer, publishing and cleaning up; no Megatron
     writer            CheckpointWriter: writes while training goes on
-    loader            load_checkpoint, load_model_weights
+    loader            load_checkpoint, load_model_weights, find_damage
+    checksums         of every file, written with it and compared before it is loaded
+    pickled_metadata  reads pickles of strangers without running them
     state             which tensors of a trainer are saved
     megatron_faults   what Megatron would save or load wrongly, and how we step around it
 

@@ -4,6 +4,7 @@
     ROOT/step_000120/gptoss_config.json    the ModelConfig
     ROOT/step_000120/adapter.json          of adapters: their settings, and which base they change
     ROOT/step_000120/quantization.json    of experts that are trained through another format: its name
+    ROOT/step_000120/checksums.json        of every file: its size and checksum (``checksums``)
     ROOT/step_000120/training_state.json   what the caller wants back: step, data position, ...
     ROOT/latest                            the name of the newest complete checkpoint
 
@@ -58,7 +59,7 @@ def latest_checkpoint(root: Path) -> Path | None:
     if not pointer.exists():
         return None
 
-    name = pointer.read_text().strip()
+    name = pointer.read_bytes().decode(errors="replace").strip()
     path = find_checkpoint(root, name)
     if path is None:
         raise CheckpointError(
@@ -79,6 +80,24 @@ def find_checkpoint(root: Path, name: str) -> Path | None:
         if _is_complete(path):
             return path
     return None
+
+
+def earlier_checkpoints(checkpoint: Path) -> list[Path]:
+    """List the complete checkpoints beside this one of lower steps, the newest first."""
+    name = checkpoint.name.removesuffix(REPLACED_SUFFIX)
+    root = checkpoint.parent
+    names = {path.name.removesuffix(REPLACED_SUFFIX) for path in root.glob(f"{STEP_PATTERN}*")}
+    earlier = sorted((other for other in names if other < name), reverse=True)
+    found = [
+        find_checkpoint(root, other) for other in earlier if not other.endswith(PARTIAL_SUFFIX)
+    ]
+    return [path for path in found if path is not None]
+
+
+def offer_earlier(checkpoint: Path) -> str:
+    """Say which checkpoint there is before one that cannot be loaded."""
+    earlier = earlier_checkpoints(checkpoint)
+    return f"the one before it is {earlier[0]}" if earlier else "there is none before it"
 
 
 def publish(partial: Path, final: Path, keep: int) -> None:

@@ -5,15 +5,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_gptoss.checkpoint.directory import PARTIAL_SUFFIX, TRAINING_STATE_FILE
+from megatron_gptoss.checkpoint.checksums import damage_in
+from megatron_gptoss.checkpoint.directory import (
+    PARTIAL_SUFFIX,
+    TRAINING_STATE_FILE,
+    offer_earlier,
+)
 from megatron_gptoss.checkpoint.errors import CheckpointError
 from megatron_gptoss.checkpoint.megatron_faults import (
     FAILURES,
     exact_optimizer_state,
     keep_settings,
 )
+from megatron_gptoss.checkpoint.pickled_metadata import METADATA_FILE, data_only, read_metadata
 from megatron_gptoss.checkpoint.state import (
     EXPERTS_APART,
     check_adapters,
@@ -26,23 +34,57 @@ from megatron_gptoss.checkpoint.state import (
 from megatron_gptoss.trainer import PolicyTrainer
 
 
+def find_damage(path: Path) -> str | None:
+    """Compare a checkpoint's files with their checksums, each on one rank. Collective.
+
+    Returns:
+        The same on every rank: which file differs, and how; None if none does, or the checkpoint
+        has no checksums.
+    """
+    own = damage_in(path, dist.get_rank(), dist.get_world_size())
+    damages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(damages, own)
+    return next((damage for damage in damages if damage is not None), None)
+
+
+def refuse_damaged(path: Path) -> None:
+    """Raise CheckpointError naming the damaged file, and the checkpoint before. Collective."""
+    damage = find_damage(path)
+    if damage is None:
+        return
+    raise CheckpointError(f"checkpoint {path} cannot be loaded: {damage}; {offer_earlier(path)}")
+
+
 @torch.no_grad()
-def load_checkpoint(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
+def load_checkpoint(path: Path, trainer: PolicyTrainer, is_checked: bool = False) -> dict[str, Any]:
     """Restore model and optimizer in place and return the saved training state. Collective.
 
     Of a model with adapters these are restored; its base must be the one that they were trained
     on. The layout may differ from the one that saved, if both or neither have expert or tensor
     parallelism. The optimizer's settings (learning rate, betas, ...) stay those of ``trainer``.
+    ``is_checked``: ``find_damage`` has found none.
 
     Raises:
         CheckpointError: when files are missing or damaged, or the layouts cannot be converted.
     """
+    if not is_checked:
+        refuse_damaged(path)
     try:
-        return _load_trainer(path, trainer)
+        # Said here, because torch forgets why it could not read the file.
+        read_metadata(path / METADATA_FILE)
+        with data_only():
+            return _load_trainer(path, trainer)
     except CheckpointError:
         raise
     except FAILURES as error:
-        raise CheckpointError(f"checkpoint {path} cannot be loaded: {error}") from error
+        raise CheckpointError(f"checkpoint {path} cannot be loaded: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> BaseException:
+    """Return what a rank raised, of torch's CheckpointException, whose text is a traceback."""
+    if isinstance(error, CheckpointException) and error.failures:
+        return next(iter(error.failures.values()))[0]
+    return error
 
 
 def _load_trainer(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
@@ -103,9 +145,12 @@ def load_model_weights(path: Path, model: torch.nn.Module) -> None:
             f"{path}: the base of adapters is loaded from a Hugging Face directory so far"
         )
     check_adapters(path, model)
+    refuse_damaged(path)
 
     try:
-        loaded = dist_checkpointing.load({"model": model_state(model)}, str(path))
+        read_metadata(path / METADATA_FILE)
+        with data_only():
+            loaded = dist_checkpointing.load({"model": model_state(model)}, str(path))
         load_model_state(model, loaded["model"])
     except FAILURES as error:
-        raise CheckpointError(f"weights of {path} cannot be loaded: {error}") from error
+        raise CheckpointError(f"weights of {path} cannot be loaded: {_reason(error)}") from error

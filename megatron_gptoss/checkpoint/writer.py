@@ -3,7 +3,8 @@
 import json
 import queue
 import shutil
-from collections.abc import Callable, Iterator
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -14,6 +15,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
+from megatron_gptoss.checkpoint.checksums import (
+    FileChecksum,
+    checksum_files,
+    checksum_of,
+    write_checksums,
+)
 from megatron_gptoss.checkpoint.directory import (
     ADAPTER_FILE,
     MODEL_CONFIG_FILE,
@@ -125,8 +132,9 @@ class _PendingSave:
     """Megatron's collective functions that gather every rank's results and write the metadata."""
     results: Any = None
     """Megatron's queue of this process's results; None on a rank that has nothing to write."""
-    written: Future[None] | None = None
-    """Of the writing thread; None on a rank that has nothing to write."""
+    written: Future[dict[str, FileChecksum]] | None = None
+    """Of the writing thread: checksums of its files by name. None on a rank that has nothing to
+    write."""
 
     def begin(self, trainer: PolicyTrainer) -> None:
         """Copy this rank's share to host memory and give it to the writing thread."""
@@ -148,7 +156,9 @@ class _PendingSave:
                 if request.async_fn is not None:
                     rank, files, self.results = request.async_fn_args
                     host_files = [_copy_to_host(file) for file in files]
-                    self.written = WRITER.submit(request.async_fn, rank, host_files, self.results)
+                    self.written = WRITER.submit(
+                        _write_and_hash, request.async_fn, rank, host_files, self.results
+                    )
         except CheckpointError:
             # Another rank may have failed after this one had begun to write.
             self._discard_results()
@@ -160,30 +170,45 @@ class _PendingSave:
 
     def complete(self, keep: int) -> None:
         """Wait for every rank's files and publish the checkpoint."""
+        own: dict[str, FileChecksum] = {}
         try:
             with fail_together(self.partial):
                 if self.written is not None:
-                    self.written.result()
+                    own = self.written.result()
                 for collect in self.collect_results:
                     collect()
         except CheckpointError:
             self._discard_results()
             raise
 
+        of_ranks: list[dict[str, FileChecksum]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, own)
+
         # Every rank's files and the metadata exist now. What makes the directory complete comes
         # last.
         with fail_together(self.partial):
             if dist.get_rank() == 0:
-                model_config = self.model_config.model_dump_json(indent=1)
-                (self.partial / MODEL_CONFIG_FILE).write_text(model_config)
-                if self.quantization is not None:
-                    content = json.dumps({"format": self.quantization})
-                    (self.partial / QUANTIZATION_FILE).write_text(content)
-                if self.adapters is not None:
-                    (self.partial / ADAPTER_FILE).write_text(json.dumps(self.adapters, indent=1))
-                (self.partial / TRAINING_STATE_FILE).write_text(json.dumps(self.training_state))
-                sync_directory(self.partial)
+                self.seal(ChainMap(*of_ranks))
                 publish(self.partial, self.final, keep)
+
+    def seal(self, known: Mapping[str, FileChecksum]) -> None:
+        """Write what makes the directory complete, and wait until all of it is on the disk.
+
+        ``known``: checksums by name of the files that ranks have written. Not collective.
+        """
+        directory = self.partial
+        model_config = self.model_config.model_dump_json(indent=1)
+        (directory / MODEL_CONFIG_FILE).write_text(model_config)
+        if self.quantization is not None:
+            content = json.dumps({"format": self.quantization})
+            (directory / QUANTIZATION_FILE).write_text(content)
+        if self.adapters is not None:
+            (directory / ADAPTER_FILE).write_text(json.dumps(self.adapters, indent=1))
+
+        training_state = json.dumps(self.training_state).encode()
+        write_checksums(directory, {**known, TRAINING_STATE_FILE: checksum_of(training_state)})
+        (directory / TRAINING_STATE_FILE).write_bytes(training_state)
+        sync_directory(directory)
 
     def _discard_results(self) -> None:
         """Wait for what this rank is still writing and empty the queue of its results.
@@ -202,6 +227,18 @@ class _PendingSave:
 
 _File = tuple[Any, Any, tuple[Any, list[Any]]]
 """A file as Megatron describes it: (path, storage key, (objects, [(item, tensor), ...]))."""
+
+
+def _write_and_hash(
+    write: Callable[..., None], rank: int, files: list[_File], results: Any
+) -> dict[str, FileChecksum]:
+    """Let Megatron write ``files`` and compute their checksums, by name.
+
+    They are read from the page cache, where they have just been put. A file that could not be
+    written is left out: its error is among ``results``.
+    """
+    write(rank, files, results)
+    return checksum_files([Path(path) for path, _, _ in files])
 
 
 def _copy_to_host(file: _File) -> _File:

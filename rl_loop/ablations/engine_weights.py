@@ -1,7 +1,7 @@
 """Faults on purpose in the engine's weights; those in the trainer are fields of
 its own configuration."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -48,7 +48,7 @@ def engine_faults(
 
 
 def engine_weights(
-    weights: dict[str, torch.Tensor], ablation: AblationConfig, seed: int
+    weights: Mapping[str, torch.Tensor], ablation: AblationConfig, seed: int
 ) -> dict[str, torch.Tensor]:
     """Return the weights by Hugging Face name as the engine gets them, with the ablation's
     faults."""

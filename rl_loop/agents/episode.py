@@ -84,7 +84,7 @@ class ProgramRunner:
         sequences = [trajectory for _, trajectory in session.trajectories(task_id)]
         if not sequences:
             what = f"{program.function} ended without a turn of the policy"
-            raise InfrastructureFailure("environment", what)
+            raise InfrastructureFailure("environment", what, program.function)
         is_excluded = self.limits.truncated_episodes == "mask"
         episode = episode_of(sequences, result, reason, mask_truncated=is_excluded)
         episode.prefilled_again = session.prefilled_again
@@ -97,7 +97,8 @@ def end_of(session: Session, failure: InfrastructureFailure | None) -> FinishRea
     Raises InfrastructureFailure if the policy had no part in it."""
     end = session.end
     if end is not None and end.invalid is not None:
-        raise InfrastructureFailure(end.invalid.component, end.invalid.reason) from failure
+        invalid = end.invalid
+        raise InfrastructureFailure(invalid.component, invalid.reason, invalid.culprit) from failure
     if end is not None and end.reason is not FinishReason.STOP:
         # What an agent raises then comes of the requests that were refused.
         return end.reason
@@ -135,8 +136,9 @@ def outcome_of(
     # An agent whose requests were refused need not know what that is worth.
     if not returned or reason not in (FinishReason.STOP, FinishReason.LENGTH):
         return environment.unfinished()
-    what = f"{environment.program().function} returned no reward, and none was posted"
-    raise InfrastructureFailure("checker", what)
+    function = environment.program().function
+    what = f"{function} returned no reward, and none was posted"
+    raise InfrastructureFailure("checker", what, function)
 
 
 def episode_of(
@@ -168,7 +170,7 @@ def invalid_episode(task_id: str, session: Session, failure: InfrastructureFailu
         episode = sequences[0]
     episode.routed_experts = None
     episode.finish_reason = FinishReason.ABORT
-    episode.invalid = InvalidReason(failure.component, failure.reason)
+    episode.invalid = InvalidReason(failure.component, failure.reason, failure.culprit)
     episode.excluded = True
     # So that whoever uses the reward by mistake notices.
     episode.reward = math.nan

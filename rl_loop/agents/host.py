@@ -1,8 +1,8 @@
-"""The process that an agent's episodes run in: ``python -m rl_loop.agents.host MODULE:FUNCTION BYTES THREADS``.
+"""The process that an agent's episodes run in; ``main`` reads MODULE:FUNCTION BYTES THREADS.
 
 It reads a line of JSON for every episode from its standard input, runs many at a time, and writes a
-line for each end. It imports nothing but the agent's own module, and ends when its input does: with
-the rollout worker, however that ended.
+line for each end. It imports nothing but the standard library and the agent's own module, so that any
+interpreter can run it, and ends when its input does: with the rollout worker, however that ended.
 
     {"call": 7, "task": {...}, "base_url": "...", "api_key": "..."}   begin an episode
     {"cancel": 7}                                                     end it now

@@ -8,8 +8,10 @@ import signal
 import sys
 from contextlib import suppress
 from itertools import count
+from pathlib import Path
 from typing import Any
 
+import rl_loop
 from rl_loop.agents.host import READY
 from rl_loop.environments.base import AgentProgram
 from rl_loop.gateway.session import Session
@@ -23,14 +25,30 @@ CANCEL_SECONDS = 5.0
 LONGEST_LINE = 256 << 20
 """Bytes of what an agent may return."""
 
+HOST = (
+    "import os, sys; sys.path.append(os.environ['GPTOSS_HOST_PATH']);"
+    " from rl_loop.agents.host import main; main()"
+)
+"""What an interpreter runs. It looks for the host last: an agent's own packages come first."""
+
 logger = logging.getLogger(__name__)
+
+
+def environment_of(program: AgentProgram) -> dict[str, str]:
+    """Return the environment variables that say where a program's process imports from."""
+    variables = {"GPTOSS_HOST_PATH": str(Path(rl_loop.__file__).parents[1])}
+    if program.python is None:
+        # The same places as here, also those that were added after this process began.
+        variables["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    return variables
 
 
 class AgentProcess:
     """One process in which episodes of one function run, many at a time."""
 
-    def __init__(self, function: str) -> None:
-        self.function = function
+    def __init__(self, program: AgentProgram) -> None:
+        self.function = program.function
+        self._program = program
         self.is_usable = True
         """Whether it may be given further episodes."""
         self._process: asyncio.subprocess.Process | None = None
@@ -46,24 +64,23 @@ class AgentProcess:
         """Whether the process was there and is gone."""
         return self._reader is not None and self._reader.done()
 
-    async def start(self, memory_bytes: int, threads: int) -> None:
+    async def start(self) -> None:
         """Start it and wait until the function is imported. Raises InfrastructureFailure."""
-        # The same places to import from, also those that were added after this process began.
-        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        program = self._program
         try:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "rl_loop.agents.host",
-                self.function,
-                str(memory_bytes),
-                str(threads),
+                program.python or sys.executable,
+                "-c",
+                HOST,
+                program.function,
+                str(program.memory_bytes),
+                str(program.concurrency),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 limit=LONGEST_LINE,
                 # Ctrl-C in the user's terminal is for the run, which ends its agents.
                 start_new_session=True,
-                env=os.environ | {"PYTHONPATH": paths},
+                env=os.environ | environment_of(program),
             )
         except OSError as error:
             raise self._error(f"its process does not start: {error}") from error
@@ -111,7 +128,8 @@ class AgentProcess:
         line = answer.result()
         if "given" in line:
             return line["given"]
-        raise InfrastructureFailure(line["component"], f"{self.function}: {line['reason']}")
+        reason = f"{self.function}: {line['reason']}"
+        raise InfrastructureFailure(line["component"], reason, self.function)
 
     async def _wait(self, answer: "asyncio.Future[Any]", session: Session) -> None:
         """Wait for the end of an episode, or of its time."""
@@ -179,38 +197,47 @@ class AgentProcess:
             await self._reader
 
     def _error(self, reason: str) -> InfrastructureFailure:
-        return InfrastructureFailure("environment", f"{self.function}: {reason}")
+        return InfrastructureFailure("environment", f"{self.function}: {reason}", self.function)
+
+
+ProgramKey = tuple[str, str | None, int, int]
+"""What two programs have in common whose episodes run in one process."""
+
+
+def _key_of(program: AgentProgram) -> ProgramKey:
+    return (program.function, program.python, program.concurrency, program.memory_bytes)
 
 
 class AgentProcesses:
     """The processes of all agents of one rollout worker: one of each, replaced when it ends."""
 
     def __init__(self) -> None:
-        self._current: dict[str, AgentProcess] = {}
+        self._current: dict[ProgramKey, AgentProcess] = {}
         self._all: list[AgentProcess] = []
-        self._starting: dict[str, asyncio.Lock] = {}
-        self._vacancies: dict[str, asyncio.Semaphore] = {}
+        self._starting: dict[ProgramKey, asyncio.Lock] = {}
+        self._vacancies: dict[ProgramKey, asyncio.Semaphore] = {}
         self._is_closed = False
 
     def vacancy(self, program: AgentProgram) -> asyncio.Semaphore:
         """Return what bounds the episodes of a program that run at the same time."""
-        return self._vacancies.setdefault(program.function, asyncio.Semaphore(program.concurrency))
+        key = _key_of(program)
+        return self._vacancies.setdefault(key, asyncio.Semaphore(program.concurrency))
 
     async def process(self, program: AgentProgram) -> AgentProcess:
         """Return a process that may be given an episode. Raises InfrastructureFailure."""
-        function = program.function
-        async with self._starting.setdefault(function, asyncio.Lock()):
-            current = self._current.get(function)
+        key = _key_of(program)
+        async with self._starting.setdefault(key, asyncio.Lock()):
+            current = self._current.get(key)
             if current is not None and current.is_usable:
                 return current
             if self._is_closed:
-                raise InfrastructureFailure("environment", f"{function}: the run ends")
+                raise InfrastructureFailure("environment", f"{program.function}: the run ends")
 
-            current = AgentProcess(function)
+            current = AgentProcess(program)
             self._all = [process for process in self._all if not process.has_ended]
             self._all.append(current)
-            await current.start(program.memory_bytes, program.concurrency)
-            self._current[function] = current
+            await current.start()
+            self._current[key] = current
             return current
 
     async def close(self) -> None:

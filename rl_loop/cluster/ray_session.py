@@ -11,9 +11,12 @@ nobody, and the driver waits for as long as control store and raylet live."""
 
 import logging
 import os
+import select
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Thread
 from typing import Any
 
 from megatron_gptoss.user_error import UserError
@@ -77,12 +80,59 @@ def ray_session(object_store_bytes: int = DEFAULT_STORE_BYTES) -> Iterator[None]
     if "RAY_ADDRESS" in os.environ:
         os.environ.update(ray_environment())
         ray.init(log_to_driver=False, logging_level=logging.ERROR)
+        raylet = None
     else:
         start_local_ray(object_store_bytes=object_store_bytes)
+        raylet = _local_raylet()
+    try:
+        with naming_its_death(raylet):
+            yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def naming_its_death(raylet: int | None) -> Iterator[None]:
+    """Say it on standard error if the process ``raylet`` ends within the block.
+
+    Ray ends a driver whose raylet is gone at once and from its C++: no handler of ours runs, and
+    the last that a user would read is a dump of the raylet's state."""
+    if raylet is None:
+        yield
+        return
+
+    process = os.pidfd_open(raylet)
+    block_ends, end_block = os.pipe()
+
+    def watch() -> None:
+        ended, _, _ = select.select([process, block_ends], [], [])
+        if block_ends not in ended:
+            sys.stderr.write(
+                f"gptoss: Ray's node on this machine (raylet, process {raylet}) has died, and the "
+                "run with it: killed, perhaps by the kernel for want of memory (dmesg). Go on with "
+                "--resume\n"
+            )
+            sys.stderr.flush()
+
+    watching = Thread(target=watch, name="raylet", daemon=True)
+    watching.start()
     try:
         yield
     finally:
-        ray.shutdown()
+        os.close(end_block)
+        watching.join()
+        os.close(process)
+        os.close(block_ends)
+
+
+def _local_raylet() -> int | None:
+    """Return the process id of the raylet that this process has started; None if Ray's internals
+    do not say."""
+    import ray
+
+    node: Any = getattr(ray._private.worker, "_global_node", None)
+    raylets = node.all_processes.get("raylet", []) if node is not None else []
+    return raylets[0].process.pid if raylets else None
 
 
 def ray_environment() -> dict[str, str]:

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
@@ -15,8 +16,12 @@ from megatron_gptoss.families.registry import read_hf_config
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.config.shipped import find_config
+from rl_loop.config.suggestions import similar_keys, similar_names
 from rl_loop.engines.registry import TAG
 
+MOST_YAML_BYTES = 1 << 20
+MOST_YAML_VALUES = 100_000
+"""Of a configuration; the longest here has some hundreds."""
 RELEASED_VOCABULARY = 201_088
 """Token ids of GPT-OSS-20B and 120B."""
 
@@ -32,6 +37,8 @@ def load_config[Config: RunConfig](
     file's own. A name of a shipped configuration stands for its file. Raises ConfigError naming
     file and keys."""
     path = find_config(path, kind.command)
+    if not path.exists():
+        raise ConfigError(f"{path}: no such file{similar_names(path.stem, kind.command)}")
     tree = read_yaml(path)
     changes = overrides or []
     for change in changes:
@@ -46,6 +53,11 @@ def load_config[Config: RunConfig](
         raw = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {error}") from error
+    except TypeError:
+        # OmegaConf does not say which of them it was.
+        raise ConfigError(
+            f"{path}: one of {' '.join(changes)} is a list where the file has keys, or the other way round"
+        ) from None
     return validated(path, kind, raw)
 
 
@@ -186,7 +198,9 @@ def validated[Model: StrictModel](path: Path, kind: type[Model], raw: Any) -> Mo
         return kind.model_validate(raw)
     except ValidationError as error:
         _refuse_other_kind(path, kind, error)
-        mistakes = [f"  {_key_of(mistake)}: {_explain(mistake)}" for mistake in error.errors()]
+        mistakes = [
+            f"  {_key_of(mistake)}: {_explain(mistake, kind)}" for mistake in error.errors()
+        ]
         listed = "\n".join(mistakes)
         raise ConfigError(f"{path} is not a valid {kind.__name__}:\n{listed}") from None
 
@@ -220,14 +234,48 @@ def dump_config(config: StrictModel) -> str:
 def read_yaml(path: Path) -> Any:
     """Read the mapping in a YAML file. Raises ConfigError naming the file."""
     try:
+        _check_size(path.read_bytes())
         tree = OmegaConf.load(path)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
-    except (YAMLError, OSError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise ConfigError(f"{path}: it is nested too deeply") from None
+    except (YAMLError, OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as YAML: {error}") from None
     if not OmegaConf.is_dict(tree):
         raise ConfigError(f"{path}: expected a mapping of keys to values")
     return tree
+
+
+def _check_size(content: bytes) -> None:
+    """Raise ValueError or YAMLError if a YAML text stands for far more than it has letters.
+
+    An anchor in ten lists of ten of its kind, and so on, is a thousand million values in ten
+    lines, and the reader writes all of them out."""
+    if len(content) > MOST_YAML_BYTES:
+        raise ValueError(f"it has {len(content):,} bytes, and no configuration has so many")
+
+    sizes: dict[int, int] = {}
+
+    def size_of(node: yaml.Node) -> int:
+        """Count a node and all below it, aliases written out."""
+        if id(node) in sizes:
+            if sizes[id(node)] == 0:
+                raise ValueError("an alias stands for something that contains it")
+            return sizes[id(node)]
+
+        sizes[id(node)] = 0  # until all below it is counted
+        below: list[yaml.Node] = []
+        if isinstance(node, yaml.SequenceNode):
+            below = node.value
+        elif isinstance(node, yaml.MappingNode):
+            below = [inner for pair in node.value for inner in pair]
+        sizes[id(node)] = 1 + sum(size_of(inner) for inner in below)
+        return sizes[id(node)]
+
+    root = yaml.compose(content, Loader=yaml.SafeLoader)
+    if root is not None and (size := size_of(root)) > MOST_YAML_VALUES:
+        raise ValueError(f"its aliases stand for {size:,} values; at most {MOST_YAML_VALUES:,} may")
 
 
 def _key_of(error: Any) -> str:
@@ -237,10 +285,10 @@ def _key_of(error: Any) -> str:
     return ".".join(part for part in parts if not part.startswith(TAG)) or "(top level)"
 
 
-def _explain(error: Any) -> str:
+def _explain(error: Any, kind: type[StrictModel]) -> str:
     """Say what is wrong with a value, and show it unless it is a whole section."""
     if error["type"] == "extra_forbidden":
-        return "unknown key"
+        return f"unknown key{similar_keys(_key_of(error), kind)}"
     message = error["msg"].removeprefix("Value error, ")
     if isinstance(error["input"], dict | list):
         return message

@@ -19,6 +19,7 @@ from megatron_gptoss.config import (
 from megatron_gptoss.families.registry import AnyModelConfig
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from rl_loop.algorithms.config import GROUP_ADVANTAGES, AlgorithmConfig
+from rl_loop.chatml.prompt_config import ChatMlConfig
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.rollout import RolloutConfig
 from rl_loop.config.tasks import TaskConfig
@@ -75,12 +76,18 @@ class RunConfig(StrictModel):
     and shipped (docs/quantization.md). null: weights as they are."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of parameters and activations."""
-    vocabulary: Literal["gptoss", "tiny"] = "gptoss"
-    """``gptoss``: the 201,088 token ids of the released models. ``tiny``: those of them
-    that generated tasks and their demonstrations need, and the Harmony special tokens;
-    for models of a laptop."""
+    vocabulary: Literal["gptoss", "tokenizer", "tiny"] = "gptoss"
+    """``gptoss``: the 201,088 token ids of the released models. ``tokenizer``: those of the
+    tokenizer that a dense model comes with. ``tiny``: the tokens of the released models that
+    generated tasks and their demonstrations need, and the special tokens of the chat format; for
+    models of a laptop."""
+    tokenizer: Path | None = None
+    """Where vocabulary ``tokenizer`` is: a directory with tokenizer.json, or a run with an export.
+    null: in ``initial_weights``."""
     prompt: PromptConfig = PromptConfig()
     """The Harmony system message."""
+    chatml: ChatMlConfig = ChatMlConfig()
+    """The ChatML system message, of dense models."""
     tasks: TaskConfig = TaskConfig()
     """Training and held-out tasks."""
     parallel: ParallelConfig = ParallelConfig()
@@ -128,6 +135,7 @@ class RunConfig(StrictModel):
         check_quantization(self.quantization, self.model, self.adapter)
         check_blocks("ablation.engine_quantization", self.ablation.engine_quantization, self.model)
         self._check_adapter()
+        self._check_dense()
         self._check_lengths()
         self._check_engine()
         return self
@@ -148,6 +156,24 @@ class RunConfig(StrictModel):
             raise ValueError(
                 f"ablation.freeze ({', '.join(frozen)}) leaves none of adapter.targets ({targets}) to learn"
             )
+
+    def _check_dense(self) -> None:
+        """Refuse what a model without experts and sinks has nothing for."""
+        if self.model.num_experts > 0:
+            return
+        ablation, family = self.ablation, self.model.model_type
+        if self.rollout.routed_experts:
+            raise ValueError(f"rollout.routed_experts: a {family} model has no experts")
+        if ablation.router_noise > 0:
+            raise ValueError(f"ablation.router_noise: a {family} model has no router")
+        has_sinks_off = not (
+            ablation.engine_sinks
+            and ablation.trainer_sinks
+            and ablation.sink_gradient
+            and ablation.sink_backward
+        )
+        if has_sinks_off:
+            raise ValueError(f"ablation: a {family} model has no attention sinks to switch off")
 
     def _check_lengths(self) -> None:
         longest = self.rollout.max_tokens
@@ -214,7 +240,8 @@ class RlConfig(RunConfig):
     canary_tolerance: float | None = Field(None, gt=0)
     """Largest mean |log-prob difference| between engine and trainer on a canary prompt after a
     sync, in nats. null: 0.001 in float32, 0.02 in bfloat16. Stay above what ``gptoss doctor
-    --engine`` shows of a good engine."""
+    --engine`` shows of a good engine. An episode that differs by a hundred times as much, on
+    average over its tokens, ends an on-policy run: the policy has not sampled it."""
 
     @property
     def memory_inputs(self) -> MemoryInputs:
@@ -298,6 +325,10 @@ class RlConfig(RunConfig):
 
     def _check_algorithm_needs(self) -> None:
         algorithm, rollout = self.algorithm, self.rollout
+        if algorithm.routing_replay != "none" and self.model.num_experts == 0:
+            raise ValueError(
+                f"algorithm.routing_replay {algorithm.routing_replay}: a {self.model.model_type} model has no experts"
+            )
         if algorithm.routing_replay == "R3" and not rollout.routed_experts:
             raise ValueError(
                 "algorithm.routing_replay R3 needs the engine's routes: set rollout.routed_experts"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl_loop.conversations.errors import ConversationError, DataError
+from rl_loop.data.untrusted_data import check_parquet, read_line
 
 BLOCK_BYTES = 1 << 18
 """Of a block. A job of a process that renders: tens of milliseconds."""
@@ -74,6 +75,8 @@ class JsonLines:
             self.blocks: list[Block] = list(self._index())
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise DataError(f"{path}: {error}") from None
         if not self.blocks:
             raise DataError(f"{path}: the file is empty")
 
@@ -86,8 +89,8 @@ class JsonLines:
         line = 1
         with self._path.open("rb") as file:
             while content := file.read(BLOCK_BYTES):
-                # A line is never cut, however long it is.
-                content += file.readline()
+                # A line is never cut.
+                content += read_line(file, line + content.count(b"\n"))
                 yield Block(start, start + len(content), line, len(content))
                 start += len(content)
                 line += content.count(b"\n")
@@ -183,6 +186,7 @@ def _parquet_files(place: str) -> list[str]:
 
     disable_progress_bar()
     try:
+        check_parquet(Path(place))
         return _cache_files(Dataset.from_parquet(place))
     except Exception as error:
         raise DataError(f"{place}: cannot be read: {error}") from None

@@ -20,14 +20,20 @@ def to_samples(
     """Lay the sequences of all trajectories end to end, in order, without advantages.
 
     ``version``: of the trainer's weights. Raises OffPolicyError if the configuration says
-    on-policy and a token was sampled with older weights, and ValueError naming a task whose
-    trajectory cannot be trained on."""
+    on-policy and a token was sampled with older weights, and if one was with weights that do not
+    exist yet; ValueError naming a task whose trajectory cannot be trained on."""
     sequences = [sequence for group in groups for sequence in group.sequences]
     return TrainingSamples.join([_to_sample(sequence, config, version) for sequence in sequences])
 
 
 def _to_sample(trajectory: Trajectory, config: AlgorithmConfig, version: int) -> Sample:
     trajectory.validate()
+    newest = max((span.version for span in trajectory.weight_versions), default=version)
+    if newest > version:
+        raise OffPolicyError(
+            f"task {trajectory.task_id}: the engine says that weights {newest} sampled it, and the "
+            f"newest that there are is {version}"
+        )
     staleness = _staleness(trajectory, version)
     oldest = 0 if staleness is None else int(staleness.max())
     if oldest > 0 and config.old_log_probs_from == "detach":

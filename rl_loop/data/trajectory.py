@@ -45,6 +45,9 @@ class InvalidReason:
     """One of ``rl_loop.infrastructure.COMPONENTS``."""
     reason: str
     """For people."""
+    culprit: str = ""
+    """What of the component it was, where that is known: a server, an agent's function, an
+    environment."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ as MODULE:CLASS:
 Importing this module needs neither torch nor Ray: configurations do it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,11 +146,11 @@ class WeightSender(Protocol):
 class WeightSource(Protocol):
     """Holds the policy: the trainer, or tensors that were read from files."""
 
-    def weights(self) -> "dict[str, torch.Tensor]":
+    def weights(self) -> "Mapping[str, torch.Tensor]":
         """Return all weights by Hugging Face name."""
         ...
 
-    def packed_weights(self) -> "dict[str, torch.Tensor]":
+    def packed_weights(self) -> "Mapping[str, torch.Tensor]":
         """Return the same with the experts' matrices in MXFP4, under the names of their blocks and
         scales. Of a run with ``quantization``."""
         ...
@@ -168,10 +168,10 @@ class WeightSource(Protocol):
 class LoadedWeights:
     """A WeightSource of tensors in this process."""
 
-    def __init__(self, named: "dict[str, torch.Tensor]") -> None:
+    def __init__(self, named: "Mapping[str, torch.Tensor]") -> None:
         self._named = named
 
-    def weights(self) -> "dict[str, torch.Tensor]":
+    def weights(self) -> "Mapping[str, torch.Tensor]":
         return self._named
 
     def packed_weights(self) -> "dict[str, torch.Tensor]":
@@ -212,7 +212,7 @@ class EngineWorkers(Protocol):
     """The rollout workers, as a backend reaches the engines that they hold. A worker that died is
     replaced and brought to the weights of the last ``load_weights`` before it answers."""
 
-    def load_weights(self, weights: "dict[str, torch.Tensor]", version: int) -> None:
+    def load_weights(self, weights: "Mapping[str, torch.Tensor]", version: int) -> None:
         """Call ``RolloutEngine.sync_weights`` in every worker."""
         ...
 
@@ -238,6 +238,10 @@ class RolloutBackend(ABC):
     """The settings of a backend that is named as MODULE:CLASS: what
     ``rollout.engine.options`` may say."""
 
+    scores_beside_rollouts: ClassVar[bool] = False
+    """Whether ``score`` gives the same numbers while episodes run. Then the episodes of a step begin
+    at once after a sync; the canary is compared meanwhile, before anything is trained on them."""
+
     def __init__(self, settings: Any, context: BackendContext) -> None:
         """Begin to start what the engines need. ``settings``: an instance of ``Options``."""
         self.settings = settings
@@ -260,6 +264,11 @@ class RolloutBackend(ABC):
 
         ``source`` keeps these weights until the next call, or until ``updating_weights``: engines
         that were restarted ask for them again."""
+
+    def prepare_sync(self, source: WeightSource) -> None:
+        """Begin what takes time before the next ``sync_weights`` from the same source, and return
+        at once. Called when it has new weights."""
+        return None
 
     @abstractmethod
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:

@@ -68,6 +68,8 @@ class GenerateResult:
     [len(input_ids) + len(output_ids) - 1, layers, top_k]."""
     cached_tokens: int = 0
     """Tokens of the prompt that the engine had in its prefix cache."""
+    request_id: str | None = None
+    """Of the request that this answers; None from an engine that does not say."""
 
 
 class RolloutEngine(Protocol):
@@ -133,6 +135,8 @@ def check_result(request: GenerateRequest, result: GenerateResult, shape: ModelS
     Engines are not trusted: one wrong number would be trained on as if the policy had sampled it.
     """
     try:
+        if result.request_id not in (None, request.request_id):
+            raise _InvalidResult(f"this is the answer to request {result.request_id}")
         _check_tokens(request.sampling, result, shape.vocabulary_size)
         _check_versions(result)
         if request.return_routed_experts and result.output_ids:

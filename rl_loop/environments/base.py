@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from rl_loop.harmony.codec import BuiltinTool, ParsedMessage, PythonTool, Tool, ToolOutput
+from rl_loop.chat.messages import ParsedMessage, ToolOutput
+from rl_loop.chat.tools import BuiltinTool, PythonTool, Tool
 from rl_loop.infrastructure import InfrastructureFailure, describe
 from rl_loop.sandbox import ExecutionResult
 
@@ -74,6 +75,8 @@ class AgentProgram:
     """Episodes of the program that one rollout worker runs at a time."""
     memory_bytes: int
     """Of the process that runs them."""
+    python: str | None = None
+    """The interpreter of that process; None for this one's."""
 
 
 Script = Generator[list[ParsedMessage], StepResult, None]
@@ -133,9 +136,9 @@ class Environment:
     - its tools, if it has any: ``tools`` describes them, ``call`` runs one;
     - a script that solves a task, for supervised fine-tuning: ``solve``.
 
-    The agent loop renders ``prompt`` and passes every turn that the policy samples to ``step``,
-    which calls ``call`` and ``answer``, until a result is ``done``. An episode that ends
-    otherwise earns what ``unfinished`` or ``illegal`` says."""
+    The agent loop calls ``open``, renders ``prompt`` and passes every turn that the policy samples to
+    ``step``, which calls ``call`` and ``answer``, until a result is ``done``. An episode that ends
+    otherwise earns what ``unfinished`` or ``illegal`` says. ``close`` is called in the end."""
 
     Options: ClassVar[type[EnvironmentOptions]] = EnvironmentOptions
 
@@ -194,6 +197,18 @@ class Environment:
         return ""
 
     # ---- an episode
+
+    async def open(self) -> None:
+        """Connect to what the episode needs, before its prompt is asked for.
+
+        Called again, after ``restore_state``, before a turn that infrastructure spoiled is acted on
+        anew: what is still open may stay. Raises InfrastructureFailure, as any other exception
+        counts; leaves nothing open then."""
+
+    async def close(self) -> None:
+        """Let go of what ``open`` opened, however the episode ended.
+
+        An exception is logged and changes nothing of the episode."""
 
     def prompt(self) -> list[dict[str, Any]]:
         """Return the messages that the agent starts from: {"role": "user", "content": text}.

@@ -3,11 +3,8 @@ of OpenAI's, and say what an episode earned.
 
 ``rl_loop.agents`` plays the episodes; docs/agents.md shows how to bring an agent."""
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from numbers import Real
-from typing import Any, ClassVar, Literal
+import shutil
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -20,18 +17,10 @@ from rl_loop.environments.base import (
     Split,
     StepResult,
     Task,
-    text_in,
 )
+from rl_loop.environments.reward_parts import check_parts, read_parts, with_parts
+from rl_loop.environments.row_tasks import check_function, generated_row, row_of, row_task
 from rl_loop.infrastructure import InfrastructureFailure
-from rl_loop.registry import Registry
-
-FUNCTIONS: Registry[Callable[..., Any]] = Registry(
-    kind="function of an agent", expected="a function", accepts=callable
-)
-"""Has no entries: agents are named as MODULE:FUNCTION."""
-
-RESERVED_PARTS = ("correct", "format_error", "score")
-"""Reward parts that every environment has."""
 
 
 class BlackBoxOptions(EnvironmentOptions):
@@ -52,20 +41,28 @@ class BlackBoxOptions(EnvironmentOptions):
     """Episodes of this agent that one rollout worker runs at a time; more wait."""
     memory_gb: float = Field(8.0, gt=0)
     """Of the process that runs these episodes: what it allocates beyond that is a MemoryError."""
+    python: str | None = None
+    """Another interpreter to run the agent with, such as agents/.venv/bin/python, whose packages need
+    not fit to those of this project; null for the trainer's. Then nobody knows before the run whether
+    the agent can be imported."""
 
-    @field_validator("agent", "tasks")
+    @field_validator("tasks")
     @classmethod
-    def _check_function(cls, path: str | None) -> str | None:
-        if path is not None:
-            FUNCTIONS.resolve(path)
-        return path
+    def _check_tasks(cls, path: str | None) -> str | None:
+        return check_function(path)
 
     @model_validator(mode="after")
-    def _check_parts(self) -> "BlackBoxOptions":
-        reserved = [name for name in self.parts if name in RESERVED_PARTS]
-        if reserved:
-            raise ValueError(f"parts: every episode has {', '.join(reserved)} anyway")
+    def _check_agent(self) -> Self:
+        if self.python is None:
+            check_function(self.agent)
+        elif shutil.which(self.python) is None:
+            raise ValueError(f"python: there is no program {self.python}")
         return self
+
+    @field_validator("parts")
+    @classmethod
+    def _check_parts(cls, parts: list[str]) -> list[str]:
+        return check_parts(parts)
 
 
 class BlackBoxEnvironment(Environment):
@@ -77,71 +74,34 @@ class BlackBoxEnvironment(Environment):
     def __init__(self, task: Task, execute: Execute, reward: RewardConfig) -> None:
         """Raises ValueError for a task that was made otherwise than by this class."""
         super().__init__(task, execute, reward)
-        missing = [key for key in ("record", "options") if key not in task.metadata]
-        if missing:
-            raise ValueError(
-                f"task {task.task_id} names no agent (no {missing[0]} in its metadata): a row of a "
-                'black box is a JSON object with the text "prompt", without task_id and messages'
-            )
+        self.row = row_of(task)
         self.options = BlackBoxOptions.model_construct(**task.metadata["options"])
 
     def program(self) -> AgentProgram:
         return AgentProgram(
             function=self.options.agent,
-            task=self.task.metadata["record"],
+            task=self.row,
             history=self.options.history,
             concurrency=self.options.concurrency,
             memory_bytes=int(self.options.memory_gb * 1e9),
+            python=self.options.python,
         )
 
     @classmethod
     def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
-        if options.tasks is None:
-            raise NotImplementedError(
-                "a black box without `tasks` generates none: give train_path and held_out_path"
-            )
-        record = FUNCTIONS.resolve(options.tasks)(split, seed, index)
-        if not isinstance(record, dict):
-            raise ValueError(f"{options.tasks} returned {type(record).__name__}, expected a dict")
-        return cls.from_record(record, f"{split}-{index}", options)
+        row = generated_row(options.tasks, split, seed, index)
+        return cls.from_record(row, f"{split}-{index}", options)
 
     @classmethod
     def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task:
-        metadata = {"record": record, "options": options.model_dump()}
-        if "category" in record:
-            metadata["category"] = record["category"]
-        return Task(
-            task_id=name,
-            messages=[{"role": "user", "content": text_in(record, "prompt")}],
-            ground_truth="",
-            environment="black_box",
-            metadata=metadata,
-        )
+        return row_task("black_box", record, name, options)
 
     async def answer(self, text: str) -> StepResult:
         raise InfrastructureFailure("environment", "an agent of its own judges its episodes itself")
 
     def earned(self, given: object) -> StepResult:
-        parts = given if isinstance(given, Mapping) else {"score": given}
-        expected = {"score", *self.options.parts}
-        if set(parts) != expected:
-            named = ", ".join(sorted(map(str, parts)))
-            wanted = ", ".join(sorted(expected))
-            raise InfrastructureFailure(
-                "checker", f"{self.options.agent} gave the reward parts {named}; expected {wanted}"
-            )
-        numbers: dict[str, float] = {}
-        for name, value in parts.items():
-            if not isinstance(value, Real) or not math.isfinite(value):
-                reason = f"{self.options.agent}: {name} is {value!r}, expected a finite number"
-                raise InfrastructureFailure("checker", reason)
-            numbers[name] = float(value)
-
-        ended = self.finished(numbers["score"])
-        return replace(ended, reward_parts=ended.reward_parts | numbers)
+        numbers = read_parts(given, self.options.parts, self.options.agent)
+        return with_parts(self.finished(numbers["score"]), numbers)
 
     def unfinished(self) -> StepResult:
-        ended = self.finished(0.0)
-        return replace(
-            ended, reward_parts=ended.reward_parts | dict.fromkeys(self.options.parts, 0.0)
-        )
+        return with_parts(self.finished(0.0), dict.fromkeys(self.options.parts, 0.0))

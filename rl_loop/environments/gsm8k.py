@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
+from rl_loop.chat.tools import PythonTool
 from rl_loop.environments import arithmetic
 from rl_loop.environments.base import Script, Split, Task, UnknownTool, final, text_in, think
 from rl_loop.environments.retool import ReToolEnvironment, ReToolOptions, prompt_of
-from rl_loop.harmony.codec import PythonTool
 
 
 class Gsm8kOptions(ReToolOptions):

@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import Field
 
+from rl_loop.chat.tools import Tool
 from rl_loop.environments.base import (
     Environment,
     EnvironmentOptions,
@@ -24,7 +25,6 @@ from rl_loop.environments.base import (
     arguments_of,
     function_call,
 )
-from rl_loop.harmony.codec import Tool
 
 USERS = ("ana", "ben", "cleo", "dan", "eva", "finn", "gus", "hana", "ivo", "jil")
 DOMAINS = (

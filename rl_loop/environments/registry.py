@@ -7,6 +7,8 @@ from rl_loop.environments.black_box import BlackBoxEnvironment
 from rl_loop.environments.gsm8k import Gsm8kEnvironment
 from rl_loop.environments.incident import IncidentEnvironment
 from rl_loop.environments.instructions import InstructionEnvironment
+from rl_loop.environments.mcp_tools import McpEnvironment
+from rl_loop.environments.openenv import OpenEnvEnvironment
 from rl_loop.environments.reasoning import ReasoningGymEnvironment
 from rl_loop.environments.retool import ReToolEnvironment
 from rl_loop.registry import Registry, subclass_of
@@ -25,6 +27,8 @@ ENVIRONMENTS: Registry[type[Environment]] = Registry(
         "incident": IncidentEnvironment,
         "reasoning_gym": ReasoningGymEnvironment,
         "black_box": BlackBoxEnvironment,
+        "mcp": McpEnvironment,
+        "openenv": OpenEnvEnvironment,
     },
 )
 

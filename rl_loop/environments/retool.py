@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
+from rl_loop.chat.messages import ParsedMessage
+from rl_loop.chat.tools import PythonTool
 from rl_loop.environments import arithmetic
 from rl_loop.environments.base import (
     Environment,
@@ -23,7 +25,6 @@ from rl_loop.environments.base import (
     text_in,
     think,
 )
-from rl_loop.harmony.codec import ParsedMessage, PythonTool
 from rl_loop.rewards.math_answer import is_number, judge, last_boxed, normalised
 from rl_loop.sandbox import ExecutionResult
 

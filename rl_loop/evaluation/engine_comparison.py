@@ -10,8 +10,8 @@ import numpy as np
 from megatron_gptoss.samples import TrainingSamples
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.canary import check_canary
+from rl_loop.chat.codec import ChatCodec
 from rl_loop.data.samples import to_samples
-from rl_loop.harmony.codec import Harmony
 from rl_loop.rollout.collector import held_out_requests
 from rl_loop.rollout.pool import RolloutPool
 from rl_loop.tasks.source import TaskSource
@@ -80,10 +80,10 @@ def engine_report(
     return "\n".join(lines)
 
 
-def gap_table(samples: TrainingSamples, scores: np.ndarray, harmony: Harmony) -> list[str]:
+def gap_table(samples: TrainingSamples, scores: np.ndarray, codec: ChatCodec) -> list[str]:
     """Format the distribution of |trainer's - engine's log-prob|, in nats, by position and class
     of token. ``scores``: the trainer's, [tokens]."""
-    tokens = _token_gaps(samples, scores, harmony)
+    tokens = _token_gaps(samples, scores, codec)
     if not tokens:
         return ["no token was sampled"]
 
@@ -99,7 +99,7 @@ def gap_table(samples: TrainingSamples, scores: np.ndarray, harmony: Harmony) ->
     return lines
 
 
-def _token_gaps(samples: TrainingSamples, scores: np.ndarray, harmony: Harmony) -> list[TokenGap]:
+def _token_gaps(samples: TrainingSamples, scores: np.ndarray, codec: ChatCodec) -> list[TokenGap]:
     """Compare engine and trainer on every sampled token."""
     assert samples.rollout_log_probs is not None
     positions = np.arange(samples.tokens) - np.repeat(samples.offsets[:-1], samples.lengths)
@@ -107,7 +107,7 @@ def _token_gaps(samples: TrainingSamples, scores: np.ndarray, harmony: Harmony) 
 
     tokens = []
     for i in np.flatnonzero(samples.loss_mask):
-        text = harmony.decode_token(int(samples.token_ids[i]))
+        text = codec.decode_token(int(samples.token_ids[i]))
         tokens.append(TokenGap(int(positions[i]), _class_of(text), float(gaps[i])))
     return tokens
 

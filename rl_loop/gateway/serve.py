@@ -5,7 +5,7 @@ import asyncio
 import secrets
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -56,7 +56,7 @@ class OwnEngine:
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
 
-    def load_weights(self, weights: "dict[str, torch.Tensor]", version: int) -> None:
+    def load_weights(self, weights: "Mapping[str, torch.Tensor]", version: int) -> None:
         asyncio.run(self._engine.sync_weights(weights.items(), version))
 
     def engine_scores(self, token_ids: list[int], temperature: float) -> list[list[float]]:

@@ -249,7 +249,7 @@ class Session:
             is_added = True
             return node
         except InfrastructureFailure as failure:
-            invalid = InvalidReason(failure.component, failure.reason)
+            invalid = InvalidReason(failure.component, failure.reason, failure.culprit)
             end = SessionEnd(FinishReason.ABORT, str(failure), invalid=invalid)
             raise self._ended(end) from failure
         finally:

@@ -3,10 +3,6 @@
 Models with the released vocabulary get the template of the checkpoint that they began with, which knows tools and
 channels; this one is for people who want to talk to a small model of the demos."""
 
-from rl_loop.harmony.codec import Harmony
-
-FILE = "chat_template.jinja"
-
 ASSISTANT = "<|start|>assistant"
 
 MESSAGES = """\
@@ -24,9 +20,8 @@ MESSAGES = """\
 """
 
 
-def chat_template(harmony: Harmony) -> str:
-    """Return the template that renders users' and assistants' texts as ``harmony`` does, behind the
-    system message that its configuration has."""
-    system = harmony.decode(harmony.render_prompt([])).removesuffix(ASSISTANT)
+def chat_template(system: str) -> str:
+    """Return the template that renders users' and assistants' texts behind ``system``, the rendered
+    system message of a configuration."""
     quoted = system.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'{{{{- "{quoted}" -}}}}\n{MESSAGES}'

@@ -6,7 +6,6 @@ moves before the channel).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -23,6 +22,10 @@ from openai_harmony import (
     SystemContent,
 )
 
+from rl_loop.chat.codec import without_surrogates
+from rl_loop.chat.messages import FormatError, ParsedMessage, ToolOutput
+from rl_loop.chat.tools import BuiltinTool, PythonTool, Tool, check_names
+from rl_loop.harmony import chat_template
 from rl_loop.harmony.conversation import (
     CHANNELS,
     CONSTRAIN,
@@ -33,7 +36,7 @@ from rl_loop.harmony.conversation import (
     without_finished_analysis,
 )
 from rl_loop.harmony.prompt_config import Effort, PromptConfig
-from rl_loop.harmony.tool_descriptions import BuiltinTool, PythonTool, Tool, check_names
+from rl_loop.harmony.tool_descriptions import described_builtin, described_function
 from rl_loop.harmony.turn_headers import split_headers
 from rl_loop.harmony.vocabulary import Vocabulary, harmony_encoding, special_id
 
@@ -51,37 +54,6 @@ __all__ = [
 
 REMEMBERED_HEADERS = 4096
 """Headers of which the tokens are kept: there are few different ones."""
-
-
-@dataclass(frozen=True)
-class ParsedMessage:
-    """One message that the policy wrote."""
-
-    channel: str
-    recipient: str | None
-    """The tool that is called, such as "python" or "functions.search"; None if it is no call."""
-    content_type: str | None
-    """Such as "code"; begins with "<|constrain|>" where that token precedes it."""
-    text: str
-
-
-@dataclass(frozen=True)
-class ToolOutput:
-    """What a tool answers."""
-
-    tool: str
-    """The recipient of the call."""
-    channel: str
-    """The channel of the call."""
-    text: str
-
-
-@dataclass(frozen=True)
-class FormatError:
-    """The sampled ids are not what Harmony allows."""
-
-    kind: str
-    """Under which it is counted: "structure", "header", "role", "channel", "recipient"."""
 
 
 class Harmony:
@@ -230,18 +202,23 @@ class Harmony:
         """
         ids: list[int] = []
         for output in outputs:
-            text = _without_surrogates(output.text)
+            text = without_surrogates(output.text)
             ids += self.render_message(tool_message(output.tool, output.channel, text))
         if user is not None:
-            ids += self.render_message(user_message(_without_surrogates(user)))
+            ids += self.render_message(user_message(without_surrogates(user)))
         return ids + self.assistant_header
 
     def render_assistant(
         self,
         messages: Sequence[ParsedMessage],
-        end: Literal["<|return|>", "<|call|>"],
+        end: Literal["<|return|>", "<|call|>"] | None = None,
     ) -> list[int]:
-        """Render an assistant turn as a policy would sample it, after ``<|start|>assistant``."""
+        """Render an assistant turn as a policy would sample it, after ``<|start|>assistant``.
+
+        ``end``: None for that of what the last message is, a call or an answer.
+        """
+        if end is None:
+            end = "<|return|>" if messages[-1].recipient is None else "<|call|>"
         ids: list[int] = []
         for message in messages[:-1]:
             ids += self.render_sampled(message, "<|end|>") + self.assistant_header
@@ -327,7 +304,7 @@ class Harmony:
                 # Only here is the sandbox's limit known, which the description states.
                 if isinstance(tool, PythonTool):
                     tool = tool.in_sandbox(self._python_seconds)
-                content = content.with_tools(tool.described())
+                content = content.with_tools(described_builtin(tool))
 
         if not content.model_dump(exclude_none=True):
             return None
@@ -371,6 +348,32 @@ class Harmony:
             return FormatError("recipient")
         return messages
 
+    def split_at_calls(
+        self, ids: Sequence[int], messages: Sequence[ParsedMessage]
+    ) -> tuple[list[int], list[int]]:
+        """Split a turn with calls into reasoning and calls, without the header between them."""
+        first_call = next(i for i, message in enumerate(messages) if message.recipient is not None)
+        if first_call == 0:
+            return [], list(ids)
+
+        # A turn is sampled behind a header, so the first one within it is that of the second
+        # message.
+        header = self.assistant_header
+        headers = [i for i, token in enumerate(ids) if token == header[0]]
+        start = headers[first_call - 1]
+        return list(ids[:start]), list(ids[start + len(header) :])
+
+    def join_with_calls(self, reasoning: Sequence[int], calls: Sequence[int]) -> list[int]:
+        """Put together what ``split_at_calls`` gave, of one turn or of two."""
+        if not reasoning:
+            return list(calls)
+        return [*reasoning, *self.assistant_header, *calls]
+
+    def chat_template(self) -> str:
+        """Return the Jinja template of an export whose vocabulary is our own."""
+        system = self.decode(self.render_prompt([])).removesuffix(chat_template.ASSISTANT)
+        return chat_template.chat_template(system)
+
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids of the model, special tokens written out."""
         return self.vocabulary.decode(ids)
@@ -411,7 +414,7 @@ def _with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Mess
         place = developer[0]
         content = rendered.pop(place).content[0]
 
-    content = content.with_function_tools([tool.described() for tool in tools])
+    content = content.with_function_tools([described_function(tool) for tool in tools])
     rendered.insert(place, Message.from_role_and_content(Role.DEVELOPER, content))
     return rendered
 
@@ -438,8 +441,3 @@ def _calls_are_legal(messages: Sequence[ParsedMessage], ends_with_call_token: bo
     has_call = any(message.recipient is not None for message in messages)
     has_answer = any(message.channel == "final" for message in messages)
     return not has_call or (ends_with_call and not has_answer)
-
-
-def _without_surrogates(text: str) -> str:
-    """Replace halves of surrogate pairs, which no encoding of text has, by U+FFFD."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,100 +1,25 @@
-"""Tools as a prompt describes them: functions in the developer message, built-in tools in the
+"""Tools as Harmony describes them: functions in the developer message, built-in tools in the
 system message."""
 
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 from openai_harmony import ToolDescription, ToolNamespaceConfig
 
-NAME = re.compile(r"[\w.-]+")
+from rl_loop.chat.tools import BuiltinTool, Tool
 
 
-@dataclass(frozen=True)
-class Tool:
-    """A function that the policy calls as ``functions.name`` with JSON arguments.
-
-    The prompt shows ``parameters`` in TypeScript, as openai-harmony translates them: types, enums,
-    optional properties, defaults, nested objects, arrays, ``oneOf``, ``nullable``, titles,
-    descriptions and examples. Any other keyword of JSON schema (``anyOf``, ``$ref``) becomes
-    ``any``. Raises ValueError for a name that no header can carry.
-    """
-
-    name: str
-    description: str
-    parameters: dict[str, Any] | None = None
-    """JSON schema of the arguments; None for a function without any."""
-
-    def __post_init__(self) -> None:
-        if not NAME.fullmatch(self.name):
-            raise ValueError(
-                f"a tool is named {self.name!r}; a name has letters, digits and any of _ . - only"
-            )
-
-    def described(self) -> ToolDescription:
-        """Return the description that openai-harmony renders."""
-        return ToolDescription.new(self.name, self.description, self.parameters)
+def described_function(tool: Tool) -> ToolDescription:
+    """Return the description of a function that openai-harmony renders."""
+    return ToolDescription.new(tool.name, tool.description, tool.parameters)
 
 
-@dataclass(frozen=True)
-class BuiltinTool:
-    """A tool that GPT-OSS knows from its training, or a namespace of such tools, called by its
-    own name."""
-
-    name: str
-    """"python", or the namespace "browser" with functions such as browser.search."""
-    description: str
-    functions: tuple[Tool, ...] = ()
-
-    def described(self) -> ToolNamespaceConfig:
-        """Return the description that openai-harmony renders."""
-        return ToolNamespaceConfig(
-            name=self.name,
-            description=self.description,
-            tools=[function.described() for function in self.functions],
-        )
-
-
-@dataclass(frozen=True)
-class PythonTool:
-    """The built-in ``python`` of this project's sandbox."""
-
-    name: ClassVar[str] = "python"
-    stateful: bool = False
-    """Whether variables last from one call of an episode to the next."""
-
-    def in_sandbox(self, timeout_seconds: float) -> BuiltinTool:
-        """Describe the tool as it is in a sandbox with this limit for one call."""
-        text = STATEFUL_PYTHON if self.stateful else STATELESS_PYTHON
-        return BuiltinTool(self.name, text.format(seconds=float(timeout_seconds)))
-
-
-# The text that the released models were trained with, but for three things: the seconds are those
-# of the sandbox, the drive /mnt/data is left out because there is none, and the internet is known
-# to be out of reach.
-STATEFUL_PYTHON = """\
-Use this tool to execute Python code in your chain of thought. The code will not be shown to the user. This tool \
-should be used for internal reasoning, but not for code that is intended to be visible to the user (e.g. when \
-creating plots, tables, or files).
-
-When you send a message containing Python code to python, it will be executed in a stateful Jupyter notebook \
-environment. python will respond with the output of the execution or time out after {seconds} seconds. Internet \
-access for this session is disabled."""
-
-# After the text that OpenAI's reference implementation puts in place of the one above where the
-# tool is stateless (github.com/openai/gpt-oss, gpt_oss/tools/python_docker/docker_tool.py). There
-# it runs in a Docker container without a limit of time, and values of last expressions are not
-# printed.
-STATELESS_PYTHON = """\
-Use this tool to execute STATELESS Python code in your chain of thought. The code will not be shown to the user. This \
-tool should be used for internal reasoning, but not for code that is intended to be visible to the user (e.g. when \
-creating plots, tables, or files).
-When you send a message containing Python code to python, it will be executed in a stateless sandbox. python will \
-respond with the output of the execution (what it prints, and the value of a last expression) or time out after \
-{seconds} seconds. Internet access for this session is disabled.
-
-IMPORTANT: Your python environment is not shared between calls. You will have to pass your entire code each time."""
+def described_builtin(tool: BuiltinTool) -> ToolNamespaceConfig:
+    """Return the description of a built-in tool that openai-harmony renders."""
+    return ToolNamespaceConfig(
+        name=tool.name,
+        description=tool.description,
+        tools=[described_function(function) for function in tool.functions],
+    )
 
 
 def released_tool(name: Literal["python", "browser"]) -> BuiltinTool:
@@ -107,11 +32,3 @@ def released_tool(name: Literal["python", "browser"]) -> BuiltinTool:
     tools = namespace.tools
     functions = tuple(Tool(tool.name, tool.description, tool.parameters) for tool in tools)
     return BuiltinTool(namespace.name, namespace.description or "", functions)
-
-
-def check_names(tools: Sequence[Tool | BuiltinTool | PythonTool]) -> None:
-    """Raise ValueError if two tools have one name."""
-    names = [tool.name for tool in tools]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"two tools are named {name!r}")

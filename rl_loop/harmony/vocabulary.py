@@ -108,7 +108,7 @@ class TinyVocabulary:
     def __init__(self, size: int, corpus: str) -> None:
         """Choose the tokens. Raises ValueError if ``size`` is too small for ``corpus``."""
         self.size = size
-        self._bytes = _tokens_of(corpus)
+        self._bytes = tokens_of(corpus)
 
         first_special = len(self._bytes)
         unused = size - first_special - len(SPECIAL_TOKENS)
@@ -130,7 +130,7 @@ class TinyVocabulary:
         self.stop_token_ids: tuple[int, ...] = tuple(turn_ends)
 
         # Without the special tokens, so that no text can become one.
-        self._tokenizer = _byte_pair_tokenizer(self._bytes)
+        self._tokenizer = byte_pair_tokenizer(self._bytes)
 
     def encode_text(self, text: str) -> list[int]:
         """Encode plain text; nothing in it becomes a special token."""
@@ -188,7 +188,7 @@ class TinyVocabulary:
         from transformers import PreTrainedTokenizerFast
 
         special_tokens = [AddedToken(name, normalized=False) for name in self._names.values()]
-        tokenizer = _byte_pair_tokenizer(self._bytes)
+        tokenizer = byte_pair_tokenizer(self._bytes)
         tokenizer.add_special_tokens(special_tokens)
 
         exported = PreTrainedTokenizerFast(
@@ -224,7 +224,7 @@ def make_vocabulary(
     return vocabulary
 
 
-def _tokens_of(corpus: str) -> list[bytes]:
+def tokens_of(corpus: str) -> list[bytes]:
     """Collect the single bytes and all tokens on the merge paths of ``corpus``, by rank."""
     path = ensure_o200k()
     if path is None:
@@ -247,7 +247,7 @@ def _tokens_of(corpus: str) -> list[bytes]:
     return [by_rank[rank] for rank in sorted(chosen)]
 
 
-def _byte_pair_tokenizer(tokens: list[bytes]) -> "Tokenizer":
+def byte_pair_tokenizer(tokens: list[bytes]) -> "Tokenizer":
     """Make a Hugging Face byte-level BPE of the tokens; merges are recovered from their ranks."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers.convert_slow_tokenizer import bytes_to_unicode

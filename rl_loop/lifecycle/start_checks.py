@@ -30,6 +30,7 @@ from rl_loop.lifecycle.weight_checks import (
     check_weights,
 )
 from rl_loop.sandbox import check_isolation
+from rl_loop.tasks.codec import CHAT_FORMATS, tokenizer_directory
 from rl_loop.tasks.task_file import TaskData
 from rl_loop.tracking.run_directory import RunDirectory
 
@@ -43,10 +44,9 @@ def check_what_a_run_needs(config: RunConfig, has_own_ray: bool = False) -> None
 
     ``has_own_ray``: the run will have another RAY_ADDRESS than this process. SandboxUnavailable,
     TaskFileError and VocabularyUnavailable are raised where those are what is missing."""
-    check_family(config)
+    check_chat_format(config)
     if not has_own_ray:
         check_ray_address()
-    ensure_o200k()
     if config.initial_weights is not None:
         check_weights("initial_weights", config.initial_weights, config.model)
     if config.initial_adapter is not None and config.adapter is not None:
@@ -68,14 +68,50 @@ def check_what_a_run_needs(config: RunConfig, has_own_ray: bool = False) -> None
         check_local_store(store_need(config))
 
 
-def check_family(config: RunConfig) -> None:
-    """Raise CannotStart for a model of which nothing can be sampled yet."""
-    if config.model.model_type != "gpt_oss":
+def check_chat_format(config: RunConfig) -> None:
+    """Raise CannotStart if what is asked for cannot be said in the chat format of the model.
+
+    VocabularyUnavailable is raised where the vocabulary of the released models is needed and missing.
+    """
+    if config.vocabulary != "tokenizer":
+        ensure_o200k()
+    if CHAT_FORMATS[type(config.model)] == "harmony":
+        if config.vocabulary == "tokenizer":
+            raise CannotStart("vocabulary tokenizer: GPT-OSS has gptoss, the released one, or tiny")
+        return
+
+    family = config.model.model_type
+    if config.vocabulary == "gptoss":
         raise CannotStart(
-            f"model.model_type {config.model.model_type}: rl, sft, eval and serve speak Harmony and sample with "
-            "GPT-OSS's engines, and this family has neither a chat format nor an engine here yet; gptoss convert and "
-            "gptoss plan take it"
+            f"vocabulary gptoss is not that of a {family} model: set tokenizer, for the checkpoint's own, or tiny"
         )
+    source = config.tokenizer or config.initial_weights
+    if config.vocabulary == "tokenizer" and tokenizer_directory(source) is None:
+        raise CannotStart(
+            f"vocabulary tokenizer: there is no tokenizer.json in {source or 'initial_weights, which is null'}; "
+            "name a directory that has one in `tokenizer`"
+        )
+    _check_chatml(config, family)
+
+
+def _check_chatml(config: RunConfig, family: str) -> None:
+    """Raise CannotStart for what only Harmony can say, or is built for it alone."""
+    if isinstance(config, SftConfig):
+        if config.data is not None:
+            raise CannotStart(
+                f"data: conversations are rendered in Harmony only, which {family} does not speak"
+            )
+        if config.demonstrations.history == "harmony":
+            raise CannotStart(
+                f"demonstrations.history harmony is GPT-OSS's: a {family} model sees earlier turns as they were "
+                "sampled, which is history append"
+            )
+    for name, source in config.tasks.sources.items():
+        if environment_class(source.environment).IS_PLAYED_BY_PROGRAM:
+            raise CannotStart(
+                f"tasks.sources.{name}: agents that are programs talk to a gateway, which speaks Harmony and not "
+                f"what {family} speaks"
+            )
 
 
 def check_what_an_evaluation_needs(config: RlConfig, weights: Path | None, output: Path) -> None:
@@ -83,8 +119,7 @@ def check_what_an_evaluation_needs(config: RlConfig, weights: Path | None, outpu
 
     ``weights`` replace those of the configuration; the episodes go to the file ``output``."""
     endpoint = config.evaluation.endpoint
-    if endpoint is None:
-        check_family(config)
+    check_chat_format(config)
     if endpoint is None and not os.environ.get("RAY_ADDRESS"):
         check_local_store(evaluation_need(config))
     if endpoint is not None:
@@ -104,7 +139,6 @@ def check_what_an_evaluation_needs(config: RlConfig, weights: Path | None, outpu
 
     if endpoint is None:
         check_ray_address()
-    ensure_o200k()
     check_data(config)
     check_rollouts(config, uses_engine=endpoint is None)
     check_writable(output.parent)
@@ -114,7 +148,12 @@ def check_what_a_server_needs(config: RunConfig, weights: Path | None) -> None:
     """Raise as ``check_what_a_run_needs`` does, for ``gptoss serve``.
 
     ``weights`` replace those of the configuration."""
-    check_family(config)
+    if CHAT_FORMATS[type(config.model)] != "harmony":
+        raise CannotStart(
+            f"model.model_type {config.model.model_type}: gptoss serve speaks Harmony only; a server such as SGLang "
+            "serves the export of this model"
+        )
+    check_chat_format(config)
     if weights is not None:
         check_weights("--weights", weights, config.model)
     elif config.initial_weights is not None:
@@ -124,7 +163,6 @@ def check_what_a_server_needs(config: RunConfig, weights: Path | None) -> None:
 
     if config.rollout.engine.server_processes is not None:
         check_ray_address()
-    ensure_o200k()
     if runs_here():
         config.rollout.engine.check_machine()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron_gptoss.checkpoint.directory import ADAPTER_FILE, MODEL_CONFIG_FILE
 from megatron_gptoss.config import AdapterConfig, ModelConfig
 from megatron_gptoss.families.registry import parse_model_config, read_hf_config
+from megatron_gptoss.untrusted_files import is_plain_name
 from rl_loop.config.errors import CannotStart
 from rl_loop.tracking.run_directory import RunDirectory
 
@@ -116,9 +117,14 @@ def _check_safetensors(key: str, path: Path) -> None:
         return
 
     try:
-        files = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        files = sorted(set(json.loads(index.read_bytes())["weight_map"].values()), key=str)
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise CannotStart(f"{key}: {index} cannot be read ({error!r})") from None
+    outside = [file for file in files if not is_plain_name(file)]
+    if outside:
+        raise CannotStart(
+            f"{key}: {index} names the file {outside[0]!r}, which is not in its directory"
+        )
     missing = [file for file in files if not (path / file).exists()]
     if missing:
         raise CannotStart(

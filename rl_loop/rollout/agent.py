@@ -9,6 +9,7 @@ wrong ends an episode with a reward; what infrastructure does wrong ends it as i
 (``rl_loop.infrastructure``)."""
 
 import asyncio
+import logging
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -16,11 +17,12 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
+from rl_loop.chat.codec import ChatCodec
+from rl_loop.chat.messages import FormatError, ParsedMessage
 from rl_loop.config.episode import EpisodeLimits, PurificationConfig
 from rl_loop.data.trajectory import FinishReason, InvalidReason, Trajectory
 from rl_loop.engines.protocol import GenerateResult, ModelShape, RolloutEngine, SamplingParams
 from rl_loop.environments.base import Environment, StepResult
-from rl_loop.harmony.codec import FormatError, Harmony, ParsedMessage
 from rl_loop.infrastructure import InfrastructureFailure, describe
 from rl_loop.off_loop import off_loop
 from rl_loop.rollout.episode_clock import EpisodeClock, OutOfTime
@@ -33,13 +35,19 @@ from rl_loop.tasks.prompt_limit import PromptLimit, prompt_of
 TOOL_PAUSES = (0.1, 1.0, 4.0)
 """Seconds before a turn whose tools or checker failed is acted on again; after the last one the
 failure stays."""
+OPEN_SECONDS = 300.0
+"""What an environment has to open: more than its own limits, which say what took so long."""
+CLOSE_SECONDS = 30.0
+"""What it has to close."""
+
+logger = logging.getLogger(__name__)
 
 
 async def run_episode(
     task_id: str,
     environment: Environment,
     engine: RolloutEngine,
-    harmony: Harmony,
+    codec: ChatCodec,
     limits: EpisodeLimits,
     sampling: SamplingParams,
     *,
@@ -59,13 +67,13 @@ async def run_episode(
     sampler = TurnSampler(
         engine=engine,
         episode=f"{task_id}/{seed}",
-        sampling=replace(sampling, stop_token_ids=harmony.stop_token_ids),
+        sampling=replace(sampling, stop_token_ids=codec.stop_token_ids),
         clock=EpisodeClock(limits.episode_seconds),
-        shape=shape or ModelShape(harmony.vocabulary.size),
+        shape=shape or ModelShape(codec.vocabulary.size),
         queue_seconds=limits.queue_seconds,
         routed_experts=routed_experts,
     )
-    runner = EpisodeRunner(task_id, environment, harmony, limits, sampler, purification)
+    runner = EpisodeRunner(task_id, environment, codec, limits, sampler, purification)
     return await runner.run()
 
 
@@ -95,13 +103,13 @@ class EpisodeRunner:
         self,
         task_id: str,
         environment: Environment,
-        harmony: Harmony,
+        codec: ChatCodec,
         limits: EpisodeLimits,
         sampler: TurnSampler,
         purification: PurificationConfig | None = None,
     ) -> None:
         self.environment = environment
-        self.harmony = harmony
+        self.codec = codec
         self.limits = limits
         self.sampler = sampler
         self.clock = sampler.clock
@@ -120,7 +128,7 @@ class EpisodeRunner:
             self.purifier = Purifier(
                 config=purification,
                 environment=environment,
-                harmony=harmony,
+                codec=codec,
                 max_tokens=limits.max_tokens,
                 sample=self._sample_retry,
                 score=sampler.score,
@@ -135,11 +143,24 @@ class EpisodeRunner:
             return await self.play()
         except InfrastructureFailure as failure:
             return self.invalidate(failure)
+        finally:
+            await self.close()
 
     async def begin(self) -> None:
-        """Render the prompt. Raises UnusablePrompt."""
+        """Open the environment and render the prompt.
+
+        Raises UnusablePrompt, and InfrastructureFailure if what cannot be opened stays away."""
+        for pause in (*TOOL_PAUSES, None):
+            try:
+                await self.open()
+                break
+            except InfrastructureFailure:
+                if pause is None:
+                    raise
+                await self.clock.pause(pause)
+
         prompt = await self._ask(prompt_of, self.environment)
-        limit = PromptLimit(self.harmony, self.limits.max_tokens)
+        limit = PromptLimit(self.codec, self.limits.max_tokens)
         ids = await off_loop(limit.render, self.draft.task_id, prompt)
         self._append("prompt", ids)
 
@@ -150,7 +171,7 @@ class EpisodeRunner:
             if turn.cut_by is not None:
                 return await self.cut_short(turn.cut_by)
 
-            messages = await off_loop(self.harmony.parse, turn.result.output_ids)
+            messages = await off_loop(self.codec.parse, turn.result.output_ids)
             if isinstance(messages, FormatError):
                 outcome = await self._ask(self.environment.illegal, messages.kind)
                 return self.finish(_checked_end(outcome), FinishReason.FORMAT_ERROR)
@@ -214,8 +235,11 @@ class EpisodeRunner:
         InfrastructureFailure if it persists, and OutOfTime."""
         runnable = self._runnable(messages)
         state = self.environment.save_state()
+        is_repeated = False
         for pause in (*TOOL_PAUSES, None):
             try:
+                if is_repeated:
+                    await self.open()
                 result = await self._step(runnable)
                 self.calls_run += result.tool_calls
                 return result
@@ -225,6 +249,7 @@ class EpisodeRunner:
                     raise
                 await self.clock.pause(pause)
                 self.environment.restore_state(state)
+                is_repeated = True
         raise AssertionError("the last failure is raised")
 
     async def retry_failed_call(
@@ -277,7 +302,7 @@ class EpisodeRunner:
         limit = self.limits.max_observation_bytes
         outputs, user = cut_observation(result.tool_outputs, result.user, limit)
         try:
-            return await off_loop(self.harmony.render_observation, outputs, user)
+            return await off_loop(self.codec.render_observation, outputs, user)
         except Exception as error:
             what = f"what a tool or the user said in task {self.draft.task_id}"
             reason = f"{what} cannot be rendered: {describe(error)}"
@@ -308,14 +333,48 @@ class EpisodeRunner:
         routes go nowhere."""
         episode = self.draft.to_trajectory(with_routes=False)
         episode.finish_reason = FinishReason.ABORT
-        episode.invalid = InvalidReason(failure.component, failure.reason)
+        episode.invalid = InvalidReason(
+            failure.component, failure.reason, failure.culprit or self._environment_name(failure)
+        )
         episode.excluded = True
         # So that whoever uses the reward by mistake notices.
         episode.reward = math.nan
         episode.reward_parts = {}
         return episode
 
+    def _environment_name(self, failure: InfrastructureFailure) -> str:
+        """Return whose failure it was if nothing narrower is known: the environment's, unless it was
+        the engine's."""
+        return "" if failure.component == "engine" else type(self.environment).__name__
+
     # ---- the environment, which may raise anything and hang
+
+    async def open(self) -> None:
+        """Let the environment connect to what it needs; its time does not count.
+
+        Raises InfrastructureFailure."""
+        was_running = self.clock.is_running
+        self.clock.stop()
+        try:
+            await asyncio.wait_for(self.environment.open(), OPEN_SECONDS)
+        except InfrastructureFailure:
+            raise
+        except TimeoutError:
+            reason = f"open() did not return within {OPEN_SECONDS:g} s"
+            raise InfrastructureFailure("environment", reason) from None
+        except Exception as error:
+            raise InfrastructureFailure("environment", f"open(): {describe(error)}") from error
+        finally:
+            if was_running:
+                self.clock.start()
+
+    async def close(self) -> None:
+        """Let the environment disconnect. What goes wrong is logged: the episode has ended."""
+        try:
+            await asyncio.wait_for(self.environment.close(), CLOSE_SECONDS)
+        except Exception as error:
+            name = type(self.environment).__name__
+            logger.warning("%s.close() of %s: %s", name, self.draft.task_id, describe(error))
 
     async def _step(self, messages: Sequence[ParsedMessage]) -> StepResult:
         """Run ``Environment.step`` within the time limit.
@@ -391,7 +450,7 @@ class EpisodeRunner:
 
     def _append(self, role: str, ids: list[int], sampled: GenerateResult | None = None) -> None:
         """Append a turn: what the policy ``sampled``, or what others said."""
-        self.draft.append(role, ids, self.harmony.decode(ids), sampled)
+        self.draft.append(role, ids, self.codec.decode(ids), sampled)
 
 
 def _checked_end(result: StepResult) -> StepResult:

@@ -15,7 +15,13 @@ from rl_loop.environments import Task
 from rl_loop.infrastructure import InfrastructureBreaker
 from rl_loop.rollout.admission import AdmissionControl
 from rl_loop.rollout.group_store import FinishedGroups
-from rl_loop.rollout.group_stream import EndedGroup, GroupRequest, RunsGroups, check_groups
+from rl_loop.rollout.group_stream import (
+    EndedGroup,
+    GroupRequest,
+    OnEnded,
+    RunsGroups,
+    check_groups,
+)
 
 
 class TrainingTasks(Protocol):
@@ -90,14 +96,17 @@ class RolloutCollector:
         first_step: int = 0,
         earlier: EarlierGroups | None = None,
         abandon: Callable[[], bool] = lambda: False,
+        on_ended: OnEnded = lambda ended, wanted: None,
     ) -> None:
         """``steps``: of the whole run; no group of a later one is begun. ``first_step`` and
         ``earlier``: of a resumed run. ``abandon`` says that nobody wants the episodes any more;
-        RolloutsAbandoned is raised then."""
+        RolloutsAbandoned is raised then. ``on_ended`` is told of every group that ends while a
+        step waits for its own."""
         earlier = earlier or EarlierGroups()
         self._rollout = rollout
         self._requests = TrainingRequests(tasks, rollout, seed)
         self._abandon = abandon
+        self._on_ended = on_ended
         self._stream = runner.stream()
         self._control = AdmissionControl(
             groups_per_step=rollout.tasks_per_step,
@@ -146,11 +155,14 @@ class RolloutCollector:
         TaskFileError if none of the tasks can be run."""
         for ended in self._stream.take_ended():
             self._note(ended)
+        self._report(step)
         while (chosen := self._control.take(step)) is None:
             self._note(self._stream.take(self._abandon))
+            self._report(step)
         # Held-out episodes are of one version: none goes on beyond the next sync.
         while len(self._held_out) < self._held_out_count:
             self._note(self._stream.take(self._abandon))
+            self._report(step)
 
         train = [self._train.pop(number) for number in chosen]
         for group in train:
@@ -168,6 +180,19 @@ class RolloutCollector:
             next_task=(step + 1) * self._rollout.tasks_per_step,
             ahead=self._run_ahead(newest=max(chosen)),
         )
+
+    def _report(self, step: int) -> None:
+        """Tell how many of the episodes that ``step`` waits for have ended."""
+        groups = self._rollout.tasks_per_step
+        if self._control.order == "in_order":
+            ended = sum(self._control.home(number) == step for number in self._train)
+        else:
+            ended = min(len(self._train), groups)
+
+        # A held-out group is one episode.
+        samples = self._rollout.samples_per_task
+        wanted = groups * samples + self._held_out_count
+        self._on_ended(ended * samples + len(self._held_out), wanted)
 
     def _run_ahead(self, newest: int) -> RunAhead | None:
         """Describe how far rollouts are ahead; ``newest``: of the groups that were just taken."""

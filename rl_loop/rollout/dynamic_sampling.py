@@ -15,7 +15,7 @@ from rl_loop.data.rollout_batch import RolloutBatch
 from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.rollout.collector import TrainingRequests, TrainingTasks
 from rl_loop.rollout.group_store import FinishedGroups
-from rl_loop.rollout.group_stream import GroupRequest, RunsGroups, run_groups
+from rl_loop.rollout.group_stream import GroupRequest, OnEnded, RunsGroups, run_groups
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,11 @@ class DynamicCollector:
         seed: int,
         first_task: int,
         abandon: Callable[[], bool] = lambda: False,
+        on_ended: OnEnded = lambda ended, wanted: None,
     ) -> None:
         """``steps``: of the whole run. ``first_task``: position of the first task that is still
         to be used. ``abandon`` says that nobody wants the episodes any more; RolloutsAbandoned is
-        raised then."""
+        raised then. ``on_ended`` is told of every group of a round that ends, from any thread."""
         self._runner = runner
         self._rollout = rollout
         self._algorithm = algorithm
@@ -53,6 +54,7 @@ class DynamicCollector:
         self._next_task = first_task
         self._held_out: Sequence[GroupRequest] = ()
         self._abandon = abandon
+        self._on_ended = on_ended
         self._thread = ThreadPoolExecutor(1, "dynamic-sampling")
         self._ahead: Future[RolloutBatch] | None = None
         self._is_closed = False
@@ -146,4 +148,4 @@ class DynamicCollector:
         def is_abandoned() -> bool:
             return self._is_closed or self._abandon()
 
-        return run_groups(self._runner, requests, self._rollout, is_abandoned)
+        return run_groups(self._runner, requests, self._rollout, is_abandoned, self._on_ended)

@@ -47,6 +47,11 @@ class EpisodeClock:
         self._running_since = None
 
     @property
+    def is_running(self) -> bool:
+        """Whether the time runs."""
+        return self._running_since is not None
+
+    @property
     def left(self) -> float:
         """Seconds that are left; negative when the time is over."""
         if self._running_since is None:
@@ -59,7 +64,7 @@ class EpisodeClock:
 
     async def pause(self, seconds: float) -> None:
         """Sleep with the clock stopped; afterwards it is as before."""
-        was_running = self._running_since is not None
+        was_running = self.is_running
         self.stop()
         try:
             await asyncio.sleep(seconds)

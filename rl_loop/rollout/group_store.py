@@ -24,6 +24,7 @@ from rl_loop.data.trajectory import (
     Turn,
     WeightVersionSpan,
 )
+from rl_loop.data.untrusted_data import check_archive
 from rl_loop.tracking.run_directory import atomic_write_bytes
 
 type FinishedGroups = Mapping[int, tuple[int, TrajectoryGroup]]
@@ -94,6 +95,7 @@ class GroupStore:
             return {}
 
     def _read(self, path: Path) -> FinishedGroups:
+        check_archive(path)
         with np.load(path, allow_pickle=False) as arrays:
             content = json.loads(arrays[DESCRIPTION].tobytes())
             # Their limits would be other ones.

@@ -15,6 +15,9 @@ from rl_loop.environments import Task
 from rl_loop.infrastructure import InfrastructureBreaker
 from rl_loop.tasks.task_file import TaskFileError
 
+OnEnded = Callable[[int, int], None]
+"""Receives how many episodes have ended, and how many are waited for."""
+
 POLL_SECONDS = 1.0
 """How often a caller is asked whether it still wants its episodes."""
 
@@ -135,14 +138,18 @@ def run_groups(
     requests: Sequence[GroupRequest],
     rollout: RolloutConfig,
     abandon: Callable[[], bool] = lambda: False,
+    on_ended: OnEnded = lambda ended, wanted: None,
 ) -> list[TrajectoryGroup]:
     """Run all episodes and wait for them. Groups come back in the order of ``requests``; episodes
     that infrastructure failures ended are set apart in them.
 
-    ``abandon`` is asked every second; if it says so, RolloutsAbandoned is raised. Raises
+    ``abandon`` is asked every second; if it says so, RolloutsAbandoned is raised. ``on_ended`` is
+    told of every group that ends. Raises
     InfrastructureOutage if too many episodes failed, and TaskFileError if no task can be run."""
     streak = InfrastructureBreaker(rollout.max_invalid_share, rollout.max_invalid_streak)
     results: dict[int, TrajectoryGroup] = {}
+    wanted = sum(len(request.seeds) for request in requests)
+    episodes_ended = 0
 
     with runner.stream() as stream:
         for number, request in enumerate(requests):
@@ -151,6 +158,8 @@ def run_groups(
             ended = stream.take(abandon)
             streak.observe(ended.group)
             results[ended.number] = ended.group
+            episodes_ended += len(requests[ended.number].seeds)
+            on_ended(episodes_ended, wanted)
 
     groups = [results[number] for number in range(len(requests))]
     check_groups(groups, rollout)

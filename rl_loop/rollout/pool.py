@@ -8,7 +8,7 @@ import heapq
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -22,7 +22,7 @@ from ray.exceptions import RayActorError
 from converters.mxfp4_tensors import Digests
 from rl_loop.cluster.placement import ROLLOUT_WORKER, outlive_sigterm, placement_options
 from rl_loop.data.stored_routes import StoredRoutes
-from rl_loop.data.tensor_bytes import to_bytes
+from rl_loop.data.tensor_bytes import StoredTensors, TensorBytes
 from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.engines.backend import RolloutBackend, WeightSource
 from rl_loop.infrastructure import describe
@@ -334,9 +334,22 @@ class RolloutPool:
             self.backend.sync_weights(source, version)
             self._may_heal = True
 
-    def load_weights(self, weights: dict[str, torch.Tensor], version: int) -> None:
+    def prepare_sync(self, source: WeightSource) -> None:
+        """Begin the next ``sync_weights`` from the same source, which has new weights now, as far
+        as that needs no engine."""
+        # What alters weights has to see them.
+        if self._alter_weights is None:
+            with self._using_backend:
+                self.backend.prepare_sync(source)
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Give the engines in the workers these weights. Backends call it."""
-        stored = (ray.put(to_bytes(weights)), version)
+        if isinstance(weights, StoredTensors):
+            # Workers read what a trainer's rank has stored: no copy is made on the way.
+            reference = weights.stored
+        else:
+            reference = ray.put(TensorBytes.of(weights))
+        stored = (reference, version)
         with self._changing_workers:
             self._weights = stored
             self._call_all("sync_weights", *stored)
@@ -350,6 +363,11 @@ class RolloutPool:
         """Return digests of the quantized experts that the engine of every worker holds. Backends
         call it."""
         return [self._call(index, "packed_digests") for index in range(len(self._workers))]
+
+    @property
+    def scores_beside_rollouts(self) -> bool:
+        """See ``RolloutBackend``."""
+        return self.backend.scores_beside_rollouts
 
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         """Return the log-probs of ``token_ids[1:]``, in nats, from every engine."""

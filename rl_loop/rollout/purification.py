@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_gptoss.routes import unknown_route
+from rl_loop.chat.codec import ChatCodec
+from rl_loop.chat.messages import FormatError, ParsedMessage
 from rl_loop.config.episode import PurificationConfig
 from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
 from rl_loop.environments.base import Environment, StepResult
-from rl_loop.harmony.codec import FormatError, Harmony, ParsedMessage
 from rl_loop.off_loop import off_loop
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Purifier:
 
     config: PurificationConfig
     environment: Environment
-    harmony: Harmony
+    codec: ChatCodec
     max_tokens: int
     """Of the episode."""
     sample: Sample
@@ -114,39 +115,23 @@ class Purifier:
         """Put the new turn where the failed one stood, behind its reasoning if calls are alike.
 
         Returns None if it has no call, or there is no room for it."""
-        messages = self.harmony.parse(sampled.output_ids)
+        messages = self.codec.parse(sampled.output_ids)
         if isinstance(messages, FormatError) or not _calls(messages):
             return None  # it gave up on the tool
 
         kept = 0
         ids = sampled.output_ids
         if _similarity(_calls(turn.messages), _calls(messages)) >= self.config.similarity:
-            reasoning, _ = self._split(turn.sampled.output_ids, turn.messages)
-            _, call = self._split(sampled.output_ids, messages)
+            reasoning, _ = self.codec.split_at_calls(turn.sampled.output_ids, turn.messages)
+            _, call = self.codec.split_at_calls(sampled.output_ids, messages)
             kept = min(len(reasoning), turn.kept)
-            ids = reasoning + self.harmony.assistant_header + call if reasoning else call
+            ids = self.codec.join_with_calls(reasoning, call)
 
         # Parsed anew: two halves of legal turns need not make a legal one.
-        merged = self.harmony.parse(ids)
+        merged = self.codec.parse(ids)
         if isinstance(merged, FormatError) or len(turn.prefix) + len(ids) > self.max_tokens:
             return None
         return Attempt(turn.prefix, _graft(turn, sampled, ids, kept), merged, turn.result, kept)
-
-    def _split(
-        self, ids: list[int], messages: Sequence[ParsedMessage]
-    ) -> tuple[list[int], list[int]]:
-        """Split a turn into reasoning and calls, without the ``<|start|>assistant`` between
-        them."""
-        first_call = next(i for i, message in enumerate(messages) if message.recipient is not None)
-        if first_call == 0:
-            return [], ids
-
-        # A turn is sampled behind a header, so the first one within it is that of the second
-        # message.
-        header = self.harmony.assistant_header
-        headers = [i for i, token in enumerate(ids) if token == header[0]]
-        start = headers[first_call - 1]
-        return ids[:start], ids[start + len(header) :]
 
 
 def _calls(messages: Sequence[ParsedMessage]) -> str:

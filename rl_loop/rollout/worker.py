@@ -14,7 +14,7 @@ from converters.mxfp4_tensors import Digests
 from megatron_gptoss.config import ModelConfig
 from rl_loop.config.rollout import RolloutConfig
 from rl_loop.data.stored_routes import StoredRoutes
-from rl_loop.data.tensor_bytes import TensorBytes, to_tensors
+from rl_loop.data.tensor_bytes import TensorBytes
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.engines.backend import EngineFactory
 from rl_loop.engines.protocol import ModelShape, PackedExpertsEngine, SamplingParams
@@ -23,7 +23,7 @@ from rl_loop.infrastructure import InfrastructureFailure
 from rl_loop.rollout.agent import run_episode
 from rl_loop.rollout.episode_clock import running_clock
 from rl_loop.sandbox import ExecutionResult, PythonSandbox, SandboxConfig, SandboxFailure
-from rl_loop.tasks.demonstrations import HarmonySettings, harmony_of
+from rl_loop.tasks.codec import CodecSettings, codec_of
 from rl_loop.tasks.prompt_limit import UnusablePrompt
 
 
@@ -35,7 +35,7 @@ class WorkerSettings:
     """Limits and sampling."""
     model: ModelConfig
     """The policy's shape, which engines' answers are checked against."""
-    harmony: HarmonySettings
+    harmony: CodecSettings
     """How episodes are rendered and parsed."""
     reward: RewardConfig
     """What an episode earns."""
@@ -52,7 +52,7 @@ class RolloutWorker:
         """``threads``: of torch in this process."""
         torch.set_num_threads(threads)
         self.settings = settings
-        self.harmony = harmony_of(settings.harmony)
+        self.harmony = codec_of(settings.harmony)
         self.engine = engine_factory()
         self.sandbox = PythonSandbox(settings.sandbox)
 
@@ -63,10 +63,10 @@ class RolloutWorker:
         """Start the sandbox; raises SandboxUnavailable with the reason where it cannot isolate."""
         await self.sandbox.start()
 
-    async def sync_weights(self, weights: dict[str, TensorBytes], version: int) -> None:
+    async def sync_weights(self, weights: TensorBytes, version: int) -> None:
         """Give the engine these weights; none if it is a client of servers that
         have got them already."""
-        await self.engine.sync_weights(to_tensors(weights).items(), version)
+        await self.engine.sync_weights(weights.tensors().items(), version)
 
     async def score(self, token_ids: list[int], temperature: float) -> list[float]:
         return await self.engine.score(token_ids, temperature)

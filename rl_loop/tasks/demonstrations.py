@@ -3,54 +3,16 @@ would sample."""
 
 import asyncio
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import Any, Literal
+from typing import Any
 
-from rl_loop.config.tasks import SourceConfig, TaskConfig
+from rl_loop.chat.codec import ChatCodec
+from rl_loop.chat.messages import ParsedMessage
+from rl_loop.chat.tools import BuiltinTool, PythonTool, Tool
 from rl_loop.config.training import DemonstrationConfig
-from rl_loop.conversations.config import DataConfig
-from rl_loop.conversations.corpus import conversation_texts
-from rl_loop.environments import (
-    ENVIRONMENTS,
-    Script,
-    StepResult,
-    Task,
-    environment_class,
-    make_offline_environment,
-)
+from rl_loop.environments import Script, StepResult, Task, make_offline_environment
 from rl_loop.environments.base import Environment
-from rl_loop.harmony.codec import (
-    BuiltinTool,
-    Harmony,
-    ParsedMessage,
-    PromptConfig,
-    PythonTool,
-    Tool,
-)
-from rl_loop.harmony.vocabulary import GptOssVocabulary, make_vocabulary
-
-CORPUS_TASKS = 100
-"""Demonstrations of a source that a tiny vocabulary is made for."""
-
-
-@dataclass(frozen=True)
-class HarmonySettings:
-    """The settings that decide how a run renders and parses episodes."""
-
-    vocabulary: Literal["gptoss", "tiny"]
-    """Token ids of the released models, or the few that generated tasks need."""
-    vocabulary_size: int
-    """Rows of the model's embedding, which a tiny vocabulary must fit."""
-    prompt: PromptConfig
-    """The system message."""
-    tool_timeout_seconds: float
-    """What the description of the Python tool says of its time limit."""
-    tasks: TaskConfig
-    """What a tiny vocabulary is made for."""
-    data: DataConfig | None = None
-    """Conversations that it is made for instead, where those are learned."""
 
 
 @dataclass
@@ -91,22 +53,22 @@ class Episode:
 
 
 def demonstrate(
-    task: Task, harmony: Harmony, mixture: DemonstrationConfig, seed: str
+    task: Task, codec: ChatCodec, mixture: DemonstrationConfig, seed: str
 ) -> Demonstration:
     """Make one episode on ``task`` as a rollout would have it, a function of the arguments.
 
     No code runs: environments simulate the Python that their scripts call."""
-    return render_as_sampled(_play_script(task, mixture, seed), harmony)
+    return render_as_sampled(_play_script(task, mixture, seed), codec)
 
 
 def demonstrations_of(
-    task: Task, harmony: Harmony, mixture: DemonstrationConfig, seed: str
+    task: Task, codec: ChatCodec, mixture: DemonstrationConfig, seed: str
 ) -> list[Demonstration]:
     """Make the samples of one episode on ``task``, rendered as ``mixture.history`` says."""
     episode = _play_script(task, mixture, seed)
     if mixture.history == "harmony":
-        return render_by_user_turn(episode, harmony)
-    return [render_as_sampled(episode, harmony)]
+        return render_by_user_turn(episode, codec)
+    return [render_as_sampled(episode, codec)]
 
 
 def _play_script(task: Task, mixture: DemonstrationConfig, seed: str) -> Episode:
@@ -120,7 +82,16 @@ def _play_script(task: Task, mixture: DemonstrationConfig, seed: str) -> Episode
 async def play(environment: Environment, script: Script) -> Episode:
     """Play the episode of a scripted policy.
 
-    Raises ValueError if the script ends before the episode does."""
+    Raises ValueError if the script ends before the episode does, and InfrastructureFailure if the
+    environment cannot be opened, or a tool of it fails."""
+    await environment.open()
+    try:
+        return await _play_opened(environment, script)
+    finally:
+        await environment.close()
+
+
+async def _play_opened(environment: Environment, script: Script) -> Episode:
     episode = Episode(
         prompt=list(environment.prompt()),
         tools=environment.tools(),
@@ -143,25 +114,21 @@ async def play(environment: Environment, script: Script) -> Episode:
 # ---- episodes in tokens
 
 
-def render_as_sampled(episode: Episode, harmony: Harmony) -> Demonstration:
+def render_as_sampled(episode: Episode, codec: ChatCodec) -> Demonstration:
     """Render the exact tokens of a rollout in which a policy samples the episode."""
     shown = Demonstration(result=episode.turns[-1].result)
-    shown.add(harmony.render_prompt(episode.prompt, episode.tools, episode.builtin_tools), mask=0)
+    shown.add(codec.render_prompt(episode.prompt, episode.tools, episode.builtin_tools), mask=0)
 
     last = len(episode.turns) - 1
     for i, turn in enumerate(episode.turns):
-        calls_tool = turn.messages[-1].recipient is not None
-        end: Literal["<|call|>", "<|return|>"] = "<|call|>" if calls_tool else "<|return|>"
-        shown.add(harmony.render_assistant(turn.messages, end), mask=1)
+        shown.add(codec.render_assistant(turn.messages), mask=1)
         if i < last:
-            shown.add(
-                harmony.render_observation(turn.result.tool_outputs, turn.result.user), mask=0
-            )
+            shown.add(codec.render_observation(turn.result.tool_outputs, turn.result.user), mask=0)
 
     return shown
 
 
-def render_by_user_turn(episode: Episode, harmony: Harmony) -> list[Demonstration]:
+def render_by_user_turn(episode: Episode, codec: ChatCodec) -> list[Demonstration]:
     """Render a demonstration for each turn of the user, behind the history as the format has
     it."""
     demonstrations: list[Demonstration] = []
@@ -172,7 +139,7 @@ def render_by_user_turn(episode: Episode, harmony: Harmony) -> list[Demonstratio
         current.append(turn)
         if turn.result.done or turn.result.user is not None:
             demonstrations.append(
-                render_as_sampled(replace(episode, prompt=prompt, turns=current), harmony)
+                render_as_sampled(replace(episode, prompt=prompt, turns=current), codec)
             )
             history = [message for earlier in current for message in _as_conversation(earlier)]
             # What was said becomes history, which the format renders shorter than it was sampled.
@@ -203,52 +170,3 @@ def _as_conversation(turn: Turn) -> list[dict[str, Any]]:
     if turn.result.user is not None:
         messages.append({"role": "user", "content": turn.result.user})
     return messages
-
-
-# ---- the vocabulary that they are written in
-
-
-def harmony_of(settings: HarmonySettings) -> Harmony:
-    """Build the codec of a run. A tiny vocabulary is made for demonstrations of its generated
-    tasks."""
-
-    def corpus() -> str:
-        # Episodes need an event loop of their own, and the caller may be running one.
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(vocabulary_corpus, settings).result()
-
-    vocabulary = make_vocabulary(settings.vocabulary, settings.vocabulary_size, corpus)
-    return Harmony(vocabulary, settings.prompt, settings.tool_timeout_seconds)
-
-
-def vocabulary_corpus(settings: HarmonySettings) -> str:
-    """Return the text that a run's tiny vocabulary is made for.
-
-    The texts of registered environments are in it whichever the run uses: words that every
-    conversation has, such as "assistant", are then tokens of every tiny vocabulary."""
-    harmony = Harmony(GptOssVocabulary(), settings.prompt, settings.tool_timeout_seconds)
-    if settings.data is not None:
-        return "\n".join(conversation_texts(settings.data, harmony))
-
-    texts = [ENVIRONMENTS.resolve(name).vocabulary_text() for name in ENVIRONMENTS]
-    lines = [text for text in texts if text]
-    for source in settings.tasks.sources.values():
-        text = environment_class(source.environment).vocabulary_text()
-        if text and text not in lines:
-            lines.append(text)
-        if not text and source.held_out_path is None:
-            lines += _demonstrated_texts(source, harmony)
-    return "\n".join(lines)
-
-
-def _demonstrated_texts(source: SourceConfig, harmony: Harmony) -> list[str]:
-    """Return episodes on generated tasks of a source as text."""
-    environment = environment_class(source.environment)
-    options = environment.Options.model_validate(source.options)
-
-    texts = []
-    for i in range(CORPUS_TASKS):
-        task = replace(environment.generate("train", 0, i, options), environment=source.environment)
-        demonstration = demonstrate(task, harmony, DemonstrationConfig(), seed=str(i))
-        texts.append(harmony.decode(demonstration.token_ids))
-    return texts

@@ -4,15 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rl_loop.chat.codec import ChatCodec
+from rl_loop.chat.tools import BuiltinTool, PythonTool, Tool
 from rl_loop.environments.base import Environment
-from rl_loop.harmony.codec import BuiltinTool, Harmony, PythonTool, Tool
 from rl_loop.infrastructure import describe
 
 LONGEST_TOKEN = 128
 """Bytes of the longest token of o200k, a run of spaces."""
 FRAME_TOKENS = 1024
-"""More than Harmony puts around the texts of a prompt: the system message and the headers of a
-few messages."""
+"""More than a codec puts around the texts of a prompt: the system message and the headers of a few
+messages."""
 
 
 class UnusablePrompt(ValueError):
@@ -38,8 +39,8 @@ def prompt_of(environment: Environment) -> Prompt:
 class PromptLimit:
     """Renders the prompts of a run whose episodes have at most ``max_tokens`` tokens."""
 
-    def __init__(self, harmony: Harmony, max_tokens: int) -> None:
-        self._harmony = harmony
+    def __init__(self, codec: ChatCodec, max_tokens: int) -> None:
+        self._codec = codec
         self._max_tokens = max_tokens
 
     def render(self, task_id: str, prompt: Prompt) -> list[int]:
@@ -52,7 +53,7 @@ class PromptLimit:
             size = sum(len(text.encode("utf-8", "replace")) for text in contents)
             if size > LONGEST_TOKEN * self._max_tokens:
                 raise self._too_long(task_id, f"at least {size // LONGEST_TOKEN}")
-            ids = self._harmony.render_prompt(prompt.messages, prompt.tools, prompt.builtin_tools)
+            ids = self._codec.render_prompt(prompt.messages, prompt.tools, prompt.builtin_tools)
         except UnusablePrompt:
             raise
         except Exception as error:

@@ -9,13 +9,13 @@ from functools import lru_cache
 from itertools import islice
 
 from megatron_gptoss.samples import Sample, TrainingSamples
+from rl_loop.chat.codec import ChatCodec
 from rl_loop.config.tasks import PassRateConfig, SourceConfig, TaskConfig
 from rl_loop.config.training import DemonstrationConfig
 from rl_loop.data.decontamination import SHARED_WORDS, find_giveaways
 from rl_loop.data.mixture import Mixture
 from rl_loop.environments import Task, environment_class, make_offline_environment
 from rl_loop.environments.base import Split
-from rl_loop.harmony.codec import Harmony
 from rl_loop.harmony.conversation import content_text
 from rl_loop.infrastructure import describe
 from rl_loop.tasks.demonstrations import demonstrations_of
@@ -37,7 +37,7 @@ class TaskSource:
     Access is random, by position, so that a resumed run goes on where it was."""
 
     def __init__(
-        self, config: TaskConfig, harmony: Harmony, max_prompt_tokens: int | None = None
+        self, config: TaskConfig, harmony: ChatCodec, max_prompt_tokens: int | None = None
     ) -> None:
         """Read and check the data of all sources. Raises TaskFileError for data that cannot be
         used.

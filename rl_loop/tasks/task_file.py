@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_gptoss.user_error import UserError
+from rl_loop.data.untrusted_data import check_parquet, read_line
 from rl_loop.environments.base import Environment, Task
 from rl_loop.environments.registry import environment_class
 from rl_loop.harmony.conversation import prompt_messages
@@ -149,11 +150,13 @@ class JsonLines:
         """Byte at which its line begins."""
 
         offset = 0
-        for number, line in enumerate(self._file, start=1):
+        number = 1
+        while line := read_line(self._file, number):
             if line.strip():
                 self.lines.append(number)
                 self._offsets.append(offset)
             offset += len(line)
+            number += 1
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -214,6 +217,7 @@ def _open_rows(place: str) -> Any:
             from datasets.table import InMemoryTable
             from pyarrow.parquet import read_table
 
+            check_parquet(Path(place))
             return Dataset(InMemoryTable(read_table(place, memory_map=True)))
 
         return JsonLines(Path(place))

@@ -10,7 +10,7 @@ leaves out files whose numbers lie within another's."""
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -152,25 +152,37 @@ def keep_steps_up_to(directory: Path, step: int) -> None:
             atomic_write_bytes(file.path, _to_parquet(kept))
 
 
+@contextmanager
+def opened(path: Path, *, pre_buffer: bool = True) -> Iterator[pq.ParquetFile]:
+    """Open a file, whose pages are compared with their checksums.
+
+    ``pre_buffer``: whether Arrow reads ahead, in threads of its own. Raises RunDirectoryError naming
+    a damaged file, FileNotFoundError if there is none."""
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True, pre_buffer=pre_buffer) as file:
+            yield file
+    except FileNotFoundError:
+        raise
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise _damaged(path, error) from error
+
+
 def read_row_groups(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
     """Read a file one row group at a time. Raises RunDirectoryError naming a damaged file."""
-    try:
-        with pq.ParquetFile(path) as file:
-            for i in range(file.num_row_groups):
-                yield file.read_row_group(i, columns=columns)
-    except pa.ArrowInvalid as error:
-        raise _damaged(path, error) from error
+    with opened(path) as file:
+        for i in range(file.num_row_groups):
+            yield file.read_row_group(i, columns=columns)
 
 
 def _read(path: Path, columns: Sequence[str]) -> pa.Table:
-    try:
-        return pq.read_table(path, columns=list(columns))
-    except pa.ArrowInvalid as error:
-        raise _damaged(path, error) from error
+    with opened(path) as file:
+        return file.read(columns=list(columns))
 
 
 def _damaged(path: Path, error: Exception) -> RunDirectoryError:
-    return RunDirectoryError(f"{path} is damaged ({error}); move it away to go on without it")
+    return RunDirectoryError(
+        f"{path} is damaged ({' '.join(str(error).split())}); move it away to go on without it"
+    )
 
 
 # -- the text of tokens ---------------------------------------------------------------------------
@@ -185,7 +197,7 @@ def write_vocabulary(directory: Path, size: int, decode_token: Callable[[int], s
     texts = [decode_token(token).encode(errors="replace").decode() for token in range(size)]
     table = pa.table({"text": pa.array(texts, pa.string())})
     sink = io.BytesIO()
-    pq.write_table(table, sink, compression="zstd")
+    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
     atomic_write_bytes(path, sink.getvalue())
 
 
@@ -217,6 +229,7 @@ def _to_parquet(tables: Iterable[pa.Table]) -> bytes:
         compression="zstd",
         use_dictionary=in_dictionary,
         column_encoding=floats,
+        write_page_checksum=True,
     ) as writer:
         for row_group in _row_groups(tables):
             writer.write_table(row_group, row_group_size=row_group.num_rows)

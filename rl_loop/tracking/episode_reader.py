@@ -1,9 +1,11 @@
 """Reads the recorded episodes of a run, also while it goes on."""
 
+import os
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from rl_loop.tracking.episode_files import (
     EpisodeFile,
     list_files,
+    opened,
     read_row_groups,
     read_vocabulary,
 )
@@ -26,6 +28,9 @@ TEXTS_REMEMBERED = 8
 
 _Stamp = tuple[int, int]
 """When a file was written (ns) and its bytes: another one means another content."""
+
+_RowGroup = tuple[Path, _Stamp, int]
+"""A file, as it was, and the number of one of its row groups."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class EpisodeReader:
         self._lock = threading.RLock()
         self._files: list[_LoadedFile] = []
         self._vocabulary: list[str] = []
-        self._searches: OrderedDict[str, dict[tuple[Path, _Stamp, int], np.ndarray]] = OrderedDict()
+        self._searches: OrderedDict[str, dict[_RowGroup, np.ndarray]] = OrderedDict()
         self.figures = FIGURES.empty_table()
         """The columns of FIGURES, oldest episode first; as of the last ``refresh``."""
 
@@ -99,7 +104,7 @@ class EpisodeReader:
         group = int(np.searchsorted(loaded.row_ends, row, side="right"))
         first = int(loaded.row_ends[group - 1]) if group > 0 else 0
         try:
-            with pq.ParquetFile(loaded.file.path) as file:
+            with opened(loaded.file.path) as file:
                 table = file.read_row_group(group).slice(row - first, 1)
         except FileNotFoundError:
             return None
@@ -127,16 +132,11 @@ class EpisodeReader:
         while len(self._searches) > TEXTS_REMEMBERED:
             self._searches.popitem(last=False)
 
-        # At least one row group at a time, or a slow disk would never come to an end.
-        has_scanned = False
-        for loaded, group in self._row_groups_newest_first():
-            key = (loaded.file.path, loaded.stamp, group)
-            if key in hits:
-                continue
-            if has_scanned and time.monotonic() > deadline:
-                break
-            hits[key] = _ids_with_text(loaded.file.path, group, text)
-            has_scanned = True
+        keys = [
+            (loaded.file.path, loaded.stamp, group)
+            for loaded, group in self._row_groups_newest_first()
+        ]
+        self._scan([key for key in keys if key not in hits], text, hits, deadline)
 
         found = [np.zeros(0, np.int64)]
         searched = 0
@@ -147,6 +147,29 @@ class EpisodeReader:
                 first = int(loaded.row_ends[group - 1]) if group > 0 else 0
                 searched += int(loaded.row_ends[group]) - first
         return TextSearch(np.concatenate(found), searched, self.figures.num_rows)
+
+    def _scan(
+        self, keys: list[_RowGroup], text: str, hits: dict[_RowGroup, np.ndarray], deadline: float
+    ) -> None:
+        """Look through row groups, on all cores, until ``deadline``; adds to ``hits``.
+
+        At least one on each core, or a slow disk would never come to an end."""
+        left = iter(keys)
+
+        def scan_next(_: int) -> None:
+            has_scanned = False
+            while not has_scanned or time.monotonic() < deadline:
+                # The iterator hands each key to one thread only.
+                key = next(left, None)
+                if key is None:
+                    return
+                path, _stamp, group = key
+                hits[key] = _ids_with_text(path, group, text)
+                has_scanned = True
+
+        threads = len(os.sched_getaffinity(0))
+        with ThreadPoolExecutor(threads, "episode-search") as pool:
+            list(pool.map(scan_next, range(threads)))
 
     def _row_groups_newest_first(self) -> Iterator[tuple[_LoadedFile, int]]:
         for loaded in reversed(self._files):
@@ -164,8 +187,10 @@ def _load(file: EpisodeFile, stamp: _Stamp) -> _LoadedFile:
 def _ids_with_text(path: Path, row_group: int, text: str) -> np.ndarray:
     """Return the ids of a row group's episodes in one of whose turns the text stands."""
     try:
-        with pq.ParquetFile(path) as file:
-            table = file.read_row_group(row_group, ["id", "turns.list.element.text"])
+        # Threads of Arrow's own would wait for each other: row groups are shared out already.
+        with opened(path, pre_buffer=False) as file:
+            columns = ["id", "turns.list.element.text"]
+            table = file.read_row_group(row_group, columns, use_threads=False)
     except FileNotFoundError:
         return np.zeros(0, np.int64)  # merged meanwhile; it is searched under its new name
 

@@ -5,6 +5,7 @@ import os
 import re
 from typing import Any
 
+import yaml
 from ray.util.metrics import Counter, Gauge
 
 from rl_loop.config.errors import ConfigError
@@ -53,14 +54,17 @@ def prometheus_listener(run_name: str) -> Listener:
 
 
 def wandb_listener(run_name: str, config_yaml: str) -> Listener:
-    """The same curves at Weights & Biases; a resumed run continues its own."""
+    """The same curves at Weights & Biases; a resumed run continues its own. The configuration goes
+    there as a tree, so that runs can be filtered and grouped by its keys."""
     try:
         import wandb
     except ImportError:
         raise ConfigError(
             "WANDB_PROJECT is set, but wandb is not installed: pip install wandb, or unset it"
         ) from None
-    run: Any = wandb.init(name=run_name, id=run_name, resume="allow", config={"yaml": config_yaml})
+    run: Any = wandb.init(
+        name=run_name, id=run_name, resume="allow", config=yaml.safe_load(config_yaml)
+    )
     return lambda step, values: run.log(values, step=step)
 
 

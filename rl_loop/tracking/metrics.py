@@ -23,6 +23,7 @@ class Name:
     REWARD = "reward"  # mean over sequences
     ACCURACY = "accuracy"  # mean over sequences of the training tasks
     HELD_OUT_ACCURACY = "held_out/accuracy"  # mean over sequences; only on steps that evaluate
+    HELD_OUT_REWARD = "held_out/reward"  # mean over sequences; only on steps that evaluate
     HELD_OUT_TOOL_CALL_RATE = "held_out/tool_call_rate"
     HELD_OUT_TURNS = "held_out/turns"
     TOOL_CALL_RATE = "tool_call_rate"  # share of sequences with at least one tool call

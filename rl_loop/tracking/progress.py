@@ -12,6 +12,10 @@ class Progress(Protocol):
         """Take the name of what the run does from now on."""
         ...
 
+    def episodes(self, ended: int, wanted: int) -> None:
+        """Take how many episodes of the present phase have ended, of how many."""
+        ...
+
     def note(self, message: str) -> None:
         """Take a message to the user."""
         ...

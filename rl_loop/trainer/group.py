@@ -1,7 +1,7 @@
 """The trainer's ranks as one object: what is asked of all of them, and how samples and answers are
 shared out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Protocol
 
@@ -12,12 +12,12 @@ from converters.mxfp4_tensors import Digests
 from megatron_gptoss.samples import INPUT_COLUMNS, TrainingSamples
 from megatron_gptoss.trainer import StepStatistics
 from rl_loop.data.rollout_batch import RlUpdates, TokenEstimates
-from rl_loop.data.tensor_bytes import to_tensors
+from rl_loop.data.tensor_bytes import StoredTensors
 from rl_loop.data.trained_tokens import TrainedTokens
 from rl_loop.engines.backend import WeightSender
 from rl_loop.trainer.settings import TrainerSettings
 from rl_loop.trainer.shipment import SCORED_COLUMNS, Shipper, StepPlan, plan_step
-from rl_loop.trainer.worker import RankPlace
+from rl_loop.trainer.worker import RankPlace, Resumed
 
 
 class Ranks(Protocol):
@@ -30,6 +30,8 @@ class Ranks(Protocol):
     def call(
         self, method: str, arguments: Sequence[tuple[Any, ...]], asked: Sequence[int]
     ) -> list[Any]: ...
+
+    def call_and_store(self, method: str) -> Callable[[], Any]: ...
 
     def close(self) -> None: ...
 
@@ -63,11 +65,11 @@ class TrainerGroup:
     def route_agreement(self) -> dict[str, float]:
         return self._all("route_agreement")
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        return to_tensors(self._all("weights"))
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return StoredTensors(self.ranks.call_and_store("weights"))
 
-    def packed_weights(self) -> dict[str, torch.Tensor]:
-        return to_tensors(self._all("packed_weights"))
+    def packed_weights(self) -> Mapping[str, torch.Tensor]:
+        return StoredTensors(self.ranks.call_and_store("packed_weights"))
 
     def packed_digests(self) -> Digests:
         return self._all("packed_digests")
@@ -90,7 +92,7 @@ class TrainerGroup:
     def save(self, step: int, state: dict[str, Any], block: bool) -> None:
         self._all("save", step, state, block)
 
-    def resume(self) -> dict[str, Any] | None:
+    def resume(self) -> Resumed | None:
         return self._all("resume")
 
     def _all(self, method: str, *arguments: Any) -> Any:

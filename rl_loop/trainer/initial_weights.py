@@ -16,7 +16,7 @@ from converters.peft_format import PeftDirectory
 from converters.peft_settings import CONFIG_FILE as PEFT_CONFIG_FILE
 from converters.random_weights import random_hf_weights
 from megatron_gptoss.checkpoint.directory import latest_checkpoint
-from megatron_gptoss.checkpoint.loader import load_model_weights
+from megatron_gptoss.checkpoint.loader import load_model_weights, refuse_damaged
 from megatron_gptoss.layers.adapters import initialize_adapters
 from rl_loop.trainer.settings import TrainerSettings
 
@@ -50,7 +50,8 @@ def _load_base(model: torch.nn.Module, settings: TrainerSettings) -> None:
             load_model_weights(checkpoint, model)
         else:
             # Megatron's loader would look for the keys of adapters, too.
-            tensors = CheckpointTensors(MegatronCheckpoint(checkpoint))
+            refuse_damaged(checkpoint)
+            tensors = CheckpointTensors(MegatronCheckpoint(checkpoint, verify=False))
             load_hf_weights(model, settings.model, tensors.view)
 
 

@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any
 
@@ -44,6 +44,11 @@ class TrainerProcess(TrainerWorker):
         is sent once."""
         result = getattr(self, method)(*arguments)
         return result if is_asked else None
+
+    def call_and_store(self, method: str, is_asked: bool) -> tuple[None, Any]:
+        """Call a method and return two things, of which Ray makes objects: the first says that it
+        has ended, the second is its result."""
+        return None, self.call(method, is_asked)
 
 
 class RayRanks:
@@ -101,6 +106,25 @@ class RayRanks:
             ]
         results = self._join(calls)
         return [results[rank] for rank in asked]
+
+    def call_and_store(self, method: str) -> Callable[[], Any]:
+        """Begin to call a method on every rank. What is returned waits for them, and returns the
+        reference to rank 0's result: it stays in the store, where other processes read it, and
+        does not pass through this one."""
+        ended = []
+        results = []
+        with self._asking:
+            for rank, actor in enumerate(self.actors):
+                call = actor.call_and_store.options(num_returns=2)
+                has_ended, result = call.remote(method, rank == 0)
+                ended.append(has_ended)
+                results.append(result)
+
+        def stored() -> Any:
+            self._join(ended)
+            return results[0]
+
+        return stored
 
     def close(self) -> None:
         for actor in self.actors:

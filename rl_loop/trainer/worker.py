@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,13 @@ from converters.live import GatheredWeights, WeightGathering
 from converters.mapping import NamedTensor
 from converters.mxfp4_tensors import Digests
 from megatron_gptoss import distributed
-from megatron_gptoss.checkpoint.directory import find_checkpoint, latest_checkpoint
-from megatron_gptoss.checkpoint.loader import load_checkpoint
+from megatron_gptoss.checkpoint.directory import (
+    earlier_checkpoints,
+    find_checkpoint,
+    latest_checkpoint,
+)
+from megatron_gptoss.checkpoint.errors import CheckpointError
+from megatron_gptoss.checkpoint.loader import find_damage, load_checkpoint
 from megatron_gptoss.checkpoint.writer import CheckpointWriter
 from megatron_gptoss.config import Quantization
 from megatron_gptoss.critic import ValueTrainer, make_critic
@@ -39,7 +45,7 @@ from rl_loop.algorithms.objectives import (
     value_objective,
 )
 from rl_loop.data.rollout_batch import RlUpdates, TokenEstimates
-from rl_loop.data.tensor_bytes import TensorBytes, to_bytes
+from rl_loop.data.tensor_bytes import TensorBytes
 from rl_loop.data.trained_tokens import TrainedTokens
 from rl_loop.engines.backend import SyncFailed, WeightSender
 from rl_loop.tracking.run_directory import RunDirectory
@@ -57,6 +63,16 @@ class RankPlace:
     """Its data-parallel rank."""
     answers: bool
     """Whether it is the one of its data-parallel rank that returns what was computed."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a run goes on from."""
+
+    state: dict[str, Any]
+    """What was saved with the checkpoint that was loaded."""
+    damages: list[str]
+    """Of newer checkpoints, which were passed over: the file, and what is wrong with it."""
 
 
 class TrainerWorker:
@@ -339,19 +355,18 @@ class TrainerWorker:
 
     # -- weights and checkpoints ------------------------------------------------------------------
 
-    def weights(self) -> dict[str, TensorBytes] | None:
+    def weights(self) -> TensorBytes | None:
         """Return all weights by Hugging Face name on rank 0, None elsewhere."""
         # The distributed optimizer leaves each rank with its share of the new weights.
         gather_parameters(self.trainer.model)
-        named = {name: tensor.detach().clone() for name, tensor in self._gathering.begin()}
-        return to_bytes(named) if dist.get_rank() == 0 else None
+        named = dict(self._gathering.begin())
+        return TensorBytes.of(named) if dist.get_rank() == 0 else None
 
-    def packed_weights(self) -> dict[str, TensorBytes] | None:
+    def packed_weights(self) -> TensorBytes | None:
         """Return the same with quantized experts as blocks and scales, by stored name."""
         gather_parameters(self.trainer.model)
-        weights = self._gathering.begin(packed=True)
-        named = {name: tensor.detach().clone() for name, tensor in weights}
-        return to_bytes(named) if dist.get_rank() == 0 else None
+        named = dict(self._gathering.begin(packed=True))
+        return TensorBytes.of(named) if dist.get_rank() == 0 else None
 
     def packed_digests(self) -> Digests:
         """Return digests of all quantized experts, as the ranks hold them."""
@@ -419,15 +434,42 @@ class TrainerWorker:
             for writer, _ in self._saved:
                 writer.finish()
 
-    def resume(self) -> dict[str, Any] | None:
-        """Load the newest checkpoint of the run; None if there is none."""
-        path = latest_checkpoint(self.run.checkpoints)
-        if path is None:
+    def resume(self) -> Resumed | None:
+        """Load the newest checkpoint of the run whose files are as they were written; None if none
+        was saved.
+
+        Raises CheckpointError naming the damaged files if there is no such checkpoint."""
+        newest = latest_checkpoint(self.run.checkpoints)
+        if newest is None:
             return None
+
+        damages: list[str] = []
+        for path in (newest, *earlier_checkpoints(newest)):
+            damage = self._damage(path)
+            if damage is None:
+                return Resumed(self._load(path), damages)
+            damages.append(damage)
+        raise CheckpointError(
+            f"{self.run.path} has no checkpoint that can be loaded: {'; '.join(damages)}. Restore a "
+            "file from a copy, or begin again with --overwrite"
+        )
+
+    def _damage(self, path: Path) -> str | None:
+        """Say what is wrong with a checkpoint of the policy, and of the critic beside it."""
+        damage = find_damage(path)
+        if damage is not None or self.critic is None:
+            return damage
+        of_critic = find_checkpoint(self.run.critic_checkpoints, path.name)
+        if of_critic is None:
+            return f"{self.run.critic_checkpoints / path.name}: missing or incomplete"
+        return find_damage(of_critic)
+
+    def _load(self, path: Path) -> dict[str, Any]:
         if self.critic is not None:
-            root = self.run.critic_checkpoints
-            load_checkpoint(find_checkpoint(root, path.name) or root / path.name, self.critic)
-        return load_checkpoint(path, self.trainer)
+            of_critic = find_checkpoint(self.run.critic_checkpoints, path.name)
+            assert of_critic is not None, path
+            load_checkpoint(of_critic, self.critic, is_checked=True)
+        return load_checkpoint(path, self.trainer, is_checked=True)
 
 
 @cache

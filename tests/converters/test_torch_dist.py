@@ -307,6 +307,9 @@ def test_a_checkpoint_of_another_size_is_named(tmp_path: Path, megatron_dir: Pat
         .replace('"num_experts": 4', '"num_experts": 5')
     )
     (megatron_dir / "gptoss_config.json").write_text(config)
+    with pytest.raises(ConversionError, match=r"gptoss_config\.json: damaged"):
+        export_checkpoint(megatron_dir, tmp_path / "back")
+    (megatron_dir / "checksums.json").unlink()
     with pytest.raises(
         ConversionError, match=r"does gptoss_config\.json belong to this checkpoint"
     ):

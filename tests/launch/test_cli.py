@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from launch.cli import app
 from rl_loop.config.load import load_config
 from rl_loop.config.run import SftConfig
 from rl_loop.tracking.run_lock import locked_run
@@ -111,6 +113,44 @@ sys.exit(f'imported {{heavy}}' if heavy else 0)
 """
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("gptoss do", "doctor"),
+        ("gptoss rl tiny_ret", "tiny_retool"),
+        ("gptoss data preview tiny_s", "tiny_shop"),
+        ("gptoss rl configs/rl/tiny_g", "configs/rl/tiny_gsm8k.yaml"),
+        ("gptoss sft tiny_retool training.st", "training.steps="),
+        ("gptoss launch gpt-oss-20b_1x8 --no", "--nodes"),
+    ],
+)
+def test_the_shell_completes_commands_configurations_and_keys(typed: str, completed: str) -> None:
+    words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
+    done = CliRunner().invoke(
+        app, prog_name="gptoss", env={"_GPTOSS_COMPLETE": "complete_bash", **words}
+    )
+    assert completed in done.output.split()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        (["rl", "tiny_retol"], "did you mean tiny_retool"),
+        (["launch", "stats", "X"], "Did you mean 'status'"),
+        (["launch", "sttaus"], "No such command 'sttaus'. Did you mean 'status'"),
+        (["launch", "no_such_configuration"], "no such file"),
+        (["rl", RL, "optimzer.lr=1"], "optimzer: unknown key; did you mean optimizer?"),
+        (["rl", RL, "steps=1"], "steps: unknown key; did you mean training.steps?"),
+        (["rl", RL, "qwxz=1"], "qwxz: unknown key\n"),
+        (["rl", RL, "tasks.sources=[1]"], "tasks.sources=[1] is a list where the file has keys"),
+    ],
+)
+def test_what_was_probably_meant_is_named(arguments: list[str], answer: str) -> None:
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code != 0
+    assert answer in done.output
 
 
 def test_broken_yaml_names_the_file(tmp_path: Path) -> None:

@@ -142,6 +142,6 @@ def test_mistakes_are_named_by_key(override: str, message: Any) -> None:
         config_of("7b", override)
 
 
-def test_a_run_is_refused_before_anything_starts() -> None:
-    with pytest.raises(CannotStart, match=r"model\.model_type qwen2: .* neither a chat format nor"):
-        check_what_a_run_needs(config_of("0.5b"))
+def test_a_run_without_the_tokenizer_of_its_model_is_refused_before_anything_starts() -> None:
+    with pytest.raises(CannotStart, match="vocabulary gptoss is not that of a qwen2 model"):
+        check_what_a_run_needs(config_of("0.5b", "vocabulary=gptoss"))

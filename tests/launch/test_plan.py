@@ -287,8 +287,11 @@ def test_whatever_the_plan_advises_validates_and_is_predicted_as_promised(path: 
     applied = 0
     for variant in VARIANTS if kind is RlConfig else VARIANTS[::2]:
         for gigabytes in (2, 72, 150.1):
-            inputs = load_config(path, kind, list(variant)).memory_inputs
-            advice = advice_of(memory_plan(inputs, Hardware(gigabytes)), list(variant))
+            is_dense = load_config(path, kind).model.num_experts == 0
+            part = "core_attn" if is_dense else "moe"
+            configured = [line.replace("[moe]", f"[{part}]") for line in variant]
+            inputs = load_config(path, kind, configured).memory_inputs
+            advice = advice_of(memory_plan(inputs, Hardware(gigabytes)), configured)
             for overrides, promised in advice:
                 changed = load_config(path, kind, overrides).memory_inputs
                 needed = worst_account(changed, gigabytes).peak.total

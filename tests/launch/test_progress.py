@@ -47,6 +47,20 @@ def test_on_a_terminal_the_display_shows_step_phase_and_metrics() -> None:
     assert "step 2/4  reward" not in output  # the log lines are not printed as well
 
 
+def test_on_a_terminal_the_rollout_counts_its_episodes_and_no_other_phase_does() -> None:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=100, color_system=None)
+    with TrainingProgress("RL", total_steps=2, console=console) as progress:
+        progress.phase("rollout")
+        progress.episodes(312, 1512)
+        progress._display.refresh()
+        progress.phase("train")
+        progress.episodes(1, 1512)
+        progress._display.refresh()
+    assert "rollout 312/1,512 episodes" in output.getvalue()
+    assert "1/1,512" not in output.getvalue()
+
+
 def test_a_value_that_is_not_finite_is_shown_and_does_not_stop_the_run() -> None:
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=100, color_system=None)

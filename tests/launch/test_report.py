@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from launch.report import build_report, format_number, moving_mean
+from launch.report import (
+    build_report,
+    describe_progress,
+    format_number,
+    moving_mean,
+    reward_parts_chart,
+)
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup, Turn
 from rl_loop.tracking.episode_recorder import EpisodeRecorder
 from rl_loop.tracking.episode_table import EpisodesOfSplit
@@ -132,6 +138,19 @@ def test_a_stopped_run_says_how_far_it_came(tmp_path: Path) -> None:
     run = start_run(tmp_path / "tiny", "")
     write_steps(run, steps=2)
     assert "not finished; last step 1" in build_report(run.path).read_text()
+
+
+def test_the_evaluation_after_the_last_step_is_no_step_and_the_time_is_that_of_steps() -> None:
+    records = [{"step": step, "time": 100.0 * step, Name.STEP_SECONDS: 15.0} for step in range(80)]
+    evaluation = {"step": 80, "time": 9000.0, Name.HELD_OUT_ACCURACY: 0.9}
+    assert describe_progress([*records, evaluation], finished=True) == "80 steps in 20:00, finished"
+
+
+def test_parts_of_the_reward_are_drawn() -> None:
+    records = [{"step": 0, "reward/format": 1.0, "reward/correct": 0.0, "reward": 1.0}]
+    chart = reward_parts_chart(records)
+    assert chart.metrics == (("reward/correct", "correct"), ("reward/format", "format"))
+    assert not reward_parts_chart([]).metrics
 
 
 def test_at_most_eight_episodes_are_shown_and_they_span_the_run(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from rl_loop.config.load import (
     load_served_config,
 )
 from rl_loop.config.run import RlConfig
-from rl_loop.session import harmony_settings
-from rl_loop.tasks.demonstrations import harmony_of
+from rl_loop.session import codec_settings
+from rl_loop.tasks.codec import codec_of
 from tests.launch.test_cli import gptoss
 from tests.rl_loop.gateway.policy import Script, learned_model
 
@@ -38,7 +38,7 @@ def config() -> RlConfig:
 @pytest.fixture(scope="module")
 def checkpoint(config: RlConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of the configuration's shape that has learned to greet."""
-    script = Script(harmony_of(harmony_settings(config)))
+    script = Script(codec_of(codec_settings(config)))
     architecture = GptOssConfig(**config.model.to_hf_config())
     model = learned_model(architecture, script.lessons()[:2])
     directory = tmp_path_factory.mktemp("checkpoint") / "hf"

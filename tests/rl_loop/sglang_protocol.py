@@ -528,6 +528,7 @@ LIES: dict[str, Callable[[dict[str, Any]], None]] = {
     "surplus": _send_surplus,
     "no reason": lambda chunk: chunk["meta_info"].update(finish_reason={"type": "boredom"}),
     "no numbers": lambda chunk: chunk["meta_info"].pop("completion_tokens"),
+    "another's": lambda chunk: chunk["meta_info"].update(id="another turn"),
     "wrong shape": lambda chunk: chunk.update(meta_info=[]),
 }
 """What a server may say that is well-formed JSON and cannot be true; done to the last chunk of an answer."""

@@ -12,8 +12,7 @@ from transformers import AutoTokenizer
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.environments.arithmetic import vocabulary_text
-from rl_loop.export import _tokenizer_files
-from rl_loop.harmony.chat_template import FILE, chat_template
+from rl_loop.export import CHAT_TEMPLATE_FILE, _tokenizer_files
 from rl_loop.harmony.codec import Harmony, PromptConfig
 from rl_loop.harmony.vocabulary import TinyVocabulary
 from rl_loop.session import training_of
@@ -28,7 +27,7 @@ PROMPTS = {"none": SHORT_PROMPT, "system": PromptConfig(model_identity='A "small
 def test_the_chat_template_renders_what_the_codec_renders(prompt: str, tmp_path: Path) -> None:
     harmony = Harmony(TinyVocabulary(1024, vocabulary_text()), PROMPTS[prompt])
     harmony.vocabulary.save(tmp_path)
-    (tmp_path / FILE).write_text(chat_template(harmony))
+    (tmp_path / CHAT_TEMPLATE_FILE).write_text(harmony.chat_template())
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
 
     messages = [
@@ -46,7 +45,7 @@ def test_the_chat_template_renders_what_the_codec_renders(prompt: str, tmp_path:
 def test_what_the_template_does_not_know_it_refuses(tmp_path: Path) -> None:
     harmony = Harmony(TinyVocabulary(1024, vocabulary_text()), SHORT_PROMPT)
     harmony.vocabulary.save(tmp_path)
-    (tmp_path / FILE).write_text(chat_template(harmony))
+    (tmp_path / CHAT_TEMPLATE_FILE).write_text(harmony.chat_template())
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     with pytest.raises(Exception, match="not tool"):
         tokenizer.apply_chat_template([{"role": "tool", "content": "5"}])
@@ -57,9 +56,12 @@ def test_the_tokenizer_of_a_chain_of_runs_is_that_of_the_first(
 ) -> None:
     export = tmp_path / "first/export"
     export.mkdir(parents=True)
-    for name in ("config.json", "tokenizer.json", FILE):
+    for name in ("config.json", "tokenizer.json", CHAT_TEMPLATE_FILE):
         (export / name).write_text("{}")
-    assert [path.name for path in _tokenizer_files(tmp_path / "first")] == ["tokenizer.json", FILE]
+    assert [path.name for path in _tokenizer_files(tmp_path / "first")] == [
+        "tokenizer.json",
+        CHAT_TEMPLATE_FILE,
+    ]
 
     with caplog.at_level(logging.WARNING):
         assert _tokenizer_files(tmp_path / "second") == []

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, GptOssConfig
 
 from rl_loop.config.load import load_rl_config
 from rl_loop.harmony.codec import Harmony, ParsedMessage
-from rl_loop.session import harmony_settings
-from rl_loop.tasks.demonstrations import harmony_of
+from rl_loop.session import codec_settings
+from rl_loop.tasks.codec import codec_of
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs/rl/tiny_retool.yaml"
@@ -35,7 +35,7 @@ def random_policy(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def harmony() -> Harmony:
-    return harmony_of(harmony_settings(load_rl_config(TINY)))
+    return codec_of(codec_settings(load_rl_config(TINY)))
 
 
 @pytest.fixture

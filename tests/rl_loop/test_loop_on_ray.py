@@ -26,6 +26,7 @@ from rl_loop.cluster.ray_session import start_local_ray
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
+from rl_loop.data.tensor_bytes import StoredTensors
 from rl_loop.engines.backend import LoadedWeights
 from rl_loop.infrastructure import COMPONENTS, InfrastructureOutage
 from rl_loop.rollout.group_stream import GroupRequest
@@ -67,6 +68,8 @@ class Quiet:
         yield self
 
     def phase(self, name: str) -> None: ...
+
+    def episodes(self, ended: int, wanted: int) -> None: ...
 
     def note(self, message: str) -> None:
         self.notes.append(message)
@@ -392,9 +395,14 @@ def test_the_canary_sees_a_single_weight_that_did_not_arrive(tmp_path: Path) -> 
         trainer.ready()
         weights = trainer.weights()
         pool.sync_weights(LoadedWeights(weights), 1)
+        # Workers read what the rank has stored; the driver copies nothing.
+        assert isinstance(weights, StoredTensors)
+        assert pool._weights == (weights.stored, 1)
+        with pytest.raises(AttributeError, match="no_such_method"):
+            trainer.ranks.call_and_store("no_such_method")()
         assert check_canary(trainer, pool, tasks.canary(), tolerance=1e-3, version=1) < 1e-5
         down = "model.layers.1.mlp.experts.down_proj"
-        faulty = weights | {down: weights[down] + 0.3 * torch.randn_like(weights[down])}
+        faulty = dict(weights) | {down: weights[down] + 0.3 * torch.randn_like(weights[down])}
         pool.sync_weights(LoadedWeights(faulty), 2)
         with pytest.raises(CanaryError, match="after syncing weights 2, rollout worker 0"):
             check_canary(trainer, pool, tasks.canary(), tolerance=1e-3, version=2)

@@ -1,1 +1,1 @@
-"""The embedded rollout engine: transformers' GPT-OSS in the worker's process."""
+"""The embedded rollout engine: a model of transformers in the worker's process."""

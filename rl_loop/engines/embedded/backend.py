@@ -1,7 +1,7 @@
 """The backend whose engines live in the rollout workers: each holds the whole model, and
 weights go through Ray."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 
 from converters.mxfp4_tensors import Digests
 from megatron_gptoss.config import ModelConfig
-from rl_loop.engines.backend import EngineFactory, RolloutBackend, WeightSource
+from rl_loop.engines.backend import BackendContext, EngineFactory, RolloutBackend, WeightSource
 from rl_loop.engines.embedded.config import EmbeddedConfig
 from rl_loop.engines.protocol import RolloutEngine
 
@@ -19,19 +19,39 @@ class EmbeddedBackend(RolloutBackend):
 
     settings: EmbeddedConfig
 
+    # An engine scores a text by itself, between two steps of its batch.
+    scores_beside_rollouts = True
+
     def engine_factory(self) -> EngineFactory:
         return partial(
             build_engine,
             model=self.context.model,
             dtype=self.context.dtype,
             max_batch_size=self.settings.max_batch_size,
+            deterministic=self.settings.deterministic,
         )
+
+    def __init__(self, settings: EmbeddedConfig, context: BackendContext) -> None:
+        super().__init__(settings, context)
+        self._prepared: tuple[WeightSource, Mapping[str, torch.Tensor]] | None = None
+
+    def prepare_sync(self, source: WeightSource) -> None:
+        # The trainer's ranks gather them while the driver writes what the step was like.
+        self._prepared = (source, self._weights_of(source))
 
     def sync_weights(self, source: WeightSource, version: int) -> None:
         assert self.workers is not None
-        is_quantized = self.context.quantization is not None
-        weights = source.packed_weights() if is_quantized else source.weights()
+        prepared = self._prepared
+        self._prepared = None
+        if prepared is not None and prepared[0] is source:
+            weights = prepared[1]
+        else:
+            weights = self._weights_of(source)
         self.workers.load_weights(weights, version)
+
+    def _weights_of(self, source: WeightSource) -> Mapping[str, torch.Tensor]:
+        is_quantized = self.context.quantization is not None
+        return source.packed_weights() if is_quantized else source.weights()
 
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         assert self.workers is not None
@@ -45,16 +65,19 @@ class EmbeddedBackend(RolloutBackend):
         return {"engine": "transformers, embedded", "dtype": self.context.dtype}
 
 
-def build_engine(model: ModelConfig, dtype: str, max_batch_size: int) -> RolloutEngine:
+def build_engine(
+    model: ModelConfig, dtype: str, max_batch_size: int, deterministic: bool = False
+) -> RolloutEngine:
     """Build an engine with random weights, which the first sync replaces."""
     # Imported in the worker: transformers takes seconds, which the driver need not wait for.
-    from transformers import GptOssConfig
+    from transformers import AutoConfig
 
     from rl_loop.engines.embedded.engine import TransformersEngine
 
-    architecture = GptOssConfig(**model.to_hf_config())
+    architecture = AutoConfig.for_model(**model.to_hf_config())
     return TransformersEngine.from_config(
         architecture,
         dtype=getattr(torch, dtype),
         max_batch_size=max_batch_size,
+        deterministic=deterministic,
     )

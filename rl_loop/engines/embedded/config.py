@@ -15,3 +15,7 @@ class EmbeddedConfig(EngineConfig):
     """This engine."""
     max_batch_size: int = Field(64, gt=0)
     """Sequences that one engine decodes together. Lower it where memory is short."""
+    deterministic: bool = False
+    """Compute every answer by itself and from its first token, so that not one bit of it depends on
+    which others are under way: a run that was resumed then equals one that was not. Generating takes
+    several times as long (docs/reliability.md). Set it to compare runs."""

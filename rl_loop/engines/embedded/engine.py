@@ -1,4 +1,4 @@
-"""The embedded rollout engine: transformers' GptOssForCausalLM in this process.
+"""The embedded rollout engine: a causal language model of transformers in this process.
 
 One thread owns the model. Steps and commands queue for it, so a command takes effect between two
 steps, and the event loop, with the tool calls that run on it, is never blocked.
@@ -13,7 +13,12 @@ from contextlib import suppress
 from typing import Any, Self
 
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from converters.hf_layouts import mxfp4_shapes
 from converters.mxfp4_tensors import Digests, stack_digests, stored_names
@@ -29,28 +34,35 @@ AttentionInterface.register(ATTENTION_NAME, row_cache_attention)
 
 
 class TransformersEngine:
-    """Implements RolloutEngine with a GptOssForCausalLM and continuous batching.
+    """Implements RolloutEngine with a model of transformers and continuous batching: GPT-OSS, Llama
+    or Qwen2.
 
     The engine takes the model over: nobody else may run or change it.
     """
 
-    def __init__(self, model: GptOssForCausalLM, *, max_batch_size: int = 64) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, max_batch_size: int = 64, deterministic: bool = False
+    ) -> None:
         """Prepare ``model`` for generation.
 
         ``max_batch_size`` sequences are decoded together; as many finished ones keep their keys
-        and values for the next turn.
+        and values for the next turn. ``deterministic``: one at a time, and nothing is kept.
         """
         if max_batch_size < 1:
             raise ValueError(f"max_batch_size must be at least 1, not {max_batch_size}")
 
         model.eval().requires_grad_(False)
         model.set_attn_implementation(ATTENTION_NAME)
-        if model.lm_head.weight.dtype == torch.float64:
+        self._has_experts = hasattr(model.config, "num_local_experts")
+        if self._has_experts and model.lm_head.weight.dtype == torch.float64:
             # The default, torch's grouped matrix product, has no fp64 kernel.
             model.set_experts_implementation("eager")
 
         self._model = model
-        self._scheduler = Scheduler(model, max_batch_size)
+        if deterministic:
+            self._scheduler = Scheduler(model, max_batch_size=1, reuses_prefixes=False)
+        else:
+            self._scheduler = Scheduler(model, max_batch_size)
         self._thread = ThreadPoolExecutor(1, "rollout-engine")
         self._closed = False
         self._packed: dict[str, torch.Tensor] = {}
@@ -59,7 +71,7 @@ class TransformersEngine:
     @classmethod
     def from_config(
         cls,
-        config: GptOssConfig,
+        config: PreTrainedConfig,
         *,
         dtype: torch.dtype = torch.float32,
         **options: Any,
@@ -84,6 +96,8 @@ class TransformersEngine:
         """
         name = f"request {request.request_id}"
         self._check_tokens(request.input_ids, name)
+        if request.return_routed_experts and not self._has_experts:
+            raise ValueError(f"{name}: asks for routed experts of a model without experts")
         total = len(request.input_ids) + request.sampling.max_new_tokens
         limit = self._model.config.max_position_embeddings
         if total > limit:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import GptOssConfig
+from transformers import PreTrainedConfig
 
 from megatron_gptoss.routes import route_dtype
 
@@ -39,7 +39,7 @@ class RowCache:
 
     def __init__(
         self,
-        config: GptOssConfig,
+        config: PreTrainedConfig,
         rows: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -54,11 +54,12 @@ class RowCache:
             device=device,
         )
         """[layers, key or value, rows, kv_heads, capacity, head_size]."""
-        no_routes = np.zeros(
-            (rows, 0, layers, config.num_experts_per_tok), route_dtype(config.num_local_experts)
-        )
+        top_k = getattr(config, "num_experts_per_tok", 0)
+        experts = getattr(config, "num_local_experts", 0)
+        no_routes = np.zeros((rows, 0, layers, top_k), route_dtype(experts))
         self.routes = torch.from_numpy(no_routes).to(device)
-        """Experts chosen for each token: uint8 or int16 [rows, capacity, layers, top_k]."""
+        """Experts chosen for each token: uint8 or int16 [rows, capacity, layers, top_k]; top_k is 0
+        for a dense model."""
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
         """Tokens of finished sequences; empty for running ones and where nothing is kept."""
         self._last_used = [0] * rows  # a counter, not a time: larger is later
@@ -235,8 +236,8 @@ def row_cache_attention(
     attention_mask: torch.Tensor | None,
     *,
     scaling: float,
-    s_aux: torch.Tensor,
     layout: StepLayout,
+    s_aux: torch.Tensor | None = None,
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -247,8 +248,8 @@ def row_cache_attention(
         query: [1, heads, tokens, head_size]; key and value: [1, kv_heads, tokens, head_size].
         attention_mask: ignored; the layout says it all.
         scaling: factor of the scores.
-        s_aux: [heads], the attention sinks.
         layout: which token belongs where.
+        s_aux: [heads], the attention sinks; None for a model without.
         sliding_window: tokens that a query sees, itself included; None for all before it.
 
     Returns:
@@ -261,7 +262,7 @@ def row_cache_attention(
 
     # Grouped-query attention: query heads are grouped by the key/value head that they share.
     grouped = (query[0] * scaling).view(kv_heads, -1, tokens, head_size)
-    sinks = s_aux.view(kv_heads, -1, 1)
+    sinks = None if s_aux is None else s_aux.view(kv_heads, -1, 1)
     output = query.new_empty(tokens, heads, head_size)
 
     cached: torch.Tensor | None = None
@@ -323,7 +324,7 @@ def _query_chunks(
 def _attend_decoding(
     queries: torch.Tensor,
     cached: torch.Tensor,
-    sinks: torch.Tensor,
+    sinks: torch.Tensor | None,
     layout: StepLayout,
     window: int,
 ) -> torch.Tensor:
@@ -332,7 +333,7 @@ def _attend_decoding(
     Args:
         queries: [kv_heads, heads per kv head, rows, head_size], scaled.
         cached: keys and values of one layer, [2, rows, kv_heads, capacity, head_size].
-        sinks: [kv_heads, heads per kv head, 1].
+        sinks: [kv_heads, heads per kv head, 1]; None if there are none.
         layout: of the step.
         window: tokens that a query sees, itself included.
 
@@ -353,7 +354,7 @@ def _attend_prefill(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    sinks: torch.Tensor,
+    sinks: torch.Tensor | None,
     visible: VisibleKeys,
 ) -> torch.Tensor:
     """Attend consecutive new tokens of one sequence to its keys.
@@ -362,7 +363,7 @@ def _attend_prefill(
         queries: [kv_heads, heads per kv head, count, head_size], scaled.
         keys: [kv_heads, positions, head_size], from position 0 on; so are ``values``.
         values: see ``keys``.
-        sinks: [kv_heads, heads per kv head, 1].
+        sinks: [kv_heads, heads per kv head, 1]; None if there are none.
         visible: the keys that these queries see.
 
     Returns:
@@ -376,28 +377,35 @@ def _attend_prefill(
     # One matrix product per key/value head: its query heads are stacked along the rows.
     scores = queries.reshape(kv_heads, -1, head_size) @ keys.transpose(-1, -2)
     scores = scores.view(kv_heads, -1, count, key_count)
-    weights = _sink_softmax(scores, visible.masked, sinks[..., None])
+    if sinks is not None:
+        sinks = sinks[..., None]
+    weights = _sink_softmax(scores, visible.masked, sinks)
     attended = weights.reshape(kv_heads, -1, key_count) @ values
     return attended.view(-1, count, head_size).transpose(0, 1)
 
 
-def _sink_softmax(scores: torch.Tensor, masked: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+def _sink_softmax(
+    scores: torch.Tensor, masked: torch.Tensor, sinks: torch.Tensor | None
+) -> torch.Tensor:
     """Softmax over the keys and the sink, one more logit per head that has no value.
 
     Args:
         scores: [..., keys]; bf16 and fp16 are summed in fp32.
         masked: bool, broadcasts against ``scores``.
-        sinks: broadcasts against ``scores``; its last dimension is 1.
+        sinks: broadcasts against ``scores``; its last dimension is 1. None if there are none.
 
     Returns:
-        [..., keys] in the dtype of ``scores``; a row sums to less than 1.
+        [..., keys] in the dtype of ``scores``; with sinks a row sums to less than 1.
     """
     wide = scores
     if scores.dtype in (torch.bfloat16, torch.float16):
         wide = scores.float()
 
-    # The sink takes part in the sum of the softmax and is then cut off: it has no value to weigh.
     wide = wide.masked_fill(masked, float("-inf"))
+    if sinks is None:
+        return torch.softmax(wide, dim=-1).to(scores.dtype)
+
+    # The sink takes part in the sum of the softmax and is then cut off: it has no value to weigh.
     sink_column = sinks.to(wide.dtype).expand(*wide.shape[:-1], 1)
     combined = torch.cat([wide, sink_column], dim=-1)
     return torch.softmax(combined, dim=-1)[..., :-1].to(scores.dtype)

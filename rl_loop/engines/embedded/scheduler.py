@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from transformers import GptOssForCausalLM
+from transformers import PreTrainedModel
 
 from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
 from rl_loop.engines.embedded.kv_cache import RowCache, Segment, StepLayout, common_prefix
@@ -68,20 +68,32 @@ class RunningSequence:
 class Scheduler:
     """Holds all sequences of one model: running ones, with a cache row each, and waiting ones."""
 
-    def __init__(self, model: GptOssForCausalLM, max_batch_size: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, max_batch_size: int, reuses_prefixes: bool = True
+    ) -> None:
+        """``reuses_prefixes``: sequences take over keys and values that others have computed, in
+        batches of other shapes, so that their last bits depend on what ran before."""
         self.model = model
         self.weight_version = 0
         self.steps = 0
         """Forward passes of generation so far."""
         self._max_batch_size = max_batch_size
+        self._reuses_prefixes = reuses_prefixes
         self._running: list[RunningSequence] = []  # index = cache row
         self._waiting: deque[RunningSequence] = deque()
         self.drop_cache()
 
-        # The router's choice is no output of the model, so a hook on every router records it.
+        # The router's choice is no output of the model, so a hook on every router records it. A
+        # dense model has none.
         self._routes: dict[int, torch.Tensor] = {}  # of the last forward pass, by layer
         for index, layer in enumerate(model.model.layers):
-            layer.mlp.router.register_forward_hook(partial(self._record_routes, index))
+            if hasattr(layer.mlp, "router"):
+                layer.mlp.router.register_forward_hook(partial(self._record_routes, index))
+
+        # Models whose layers differ take a mask per kind of layer, others one for all.
+        self._no_masks: dict[str, None] | None = None
+        if getattr(model.config, "layer_types", None):
+            self._no_masks = {"full_attention": None, "sliding_attention": None}
 
     def _record_routes(
         self,
@@ -134,8 +146,10 @@ class Scheduler:
         with torch.inference_mode():
             hidden = self._forward(new_tokens, layout)
             # Recorded for every token and not on demand: a cached prefix brings its routes along.
-            routes = torch.stack([self._routes[i] for i in range(len(self._routes))], dim=1)
-            self._cache.routes[layout.rows, layout.positions] = routes.to(self._cache.routes.dtype)
+            if self._routes:
+                routes = torch.stack([self._routes[i] for i in range(len(self._routes))], dim=1)
+                routes = routes.to(self._cache.routes.dtype)
+                self._cache.routes[layout.rows, layout.positions] = routes
 
             # Only the last token of a sequence needs logits, 200,000 of them.
             logits = self.model.lm_head(hidden[layout.last_tokens()])
@@ -161,7 +175,7 @@ class Scheduler:
             input_ids=torch.tensor([tokens], device=self.model.device),
             position_ids=layout.positions[None],
             # No masks: row_cache_attention works from the layout.
-            attention_mask={"full_attention": None, "sliding_attention": None},
+            attention_mask=self._no_masks,
             use_cache=False,
             layout=layout,
         )
@@ -248,6 +262,9 @@ class Scheduler:
         Sequences behind the first ``decoding`` ones have only been admitted: there is nothing in
         their rows yet.
         """
+        if not self._reuses_prefixes:
+            return len(self._running), 0
+
         # The last token of a running sequence is not in the cache yet.
         running = [sequence.tokens[:-1] for sequence in self._running[:decoding]]
         best_row = len(self._running)
@@ -276,6 +293,9 @@ class Scheduler:
             last_row=len(self._running),
             last_length=len(last.tokens) - 1,
         )
+        if not self._reuses_prefixes and not self._running:
+            # Its capacity, which is that of the longest sequence so far, decides how keys lie.
+            self.drop_cache()
 
     def _answer(
         self,
@@ -313,6 +333,7 @@ class Scheduler:
             weight_versions=versions,
             routed_experts=recorded,
             cached_tokens=sequence.cached_tokens,
+            request_id=sequence.request.request_id,
         )
         sequence.future.set_result(result)
 

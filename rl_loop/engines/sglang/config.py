@@ -161,8 +161,8 @@ class SglangConfig(EngineConfig):
         )
         if finding.returncode:
             raise EngineUnavailable(
-                f"rollout.engine.python: {python} has no SGLang; install it in an environment of its own and name its "
-                "interpreter here (docs/sglang.md)"
+                f"rollout.engine.python: {python} has no SGLang; `gptoss doctor --install-engine DIR` installs it, "
+                "and prints what to write here"
             )
 
     @property
@@ -233,7 +233,8 @@ class SglangConfig(EngineConfig):
             "--tp-size": self.tensor_parallel,
             "--random-seed": seed,
             "--attention-backend": self.attention_backend,
-            # triton_kernel, SGLang's default for GPT-OSS, records no routes without our plugin.
+            # triton_kernel, SGLang's default for GPT-OSS, records no routes without our plugin. Dense
+            # models have no experts for either.
             "--moe-runner-backend": "triton_kernel" if self.packs_experts else "triton",
             "--max-running-requests": self.max_running_requests,
             "--cuda-graph-max-bs-decode": self.max_running_requests,

@@ -313,6 +313,9 @@ class SglangEngine:
                 f"{server.url} answered with weights {version!r}, the policy is {self.oldest_version} or later"
             )
 
+        if meta.get("id", turn.server_request_id) != turn.server_request_id:
+            raise ServerFailed(f"{server.url} sent the answer to request {meta['id']!r}")
+
         # Checked in every chunk, also in one without tokens: _end looks the reason up.
         finish = meta.get("finish_reason")
         if finish is not None and finish["type"] not in FINISH_REASONS:

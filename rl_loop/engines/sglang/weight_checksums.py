@@ -5,18 +5,20 @@ model), but its ``/weights_checker`` hashes every parameter as each rank holds i
 experts output-major, biases of experts in fp32, each rank with its own shard. Here the same
 hashes are made of Hugging Face tensors as they pass on their way to the servers.
 
-What a server holds follows ``GptOssForCausalLM.load_weights`` in ``srt/models/gpt_oss.py`` of
-SGLang 0.5.17, and which parameters are hashed ``WeightChecker._compute_checksum`` in
+What a server holds follows ``load_weights`` in ``srt/models/gpt_oss.py``, ``llama.py`` and ``qwen2.py``
+of SGLang 0.5.17, and which parameters are hashed ``WeightChecker._compute_checksum`` in
 ``srt/utils/weight_checker.py``. The hash itself is in ``tensor_hash``.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from converters.hf_layouts import BLOCK
 from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.families.dense.config import DenseModelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.engines.sglang.tensor_hash import cpu_hash, gpu_hash
 
 VOCABULARY_PADDING = 64
@@ -30,10 +32,11 @@ SHARDED_DIMENSIONS = {
     "w13_weight": 1,
     "w13_weight_bias": 1,
     "w2_weight": 2,
+    "down_proj.weight": 1,
 }
 """The dimension along which tensor-parallel ranks share a parameter, by the end of its name. QKV
-is apart; of all others each rank has everything."""
-LAYER_PARAMETERS = (
+and gate and up projection are apart; of all others each rank has everything."""
+GPT_OSS_PARAMETERS = (
     "input_layernorm.weight",
     "post_attention_layernorm.weight",
     "mlp.router.weight",
@@ -42,7 +45,14 @@ LAYER_PARAMETERS = (
     "self_attn.o_proj.weight",
     "self_attn.o_proj.bias",
 )
-"""Parameters of a layer that have the same name in SGLang and in Hugging Face's checkpoints."""
+"""Parameters of a GPT-OSS layer that have one name in SGLang and in Hugging Face's checkpoints."""
+DENSE_PARAMETERS = (
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    "self_attn.o_proj.weight",
+    "mlp.down_proj.weight",
+)
+"""The same of a layer of Llama or Qwen2."""
 EXPERT_PARAMETERS = {
     "w13_weight": "gate_up_proj",
     "w13_weight_bias": "gate_up_proj_bias",
@@ -72,20 +82,48 @@ def sampled_parameters(
     """
     outside_layers = ["model.norm.weight"]
     if config.vocab_size % VOCABULARY_PADDING == 0:
-        outside_layers += ["model.embed_tokens.weight", "lm_head.weight"]
+        outside_layers.append("model.embed_tokens.weight")
+        if not config.tied_embeddings:
+            outside_layers.append("lm_head.weight")
     chosen = outside_layers[version % len(outside_layers)]
     parameters = {chosen: [chosen]}
 
     layer = f"model.layers.{version % config.num_layers}"
-    for suffix in LAYER_PARAMETERS:
-        parameters[f"{layer}.{suffix}"] = [f"{layer}.{suffix}"]
+    return parameters | _LAYER_PARAMETERS[type(config)](config, layer, packed)
+
+
+def _gpt_oss_layer(config: GptOssModelConfig, layer: str, packed: bool) -> dict[str, list[str]]:
+    """Return the parameters of a GPT-OSS layer and the tensors that they are made of.
+
+    ``packed``: its experts are MXFP4."""
+    parameters = {f"{layer}.{suffix}": [f"{layer}.{suffix}"] for suffix in GPT_OSS_PARAMETERS}
     for kind in ("weight", "bias"):
-        fused = f"{layer}.self_attn.qkv_proj.{kind}"
-        parameters[fused] = [f"{layer}.self_attn.{x}_proj.{kind}" for x in "qkv"]
+        parameters |= _fused(f"{layer}.self_attn", "qkv_proj", "qkv", kind)
     experts = PACKED_EXPERT_PARAMETERS if packed else EXPERT_PARAMETERS
     for name, source in experts.items():
         parameters[f"{layer}.mlp.experts.{name}"] = [f"{layer}.mlp.experts.{source}"]
     return parameters
+
+
+def _dense_layer(config: DenseModelConfig, layer: str, packed: bool) -> dict[str, list[str]]:
+    """Return the same of a layer of Llama or Qwen2, which has nothing to pack."""
+    parameters = {f"{layer}.{suffix}": [f"{layer}.{suffix}"] for suffix in DENSE_PARAMETERS}
+    parameters |= _fused(f"{layer}.self_attn", "qkv_proj", "qkv", "weight")
+    if config.has_qkv_bias:
+        parameters |= _fused(f"{layer}.self_attn", "qkv_proj", "qkv", "bias")
+    parameters |= _fused(f"{layer}.mlp", "gate_up_proj", ("gate", "up"), "weight")
+    return parameters
+
+
+def _fused(module: str, name: str, parts: Iterable[str], kind: str) -> dict[str, list[str]]:
+    """Return the parameter of projections that SGLang holds in one."""
+    return {f"{module}.{name}.{kind}": [f"{module}.{part}_proj.{kind}" for part in parts]}
+
+
+_LAYER_PARAMETERS: dict[type[ModelConfig], Callable[[Any, str, bool], dict[str, list[str]]]] = {
+    GptOssModelConfig: _gpt_oss_layer,
+    DenseModelConfig: _dense_layer,
+}
 
 
 class WeightSample:
@@ -195,6 +233,9 @@ class WeightSample:
         """Cut out what tensor-parallel ``rank`` holds: views that are joined along dim 0."""
         if "qkv_proj" in parameter:
             return self._shard_qkv(parts, rank)
+        # Of experts, gate and up projection are one tensor already.
+        if len(parts) > 1:
+            return [part.chunk(self._ranks)[rank] for part in parts]
 
         (part,) = parts
         if self._packed and ".experts.w" in parameter:

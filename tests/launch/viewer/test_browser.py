@@ -1,7 +1,14 @@
-"""The viewer in a real Chromium: at two widths and in both themes, without an error, a foreign request or a barrier."""
+"""The viewer in a real Chromium: at two widths and in both themes, without an error, a foreign request or a barrier.
+
+The picture of the README is of a run of the demo, made by one of these tests (docs/viewer.md):
+
+    make demo
+    GPTOSS_PICTURES=runs/tiny_retool make test-browser BROWSER_TESTS=picture_of
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -11,11 +18,13 @@ from typing import Any
 
 import pytest
 
+from launch.report import build_report
 from tests.launch.viewer.served import ExampleRun, Served, served
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.browser
 
+DOCUMENTED_PICTURES = Path(__file__).parents[3] / "docs" / "images"
 WIDTHS = (1400, 420)
 THEMES = ("light", "dark")
 PATIENCE_MS = 60_000
@@ -54,11 +63,16 @@ def viewer(run: ExampleRun) -> Iterator[Served]:
 
 @contextmanager
 def opened(
-    chromium: Any, viewer: Served, path: str = "#/curves", width: int = 1400, theme: str = "light"
+    chromium: Any,
+    viewer: Served,
+    path: str = "#/curves",
+    width: int = 1400,
+    theme: str = "light",
+    height: int = 900,
 ) -> Iterator[Any]:
     """Open a page that may ask nobody else and report no error."""
     context = chromium.new_context(
-        viewport={"width": width, "height": 900}, color_scheme=theme, reduced_motion="reduce"
+        viewport={"width": width, "height": height}, color_scheme=theme, reduced_motion="reduce"
     )
     page = context.new_page()
     page.set_default_timeout(PATIENCE_MS)
@@ -138,6 +152,54 @@ def test_every_view_is_legible_at_any_width(
         assert fits(page)
         assert barriers(page) == []
         page.screenshot(path=tmp_path / f"{view}-{width}-{theme}.png", full_page=True)
+
+
+@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_report_is_legible_at_any_width(
+    chromium: Any, viewer: Served, run: ExampleRun, width: int, theme: str
+) -> None:
+    report = build_report(run.directory.path)
+    context = chromium.new_context(
+        viewport={"width": width, "height": 900}, color_scheme=theme, bypass_csp=True
+    )
+    page = context.new_page()
+    page.goto(report.as_uri())
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    first, *_ = map(int, re.findall(r"\d+", background))
+    assert (first > 128) == (theme == "light")
+    assert fits(page)
+    assert barriers(page) == []
+    context.close()
+
+
+LARGEST_PICTURE = 150_000
+"""Bytes: whoever clones the project pays for them."""
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_picture_of_the_readme(chromium: Any, run: ExampleRun, theme: str, tmp_path: Path) -> None:
+    """Of an episode that was rewarded; of the run in GPTOSS_PICTURES it replaces the documentation's."""
+    directory, folder, best = run.directory.path, tmp_path, ""
+    if chosen := os.environ.get("GPTOSS_PICTURES"):
+        directory, folder, best = Path(chosen), DOCUMENTED_PICTURES, "&reward_from=1"
+    with served(directory) as server:
+        query = f"/api/runs/{directory.name}/episodes?tools=calls&limit=1{best}"
+        (row,) = server.get(query).json["rows"]
+        path = f"#/episode?run={directory.name}&id={row['id']}"
+        with opened(chromium, server, path, width=1000, theme=theme, height=640) as page:
+            page.wait_for_selector(".message.final")
+            file = folder / f"viewer_episode_{theme}.png"
+            page.screenshot(path=file)
+    assert 10_000 < file.stat().st_size < LARGEST_PICTURE
+
+
+def test_the_readme_shows_pictures_of_both_themes() -> None:
+    readme = (DOCUMENTED_PICTURES.parents[1] / "README.md").read_text()
+    for theme in THEMES:
+        picture = DOCUMENTED_PICTURES / f"viewer_episode_{theme}.png"
+        assert f"docs/images/{picture.name}" in readme
+        assert picture.stat().st_size < LARGEST_PICTURE
 
 
 def test_a_curve_grows_while_the_run_goes_on(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -55,7 +56,12 @@ async def running(
 async def play(runner: ProgramRunner, name: str, *, seed: int = 0, **task: Any) -> Trajectory:
     parts = ["politeness"] if name == "plain" else []
     options = BlackBoxOptions(agent=f"{PROGRAMS}:{name}", parts=parts, memory_gb=2)
-    record = {"prompt": "Hi", "answer": "Hello", **task}
+    return await play_task(runner, options, {"prompt": "Hi", "answer": "Hello", **task}, seed=seed)
+
+
+async def play_task(
+    runner: ProgramRunner, options: BlackBoxOptions, record: dict[str, Any], *, seed: int = 0
+) -> Trajectory:
     made = BlackBoxEnvironment.from_record(record, "task", options)
     environment = make_offline_environment(made)
     return await runner.run_episode("task", environment, SAMPLING, seed=seed)
@@ -295,3 +301,70 @@ def test_a_process_ends_with_the_worker_that_started_it(tiny: Harmony) -> None:
             assert os.getpid() != pid
 
     asyncio.run(run())
+
+
+def test_an_agent_runs_with_an_interpreter_that_has_nothing_of_this_project(
+    tiny: Harmony, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter that this project's own environment was made of: without torch, aiohttp and openai."""
+    agent = """
+import json, sys, urllib.request
+
+def run(task, base_url, api_key):
+    try:
+        import torch
+    except ImportError:
+        pass
+    else:
+        raise RuntimeError("torch is here")
+    body = json.dumps({"model": "x", "messages": [{"role": "user", "content": task["prompt"]}]})
+    headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{base_url}/chat/completions", body.encode(), headers)
+    said = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+    return float(said == task["answer"])
+"""
+    (tmp_path / "far_away_agent.py").write_text(agent)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    python = f"{sys.base_prefix}/bin/python3"
+    options = BlackBoxOptions(agent="far_away_agent:run", python=python)
+
+    async def run() -> Trajectory:
+        async with running(tiny, ScriptedEngine([says(tiny, "Hello")])) as runner:
+            return await play_task(runner, options, {"prompt": "Hi", "answer": "Hello"})
+
+    episode = asyncio.run(run())
+    assert episode.invalid is None, episode.invalid
+    assert episode.reward == 1.0
+    with pytest.raises(ValueError, match="there is no program /nowhere/python"):
+        BlackBoxOptions(agent="far_away_agent:run", python="/nowhere/python")
+
+
+@pytest.mark.hub
+def test_an_environment_of_verifiers_is_an_agent(
+    tiny: Harmony, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real package, in an environment of its own, with a taskset and a harness of the test's."""
+    root = Path(__file__).parents[3]
+    python = root / ".cache/hub/verifiers/bin/python"
+    if not python.exists():
+        pytest.skip("make hub-environments makes an environment with verifiers")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    options = BlackBoxOptions(agent="rl_loop.agents.verifiers_env:run", python=str(python))
+    agent = {"harness": {"id": "verifiers_sums"}, "runtime": {"type": "subprocess"}}
+    env = {"taskset": {"id": "verifiers_sums"}, "agent": agent}
+
+    async def run() -> list[Trajectory]:
+        turns = [says(tiny, "2"), says(tiny, "2")] + [says(tiny, "4")] * 3
+        async with running(tiny, ScriptedEngine(turns)) as runner:
+            return [
+                await play_task(runner, options, {"prompt": "sum", "env": env, "index": index})
+                for index in (1, 2, 3)
+            ]
+
+    right, wrong, broken = asyncio.run(run())
+    assert right.invalid is None, right.invalid
+    assert (right.reward_parts["score"], wrong.reward_parts["score"]) == (1.0, 0.25)
+    assert tiny.decode(right.token_ids[right.loss_mask].tolist()) == tiny.decode(says(tiny, "2"))
+    assert "What is 1 + 1?" in right.turns[0].text
+    assert broken.invalid is not None
+    assert "the scorer is out of order" in broken.invalid.reason

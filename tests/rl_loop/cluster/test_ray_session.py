@@ -7,11 +7,13 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
 
 from rl_loop.cluster import ray_session
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
 
@@ -176,3 +178,21 @@ def test_threads_of_a_local_ray_do_not_spin_for_long_unless_the_user_says_so(
     monkeypatch.delenv("GOMP_SPINCOUNT")
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     assert "GOMP_SPINCOUNT" not in ray_session.local_environment()
+
+
+def test_the_death_of_a_raylet_is_named_and_its_end_with_the_session_is_not(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """With another process in its place, as Ray would end this one."""
+    for is_killed in (True, False):
+        raylet = subprocess.Popen(["sleep", "600"])
+        with ray_session.naming_its_death(raylet.pid):
+            if is_killed:
+                raylet.kill()
+                wait_until(lambda: "raylet" not in [t.name for t in threading.enumerate()])
+        raylet.kill()
+        raylet.wait()
+        line = f"gptoss: Ray's node on this machine (raylet, process {raylet.pid}) has died"
+        assert (line in capfd.readouterr().err) == is_killed
+    with ray_session.naming_its_death(None):
+        pass

@@ -66,6 +66,12 @@ def test_tokens_have_the_age_of_their_weights_and_grafted_ones_none() -> None:
     assert max_staleness(samples) == 3
 
 
+def test_weights_that_do_not_exist_yet_have_sampled_nothing() -> None:
+    for config in (ON_POLICY, STALE):
+        with pytest.raises(OffPolicyError, match="task a: the engine says that weights 6 sampled"):
+            to_samples(groups(episode("b", 4), episode("a", 5, version=6)), config, version=5)
+
+
 def test_stale_tokens_do_not_count_as_on_policy_unless_they_are_grafted() -> None:
     with pytest.raises(OffPolicyError, match="task a: tokens sampled 2 weight versions ago"):
         to_samples(groups(episode("b", 4), episode("a", 5, version=3)), ON_POLICY, version=5)

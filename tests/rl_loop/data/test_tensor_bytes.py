@@ -5,12 +5,13 @@ import pickle
 import pytest
 import torch
 
-from rl_loop.data.tensor_bytes import TensorBytes, to_bytes, to_tensors
+from rl_loop.data.tensor_bytes import StoredTensors, TensorBytes
 
 TENSORS = {
     "fp32": torch.randn(3, 5),
     "bf16": torch.randn(4, 6).bfloat16(),
     "packed experts": torch.arange(24, dtype=torch.uint8).reshape(2, 3, 4),
+    "of seven bytes": torch.arange(7, dtype=torch.uint8),
     "of no dimension": torch.tensor(2.5, dtype=torch.float64),
     "of no entry": torch.zeros(0, 7),
     "transposed": torch.randn(5, 3).T,
@@ -18,32 +19,50 @@ TENSORS = {
 }
 
 
-@pytest.mark.parametrize("name", TENSORS)
-def test_a_tensor_comes_back_as_it_was(name: str) -> None:
-    tensor = TENSORS[name]
-    restored = to_tensors(pickle.loads(pickle.dumps(to_bytes({name: tensor}))))[name]
+@pytest.mark.parametrize("names", [*([name] for name in TENSORS), list(TENSORS)], ids=str)
+def test_tensors_come_back_as_they_were(names: list[str]) -> None:
+    sent = {name: TENSORS[name] for name in names}
+    restored = pickle.loads(pickle.dumps(TensorBytes.of(sent))).tensors()
 
-    assert restored.dtype == tensor.dtype
-    assert restored.shape == tensor.shape
-    assert torch.equal(restored, tensor.detach())
-    assert not restored.requires_grad
+    assert list(restored) == names
+    for name, tensor in sent.items():
+        assert restored[name].dtype == tensor.dtype
+        assert restored[name].shape == tensor.shape
+        assert torch.equal(restored[name], tensor.detach())
+        assert not restored[name].requires_grad
 
 
-def test_bytes_are_pickled_beside_the_rest() -> None:
+def test_bytes_are_pickled_beside_the_rest_and_as_one() -> None:
     """What Ray writes to shared memory without a copy."""
     weights = {str(number): torch.randn(64, 64) for number in range(20)}
     beside: list[pickle.PickleBuffer] = []
-    rest = pickle.dumps(to_bytes(weights), protocol=5, buffer_callback=beside.append)
+    rest = pickle.dumps(TensorBytes.of(weights), protocol=5, buffer_callback=beside.append)
 
-    assert sum(len(buffer.raw()) for buffer in beside) == 20 * 64 * 64 * 4
+    assert [len(buffer.raw()) for buffer in beside] == [20 * 64 * 64 * 4]
     assert len(rest) < 20 * 200
 
 
 def test_what_is_restored_may_be_written_and_the_store_is_not() -> None:
-    original = torch.zeros(8)
-    content = TensorBytes.of(original)
+    content = TensorBytes.of({"a": torch.zeros(8)})
     content.content.flags.writeable = False  # as in the store
-    restored = content.tensor()
+    restored = content.tensors()
 
-    restored += 1
-    assert not original.any()
+    restored["a"] += 1
+    assert not content.content.any()
+
+
+def test_the_bytes_are_those_of_the_moment() -> None:
+    """The next update changes parameters in place."""
+    parameter = torch.zeros(8)
+    content = TensorBytes.of({"a": parameter})
+    parameter += 1
+    assert not content.tensors()["a"].any()
+
+
+def test_stored_tensors_are_made_when_one_is_looked_at() -> None:
+    stored = StoredTensors(lambda: TensorBytes.of(TENSORS))
+    assert not vars(stored).keys() & {"stored", "_tensors"}
+    assert list(stored) == list(TENSORS)
+    assert len(stored) == len(TENSORS)
+    assert torch.equal(stored["bf16"], TENSORS["bf16"])
+    assert stored["bf16"] is stored["bf16"]

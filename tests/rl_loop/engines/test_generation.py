@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ import torch
 
 from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
 from rl_loop.engines.embedded.engine import TransformersEngine
-from rl_loop.engines.protocol import GenerateResult
+from rl_loop.engines.protocol import GenerateResult, ModelShape, check_result
+from rl_loop.infrastructure import EngineFault
 from tests.rl_loop.engines.models import (
     LAYERS,
     TOP_K,
@@ -296,3 +298,34 @@ def test_rotary_frequencies_are_the_same_in_every_dtype_and_the_config_is_left_a
 def test_requests_that_cannot_run_are_refused_naming_the_fault(bad: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         gather(engine_of(MODEL), [bad])
+
+
+def test_deterministic_answers_have_the_same_bits_whatever_else_the_engine_does() -> None:
+    wanted = [request(prompt(20 + 7 * i, seed=i), 20, seed=i) for i in range(4)]
+    # Longer than the wanted ones, so that the cache grows, and with prefixes of theirs.
+    others = [request([*prompt(20, seed=0), *prompt(150, seed=9)], 12, seed=7), *wanted[:2]]
+    others = [request(r.input_ids, 12 + i, seed=50 + i) for i, r in enumerate(others)]
+
+    def answers(deterministic: bool, busy: bool) -> list[list[float]]:
+        engine = engine_of(MODEL, deterministic=deterministic)
+        if not busy:
+            return [gather(engine, [one])[0].output_log_probs for one in wanted]
+        gather(engine, others)
+        again = [request(r.input_ids, 12 + i, seed=70 + i) for i, r in enumerate(others)]
+        return [result.output_log_probs for result in gather(engine, [*again, *wanted])[3:]]
+
+    assert answers(deterministic=True, busy=True) == answers(deterministic=True, busy=False)
+    # Batches do leave their mark, which is what the setting is for.
+    assert answers(deterministic=False, busy=True) != answers(deterministic=False, busy=False)
+
+
+def test_an_answer_to_another_request_is_refused() -> None:
+    first, second = request(prompt(9), 5, seed=1), request(prompt(9), 5, seed=2)
+    answers = gather(engine_of(MODEL), [first, second])
+    shape = ModelShape(VOCAB)
+    for asked, answer in zip((first, second), answers, strict=True):
+        check_result(asked, answer, shape)
+    with pytest.raises(EngineFault, match=f"this is the answer to request {second.request_id}"):
+        check_result(first, answers[1], shape)
+    # An engine that does not say is believed.
+    check_result(first, replace(answers[1], request_id=None), shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import math
 import os
 import signal
 import sys
@@ -31,7 +32,7 @@ from rl_loop.engines.sglang.engine import SglangEngine
 from rl_loop.engines.sglang.fleet import HeldWeights, SglangFleet, SglangSender, statuses
 from rl_loop.engines.sglang.server import ServerState, ServerStatus
 from rl_loop.engines.sglang.tensor_hash import gpu_hash
-from rl_loop.engines.sglang.weight_checksums import sampled_parameters
+from rl_loop.engines.sglang.weight_checksums import WeightSample, sampled_parameters
 from rl_loop.engines.sglang.weight_sender import (
     SyncPlan,
     WeightMismatch,
@@ -41,6 +42,7 @@ from rl_loop.engines.sglang.weight_sender import (
 )
 from rl_loop.rollout.collector import TrainingRequests
 from rl_loop.session import build_rollouts, build_tasks, build_trainer
+from tests.megatron_gptoss.dense_reference import MODELS as DENSE_MODELS
 from tests.rl_loop.sglang_protocol import (
     VOCAB,
     LocalServer,
@@ -257,6 +259,40 @@ def test_every_tensor_is_compared_in_its_turn() -> None:
     )
     always = ("sinks", "router.bias", "o_proj.weight", "qkv_proj.weight", "w2_weight")
     assert all(any(name.endswith(end) for name in turn) for turn in turns for end in always)
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama, tied", "qwen2", "qwen2, tied"])
+def test_every_tensor_of_a_dense_model_is_compared_in_its_turn(kind: str) -> None:
+    model = DENSE_MODELS[kind]
+    turns = [sampled_parameters(model, version) for version in range(12)]
+    assert {name for turn in turns for names in turn.values() for name in names} == set(
+        hf_shapes(model)
+    )
+    assert turns[0]["model.layers.0.mlp.gate_up_proj.weight"] == [
+        "model.layers.0.mlp.gate_proj.weight",
+        "model.layers.0.mlp.up_proj.weight",
+    ]
+
+
+def test_a_rank_of_a_dense_server_holds_its_share_of_every_projection() -> None:
+    model = DENSE_MODELS["qwen2"]
+    info = {"ep_size": 1, "enable_dp_attention": False, "device": "cpu", "dtype": "float32"}
+    sample = WeightSample(model, range(1), 2, info)
+    weights = {
+        name: torch.arange(math.prod(s)).view(s).float() for name, s in hf_shapes(model).items()
+    }
+
+    def held(name: str) -> torch.Tensor:
+        return weights[f"model.layers.0.{name}.weight"]
+
+    half = model.intermediate_size // 2
+    (gate, up) = sample._shard(
+        "x.gate_up_proj.weight", [held("mlp.gate_proj"), held("mlp.up_proj")], 1
+    )
+    assert torch.equal(gate, held("mlp.gate_proj")[half:])
+    assert torch.equal(up, held("mlp.up_proj")[half:])
+    (down,) = sample._shard("x.mlp.down_proj.weight", [held("mlp.down_proj")], 1)
+    assert torch.equal(down, held("mlp.down_proj")[:, half:])
 
 
 @pytest.mark.parametrize(

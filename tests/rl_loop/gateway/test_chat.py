@@ -442,10 +442,15 @@ def test_sampling_stops_when_the_client_leaves(tiny: Harmony, model: GptOssForCa
         async with serving(tiny, model) as served:
             client = served.client(max_retries=0, timeout=0.5)
             with held(served.engine.engine):
+                asking = asyncio.create_task(say(client, HI))
+                await eventually(lambda: len(served.engine.begun) == 1)
+                [pending] = served.session._pending.values()
                 with pytest.raises(openai.APITimeoutError):
-                    await say(client, HI)
-                assert len(served.engine.begun) == 1
-                await eventually(lambda: not served.session._pending)
+                    await asking
+                # The engine is held: only being cancelled ends the turn.
+                await eventually(pending.task.done)
+                assert pending.task.cancelled()
+                assert not served.session._pending
             await _is_idle(served)
             assert served.engine.answered == []
             assert served.trajectories() == []

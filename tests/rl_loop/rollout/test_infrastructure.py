@@ -626,6 +626,18 @@ def test_the_breaker_ends_a_run_by_share_and_by_streak_and_names_the_culprit() -
         breaker.check_share()
     assert "\n" not in str(outage.value)
 
+    # Reasons that are all different have one culprit in common.
+    servers = InfrastructureBreaker(max_share=0.0, max_streak=None)
+    lost = [
+        replace(failed(), invalid=InvalidReason("tool", f"request {n} is lost", f"server {n // 5}"))
+        for n in range(6)
+    ]
+    servers.observe(TrajectoryGroup("t", [], invalid=lost))
+    with pytest.raises(
+        InfrastructureOutage, match=r"tool in 6 \(server 0 in 5\), such as: request 0 is lost"
+    ):
+        servers.check_share()
+
     streak = InfrastructureBreaker(max_share=0.9, max_streak=20)
     streak.observe(TrajectoryGroup("t", [valid(0.0)], invalid=[failed()] * 19))
     streak.observe(TrajectoryGroup("t", [], invalid=[failed()] * 19))

@@ -21,7 +21,7 @@ from rl_loop.data.trajectory import Trajectory, TrajectoryGroup, Turn
 from rl_loop.rollout.group_stream import AdmittedGroup
 from rl_loop.session import build_tasks
 from rl_loop.tracking import episode_files
-from rl_loop.tracking.episode_files import keep_steps_up_to, list_files
+from rl_loop.tracking.episode_files import keep_steps_up_to, list_files, read_row_groups
 from rl_loop.tracking.episode_reader import EpisodeReader
 from rl_loop.tracking.episode_recorder import EpisodeRecorder
 from rl_loop.tracking.episode_table import SCHEMA, EpisodesOfSplit, episode_table
@@ -214,6 +214,25 @@ def test_columns_are_compressed_and_floats_split_into_bytes(tmp_path: Path) -> N
     encodings = {column.path_in_schema: column.encodings for column in columns}
     assert "BYTE_STREAM_SPLIT" in encodings["rollout_log_probs.list.element"]
     assert pq.read_schema(file.path).names == SCHEMA.names
+
+
+def test_a_flipped_bit_in_the_content_of_any_column_is_named(tmp_path: Path) -> None:
+    record_steps(tmp_path, [0])
+    path = tmp_path / "000000-000000.parquet"
+    pristine = path.read_bytes()
+    row_group = pq.read_metadata(path).row_group(0)
+    assert row_group.num_columns > 40
+    for number in range(row_group.num_columns):
+        column = row_group.column(number)
+        last = column.data_page_offset + column.total_compressed_size - 1
+        if column.dictionary_page_offset is not None:
+            last -= column.data_page_offset - column.dictionary_page_offset
+
+        damaged = bytearray(pristine)
+        damaged[last] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(RunDirectoryError, match=r"000000-000000\.parquet is damaged"):
+            list(read_row_groups(path))
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
@@ -421,7 +440,19 @@ def test_a_search_out_of_time_goes_on_when_it_is_asked_again(tmp_path: Path) -> 
     record_steps(tmp_path, range(5))
     reader = reader_of(tmp_path)
     searched = [reader.search("Compute", seconds=0).searched for _ in range(6)]
-    assert searched == [4, 8, 12, 16, 20, 20]
+    # A row group of 4 episodes for each core, newest first.
+    per_call = 4 * len(os.sched_getaffinity(0))
+    assert searched == [min(20, per_call * (i + 1)) for i in range(6)]
+    assert len(set(reader.search("Compute", seconds=0).ids.tolist())) == 20
+
+
+def test_a_text_that_only_the_oldest_episodes_hold_is_found_by_going_on(tmp_path: Path) -> None:
+    record_steps(tmp_path, range(5))
+    reader = reader_of(tmp_path)
+    oldest = [row["id"] for row in reader.figures.to_pylist() if row["step"] == 0]
+    for _ in range(5):
+        found = reader.search("print(2", seconds=0)
+    assert set(oldest) <= set(found.ids.tolist())
 
 
 def test_an_unknown_episode_is_none(tmp_path: Path) -> None:

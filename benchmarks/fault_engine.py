@@ -1,0 +1,147 @@
+"""The embedded engine with a script for some turns, which lies when it is told to.
+
+Named as ``benchmarks.fault_engine:FaultyBackend`` by benchmarks/faults.py. A file in ``orders`` is
+one order, which the first that sees it carries out:
+
+    nan      log-probs of an answer are NaN
+    version  an answer is of weights that are yet to come
+    twice    an answer is the one that another request had
+    bucket   one bit of the weights flips on their way to the engines
+"""
+
+import os
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_gptoss.config import ModelConfig
+from rl_loop.data.trained_tokens import FEWEST_TOKENS
+from rl_loop.data.trajectory import FinishReason
+from rl_loop.engines.backend import EngineConfig, EngineFactory, LoadedWeights, WeightSource
+from rl_loop.engines.embedded.backend import EmbeddedBackend, build_engine
+from rl_loop.engines.protocol import (
+    GenerateRequest,
+    GenerateResult,
+    RolloutEngine,
+    WeightVersionSpan,
+)
+
+EXPONENT_BIT = 30
+"""Of fp32: a bit whose flip changes a weight by many orders of magnitude."""
+
+
+class Options(EngineConfig):
+    """Settings of the backend."""
+
+    call: list[int]
+    """Tokens of a turn that calls the sandbox."""
+    answer: list[int]
+    """Tokens of a turn that ends the episode with an answer to check."""
+    orders: Path
+    """Directory of orders."""
+    deterministic: bool = True
+    """As of the embedded engine."""
+
+
+def take_order(orders: Path, name: str) -> bool:
+    """Return whether there was this order; it is gone then."""
+    try:
+        os.unlink(orders / name)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+class FaultyEngine:
+    """Follows a script in the first turn of three episodes out of four, with the log-probs that the
+    policy gives that; samples all else from the policy; lies on order."""
+
+    def __init__(self, engine: RolloutEngine, settings: Options) -> None:
+        self._engine = engine
+        self._scripts = {1: settings.call, 2: settings.answer, 3: settings.call}
+        self._orders = settings.orders
+        self._version = 0
+        self._last: GenerateResult | None = None
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        result = await self._answer(request)
+        lie = self._lie(request, result)
+        self._last = result
+        return lie
+
+    async def _answer(self, request: GenerateRequest) -> GenerateResult:
+        seed = int(request.episode.rpartition("/")[2])
+        turn, done = request.request_id.removeprefix(request.episode).strip("/").split("/")[:2]
+        script = self._scripts.get(seed % 4)
+        is_first = turn == "0" and done.split(".")[0] == "0"
+        if script is None or not is_first or request.sampling.max_new_tokens < len(script):
+            return await self._engine.generate(request)
+
+        if request.on_begin is not None:
+            request.on_begin()
+        text = request.input_ids + script
+        log_probs = await self._engine.score(text, request.sampling.temperature or 1.0)
+        spans = [WeightVersionSpan(0, len(script), self._version)]
+        return GenerateResult(list(script), log_probs[-len(script) :], FinishReason.STOP, spans)
+
+    def _lie(self, request: GenerateRequest, result: GenerateResult) -> GenerateResult:
+        if not result.output_ids:
+            return result
+        if take_order(self._orders, "nan"):
+            return replace(result, output_log_probs=[float("nan")] * len(result.output_ids))
+        if take_order(self._orders, "version"):
+            spans = [WeightVersionSpan(0, len(result.output_ids), self._version + 3)]
+            return replace(result, weight_versions=spans)
+        if self._is_like_another(request, result) and take_order(self._orders, "twice"):
+            assert self._last is not None
+            return self._last
+        return result
+
+    def _is_like_another(self, request: GenerateRequest, result: GenerateResult) -> bool:
+        """Return whether the answer before this one would pass for an answer to this request, and
+        is long enough to be told from it."""
+        if self._last is None or self._last.output_ids == result.output_ids:
+            return False
+        return FEWEST_TOKENS <= len(self._last.output_ids) <= request.sampling.max_new_tokens
+
+    async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
+        return await self._engine.score(input_ids, temperature)
+
+    async def abort(self, request_id: str | None = None) -> None:
+        await self._engine.abort(request_id)
+
+    async def sync_weights(self, named_tensors: Any, version: int) -> None:
+        await self._engine.sync_weights(named_tensors, version)
+        self._version = version
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+
+def build(model: ModelConfig, dtype: str, settings: Options) -> FaultyEngine:
+    """Build the engine of a rollout worker."""
+    deterministic = settings.deterministic
+    engine = build_engine(model, dtype, max_batch_size=16, deterministic=deterministic)
+    return FaultyEngine(engine, settings)
+
+
+class FaultyBackend(EmbeddedBackend):
+    """One ``FaultyEngine`` in every rollout worker."""
+
+    Options = Options
+    settings: Options  # type: ignore[assignment]
+
+    def engine_factory(self) -> EngineFactory:
+        return partial(build, self.context.model, self.context.dtype, self.settings)
+
+    def sync_weights(self, source: WeightSource, version: int) -> None:
+        if take_order(self.settings.orders, "bucket"):
+            weights = dict(source.weights())
+            name = "model.layers.0.self_attn.q_proj.weight"
+            damaged = weights[name].clone()
+            damaged.view(torch.int32).view(-1)[0] ^= 1 << EXPONENT_BIT
+            source = LoadedWeights(weights | {name: damaged})
+        super().sync_weights(source, version)

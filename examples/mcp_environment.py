@@ -1,0 +1,99 @@
+"""An environment whose tool is an MCP server's, with scripts that show how it is used.
+
+    python examples/mcp_environment.py             # an expert and a greedy script, on three tasks (PYTHONPATH=.)
+    python examples/mcp_environment.py --serve     # the same server by its standard streams, for any MCP client
+
+A warehouse has a list of what is on its shelves, and the policy is asked where something is. The server is an ordinary
+one of the ``mcp`` package. Each episode gets its own, made for its task; with ``command`` or ``url`` in the place of
+``in_process`` it would be a process or a service that others wrote."""
+
+import argparse
+import asyncio
+import random
+from dataclasses import replace
+from typing import Any
+
+from mcp.server import MCPServer
+from pydantic import Field
+
+from rl_loop.environments import Task, make_offline_environment
+from rl_loop.environments.base import final, function_call, think
+from rl_loop.environments.mcp_tools import McpEnvironment, McpOptions
+from rl_loop.environments.tool_servers.config import ToolServerConfig
+from rl_loop.tasks.demonstrations import play
+
+SHELVES = 20
+GOODS = ["lamp", "table", "chair", "clock", "vase", "plate", "candle", "mirror", "basket"]
+
+
+def make(task: dict[str, Any]) -> MCPServer:
+    """Return the server of one episode. ``task``: its row, or {} where nobody plays."""
+    server = MCPServer("warehouse", log_level="ERROR")
+
+    @server.tool()
+    def find(item: str) -> str:
+        """Says on which shelf an item is."""
+        if item != task.get("item"):
+            raise ValueError("no such item")
+        return f"shelf {task['shelf']}"
+
+    return server
+
+
+class WarehouseOptions(McpOptions):
+    servers: dict[str, ToolServerConfig] = Field(
+        {"warehouse": ToolServerConfig(in_process="examples.mcp_environment:make")}
+    )
+    """The server of this module, unless a configuration names another."""
+
+
+class WarehouseEnvironment(McpEnvironment):
+    """Named in a configuration as examples.mcp_environment:WarehouseEnvironment."""
+
+    Options = WarehouseOptions
+
+    @classmethod
+    def generate(cls, split: Any, seed: int, index: int, options: Any) -> Task:
+        rng = random.Random(f"{split}/{seed}/{index}")
+        item = GOODS[index % len(GOODS)]
+        shelf = rng.randint(1, SHELVES)
+        row = {
+            "prompt": f"Order {split} {index}: where is the {item}?",
+            "answer": f"shelf {shelf}",
+            "item": item,
+            "shelf": shelf,
+        }
+        return cls.from_record(row, f"{split}-{index}", options)
+
+    @classmethod
+    def solve(cls, task: Task, rng: random.Random, faulty: bool) -> Any:
+        if faulty:
+            yield [think("I guess."), final(f"shelf {rng.randint(1, SHELVES)}")]
+            return
+        found = yield [
+            think("I look it up."),
+            function_call("find", item=task.metadata["record"]["item"]),
+        ]
+        yield [final(found.tool_outputs[0].text)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--serve", action="store_true")
+    if parser.parse_args().serve:
+        make({"item": "lamp", "shelf": 7}).run("stdio")
+        return
+
+    for index in range(3):
+        task = WarehouseEnvironment.generate("train", 0, index, WarehouseOptions())
+        task = replace(task, environment="examples.mcp_environment:WarehouseEnvironment")
+        for name, faulty in [("expert", False), ("greedy", True)]:
+            environment = make_offline_environment(task)
+            script = environment.solve(task, random.Random(index), faulty)
+            episode = asyncio.run(play(environment, script))
+            said = [message.text for turn in episode.turns for message in turn.messages]
+            print(f"{name}: {' | '.join(said)} -> reward {episode.turns[-1].result.reward:+.2f}")
+
+
+if __name__ == "__main__":
+    main()

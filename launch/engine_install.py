@@ -1,0 +1,289 @@
+"""Installs SGLang in an environment of its own: ``gptoss doctor --install-engine DIR``.
+
+Versions and hashes are in ``pinned/sglang.txt``, made by `uv pip compile` (docs/installing.md).
+Packages come in portions that are noted when they are complete, so that an installation which was
+interrupted goes on where it was.
+"""
+
+import fcntl
+import hashlib
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.progress import format_seconds
+from megatron_gptoss.user_error import UserError
+
+PINNED = Path(__file__).parent / "pinned" / "sglang.txt"
+DISK_BYTES = 12e9
+"""What the environment needs with SGLang 0.5.17, 10 GB (9.1 before it is compiled), and its largest
+package on the way there."""
+PORTION = 8
+"""Packages in one call of pip, which takes a second to start."""
+GLIBC = (2, 34)
+"""SGLang's wheels are for this one and later ones (manylinux_2_34)."""
+
+NOTES = ".gptoss-engine"
+"""In the environment: the hash of the pinned file, then each package that is complete."""
+COMPLETE = "complete"
+
+Say = Callable[[str], None]
+
+
+class InstallError(UserError):
+    """SGLang cannot be installed here; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """One package of a pinned file."""
+
+    pin: str
+    """``NAME==VERSION``."""
+    text: str
+    """Its lines in the file, hashes included."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What decides whether the wheels fit."""
+
+    system: str
+    """Such as Linux."""
+    architecture: str
+    """Such as x86_64."""
+    glibc: tuple[int, int] | None
+    """None where there is another C library."""
+    python: tuple[int, int]
+    free_bytes: float
+    """On the disk of the environment."""
+
+
+def install_engine(directory: Path, say: Say = print, pinned: Path = PINNED) -> Path:
+    """Make an environment with SGLang in ``directory``, or finish one that was begun.
+
+    Args:
+        directory: new, empty, or one of an earlier call.
+        say: receives a line for each portion.
+        pinned: a file of requirements with hashes.
+
+    Returns:
+        Its interpreter, for ``rollout.engine.python``.
+
+    Raises:
+        InstallError: if the machine does not fit, the directory is something else, or pip fails.
+    """
+    directory = directory.absolute()
+    requirements = read_requirements(pinned)
+    check_directory(directory)
+    python = directory / "bin" / "python"
+
+    with _only_one(directory) as lock:
+        done = _noted(directory, pinned)
+        if COMPLETE in done:
+            say(f"{directory} is complete")
+            return python
+
+        missing = [requirement for requirement in requirements if requirement.pin not in done]
+        if reason := unsuitable(this_machine(directory), share=len(missing) / len(requirements)):
+            raise InstallError(reason)
+        _make_environment(directory, pinned)
+        _install(directory, missing, len(requirements), lock, say)
+        _compile(python, say)
+        _check_import(python)
+        _note(directory, [COMPLETE])
+    return python
+
+
+def read_requirements(pinned: Path) -> list[Requirement]:
+    """Return the packages of a file that `uv pip compile --generate-hashes` wrote. Raises
+    InstallError for one without a hash."""
+    blocks = re.split(r"\n(?=\S)", pinned.read_text().strip())
+    requirements = []
+    for block in blocks:
+        if block.startswith("#"):
+            continue
+        pin = block.split()[0]
+        if "==" not in pin or "--hash=" not in block:
+            raise InstallError(f"{pinned}: {pin} has no version or no hash")
+        requirements.append(Requirement(pin, block))
+    return requirements
+
+
+def this_machine(directory: Path) -> Machine:
+    """Describe this machine, and the disk on which ``directory`` will be."""
+    library, version = platform.libc_ver()
+    glibc = None
+    if library == "glibc":
+        major, minor = version.split(".")[:2]
+        glibc = (int(major), int(minor))
+
+    parent = directory
+    while not parent.exists():
+        parent = parent.parent
+    return Machine(
+        system=platform.system(),
+        architecture=platform.machine(),
+        glibc=glibc,
+        python=sys.version_info[:2],
+        free_bytes=shutil.disk_usage(parent).free,
+    )
+
+
+def unsuitable(machine: Machine, share: float = 1.0) -> str:
+    """Return why SGLang cannot be installed on a machine, or nothing if it can.
+
+    ``share``: of the packages that are still missing, for the room on the disk."""
+    if (machine.system, machine.architecture) != ("Linux", "x86_64"):
+        return (
+            f"this is {machine.system} {machine.architecture}; the pinned versions were resolved "
+            "for Linux x86_64: install SGLang 0.5.17 by hand (docs/installing.md)"
+        )
+    if machine.glibc is None or machine.glibc < GLIBC:
+        found = "none" if machine.glibc is None else ".".join(map(str, machine.glibc))
+        wanted = ".".join(map(str, GLIBC))
+        return (
+            f"SGLang's wheels need glibc {wanted} or later, this system has {found}: use the "
+            "image of the Dockerfile, or Debian 12, Ubuntu 22.04 or later"
+        )
+    if machine.python != (3, 12):
+        return f"this is Python {machine.python[0]}.{machine.python[1]}; the versions are for 3.12"
+
+    needed = DISK_BYTES * share
+    if machine.free_bytes < needed:
+        return (
+            f"SGLang needs {needed / 1e9:.0f} GB more on this disk, {machine.free_bytes / 1e9:.0f} "
+            "GB are free: give another directory, or make room"
+        )
+    return ""
+
+
+def check_directory(directory: Path) -> None:
+    """Raise InstallError if something else is in ``directory``, which would be mixed up."""
+    if not directory.exists():
+        return
+    if not directory.is_dir():
+        raise InstallError(f"{directory} is a file; give a directory for the environment")
+    if any(directory.iterdir()) and not (directory / NOTES).exists():
+        raise InstallError(
+            f"{directory} is not empty and no environment of this command; give another one"
+        )
+
+
+@contextmanager
+def _only_one(directory: Path) -> Iterator[int]:
+    """Refuse a second installation into the same directory at the same time.
+
+    Yields the file descriptor that holds the lock. A pip that inherits it keeps the directory
+    locked even if this process is killed and pip is not."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / NOTES, "a") as notes:
+        try:
+            fcntl.flock(notes, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InstallError(
+                f"another process is installing into {directory}; wait for it"
+            ) from None
+        yield notes.fileno()
+
+
+def _noted(directory: Path, pinned: Path) -> set[str]:
+    """Return what an earlier call has completed, of the same pinned file."""
+    lines = (directory / NOTES).read_text().splitlines()
+    if not lines or lines[0] != _digest(pinned):
+        return set()
+    return set(lines[1:])
+
+
+def _digest(pinned: Path) -> str:
+    return hashlib.sha256(pinned.read_bytes()).hexdigest()
+
+
+def _note(directory: Path, lines: Sequence[str]) -> None:
+    with open(directory / NOTES, "a") as notes:
+        notes.writelines(f"{line}\n" for line in lines)
+
+
+def _make_environment(directory: Path, pinned: Path) -> None:
+    """Make the virtual environment, anew if what is there is of another pinned file."""
+    notes = directory / NOTES
+    lines = notes.read_text().splitlines()
+    has_python = (directory / "bin" / "python").exists()
+    if has_python and lines and lines[0] == _digest(pinned):
+        return
+
+    for entry in directory.iterdir():
+        if entry == notes:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+    # Written in place: the file is locked.
+    with open(notes, "r+") as file:
+        file.truncate()
+        file.write(f"{_digest(pinned)}\n")
+
+    # The interpreter itself, not that of the trainer's environment, whose packages it would see.
+    base = getattr(sys, "_base_executable", sys.executable)
+    _run([base, "-m", "venv", str(directory)], "the environment could not be made")
+
+
+def _install(
+    directory: Path, missing: Sequence[Requirement], total: int, lock: int, say: Say
+) -> None:
+    """Install what is missing, a portion at a time."""
+    began = time.monotonic()
+    done = total - len(missing)
+    if done:
+        say(f"{done} of {total} packages are there already")
+
+    portion_file = directory / "portion.txt"
+    for start in range(0, len(missing), PORTION):
+        portion = missing[start : start + PORTION]
+        names = ", ".join(requirement.pin.split("==")[0] for requirement in portion)
+        elapsed = format_seconds(time.monotonic() - began)
+        say(f"[{done + start + 1}-{done + start + len(portion)} of {total}, {elapsed}] {names}")
+
+        portion_file.write_text("\n".join(requirement.text for requirement in portion) + "\n")
+        # What was interrupted looks installed and is not; what is whole was noted.
+        options = ["--no-deps", "--ignore-installed", "--only-binary", ":all:", "--require-hashes"]
+        quiet = ["-q", "--no-input", "--disable-pip-version-check", "--no-compile"]
+        pip = [str(directory / "bin" / "python"), "-m", "pip", "install"]
+        _run(
+            [*pip, *quiet, *options, "-r", str(portion_file)],
+            f"pip could not install {names}; the same command goes on from here",
+            keep_open=(lock,),
+        )
+        _note(directory, [requirement.pin for requirement in portion])
+    portion_file.unlink(missing_ok=True)
+
+
+def _compile(python: Path, say: Say) -> None:
+    """Write the byte code, on all cores: servers start faster, and users who may not write here
+    would compile at every start."""
+    say("compiling to byte code")
+    program = "import compileall, site; compileall.compile_dir(site.getsitepackages()[0], quiet=2, workers=0)"
+    # Packages hold templates that are no Python, which is no fault of theirs.
+    subprocess.run([str(python), "-c", program], capture_output=True, check=False)
+
+
+def _check_import(python: Path) -> None:
+    """Raise InstallError if the environment has no SGLang that Python finds."""
+    program = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
+    _run([str(python), "-c", program], f"{python} does not find SGLang")
+
+
+def _run(command: Sequence[str], failure: str, keep_open: tuple[int, ...] = ()) -> None:
+    """Run a program. Raises InstallError with its last line of complaint."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, pass_fds=keep_open)
+    if done.returncode:
+        complaint = [line for line in done.stderr.splitlines() if line.strip()]
+        raise InstallError(f"{failure}: {complaint[-1] if complaint else done.returncode}")

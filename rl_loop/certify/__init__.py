@@ -1,0 +1,1 @@
+"""``gptoss certify``: does a trainer or an engine compute GPT-OSS?"""

@@ -1,0 +1,210 @@
+"""Known faults of GPT-OSS implementations: what each does, and where it was seen."""
+
+from dataclasses import dataclass, replace
+
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
+from rl_loop.certify.reference import EVERY_LAYER, Variant
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One departure from GPT-OSS."""
+
+    name: str
+    """In the words of a report: "one key too many in the window"."""
+    variant: Variant
+    source: str = ""
+    """Where it was seen: repositories' threads, or a page of this project's docs."""
+
+
+WINDOW = (
+    Fault("one key too few in the window", Variant(window_offset=-1)),
+    Fault(
+        "one key too many in the window",
+        Variant(window_offset=1),
+        "NVIDIA/Megatron-LM#2771, NVIDIA-NeMo/Megatron-Bridge#2656, ml-explore/mlx-lm#390",
+    ),
+    Fault(
+        "no layer has a window",
+        Variant(windows="none"),
+        "NVIDIA/TensorRT-Model-Connect#400",
+    ),
+    Fault("every layer has a window", Variant(windows="all")),
+    Fault("odd layers have the window instead of even ones", Variant(windows="odd")),
+)
+
+SINKS = (
+    Fault(
+        "sinks are absent",
+        Variant(sinks="absent"),
+        "verl-project/verl#3894, THUDM/slime#996, NVIDIA-NeMo/RL#1672",
+    ),
+)
+
+SINK_GRADIENTS = (
+    Fault(
+        "the sinks' own gradient is dropped",
+        Variant(sinks="no gradient"),
+        "Dao-AILab/flash-attention#1973",
+    ),
+    Fault(
+        "sinks are dropped in the backward pass",
+        Variant(sinks="absent in the backward pass"),
+        "kernels without their backward pass: verl-project/verl#3894, "
+        "PrimeIntellect-ai/prime-rl#3397",
+    ),
+)
+
+OTHER_GRADIENTS = (
+    Fault("the router learns nothing from the experts' weights", Variant(router_gradient=False)),
+)
+
+YARN = (
+    Fault(
+        "YaRN's ramp is truncated to whole channels",
+        Variant(yarn="ramp rounded"),
+        "vllm-project/vllm#27722, sgl-project/sglang#14270",
+    ),
+    Fault("positions end at YaRN's original length", Variant(yarn="cut")),
+    Fault("YaRN is absent", Variant(yarn="absent"), "NVIDIA/TensorRT-Model-Connect#400"),
+    Fault("YaRN's concentration of queries and keys is absent", Variant(yarn="no concentration")),
+    Fault(
+        "YaRN takes the longest length for the original one",
+        Variant(yarn="wrong length"),
+        "NVIDIA-NeMo/Speech#14686, NVIDIA/Megatron-LM#1418",
+    ),
+    Fault("positions are rounded to bf16", Variant(bf16_positions=True)),
+)
+
+ROUTER = (
+    Fault("the router's bias is absent", Variant(router_bias="absent")),
+    Fault(
+        "the router's bias is in bf16",
+        Variant(router_bias="bf16"),
+        "NVIDIA/Megatron-LM#1482 (a bias in fp32 that became bf16)",
+    ),
+    Fault(
+        "the router's softmax is taken over all experts",
+        Variant(router_softmax="all"),
+        "Megatron's moe_router_pre_softmax",
+    ),
+)
+
+ACTIVATION = (
+    Fault(
+        "the activation is not clamped",
+        Variant(clamp="absent"),
+        "sgl-project/sglang#39939; config.json without swiglu_limit (docs/sglang.md)",
+    ),
+    Fault(
+        "the clamp comes before the bias",
+        Variant(clamp="before bias"),
+        "the order that tenstorrent/tt-metal#49619 spells out",
+    ),
+    Fault("the 1 that is added to up is missing", Variant(up_offset=0.0)),
+    Fault("the gate's slope is 1 (SiLU) and not 1.702", Variant(slope=1.0)),
+)
+
+INTERLEAVING = (
+    Fault(
+        "gate and up are taken for halves, not for every other channel",
+        Variant(concatenated="all"),
+        "ROCm/ATOM#845, vllm-project/vllm#29273",
+    ),
+    Fault(
+        "gate and up are half-interleaved: the biases' channels are taken for halves",
+        Variant(concatenated="biases"),
+        "a conversion of the weights that forgets the biases, as in ROCm/ATOM#845",
+    ),
+    Fault(
+        "gate and up are half-interleaved: the weights' channels are taken for halves",
+        Variant(concatenated="weights"),
+        "a conversion of the biases that forgets the weights, as in ROCm/ATOM#845",
+    ),
+    Fault("gate and up are swapped", Variant(swapped_gate_up=True)),
+)
+
+BIASES = (
+    Fault(
+        "the experts' biases are absent",
+        Variant(absent_biases=("gate_up_proj_bias", "down_proj_bias")),
+        "kernels of models without biases: tenstorrent/tt-metal#49619",
+    ),
+    Fault(
+        "the biases of q, k and v are absent",
+        Variant(absent_biases=("q_proj.bias", "k_proj.bias", "v_proj.bias")),
+    ),
+    Fault("the bias of attention's output is absent", Variant(absent_biases=("o_proj.bias",))),
+    Fault(
+        "biases are in bf16",
+        Variant(bf16_biases=True),
+        "found in the review of vllm-project/vllm#22508",
+    ),
+)
+
+TRANSPOSED = "NVIDIA-NeMo/Megatron-Bridge#3743, THUDM/slime#1840"
+
+PACKING = (
+    Fault(
+        "tokens see the sequences before theirs",
+        Variant(leaky_packing=True),
+        "huggingface/transformers#39997, huggingface/transformers#46634",
+    ),
+    Fault(
+        "tokens see the sequences before theirs, and positions run on",
+        Variant(leaky_packing=True, running_positions=True),
+        "huggingface/transformers#39997",
+    ),
+)
+
+DECODING = (
+    Fault(
+        "one key too few in the window of decoded tokens",
+        Variant(decoding_window_offset=-1),
+        "SGLang's triton attention: sgl-project/sglang#32087, docs/sglang.md",
+    ),
+    Fault(
+        "one key too many in the window of decoded tokens",
+        Variant(decoding_window_offset=1),
+        "a rotating cache of another length than the mask: ml-explore/mlx-lm#390",
+    ),
+)
+
+
+def orientation_faults(config: GptOssModelConfig) -> tuple[Fault, ...]:
+    """Return the faults of square matrices: of all layers, and of each."""
+    if config.hidden_size != config.intermediate_size:
+        return ()
+    name = "down projections, which are square, are transposed"
+    everywhere = Variant(transposed_down=EVERY_LAYER)
+    faults = [Fault(f"the experts' {name}", everywhere, TRANSPOSED)]
+    for layer in range(config.num_layers):
+        one = replace(everywhere, transposed_down=layer)
+        faults.append(Fault(f"in layer {layer} the experts' {name}", one, TRANSPOSED))
+    return tuple(faults)
+
+
+def update_faults(config: GptOssModelConfig) -> tuple[Fault, ...]:
+    """Return the faults of an update from one set of weights to another."""
+    unnamed = "engines that ignore unknown names and answer success (docs/sglang.md)"
+    faults = [
+        Fault(
+            "nothing was updated",
+            Variant(stale=""),
+            "vllm-project/vllm#32718 (weights are read from a cache)",
+        ),
+        Fault("the experts were not updated", Variant(stale=".experts."), unnamed),
+        Fault("sinks were not updated", Variant(stale=".sinks"), unnamed),
+        Fault("biases were not updated", Variant(stale="bias"), unnamed),
+        Fault("the routers were not updated", Variant(stale=".router."), unnamed),
+    ]
+    for layer in range(config.num_layers):
+        for expert in range(config.num_experts):
+            faults.append(
+                Fault(
+                    f"expert {expert} of layer {layer} kept its old weights",
+                    Variant(stale_expert=(layer, expert)),
+                    "experts that are gathered or sent one by one: verl-project/verl#7195",
+                )
+            )
+    return (*faults, *orientation_faults(config), *INTERLEAVING)

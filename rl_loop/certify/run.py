@@ -1,0 +1,234 @@
+"""``gptoss certify``: opens the weights and the subject, and runs the checks."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+import torch
+
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
+from rl_loop.certify.certificate import Certificate, CheckResult, Status
+from rl_loop.certify.checks import CHECKS, TITLES
+from rl_loop.certify.examination import Examination
+from rl_loop.certify.model import (
+    FIRST,
+    SECOND,
+    CertifyError,
+    Precision,
+    Weights,
+    read_weights,
+    vocabulary_of,
+)
+from rl_loop.certify.reference import Reference, Variant, rotary_frequencies
+from rl_loop.certify.subject import NotOffered, Subject, SubjectFailed
+from rl_loop.certify.texts import Text, Texts
+from rl_loop.harmony.vocabulary import SPECIAL_TOKENS, Vocabulary, special_id
+from rl_loop.registry import Registry
+
+REFERENCE_TOLERANCE = 2e-4
+"""Nats that the reference and transformers in fp64 may differ by: transformers has norms and angles
+in fp32, and long texts were not compared."""
+BYTES_PER_PARAMETER = 3 * 8
+"""Of this process: the weights as they are read, in fp64, and in the subject's precision."""
+
+MakeSubject = Callable[[Path, Precision], Subject]
+
+FACTORIES: Registry[MakeSubject] = Registry(
+    kind="subject",
+    expected="a function of a directory and a precision that returns a Subject",
+    accepts=callable,
+    entries={
+        "transformers": "rl_loop.certify.subjects.transformers_model:TransformersModel",
+        "trainer": "rl_loop.certify.subjects.megatron_trainer:MegatronTrainer",
+    },
+)
+
+
+@dataclass(frozen=True)
+class CertifyOptions:
+    """What is certified, and with what."""
+
+    subject: str
+    """A name of FACTORIES, MODULE:FUNCTION, or the URL of a server."""
+    weights: Path
+    """A directory that ``prepare`` wrote, or a Hugging Face directory."""
+    precision: Precision = "fp32"
+    deterministic: bool = False
+    """The server claims equal bits."""
+    only: tuple[str, ...] = ()
+    """Checks to run; none: all."""
+
+
+def certify(
+    options: CertifyOptions,
+    progress: Callable[[CheckResult], None] = lambda result: None,
+) -> Certificate:
+    """Run the checks.
+
+    Raises:
+        CertifyError: for a subject, a check or weights that cannot be used.
+        ConversionError: for a directory that is no model's.
+        SubjectFailed: if the subject cannot even be reached.
+    """
+    unknown = set(options.only) - set(CHECKS)
+    if unknown:
+        known = ", ".join(CHECKS)
+        raise CertifyError(f"there is no check {', '.join(sorted(unknown))}; known: {known}")
+
+    first, second = open_weights(options.weights)
+    vocabulary = vocabulary_of(first.directory, first.config.vocab_size)
+    texts = Texts(first.config, special_ids(vocabulary, first.config))
+    check_reference(first, texts)
+    with closing(open_subject(options, first)) as subject:
+        exam = Examination(subject, first, second, options.precision, texts, vocabulary)
+        results = run_checks(exam, options.only, progress)
+        return Certificate(
+            subject=subject.name,
+            weights=str(options.weights),
+            precision=options.precision,
+            model=_describe_model(first.config),
+            date=datetime.now(UTC).date().isoformat(),
+            results=results,
+        )
+
+
+def run_checks(
+    exam: Examination,
+    only: Sequence[str] = (),
+    progress: Callable[[CheckResult], None] = lambda result: None,
+) -> list[CheckResult]:
+    """Run checks, each by itself: what one cannot do keeps no other from running."""
+    results = []
+    for name, check in CHECKS.items():
+        # The first one finds the faults of which the others are told.
+        if only and name not in only and name != "agreement":
+            continue
+        started = time.process_time()
+        try:
+            result = check(exam)
+        except NotOffered as reason:
+            result = CheckResult(name, TITLES[name], Status.SKIPPED, str(reason))
+        except SubjectFailed as failure:
+            result = CheckResult(name, TITLES[name], Status.FAILED, str(failure))
+        result = replace(result, seconds=time.process_time() - started)
+        results.append(result)
+        progress(result)
+    return results
+
+
+def check_subject_name(subject: str, has_weights: bool) -> None:
+    """Check what can be checked of a subject's name before anything is made.
+
+    Raises CertifyError.
+    """
+    if _is_url(subject):
+        if not has_weights:
+            raise CertifyError(
+                f"{subject}: say with --weights what the server was started with; "
+                "`gptoss certify prepare DIR` makes it"
+            )
+        return
+    if subject not in FACTORIES and ":" not in subject:
+        known = ", ".join(FACTORIES)
+        raise CertifyError(
+            f"there is no subject {subject!r}; known: {known}; or give MODULE:FUNCTION or a URL"
+        )
+
+
+def _is_url(subject: str) -> bool:
+    return subject.startswith(("http://", "https://"))
+
+
+def open_weights(directory: Path) -> tuple[Weights, Weights | None]:
+    """Read what ``prepare`` wrote, or one Hugging Face directory, which has no second set."""
+    has_two = (directory / FIRST).is_dir()
+    first_directory = directory / FIRST if has_two else directory
+    first = read_weights(first_directory)
+    needed = sum(tensor.numel() for tensor in first.tensors.values()) * BYTES_PER_PARAMETER
+    available = psutil.virtual_memory().available
+    if needed > available:
+        raise CertifyError(
+            f"{first_directory}: the reference needs {needed / 1e9:.0f} GB of memory, "
+            f"{available / 1e9:.0f} GB are free; `gptoss certify prepare` makes small weights"
+        )
+    second = read_weights(directory / SECOND) if has_two else None
+    return first, second
+
+
+def open_subject(options: CertifyOptions, weights: Weights) -> Subject:
+    """Make the subject that ``options`` name."""
+    name = options.subject
+    if _is_url(name):
+        # Imported here: whoever certifies a trainer needs no HTTP client, and the other way round.
+        if name.rstrip("/").endswith("/v1"):
+            from rl_loop.certify.subjects.completions_server import CompletionsServer
+
+            return CompletionsServer(name)
+        from rl_loop.certify.subjects.sglang_server import SglangServer
+
+        return SglangServer(name, weights.config, options.deterministic)
+
+    check_subject_name(name, has_weights=True)
+    try:
+        factory = FACTORIES.resolve(name)
+    except ValueError as error:
+        raise CertifyError(str(error)) from error
+    subject = factory(weights.directory, options.precision)
+    if not isinstance(subject, Subject):
+        raise CertifyError(
+            f"{name} returned {type(subject).__name__}; expected a rl_loop.certify.subject.Subject"
+        )
+    return subject
+
+
+def check_reference(weights: Weights, texts: Texts) -> None:
+    """Compare the reference with transformers in fp64, so that no fault of ours becomes another's.
+
+    Raises CertifyError.
+    """
+    from transformers import GptOssConfig, GptOssForCausalLM
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = weights.config
+    hf_config = GptOssConfig(**config.to_hf_config())
+    frequencies, scale = rotary_frequencies(config, Variant())
+    their_frequencies, their_scale = ROPE_INIT_FUNCTIONS["yarn"](hf_config, torch.device("cpu"))
+    is_same = torch.allclose(frequencies, their_frequencies, rtol=1e-5, atol=0)
+    if not is_same or abs(scale - their_scale) > 1e-6:
+        raise CertifyError("the reference has other rotary frequencies than transformers")
+
+    model = GptOssForCausalLM(hf_config).double().eval()
+    model.set_attn_implementation("eager")
+    model.set_experts_implementation("eager")  # the default has no fp64 kernel
+    model.load_state_dict({name: tensor.double() for name, tensor in weights.tensors.items()})
+    text = Text("window", texts.window[0].ids[: 2 * config.sliding_window])
+    tokens = torch.tensor([text.ids])
+    with torch.no_grad():
+        log_probs = model(tokens[:, :-1], use_cache=False).logits[0].log_softmax(-1)
+    expected = log_probs.gather(-1, tokens[0, 1:, None])[:, 0]
+    reference = Reference(config, weights.tensors).evaluate(text.ids).log_probs
+    difference = float((reference - expected).abs().max())
+    if not difference < REFERENCE_TOLERANCE:
+        raise CertifyError(
+            f"the reference and transformers in fp64 differ by {difference:.1e} nats: "
+            "one of them is wrong, and nothing can be judged"
+        )
+
+
+def special_ids(vocabulary: Vocabulary | None, config: GptOssModelConfig) -> tuple[int, ...]:
+    """Return the ids of Harmony's special tokens that the model has."""
+    if vocabulary is None:
+        return ()
+    ids = vocabulary.from_harmony([special_id(token) for token in SPECIAL_TOKENS])
+    return tuple(token for token in ids if token < config.vocab_size)
+
+
+def _describe_model(config: GptOssModelConfig) -> str:
+    return (
+        f"{config.num_layers} layers, {config.num_experts} experts, {config.hidden_size} channels, "
+        f"window {config.sliding_window}, original length {config.yarn_original_length}"
+    )

@@ -1,0 +1,1 @@
+"""What can be certified without further code: each module makes one kind of subject."""

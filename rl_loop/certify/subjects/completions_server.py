@@ -1,0 +1,95 @@
+"""A server of OpenAI's completions that takes token ids and echoes their log-probs, as vLLM's."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+
+from rl_loop.certify.subject import Generated, NotOffered, Scored, Subject, SubjectFailed
+
+SHOWN_CHARACTERS = 300
+"""Of an answer that an error quotes."""
+
+
+class CompletionsServer(Subject):
+    """The server at ``url``, which ends with ``/v1``. This API has neither updates nor routes."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+        self.name = f"the server at {self._url}"
+        self._runner = asyncio.Runner()
+        try:
+            models = self._runner.run(self._call("GET", "/models", None))
+            self._model = models["data"][0]["id"]
+        except (LookupError, TypeError) as error:
+            self.close()
+            raise SubjectFailed(f"{self._url}/models names no model: {error!r}") from error
+        except SubjectFailed:
+            self.close()
+            raise
+
+    async def _call(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=300)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as session,
+                session.request(method, f"{self._url}{path}", json=body) as answer,
+            ):
+                text = await answer.text()
+                if answer.status != 200:
+                    quoted = text[:SHOWN_CHARACTERS]
+                    raise SubjectFailed(f"{self._url}{path}: HTTP {answer.status}: {quoted}")
+                return await answer.json(content_type=None)
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise SubjectFailed(f"{self._url}{path}: {error!r}") from error
+
+    def _complete(self, prompt: object, **options: object) -> dict[str, Any]:
+        """Return the only choice of an answer."""
+        body = {"model": self._model, "prompt": prompt, "temperature": 0, **options}
+        answer = self._runner.run(self._call("POST", "/completions", body))
+        try:
+            choice: dict[str, Any] = answer["choices"][0]
+        except (LookupError, TypeError) as error:
+            raise SubjectFailed(f"{self._url}/completions answered no choice: {answer}") from error
+        return choice
+
+    def score(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
+        """Let prompts be echoed with their log-probs, one after the other."""
+        results = []
+        for text in texts:
+            choice = self._complete(list(text), max_tokens=1, echo=True, logprobs=1)
+            log_probs = (choice.get("logprobs") or {}).get("token_logprobs") or []
+            if len(log_probs) < len(text) or None in log_probs[1 : len(text)]:
+                raise SubjectFailed(
+                    f"{self._url} does not echo the log-probs of a prompt of {len(text)} tokens"
+                )
+            results.append(Scored([float(value) for value in log_probs[1 : len(text)]]))
+        return results
+
+    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> Generated:
+        """Decode greedily; the server must return token ids."""
+        choice = self._complete(
+            list(prompt),
+            max_tokens=max_new_tokens,
+            logprobs=1,
+            return_token_ids=True,
+            ignore_eos=True,
+        )
+        ids = choice.get("token_ids")
+        if not isinstance(ids, list):
+            raise NotOffered(f"{self.name} does not return token ids")
+        log_probs = (choice.get("logprobs") or {}).get("token_logprobs") or []
+        return Generated(ids, [float(value) for value in log_probs])
+
+    def tokenize(self, text: str) -> list[int]:
+        """Send text, and read the ids that the server says it became."""
+        choice = self._complete(text, max_tokens=1, return_token_ids=True)
+        ids = choice.get("prompt_token_ids")
+        if not isinstance(ids, list):
+            raise NotOffered(f"{self.name} does not return the token ids of a prompt")
+        return ids
+
+    def close(self) -> None:
+        """End the event loop."""
+        self._runner.close()

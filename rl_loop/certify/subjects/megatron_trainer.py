@@ -1,0 +1,161 @@
+"""This project's trainer: Megatron-Core on packed rows, on one GPU or on the CPU."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from converters.hf_directory import HfDirectory
+from converters.live import export_hf_weights, load_hf_weights
+from megatron_gptoss import distributed
+from megatron_gptoss.config import OptimizerConfig, ParallelConfig
+from megatron_gptoss.model import build_model
+from megatron_gptoss.packing import PackedBatch, build_batch
+from megatron_gptoss.routing_replay import RoutingReplay
+from megatron_gptoss.samples import Sample, TrainingSamples
+from megatron_gptoss.trainer import LossOutput, PolicyTrainer
+from rl_loop.certify.harmony_tokens import HarmonyMessage
+from rl_loop.certify.model import DTYPES, Precision, vocabulary_of
+from rl_loop.certify.subject import NotOffered, Scored, Subject
+from rl_loop.cluster.placement import free_port
+from rl_loop.harmony.codec import Harmony, ParsedMessage, PromptConfig, ToolOutput
+
+IDLE_RATE = 1e-12
+"""A learning rate: the step that computes gradients ends with an update, which is undone."""
+
+
+class MegatronTrainer(Subject):
+    """One rank of the trainer. A process has one at a time."""
+
+    name = "the trainer (Megatron-Core)"
+
+    def __init__(self, directory: Path, precision: Precision, **overrides: Any) -> None:
+        """Build the model of ``directory``; ``overrides`` are those of ``build_model``."""
+        self._directory = directory
+        self.config = HfDirectory(directory).config
+        distributed.initialize(ParallelConfig(), port=free_port())
+        try:
+            model = build_model(self.config, ParallelConfig(), DTYPES[precision], **overrides)
+            self._load(model, directory)
+        except BaseException:
+            distributed.shutdown()
+            raise
+        self.trainer = PolicyTrainer(model, OptimizerConfig(clip_grad=1e9))
+
+    def _load(self, model: torch.nn.Module, directory: Path) -> None:
+        load_hf_weights(model, self.config, HfDirectory(directory).get)
+
+    def score(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
+        """Score each text in a row of its own."""
+        return [self._score_row([text])[0] for text in texts]
+
+    def score_packed(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
+        """Score all texts in one row."""
+        return self._score_row(texts)
+
+    def score_with_routes(
+        self, texts: Sequence[Sequence[int]], routes: Sequence[np.ndarray]
+    ) -> list[Scored]:
+        """Replay routes, as R3 does."""
+        return self._score_row(texts, routes)
+
+    def _score_row(
+        self, texts: Sequence[Sequence[int]], routes: Sequence[np.ndarray] | None = None
+    ) -> list[Scored]:
+        batch = build_batch(_samples(texts, routes))
+        self.trainer.replay = replay = RoutingReplay(self.trainer.module)
+        replay.start_recording()
+        try:
+            (log_probs,) = self.trainer.score([batch])
+            (recorded,) = replay.recorded()
+        finally:
+            self.trainer.replay = None
+            for layer in replay.layers:
+                layer.router.replay = None
+
+        chosen = torch.stack(recorded.layers, dim=1).cpu().numpy()
+        results = []
+        start = 0
+        for text in texts:
+            end = start + len(text) - 1
+            results.append(Scored(log_probs[start:end].tolist(), chosen[start:end]))
+            start = end
+        return results
+
+    def gradients(self, texts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        """Run one training step, and read Megatron's gradients instead of the weights."""
+        tokens = sum(len(text) - 1 for text in texts)
+
+        def loss(log_probs: Tensor, entropy: Tensor, batch: PackedBatch) -> LossOutput:
+            total = -(log_probs * (batch.loss_mask > 0)).sum() / tokens
+            return LossOutput(total, {"loss": total})
+
+        batches = [build_batch(_samples([text])) for text in texts]
+        self.trainer.train_step(batches, loss, learning_rate=IDLE_RATE)
+
+        parameters: list[Any] = list(self.trainer.module.parameters())
+        weights = [parameter.data for parameter in parameters]
+        for parameter in parameters:
+            parameter.data = parameter.main_grad
+        exported = export_hf_weights(self.trainer.module, self.config)
+        gradients = {name: tensor.float().cpu().clone() for name, tensor in exported}
+        for parameter, weight in zip(parameters, weights, strict=True):
+            parameter.data = weight
+
+        self._load(self.trainer.module, self._directory)
+        return gradients
+
+    def update(self, directory: Path) -> None:
+        """Load other weights into the running model."""
+        self._directory = directory
+        self._load(self.trainer.module, directory)
+
+    def render(self, messages: Sequence[HarmonyMessage]) -> list[int]:
+        """Render with the codec of this project: what the assistant says as demonstrations have
+        it, what tools say as the loop has it."""
+        vocabulary = vocabulary_of(self._directory, self.config.vocab_size)
+        if vocabulary is None:
+            raise NotOffered("the vocabulary is not known")
+        harmony = Harmony(vocabulary, PromptConfig())
+        header = harmony.assistant_header
+        ids: list[int] = []
+        for message in messages:
+            if message.role == "user":
+                ids += _without_header(harmony.render_observation([], message.content), header)
+            elif message.role == "assistant":
+                said = ParsedMessage(
+                    channel=message.channel or "final",
+                    recipient=message.recipient,
+                    content_type=message.content_type,
+                    text=message.content,
+                )
+                ids += header + harmony.render_sampled(said, message.end)  # type: ignore[arg-type]
+            else:
+                output = ToolOutput(message.role, message.channel or "", message.content)
+                ids += _without_header(harmony.render_observation([output]), header)
+        return ids
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        distributed.shutdown()
+
+
+def _samples(
+    texts: Sequence[Sequence[int]], routes: Sequence[np.ndarray] | None = None
+) -> TrainingSamples:
+    """Make samples whose every token but the first is a label."""
+    samples = []
+    for number, text in enumerate(texts):
+        sample = Sample(list(text), [0] + [1] * (len(text) - 1))
+        if routes is not None:
+            sample.routed_experts = routes[number].astype(np.int16)
+        samples.append(sample)
+    return TrainingSamples.join(samples)
+
+
+def _without_header(ids: list[int], header: list[int]) -> list[int]:
+    """Cut off the assistant's header, with which a rendered observation ends."""
+    return ids[: len(ids) - len(header)]

@@ -1,0 +1,128 @@
+"""A server of SGLang, by its own /generate."""
+
+import asyncio
+import base64
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
+from rl_loop.certify.subject import Generated, NotOffered, Scored, Subject, SubjectFailed
+from rl_loop.engines.sglang.client import RequestRejected, ServerFailed, SglangClient
+
+TOGETHER = 8
+"""Requests at a time: so many that the server batches them."""
+UPDATE_SECONDS = 600.0
+
+
+class SglangServer(Subject):
+    """The server at ``url``, which was started with the weights of the first directory.
+
+    ``deterministic``: it was started with --enable-deterministic-inference.
+    """
+
+    def __init__(self, url: str, config: GptOssModelConfig, deterministic: bool = False) -> None:
+        self._url = url.rstrip("/")
+        self._config = config
+        self._runner = asyncio.Runner()
+        self._client = SglangClient(self._url)
+        self._slots = asyncio.Semaphore(TOGETHER)
+        self.is_deterministic = deterministic
+        try:
+            info = self._run(self._client.call("/server_info"))
+        except SubjectFailed:
+            self.close()
+            raise
+        settings = [str(info.get(key, "?")) for key in ("version", "attention_backend")]
+        self._returns_routes = bool(info.get("enable_return_routed_experts", False))
+        self.name = f"SGLang {' '.join(settings)} at {self._url}"
+
+    def _run[T](self, calls: Coroutine[Any, Any, T]) -> T:
+        try:
+            return self._runner.run(calls)
+        except (ServerFailed, RequestRejected) as error:
+            raise SubjectFailed(str(error)) from error
+        except (LookupError, TypeError, ValueError) as error:
+            raise SubjectFailed(f"{self._url} answers otherwise than SGLang: {error!r}") from error
+
+    def score(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
+        """Score prompts, past the prefix cache; routes come if the server was started with them."""
+
+        async def score_all() -> list[Scored]:
+            return await asyncio.gather(*(self._score(list(text)) for text in texts))
+
+        return self._run(score_all())
+
+    async def _score(self, text: list[int]) -> Scored:
+        body = {
+            "input_ids": text,
+            # The one token that is sampled brings the routes of the whole prompt with it.
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "return_routed_experts": self._returns_routes,
+        }
+        async with self._slots:
+            answer = await self._client.call("/generate", body)
+        meta = answer["meta_info"]
+        entries = meta["input_token_logprobs"]
+        if [entry[1] for entry in entries] != text:
+            raise ServerFailed(f"{self._url}: the scored tokens are not those that were sent")
+        log_probs = [float(entry[0]) for entry in entries[1:]]
+        return Scored(log_probs, self._routes(meta, len(text)))
+
+    def _routes(self, meta: dict[str, Any], tokens: int) -> np.ndarray | None:
+        """Return the routes of the inputs of a text, int32 [tokens - 1, layers, top_k]."""
+        if not meta.get("routed_experts"):
+            return None
+        shape = (-1, self._config.num_layers, self._config.experts_per_token)
+        data = base64.b64decode(meta["routed_experts"])
+        return np.frombuffer(data, dtype=np.int32).reshape(shape)[: tokens - 1]
+
+    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> Generated:
+        """Decode greedily."""
+        body = {
+            "input_ids": list(prompt),
+            "sampling_params": {
+                "max_new_tokens": max_new_tokens,
+                "temperature": 0.0,
+                "ignore_eos": True,
+            },
+            "return_logprob": True,
+        }
+        entries = self._run(self._entries(body, "output_token_logprobs"))
+        return Generated([entry[1] for entry in entries], [float(entry[0]) for entry in entries])
+
+    async def _entries(self, body: dict[str, Any], kind: str) -> list[Any]:
+        """Return [log-prob, token id, text] of every token of an answer."""
+        answer = await self._client.call("/generate", body)
+        entries: list[Any] = answer["meta_info"][kind]
+        return entries
+
+    def tokenize(self, text: str) -> list[int]:
+        """Send text instead of ids, and read the ids that are scored."""
+        body = {
+            "text": text,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        try:
+            entries = self._run(self._entries(body, "input_token_logprobs"))
+        except SubjectFailed as error:
+            # As with --skip-tokenizer-init.
+            raise NotOffered(f"{self.name} takes no text: {error}") from error
+        return [entry[1] for entry in entries]
+
+    def update(self, directory: Path) -> None:
+        """Let the server read another directory, which it must be able to see."""
+        body = {"model_path": str(directory.resolve()), "load_format": "auto", "flush_cache": True}
+        call = self._client.call("/update_weights_from_disk", body, seconds=UPDATE_SECONDS)
+        self._run(call)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._runner.run(self._client.close())
+        self._runner.close()

@@ -1,0 +1,131 @@
+"""transformers' GptOssForCausalLM: the implementation that all others are compared with."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, DynamicCache, GptOssForCausalLM
+
+from converters.hf_directory import TOKENIZER_FILES, HfDirectory
+from rl_loop.certify.model import DTYPES, Precision
+from rl_loop.certify.subject import Generated, NotOffered, Scored, Subject
+
+
+class TransformersModel(Subject):
+    """Eager attention; one text at a time, on the GPU if there is one."""
+
+    name = "transformers"
+
+    def __init__(self, directory: Path, precision: Precision) -> None:
+        self._directory = directory
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model = GptOssForCausalLM.from_pretrained(
+            directory, dtype=DTYPES[precision], attn_implementation="eager"
+        )
+        self.model: Any = model.eval().to(self.device)
+
+    @property
+    def routers(self) -> list[torch.nn.Module]:
+        """The routers, by layer."""
+        return [layer.mlp.router for layer in self.model.model.layers]
+
+    @torch.no_grad()
+    def score(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
+        """Score each text by itself, and note what its routers choose."""
+        results = []
+        for text in texts:
+            with self._recording() as chosen:
+                log_probs = self._log_probs(text)
+            routes = torch.stack(chosen, dim=1).cpu().numpy()
+            results.append(Scored(log_probs.tolist(), routes))
+        return results
+
+    def _log_probs(self, text: Sequence[int]) -> Tensor:
+        """Compute log p of every token but the first, fp32 at least [n - 1]."""
+        tokens = torch.tensor([list(text)], device=self.device)
+        logits = self.model(tokens[:, :-1], use_cache=False).logits[0]
+        all_log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        return all_log_probs.gather(-1, tokens[0, 1:, None])[:, 0]
+
+    @contextmanager
+    def _recording(self) -> Iterator[list[Tensor]]:
+        """Yield a list to which every router adds its choice, int64 [tokens, top_k]."""
+        chosen: list[Tensor] = []
+
+        def note(router: Any, inputs: Any, output: Any) -> None:
+            chosen.append(output[2])
+
+        with ExitStack() as hooks:
+            for router in self.routers:
+                hooks.callback(router.register_forward_hook(note).remove)
+            yield chosen
+
+    @torch.no_grad()
+    def score_with_routes(
+        self, texts: Sequence[Sequence[int]], routes: Sequence[np.ndarray]
+    ) -> list[Scored]:
+        """Score texts with the experts that are given, weighted by the router's own logits."""
+        results = []
+        for text, given in zip(texts, routes, strict=True):
+            with ExitStack() as hooks:
+                for layer, router in enumerate(self.routers):
+                    route = torch.as_tensor(given[:, layer], device=self.device)
+                    hook = router.register_forward_hook(_Replacing(route))
+                    hooks.callback(hook.remove)
+                results.append(Scored(self._log_probs(text).tolist()))
+        return results
+
+    @torch.no_grad()
+    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> Generated:
+        """Decode greedily with transformers' cache."""
+        cache = DynamicCache(config=self.model.config)
+        step = torch.tensor([list(prompt)], device=self.device)
+        ids = []
+        log_probs = []
+        for _ in range(max_new_tokens):
+            output = self.model(step, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            likely, token = output.logits[0, -1].float().log_softmax(-1).max(dim=-1)
+            ids.append(int(token))
+            log_probs.append(float(likely))
+            step = token.view(1, 1)
+        return Generated(ids, log_probs)
+
+    def gradients(self, texts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        """Differentiate the mean of -log p."""
+        tokens = sum(len(text) - 1 for text in texts)
+        self.model.zero_grad(set_to_none=True)
+        for text in texts:
+            (-self._log_probs(text).sum() / tokens).backward()
+        named = dict(self.model.named_parameters())
+        return {name: p.grad for name, p in named.items() if p.grad is not None}
+
+    @torch.no_grad()
+    def update(self, directory: Path) -> None:
+        """Copy the weights of another directory."""
+        source = HfDirectory(directory)
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(source.get(name))
+
+    def tokenize(self, text: str) -> list[int]:
+        """Use the directory's tokenizer."""
+        if not (self._directory / TOKENIZER_FILES[0]).exists():
+            raise NotOffered(f"{self._directory} has no tokenizer")
+        tokenizer = AutoTokenizer.from_pretrained(self._directory)
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+
+class _Replacing:
+    """Puts other experts in the place of a router's choice."""
+
+    def __init__(self, routes: Tensor) -> None:
+        self._routes = routes
+
+    def __call__(self, router: Any, inputs: Any, output: Any) -> Any:
+        logits = output[0]
+        shares = logits.gather(-1, self._routes).softmax(-1)
+        return logits, shares, self._routes

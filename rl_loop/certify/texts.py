@@ -1,0 +1,86 @@
+"""The texts of a certificate: each is made for one kind of fault."""
+
+import random
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
+from rl_loop.certify.model import BEACON
+
+BEACONS = 4
+"""Beacons of a text that shows the window's edge."""
+PROMPTS = 6
+CONTINUATION = PROMPTS + 4
+"""Tokens to decode, so that every beacon of ``prompts`` leaves the window."""
+TAIL = 96
+"""Tokens beyond YaRN's original length."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """Token ids, and what they are for."""
+
+    kind: str
+    """"short", "window" or "long"."""
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Texts:
+    """All texts for one architecture; they follow from ``seed``."""
+
+    config: GptOssModelConfig
+    special_ids: tuple[int, ...]
+    """Ids that texts contain now and then."""
+    seed: int = 0
+
+    @cached_property
+    def short(self) -> list[Text]:
+        """Within the window: no fault of the window shows here."""
+        length = min(self.config.sliding_window, 96)
+        return [Text("short", self._draw(length, f"short {i}")) for i in range(3)]
+
+    @cached_property
+    def window(self) -> list[Text]:
+        """Beacons one more than a window apart: of the tokens between two, the last but one
+        sees the beacon as the oldest of its keys, and the last one none at all."""
+        distance = self.config.sliding_window + 1
+        texts = []
+        for number in range(2):
+            ids = list(self._draw(BEACONS * distance + 2, f"window {number}"))
+            for i in range(number, len(ids), distance):
+                ids[i] = BEACON
+            texts.append(Text("window", tuple(ids)))
+        return texts
+
+    @cached_property
+    def long(self) -> list[Text]:
+        """Beyond the original length of YaRN."""
+        length = self.config.yarn_original_length + TAIL
+        return [Text("long", self._draw(min(length, self.config.max_length), "long"))]
+
+    @cached_property
+    def all(self) -> list[Text]:
+        """Every text, the short ones first."""
+        return [*self.short, *self.window, *self.long]
+
+    @cached_property
+    def prompts(self) -> list[Text]:
+        """Prompts whose continuations cross the window's edge, each with one beacon: a token
+        that is decoded sees it as the oldest of its keys, and the next one does not."""
+        texts = []
+        for number in range(PROMPTS):
+            ids = list(self._draw(self.config.sliding_window - 3, f"prompt {number}"))
+            ids[number] = BEACON
+            texts.append(Text("prompt", tuple(ids)))
+        return texts
+
+    def _draw(self, length: int, name: str) -> tuple[int, ...]:
+        """Draw tokens, one of twelve of them special."""
+        rng = random.Random(f"{self.seed}/{name}")
+        ordinary = [i for i in range(self.config.vocab_size) if i != BEACON]
+        ids = []
+        for _ in range(length):
+            is_special = self.special_ids and rng.random() < 1 / 12
+            ids.append(rng.choice(self.special_ids if is_special else ordinary))
+        return tuple(ids)

@@ -1,0 +1,107 @@
+"""The seam between chat formats and everything that plays, makes or learns episodes.
+
+A codec renders conversations to token ids and parses what a policy sampled. Sampled ids are parsed and
+then kept as they are: nothing that was sampled is rendered again.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from rl_loop.chat.messages import FormatError, ParsedMessage, ToolOutput
+from rl_loop.chat.tools import BuiltinTool, PythonTool, Tool
+
+
+class Vocabulary(Protocol):
+    """The token ids of a model."""
+
+    size: int
+    """Rows of the model's embedding."""
+
+    def encode_text(self, text: str) -> list[int]:
+        """Encode plain text; nothing in it becomes a special token."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Decode with special tokens written out; bytes that are not UTF-8 become U+FFFD."""
+        ...
+
+    def save(self, directory: Path) -> list[Path]:
+        """Write what transformers' AutoTokenizer needs and return the files; none if those of the
+        checkpoint that training started from are to be copied."""
+        ...
+
+
+class ChatCodec(Protocol):
+    """Renders and parses one chat format in one vocabulary."""
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What token ids mean."""
+        ...
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a turn of the policy."""
+        ...
+
+    def render_prompt(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[Tool] = (),
+        builtin_tools: Sequence[BuiltinTool | PythonTool] = (),
+    ) -> list[int]:
+        """Render a conversation, ending where the assistant begins its turn.
+
+        ``messages`` are those that ``rl_loop.harmony.conversation`` describes, as far as the format
+        can say them. Raises ValueError naming the message that cannot be rendered.
+        """
+        ...
+
+    def render_observation(
+        self, outputs: Sequence[ToolOutput], user: str | None = None
+    ) -> list[int]:
+        """Render what tools answer to a sampled turn and what the user then says.
+
+        Ends where the assistant begins again. Half of a surrogate pair, which is no text, becomes
+        U+FFFD.
+        """
+        ...
+
+    def render_assistant(self, messages: Sequence[ParsedMessage]) -> list[int]:
+        """Render a turn exactly as a policy would sample it, behind a prompt: with its stop token."""
+        ...
+
+    def parse(self, ids: Sequence[int]) -> list[ParsedMessage] | FormatError:
+        """Parse one sampled turn, its stop token included: thoughts, then calls or a final answer.
+
+        A recipient is whatever the policy wrote: the environment says which tools there are.
+        """
+        ...
+
+    def split_at_calls(
+        self, ids: Sequence[int], messages: Sequence[ParsedMessage]
+    ) -> tuple[list[int], list[int]]:
+        """Split a turn with calls, ``messages``, into reasoning and calls."""
+        ...
+
+    def join_with_calls(self, reasoning: Sequence[int], calls: Sequence[int]) -> list[int]:
+        """Put together what ``split_at_calls`` gave, of one turn or of two."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Decode ids of the model, special tokens written out."""
+        ...
+
+    def decode_token(self, token_id: int) -> str:
+        """Decode one id of the model."""
+        ...
+
+    def chat_template(self) -> str:
+        """Return the Jinja template of an export whose vocabulary is our own."""
+        ...
+
+
+def without_surrogates(text: str) -> str:
+    """Replace halves of surrogate pairs, which no encoding of text has, by U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,0 +1,346 @@
+"""ChatML in token space: rendering prompts and tool output, and parsing what the policy sampled.
+
+The format is that of Qwen2.5's chat template, token for token:
+
+    <|im_start|>system
+    TEXT, and the tools as JSON<|im_end|>
+    <|im_start|>user
+    TEXT<|im_end|>
+    <|im_start|>assistant
+    THOUGHTS
+    <tool_call>
+    {"name": "python", "arguments": {"code": "print(1)"}}
+    </tool_call><|im_end|>
+    <|im_start|>user
+    <tool_response>
+    1
+    </tool_response><|im_end|>
+
+There are no channels. Text before calls is what Harmony calls analysis, a turn without calls is the
+final answer as a whole, thoughts included.
+"""
+
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl_loop.chat.codec import without_surrogates
+from rl_loop.chat.messages import FormatError, ParsedMessage, ToolOutput
+from rl_loop.chat.tools import BuiltinTool, PythonTool, Tool, check_names
+from rl_loop.chatml.chat_template import CHAT_TEMPLATE
+from rl_loop.chatml.conversation import Call, ChatMessage, chat_messages
+from rl_loop.chatml.prompt_config import ChatMlConfig
+from rl_loop.chatml.vocabulary import (
+    IM_END,
+    IM_START,
+    TOOL_CALL,
+    TOOL_CALL_END,
+    ChatMlVocabulary,
+)
+
+TOOLS_BEGIN = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>"""
+TOOLS_END = """
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call>"""
+"""Qwen2.5's words for tools."""
+
+MARKUP = re.compile(f"({re.escape(TOOL_CALL)}|{re.escape(TOOL_CALL_END)})")
+PYTHON = "python"
+
+
+@dataclass(frozen=True)
+class _Markup:
+    """A token that is no text, by its name."""
+
+    name: str
+
+
+Piece = str | _Markup
+
+
+class ChatMl:
+    """Renders and parses for one vocabulary. Implements ``rl_loop.chat.codec.ChatCodec``."""
+
+    def __init__(
+        self, vocabulary: ChatMlVocabulary, prompt: ChatMlConfig, python_seconds: float = 10.0
+    ) -> None:
+        """``python_seconds``: the sandbox's limit for a call, stated where Python is described."""
+        self.vocabulary = vocabulary
+        self.stop_token_ids = vocabulary.stop_token_ids
+        self._prompt = prompt
+        self._python_seconds = python_seconds
+        self._end = vocabulary.markup[IM_END]
+
+    # ---- rendering
+
+    def render_prompt(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[Tool] = (),
+        builtin_tools: Sequence[BuiltinTool | PythonTool] = (),
+    ) -> list[int]:
+        """Render a conversation, ending where the assistant begins its turn.
+
+        Args:
+            messages: as ``rl_loop.chatml.conversation`` describes them.
+            tools: described in the system message.
+            builtin_tools: Python, described as a function of one argument, ``code``.
+
+        Raises:
+            ValueError: naming the message or tool that cannot be rendered.
+        """
+        conversation = chat_messages(messages)
+        system = self._prompt.system
+        if conversation and conversation[0].role == "system":
+            system = conversation.pop(0).text
+
+        functions = self._described((*builtin_tools, *tools))
+        pieces = _system_pieces(system, functions)
+        for number, message in enumerate(conversation):
+            follows_tool = number > 0 and conversation[number - 1].role == "tool"
+            precedes_tool = conversation[number + 1 : number + 2]
+            more_answers = bool(precedes_tool) and precedes_tool[0].role == "tool"
+            pieces += _message_pieces(message, follows_tool, more_answers)
+        return self._encode(pieces + _ASSISTANT)
+
+    def render_observation(
+        self, outputs: Sequence[ToolOutput], user: str | None = None
+    ) -> list[int]:
+        """Render what tools answer to a sampled turn and what the user then says.
+
+        Ends where the assistant begins again. Half of a surrogate pair, which is no text, becomes
+        U+FFFD.
+        """
+        # What a turn ends with is sampled; the line break behind it is not.
+        pieces: list[Piece] = ["\n"]
+        for number, output in enumerate(outputs):
+            answer = ChatMessage("tool", without_surrogates(output.text))
+            pieces += _message_pieces(answer, number > 0, number + 1 < len(outputs))
+        if user is not None:
+            pieces += _message_pieces(ChatMessage("user", without_surrogates(user)))
+        return self._encode(pieces + _ASSISTANT)
+
+    def render_assistant(self, messages: Sequence[ParsedMessage]) -> list[int]:
+        """Render a turn exactly as a policy would sample it, behind a prompt: with its stop token.
+
+        Thoughts and an answer become one text, a line each.
+        """
+        text = "\n".join(m.text for m in messages if m.recipient is None and m.text)
+        calls = tuple(_call_of(m) for m in messages if m.recipient is not None)
+        pieces = _turn_pieces(ChatMessage("assistant", text, calls))
+        return self._encode([*pieces, _Markup(IM_END)])
+
+    def chat_template(self) -> str:
+        """Return the Jinja template of an export whose vocabulary is our own."""
+        system = json.dumps(self._prompt.system or "")
+        return f"{{%- set default_system = {system} -%}}\n{CHAT_TEMPLATE}"
+
+    def _described(self, tools: Sequence[Tool | BuiltinTool | PythonTool]) -> list[dict[str, Any]]:
+        """Describe tools as OpenAI's format does. Raises ValueError."""
+        check_names(tools)
+        functions: list[dict[str, Any]] = []
+        for tool in tools:
+            if isinstance(tool, PythonTool):
+                tool = tool.in_sandbox(self._python_seconds)
+            if isinstance(tool, Tool) and tool.name == PYTHON:
+                raise ValueError(
+                    "in ChatML 'python' is the built-in tool: give the function another name"
+                )
+            if isinstance(tool, BuiltinTool):
+                tool = _python_function(tool)
+            functions.append(_openai_function(tool))
+        return functions if self._prompt.describe_tools else []
+
+    def _encode(self, pieces: Sequence[Piece]) -> list[int]:
+        """Encode pieces; what stands between two markup tokens is encoded as one text."""
+        ids: list[int] = []
+        waiting = ""
+        for piece in pieces:
+            if isinstance(piece, str):
+                waiting += piece
+                continue
+            # Not every tokenizer has tokens for calls: there they are text.
+            token_id = self.vocabulary.markup.get(piece.name)
+            if token_id is None:
+                waiting += piece.name
+                continue
+            ids += self.vocabulary.encode_text(waiting) if waiting else []
+            waiting = ""
+            ids.append(token_id)
+        return ids + (self.vocabulary.encode_text(waiting) if waiting else [])
+
+    # ---- parsing
+
+    def parse(self, ids: Sequence[int]) -> list[ParsedMessage] | FormatError:
+        """Parse one sampled turn, its stop token included: thoughts, then calls or a final answer.
+
+        As in servers of this format, ``<tool_call>`` that is spelled in ordinary tokens counts as the
+        token. A recipient is whatever the policy wrote: the environment says which tools there are.
+        """
+        markup = self.vocabulary.markup
+        call_tokens = {markup.get(TOOL_CALL), markup.get(TOOL_CALL_END)}
+        body = ids[:-1]
+        is_legal = all(self.vocabulary.is_text(i) or i in call_tokens for i in body)
+        if not ids or ids[-1] != self._end or not is_legal:
+            return FormatError("structure")
+
+        thoughts, *parts = MARKUP.split(self.vocabulary.decode(body))
+        if not parts:
+            return [ParsedMessage("final", None, None, thoughts)]
+
+        # begin, JSON, end, what follows; begin again...
+        messages: list[ParsedMessage] = []
+        for start in range(0, len(parts), 4):
+            call = _parsed_call(parts[start : start + 4])
+            if call is None:
+                return FormatError("tool_call")
+            messages.append(call)
+
+        # The line break before the first call is the format's.
+        thoughts = thoughts.removesuffix("\n")
+        if thoughts:
+            messages.insert(0, ParsedMessage("analysis", None, None, thoughts))
+        return messages
+
+    def split_at_calls(
+        self, ids: Sequence[int], messages: Sequence[ParsedMessage]
+    ) -> tuple[list[int], list[int]]:
+        """Split a turn with calls into reasoning, with the line break behind it, and calls.
+
+        The reasoning is empty if a token spans the border.
+        """
+        text = self.decode(ids)
+        border = text.index(TOOL_CALL)
+        # Text grows with every token, so that halving finds the first tokens that reach the border.
+        place = bisect_left(range(len(ids)), border, key=lambda n: len(self.decode(ids[:n])))
+        if self.decode(ids[:place]) != text[:border]:
+            return [], list(ids)
+        return list(ids[:place]), list(ids[place:])
+
+    def join_with_calls(self, reasoning: Sequence[int], calls: Sequence[int]) -> list[int]:
+        """Put together what ``split_at_calls`` gave, of one turn or of two."""
+        return [*reasoning, *calls]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Decode ids of the model, markup written out."""
+        return self.vocabulary.decode(ids)
+
+    def decode_token(self, token_id: int) -> str:
+        """Decode one id of the model."""
+        return self.vocabulary.decode([token_id])
+
+
+_ASSISTANT: list[Piece] = [_Markup(IM_START), "assistant\n"]
+
+
+def _system_pieces(system: str | None, functions: Sequence[dict[str, Any]]) -> list[Piece]:
+    """Render the system message with the tools that it describes; nothing if it is empty."""
+    if system is None and not functions:
+        return []
+    pieces: list[Piece] = [_Markup(IM_START), "system\n", system or ""]
+    if functions:
+        if system is not None:
+            pieces.append("\n\n")
+        described = "".join(
+            f"\n{json.dumps(function, ensure_ascii=False)}" for function in functions
+        )
+        # The template's words have the tokens of calls in them; descriptions are text.
+        pieces += [TOOLS_BEGIN, described, *_with_markup(TOOLS_END)]
+    return [*pieces, _Markup(IM_END), "\n"]
+
+
+def _message_pieces(
+    message: ChatMessage, follows_tool: bool = False, more_answers: bool = False
+) -> list[Piece]:
+    """Render a message. Answers of tools that follow one another are one message of the user.
+
+    ``follows_tool``, ``more_answers``: whether the message before, or behind, is a tool's, too.
+    """
+    if message.role == "tool":
+        pieces: list[Piece] = [] if follows_tool else [_Markup(IM_START), "user"]
+        pieces.append(f"\n<tool_response>\n{message.text}\n</tool_response>")
+        return pieces if more_answers else [*pieces, _Markup(IM_END), "\n"]
+
+    body: list[Piece] = [message.text]
+    if message.role == "assistant":
+        body = _turn_pieces(message)
+    return [_Markup(IM_START), f"{message.role}\n", *body, _Markup(IM_END), "\n"]
+
+
+def _turn_pieces(message: ChatMessage) -> list[Piece]:
+    """Render what an assistant says between the header and the end of its turn."""
+    pieces: list[Piece] = [message.text] if message.text else []
+    for number, call in enumerate(message.calls):
+        if message.text or number > 0:
+            pieces.append("\n")
+        pieces += [
+            _Markup(TOOL_CALL),
+            f'\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n',
+            _Markup(TOOL_CALL_END),
+        ]
+    return pieces
+
+
+def _with_markup(text: str) -> list[Piece]:
+    """Split words of the template into text and tokens of calls."""
+    return [_Markup(part) if MARKUP.fullmatch(part) else part for part in MARKUP.split(text)]
+
+
+def _openai_function(tool: Tool) -> dict[str, Any]:
+    parameters = tool.parameters or {"type": "object", "properties": {}}
+    function = {"name": tool.name, "description": tool.description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def _python_function(tool: BuiltinTool) -> Tool:
+    """Describe Python as a function. Raises ValueError for another built-in tool."""
+    if tool.name != PYTHON or tool.functions:
+        raise ValueError(
+            f"the built-in tool {tool.name!r} is GPT-OSS's own: ChatML knows python only"
+        )
+    code = {"type": "string", "description": "The Python program to run."}
+    schema = {"type": "object", "properties": {"code": code}, "required": ["code"]}
+    return Tool(tool.name, tool.description, schema)
+
+
+def _call_of(message: ParsedMessage) -> Call:
+    """Return a call as ChatML writes it. Raises ValueError for arguments that are no JSON."""
+    assert message.recipient is not None
+    if message.recipient == PYTHON:
+        return Call(PYTHON, json.dumps({"code": message.text}, ensure_ascii=False))
+    name = message.recipient.removeprefix("functions.")
+    return Call(name, json.dumps(json.loads(message.text), ensure_ascii=False))
+
+
+def _parsed_call(parts: Sequence[str]) -> ParsedMessage | None:
+    """Read <tool_call>, JSON, </tool_call> and the text behind it; None if that is no call."""
+    if len(parts) != 4 or parts[0] != TOOL_CALL or parts[2] != TOOL_CALL_END or parts[3].strip():
+        return None
+    try:
+        call = json.loads(parts[1])
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return None
+
+    name, arguments = call["name"], call.get("arguments", {})
+    is_program = isinstance(arguments, dict) and arguments.keys() == {"code"}
+    if name == PYTHON and is_program and isinstance(arguments["code"], str):
+        # JSON can spell half of a surrogate pair, which no program can hold.
+        return ParsedMessage("analysis", PYTHON, "code", without_surrogates(arguments["code"]))
+    text = json.dumps(arguments, ensure_ascii=False)
+    return ParsedMessage(
+        "commentary", f"functions.{name}", "<|constrain|>json", without_surrogates(text)
+    )

@@ -1,0 +1,176 @@
+"""The token ids of a model that speaks ChatML: those of a checkpoint's tokenizer, or a small set.
+
+Text from outside (prompts, tool output) is always encoded as text: it can never become a token with
+a meaning of its own, such as ``<|im_end|>``.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
+
+from megatron_gptoss.user_error import UserError
+from rl_loop.harmony.vocabulary import byte_pair_tokenizer, tokens_of
+
+IM_START = "<|im_start|>"
+IM_END = "<|im_end|>"
+END_OF_TEXT = "<|endoftext|>"
+TOOL_CALL = "<tool_call>"
+TOOL_CALL_END = "</tool_call>"
+
+TINY_MARKUP = (END_OF_TEXT, IM_START, IM_END, TOOL_CALL, TOOL_CALL_END)
+"""Added tokens of a small vocabulary; Qwen2.5 has these and more."""
+TOKENIZER_FILE = "tokenizer.json"
+
+# How Qwen2.5 splits text before byte-pair merging.
+QWEN_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+    r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class TokenizerError(UserError, ValueError):
+    """A tokenizer cannot be used; the message names its file and the reason."""
+
+
+class ChatMlVocabulary:
+    """The ids of a Hugging Face tokenizer."""
+
+    def __init__(self, tokenizer_json: str, size: int, where: str, is_own: bool = False) -> None:
+        """Read a tokenizer.
+
+        Args:
+            tokenizer_json: content of ``tokenizer.json``.
+            size: rows of the model's embedding; ids that the tokenizer does not know are unused.
+            where: names the tokenizer in errors.
+            is_own: whether it was made for this run, so that an export gets it from here.
+
+        Raises:
+            TokenizerError: if the tokenizer has no ChatML tokens or more ids than the model.
+        """
+        self.size = size
+        self._is_own = is_own
+        self._tokenizer = Tokenizer.from_str(tokenizer_json)
+
+        self.markup: dict[str, int] = {}
+        """Ids of the tokens that are no text."""
+        description = json.loads(tokenizer_json)
+        for added in description["added_tokens"]:
+            self.markup[added["content"]] = added["id"]
+        _check_markup(description["added_tokens"], where)
+        self._names = {token_id: name for name, token_id in self.markup.items()}
+
+        known = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        largest = max([known - 1, *self._names])
+        if largest >= size:
+            raise TokenizerError(
+                f"{where}: the tokenizer has ids up to {largest}, and model.vocab_size is {size}"
+            )
+        self._known = largest + 1
+
+        # The same tokenizer without its added tokens, so that no text can become one. The post
+        # processor would look for them.
+        plain = {**description, "added_tokens": [], "post_processor": None}
+        self._text_tokenizer = Tokenizer.from_str(json.dumps(plain))
+        for name in self.markup:
+            if self._names.keys() & set(self.encode_text(name)):
+                raise TokenizerError(f"{where}: the text {name!r} becomes a token with a meaning")
+
+        ends = [name for name in (IM_END, END_OF_TEXT) if name in self.markup]
+        self.stop_token_ids: tuple[int, ...] = tuple(self.markup[name] for name in ends)
+
+    def encode_text(self, text: str) -> list[int]:
+        """Encode plain text; nothing in it becomes a token with a meaning of its own."""
+        return self._text_tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Decode with markup written out; bytes that are not UTF-8 become U+FFFD."""
+        text = ""
+        for is_text, group in groupby(ids, key=self.is_text):
+            if is_text:
+                text += self._text_tokenizer.decode(list(group), skip_special_tokens=False)
+            else:
+                text += "".join(self._names.get(i, f"<|unused_{i}|>") for i in group)
+        return text
+
+    def is_text(self, token_id: int) -> bool:
+        """Say whether an id is a piece of text."""
+        return token_id < self._known and token_id not in self._names
+
+    def save(self, directory: Path) -> list[Path]:
+        """Write what transformers' AutoTokenizer needs if this vocabulary is the run's own; return
+        the files. Those of a checkpoint's tokenizer are copied from there."""
+        if not self._is_own:
+            return []
+        from transformers import PreTrainedTokenizerFast
+
+        exported = PreTrainedTokenizerFast(
+            tokenizer_object=self._tokenizer,
+            eos_token=IM_END,
+            pad_token=END_OF_TEXT,
+        )
+        return [Path(file) for file in exported.save_pretrained(directory)]
+
+
+def read_vocabulary(directory: Path, size: int) -> ChatMlVocabulary:
+    """Read the tokenizer of a Hugging Face directory.
+
+    Raises TokenizerError naming the file if it is missing, unreadable or knows no ChatML.
+    """
+    file = directory / TOKENIZER_FILE
+    try:
+        content = file.read_text()
+    except OSError as error:
+        raise TokenizerError(
+            f"{file}: {error.strerror}; it holds the tokens of the model"
+        ) from None
+    try:
+        return ChatMlVocabulary(content, size, str(file))
+    except TokenizerError:
+        raise
+    except Exception as error:  # what tokenizers raises has no class of its own
+        raise TokenizerError(f"{file}: cannot be read as a tokenizer: {error}") from None
+
+
+def tiny_vocabulary(size: int, corpus: str) -> ChatMlVocabulary:
+    """Make a small vocabulary: o200k's tokens that ``corpus`` is made of, all bytes and the markup.
+    Text is cut as Qwen2.5's tokenizer cuts it.
+
+    Raises TokenizerError if ``size`` is too small for the corpus.
+    """
+    # Of numbers Qwen2.5 has digits only.
+    tokens = tokens_of(re.sub("[0-9]", r"\g<0>\n", corpus))
+    needed = len(tokens) + len(TINY_MARKUP)
+    if needed > size:
+        raise TokenizerError(
+            f"a tiny vocabulary of {size} ids is too small: the tasks need {needed}"
+        )
+
+    # transformers gives whatever tokenizer a qwen2 directory holds these two parts.
+    tokenizer = byte_pair_tokenizer(tokens)
+    tokenizer.normalizer = normalizers.NFC()
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    split = pre_tokenizers.Split(Regex(QWEN_PATTERN), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    markup = [AddedToken(name, normalized=False, special=True) for name in TINY_MARKUP]
+    tokenizer.add_special_tokens(markup)
+    return ChatMlVocabulary(tokenizer.to_str(), size, "the tiny vocabulary", is_own=True)
+
+
+def _check_markup(added_tokens: list[dict[str, Any]], where: str) -> None:
+    """Raise TokenizerError if the tokenizer cannot say what ChatML says."""
+    by_name = {added["content"]: added for added in added_tokens}
+    for name in (IM_START, IM_END):
+        if name not in by_name:
+            raise TokenizerError(
+                f"{where}: has no token {name}; only ChatML is built for this family"
+            )
+
+    for name in (IM_START, IM_END, TOOL_CALL, TOOL_CALL_END):
+        # Such a token takes spaces away from the text beside it, which is not built.
+        if name in by_name and (by_name[name]["lstrip"] or by_name[name]["rstrip"]):
+            raise TokenizerError(f"{where}: the token {name} strips the text beside it")

@@ -1,0 +1,214 @@
+"""Tasks whose tools are those of MCP servers.
+
+docs/environments.md shows both ways to use it: by configuration alone, and as a base class."""
+
+import asyncio
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from pydantic import Field, field_validator
+
+from rl_loop.environments.base import (
+    EnvironmentOptions,
+    Execute,
+    RewardConfig,
+    Split,
+    StepResult,
+    Task,
+    ToolError,
+    UnknownTool,
+    arguments_of,
+    text_in,
+)
+from rl_loop.environments.replayed import Deed, ReplayedEnvironment
+from rl_loop.environments.reward_parts import check_parts, read_parts, with_parts
+from rl_loop.environments.row_tasks import (
+    FUNCTIONS,
+    check_function,
+    generated_row,
+    row_of,
+    row_task,
+)
+from rl_loop.environments.tool_servers.config import ToolServerConfig
+from rl_loop.environments.tool_servers.connection import ToolAnswer
+from rl_loop.environments.tool_servers.toolbox import ToolBox, offered_without_episode
+from rl_loop.harmony.codec import Tool
+from rl_loop.infrastructure import InfrastructureFailure
+
+RECIPIENT = "functions."
+"""How the recipient of a function's call begins."""
+
+
+class McpOptions(EnvironmentOptions):
+    servers: dict[str, ToolServerConfig] = Field(min_length=1)
+    """The servers, by names of your choice."""
+    judge: str | None = None
+    """``judge(task, answer, tools)`` as MODULE:FUNCTION, plain or async: returns the score (1 is
+    perfect, 0 is what doing nothing earns), or a dictionary of the score and further ``parts``.
+    ``await tools.call(NAME, ARGUMENTS)`` asks the servers what the policy has done. null: an answer
+    is right that equals the row's ``answer``."""
+    parts: list[str] = Field(default_factory=list)
+    """What the judge returns besides "score"; an episode that ends otherwise has 0 of them."""
+    tasks: str | None = None
+    """``tasks(split, seed, index)`` as MODULE:FUNCTION: generates task ``index`` of "train" or
+    "held_out", a JSON object with the text ``prompt``. null: rows of train_path and held_out_path."""
+    instructions: str | None = None
+    """The developer message."""
+    setup_tool: str | None = None
+    """A tool that is called before each episode with the row's ``setup``, a JSON object. The policy
+    is not offered it."""
+    replay: bool = True
+    """Whether an episode's servers can be set back: new ones are started and are given the same
+    calls again. false for servers with effects beyond their session: a call that infrastructure
+    spoiled is then not repeated, and the episode is invalid."""
+
+    @field_validator("judge", "tasks")
+    @classmethod
+    def _check_function(cls, path: str | None) -> str | None:
+        return check_function(path)
+
+    @field_validator("parts")
+    @classmethod
+    def _check_parts(cls, parts: list[str]) -> list[str]:
+        return check_parts(parts)
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the policy made."""
+
+    tool: str
+    """Its name in the prompt."""
+    arguments: dict[str, Any]
+
+
+class McpEnvironment(ReplayedEnvironment):
+    """An episode with the tools of MCP servers.
+
+    A subclass may override ``judge`` and ``set_up``, and give ``Options`` further fields or other
+    servers."""
+
+    Options: ClassVar[type[EnvironmentOptions]] = McpOptions
+
+    def __init__(self, task: Task, execute: Execute, reward: RewardConfig) -> None:
+        """Raises ValueError for a task that was made otherwise than by this class."""
+        super().__init__(task, execute, reward)
+        self.row = row_of(task)
+        options = self.Options.model_validate(task.metadata["options"])
+        assert isinstance(options, McpOptions), f"{self.Options.__name__} is no McpOptions"
+        self.options = options
+        self.toolbox: ToolBox | None = None
+        own = [server for server in self.options.servers.values() if not server.shared]
+        self.can_be_set_back = self.options.replay or not own
+
+    # ---- tasks
+
+    @classmethod
+    def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
+        row = generated_row(options.tasks, split, seed, index)
+        return cls.from_record(row, f"{split}-{index}", options)
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task:
+        if options.judge is None and cls.judge is McpEnvironment.judge:
+            text_in(record, "answer")
+        return row_task("mcp", record, name, options, instructions=options.instructions)
+
+    # ---- the servers
+
+    async def connect(self) -> None:
+        self.toolbox = ToolBox(self.options.servers, self.row)
+        try:
+            await self.toolbox.open()
+        except ValueError as error:
+            # Names that were checked before the run: the servers have others now.
+            raise InfrastructureFailure("tool", str(error)) from error
+        await self.set_up(self.toolbox)
+
+    async def disconnect(self) -> None:
+        if self.toolbox is not None:
+            await self.toolbox.close()
+        self.toolbox = None
+
+    @property
+    def is_connected(self) -> bool:
+        return self.toolbox is not None and self.toolbox.is_open
+
+    async def repeat(self, deed: Deed) -> None:
+        assert self.toolbox is not None
+        # Servers that all episodes share keep nothing that could be lost.
+        tool = deed.action.tool
+        if tool not in self.toolbox or self.toolbox.is_own(tool):
+            await super().repeat(deed)
+
+    async def do(self, action: ToolCall) -> ToolAnswer:
+        assert self.toolbox is not None
+        return await _call_named(self.toolbox, action.tool, action.arguments)
+
+    async def set_up(self, tools: ToolBox) -> None:
+        """Bring new servers into the state in which the episode begins.
+
+        Raises InfrastructureFailure."""
+        name = self.options.setup_tool
+        if name is None:
+            return
+        answer = await _call_named(tools, name, self.row.get("setup", {}))
+        if answer.is_error:
+            raise InfrastructureFailure("tool", f"setup_tool {name}: {answer.text[:500]}")
+
+    def tools(self) -> Sequence[Tool]:
+        # Prompts are rendered before there are episodes, too: to see whether they fit.
+        if self.toolbox is None:
+            offered = offered_without_episode(self.options.servers, self.row)
+        else:
+            offered = self.toolbox.offered()
+        return [tool for tool in offered if tool.name != self.options.setup_tool]
+
+    # ---- turns
+
+    async def call(self, tool: str, arguments: str) -> str:
+        await self.ready()
+        assert self.toolbox is not None
+        name = tool.removeprefix(RECIPIENT)
+        is_offered = self.toolbox.offers(name) and name != self.options.setup_tool
+        if not tool.startswith(RECIPIENT) or not is_offered:
+            raise UnknownTool
+
+        answer: ToolAnswer = await self.act(ToolCall(name, arguments_of(arguments)))
+        if answer.is_error:
+            raise ToolError(answer.text)
+        return answer.text
+
+    async def answer(self, text: str) -> StepResult:
+        await self.ready()
+        assert self.toolbox is not None
+        given = await self.judge(text, self.toolbox)
+        judge = self.options.judge or type(self).__name__
+        numbers = read_parts(given, self.options.parts, judge)
+        ended = replace(self.finished(numbers["score"]), answer=text.strip())
+        return with_parts(ended, numbers)
+
+    async def judge(self, answer: str, tools: ToolBox) -> object:
+        """Return what a final answer earns: the score, or a dictionary of it and ``parts``."""
+        if self.options.judge is None:
+            return float(answer.strip() == self.task.ground_truth.strip())
+        function = FUNCTIONS.resolve(self.options.judge)
+        arguments = (self.row, answer, tools)
+        if inspect.iscoroutinefunction(function):
+            return await function(*arguments)
+        return await asyncio.to_thread(function, *arguments)
+
+    def unfinished(self) -> StepResult:
+        return with_parts(self.finished(0.0), dict.fromkeys(self.options.parts, 0.0))
+
+
+async def _call_named(tools: ToolBox, name: str, arguments: Any) -> ToolAnswer:
+    """Call a tool that a configuration or an earlier episode names. Raises InfrastructureFailure."""
+    if name not in tools:
+        raise InfrastructureFailure("tool", f"no server has the tool {name} any more")
+    if not isinstance(arguments, dict):
+        kind = type(arguments).__name__
+        raise InfrastructureFailure("environment", f"{name} wants a JSON object, not {kind}")
+    return await tools.call(name, arguments)

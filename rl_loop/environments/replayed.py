@@ -1,0 +1,110 @@
+"""Environments whose world is elsewhere, and is set back by doing everything again.
+
+A server cannot be copied. What brings another one to the same place are the actions since its
+beginning: they are the state of such an environment."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from rl_loop.environments.base import Environment, Execute, RewardConfig, Task
+from rl_loop.infrastructure import InfrastructureFailure
+
+
+@dataclass(frozen=True)
+class Deed:
+    """Something that was done in the world, and what came of it."""
+
+    action: Any
+    outcome: Any
+
+
+class ReplayedEnvironment(Environment):
+    """Keeps the actions of an episode, and makes them again in a new world where they are wanted.
+
+    A subclass defines ``connect``, ``disconnect``, ``is_connected`` and ``do``, and calls ``act`` for
+    everything that the policy does."""
+
+    can_be_set_back: bool = True
+    """Whether actions may be repeated; otherwise those that infrastructure spoils end the episode."""
+
+    def __init__(self, task: Task, execute: Execute, reward: RewardConfig) -> None:
+        super().__init__(task, execute, reward)
+        self._deeds: list[Deed] = []
+        self._is_stale = False
+        """Whether the world has gone further than ``_deeds``."""
+
+    # ---- what a subclass defines
+
+    async def connect(self) -> None:
+        """Begin a new world. Raises InfrastructureFailure."""
+        raise NotImplementedError
+
+    async def disconnect(self) -> None:
+        """Leave the world, if there is one."""
+        raise NotImplementedError
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a world to act in."""
+        raise NotImplementedError
+
+    async def do(self, action: Any) -> Any:
+        """Act in the world and return the outcome, comparable by ``==``. Raises InfrastructureFailure."""
+        raise NotImplementedError
+
+    # ---- what it calls
+
+    async def ready(self) -> None:
+        """Have a world that is where the episode is: what purification set back is brought there."""
+        if not self.is_connected or self._is_stale:
+            await self.open()
+
+    async def act(self, action: Any) -> Any:
+        """Act for the policy, and keep it. Raises InfrastructureFailure."""
+        await self.ready()
+        try:
+            outcome = await self.do(action)
+        except BaseException:
+            # What was asked may be done, or a part of it.
+            self._is_stale = True
+            raise
+        self._deeds.append(Deed(action, outcome))
+        return outcome
+
+    # ---- setting back
+
+    async def repeat(self, deed: Deed) -> None:
+        """Act as before. Raises InfrastructureFailure if it comes to something else: what the policy
+        has read would not be true of this world."""
+        outcome = await self.do(deed.action)
+        if outcome != deed.outcome:
+            what = (
+                f"{type(self).__name__}: the world cannot be set back: {deed.action!r:.200} comes"
+            )
+            raise InfrastructureFailure("environment", f"{what} to something else than before")
+
+    # ---- Environment
+
+    async def open(self) -> None:
+        if self.is_connected and not self._is_stale:
+            return
+        await self.disconnect()
+        try:
+            await self.connect()
+            for deed in self._deeds:
+                await self.repeat(deed)
+        except BaseException:
+            await self.disconnect()
+            raise
+        self._is_stale = False
+
+    async def close(self) -> None:
+        await self.disconnect()
+
+    def save_state(self) -> Any:
+        return list(self._deeds) if self.can_be_set_back else None
+
+    def restore_state(self, state: Any) -> None:
+        # Even if nothing was kept since: what failed may be done.
+        self._is_stale = True
+        self._deeds = list(state)

@@ -1,0 +1,45 @@
+"""Rewards that somebody else's code gives: a score, or a dictionary of the score and further parts."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from numbers import Real
+
+from rl_loop.environments.base import StepResult
+from rl_loop.infrastructure import InfrastructureFailure
+
+RESERVED_PARTS = ("correct", "format_error", "score")
+"""Reward parts that every environment has."""
+
+
+def check_parts(parts: list[str]) -> list[str]:
+    """Return the names of further parts. Raises ValueError for those that every episode has."""
+    if any(name in RESERVED_PARTS for name in parts):
+        raise ValueError(f"every episode has {', '.join(RESERVED_PARTS)} anyway")
+    return parts
+
+
+def read_parts(given: object, parts: Sequence[str], giver: str) -> dict[str, float]:
+    """Return the score and the further ``parts`` of what ``giver`` returned.
+
+    Raises InfrastructureFailure if they are not exactly these, or one is no finite number."""
+    named = given if isinstance(given, Mapping) else {"score": given}
+    expected = {"score", *parts}
+    if set(named) != expected:
+        names = ", ".join(sorted(map(str, named)))
+        wanted = ", ".join(sorted(expected))
+        reason = f"{giver} gave the reward parts {names}; expected {wanted}"
+        raise InfrastructureFailure("checker", reason, giver)
+
+    numbers: dict[str, float] = {}
+    for name, value in named.items():
+        if not isinstance(value, Real) or not math.isfinite(value):
+            reason = f"{giver}: {name} is {value!r}, expected a finite number"
+            raise InfrastructureFailure("checker", reason, giver)
+        numbers[name] = float(value)
+    return numbers
+
+
+def with_parts(ended: StepResult, parts: Mapping[str, float]) -> StepResult:
+    """Return the end of an episode with further reward parts."""
+    return replace(ended, reward_parts=ended.reward_parts | dict(parts))

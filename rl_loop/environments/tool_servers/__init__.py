@@ -1,0 +1,1 @@
+"""Tools that come from servers of the Model Context Protocol (MCP)."""

@@ -1,0 +1,202 @@
+"""The tools of several servers, under the names that the policy calls them by."""
+
+import asyncio
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from pydantic import TypeAdapter
+
+from rl_loop.environments.tool_servers.config import ToolServerConfig
+from rl_loop.environments.tool_servers.connection import (
+    ServerConnection,
+    ServerTool,
+    ToolAnswer,
+)
+from rl_loop.environments.tool_servers.schemas import harmony_schema
+from rl_loop.harmony.codec import Tool
+
+Servers = Mapping[str, ToolServerConfig]
+"""By a name of the configuration's choice."""
+
+
+@dataclass(frozen=True)
+class BoxedTool:
+    """A tool of one of the servers."""
+
+    connection: ServerConnection
+    described: ServerTool
+    is_offered: bool
+    """Whether the policy knows of it."""
+
+
+class ToolBox:
+    """The tools of one episode."""
+
+    def __init__(self, servers: Servers, task: Mapping[str, Any]) -> None:
+        """``task``: the row that servers in process are made for."""
+        self._servers = servers
+        self._task = task
+        self._connections: list[ServerConnection] = []
+        self._tools: dict[str, BoxedTool] = {}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether all servers can be called."""
+        return bool(self._connections) and all(c.is_usable for c in self._connections)
+
+    def __contains__(self, name: str) -> bool:
+        """Say whether one of the servers has a tool, offered or not."""
+        return name in self._tools
+
+    async def open(self) -> None:
+        """Connect to all servers.
+
+        Raises InfrastructureFailure if one is away, and ValueError if two tools have one name;
+        nothing stays open then."""
+        opening = [self._connect(name, config) for name, config in self._servers.items()]
+        results = await asyncio.gather(*opening, return_exceptions=True)
+        self._connections = [c for c in results if isinstance(c, ServerConnection)]
+        try:
+            for result in results:
+                if isinstance(result, BaseException):
+                    raise result
+            self._tools = named_tools(self._connections)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Disconnect from the servers of the episode. Calling it again does nothing."""
+        own = [c for c in self._connections if not c.config.shared]
+        self._connections = []
+        self._tools = {}
+        await asyncio.gather(*(connection.close() for connection in own))
+
+    def offered(self) -> list[Tool]:
+        """Return what the prompt describes."""
+        return [
+            Tool(name, tool.described.description, harmony_schema(tool.described.schema))
+            for name, tool in self._tools.items()
+            if tool.is_offered
+        ]
+
+    def offers(self, name: str) -> bool:
+        """Whether the policy may call a tool of this name."""
+        return name in self._tools and self._tools[name].is_offered
+
+    def is_own(self, name: str) -> bool:
+        """Whether a tool's server is the episode's own."""
+        return not self._tools[name].connection.config.shared
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> ToolAnswer:
+        """Call a tool, offered or not, by its name in the prompt.
+
+        Raises InfrastructureFailure, and KeyError naming a tool that does not exist."""
+        tool = self._tools[name]
+        return await tool.connection.call(tool.described.name, arguments)
+
+    async def _connect(self, name: str, config: ToolServerConfig) -> ServerConnection:
+        """Return an open connection. Raises InfrastructureFailure."""
+        if config.shared:
+            return await _shared_connection(name, config)
+        connection = ServerConnection(name, config, self._task)
+        await connection.open()
+        return connection
+
+
+def named_tools(connections: list[ServerConnection]) -> dict[str, BoxedTool]:
+    """Return the tools of all servers by their names in the prompt.
+
+    Raises ValueError naming the servers if two tools have one name, or one is chosen that its
+    server does not have."""
+    named: dict[str, BoxedTool] = {}
+    for connection in connections:
+        chosen = connection.config.tools
+        known = [tool.name for tool in connection.tools]
+        missing = [name for name in chosen or () if name not in known]
+        if missing:
+            has = ", ".join(known) or "none"
+            raise ValueError(
+                f"tool server {connection.name} has no tool {missing[0]!r}; it has: {has}"
+            )
+
+        for tool in connection.tools:
+            name = connection.config.prefix + tool.name
+            if name in named:
+                other = named[name].connection.name
+                raise ValueError(
+                    f"tool servers {other} and {connection.name} both have a tool {name!r}: give "
+                    "one of them a `prefix`"
+                )
+            named[name] = BoxedTool(connection, tool, chosen is None or tool.name in chosen)
+    return named
+
+
+# ---- connections that all episodes use
+
+_shared: WeakKeyDictionary[
+    asyncio.AbstractEventLoop, dict[str, "asyncio.Task[ServerConnection]"]
+] = WeakKeyDictionary()
+"""By the event loop that they belong to, name and configuration. They end with their loop."""
+
+
+async def _shared_connection(name: str, config: ToolServerConfig) -> ServerConnection:
+    """Return the connection that the episodes of this event loop share. Raises InfrastructureFailure."""
+    connections = _shared.setdefault(asyncio.get_running_loop(), {})
+    key = f"{name} {config.model_dump_json()}"
+    opening = connections.get(key)
+    if opening is None or (opening.done() and not _is_usable(opening)):
+        opening = asyncio.create_task(_opened(name, config))
+        connections[key] = opening
+    # Shielded: an episode that ends while it waits must not take it from the others.
+    return await asyncio.shield(opening)
+
+
+def _is_usable(opening: "asyncio.Task[ServerConnection]") -> bool:
+    if opening.cancelled() or opening.exception() is not None:
+        return False
+    return opening.result().is_usable
+
+
+async def _opened(name: str, config: ToolServerConfig) -> ServerConnection:
+    connection = ServerConnection(name, config, {})
+    await connection.open()
+    return connection
+
+
+# ---- without an episode
+
+_discovered: dict[bytes, list[Tool]] = {}
+"""By the servers' configurations."""
+_discovering = Lock()
+
+
+def offered_without_episode(servers: Servers, task: Mapping[str, Any]) -> list[Tool]:
+    """Return the tools that episodes will be offered, for whoever renders prompts before there are
+    any: servers are asked once in each process.
+
+    ``task``: a row for servers in process, of which the tools may not depend. Raises
+    InfrastructureFailure or ValueError, as ``ToolBox.open`` does."""
+    key = _SERVERS.dump_json(dict(servers))
+    with _discovering:
+        if key not in _discovered:
+            # On an event loop of its own: the caller may be running one.
+            with ThreadPoolExecutor(1) as thread:
+                asking = thread.submit(asyncio.run, _ask(ToolBox(servers, task)))
+                _discovered[key] = asking.result()
+    return _discovered[key]
+
+
+_SERVERS = TypeAdapter(dict[str, ToolServerConfig])
+
+
+async def _ask(box: ToolBox) -> list[Tool]:
+    await box.open()
+    try:
+        return box.offered()
+    finally:
+        await box.close()

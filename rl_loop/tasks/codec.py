@@ -1,0 +1,173 @@
+"""The codec of a run: which chat format its family of models speaks, and in which token ids.
+
+A family's format is registered in ``CHAT_FORMATS``, how a format's codec is built in ``_BUILDERS``.
+"""
+
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.families.dense.config import DenseModelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
+from rl_loop.chat.codec import ChatCodec
+from rl_loop.chatml.codec import ChatMl
+from rl_loop.chatml.prompt_config import ChatMlConfig
+from rl_loop.chatml.vocabulary import TOKENIZER_FILE, read_vocabulary, tiny_vocabulary
+from rl_loop.config.tasks import SourceConfig, TaskConfig
+from rl_loop.config.training import DemonstrationConfig
+from rl_loop.conversations.config import DataConfig
+from rl_loop.conversations.corpus import conversation_texts
+from rl_loop.environments import ENVIRONMENTS, environment_class
+from rl_loop.harmony.codec import Harmony, PromptConfig
+from rl_loop.harmony.vocabulary import GptOssVocabulary, make_vocabulary
+from rl_loop.tasks.demonstrations import demonstrate
+
+ChatFormat = Literal["harmony", "chatml"]
+
+CHAT_FORMATS: dict[type[ModelConfig], ChatFormat] = {
+    GptOssModelConfig: "harmony",
+    DenseModelConfig: "chatml",
+}
+"""What the models of a family speak."""
+
+CORPUS_TASKS = 100
+"""Demonstrations of a source that a tiny vocabulary is made for."""
+
+
+@dataclass(frozen=True)
+class CodecSettings:
+    """The settings that decide how a run renders and parses episodes."""
+
+    chat_format: ChatFormat
+    """What the model speaks."""
+    vocabulary: Literal["gptoss", "tokenizer", "tiny"]
+    """Token ids of the released GPT-OSS models, those of a checkpoint's tokenizer, or the few that
+    generated tasks need."""
+    vocabulary_size: int
+    """Rows of the model's embedding, which a vocabulary must fit."""
+    tokenizer: Path | None
+    """A Hugging Face directory, or a run with an export, that has the tokenizer."""
+    prompt: PromptConfig
+    """The system message of Harmony."""
+    chatml: ChatMlConfig
+    """The system message of ChatML."""
+    tool_timeout_seconds: float
+    """What the description of the Python tool says of its time limit."""
+    tasks: TaskConfig
+    """What a tiny vocabulary is made for."""
+    data: DataConfig | None = None
+    """Conversations that it is made for instead, where those are learned."""
+
+
+def codec_of(settings: CodecSettings) -> ChatCodec:
+    """Build the codec of a run. A tiny vocabulary is made for demonstrations of its generated
+    tasks.
+
+    Raises ValueError for a vocabulary that is not the model's."""
+    return _BUILDERS[settings.chat_format](settings)
+
+
+def tokenizer_directory(source: Path | None) -> Path | None:
+    """Return where ``source``, a Hugging Face directory or a run with an export, has a tokenizer."""
+    if source is None:
+        return None
+    for directory in (source, source / "export"):
+        if (directory / TOKENIZER_FILE).exists():
+            return directory
+    return None
+
+
+def _build_harmony(settings: CodecSettings) -> Harmony:
+    if settings.vocabulary == "tokenizer":
+        raise ValueError("vocabulary tokenizer: GPT-OSS has gptoss, the released one, or tiny")
+
+    def corpus() -> str:
+        # Episodes need an event loop of their own, and the caller may be running one.
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(vocabulary_corpus, settings).result()
+
+    vocabulary = make_vocabulary(settings.vocabulary, settings.vocabulary_size, corpus)
+    return Harmony(vocabulary, settings.prompt, settings.tool_timeout_seconds)
+
+
+def _build_chatml(settings: CodecSettings) -> ChatMl:
+    size, seconds = settings.vocabulary_size, settings.tool_timeout_seconds
+    if settings.vocabulary == "gptoss":
+        raise ValueError(
+            "vocabulary gptoss is that of GPT-OSS: set tokenizer, for the checkpoint's own, or tiny"
+        )
+    if settings.vocabulary == "tiny":
+        with ThreadPoolExecutor(1) as thread:
+            corpus = thread.submit(_chatml_corpus, settings).result()
+        return ChatMl(tiny_vocabulary(size, corpus), settings.chatml, seconds)
+
+    directory = tokenizer_directory(settings.tokenizer)
+    if directory is None:
+        raise ValueError(
+            f"vocabulary tokenizer: {settings.tokenizer or 'initial_weights is null, which'} has no "
+            f"{TOKENIZER_FILE}; name a directory that has one in `tokenizer`"
+        )
+    return ChatMl(read_vocabulary(directory, size), settings.chatml, seconds)
+
+
+_BUILDERS: dict[ChatFormat, Callable[[CodecSettings], ChatCodec]] = {
+    "harmony": _build_harmony,
+    "chatml": _build_chatml,
+}
+
+
+# ---- what tiny vocabularies are made for
+
+
+def vocabulary_corpus(settings: CodecSettings) -> str:
+    """Return the text that a run's tiny vocabulary of Harmony is made for.
+
+    The texts of registered environments are in it whichever the run uses: words that every
+    conversation has, such as "assistant", are then tokens of every tiny vocabulary."""
+    harmony = Harmony(GptOssVocabulary(), settings.prompt, settings.tool_timeout_seconds)
+    if settings.data is not None:
+        return "\n".join(conversation_texts(settings.data, harmony))
+
+    texts = [ENVIRONMENTS.resolve(name).vocabulary_text() for name in ENVIRONMENTS]
+    lines = [text for text in texts if text]
+    for source in settings.tasks.sources.values():
+        text = environment_class(source.environment).vocabulary_text()
+        if text and text not in lines:
+            lines.append(text)
+        if not text and source.held_out_path is None:
+            lines += _demonstrated_texts(source, harmony)
+    return "\n".join(lines)
+
+
+def _chatml_corpus(settings: CodecSettings) -> str:
+    """Return the text that a run's tiny vocabulary of ChatML is made for."""
+    # In single bytes: only the text is of interest.
+    codec = ChatMl(tiny_vocabulary(512, ""), settings.chatml, settings.tool_timeout_seconds)
+    lines: list[str] = []
+    for source in settings.tasks.sources.values():
+        text = environment_class(source.environment).vocabulary_text()
+        demonstrated = []
+        if source.held_out_path is None:
+            demonstrated = _demonstrated_texts(source, codec)
+        if text:
+            # It says which numbers are tokens; those of a hundred tasks are hardly met again.
+            demonstrated = [re.sub("[0-9]+", "0", line) for line in demonstrated]
+        lines += [text, *demonstrated]
+    return "\n".join(lines)
+
+
+def _demonstrated_texts(source: SourceConfig, codec: ChatCodec) -> list[str]:
+    """Return episodes on generated tasks of a source as text."""
+    environment = environment_class(source.environment)
+    options = environment.Options.model_validate(source.options)
+
+    texts = []
+    for i in range(CORPUS_TASKS):
+        task = replace(environment.generate("train", 0, i, options), environment=source.environment)
+        demonstration = demonstrate(task, codec, DemonstrationConfig(), seed=str(i))
+        texts.append(codec.decode(demonstration.token_ids))
+    return texts

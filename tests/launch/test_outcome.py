@@ -1,0 +1,44 @@
+"""The last line of a run says what has changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launch.outcome import describe_outcome
+from rl_loop.tracking.metrics import MetricsWriter, Name, StepMetrics
+from rl_loop.tracking.run_directory import RunDirectory, start_run
+
+
+def recorded(path: Path, *steps: dict[str, float]) -> RunDirectory:
+    """A finished run of these metrics; what has no time of a step is an evaluation."""
+    run = start_run(path, "")
+    writer = MetricsWriter(run)
+    for number, values in enumerate(steps):
+        metrics = StepMetrics(number)
+        for name, value in values.items():
+            metrics.add(name, value, "last")
+        writer.write(metrics)
+    writer.close()
+    run.write_summary(steps=sum(Name.STEP_SECONDS in values for values in steps))
+    return run
+
+
+def test_of_reinforcement_learning_the_held_out_accuracy_and_reward_are_told(
+    tmp_path: Path,
+) -> None:
+    before = {Name.HELD_OUT_ACCURACY: 0.336, Name.HELD_OUT_REWARD: -0.328}
+    after = {Name.HELD_OUT_ACCURACY: 0.867, Name.HELD_OUT_REWARD: 0.734}
+    step = {Name.LOSS: 0.1, Name.STEP_SECONDS: 15.0}
+    run = recorded(tmp_path / "run", before | step, step, after)
+    assert describe_outcome(run) == (
+        "held-out accuracy 0.336 -> 0.867, held-out reward -0.328 -> 0.734 in 2 steps, 0:30"
+    )
+
+
+def test_of_supervised_fine_tuning_the_losses_are_told(tmp_path: Path) -> None:
+    steps = [{Name.LOSS: 6.0 - i, Name.STEP_SECONDS: 1.0} for i in range(3)]
+    steps[1][Name.VALIDATION_LOSS] = 5.5
+    run = recorded(tmp_path / "run", *steps)
+    assert describe_outcome(run) == (
+        "loss 6.000 -> 4.000, validation loss 5.500 -> 5.500 in 3 steps, 0:03"
+    )

@@ -1,0 +1,186 @@
+"""A dense model that speaks ChatML through the real loop in one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from benchmarks.in_process import LocalRollouts, local_loop, local_trainer
+from rl_loop.chatml.codec import ChatMl
+from rl_loop.config.errors import CannotStart, ConfigError
+from rl_loop.config.load import load_config
+from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+from rl_loop.config.training import DemonstrationConfig
+from rl_loop.export import export_policy, greedy_agreement
+from rl_loop.lifecycle.start_checks import check_chat_format, check_what_a_server_needs
+from rl_loop.session import build_tasks, trainer_settings
+from rl_loop.tracking.run_directory import read_json_lines
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+SMALL = [
+    "model.num_layers=2",
+    "model.hidden_size=64",
+    "model.intermediate_size=96",
+    "model.num_attention_heads=2",
+]
+
+
+def rl_config(directory: Path, *overrides: str) -> RlConfig:
+    options = [
+        *SMALL,
+        f"output_dir={directory}",
+        "initial_weights=null",
+        "training.steps=2",
+        "rollout.tasks_per_step=2",
+        "rollout.samples_per_task=6",
+        # A random policy ends some episodes illegally and some at the limit: their rewards differ.
+        "rollout.max_new_tokens_per_turn=64",
+        "reward.format_error=-2",
+        "tasks.held_out_tasks=2",
+        "optimizer.lr=1e-2",
+        *overrides,
+    ]
+    return load_config(CONFIGS / "rl/tiny_dense.yaml", RlConfig, options)
+
+
+def sft_config(directory: Path, *overrides: str) -> SftConfig:
+    options = [*SMALL, f"output_dir={directory}", *overrides]
+    return load_config(CONFIGS / "sft/tiny_dense.yaml", SftConfig, options)
+
+
+@pytest.fixture(scope="module")
+def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRollouts]:
+    shared = LocalRollouts(rl_config(tmp_path_factory.mktemp("rollouts")))
+    yield shared
+    shared.close()
+
+
+def test_two_steps_of_supervised_fine_tuning_learn_what_a_policy_would_sample(
+    tmp_path: Path,
+) -> None:
+    settings = sft_config(tmp_path)
+    tasks = build_tasks(settings)
+    samples = tasks.demonstrations(0, 4, DemonstrationConfig(expert=1.0))
+    for i in range(len(samples)):
+        span = slice(samples.offsets[i], samples.offsets[i + 1])
+        learned = samples.token_ids[span][samples.loss_mask[span]]
+        stops = np.flatnonzero(np.isin(learned, tasks.harmony.stop_token_ids)) + 1
+        # Whole turns, each of which a policy could have sampled.
+        *turns, rest = np.split(learned, stops)
+        assert len(turns) > 0
+        assert len(rest) == 0
+        assert all(isinstance(tasks.harmony.parse(turn.tolist()), list) for turn in turns)
+
+    trainer = local_trainer(trainer_settings(settings))
+    try:
+        before = trainer.score(samples)[samples.loss_mask].mean()
+        for step in (1, 2):
+            trainer.sft_step(samples, step)
+        after = trainer.score(samples)[samples.loss_mask].mean()
+    finally:
+        trainer.close()
+    assert before < after < 0
+
+
+def test_every_step_of_rl_has_a_ratio_of_exactly_1_and_the_export_is_the_policy(
+    tmp_path: Path, rollouts: LocalRollouts
+) -> None:
+    settings = rl_config(tmp_path)
+    with local_loop(settings, rollouts) as loop:
+        loop.train()
+        codec = loop.tasks.harmony
+        assert isinstance(codec, ChatMl)
+        export_policy(loop.trainer, codec, settings.model, tmp_path / "hf")
+        agreement = greedy_agreement(
+            loop.trainer, build_tasks(settings), tmp_path / "hf", settings.dtype
+        )
+    assert agreement.equal == agreement.compared > 0
+
+    steps: list[dict[str, Any]] = read_json_lines(settings.directory / "metrics.jsonl")
+    assert len([step for step in steps if "grad_norm" in step]) == 2
+    for step in steps:
+        assert all(value is not None and math.isfinite(value) for value in step.values())
+        assert step.get("ratio/deviation_max", 0) == 0
+        assert step["mismatch/canary_gap"] < 1e-5
+        assert step.get("mismatch/logprob_gap_max", 0) < 1e-4
+    assert max(step.get("grad_norm", 0) for step in steps) > 0
+
+    # Whoever loads the export gets the tokens and the template of training.
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Compute 12*34+5."}],
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+    assert prompt == codec.render_prompt([{"role": "user", "content": "Compute 12*34+5."}])
+    assert tokenizer.eos_token_id in codec.stop_token_ids
+
+
+def test_a_run_reads_the_tokenizer_of_an_export(tmp_path: Path) -> None:
+    settings = sft_config(tmp_path)
+    codec = build_tasks(settings).harmony
+    (tmp_path / "run/export").mkdir(parents=True)
+    codec.vocabulary.save(tmp_path / "run/export")
+    overrides = ["vocabulary=tokenizer", f"tokenizer={tmp_path / 'run'}"]
+    config = rl_config(tmp_path, *overrides)
+    check_chat_format(config)
+    text = [{"role": "user", "content": "Compute 1*2."}]
+    assert build_tasks(config).harmony.render_prompt(text) == codec.render_prompt(text)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rollout.routed_experts=true"], r"rollout\.routed_experts: a qwen2 model has no experts"),
+        (
+            ["algorithm.routing_replay=R2", "algorithm.old_log_probs=forward"],
+            r"routing_replay R2: a qwen2 model has no experts",
+        ),
+        (["ablation.trainer_sinks=false"], "a qwen2 model has no attention sinks"),
+        (["ablation.router_noise=0.1"], "a qwen2 model has no router"),
+    ],
+)
+def test_what_a_dense_model_has_not_is_refused(
+    tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        rl_config(tmp_path, *overrides)
+
+
+def refused(config: RunConfig, message: str) -> None:
+    with pytest.raises(CannotStart, match=message):
+        check_chat_format(config)
+
+
+def test_what_only_harmony_can_say_is_refused_before_a_run_starts(tmp_path: Path) -> None:
+    refused(
+        rl_config(tmp_path, "vocabulary=gptoss"), "vocabulary gptoss is not that of a qwen2 model"
+    )
+    refused(rl_config(tmp_path, "vocabulary=tokenizer"), "initial_weights, which is null")
+    refused(sft_config(tmp_path, "demonstrations.history=harmony"), "history harmony is GPT-OSS's")
+    refused(
+        sft_config(tmp_path, "data={path: chats.jsonl}"),
+        "conversations are rendered in Harmony only",
+    )
+    (tmp_path / "tokenizer.json").write_text("{}")
+    refused(
+        rl_config(
+            tmp_path,
+            "vocabulary=tokenizer",
+            f"tokenizer={tmp_path}",
+            "tasks.sources={clerk: {environment: black_box, options: "
+            "{agent: 'examples.clerk_agent:run', tasks: 'examples.clerk_agent:tasks'}}}",
+        ),
+        "agents that are programs talk to a gateway",
+    )
+
+    gpt_oss = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, ["vocabulary=tokenizer"])
+    refused(gpt_oss, "GPT-OSS has gptoss, the released one, or tiny")
+    with pytest.raises(CannotStart, match="gptoss serve speaks Harmony only"):
+        check_what_a_server_needs(rl_config(tmp_path), None)

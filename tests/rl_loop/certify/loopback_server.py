@@ -1,0 +1,121 @@
+"""A server on this machine that speaks SGLang's /generate and OpenAI's completions, with a real model.
+
+The shapes of answers are those that ``sglang_protocol`` and ``rl_loop.engines.sglang`` know of the real
+server; completions are as vLLM documents them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from aiohttp import web
+
+from rl_loop.certify.subjects.transformers_model import TransformersModel
+
+
+class LoopbackServer:
+    """Answers with ``model``."""
+
+    def __init__(self, model: TransformersModel, zero_routes: bool = False) -> None:
+        self.model = model
+        self.zero_routes = zero_routes
+        self.calls: list[str] = []
+
+    async def start(self) -> str:
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_get("/server_info", self.server_info)
+        app.router.add_post("/generate", self.generate)
+        app.router.add_post("/update_weights_from_disk", self.update)
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_post("/v1/completions", self.completions)
+        self.runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+
+    async def stop(self) -> None:
+        await self.runner.cleanup()
+
+    async def server_info(self, request: web.Request) -> web.Response:
+        info = {"version": "0.5.17", "attention_backend": "eager"}
+        return web.json_response(info | {"enable_return_routed_experts": True})
+
+    async def generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.calls.append("/generate")
+        ids = body.get("input_ids") or self.model.tokenize(body["text"])
+        (scored,) = self.model.score([ids])
+        tokens = body["sampling_params"]["max_new_tokens"]
+        generated = self.model.generate(ids, tokens)
+        first: list[Any] = [[None, ids[0], None]]
+        meta: dict[str, Any] = {
+            "input_token_logprobs": first
+            + [[p, i, None] for p, i in zip(scored.log_probs, ids[1:], strict=True)],
+            "output_token_logprobs": [
+                [p, i, None] for p, i in zip(generated.log_probs, generated.ids, strict=True)
+            ],
+        }
+        if body.get("return_routed_experts"):
+            assert scored.routes is not None
+            # Of all tokens but the one that was sampled: one more than of the prompt's inputs.
+            routes = np.concatenate([scored.routes, scored.routes[-1:]]).astype(np.int32)
+            if self.zero_routes:
+                routes[:] = 0
+            meta["routed_experts"] = base64.b64encode(routes.tobytes()).decode()
+        return web.json_response({"output_ids": list(generated.ids), "meta_info": meta})
+
+    async def update(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        assert body["load_format"] == "auto"
+        self.model.update(Path(body["model_path"]))
+        return web.json_response({"success": True, "message": "Succeeded to update model weights."})
+
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "gpt-oss"}]})
+
+    async def completions(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        prompt = body["prompt"]
+        ids = self.model.tokenize(prompt) if isinstance(prompt, str) else prompt
+        generated = self.model.generate(ids, body["max_tokens"])
+        log_probs: list[float | None] = list(generated.log_probs)
+        if body.get("echo"):
+            (scored,) = self.model.score([ids])
+            log_probs = [None, *scored.log_probs, *log_probs]
+        choice = {
+            "token_ids": list(generated.ids),
+            "prompt_token_ids": ids,
+            "logprobs": {"token_logprobs": log_probs},
+        }
+        return web.json_response({"choices": [choice]})
+
+
+class Server(Protocol):
+    """This one, or the scripted one of ``sglang_protocol``."""
+
+    async def start(self) -> str: ...
+
+    async def stop(self) -> None: ...
+
+
+@contextmanager
+def serving(server: Server) -> Iterator[str]:
+    """Yield the address of a server that runs in a thread."""
+    loop = asyncio.new_event_loop()
+    url = loop.run_until_complete(server.start())
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    try:
+        yield url
+    finally:
+        asyncio.run_coroutine_threadsafe(server.stop(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()

@@ -1,0 +1,234 @@
+"""Subjects with faults on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_loop.certify.model import read_weights
+from rl_loop.certify.subject import Generated, Scored
+from rl_loop.certify.subjects.transformers_model import TransformersModel
+
+Plant = Callable[[TransformersModel], None]
+
+
+def faulty(directory: Path, plant: Plant, precision: str = "fp32") -> TransformersModel:
+    subject = TransformersModel(directory, precision)
+    with torch.no_grad():
+        plant(subject)
+    return subject
+
+
+def window_of(offset: int) -> Plant:
+    def plant(subject: TransformersModel) -> None:
+        subject.model.config.sliding_window += offset
+
+    return plant
+
+
+def layers(subject: TransformersModel) -> Any:
+    return subject.model.model.layers
+
+
+def router_bias_in_bf16(subject: TransformersModel) -> None:
+    for router in subject.routers:
+        router.bias.copy_(router.bias.bfloat16())
+
+
+def no_sinks(subject: TransformersModel) -> None:
+    for layer in layers(subject):
+        layer.self_attn.sinks.fill_(-1e4)
+
+
+class ClampBeforeBias(torch.nn.Module):
+    """Experts that clamp the products of weights and only then add the bias."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self.gate_up_proj = experts.gate_up_proj
+        self.gate_up_proj_bias = experts.gate_up_proj_bias
+        self.down_proj = experts.down_proj
+        self.down_proj_bias = experts.down_proj_bias
+
+    def forward(self, x: Tensor, routes: Tensor, shares: Tensor) -> Tensor:
+        products = torch.einsum("th,ehc->tec", x, self.gate_up_proj)
+        gate = products[..., 0::2].clamp(max=7) + self.gate_up_proj_bias[:, 0::2]
+        up = products[..., 1::2].clamp(-7, 7) + self.gate_up_proj_bias[:, 1::2]
+        activated = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+        every = torch.einsum("tec,ech->teh", activated, self.down_proj) + self.down_proj_bias
+        tokens = torch.arange(len(x))[:, None]
+        return (every[tokens, routes] * shares[..., None]).sum(1)
+
+
+def clamp_before_bias(subject: TransformersModel) -> None:
+    for layer in layers(subject):
+        layer.mlp.experts = ClampBeforeBias(layer.mlp.experts)
+
+
+def transposed_down(subject: TransformersModel) -> None:
+    for layer in layers(subject):
+        layer.mlp.experts.down_proj.copy_(layer.mlp.experts.down_proj.mT.clone())
+
+
+def transposed_down_in_layer_2(subject: TransformersModel) -> None:
+    down = layers(subject)[2].mlp.experts.down_proj
+    down.copy_(down.mT.clone())
+
+
+def half_interleaved(subject: TransformersModel) -> None:
+    for layer in layers(subject):
+        bias = layer.mlp.experts.gate_up_proj_bias
+        gates, ups = bias.clone().chunk(2, dim=-1)
+        bias[:, 0::2] = gates
+        bias[:, 1::2] = ups
+
+
+def truncated_ramp(subject: TransformersModel) -> None:
+    config = subject.model.config
+    config.rope_parameters = dict(config.rope_parameters) | {"truncate": True}
+    rotary = type(subject.model.model.rotary_emb)
+    subject.model.model.rotary_emb = rotary(config).to(subject.device)
+
+
+def positions_cut(subject: TransformersModel) -> None:
+    last = subject.model.config.rope_parameters["original_max_position_embeddings"] - 1
+    rotary = subject.model.model.rotary_emb
+    exact = rotary.forward
+    rotary.forward = lambda x, position_ids: exact(x, position_ids.clamp(max=last))
+
+
+class StaleExpert(TransformersModel):
+    """One expert does not take part in updates."""
+
+    def update(self, directory: Path) -> None:
+        experts = layers(self)[1].mlp.experts
+        kept = {name: p[3].clone() for name, p in experts.named_parameters()}
+        super().update(directory)
+        with torch.no_grad():
+            for name, parameter in experts.named_parameters():
+                parameter[3] = kept[name]
+
+
+class TransposingUpdate(TransformersModel):
+    """Loads square weights as the other side has them."""
+
+    def update(self, directory: Path) -> None:
+        super().update(directory)
+        with torch.no_grad():
+            transposed_down(self)
+
+
+class ZeroRoutes(TransformersModel):
+    """Returns routes that nobody wrote."""
+
+    def score(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
+        scores = super().score(texts)
+        return [Scored(s.log_probs, np.zeros_like(s.routes)) for s in scores]
+
+
+class LateRoutes(TransformersModel):
+    """Returns the routes of a token for the next one."""
+
+    def score(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
+        scores = super().score(texts)
+        return [Scored(s.log_probs, np.roll(s.routes, 1, axis=0)) for s in scores]
+
+
+class IgnoresRoutes(TransformersModel):
+    """Lets its routers choose whatever it is given."""
+
+    def score_with_routes(
+        self, texts: Sequence[Sequence[int]], routes: Sequence[np.ndarray]
+    ) -> list[Scored]:
+        return self.score(texts)
+
+
+class ConstrainAsText(TransformersModel):
+    """Knows all special tokens but one."""
+
+    def tokenize(self, text: str) -> list[int]:
+        before, after = text.split("<|constrain|>")
+        letters = [
+            i
+            for letter in ("<|", "constrain", "|>")
+            for i in super(ConstrainAsText, self).tokenize(letter)
+        ]
+        return super().tokenize(before) + letters + super().tokenize(after)
+
+
+class ShortDecodingWindow(TransformersModel):
+    """Decodes with one key less than it prefills with."""
+
+    @torch.no_grad()
+    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> Generated:
+        ids: list[int] = []
+        log_probs = []
+        for _ in range(max_new_tokens):
+            # The last token's query is computed with the short window if it was decoded; those
+            # before it as they were when it was their turn.
+            tokens = torch.tensor([[*prompt, *ids]])
+            mask = self._masks(tokens.shape[1], len(prompt))
+            output = self.model(tokens, attention_mask=mask, use_cache=False)
+            likely, token = output.logits[0, -1].log_softmax(-1).max(dim=-1)
+            ids.append(int(token))
+            log_probs.append(float(likely))
+        return Generated(ids, log_probs)
+
+    def _masks(self, length: int, prompt: int) -> dict[str, Tensor]:
+        index = torch.arange(length)
+        distance = index[:, None] - index[None]
+        window = self.model.config.sliding_window - (index >= prompt).long()[:, None]
+        seen = distance >= 0
+        hidden = torch.finfo(torch.float32).min
+        full = torch.where(seen, 0.0, hidden)[None, None]
+        sliding = torch.where(seen & (distance < window), 0.0, hidden)[None, None]
+        return {"full_attention": full, "sliding_attention": sliding}
+
+
+class LeakyRows(TransformersModel):
+    """Packs as transformers 5.12 does when it is given position ids only: its GPT-OSS does not
+    hand them to its mask (huggingface/transformers#39997)."""
+
+    @torch.no_grad()
+    def score_packed(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
+        row = torch.tensor([[token for text in texts for token in text]])
+        positions = torch.cat([torch.arange(len(text)) for text in texts])[None]
+        logits = self.model(row, position_ids=positions, use_cache=False).logits[0]
+        log_probs = logits.log_softmax(-1)
+        results = []
+        start = 0
+        for text in texts:
+            rows = log_probs[start : start + len(text) - 1]
+            labels = torch.tensor(text[1:])[:, None]
+            results.append(Scored(rows.gather(-1, labels)[:, 0].tolist()))
+            start += len(text)
+        return results
+
+
+class Wavering(TransformersModel):
+    """Rounds otherwise from call to call."""
+
+    calls = 0
+
+    def score(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
+        self.calls += 1
+        offset = 1e-3 * (self.calls % 2)
+        return [Scored([p - offset for p in s.log_probs], s.routes) for s in super().score(texts)]
+
+
+def other_epsilon(subject: TransformersModel) -> None:
+    """A fault that nobody has listed."""
+    for module in subject.model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = 0.03
+
+
+def weights_are_equal(directory: Path, other: Path) -> bool:
+    mine = read_weights(directory).tensors
+    theirs = read_weights(other).tensors
+    return all(torch.equal(mine[name], theirs[name]) for name in mine)

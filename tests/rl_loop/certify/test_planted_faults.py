@@ -1,0 +1,226 @@
+"""Every planted fault is found, by its check, and under its own name and no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from rl_loop.certify.certificate import Status
+from rl_loop.certify.subject import Subject
+from rl_loop.certify.subjects.megatron_trainer import MegatronTrainer
+from rl_loop.certify.subjects.transformers_model import TransformersModel
+from rl_loop.harmony.codec import Harmony
+from tests.rl_loop.certify import subjects
+from tests.rl_loop.certify.conftest import Prepared, causes, failed
+
+
+def as_id(value: object) -> str:
+    """Name a case by its texts: pytest-xdist wants the same names in every process, and what stands
+    for a function has its address."""
+    return value if isinstance(value, str) else ""
+
+
+IN_THE_MODEL = [
+    ("window", "one key too few in the window", subjects.window_of(-1)),
+    ("window", "one key too many in the window", subjects.window_of(1)),
+    ("sinks", "sinks are absent", subjects.no_sinks),
+    ("router", "the router's bias is in bf16", subjects.router_bias_in_bf16),
+    ("activation", "the clamp comes before the bias", subjects.clamp_before_bias),
+    (
+        "orientation",
+        "the experts' down projections, which are square, are transposed",
+        subjects.transposed_down,
+    ),
+    (
+        "orientation",
+        "in layer 2 the experts' down projections, which are square, are transposed",
+        subjects.transposed_down_in_layer_2,
+    ),
+    (
+        "interleaving",
+        "gate and up are half-interleaved: the biases' channels are taken for halves",
+        subjects.half_interleaved,
+    ),
+    ("yarn", "YaRN's ramp is truncated to whole channels", subjects.truncated_ramp),
+    ("yarn", "positions end at YaRN's original length", subjects.positions_cut),
+]
+
+
+@pytest.mark.parametrize(("check", "cause", "plant"), IN_THE_MODEL, ids=as_id)
+def test_a_model_with_one_fault_fails_by_its_name(
+    prepared: Prepared, check: str, cause: str, plant: subjects.Plant
+) -> None:
+    subject = subjects.faulty(prepared.first.directory, plant)
+    results = prepared.examine(subject, check)
+    assert causes(results) == {cause}
+    assert failed(results) == {"agreement", check}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("check", "cause", "plant"), IN_THE_MODEL, ids=as_id)
+def test_no_other_check_takes_a_fault_for_another(
+    prepared: Prepared, check: str, cause: str, plant: subjects.Plant
+) -> None:
+    results = prepared.examine(subjects.faulty(prepared.first.directory, plant))
+    assert causes(results) == {cause}
+    assert failed(results) == {"agreement", check}
+
+
+IN_BF16 = [IN_THE_MODEL[i] for i in (0, 4, 8)]
+
+
+@pytest.mark.parametrize(("check", "cause", "plant"), IN_BF16, ids=as_id)
+def test_a_bf16_model_with_one_fault_fails_by_its_name(
+    prepared_as: Callable[[str], Prepared], check: str, cause: str, plant: subjects.Plant
+) -> None:
+    prepared = prepared_as("bf16")
+    subject = subjects.faulty(prepared.first.directory, plant, "bf16")
+    results = prepared.examine(subject, check)
+    assert causes(results) == {cause}
+    assert failed(results) == {"agreement", check}
+
+
+AROUND_THE_MODEL = [
+    ("update", "expert 3 of layer 1 kept its old weights", subjects.StaleExpert),
+    (
+        "update",
+        "the experts' down projections, which are square, are transposed",
+        subjects.TransposingUpdate,
+    ),
+    ("routes returned", "every route that comes back is zero", subjects.ZeroRoutes),
+    ("routes returned", "routes come back one token too late", subjects.LateRoutes),
+    ("routes given", "routes that are given are ignored", subjects.IgnoresRoutes),
+    (
+        "harmony",
+        "<|constrain|> (id 355) is encoded as text, 1 times",
+        subjects.ConstrainAsText,
+    ),
+    (
+        "decoding",
+        "one key too few in the window of decoded tokens",
+        subjects.ShortDecodingWindow,
+    ),
+    ("packing", "tokens see the sequences before theirs", subjects.LeakyRows),
+]
+
+
+@pytest.mark.parametrize(("check", "cause", "kind"), AROUND_THE_MODEL, ids=as_id)
+def test_a_fault_around_the_model_fails_by_its_name(
+    prepared: Prepared, check: str, cause: str, kind: type[TransformersModel]
+) -> None:
+    results = prepared.examine(kind(prepared.first.directory, "fp32"), check)
+    assert causes(results) == {cause}
+    assert failed(results) == {check}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("check", "cause", "kind"), AROUND_THE_MODEL, ids=as_id)
+def test_no_other_check_takes_a_fault_around_the_model_for_another(
+    prepared: Prepared, check: str, cause: str, kind: type[TransformersModel]
+) -> None:
+    results = prepared.examine(kind(prepared.first.directory, "fp32"))
+    assert causes(results) == {cause}
+    assert failed(results) == {check}
+
+
+def test_a_model_that_wavers_is_not_deterministic(prepared: Prepared) -> None:
+    results = prepared.examine(subjects.Wavering(prepared.first.directory, "fp32"), "determinism")
+    assert causes(results) == {"the same text has other log-probs from time to time"}
+
+
+def test_a_faultless_model_passes_everything_that_it_offers(prepared: Prepared) -> None:
+    results = prepared.examine(TransformersModel(prepared.first.directory, "fp32"))
+    skipped = {name for name, result in results.items() if result.status is Status.SKIPPED}
+    assert not failed(results)
+    assert skipped == {"packing"}
+    assert all(
+        sight.is_visible
+        for result in results.values()
+        for sight in result.sights
+        if result.name != "update"
+    )
+
+
+@pytest.mark.slow
+def test_two_faults_at_once_are_both_named(prepared: Prepared) -> None:
+    def plant(subject: TransformersModel) -> None:
+        subjects.half_interleaved(subject)
+        subjects.window_of(1)(subject)
+
+    results = prepared.examine(subjects.faulty(prepared.first.directory, plant))
+    assert causes(results) == {IN_THE_MODEL[1][1], IN_THE_MODEL[7][1]}
+
+
+def test_a_fault_that_nobody_listed_fails_without_a_name(prepared: Prepared) -> None:
+    subject = subjects.faulty(prepared.first.directory, subjects.other_epsilon)
+    results = prepared.examine(subject, "agreement")
+    assert not causes(results)
+    assert failed(results) == {"agreement"}
+    assert "no known fault explains it" in results["agreement"].summary
+
+
+# ---- the trainer
+
+
+@pytest.fixture
+def trainer_with(prepared: Prepared) -> Iterator[Callable[..., Subject]]:
+    opened: list[Subject] = []
+
+    def make(**overrides: object) -> Subject:
+        opened.append(MegatronTrainer(prepared.first.directory, "fp32", **overrides))
+        return opened[-1]
+
+    yield make
+    for subject in opened:
+        subject.close()
+
+
+def test_the_trainer_passes_everything_but_generation(
+    prepared: Prepared, trainer_with: Callable[..., Subject]
+) -> None:
+    results = prepared.examine(trainer_with())
+    skipped = {name for name, result in results.items() if result.status is Status.SKIPPED}
+    assert not failed(results)
+    assert skipped == {"decoding"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "check", "cause"),
+    [
+        (
+            {"sink_backward": False},
+            "gradients",
+            "sinks are dropped in the backward pass",
+        ),
+        (
+            {"sink_gradient": False},
+            "gradients",
+            "the sinks' own gradient is dropped",
+        ),
+        ({"window_size": (14, 0)}, "window", "one key too few in the window"),
+        ({"activation_func_clamp_value": None}, "activation", "the activation is not clamped"),
+    ],
+    ids=str,
+)
+def test_a_trainer_with_one_fault_fails_by_its_name(
+    prepared: Prepared,
+    trainer_with: Callable[..., Subject],
+    overrides: dict[str, object],
+    check: str,
+    cause: str,
+) -> None:
+    results = prepared.examine(trainer_with(**overrides), check)
+    assert causes(results) == {cause}
+    assert failed(results) - {"agreement"} == {check}
+
+
+def test_demonstrations_that_spell_a_special_token_fail_by_its_name(
+    prepared: Prepared, trainer_with: Callable[..., Subject], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def as_text(harmony: Harmony, content_type: str) -> list[int]:
+        return harmony.vocabulary.encode_text(f" {content_type}")
+
+    monkeypatch.setattr(Harmony, "_content_type", as_text)
+    results = prepared.examine(trainer_with(), "harmony")
+    assert causes(results) == {"<|constrain|> (id 355) is encoded as text, 1 times"}

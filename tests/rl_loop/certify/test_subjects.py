@@ -1,0 +1,239 @@
+"""Servers by their address, functions by their name, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from converters.errors import ConversionError
+from launch.cli import app
+from rl_loop.certify.certificate import Status
+from rl_loop.certify.harmony_tokens import QUOTING, describe_difference, expected_ids
+from rl_loop.certify.model import SIZES, CertifyError, designed_weights, vocabulary
+from rl_loop.certify.reference import Reference
+from rl_loop.certify.run import CertifyOptions, certify, check_reference, open_weights
+from rl_loop.certify.subject import Scored, Subject, SubjectFailed, checked_scores
+from rl_loop.certify.subjects.completions_server import CompletionsServer
+from rl_loop.certify.subjects.sglang_server import SglangServer
+from rl_loop.certify.subjects.transformers_model import TransformersModel
+from rl_loop.certify.texts import Texts
+from rl_loop.harmony.vocabulary import harmony_encoding
+from tests.rl_loop.certify.conftest import Prepared, causes, failed
+from tests.rl_loop.certify.loopback_server import LoopbackServer, serving
+from tests.rl_loop.sglang_protocol import LocalServer
+
+
+def skipped(results: dict[str, object]) -> set[str]:
+    return {name for name, result in results.items() if result.status is Status.SKIPPED}
+
+
+def test_a_server_of_sglang_passes_what_its_protocol_offers(prepared: Prepared) -> None:
+    server = LoopbackServer(TransformersModel(prepared.first.directory, "fp32"))
+    with serving(server) as url:
+        subject = SglangServer(url, prepared.first.config)
+        results = prepared.examine(subject)
+        subject.close()
+    assert not failed(results)
+    assert skipped(results) == {"packing", "gradients", "routes given"}
+
+
+def test_a_server_whose_routes_are_zero_fails_by_that_name(prepared: Prepared) -> None:
+    server = LoopbackServer(TransformersModel(prepared.first.directory, "fp32"), zero_routes=True)
+    with serving(server) as url:
+        subject = SglangServer(url, prepared.first.config)
+        results = prepared.examine(subject, "routes returned")
+        subject.close()
+    assert causes(results) == {"every route that comes back is zero"}
+    assert failed(results) == {"routes returned"}
+
+
+def test_a_server_of_completions_passes_what_its_protocol_offers(prepared: Prepared) -> None:
+    server = LoopbackServer(TransformersModel(prepared.first.directory, "fp32"))
+    with serving(server) as url:
+        subject = CompletionsServer(f"{url}/v1")
+        results = prepared.examine(subject)
+        subject.close()
+    assert not failed(results)
+    assert skipped(results) == {
+        "packing", "gradients", "routes given", "routes returned", "update",
+    }  # fmt: skip
+
+
+def test_a_server_with_another_model_is_not_certified(prepared: Prepared) -> None:
+    """The scripted server speaks the protocol as it was recorded, with a made-up model."""
+    with serving(LocalServer()) as url:
+        subject = SglangServer(url, prepared.first.config)
+        results = prepared.examine(subject, "window", "decoding")
+        subject.close()
+    assert failed(results) == {"agreement", "window", "decoding"}
+    assert not causes(results)
+    assert "answers otherwise than SGLang" in results["decoding"].summary
+
+
+def test_the_command_writes_text_json_and_html(
+    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["certify", "transformers", "--weights", str(prepared.directory), "--only", "sinks"]
+    done = CliRunner().invoke(app, [*command, "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    content = json.loads((tmp_path / "certificate.json").read_text())
+    assert content["passed"] is True
+    assert [result["name"] for result in content["results"]] == ["agreement", "sinks"]
+    assert (tmp_path / "certificate.txt").read_text().strip() in done.output
+    page = (tmp_path / "certificate.html").read_text()
+    assert "sinks are absent" in page
+    assert "prefers-color-scheme: dark" in page
+    assert "http" not in page.replace("http-equiv", "")
+
+
+class Silent(Subject):
+    """Says that every token is equally likely, and nothing else."""
+
+    name = "<script>alert(1)</script>"
+
+    def __init__(self, directory: Path, precision: str) -> None:
+        pass
+
+    def score(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
+        return [Scored([-6.24] * (len(text) - 1)) for text in texts]
+
+
+def test_a_function_by_its_name_fails_with_exit_code_1(prepared: Prepared, tmp_path: Path) -> None:
+    name = "tests.rl_loop.certify.test_subjects:Silent"
+    command = ["certify", name, "--weights", str(prepared.directory), "--out", str(tmp_path)]
+    command += ["--only", "sinks"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 1
+    assert "no known fault explains it" in " ".join(done.output.split())
+    assert "<script>" not in (tmp_path / "certificate.html").read_text()
+
+
+def test_quoted_special_tokens_that_become_tokens_are_named() -> None:
+    words = vocabulary()
+    text = "".join(message.text for message in QUOTING)
+    injected = words.from_harmony(harmony_encoding().encode(text, allowed_special="all"))
+    assert describe_difference(QUOTING, expected_ids(QUOTING, words), words) is None
+    difference = describe_difference(QUOTING, injected, words)
+    assert difference is not None
+    assert "in a message's content becomes the special token" in difference
+
+    ids = expected_ids(QUOTING, words)
+    ids[2], ids[3] = ids[3], ids[2]
+    assert "ids differ from position 2 on" in str(describe_difference(QUOTING, ids, words))
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nobody"], "there is no subject 'nobody'"),
+        (["http://127.0.0.1:9"], "say with --weights what the server was started with"),
+        (["no.such.module:thing"], "cannot be imported"),
+        (
+            ["transformers", "--only", "everything"],
+            "there is no check everything; known: agreement",
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_bad_arguments_are_one_line(
+    prepared: Prepared, words: list[str], message: str, tmp_path: Path
+) -> None:
+    if words[0] in ("transformers", "no.such.module:thing"):
+        words = [*words, "--weights", str(prepared.directory)]
+    done = CliRunner().invoke(app, ["certify", *words, "--out", str(tmp_path / "out")])
+    assert done.exit_code == 1
+    assert message in done.output
+    assert len(done.output.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_directory_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConversionError, match=r"config\.json"):
+        certify(CertifyOptions("transformers", tmp_path))
+
+
+def test_a_server_that_is_not_there_is_named(prepared: Prepared) -> None:
+    with pytest.raises(SubjectFailed, match=r"127\.0\.0\.1:9"):
+        SglangServer("http://127.0.0.1:9", prepared.first.config)
+    with pytest.raises(SubjectFailed, match=r"127\.0\.0\.1:9"):
+        CompletionsServer("http://127.0.0.1:9/v1")
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ([], "0 answers for 1 texts"),
+        ([Scored([-1.0])], "for a text of 3 tokens, expected 2"),
+        ([Scored([-1.0, float("nan")])], "the log-prob of token 2 is nan"),
+    ],
+    ids=str,
+)
+def test_answers_that_cannot_be_any_are_failures(answer: list[Scored], message: str) -> None:
+    with pytest.raises(SubjectFailed, match=message):
+        checked_scores(Subject(), answer, [[1, 2, 3]])
+
+
+def test_models_beyond_this_machines_memory_are_refused(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 1000}))
+    with pytest.raises(CertifyError, match="GB of memory"):
+        open_weights(prepared.directory)
+
+
+# ---- the reference
+
+
+def test_a_reference_that_is_wrong_judges_nobody(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = prepared.first.config
+    check_reference(prepared.first, Texts(config, ()))
+
+    # The window and the activation, each off by what nobody else would notice.
+    wrong = config.model_copy(update={"swiglu_limit": 7.1})
+    exact = Reference.__init__
+
+    def with_another_limit(self: Reference, config: object, *rest: object, **more: object) -> None:
+        exact(self, wrong, *rest, **more)
+
+    monkeypatch.setattr(Reference, "__init__", with_another_limit)
+    with pytest.raises(CertifyError, match="nothing can be judged"):
+        check_reference(prepared.first, Texts(config, ()))
+
+
+@pytest.mark.parametrize("size", ["tiny", "small", "gpu"])
+def test_sizes_have_the_shape_of_gpt_oss(size: str) -> None:
+    config = SIZES[size]
+    assert config.layer_types[:2] == ["sliding_attention", "full_attention"]
+    assert config.hidden_size == config.intermediate_size
+    assert config.max_length >= config.yarn_original_length + 200
+    if size != "tiny":
+        assert config.sliding_window == 128
+        assert config.yarn_original_length == 4096
+
+
+def test_designed_weights_use_every_part_of_the_model() -> None:
+    weights = dict(designed_weights(SIZES["tiny"], 0))
+    reference = Reference(SIZES["tiny"], weights)
+    texts = Texts(SIZES["tiny"], (1, 2))
+    used = set()
+    for text in (*texts.short, *texts.window):
+        routes = reference.evaluate(text.ids).routes
+        used |= {(layer, int(e)) for layer in range(4) for e in routes[:, layer].unique()}
+    assert len(used) == 4 * 8
+    bias = weights["model.layers.0.mlp.experts.gate_up_proj_bias"]
+    assert 0.02 < float((bias.abs() > 7).float().mean()) < 0.3
+    assert torch.equal(
+        weights["lm_head.weight"], dict(designed_weights(SIZES["tiny"], 0))["lm_head.weight"]
+    )
+    assert np.isfinite(float(bias.sum()))

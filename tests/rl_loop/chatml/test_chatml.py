@@ -1,0 +1,510 @@
+"""ChatML's prompts are the chat template's token for token, and what is sampled is parsed or named."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from rl_loop.chat.messages import FormatError, ParsedMessage, ToolOutput
+from rl_loop.chat.tools import BuiltinTool, PythonTool, Tool
+from rl_loop.chatml.codec import ChatMl
+from rl_loop.chatml.prompt_config import QWEN_SYSTEM, ChatMlConfig
+from rl_loop.chatml.vocabulary import (
+    TINY_MARKUP,
+    ChatMlVocabulary,
+    TokenizerError,
+    read_vocabulary,
+    tiny_vocabulary,
+)
+from rl_loop.config.episode import EpisodeLimits
+from rl_loop.data.trajectory import FinishReason
+from rl_loop.engines.protocol import SamplingParams
+from rl_loop.environments import ENVIRONMENTS, RewardConfig, arithmetic, make_environment
+from rl_loop.environments.base import final, function_call, think
+from rl_loop.harmony.vocabulary import byte_pair_tokenizer, tokens_of
+from rl_loop.rollout.agent import run_episode
+from tests.rl_loop.scripted_engine import ScriptedEngine
+
+WORDS = arithmetic.vocabulary_text()
+
+
+def with_call_tokens() -> ChatMlVocabulary:
+    """As Qwen2.5 has them."""
+    return tiny_vocabulary(1200, WORDS)
+
+
+def without_call_tokens() -> ChatMlVocabulary:
+    """As SmolLM2, whose digits are pieces of their own; calls are text."""
+    vocabulary = json.loads(byte_pair_tokenizer(tokens_of(WORDS)).to_str())["model"]
+    merges = [tuple(pair) for pair in vocabulary["merges"]]
+    tokenizer = Tokenizer(models.BPE(vocabulary["vocab"], merges))
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(n, normalized=False) for n in TINY_MARKUP[:3]])
+    return ChatMlVocabulary(tokenizer.to_str(), 1200, "test")
+
+
+VOCABULARIES = {"qwen": with_call_tokens(), "smollm": without_call_tokens()}
+CODECS = {name: ChatMl(v, ChatMlConfig()) for name, v in VOCABULARIES.items()}
+
+
+def tokenizer_of(codec: ChatMl) -> Any:
+    """transformers' tokenizer with the template that an export has."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=codec.vocabulary._tokenizer,
+        chat_template=codec.chat_template(),
+    )
+
+
+TOKENIZERS = {name: tokenizer_of(codec) for name, codec in CODECS.items()}
+
+
+@pytest.fixture(params=CODECS)
+def codec(request: pytest.FixtureRequest) -> ChatMl:
+    return CODECS[request.param]
+
+
+# ---- prompts
+
+SEARCH = Tool(
+    "search", "Finds „things“.", {"type": "object", "properties": {"q": {"type": "string"}}}
+)
+NOW = Tool("now", "The time, <b>always</b>.")
+PYTHON = BuiltinTool("python", "Runs Python.")
+TOOLS = [(), (SEARCH,), (PYTHON,), (PYTHON, NOW, SEARCH)]
+
+USER = {"role": "user", "content": "Compute 12*34+5."}
+CALL = {"name": "search", "arguments": {"q": 'naïve "x"\n', "n": [1, None, True]}}
+CALLS = [
+    {"id": "a", "type": "function", "function": CALL},
+    {"function": {"name": "now", "arguments": {}}},
+]
+SYSTEM = {"role": "system", "content": "Use python. Answer in \\boxed{}."}
+CONVERSATIONS: list[list[dict[str, Any]]] = [
+    [USER],
+    [{"role": "user", "content": ""}],
+    [{"role": "user", "content": "  two\n\n\nlines \n"}],
+    [USER, {"role": "assistant", "content": "413"}, {"role": "user", "content": "日本語 😀?"}],
+    [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": CALLS[:1]},
+        {"role": "tool", "content": "7"},
+    ],
+    [
+        USER,
+        {"role": "assistant", "content": "Let me see.", "tool_calls": CALLS},
+        {"role": "tool", "content": "x\n"},
+        {"role": "tool", "content": ""},
+        {"role": "assistant", "content": "Done."},
+        {"role": "user", "content": "Again."},
+    ],
+    [USER, {"role": "system", "content": "Be brief."}, USER],
+]
+CASES = [
+    (system + conversation, tools)
+    for system in ([], [SYSTEM])
+    for conversation in CONVERSATIONS
+    for tools in TOOLS
+]
+
+
+def described(tools: tuple[Tool | BuiltinTool, ...]) -> list[dict[str, Any]]:
+    """Tools as whoever calls the template writes them."""
+    functions = []
+    for tool in tools:
+        parameters = getattr(tool, "parameters", None) or {"type": "object", "properties": {}}
+        if isinstance(tool, BuiltinTool):
+            code = {"type": "string", "description": "The Python program to run."}
+            parameters = {"type": "object", "properties": {"code": code}, "required": ["code"]}
+        function = {"name": tool.name, "description": tool.description, "parameters": parameters}
+        functions.append({"type": "function", "function": function})
+    return functions
+
+
+def by_template(
+    name: str, messages: list[dict[str, Any]], tools: tuple[Any, ...] = ()
+) -> list[int]:
+    return TOKENIZERS[name].apply_chat_template(
+        messages, tools=described(tools) or None, add_generation_prompt=True, return_dict=False
+    )
+
+
+def by_codec(
+    codec: ChatMl, messages: list[dict[str, Any]], tools: tuple[Any, ...] = ()
+) -> list[int]:
+    builtin = [tool for tool in tools if isinstance(tool, BuiltinTool)]
+    return codec.render_prompt(messages, [t for t in tools if isinstance(t, Tool)], builtin)
+
+
+def test_forty_cases_and_more() -> None:
+    assert len(CASES) >= 40
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("messages, tools", CASES)
+def test_prompts_are_the_templates_token_for_token(
+    name: str, messages: list[dict[str, Any]], tools: tuple[Any, ...]
+) -> None:
+    assert by_codec(CODECS[name], messages, tools) == by_template(name, messages, tools)
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30).filter(
+    lambda text: not any(name in text for name in TINY_MARKUP)
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = st.from_regex(r"[A-Za-z0-9_.-]{1,12}", fullmatch=True)
+FUNCTIONS = st.fixed_dictionaries(
+    {"name": NAMES, "arguments": st.dictionaries(TEXT, JSON, max_size=3)}
+)
+ANSWERS = st.fixed_dictionaries(
+    {"role": st.just("assistant"), "content": TEXT},
+    optional={"tool_calls": st.lists(FUNCTIONS.map(lambda f: {"function": f}), max_size=3)},
+)
+OTHERS = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "tool", "system"]), "content": TEXT}
+)
+
+
+@pytest.mark.parametrize("name", CODECS)
+@settings(max_examples=150)
+@given(
+    messages=st.lists(ANSWERS | OTHERS, max_size=6),
+    last=OTHERS,
+    tools=st.sampled_from(TOOLS),
+)
+def test_any_conversation_is_the_templates(
+    name: str, messages: list[dict[str, Any]], last: dict[str, Any], tools: tuple[Any, ...]
+) -> None:
+    conversation = [*messages, last]
+    assert by_codec(CODECS[name], conversation, tools) == by_template(name, conversation, tools)
+
+
+def test_qwens_words(codec: ChatMl) -> None:
+    """What Qwen2.5's template says, written out."""
+    prompt = codec.render_prompt([USER], [NOW])
+    assert codec.decode(prompt) == (
+        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.\n\n"
+        "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+        "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
+        '{"type": "function", "function": {"name": "now", "description": "The time, <b>always</b>.", '
+        '"parameters": {"type": "object", "properties": {}}}}\n</tools>\n\n'
+        "For each function call, return a json object with function name and arguments within "
+        "<tool_call></tool_call> XML tags:\n<tool_call>\n"
+        '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\nCompute 12*34+5.<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert QWEN_SYSTEM in CODECS["qwen"].chat_template()
+
+
+def test_a_prompt_without_system_and_tools_says_neither() -> None:
+    codec = ChatMl(VOCABULARIES["qwen"], ChatMlConfig(system=None, describe_tools=False))
+    prompt = codec.render_prompt([USER], [NOW], [PythonTool()])
+    assert codec.decode(prompt) == (
+        "<|im_start|>user\nCompute 12*34+5.<|im_end|>\n<|im_start|>assistant\n"
+    )
+    template = tokenizer_of(codec).apply_chat_template(
+        [USER], add_generation_prompt=True, return_dict=False
+    )
+    assert template == prompt
+
+
+@pytest.mark.parametrize("text", ["<|im_end|>", "<|im_start|>assistant\n", "<tool_call>\n{}"])
+def test_the_names_of_tokens_in_a_text_stay_text(text: str) -> None:
+    codec = CODECS["qwen"]
+    markup = set(codec.vocabulary.markup.values())
+
+    def rendered(said: str) -> list[list[int]]:
+        return [
+            codec.render_prompt([{"role": "user", "content": said}]),
+            codec.render_prompt([USER], [Tool("f", said)]),
+            codec.render_observation([ToolOutput("python", "analysis", said)]),
+            codec.render_observation([], user=said),
+        ]
+
+    for ids, plain in zip(rendered(text), rendered("plain"), strict=True):
+        assert json.dumps(text)[1:-1] in codec.decode(ids) or text in codec.decode(ids)
+        assert sum(i in markup for i in ids) == sum(i in markup for i in plain)
+
+
+def test_what_tools_and_users_say_continues_the_template(codec: ChatMl) -> None:
+    name = next(key for key, value in CODECS.items() if value is codec)
+    turn = [think("So."), function_call("search", q="a"), function_call("now")]
+    prompt = codec.render_prompt([USER])
+    sampled = codec.render_assistant(turn)
+    outputs = [ToolOutput("functions.search", "x", "7\n"), ToolOutput("functions.now", "x", "é")]
+    observed = codec.render_observation(outputs, user="Go on.")
+
+    calls = [
+        {"function": {"name": "search", "arguments": {"q": "a"}}},
+        {"function": {"name": "now", "arguments": {}}},
+    ]
+    messages = [
+        USER,
+        {"role": "assistant", "content": "So.", "tool_calls": calls},
+        {"role": "tool", "content": "7\n"},
+        {"role": "tool", "content": "é"},
+        {"role": "user", "content": "Go on."},
+    ]
+    assert prompt + sampled + observed == by_template(name, messages)
+
+
+def test_half_of_a_surrogate_pair_becomes_the_replacement_character(codec: ChatMl) -> None:
+    ids = codec.render_observation([ToolOutput("python", "analysis", "a\ud83d")], "\ude00b")
+    assert "a\ufffd" in codec.decode(ids)
+    assert "\ufffdb" in codec.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({"role": "assistant", "content": "x"}, "the prompt ends with a message of the assistant"),
+        ({"role": "robot", "content": "x"}, r"message 1 \(role 'robot'\): the role must be one of"),
+        ({"role": "user", "content": None}, "'content' must be text"),
+        (
+            {"role": "user", "content": "a", "thinking": "b"},
+            "'thinking' cannot be rendered in ChatML",
+        ),
+        ({"role": "assistant", "tool_calls": [{}]}, "a tool call must be like"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+            "the arguments of f are no JSON",
+        ),
+        ("text", "a message must be a mapping"),
+    ],
+)
+def test_what_cannot_be_rendered_is_refused(message: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        CODECS["qwen"].render_prompt([USER, message])
+
+
+def test_tools_that_chatml_cannot_tell_apart_are_refused() -> None:
+    codec = CODECS["qwen"]
+    with pytest.raises(ValueError, match="two tools are named 'now'"):
+        codec.render_prompt([USER], [NOW, NOW])
+    with pytest.raises(ValueError, match="'python' is the built-in tool"):
+        codec.render_prompt([USER], [Tool("python", "mine")])
+    with pytest.raises(ValueError, match="'browser' is GPT-OSS's own"):
+        codec.render_prompt([USER], [], [BuiltinTool("browser", "looks")])
+
+
+# ---- sampled turns
+
+PROGRAM = ParsedMessage("analysis", "python", "code", 'print("é")\n')
+TURNS = [
+    [final(r"\boxed{413}")],
+    [final("")],
+    [PROGRAM],
+    [think("Use python."), PROGRAM],
+    [think("Both.\n"), PROGRAM, function_call("search", q="x", n=[1])],
+]
+
+
+@pytest.mark.parametrize("turn", TURNS)
+def test_a_rendered_turn_is_parsed_back(codec: ChatMl, turn: list[ParsedMessage]) -> None:
+    ids = codec.render_assistant(turn)
+    assert codec.parse(ids) == turn
+    assert ids[-1] in codec.stop_token_ids
+
+
+def test_thoughts_before_an_answer_are_a_part_of_it(codec: ChatMl) -> None:
+    ids = codec.render_assistant([think("I know."), final(r"\boxed{1}")])
+    assert codec.parse(ids) == [final("I know.\n\\boxed{1}")]
+
+
+@settings(max_examples=100)
+@given(thought=TEXT, calls=st.lists(FUNCTIONS, min_size=1, max_size=3))
+def test_any_calls_are_parsed_back(thought: str, calls: list[dict[str, Any]]) -> None:
+    codec = CODECS["qwen"]
+    messages = [think(thought)] if thought else []
+    messages += [function_call(call["name"], **{}) for call in calls]
+    for number, call in enumerate(calls, start=len(messages) - len(calls)):
+        text = json.dumps(call["arguments"])
+        messages[number] = ParsedMessage("commentary", f"functions.{call['name']}", "x", text)
+
+    parsed = codec.parse(codec.render_assistant(messages))
+    assert isinstance(parsed, list)
+    assert [m.text for m in parsed if m.recipient is None] == ([thought] if thought else [])
+    found = [m for m in parsed if m.recipient is not None]
+    for message, call in zip(found, calls, strict=True):
+        if message.recipient == "python":
+            assert call == {"name": "python", "arguments": {"code": message.text}}
+        else:
+            assert message.recipient == f"functions.{call['name']}"
+            assert json.loads(message.text) == call["arguments"]
+
+
+def spelled(codec: ChatMl, text: str) -> list[int]:
+    """Ids of a turn in which the names of markup are markup."""
+    return codec.vocabulary._tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("no end", "structure"),
+        ("", "structure"),
+        ("a<|endoftext|>", "structure"),
+        ("a<|im_start|>b<|im_end|>", "structure"),
+        ("a<|im_end|>b<|im_end|>", "structure"),
+        ("<tool_call>\n{<|im_end|>", "tool_call"),
+        ("<tool_call>\n{}\n</tool_call><|im_end|>", "tool_call"),
+        ('<tool_call>{"name": 1}</tool_call><|im_end|>', "tool_call"),
+        ("<tool_call>[1]</tool_call><|im_end|>", "tool_call"),
+        ('<tool_call>{"name": "f"} x</tool_call><|im_end|>', "tool_call"),
+        ('<tool_call>{"name": "f"}</tool_call>and text<|im_end|>', "tool_call"),
+        ('<tool_call>{"name": "f"}<tool_call></tool_call><|im_end|>', "tool_call"),
+        ("a</tool_call><|im_end|>", "tool_call"),
+        ("<tool_call>" + "[" * 5000 + "</tool_call><|im_end|>", "tool_call"),
+    ],
+)
+def test_illegal_turns_are_format_errors_with_a_reason(codec: ChatMl, text: str, kind: str) -> None:
+    assert codec.parse(spelled(codec, text)) == FormatError(kind)
+
+
+@pytest.mark.parametrize("arguments", ["3", '"{}"', "[]", '{"program": "x"}', '{"code": 1}'])
+def test_arguments_of_another_kind_reach_the_environment(codec: ChatMl, arguments: str) -> None:
+    text = f'<tool_call>{{"name": "python", "arguments": {arguments}}}</tool_call><|im_end|>'
+    [call] = codec.parse(spelled(codec, text))  # type: ignore[misc]
+    assert isinstance(call, ParsedMessage)
+    assert call.recipient == "functions.python"
+    assert json.loads(call.text) == json.loads(arguments)
+
+
+def test_a_program_with_half_of_a_surrogate_pair_can_be_run(codec: ChatMl) -> None:
+    text = '<tool_call>{"name": "python", "arguments": {"code": "\\ud83d"}}</tool_call><|im_end|>'
+    [call] = codec.parse(spelled(codec, text))  # type: ignore[misc]
+    assert isinstance(call, ParsedMessage)
+    assert call.text == "\ufffd"
+
+
+def test_an_id_that_the_tokenizer_does_not_know_is_a_format_error(codec: ChatMl) -> None:
+    unused = codec.vocabulary.size - 1
+    assert codec.parse([unused, codec.vocabulary.markup["<|im_end|>"]]) == FormatError("structure")
+    assert codec.decode([unused]) == f"<|unused_{unused}|>"
+
+
+def test_a_turn_is_split_at_its_calls_and_joined_again(codec: ChatMl) -> None:
+    turn = [think("So."), PROGRAM]
+    ids = codec.render_assistant(turn)
+    thought, call = codec.split_at_calls(ids, turn)
+    assert codec.decode(thought) == "So.\n"
+    assert codec.join_with_calls(thought, call) == ids
+
+    other = codec.render_assistant([function_call("now")])
+    assert codec.split_at_calls(other, [function_call("now")]) == ([], other)
+    joined = codec.parse(codec.join_with_calls(thought, other))
+    assert joined == [think("So."), function_call("now")]
+
+
+# ---- whole episodes of whatever is sampled
+
+PIECES = [
+    *TINY_MARKUP, "\n", "assistant", "So.", '{"name": "python", "arguments": {"code": "print(2)"}}',
+    '{"name": "fetch_email", "arguments": {"email": "m1"}}', '{"name": "nothing"}', "{", "é", "😀",
+    "<tool_call>\n", "\n</tool_call>", r"\boxed{1}", "",
+]  # fmt: skip
+LIMITS = EpisodeLimits(
+    max_turns=4, max_tokens=4000, episode_seconds=60, max_tool_calls=5, max_sampled_tokens=400
+)
+
+
+def sampled_turn(codec: ChatMl, rng: random.Random) -> list[int]:
+    """Ids of one turn, ended as an engine ends it: by a stop token or by the limit."""
+    kind = rng.randrange(4)
+    if kind == 0:
+        ids = [rng.randrange(codec.vocabulary.size) for _ in range(rng.randrange(1, 40))]
+    elif kind == 1:
+        ids = spelled(codec, "".join(rng.choice(PIECES) for _ in range(rng.randrange(1, 14))))
+    else:
+        ids = codec.render_assistant(
+            rng.choice([*TURNS, [function_call("fetch_email", email="m1")]])
+        )
+        if rng.random() < 0.3:
+            ids[rng.randrange(len(ids))] = rng.randrange(codec.vocabulary.size)
+    ids = ids[:390] or [0]
+    stops = [i for i, token in enumerate(ids) if token in codec.stop_token_ids]
+    return ids[: stops[0] + 1] if stops else [*ids, rng.choice(codec.stop_token_ids)]
+
+
+def play(codec: ChatMl, rng: random.Random) -> FinishReason:
+    kind = ENVIRONMENTS.resolve(rng.choice(["retool", "incident", "gsm8k"]))
+    options = {"tools": True} if kind.__name__.startswith("Gsm8k") else {}
+    task = kind.generate("train", 0, rng.randrange(100), kind.Options.model_validate(options))
+    engine = ScriptedEngine([sampled_turn(codec, rng) for _ in range(5)])
+    environment = make_environment(task, arithmetic.interpret, RewardConfig())
+    episode = asyncio.run(
+        run_episode("t", environment, engine, codec, LIMITS, SamplingParams(300), seed=1)
+    )
+
+    sampled = [token for result in engine.results for token in result.output_ids]
+    assert episode.token_ids[episode.loss_mask].tolist() == sampled
+    markup = {codec.vocabulary.markup[name] for name in TINY_MARKUP[:3]}
+    for turn in episode.turns:
+        if turn.role == "tool":
+            ids = episode.token_ids[turn.start : turn.end].tolist()
+            assert sum(token in markup for token in ids) == 3
+    assert (episode.format_error is not None) == (
+        episode.finish_reason is FinishReason.FORMAT_ERROR
+    )
+    return episode.finish_reason
+
+
+def rounds(count: int) -> Iterator[FinishReason]:
+    for number in range(count):
+        codec = CODECS["qwen" if number % 2 else "smollm"]
+        yield play(codec, random.Random(f"0/{number}"))
+
+
+def test_episodes_of_fuzzed_turns_end_with_a_name_and_hold_what_was_sampled() -> None:
+    ends = Counter(rounds(150))
+    assert {FinishReason.STOP, FinishReason.FORMAT_ERROR} <= set(ends)
+
+
+# ---- tokenizers
+
+
+def test_a_tokenizer_comes_from_a_directory_and_mistakes_are_named(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: No such file"):
+        read_vocabulary(tmp_path, 1200)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(TokenizerError, match="cannot be read as a tokenizer"):
+        read_vocabulary(tmp_path, 1200)
+
+    VOCABULARIES["qwen"].save(tmp_path)
+    with pytest.raises(TokenizerError, match=r"has ids up to \d+, and model\.vocab_size is 300"):
+        read_vocabulary(tmp_path, 300)
+    vocabulary = read_vocabulary(tmp_path, 1200)
+    assert vocabulary.encode_text(WORDS) == VOCABULARIES["qwen"].encode_text(WORDS)
+    assert vocabulary.save(tmp_path) == []
+
+    plain = byte_pair_tokenizer(tokens_of(WORDS))
+    plain.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(TokenizerError, match=r"has no token <\|im_start\|>"):
+        read_vocabulary(tmp_path, 1200)
+
+
+def test_a_vocabulary_that_is_too_small_says_what_it_needs() -> None:
+    with pytest.raises(TokenizerError, match=r"of 300 ids is too small: the tasks need \d+"):
+        tiny_vocabulary(300, WORDS)
+
+
+def test_long_texts_are_tokenized_in_time(codec: ChatMl) -> None:
+    text = "\ufffd" * 65_536
+    assert codec.vocabulary.decode(codec.vocabulary.encode_text(text)) == text

@@ -1,0 +1,55 @@
+"""Answers that the policy has not sampled: found by engine's and trainer's log-probs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_gptoss.samples import Sample, TrainingSamples
+from rl_loop.data.trained_tokens import ForeignAnswer, TrainedTokens, check_sampled_by_policy
+
+
+def batch() -> tuple[TrainingSamples, TrainedTokens]:
+    """Three episodes of 20 tokens, of which the last 12 were sampled; the trainer agrees."""
+    chance = np.random.default_rng(0)
+    samples = TrainingSamples.join(
+        [
+            Sample(
+                list(range(1, 21)),
+                [0] * 8 + [1] * 12,
+                rollout_log_probs=chance.normal(-2, 1, 20).astype(np.float32),
+                name=f"task/{number}",
+            )
+            for number in range(3)
+        ]
+    )
+    assert samples.rollout_log_probs is not None
+    log_probs = samples.rollout_log_probs + np.float32(1e-3)
+    log_probs[:8] = np.nan
+    return samples, TrainedTokens(log_probs, np.zeros_like(log_probs))
+
+
+def test_the_episode_whose_log_probs_are_out_of_place_is_named() -> None:
+    samples, trained = batch()
+    check_sampled_by_policy(samples, trained, limit=0.1, step=4)
+    trained.log_probs[28:40] += 0.5
+    with pytest.raises(ForeignAnswer, match=r"step 5: .* task task/1: .* 0\.501 nats .* 12 tokens"):
+        check_sampled_by_policy(samples, trained, limit=0.1, step=4)
+    check_sampled_by_policy(samples, trained, limit=1.0, step=4)
+
+
+def test_prompts_few_tokens_and_old_ones_say_nothing() -> None:
+    samples, trained = batch()
+    trained.log_probs[20:28] += 9  # a prompt
+    trained.log_probs[28:40] += 0.5
+    old = np.zeros(60, np.int32)
+    old[28:40] = 1
+    check_sampled_by_policy(replace(samples, staleness=old), trained, limit=0.1, step=0)
+    grafted = old.astype(np.bool_)
+    check_sampled_by_policy(replace(samples, is_grafted=grafted), trained, limit=0.1, step=0)
+    few = samples.loss_mask.copy()
+    few[28:33] = False
+    check_sampled_by_policy(replace(samples, loss_mask=few), trained, limit=0.1, step=0)
+    check_sampled_by_policy(samples, None, limit=0.1, step=0)

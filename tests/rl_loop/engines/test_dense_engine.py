@@ -1,0 +1,73 @@
+"""What the embedded engine generates with Llama and Qwen2, against plain forwards and generate()."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_gptoss.families.dense.config import DenseModelConfig
+from rl_loop.engines.embedded.backend import build_engine
+from rl_loop.engines.protocol import GenerateResult
+from tests.megatron_gptoss.dense_reference import MODELS, dense_hf_model, dense_weights
+from tests.rl_loop.engines.models import plain_log_probs, prompt, request
+
+KINDS = ["llama", "qwen2, tied", "llama 3's rope", "qwen2.5's yarn"]
+
+
+def engine_of(config: DenseModelConfig) -> Any:
+    engine = build_engine(config, "float32", 8)
+    asyncio.run(engine.sync_weights(dense_weights(config).items(), 1))
+    return engine
+
+
+async def gather(engine: Any, requests: list[Any]) -> list[GenerateResult]:
+    return await asyncio.gather(*(engine.generate(r) for r in requests))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_decoding_of_a_ragged_batch_is_that_of_transformers(kind: str) -> None:
+    config = MODELS[kind]
+    model, engine = dense_hf_model(config), engine_of(config)
+    prompts = [prompt(n, seed=n) for n in (1, 2, 9, 30, 47)]
+    results = asyncio.run(gather(engine, [request(p, 20, temperature=0.0) for p in prompts]))
+
+    for ids, result in zip(prompts, results, strict=True):
+        generated = model.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)
+        assert result.output_ids == generated[0, len(ids) :].tolist()
+        expected = plain_log_probs(model, ids + result.output_ids)[len(ids) - 1 :]
+        np.testing.assert_allclose(result.output_log_probs, expected, atol=1e-5, rtol=0)
+        assert result.routed_experts is None
+    asyncio.run(engine.close())
+
+
+def test_a_turn_that_goes_on_from_the_cache_has_the_log_probs_of_the_whole_text() -> None:
+    config = MODELS["qwen2, tied"]
+    model, engine = dense_hf_model(config), engine_of(config)
+    first = asyncio.run(engine.generate(request(prompt(40), 10, seed=3)))
+    longer = prompt(40) + first.output_ids + prompt(12, seed=8)
+    second = asyncio.run(engine.generate(request(longer, 10, seed=4)))
+
+    assert second.cached_tokens >= 48
+    expected = plain_log_probs(model, longer + second.output_ids)[len(longer) - 1 :]
+    np.testing.assert_allclose(second.output_log_probs, expected, atol=1e-5, rtol=0)
+    scores = asyncio.run(engine.score(longer))
+    np.testing.assert_allclose(scores, plain_log_probs(model, longer), atol=1e-5, rtol=0)
+    asyncio.run(engine.close())
+
+
+def test_routes_of_a_model_without_experts_are_refused() -> None:
+    engine = engine_of(MODELS["llama"])
+    with pytest.raises(ValueError, match="asks for routed experts of a model without experts"):
+        asyncio.run(engine.generate(request(prompt(4), 2, routes=True)))
+    asyncio.run(engine.close())
+
+
+def test_weights_of_another_kind_are_named() -> None:
+    engine = engine_of(MODELS["llama"])
+    with pytest.raises(ValueError, match=r"unknown model\.layers\.0\.self_attn\.q_proj\.bias"):
+        asyncio.run(engine.sync_weights(dense_weights(MODELS["qwen2"]).items(), 2))
+    asyncio.run(engine.close())

@@ -1,0 +1,63 @@
+"""What embedded engines get was gathered right after the update, and is never that of an earlier one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_loop.config.load import load_config
+from rl_loop.config.run import RlConfig
+from rl_loop.engines.backend import LoadedWeights
+from rl_loop.engines.embedded.backend import EmbeddedBackend
+from rl_loop.session import backend_context
+
+TINY = Path(__file__).parents[3] / "configs/rl/tiny_retool.yaml"
+
+
+class Source:
+    """A policy that is updated, and counts how often it was gathered."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.gathered = 0
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        self.gathered += 1
+        return {"version": torch.tensor(self.version)}
+
+
+class Workers:
+    """Remember which weights came under which version."""
+
+    def __init__(self) -> None:
+        self.loaded: list[tuple[int, int]] = []
+
+    def load_weights(self, weights: Any, version: int) -> None:
+        self.loaded.append((int(weights["version"]), version))
+
+
+def test_weights_are_gathered_once_for_each_version_and_are_the_newest() -> None:
+    config = load_config(TINY, RlConfig)
+    backend = EmbeddedBackend(config.rollout.engine, backend_context(config))  # type: ignore[arg-type]
+    workers: Any = Workers()
+    source: Any = Source()
+    backend.start(workers)
+
+    backend.sync_weights(source, 0)
+    for source.version in (1, 2):
+        backend.prepare_sync(source)
+        assert source.gathered == source.version + 1
+        backend.sync_weights(source, source.version)
+    assert source.gathered == 3
+
+    # A sync that was not prepared, as after a resume, and one from somewhere else.
+    source.version = 3
+    backend.sync_weights(source, 3)
+    source.version = 4
+    backend.prepare_sync(source)
+    backend.sync_weights(LoadedWeights({"version": torch.tensor(7)}), 7)
+    source.version = 5
+    backend.sync_weights(source, 5)
+    assert workers.loaded == [(0, 0), (1, 1), (2, 2), (3, 3), (7, 7), (5, 5)]

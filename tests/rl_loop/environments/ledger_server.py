@@ -1,0 +1,117 @@
+"""A tool server with a state, by MCP: what is in an account. It can fail in every way that a server can.
+
+python ledger_server.py           # on its standard streams
+python ledger_server.py 8000      # by streamable HTTP
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from mcp.server import MCPServer
+from mcp.server.mcpserver import Image
+from pydantic import BaseModel
+
+
+class Transfer(BaseModel):
+    """What is moved."""
+
+    to: str
+    amount: int = 1
+
+
+def make(task: dict[str, Any]) -> MCPServer:
+    """Return a ledger of its own; ``task`` may say what is in it."""
+    server = MCPServer("ledger", log_level="ERROR")
+    entries: list[int] = [task.get("opening", 0)]
+
+    @server.tool()
+    def deposit(amount: int) -> str:
+        """Put something in."""
+        if amount <= 0:
+            raise ValueError("too little")
+        entries.append(amount)
+        return f"{sum(entries)} in it"
+
+    @server.tool()
+    def balance() -> int:
+        """What is in it."""
+        return sum(entries)
+
+    @server.tool()
+    def open_with(amount: int) -> str:
+        """Set the balance."""
+        entries[:] = [amount]
+        return "set"
+
+    @server.tool()
+    def transfer(order: Transfer, memo: str | None = None) -> str:
+        """Move something."""
+        return f"{order.amount} to {order.to}"
+
+    @server.tool()
+    def die_once(trace: str) -> str:
+        """End the server the first time, in the middle of the call and after the deposit."""
+        entries.append(100)
+        if not Path(trace).exists():
+            Path(trace).write_text("died")
+            os._exit(3)
+        return f"alive with {sum(entries)}"
+
+    @server.tool()
+    def wait(seconds: float) -> str:
+        """Take a while."""
+        time.sleep(seconds)
+        return "done"
+
+    @server.tool()
+    def repeat(text: str, times: int) -> str:
+        """Say it again."""
+        return text * times
+
+    @server.tool()
+    def picture() -> Image:
+        """Show something."""
+        return Image(data=b"\x89PNG", format="png")
+
+    @server.tool()
+    def clock() -> str:
+        """Tell the time to the nanosecond: no two answers are the same."""
+        return str(time.time_ns())
+
+    return server
+
+
+def other(task: dict[str, Any]) -> MCPServer:
+    """Return another server that has a ``balance``, too."""
+    server = MCPServer("other", log_level="ERROR")
+
+    @server.tool()
+    def balance() -> str:
+        """Of another one."""
+        return "other"
+
+    return server
+
+
+def badly_named(task: dict[str, Any]) -> MCPServer:
+    """Return a server with a tool that no Harmony header can name."""
+    server = MCPServer("bad", log_level="ERROR")
+
+    @server.tool(name="to/do")
+    def to_do() -> str:
+        """A path."""
+        return ""
+
+    return server
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        make({}).run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
+    else:
+        make({}).run("stdio")

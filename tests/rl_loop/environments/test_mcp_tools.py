@@ -1,0 +1,511 @@
+"""Tools of real MCP servers, in process, on standard streams and by HTTP: their errors are read, their failures are
+nobody's reward."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rl_loop.config.episode import EpisodeLimits
+from rl_loop.config.tasks import SourceConfig
+from rl_loop.data.trajectory import Trajectory
+from rl_loop.engines.protocol import SamplingParams
+from rl_loop.environments import RewardConfig, Task, environment_class
+from rl_loop.environments.mcp_tools import McpEnvironment, McpOptions
+from rl_loop.environments.tool_servers.config import ToolServerConfig
+from rl_loop.environments.tool_servers.schemas import harmony_schema
+from rl_loop.environments.tool_servers.toolbox import ToolBox, offered_without_episode
+from rl_loop.harmony.codec import Harmony, ParsedMessage, PromptConfig, Tool
+from rl_loop.harmony.vocabulary import GptOssVocabulary
+from rl_loop.infrastructure import InfrastructureFailure
+from rl_loop.rollout import agent
+from rl_loop.rollout.agent import run_episode
+from tests.rl_loop.scripted_engine import ScriptedEngine
+from tests.waiting import wait_until
+
+LEDGER = "tests.rl_loop.environments.ledger_server"
+SERVER = Path(__file__).with_name("ledger_server.py")
+IN_PROCESS = {"in_process": f"{LEDGER}:make"}
+STDIO = {"command": [sys.executable, str(SERVER)], "cwd": str(SERVER.parents[3])}
+LIMITS = EpisodeLimits(max_turns=8, max_tokens=8000, episode_seconds=60)
+
+
+@pytest.fixture(scope="module")
+def harmony() -> Harmony:
+    return Harmony(GptOssVocabulary(), PromptConfig())
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "TOOL_PAUSES", (0.0, 0.0, 0.0))
+
+
+@contextmanager
+def http_server(port: int = 0) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A server by streamable HTTP on loopback: its URL and its process."""
+    if port == 0:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, str(SERVER), str(port)], stderr=subprocess.DEVNULL, cwd=SERVER.parents[3]
+    )
+    try:
+        wait_until(lambda: _listens(port))
+        yield f"http://127.0.0.1:{port}/mcp", process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def make_task(servers: dict[str, Any], record: dict[str, Any] | None = None, **more: Any) -> Task:
+    options = McpOptions.model_validate({"servers": servers, **more})
+    return McpEnvironment.from_record(
+        {"prompt": "How much is in it?", "answer": "7", **(record or {})}, "t", options
+    )
+
+
+def environment_of(task: Task) -> McpEnvironment:
+    async def execute(*_: object) -> Any:
+        raise AssertionError
+
+    return McpEnvironment(task, execute, RewardConfig(correct=1.0, wrong=-1.0))
+
+
+def call(harmony: Harmony, name: str, **arguments: Any) -> list[int]:
+    text = json.dumps(arguments)
+    message = ParsedMessage("commentary", f"functions.{name}", "<|constrain|>json", text)
+    return harmony.render_assistant([message], "<|call|>")
+
+
+def final(harmony: Harmony, text: str) -> list[int]:
+    return harmony.render_assistant([ParsedMessage("final", None, None, text)], "<|return|>")
+
+
+def play(harmony: Harmony, task: Task, *turns: list[int], **limits: Any) -> Trajectory:
+    """An episode of a policy that is a script."""
+    return asyncio.run(episode(harmony, task, turns, LIMITS.model_copy(update=limits)))
+
+
+async def episode(
+    harmony: Harmony, task: Task, turns: Sequence[list[int]], limits: EpisodeLimits
+) -> Trajectory:
+    environment = environment_of(task)
+    engine = ScriptedEngine(turns)
+    sampling = SamplingParams(500)
+    return await run_episode("t", environment, engine, harmony, limits, sampling, seed=1)
+
+
+def read(trajectory: Trajectory) -> list[str]:
+    """What the policy read of its tools: the bodies of the messages."""
+    return [
+        turn.text.split("<|message|>")[1].split("<|end|>")[0]
+        for turn in trajectory.turns
+        if turn.role == "tool"
+    ]
+
+
+# ---- the three ways to reach a server
+
+
+def test_a_server_in_process_serves_an_episode(harmony: Harmony) -> None:
+    task = make_task({"bank": IN_PROCESS}, {"opening": 3})
+    trajectory = play(
+        harmony,
+        task,
+        call(harmony, "deposit", amount=4),
+        call(harmony, "balance"),
+        final(harmony, "7"),
+    )
+    assert read(trajectory) == ["7 in it", "7"]
+    assert (trajectory.reward, trajectory.tool_calls, trajectory.tool_errors) == (1.0, 2, 0)
+    described = trajectory.turns[0].text
+    assert "namespace functions" in described
+    assert "type deposit = (_: {" in described
+    assert "amount: number" in described
+
+
+def test_a_server_on_standard_streams_is_the_episodes_own_and_ends_with_it(
+    harmony: Harmony,
+) -> None:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    task = make_task({"bank": STDIO})
+    for _ in range(2):
+        trajectory = play(harmony, task, call(harmony, "deposit", amount=7), final(harmony, "7"))
+        # The second episode does not find what the first one has put in.
+        assert read(trajectory) == ["7 in it"]
+        assert trajectory.reward == 1.0
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
+def test_a_server_by_http_serves_an_episode_and_its_death_makes_one_invalid(
+    harmony: Harmony,
+) -> None:
+    with http_server() as (url, process):
+        task = make_task({"bank": {"url": url, "headers": {"X-Team": "a"}}})
+        trajectory = play(
+            harmony, task, call(harmony, "transfer", order={"to": "me"}), final(harmony, "7")
+        )
+        assert read(trajectory) == ["1 to me"]
+        process.kill()
+        process.wait()
+        lost = play(harmony, task, call(harmony, "balance"), final(harmony, "7"))
+    assert lost.invalid is not None
+    assert lost.invalid.component == "tool"
+    assert "tool server bank cannot be reached" in lost.invalid.reason
+    assert math.isnan(lost.reward)
+
+
+# ---- errors are read, failures are not rewarded
+
+
+def test_what_the_policy_did_wrong_it_reads(harmony: Harmony) -> None:
+    task = make_task({"bank": IN_PROCESS})
+    broken = ParsedMessage("commentary", "functions.deposit", "<|constrain|>json", "{amount")
+    trajectory = play(
+        harmony,
+        task,
+        call(harmony, "deposit", amount=-1),
+        call(harmony, "deposit", amount="much"),
+        harmony.render_assistant([broken], "<|call|>"),
+        call(harmony, "balance"),
+        final(harmony, "8"),
+    )
+    refused, not_a_number, not_json, balance = read(trajectory)
+    assert refused == "Error executing tool deposit"
+    assert "valid integer" in not_a_number
+    assert not_json.startswith("the arguments are not JSON")
+    # None of it has changed anything.
+    assert balance == "0"
+    assert (trajectory.tool_calls, trajectory.tool_errors, trajectory.reward) == (4, 3, -1.0)
+    assert trajectory.invalid is None
+
+
+def test_a_tool_that_is_not_offered_is_a_format_error(harmony: Harmony) -> None:
+    task = make_task({"bank": IN_PROCESS | {"tools": ["balance"]}})
+    trajectory = play(harmony, task, call(harmony, "deposit", amount=1))
+    assert trajectory.format_error == "unknown_tool"
+    assert "deposit" not in trajectory.turns[0].text
+
+
+def test_a_server_that_dies_in_a_call_is_replaced_and_brought_to_where_it_was(
+    harmony: Harmony, tmp_path: Path
+) -> None:
+    task = make_task({"bank": STDIO}, {"answer": "105"})
+    trajectory = play(
+        harmony,
+        task,
+        call(harmony, "deposit", amount=5),
+        call(harmony, "die_once", trace=str(tmp_path / "trace")),
+        final(harmony, "105"),
+    )
+    assert (tmp_path / "trace").exists(), "it has not died"
+    # 5 of the first turn, and 100 once, although the server that died had added them, too.
+    assert read(trajectory) == ["5 in it", "alive with 105"]
+    assert trajectory.reward == 1.0
+    assert trajectory.invalid is None
+
+
+def test_without_replay_a_spoiled_call_is_not_repeated(harmony: Harmony, tmp_path: Path) -> None:
+    task = make_task({"bank": STDIO}, replay=False)
+    trajectory = play(
+        harmony, task, call(harmony, "die_once", trace=str(tmp_path / "trace")), final(harmony, "")
+    )
+    assert trajectory.invalid is not None
+    assert "tool server bank" in trajectory.invalid.reason
+
+
+def test_a_server_that_answers_otherwise_when_it_is_set_back_is_an_infrastructure_failure() -> None:
+    async def run() -> None:
+        environment = environment_of(make_task({"bank": IN_PROCESS}))
+        await environment.open()
+        try:
+            await environment.call("functions.clock", "{}")
+            environment.restore_state(environment.save_state())
+            await environment.call("functions.balance", "{}")
+        finally:
+            await environment.close()
+
+    with pytest.raises(InfrastructureFailure, match=r"tool='clock'.*comes to something else"):
+        asyncio.run(run())
+
+
+def test_a_server_that_does_not_start_is_named_after_the_last_attempt(harmony: Harmony) -> None:
+    missing = {"command": ["/nowhere/server"]}
+    task = make_task({"bank": IN_PROCESS, "lost": missing})
+    trajectory = play(harmony, task, final(harmony, "7"))
+    assert trajectory.invalid is not None
+    assert trajectory.invalid.reason.startswith("tool server lost cannot be reached")
+    assert "No such file" in trajectory.invalid.reason
+
+
+def test_a_server_that_says_nothing_is_given_up_in_time(harmony: Harmony) -> None:
+    silent = {
+        "command": [sys.executable, "-c", "import time; time.sleep(60)"],
+        "connect_seconds": 0.5,
+    }
+    began = time.monotonic()
+    trajectory = play(harmony, make_task({"mute": silent}), final(harmony, "7"))
+    assert trajectory.invalid is not None
+    assert "tool server mute was not ready within 0.5 s" in trajectory.invalid.reason
+    assert time.monotonic() - began < 60
+
+
+# ---- bounds
+
+
+def test_a_call_is_bounded_in_time_and_size(harmony: Harmony) -> None:
+    bounded = IN_PROCESS | {"call_seconds": 0.3, "max_output_bytes": 40}
+    task = make_task({"bank": bounded})
+    trajectory = play(
+        harmony,
+        task,
+        call(harmony, "wait", seconds=3),
+        call(harmony, "repeat", text="ab", times=1000),
+        call(harmony, "picture"),
+        final(harmony, "7"),
+    )
+    late, long, picture = read(trajectory)
+    assert late == "wait did not answer within 0.3 s"
+    assert long == "abababababababababab\n[1960 characters left out]\nabababababababababab"
+    assert picture == "[image/png: cannot be shown]"
+    # The policy asked for too much: not an infrastructure failure.
+    assert trajectory.invalid is None
+    assert trajectory.tool_errors == 1
+
+
+def test_a_server_that_is_started_again_costs_the_episode_no_time(
+    harmony: Harmony, tmp_path: Path
+) -> None:
+    """Starting one takes longer than all the time that this episode has."""
+    trace = tmp_path / "trace"
+    start = f"test -e {trace} && sleep 2; exec {sys.executable} {SERVER}"
+    slow = {**STDIO, "command": ["sh", "-c", start]}
+    task = make_task({"bank": slow}, {"answer": "100"})
+    trajectory = play(
+        harmony,
+        task,
+        call(harmony, "die_once", trace=str(trace)),
+        final(harmony, "100"),
+        episode_seconds=1.5,
+    )
+    assert read(trajectory) == ["alive with 100"]
+    assert trajectory.reward == 1.0
+
+
+# ---- names, schemas, options
+
+
+def test_tools_of_one_name_are_refused_until_a_prefix_parts_them() -> None:
+    servers = {"bank": IN_PROCESS, "shop": {"in_process": f"{LEDGER}:other"}}
+    with pytest.raises(ValueError, match="bank and shop both have a tool 'balance': give one"):
+        _offered(servers)
+    names = {
+        tool.name for tool in _offered({**servers, "shop": servers["shop"] | {"prefix": "s_"}})
+    }
+    assert {"balance", "s_balance", "deposit"} <= names
+
+
+def test_a_name_that_no_header_can_carry_and_a_tool_that_is_missing_are_refused() -> None:
+    with pytest.raises(ValueError, match="a tool is named 'to/do'"):
+        _offered({"bad": {"in_process": f"{LEDGER}:badly_named"}})
+    with pytest.raises(ValueError, match="tool server bank has no tool 'fly'; it has: deposit"):
+        _offered({"bank": IN_PROCESS | {"tools": ["fly"]}})
+
+
+def _offered(servers: dict[str, Any]) -> list[Tool]:
+    checked = {name: ToolServerConfig.model_validate(values) for name, values in servers.items()}
+    return offered_without_episode(checked, {})
+
+
+def test_schemas_of_pydantic_are_shown_and_not_any(harmony: Harmony) -> None:
+    offered = {tool.name: tool for tool in _offered({"bank": IN_PROCESS})}
+    prompt = harmony.decode(
+        harmony.render_prompt([{"role": "user", "content": "x"}], [offered["transfer"]])
+    )
+    [described] = prompt.split("type transfer = (_: {")[1:]
+    shown = described.split("}) => any")[0]
+    assert "any" not in shown
+    assert "to: string" in shown
+    assert "amount?: number" in shown
+    assert "memo?: string | null" in shown
+
+
+def test_a_schema_that_refers_to_itself_ends() -> None:
+    node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/Node"}}}
+    schema = {"$defs": {"Node": node}, "type": "object", "properties": node["properties"]}
+    shown = json.dumps(harmony_schema(schema))
+    assert shown.count("next") < 20
+    assert "$ref" not in shown
+    assert harmony_schema({"type": "object", "properties": {}}) is None
+
+
+def test_bad_options_are_refused_where_they_are_read() -> None:
+    def refused(match: str, **server: Any) -> None:
+        with pytest.raises(ValueError, match=match):
+            SourceConfig(environment="mcp", options={"servers": {"bank": server}})
+
+    refused("needs one of command, url, in_process; given: none")
+    refused("given: command and url", command=["x"], url="http://x")
+    refused("headers are of a url", command=["x"], headers={"a": "b"})
+    refused("env and cwd are of a command", url="http://x", cwd="/")
+    refused("tool server 'nowhere:make' cannot be imported", in_process="nowhere:make")
+    with pytest.raises(ValueError, match="every episode has correct, format_error, score anyway"):
+        SourceConfig(
+            environment="mcp", options={"servers": {"bank": IN_PROCESS}, "parts": ["score"]}
+        )
+
+
+# ---- judging, setting up, sharing
+
+
+async def ledger_judge(task: dict[str, Any], answer: str, tools: ToolBox) -> dict[str, float]:
+    """What counts is what is in the ledger, not what the policy says."""
+    balance = await tools.call("balance", {})
+    return {"score": float(balance.text == task["answer"]), "said": float(answer == balance.text)}
+
+
+def test_a_judge_asks_the_servers_what_was_done(harmony: Harmony) -> None:
+    task = make_task(
+        {"bank": IN_PROCESS | {"tools": ["deposit", "open_with"]}},
+        {"setup": {"amount": 3}},
+        judge=f"{__name__}:ledger_judge",
+        parts=["said"],
+        setup_tool="open_with",
+    )
+    trajectory = play(
+        harmony, task, call(harmony, "deposit", amount=4), final(harmony, "I think 9")
+    )
+    # Set to 3 before the episode; ``balance`` was not offered, but the judge has it.
+    assert trajectory.reward == 1.0
+    assert trajectory.reward_parts["said"] == 0.0
+    assert "balance" not in trajectory.turns[0].text
+    assert "open_with" not in trajectory.turns[0].text
+    unfinished = environment_of(task).unfinished()
+    assert unfinished.reward_parts["said"] == 0.0
+
+
+def test_purification_and_retries_set_the_servers_back() -> None:
+    """What was done behind a saved state is undone, though a server cannot take anything back."""
+
+    async def run() -> None:
+        environment = environment_of(make_task({"bank": IN_PROCESS}))
+        await environment.open()
+        try:
+            await environment.call("functions.deposit", '{"amount": 5}')
+            state = environment.save_state()
+            await environment.call("functions.deposit", '{"amount": 50}')
+            assert await environment.call("functions.balance", "{}") == "55"
+            environment.restore_state(state)
+            assert await environment.call("functions.balance", "{}") == "5"
+            environment.restore_state(state)
+            assert await environment.call("functions.deposit", '{"amount": 1}') == "6 in it"
+        finally:
+            await environment.close()
+
+    asyncio.run(run())
+
+
+def test_a_shared_server_is_one_for_all_episodes_and_is_opened_again_when_it_breaks(
+    harmony: Harmony, tmp_path: Path
+) -> None:
+    task = make_task({"bank": STDIO | {"shared": True}}, {"answer": "101"})
+
+    dies = call(harmony, "die_once", trace=str(tmp_path / "trace"))
+
+    async def both() -> list[Trajectory]:
+        # One after the other, on one event loop.
+        return [
+            await episode(
+                harmony, task, [call(harmony, "deposit", amount=1), final(harmony, "")], LIMITS
+            ),
+            await episode(
+                harmony,
+                task,
+                [call(harmony, "deposit", amount=2), dies, final(harmony, "")],
+                LIMITS,
+            ),
+        ]
+
+    first, second = asyncio.run(both())
+    assert read(first) == ["1 in it"]
+    # The second episode goes on with the server of the first; a new one knows nothing of either.
+    assert read(second) == ["3 in it", "alive with 100"]
+
+
+def test_a_class_of_ones_own_needs_no_more_than_its_tasks(harmony: Harmony) -> None:
+    name = f"{__name__}:BankEnvironment"
+    assert environment_class(name) is not None
+    source = SourceConfig(environment=name, options={"servers": {"bank": IN_PROCESS}})
+    options = BankEnvironment.Options.model_validate(source.options)
+    task = BankEnvironment.generate("train", 0, 4, options)
+
+    async def run() -> float:
+        environment = BankEnvironment(task, None, RewardConfig())  # type: ignore[arg-type]
+        await environment.open()
+        try:
+            await environment.call("functions.deposit", '{"amount": 4}')
+            return (await environment.answer("whatever")).reward
+        finally:
+            await environment.close()
+
+    assert asyncio.run(run()) == 1.0
+
+
+class BankEnvironment(McpEnvironment):
+    @classmethod
+    def generate(cls, split: Any, seed: int, index: int, options: Any) -> Task:
+        return cls.from_record({"prompt": f"Put {index} in.", "want": index}, str(index), options)
+
+    async def judge(self, answer: str, tools: ToolBox) -> float:
+        balance = await tools.call("balance", {})
+        return float(balance.text == str(self.task.metadata["record"]["want"]))
+
+
+def test_an_environment_that_cannot_be_closed_is_logged_and_its_episode_stays(
+    harmony: Harmony, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def close(self: McpEnvironment) -> None:
+        await self.disconnect()
+        raise RuntimeError("it stays open")
+
+    monkeypatch.setattr(McpEnvironment, "close", close)
+    trajectory = play(harmony, make_task({"bank": IN_PROCESS}), final(harmony, "7"))
+    assert trajectory.reward == 1.0
+    assert "McpEnvironment.close() of t: RuntimeError: it stays open" in caplog.text
+
+
+def test_the_failure_of_a_task_without_an_answer_is_one_of_the_file() -> None:
+    with pytest.raises(KeyError, match="answer"):
+        McpEnvironment.from_record(
+            {"prompt": "?"}, "t", McpOptions.model_validate({"servers": {"bank": IN_PROCESS}})
+        )
+    with pytest.raises(ValueError, match="is made of no row"):
+        environment_of(Task("t", [{"role": "user", "content": "?"}], "", "mcp"))
+    with pytest.raises(InfrastructureFailure, match="gave the reward parts score; expected"):
+        asyncio.run(_answer_without_parts())
+
+
+async def _answer_without_parts() -> None:
+    environment = environment_of(make_task({"bank": IN_PROCESS}, parts=["tone"]))
+    try:
+        await environment.answer("7")
+    finally:
+        await environment.close()

@@ -1,0 +1,269 @@
+"""Environments of OpenEnv: the real package's server in an environment of its own (marker hub), and its protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_loop.config.episode import EpisodeLimits
+from rl_loop.config.tasks import SourceConfig
+from rl_loop.data.trajectory import Trajectory
+from rl_loop.engines.protocol import SamplingParams
+from rl_loop.environments import RewardConfig, Task
+from rl_loop.environments.openenv import OpenEnvEnvironment, OpenEnvOptions, OpenEnvSession
+from rl_loop.harmony.codec import Harmony, ParsedMessage, PromptConfig
+from rl_loop.harmony.vocabulary import GptOssVocabulary
+from rl_loop.infrastructure import InfrastructureFailure
+from rl_loop.rollout import agent
+from rl_loop.rollout.agent import run_episode
+from tests.rl_loop.environments.guessing_server import ONCE, SLOW
+from tests.rl_loop.scripted_engine import ScriptedEngine
+from tests.waiting import PATIENCE_SECONDS, wait_until
+
+ROOT = Path(__file__).parents[3]
+SERVER = Path(__file__).with_name("guessing_server.py")
+PYTHON = {"wire": Path(sys.executable), "openenv": ROOT / ".cache/hub/openenv/bin/python"}
+LIMITS = EpisodeLimits(max_turns=8, max_tokens=4000, episode_seconds=60)
+SEED = 7
+"""Of every task here: also the number to be guessed."""
+
+
+class Served:
+    """A server that can be started again at the same place."""
+
+    def __init__(self, way: str, trace: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port: int = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._command = [PYTHON[way], SERVER, str(self.port), way]
+        self._trace = trace
+        self.start()
+
+    def start(self) -> None:
+        environment = os.environ | {"TRACE": str(self._trace)}
+        self.process = subprocess.Popen(self._command, env=environment, stderr=subprocess.DEVNULL)
+        wait_until(self._listens)
+
+    def _listens(self) -> bool:
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", self.port)) == 0
+
+
+@pytest.fixture(scope="module", params=["wire", pytest.param("openenv", marks=pytest.mark.hub)])
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    if not PYTHON[request.param].exists():
+        pytest.skip("make hub-environments makes an environment with openenv")
+    server = Served(request.param, tmp_path_factory.mktemp("trace") / "died")
+    yield server
+    server.process.kill()
+    server.process.wait()
+
+
+@pytest.fixture(scope="module")
+def harmony() -> Harmony:
+    return Harmony(GptOssVocabulary(), PromptConfig())
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "TOOL_PAUSES", (0.0, 0.0, 0.0))
+
+
+def make_task(url: str, **options: Any) -> Task:
+    checked = OpenEnvOptions.model_validate({"url": url, **options})
+    row = {"prompt": "Find my number.", "reset": {"seed": SEED}}
+    return OpenEnvEnvironment.from_record(row, "t", checked)
+
+
+def environment_of(task: Task) -> OpenEnvEnvironment:
+    return OpenEnvEnvironment(task, None, RewardConfig())  # type: ignore[arg-type]
+
+
+def guess(harmony: Harmony, number: int, name: str = "step", key: str = "number") -> list[int]:
+    text = json.dumps({key: number})
+    message = ParsedMessage("commentary", f"functions.{name}", "<|constrain|>json", text)
+    return harmony.render_assistant([message], "<|call|>")
+
+
+def said(harmony: Harmony, text: str) -> list[int]:
+    return harmony.render_assistant([ParsedMessage("final", None, None, text)], "<|return|>")
+
+
+def play(harmony: Harmony, task: Task, *turns: list[int]) -> Trajectory:
+    engine = ScriptedEngine(turns)
+    environment = environment_of(task)
+    return asyncio.run(
+        run_episode("t", environment, engine, harmony, LIMITS, SamplingParams(500), seed=1)
+    )
+
+
+def heard(trajectory: Trajectory, role: str = "tool") -> list[str]:
+    return [
+        turn.text.split("<|message|>")[1].split("<|end|>")[0]
+        for turn in trajectory.turns
+        if turn.role == role
+    ]
+
+
+def test_a_game_is_played_by_steps_and_earns_what_they_did(
+    harmony: Harmony, served: Served
+) -> None:
+    trajectory = play(
+        harmony,
+        make_task(served.url),
+        guess(harmony, 3),
+        guess(harmony, -1),
+        guess(harmony, 7, key="figure"),
+        guess(harmony, 7),
+    )
+    low, negative, invalid = heard(trajectory)
+    assert (low, negative) == ("higher", "negative")
+    assert '"number"' in invalid
+    assert (trajectory.tool_calls, trajectory.tool_errors) == (4, 2)
+    # -0.25 and 1, between -1 for nothing and 1 for a perfect game.
+    assert trajectory.reward_parts["score"] == 0.75
+    assert trajectory.reward == 0.5
+    prompt = trajectory.turns[0].text
+    assert "type step = (_: {" in prompt
+    assert "number: number" in prompt
+    assert "metadata" not in prompt
+    assert "Find my number.\n\nguess a number" in prompt
+
+
+def test_the_last_reward_counts_and_giving_up_ends_the_game(
+    harmony: Harmony, served: Served
+) -> None:
+    task = make_task(served.url, score="last", perfect=2.0)
+    assert play(harmony, task, guess(harmony, 3), guess(harmony, 7)).reward_parts["score"] == 0.5
+    given_up = play(harmony, task, guess(harmony, 3), said(harmony, "I give up"))
+    assert given_up.reward_parts["score"] == -0.125
+    unknown = play(harmony, task, guess(harmony, 3, name="leap"))
+    assert unknown.format_error == "unknown_tool"
+
+
+def test_a_game_of_words_is_one_between_policy_and_user(harmony: Harmony, served: Served) -> None:
+    """The number is a text here, which the server refuses or reads as pydantic does."""
+    task = make_task(served.url, interface="text", text_field="figure")
+    trajectory = play(harmony, task, said(harmony, "seven"), said(harmony, "eight"))
+    [first] = heard(trajectory, "user")
+    assert '"number"' in first
+    assert trajectory.tool_calls == 0
+
+
+def test_a_server_that_dies_and_is_there_again_is_brought_to_where_it_was(
+    harmony: Harmony, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = OpenEnvSession.open
+
+    async def open_again(self: OpenEnvSession) -> None:
+        if served.process.poll() is not None:
+            await asyncio.to_thread(served.start)
+        await connect(self)
+
+    monkeypatch.setattr(OpenEnvSession, "open", open_again)
+    task = make_task(served.url)
+    first = served.process.pid
+    trajectory = play(harmony, task, guess(harmony, 3), guess(harmony, ONCE), guess(harmony, 7))
+    assert served.process.pid != first, "it has not died"
+    # The first guess was made again in the new game: its reward counts once.
+    assert heard(trajectory) == ["higher", "negative"]
+    assert trajectory.reward_parts["score"] == 0.75
+    assert trajectory.invalid is None
+
+
+def test_a_step_that_takes_too_long_is_the_policys_doing(harmony: Harmony, served: Served) -> None:
+    task = make_task(served.url, step_seconds=0.3)
+    trajectory = play(harmony, task, guess(harmony, 3), guess(harmony, SLOW))
+    assert trajectory.invalid is None
+    assert trajectory.reward_parts["score"] == -0.25
+
+
+def test_a_server_that_is_full_and_one_that_is_away_are_infrastructure(
+    harmony: Harmony, served: Served
+) -> None:
+    async def begin(session: OpenEnvSession) -> None:
+        # The server may not yet have noticed that those of other tests are over.
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while True:
+                try:
+                    await session.open()
+                    await session.reset({})
+                    return
+                except InfrastructureFailure:
+                    await session.close()
+                    await asyncio.sleep(0.1)
+
+    async def fill() -> Trajectory:
+        others = [OpenEnvSession(OpenEnvOptions(url=served.url)) for _ in range(2)]
+        try:
+            for other in others:
+                await begin(other)
+            return await run_episode(
+                "t",
+                environment_of(make_task(served.url)),
+                ScriptedEngine([guess(harmony, 7)]),
+                harmony,
+                LIMITS,
+                SamplingParams(500),
+                seed=1,
+            )
+        finally:
+            for other in others:
+                await other.close()
+
+    full = asyncio.run(fill())
+    assert full.invalid is not None
+    assert full.invalid.component == "environment"
+    assert "CAPACITY_REACHED" in full.invalid.reason
+
+    away = play(harmony, make_task("http://127.0.0.1:9"), guess(harmony, 7))
+    assert away.invalid is not None
+    assert "OpenEnv at http://127.0.0.1:9 cannot be reached" in away.invalid.reason
+
+
+def test_tasks_have_numbers_and_seeds_that_no_other_task_has() -> None:
+    options = OpenEnvOptions(url="ws://127.0.0.1:9", prompt="Game {number}.")
+    tasks = [
+        OpenEnvEnvironment.generate(split, 3, index, options)  # type: ignore[arg-type]
+        for split in ("train", "held_out")
+        for index in range(50)
+    ]
+    assert len({task.messages[0]["content"] for task in tasks}) == 100
+    assert len({task.metadata["record"]["reset"]["seed"] for task in tasks}) == 100
+    for options_given, match in [
+        ({"url": "127.0.0.1:9"}, "String should match pattern"),
+        ({"url": "http://x", "prompt": "Play."}, "prompt needs {number}"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            SourceConfig(environment="openenv", options=options_given)
+
+
+def test_a_game_that_goes_otherwise_when_it_is_played_again_is_infrastructure(
+    served: Served,
+) -> None:
+    async def run() -> None:
+        environment = environment_of(make_task(served.url))
+        await environment.open()
+        try:
+            await environment.call("functions.step", '{"number": 3}')
+            environment.restore_state(environment.save_state())
+            # As if the server had another game under the same seed.
+            environment.row["reset"] = {"seed": 2}
+            await environment.call("functions.step", '{"number": 3}')
+        finally:
+            await environment.close()
+
+    with pytest.raises(InfrastructureFailure, match="comes to something else than before"):
+        asyncio.run(run())

@@ -1,0 +1,167 @@
+"""When engines are compared with the trainer: before anything is trained on, and beside the episodes only where the
+engine says that it may be."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_gptoss.samples import TrainingSamples
+from rl_loop.canary import CanaryError
+from rl_loop.rollout.group_stream import AdmittedGroup, GroupStream
+from rl_loop.tracking.recorder import StepRecord
+from rl_loop.trainer.checkpointer import RunState
+from tests.rl_loop.algorithms.test_algorithms_end_to_end import config
+from tests.rl_loop.tracking.test_loop_signals import answered, loop_over
+
+WAIT = 60.0
+"""Seconds for what takes none."""
+
+
+class TrainingBegan(Exception):
+    """The loop has gone on from the rollouts to the update."""
+
+
+class Trainer:
+    """Scores every token alike, and learns nothing."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    def score(self, samples: TrainingSamples, temperature: float) -> np.ndarray:
+        return np.full(samples.tokens, -1.0, np.float32)
+
+    def enter_phase(self, phase: str) -> None:
+        self.events.append("training begins")
+        raise TrainingBegan
+
+
+class Rollouts:
+    """Groups that end as soon as they begin, unless they are to fail or to hang; engines that differ from the trainer
+    by ``gap``."""
+
+    def __init__(self, *, beside: bool, gap: float = 0.0, groups: str = "end") -> None:
+        self.scores_beside_rollouts = beside
+        self.gap = gap
+        self.groups = groups
+        self.events: list[str] = []
+        self.first_group = threading.Event()
+        self.scores_after_first_group = False
+
+    def sync_weights(self, source: Any, version: int) -> None:
+        self.events.append("sync")
+
+    def prepare_sync(self, source: Any) -> None: ...
+
+    def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
+        if self.scores_after_first_group:
+            assert self.first_group.wait(WAIT), "no episode begins before the canary is compared"
+        self.events.append("canary")
+        return [[-1.0 - self.gap] * (len(token_ids) - 1)]
+
+    def compare_weights(self) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def updating_weights(self, version: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def stream(self) -> GroupStream:
+        return GroupStream(self.begin)
+
+    def begin(self, admitted: AdmittedGroup) -> None:
+        self.events.append("group")
+        self.first_group.set()
+        if self.groups == "end":
+            admitted.end(answered(admitted.request, 0, (-1.0, 1.0)))
+        elif self.groups == "fail":
+            admitted.fail(RuntimeError("the model's logits are not finite"))
+
+    def run(self, requests: Any) -> list[Any]:
+        self.events.append("evaluation")
+        return []
+
+
+class Recorder:
+    """Remembers whether an evaluation was recorded."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+        self.progress: Any = self
+
+    def begin_step(self, step: int) -> StepRecord:
+        return StepRecord(step, self.progress)
+
+    def phase(self, name: str) -> None: ...
+
+    def record_evaluation(self, record: StepRecord, groups: Any) -> None:
+        self.events.append("recorded")
+
+
+def loop_with(rollouts: Rollouts, directory: Path) -> Any:
+    settings = config(directory, "evaluate_every=1000", "rollout.tasks_per_step=2")
+    loop: Any = loop_over(settings, rollouts, RunState())  # type: ignore[arg-type]
+    loop.trainer = Trainer(rollouts.events)
+    loop.recorder = Recorder(rollouts.events)
+    return loop
+
+
+def run_step(loop: Any) -> None:
+    """Run the step as far as its update, which ends it."""
+    try:
+        loop.run_step(0)
+    except TrainingBegan:
+        return
+
+
+def test_an_engine_that_may_is_compared_beside_the_episodes_and_before_the_update(
+    tmp_path: Path,
+) -> None:
+    rollouts = Rollouts(beside=True)
+    rollouts.scores_after_first_group = True
+    run_step(loop_with(rollouts, tmp_path))
+    assert rollouts.events[0] == "sync"
+    assert rollouts.events.index("group") < rollouts.events.index("canary")
+    assert rollouts.events[-1] == "training begins"
+
+
+def test_another_engine_is_compared_before_the_first_episode(tmp_path: Path) -> None:
+    rollouts = Rollouts(beside=False)
+    run_step(loop_with(rollouts, tmp_path))
+    assert rollouts.events[:3] == ["sync", "canary", "group"]
+    assert rollouts.events[-1] == "training begins"
+
+
+@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("groups", ["end", "fail", "hang"])
+def test_a_difference_ends_the_step_before_its_update(
+    beside: bool, groups: str, tmp_path: Path
+) -> None:
+    """Also if episodes fail for it, and without waiting for those that would go on."""
+    rollouts = Rollouts(beside=beside, gap=0.5, groups=groups)
+    with pytest.raises(CanaryError, match="after syncing weights 0, rollout worker 0"):
+        run_step(loop_with(rollouts, tmp_path))
+    assert "training begins" not in rollouts.events
+
+
+def test_episodes_that_fail_with_the_right_weights_fail_for_themselves(tmp_path: Path) -> None:
+    rollouts = Rollouts(beside=True, groups="fail")
+    with pytest.raises(RuntimeError, match="logits are not finite"):
+        run_step(loop_with(rollouts, tmp_path))
+
+
+def test_no_evaluation_of_other_weights_is_recorded(tmp_path: Path) -> None:
+    rollouts = Rollouts(beside=True, gap=0.5)
+    with pytest.raises(CanaryError):
+        loop_with(rollouts, tmp_path).evaluate()
+    assert "recorded" not in rollouts.events
+
+    rollouts = Rollouts(beside=True)
+    metrics = loop_with(rollouts, tmp_path).evaluate()
+    assert rollouts.events[-1] == "recorded"
+    assert "mismatch/canary_gap" in str(vars(metrics))
