@@ -6,7 +6,7 @@ layout (expert tensor parallel size 1), with the groups of ``megatron.core.paral
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,10 +20,14 @@ from converters.mxfp4_tensors import (
     Digests,
     join,
     joined_shape,
+    matrices_at_once,
     matrix_digest,
     matrix_name,
+    pack_stack,
     packed_parts,
+    row_order,
     split,
+    stacked_in_bf16,
 )
 from converters.names import global_name, parameter_mappings, stack_experts
 from gptoss_kernels import mxfp4
@@ -195,6 +199,7 @@ class WeightGathering:
         local = _local_weights(model, config)
         self._weights = {mapping.name: weight for mapping, weight in local}
         self._own_mappings = [mapping for mapping, _ in local]
+        self._places = {mapping.name: i for i, mapping in enumerate(self._own_mappings)}
         self._dtype = chunks_of(model)[0].config.params_dtype
 
         # What ranks agree on goes through host memory: a GPU that is full has no room for it.
@@ -238,14 +243,49 @@ class WeightGathering:
         assert buffer is not None
         return GatheredWeights(self, plan, buffer, transposed=transposed, packed=packed)
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str) -> dict[str, torch.Tensor]:
         """Return this rank's shard of a parameter as it is sent; it may share the parameter's
-        memory."""
-        weight = self._weights[name]
-        with torch.no_grad():
-            if isinstance(weight, QuantizedWeight):
-                return join(*weight.read_packed())
-            return weight.read().contiguous()
+        memory.
+
+        Experts that are trained through MXFP4 are quantized several at once: those of this rank
+        that follow in the order of the table come with it.
+        """
+        if not isinstance(self._weights[name], QuantizedWeight):
+            return {name: self._weights[name].read().contiguous()}
+
+        first = self._places[name]
+        last = first + matrices_at_once(self._weights[name].shape)
+        names = []
+        for mapping in self._own_mappings[first:last]:
+            if mapping.hf_names == self._own_mappings[first].hf_names:
+                names.append(mapping.name)
+        joined = join(*mxfp4.quantize(stacked_in_bf16(self._unrounded(names))))
+        return dict(zip(names, joined, strict=True))
+
+    def _unrounded(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """Return the weights of experts that are trained through MXFP4."""
+        unrounded = []
+        for name in names:
+            weight = self._weights[name]
+            assert isinstance(weight, QuantizedWeight)
+            unrounded.append(weight.unrounded())
+        return unrounded
+
+    def read_stack(self, mappings: Sequence[ParameterMapping]) -> dict[str, torch.Tensor]:
+        """Return complete Hugging Face tensors of all experts, every one of which is on this rank.
+
+        A GPU gets a handful of kernels, and not some for every expert.
+
+        Args:
+            mappings: of one matrix or bias of each expert, in order.
+        """
+        names = [mapping.name for mapping in mappings]
+        if self.is_packed(mappings[0]):
+            return pack_stack(mappings[0], self._unrounded(names))
+
+        stack = torch.stack([self._weights[name].read() for name in names])
+        order = row_order(mappings[0], stack.device)
+        return {mappings[0].hf_names[0]: stack[:, order]}
 
     def is_packed(self, mapping: ParameterMapping) -> bool:
         """Return whether a parameter is sent as MXFP4."""
@@ -288,8 +328,23 @@ class WeightGathering:
                 _GatheringStep(mapping, self._messages(mapping, receivers))
                 for mapping in parameter_mappings(self.config).values()
             ]
-            self._plans[receivers] = _GatheringPlan(receivers, steps)
+            self._plans[receivers] = _GatheringPlan(receivers, self._find_stacks(steps))
         return self._plans[receivers]
+
+    def _find_stacks(self, steps: list["_GatheringStep"]) -> list["_GatheringStep"]:
+        """Mark the first expert of every stack that every receiver can read in one piece."""
+        # Matrices that are not quantized go one by one: merged with adapters, they take room.
+        experts = self.config.num_experts
+        marked = list(steps)
+        for i, step in enumerate(steps):
+            mapping = step.mapping
+            if mapping.expert != 0 or len(mapping.hf_names) != 1:
+                continue
+            stack = steps[i : i + experts]
+            is_local = not any(message for one in stack for message in one.messages)
+            if is_local and (self.is_packed(mapping) or len(mapping.shape) == 1):
+                marked[i] = replace(step, stack=tuple(one.mapping for one in stack))
+        return marked
 
     def _messages(
         self, mapping: ParameterMapping, receivers: tuple[int, ...]
@@ -391,6 +446,8 @@ class _GatheringStep:
     mapping: ParameterMapping
     messages: list[_Message | None]
     """By tensor-parallel shard; None if every receiver has it."""
+    stack: tuple[ParameterMapping, ...] = ()
+    """At the first expert: all experts' counterparts, if every receiver has all of them."""
 
 
 @dataclass(frozen=True)
@@ -438,6 +495,7 @@ class GatheredWeights(Iterator[NamedTensor]):
 
         # Shared by what assembles tensors and by ``finish``, which only exchanges messages.
         self._steps = iter(plan.steps)
+        self._read_ahead: dict[str, torch.Tensor] = {}
         self.failure: Exception | None = None
         """What kept this rank from reading its own weights. The others got nonsense instead, so
         whoever runs this must look at it when all messages are through."""
@@ -469,13 +527,20 @@ class GatheredWeights(Iterator[NamedTensor]):
     def _received_parts(self) -> Iterator[NamedParts]:
         for step in self._steps:
             mapping = step.mapping
+            if self._packed and step.stack:
+                for _ in step.stack[1:]:
+                    next(self._steps)  # without messages
+                complete = replace(mapping, expert=None)
+                yield complete, self._gathering.read_stack(step.stack)
+                continue
+
             arrived = self._exchange(step)
             if self.failure is not None:
                 raise self.failure
 
             shards = []
             for shard in arrived:
-                shards.append(self._gathering.read(mapping.name) if shard is None else shard)
+                shards.append(self._read(mapping.name) if shard is None else shard)
             full = mapping.unshard(shards)
             if self._gathering.is_packed(mapping):
                 yield mapping, self._expert_parts(mapping, full)
@@ -485,6 +550,13 @@ class GatheredWeights(Iterator[NamedTensor]):
             if mapping.expert is None and _shares_memory(full, self._buffer):
                 full = full.clone()
             yield mapping, mapping.named_parts(full)
+
+    def _read(self, name: str) -> torch.Tensor:
+        """Return this rank's shard of a parameter as it is sent."""
+        if name not in self._read_ahead:
+            self._read_ahead.clear()  # before there is more
+            self._read_ahead = self._gathering.read(name)
+        return self._read_ahead.pop(name)
 
     def _expert_parts(
         self, mapping: ParameterMapping, joined: torch.Tensor
@@ -514,7 +586,7 @@ class GatheredWeights(Iterator[NamedTensor]):
         tensor = message.room(self._buffer)
         if rank == message.source:
             try:
-                tensor = self._gathering.read(name)
+                tensor = self._read(name)
             except Exception as error:
                 # The others wait for something of this size. They get it, and this rank's failure
                 # keeps it from being used.

@@ -6,7 +6,9 @@ Hugging Face's names and layout of blocks and scales are those of ``hf_layouts.m
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -18,6 +20,9 @@ from gptoss_kernels import mxfp4
 
 BLOCK_BYTES = BLOCK // 2
 """Of the values of a block; its scale is one byte more."""
+
+PIECE_BYTES = 1 << 28
+"""Of bf16 matrices that are brought side by side to be quantized at once."""
 
 Digests = dict[str, str]
 """By ``matrix_name``: 16 hexadecimal digits of an expert's blocks and scales."""
@@ -51,11 +56,65 @@ def packed_parts(
         blocks: [out, in / 32, 16], in the parameter's order of rows.
         scales: [out, in / 32], likewise.
     """
-    # Blocks lie along the inputs, and the table only moves outputs: it moves whole blocks.
-    rows = torch.arange(mapping.shape[0], device=blocks.device)[:, None]
-    [order] = mapping.to_hf(rows)
+    order = row_order(mapping, blocks.device)
     blocks_name, scales_name = stored_names(mapping.hf_names[0])
-    return {blocks_name: blocks[order[0]], scales_name: scales[order[0]]}
+    return {blocks_name: blocks[order], scales_name: scales[order]}
+
+
+def row_order(mapping: ParameterMapping, device: torch.device) -> torch.Tensor:
+    """Return which row of a Megatron parameter is each output of its Hugging Face tensor, int64 [out].
+
+    Args:
+        mapping: of a matrix or bias of one expert, with one Hugging Face tensor.
+        device: of the result.
+    """
+    # Blocks lie along the inputs, and the table only moves outputs: it moves whole blocks.
+    rows = torch.arange(mapping.shape[0], device=device)
+    if len(mapping.shape) == 1:
+        [order] = mapping.to_hf(rows)
+        return order
+    [order] = mapping.to_hf(rows[:, None])
+    return order[0]
+
+
+def matrices_at_once(shape: Shape) -> int:
+    """Return how many matrices of one shape are quantized at once."""
+    return max(1, PIECE_BYTES // (2 * math.prod(shape)))
+
+
+def stacked_in_bf16(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return matrices of one shape side by side, as ``mxfp4.quantize`` takes them."""
+    return torch.stack(list(weights)).to(torch.bfloat16)
+
+
+def pack_stack(
+    mapping: ParameterMapping, weights: Sequence[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Quantize one matrix of all experts, by Hugging Face's names and in its order.
+
+    The bits are those of ``mxfp4.quantize`` of each. As many as fit into ``PIECE_BYTES`` are one
+    launch.
+
+    Args:
+        mapping: of the first expert's.
+        weights: [out, in] of each expert, of any float dtype.
+    """
+    rows, inputs = mapping.shape
+    place: Any = {"dtype": torch.uint8, "device": weights[0].device}
+    blocks = torch.empty(len(weights), rows, inputs // BLOCK, BLOCK_BYTES, **place)
+    scales = torch.empty(len(weights), rows, inputs // BLOCK, **place)
+
+    order = row_order(mapping, weights[0].device)
+    at_once = matrices_at_once(mapping.shape)
+    for first in range(0, len(weights), at_once):
+        some = stacked_in_bf16(weights[first : first + at_once])
+        some_blocks, some_scales = mxfp4.quantize(some)
+        some_place = slice(first, first + len(some))
+        torch.index_select(some_blocks, 1, order, out=blocks[some_place])
+        torch.index_select(some_scales, 1, order, out=scales[some_place])
+
+    blocks_name, scales_name = stored_names(mapping.hf_names[0])
+    return {blocks_name: blocks, scales_name: scales}
 
 
 # -- all weights by name -----------------------------------------------------------------------

@@ -79,6 +79,10 @@ class QuantizedWeight:
     def read(self) -> Tensor:
         return self.layer.quantized_weight()
 
+    def unrounded(self) -> Tensor:
+        """Return what the optimizer changes, [out, in]; it is the parameter's memory."""
+        return self.layer.weight.detach()
+
     def read_packed(self) -> tuple[Tensor, Tensor]:
         """Return ``read`` as MXFP4: blocks [out, in / 32, 16] and scales [out, in / 32]."""
         return self.layer.packed_weight()

@@ -21,8 +21,11 @@ TAKES_ADDRESSES = {
     # The caller holds the tensors until the kernel is launched; memory that is freed later is used again in the order
     # of the stream.
     "kernels/gptoss_kernels/mxfp4/gpu.py:launch_fake_quantize",
-    # Looks only at the alignment.
+    # These look only at the alignment.
     "kernels/gptoss_kernels/sink_attention/window.py:_dense",
+    "kernels/gptoss_kernels/adapter_merge.py:_check_update",
+    "kernels/gptoss_kernels/adapter_merge.py:_readable",
+    "megatron_gptoss/layers/merge.py:_has_kernel",
 }
 """The functions that may call ``data_ptr()``, each with the reason why no address outlives its tensor."""
 

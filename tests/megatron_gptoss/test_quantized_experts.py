@@ -10,9 +10,11 @@ import pytest
 import torch
 from transformers import GptOssForCausalLM, Mxfp4Config
 
+from converters import mxfp4_tensors
 from converters.errors import ConversionError
 from converters.hf_directory import write_hf_directory
 from converters.live import WeightGathering, export_hf_weights, load_hf_weights
+from converters.mxfp4_tensors import fake_quantize_experts, pack_experts
 from converters.torch_dist import export_checkpoint
 from gptoss_kernels import mxfp4
 from megatron_gptoss import distributed
@@ -88,6 +90,36 @@ def train_one_step(model: torch.nn.Module, learning_rate: float) -> PolicyTraine
 
 def matrices(model: torch.nn.Module) -> list[QuantizedExpertLinear]:
     return [module for module in model.modules() if isinstance(module, QuantizedExpertLinear)]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("matrices_at_once", [1, 3, 100])
+def test_experts_are_quantized_several_at_once_to_the_bits_of_each(
+    matrices_at_once: int, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = quantized_model()
+    gathering = WeightGathering(model, MODEL)
+    launches: list[int] = []
+    quantize = mxfp4.quantize
+
+    def counted(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        launches.append(len(x))
+        return quantize(x)
+
+    largest = 2 * 2 * MODEL.intermediate_size * MODEL.hidden_size
+    monkeypatch.setattr(mxfp4_tensors, "PIECE_BYTES", matrices_at_once * largest)
+    monkeypatch.setattr(mxfp4, "quantize", counted)
+    sent = {name: tensor.clone() for name, tensor in gathering.begin(packed=packed)}
+    monkeypatch.undo()
+
+    assert sum(launches) == 2 * MODEL.num_layers * MODEL.num_experts
+    at_once = min(matrices_at_once, MODEL.num_experts)
+    assert max(launches) <= 2 * at_once  # of the smaller matrix twice as many
+    assert max(launches) >= at_once
+    expected = pack_experts(master_weights()) if packed else fake_quantize_experts(master_weights())
+    assert sent.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(sent[name], tensor), name
 
 
 # -- the forward pass ----------------------------------------------------------------------------

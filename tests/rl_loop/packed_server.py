@@ -1,7 +1,7 @@
 """The local server with MXFP4 experts, which the plugin's own code loads, reads and hashes.
 
-SGLang's layers are stood in for by objects with the same attributes, in main memory. Their layouts are
-what ``Mxfp4MoEMethod.process_weights_after_loading`` leaves behind for ``triton_kernel``.
+SGLang's layers are stood in for by objects with the same attributes, in main memory, whose layouts are
+those of ``triton_kernel`` (``sglang_own_loading.py`` has the real ones).
 """
 
 from __future__ import annotations

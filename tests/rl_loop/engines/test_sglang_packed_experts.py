@@ -6,6 +6,7 @@ The plugin's code runs as in a server, in main memory. Its Triton kernels run in
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import subprocess
@@ -166,6 +167,24 @@ def test_kernels_write_and_read_the_same_bytes_in_triton_s_interpreter() -> None
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "2 shapes\n"
+
+
+def test_the_plugin_loads_what_sglang_itself_loads() -> None:
+    for package in ("sglang", "triton_kernels"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    program = ROOT / "tests/rl_loop/engines/sglang_own_loading.py"
+    path = os.pathsep.join([str(PLUGIN), *sys.path])
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=4 * PATIENCE_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "6 ranks"
 
 
 # -- ranks ----------------------------------------------------------------------------------------

@@ -50,6 +50,7 @@ class Sender:
 
     ranks = (0,)
     transposed = False
+    packed = False
 
     def __init__(self, gpu: ScriptedGpu, fails: bool = False) -> None:
         self.gpu = gpu

@@ -5,9 +5,13 @@ the GPU's tensor cores (``gptoss_hopper_layout``) and deletes what they were mad
 ``load_weights`` finds nothing to load them into: blocks are a KeyError, biases a TypeError, and
 scales go into a copy that nobody reads. Here
 
+* the layouts are allocated instead of SGLang's parameters when the model is made. Parameters that
+  are deleted later stay in the memory saver's pool, which gives nothing back: every server would
+  hold its experts twice;
 * blocks, scales and biases by Hugging Face's names are cut as SGLang cuts them for its ranks, and
   written into the memory that the server computes with, which CUDA graphs know by its address. All
-  of that memory is written, padding too: a server that slept has lost it;
+  of that memory is written, padding too: a server that slept has lost it. A server that starts
+  from a checkpoint loads it in the same way;
 * a tensor that is unknown, comes twice, has another shape or dtype, or has not come when a sync
   ends is an error that names it;
 * ``/weights_checker`` hashes the experts as they came, read back from where they are computed with;
@@ -30,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 BLOCK = 32
 """Values that share a scale."""
+WARPS = 8
+"""Of a program of the expert kernels, which the scales' layout is made for."""
 BEGIN_SYNC = "gptoss_begin_sync"
 END_SYNC = "gptoss_end_sync"
 """Actions of ``/weights_checker``: forget which tensors came, and raise unless all have come."""
@@ -167,9 +173,64 @@ class Experts:
 # -- the server's layers --------------------------------------------------------------------------
 
 
+def allocate(layer: Any, method: Any, device: torch.device) -> Experts:
+    """Allocate the layouts of a layer's experts in place of the parameters that SGLang has made.
+
+    Weights are zero until they come: padding is counted as stale till then.
+
+    Args:
+        layer: whose parameters have shapes only, on the meta device.
+        method: of the layer, which gets what it computes with.
+        device: of the layouts.
+    """
+    from triton_kernels.matmul_ogs import FlexCtx, PrecisionConfig
+    from triton_kernels.numerics import InFlexData
+
+    for name in ("w13", "w2"):
+        experts, rows, row_bytes = getattr(layer, f"{name}_weight").shape
+        blocks = row_bytes // (BLOCK // 2)
+        place: Any = {"dtype": torch.uint8, "device": device}
+        values = torch.zeros(experts, *layout.value_storage_shape(rows, row_bytes), **place)
+        scales = torch.zeros(experts, *layout.scale_storage_shape(rows, blocks), **place)
+        values, scales = wrap(values, scales, (experts, rows, row_bytes))
+        setattr(method, f"{name}_weight_triton_tensor", values)
+        config = PrecisionConfig(weight_scale=scales, flex_ctx=FlexCtx(rhs_data=InFlexData()))
+        setattr(method, f"{name}_precision_config", config)
+
+        delattr(layer, f"{name}_weight")
+        bias = torch.zeros(experts, rows, dtype=torch.float32, device=device)
+        delattr(layer, f"{name}_weight_bias")
+        parameter = torch.nn.Parameter(bias, requires_grad=False)
+        layer.register_parameter(f"{name}_weight_bias", parameter)
+    return take_over(layer, method)
+
+
+def wrap(values: Tensor, scales: Tensor, shape: tuple[int, int, int]) -> tuple[Any, Any]:
+    """Return layouts in memory as triton_kernels' tensors, the same as ``_swizzle_mxfp4`` of SGLang does.
+
+    Args:
+        values: uint8 [experts, *value_storage_shape].
+        scales: uint8 [experts, *scale_storage_shape].
+        shape: experts, rows and bytes of a row of the matrices.
+    """
+    from triton_kernels.tensor import FP4, Storage
+    from triton_kernels.tensor import Tensor as KernelTensor
+    from triton_kernels.tensor_details.layout import HopperMXScaleLayout, HopperMXValueLayout
+
+    experts, rows, row_bytes = shape
+    packed_shape = torch.Size((experts, row_bytes, rows))
+    scale_shape = torch.Size((experts, row_bytes // (BLOCK // 2), rows))
+    value_layout = HopperMXValueLayout(packed_shape, mx_axis=1)
+    scale_layout = HopperMXScaleLayout(scale_shape, mx_axis=1, num_warps=WARPS)
+    its_values = KernelTensor(
+        Storage(values.mT, value_layout), dtype=FP4, shape=[experts, 2 * row_bytes, rows]
+    )
+    return its_values, KernelTensor(Storage(scales.mT, scale_layout), shape=list(scale_shape))
+
+
 def take_over(layer: Any, method: Any) -> Experts:
-    """Describe the experts of a layer that SGLang has just brought to its layouts, and free the
-    copy of their scales that nobody reads.
+    """Describe the experts of a layer that has its layouts, and free the scales that SGLang makes
+    beside them.
 
     Raises:
         RuntimeError: naming what is otherwise than in SGLang 0.5.17.
@@ -200,7 +261,7 @@ def take_over(layer: Any, method: Any) -> Experts:
         scale_shape = layout.scale_storage_shape(rows, inputs // BLOCK)
         _check_shape(f"{name}_scale", storage[f"{name}_scale"], scale_shape)
 
-    # SGLang reads them no more, and would load into them without a word.
+    # SGLang does not read them, and would load into them without a word.
     del layer.w13_weight_scale, layer.w2_weight_scale
     return experts
 
@@ -249,7 +310,7 @@ def compare_layouts(swizzle: Any, device: torch.device) -> None:
             0, 256, shape, dtype=torch.uint8, device="cpu", generator=generator
         ).to(device)
         scales = packed[:, :, : row_bytes // 16].contiguous()
-        values, _, swizzled_scales = swizzle(packed, scales, 8)
+        values, _, swizzled_scales = swizzle(packed, scales, WARPS)
 
         ours = packed.new_full((2, *layout.value_storage_shape(rows, row_bytes)), 1)
         layout.swizzle_values(packed, ours)
@@ -259,12 +320,16 @@ def compare_layouts(swizzle: Any, device: torch.device) -> None:
             raise RuntimeError(f"values {list(shape)} do not come back from their layout")
 
         blocks = row_bytes // 16
-        ours = packed.new_full((2, *layout.scale_storage_shape(rows, blocks)), 1)
-        layout.swizzle_scales(scales, (rows, blocks), ours)
-        _compare(f"scales {list(scales.shape)}", ours, swizzled_scales)
-        back, stale = layout.unswizzle_scales(ours, rows, blocks, (rows, blocks))
+        our_scales = packed.new_full((2, *layout.scale_storage_shape(rows, blocks)), 1)
+        layout.swizzle_scales(scales, (rows, blocks), our_scales)
+        _compare(f"scales {list(scales.shape)}", our_scales, swizzled_scales)
+        back, stale = layout.unswizzle_scales(our_scales, rows, blocks, (rows, blocks))
         if stale or not torch.equal(back, scales):
             raise RuntimeError(f"scales {list(scales.shape)} do not come back from their layout")
+
+        its_values, its_scales = wrap(ours, our_scales, shape)
+        _compare_descriptions(f"values {list(shape)}", its_values, values)
+        _compare_descriptions(f"scales {list(scales.shape)}", its_scales, swizzled_scales)
 
 
 def _compare(name: str, ours: Tensor, theirs: Any) -> None:
@@ -279,6 +344,21 @@ def _compare(name: str, ours: Tensor, theirs: Any) -> None:
             f"the first at {differing[0].tolist()}: {int(memory[tuple(differing[0])])} for "
             f"{int(ours[tuple(differing[0])])}"
         )
+
+
+def _compare_descriptions(name: str, ours: Any, theirs: Any) -> None:
+    described = [
+        (
+            tensor.dtype,
+            list(tensor.shape),
+            list(tensor.shape_max),
+            tensor.stride(),
+            tensor.storage.layout,
+        )
+        for tensor in (ours, theirs)
+    ]
+    if described[0] != described[1]:
+        raise RuntimeError(f"{name} are described as {described[1]}, expected {described[0]}")
 
 
 # -- the model ------------------------------------------------------------------------------------
@@ -361,9 +441,17 @@ def _sources_of(name: str) -> list[str]:
     return [f"{fused[1]}{part}_proj{fused[2]}" for part in "qkv"]
 
 
+def is_starting(model: Any) -> bool:
+    """Tell whether SGLang has not finished loading a model for the first time."""
+    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    return any(
+        hasattr(method, "gptoss_experts") and not hasattr(method, "gptoss_loaded")
+        for method in methods
+    )
+
+
 def synced(model: Any) -> SyncedModel | None:
-    """Return what is known of a model; None while it has no experts in their layouts, as when
-    it starts."""
+    """Return what is known of a model; None if it has no experts in their layouts."""
     known: SyncedModel | None = getattr(model, "gptoss_synced", None)
     if known is None:
         known = SyncedModel(model)
@@ -388,24 +476,28 @@ def _install_loading() -> None:
     from sglang.srt.models.gpt_oss import GptOssForCausalLM
 
     method = mxfp4.Mxfp4MoEMethod
-    original_process = method.process_weights_after_loading
+    original_create = method.create_weights
     original_load = GptOssForCausalLM.load_weights
 
-    @wraps(original_process)
-    def process_once(self: Any, layer: Any) -> None:
-        # SGLang calls it again after it has loaded weights from a disk.
-        if getattr(self, "gptoss_experts", None) is not None:
-            return
+    @wraps(original_create)
+    def create_weights(self: Any, layer: Any, *arguments: Any, **options: Any) -> None:
         if not self.use_triton_kernels:
             raise RuntimeError("MXFP4 experts are synced with --moe-runner-backend triton_kernel")
+        device = torch.empty(0).device  # on which SGLang makes the model
+        with torch.device("meta"):
+            original_create(self, layer, *arguments, **options)
 
         if layer.layer_id == 0:
-            compare_layouts(mxfp4._swizzle_mxfp4, layer.w13_weight.device)
-        original_process(self, layer)
-        self.gptoss_experts = take_over(layer, self)
+            compare_layouts(mxfp4._swizzle_mxfp4, device)
+        self.gptoss_experts = allocate(layer, self, device)
         if layer.layer_id == 0:
             for name, tensor in self.gptoss_experts.storage.items():
                 logger.info("MXFP4 experts: %s is kept as %s", name, list(tensor.shape))
+
+    @wraps(method.process_weights_after_loading)
+    def mark_as_loaded(self: Any, layer: Any) -> None:
+        # Nothing is left to do. SGLang calls this once more whenever it has loaded from a disk.
+        self.gptoss_loaded = True
 
     @wraps(original_load)
     def load_weights(self: Any, weights: Any, *arguments: Any, **options: Any) -> Any:
@@ -414,13 +506,17 @@ def _install_loading() -> None:
             return original_load(self, weights, *arguments, **options)
         try:
             with torch.no_grad():
-                return original_load(self, known.load_experts(weights), *arguments, **options)
+                result = original_load(self, known.load_experts(weights), *arguments, **options)
+            if is_starting(self):
+                known.end_sync()  # a checkpoint has all
+            return result
         except Exception:
             # An answer has half a sentence of it; the log has all.
             logger.exception("weights were refused")
             raise
 
-    method.process_weights_after_loading = process_once
+    method.create_weights = create_weights
+    method.process_weights_after_loading = mark_as_loaded
     GptOssForCausalLM.load_weights = load_weights
 
 

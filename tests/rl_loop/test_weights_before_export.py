@@ -1,0 +1,61 @@
+"""Engines with packed experts are compared with the trainer before they end and the run exports."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from rl_loop import run
+from rl_loop.engines.backend import SyncFailed
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """Records, in order, what the run asks of engines and export."""
+    recorder = MagicMock()
+    session = MagicMock(rollouts=recorder.rollouts)
+    session.__enter__.return_value = session
+    session.__exit__.return_value = False
+    session.interrupt.requested = False
+    session.checkpointer.seconds = 0.0
+    loop = MagicMock()
+    loop.train.return_value = 1
+
+    monkeypatch.setattr(run, "Session", lambda *arguments: session)
+    monkeypatch.setattr(run, "build_loop", lambda *arguments: loop)
+    monkeypatch.setattr(run, "_export", recorder.export)
+    for name in ("_compare_export", "_summary"):
+        monkeypatch.setattr(run, name, lambda *arguments: {})
+    for name in ("_seconds_of_initial_run", "write_model_card", "training_of"):
+        monkeypatch.setattr(run, name, lambda *arguments: 0)
+    return recorder
+
+
+def config(*, packs_experts: bool) -> Any:
+    engine = SimpleNamespace(packs_experts=packs_experts)
+    return SimpleNamespace(
+        algorithm=SimpleNamespace(critic=None, kl=None),
+        training=SimpleNamespace(steps=1),
+        rollout=SimpleNamespace(engine=engine),
+        directory="directory",
+    )
+
+
+@pytest.mark.parametrize("packs_experts", [True, False])
+def test_all_weights_are_compared_while_the_engines_still_run(
+    packs_experts: bool, steps: MagicMock
+) -> None:
+    run.run_rl(config(packs_experts=packs_experts), MagicMock())
+    names = [name for name, _, _ in steps.mock_calls]
+    compared = ["rollouts.compare_weights"] if packs_experts else []
+    assert names == ["rollouts.ready", *compared, "rollouts.close", "export"]
+
+
+def test_nothing_is_exported_if_an_engine_holds_something_else(steps: MagicMock) -> None:
+    steps.rollouts.compare_weights.side_effect = SyncFailed("holds something else in a tensor")
+    with pytest.raises(SyncFailed, match="holds something else"):
+        run.run_rl(config(packs_experts=True), MagicMock())
+    assert not steps.export.called
