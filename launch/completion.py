@@ -5,15 +5,14 @@ from pathlib import Path
 
 import typer
 
-from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+from rl_loop.config.load import keys_of_command
 from rl_loop.config.shipped import shipped_names
-from rl_loop.config.suggestions import known_keys
 
 
 def complete_config(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return shipped configurations of the command, YAML files and directories that begin with what
     was typed."""
-    names = [name for name in shipped_names(_kind_of(ctx).command) if name.startswith(incomplete)]
+    names = [name for name in shipped_names(_command_of(ctx)) if name.startswith(incomplete)]
     paths = []
     for path in sorted(glob(f"{incomplete}*")):
         if Path(path).is_dir():
@@ -25,9 +24,10 @@ def complete_config(ctx: typer.Context, incomplete: str) -> list[str]:
 
 def complete_override(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the keys that begin with what was typed, as ``KEY=``."""
-    return [f"{key}=" for key in known_keys(_kind_of(ctx)) if key.startswith(incomplete)]
+    return [f"{key}=" for key in keys_of_command(_command_of(ctx)) if key.startswith(incomplete)]
 
 
-def _kind_of(ctx: typer.Context) -> type[RunConfig]:
+def _command_of(ctx: typer.Context) -> str:
+    """Return the command, rl or sft, whose configuration is typed."""
     is_sft = ctx.info_name in ("sft", "preview") or bool(ctx.params.get("sft"))
-    return SftConfig if is_sft else RlConfig
+    return "sft" if is_sft else "rl"

@@ -190,7 +190,7 @@ class RlLoop:
                 seed=settings.seed,
                 first_task=self.first_task(self.state.step),
                 abandon=abandon,
-                on_ended=self.recorder.progress.episodes,
+                on_ended=self._show_episodes,
             )
         finished: FinishedGroups = {}
         if self.group_store is not None:
@@ -205,8 +205,11 @@ class RlLoop:
             first_step=self.state.step,
             earlier=EarlierGroups(self.state.passed_over, finished),
             abandon=abandon,
-            on_ended=self.recorder.progress.episodes,
+            on_ended=self._show_episodes,
         )
+
+    def _show_episodes(self, ended: int, wanted: int) -> None:
+        self.recorder.progress.episodes(ended, wanted)
 
     def train(self) -> int:
         """Run all steps that are left. Returns the number of steps done in all, fewer

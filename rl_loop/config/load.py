@@ -16,7 +16,7 @@ from megatron_gptoss.families.registry import read_hf_config
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.config.shipped import find_config
-from rl_loop.config.suggestions import similar_keys, similar_names
+from rl_loop.config.suggestions import known_keys, similar_keys, similar_names
 from rl_loop.engines.registry import TAG
 
 MOST_YAML_BYTES = 1 << 20
@@ -113,8 +113,17 @@ def load_rl_config(path: Path, overrides: list[str] | None = None) -> RlConfig:
 
 def load_run_config(path: Path, command: str, overrides: list[str] | None = None) -> RunConfig:
     """Read a configuration of ``gptoss COMMAND``, which is rl or sft, as ``load_config`` does."""
+    return load_config(path, _kind_of(command), overrides)
+
+
+def keys_of_command(command: str) -> list[str]:
+    """Return the dotted keys of a configuration of ``gptoss COMMAND``, which is rl or sft."""
+    return list(known_keys(_kind_of(command)))
+
+
+def _kind_of(command: str) -> type[RunConfig]:
     kinds: dict[str, type[RunConfig]] = {kind.command: kind for kind in (RlConfig, SftConfig)}
-    return load_config(path, kinds[command], overrides)
+    return kinds[command]
 
 
 def load_served_config(path: Path, overrides: list[str] | None = None) -> RunConfig:

@@ -22,6 +22,7 @@ from converters.reports import MergeLoss, MergeReport
 from converters.safetensors_files import SafetensorsWriter
 from gptoss_kernels import mxfp4
 from megatron_gptoss import distributed
+from megatron_gptoss.checkpoint.checksums import CHECKSUMS_FILE
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.trainer import PolicyTrainer
 from tests.distributed import free_port
@@ -217,5 +218,6 @@ def test_adapters_of_another_model_are_refused(base: Path, tmp_path: Path) -> No
     config = checkpoint / "gptoss_config.json"
     config.write_text(config.read_text().replace('"sliding_window":8', '"sliding_window":9'))
     config.write_text(config.read_text().replace('"sliding_window": 8', '"sliding_window": 9'))
+    (checkpoint / CHECKSUMS_FILE).unlink()
     with pytest.raises(ConversionError, match="another model, whose sliding_window is 9, not 8"):
         merge_adapter(base, checkpoint, tmp_path / "merged", dtype="fp32")

@@ -99,6 +99,8 @@ class Recorder:
 
     def phase(self, name: str) -> None: ...
 
+    def episodes(self, ended: int, wanted: int) -> None: ...
+
     def record_evaluation(self, record: StepRecord, groups: Any) -> None:
         self.events.append("recorded")
 

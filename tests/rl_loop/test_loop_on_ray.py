@@ -424,8 +424,9 @@ def test_a_tool_server_that_is_away_ends_training_in_one_line(tmp_path: Path) ->
     message = str(outage.value)
     assert "\n" not in message
     assert len(message) < 500
+    culprit = r"environment in \d+ \(UnreliableEnvironment.* in \d+\)"
     assert re.search(
-        r"ended \d+ of \d+ episodes .*: environment in \d+, such as: .*Connection refused", message
+        rf"ended \d+ of \d+ episodes .*: {culprit}, such as: .*Connection refused", message
     )
     assert isinstance(outage.value, UserError)
 

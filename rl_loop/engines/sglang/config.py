@@ -10,7 +10,6 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from converters.hf_layouts import QUANTIZATION_CONFIG
 from megatron_gptoss.config import ModelConfig, Quantization
 from megatron_gptoss.families.registry import read_hf_config
 from megatron_gptoss.planning.memory_inputs import EngineMemory
@@ -207,6 +206,9 @@ class SglangConfig(EngineConfig):
 
     def describe_model(self, model: ModelConfig, dtype: str) -> dict[str, Any]:
         """Return the config.json from which servers learn what they hold."""
+        # Needs torch, which reading a configuration does not.
+        from converters.hf_layouts import QUANTIZATION_CONFIG
+
         description = model.to_hf_config(dtype=dtype)
         if self.packs_experts:
             description["quantization_config"] = QUANTIZATION_CONFIG

@@ -17,8 +17,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from converters.hf_layouts import is_expert_matrix
-from converters.names import hf_shapes
 from megatron_gptoss.config import ModelConfig
 from rl_loop.engines.backend import EngineUnavailable
 
@@ -119,6 +117,10 @@ class ServerNeeds:
 
 def packed_values(model: ModelConfig) -> int:
     """Count the weights that MXFP4 packs."""
+    # Need torch, which reading a configuration does not.
+    from converters.hf_layouts import is_expert_matrix
+    from converters.names import hf_shapes
+
     shapes = (shape for name, shape in hf_shapes(model).items() if is_expert_matrix(name))
     return sum(map(math.prod, shapes))
 

@@ -16,7 +16,6 @@ from benchmarks.in_process import LocalRollouts, local_loop
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.data.samples import OffPolicyError, to_samples
-from rl_loop.tracking.metrics import StepMetrics
 from rl_loop.tracking.run_directory import read_json_lines
 from tests.waiting import PATIENCE_SECONDS, wait_until_async
 
@@ -174,7 +173,7 @@ def test_a_resumed_critic_continues_the_same_curve(tmp_path: Path, rollouts: Loc
 def test_stale_tokens_are_not_taken_for_on_policy(tmp_path: Path, rollouts: LocalRollouts) -> None:
     settings = config(tmp_path, "training.steps=1")
     with local_loop(settings, rollouts) as loop:
-        loop.sync_weights(3, StepMetrics(0))
+        loop.sync_weights(3)
         loop.collector.begin(0)
         groups = loop.collector.collect(0).train
         assert to_samples(groups, settings.algorithm, 3).staleness is None

@@ -83,6 +83,12 @@ class FakeRollouts:
         admitted.end(answered(admitted.request, self.version, rewards))
 
 
+class Silent:
+    """A display that shows nothing."""
+
+    def episodes(self, ended: int, wanted: int) -> None: ...
+
+
 def loop_over(settings: RlConfig, rollouts: FakeRollouts, state: RunState) -> RlLoop:
     """A loop with real tasks and no trainer."""
     return RlLoop(
@@ -90,7 +96,7 @@ def loop_over(settings: RlConfig, rollouts: FakeRollouts, state: RunState) -> Rl
         trainer=None,  # type: ignore[arg-type]
         rollouts=rollouts,  # type: ignore[arg-type]
         tasks=build_tasks(settings),
-        recorder=None,  # type: ignore[arg-type]
+        recorder=SimpleNamespace(progress=Silent()),  # type: ignore[arg-type]
         checkpointer=Checkpointer(None, state, settings.training),  # type: ignore[arg-type]
     )
 
