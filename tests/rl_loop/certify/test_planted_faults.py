@@ -64,7 +64,9 @@ def test_no_other_check_takes_a_fault_for_another(
 ) -> None:
     results = prepared.examine(subjects.faulty(prepared.first.directory, plant))
     assert causes(results) == {cause}
-    assert failed(results) == {"agreement", check}
+    # Gradients of a parameter that is transposed, permuted or rounded on its way are so, too: they may be off as well,
+    # under no name.
+    assert failed(results) - {"gradients"} == {"agreement", check}
 
 
 IN_BF16 = [IN_THE_MODEL[i] for i in (0, 4, 8)]
