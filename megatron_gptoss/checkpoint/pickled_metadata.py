@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
+from threading import RLock
 from typing import Any
 
 import torch
@@ -86,9 +87,22 @@ def read_metadata(path: Path) -> dcp.Metadata:
     return metadata
 
 
+_READING_DATA_ONLY = RLock()
+"""Held where the loaders of torch are changed: the first of two threads to leave would give the
+other one those that run any pickle."""
+
+
 @contextmanager
 def data_only() -> Iterator[None]:
-    """Let torch's and Megatron's loaders of checkpoints read data only, within the block."""
+    """Let torch's and Megatron's loaders of checkpoints read data only, within the block.
+
+    Blocks of several threads take turns."""
+    with _READING_DATA_ONLY, _changed_loaders():
+        yield
+
+
+@contextmanager
+def _changed_loaders() -> Iterator[None]:
     read_of_torch = filesystem.FileSystemReader.read_metadata
     load_of_torch = DefaultLoadPlanner.load_bytes
     filesystem.FileSystemReader.read_metadata = _read_metadata  # type: ignore[method-assign]

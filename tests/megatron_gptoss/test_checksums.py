@@ -7,12 +7,14 @@ import os
 import pickle
 import shutil
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from converters.errors import ConversionError
 from converters.megatron_checkpoint import MegatronCheckpoint
@@ -26,6 +28,7 @@ from megatron_gptoss.checkpoint.directory import (
 )
 from megatron_gptoss.checkpoint.errors import CheckpointError
 from megatron_gptoss.checkpoint.loader import find_damage, load_checkpoint, load_model_weights
+from megatron_gptoss.checkpoint.pickled_metadata import data_only
 from megatron_gptoss.checkpoint.writer import _PendingSave
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
@@ -312,3 +315,23 @@ def test_a_data_file_outside_the_directory_is_named(root: Path, policy: PolicyTr
         load_checkpoint(path, policy)
     with pytest.raises(ConversionError, match=r"names the data file '\.\./step_000001"):
         MegatronCheckpoint(path)
+
+
+def test_blocks_that_read_data_only_take_turns_in_threads() -> None:
+    """The first to leave would otherwise give the other one torch's own loaders, which run any pickle."""
+    loaders: list[object] = []
+
+    def load() -> None:
+        with data_only():
+            loaders.append(DefaultLoadPlanner.load_bytes)
+
+    of_torch = DefaultLoadPlanner.load_bytes
+    other = threading.Thread(target=load)
+    with data_only():
+        changed = DefaultLoadPlanner.load_bytes
+        other.start()
+        other.join(timeout=0.2)
+        assert other.is_alive() and not loaders
+    other.join(timeout=30)
+    assert loaders == [changed] != [of_torch]
+    assert DefaultLoadPlanner.load_bytes is of_torch
