@@ -19,7 +19,7 @@ import pytest
 
 from converters.names import hf_shapes
 from launch.cluster import ClusterConfig
-from launch.node_checks import busy_ports
+from launch.node_checks import RAY_PORTS, busy_ports
 from megatron_gptoss.config import AdapterConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.config.load import load_config
@@ -284,9 +284,23 @@ def test_the_predicted_checkpoint_is_that_of_the_model(tmp_path: Path) -> None:
     assert checkpoint_bytes(config.model, "bfloat16", adapter=adapter) == 14 * trained
 
 
+@contextmanager
+def a_server_among_free_ports() -> Iterator[int]:
+    """Listen on a port, yield it; Ray's ports from three below it on are otherwise free.
+
+    Ports above 32,767 are given to whoever asks for any, so also to tests that run beside this one.
+    """
+    for port in range(20_003, 32_000, 2 * RAY_PORTS):
+        if busy_ports(ClusterConfig(kind="local", ray_port=port - 3)):
+            continue
+        with socket.create_server(("", port)):
+            yield port
+        return
+    pytest.fail("no free block of ports below 32,000")
+
+
 def test_a_port_of_ray_that_is_taken_is_a_problem_of_the_node(tmp_path: Path) -> None:
-    with socket.create_server(("", 0)) as server:
-        port = server.getsockname()[1]
+    with a_server_among_free_ports() as port:
         cluster = ClusterConfig(kind="local", ray_port=port - 3)
         assert busy_ports(cluster) == [f"port {port} is in use, cluster.ray_port is {port - 3}"]
         cluster_file = write(
