@@ -86,8 +86,9 @@ def sample(attempt: Attempt) -> dict[str, float]:
         with suppress(psutil.Error):
             line = " ".join(process.cmdline())
             name = next((name for part, name in NAMES.items() if part in line), "others")
-            # Shared pages in equal parts: those of Ray's store would count in every process.
-            found[f"{name}: memory, MB"] += process.memory_full_info().pss / 1e6
+            # Its own pages: shares of common ones change with every program that starts or ends
+            # beside the run. Ray's store, which is shared, is counted by itself.
+            found[f"{name}: own memory, MB"] += process.memory_full_info().uss / 1e6
             found[f"{name}: open files"] += process.num_fds()
             found[f"{name}: threads"] += process.num_threads()
             for argument in process.cmdline():
