@@ -22,7 +22,6 @@ import re
 import sys
 import time
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from multiprocessing.queues import Queue
 from pathlib import Path
@@ -31,8 +30,8 @@ from uuid import uuid4
 import numpy as np
 import openai
 import psutil
-import torch
 
+from benchmarks.gateway import ClockEngine
 from benchmarks.soak import BLOCKS, report, slopes
 from rl_loop.config.episode import EpisodeLimits
 from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
@@ -66,12 +65,12 @@ def log_prob(word: str, turn: int) -> float:
     return -((int(word[-3:], 16) % 512) + 1) / 64 - turn
 
 
-class EchoEngine:
+class EchoEngine(ClockEngine):
     """Answers with the last word of the prompt and the number of its turn."""
 
     def __init__(self, harmony: Harmony, seconds: float) -> None:
+        super().__init__([], seconds)
         self._harmony = harmony
-        self._seconds = seconds
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         if request.on_begin is not None:
@@ -90,17 +89,6 @@ class EchoEngine:
             weight_versions=[WeightVersionSpan(0, len(ids), 0)],
             request_id=request.request_id,
         )
-
-    async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
-        return [0.0] * (len(input_ids) - 1)
-
-    async def abort(self, request_id: str | None = None) -> None: ...
-
-    async def sync_weights(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int
-    ) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 def complaint(session: Session, harmony: Harmony, word: str, turns: int) -> str:
