@@ -7,8 +7,10 @@ Takes a sample of all processes of the run every --every seconds. After the warm
 quarter, the samples are averaged in BLOCKS blocks of equal length, through which a straight line is
 laid: averages of neighbouring blocks depend little on one another, as single samples would. A
 quantity is flat if its slope's 95 % confidence interval contains 0 or less than --flat of its mean
-per hour. Ray's objects are counted where its dashboard runs. What grows by intention, metrics and
-recorded episodes, is counted per step. Ends with status 1 if anything else grows.
+per hour. Slopes are given per hour and per 1,000 steps. Ray's objects and the bytes of its store are
+asked of its raylet, which needs no dashboard. What grows by intention, metrics and recorded
+episodes, is counted per step. Ends with status 1 if anything else grows, or if the run ended by
+itself: then the table is of the time until then, and what the run said is printed.
 """
 
 import argparse
@@ -29,6 +31,8 @@ import psutil
 from benchmarks.faults import CONFIG, Attempt, Course, Options
 
 BLOCKS = 10
+STEPS = "steps"
+"""Under which samples hold how many were done."""
 STUDENT_95 = 2.306
 """Quantile of Student's t for BLOCKS - 2 degrees of freedom."""
 NAMES = {
@@ -82,8 +86,9 @@ def sample(attempt: Attempt) -> dict[str, float]:
         with suppress(psutil.Error):
             line = " ".join(process.cmdline())
             name = next((name for part, name in NAMES.items() if part in line), "others")
-            # Shared pages in equal parts: those of Ray's store would count in every process.
-            found[f"{name}: memory, MB"] += process.memory_full_info().pss / 1e6
+            # Its own pages: shares of common ones change with every program that starts or ends
+            # beside the run. Ray's store, which is shared, is counted by itself.
+            found[f"{name}: own memory, MB"] += process.memory_full_info().uss / 1e6
             found[f"{name}: open files"] += process.num_fds()
             found[f"{name}: threads"] += process.num_threads()
             for argument in process.cmdline():
@@ -91,18 +96,30 @@ def sample(attempt: Attempt) -> dict[str, float]:
                     address = argument.partition("=")[2]
     found["all: processes"] = len(attempt.processes())
     if address:
-        found["ray: objects"] = ray_objects(address)
+        found |= ray_objects(address)
     return dict(found)
 
 
-def ray_objects(address: str) -> float:
-    """Return how many objects Ray's processes know; NaN if Ray does not say in time."""
-    from ray.util.state import list_objects
+def ray_objects(address: str) -> dict[str, float]:
+    """Ask the raylets of a Ray at ``address`` what their processes and stores hold.
 
+    Empty if Ray does not say: it is busy, or not there yet."""
+    from ray._private.internal_api import node_stats
+    from ray._raylet import GcsClient
+
+    found: dict[str, float] = defaultdict(float)
     try:
-        return float(len(list_objects(address=address, limit=10_000, timeout=10)))
-    except Exception:  # its server is busy, or not there yet
-        return math.nan
+        nodes = GcsClient(address=address).get_all_node_info(timeout=10)
+        for node in nodes.values():
+            stats = node_stats(node.node_manager_address, node.node_manager_port, False)
+            found["ray: objects in its store"] += stats.store_stats.num_local_objects
+            found["ray: bytes in its store, MB"] += stats.store_stats.object_store_bytes_used / 1e6
+            for process in stats.core_workers_stats:
+                found["ray: references to objects"] += process.num_object_refs_in_scope
+                found["ray: objects owned"] += process.num_owned_objects
+    except Exception:
+        return {}
+    return dict(found)
 
 
 def disk_bytes(directory: Path, but: Sequence[str]) -> int:
@@ -120,9 +137,12 @@ GROWING = ("episodes", "metrics.jsonl", "tensorboard", "output.log")
 
 
 def watch(
-    course: Course, minutes: float, every: float
-) -> tuple[list[float], list[dict[str, float]]]:
-    """Run for so long and take samples. Returns their times in hours, and what was measured."""
+    course: Course, minutes: float, every: float, record: Path | None = None
+) -> tuple[list[float], list[dict[str, float]], str]:
+    """Run for so long and take samples.
+
+    ``record`` gets each as a line of JSON as soon as it is taken. Returns their times in hours,
+    what was measured, and, if the run ended by itself, what it said."""
     attempt = course.start()
     while not course.losses():
         if attempt.has_ended:
@@ -136,43 +156,56 @@ def watch(
         taken = sample(attempt)
         taken["disk but records, MB"] = disk_bytes(course.run.path, GROWING) / 1e6
         steps = max(1, len(course.losses()))
+        taken[STEPS] = steps
         records = disk_bytes(course.run.path, ()) / 1e3 - taken["disk but records, MB"] * 1e3
         taken["records per step, kB"] = records / steps
+        if attempt.has_ended:  # a part of its processes was there
+            break
+
         times.append((time.monotonic() - began) / 3600)
         samples.append(taken)
+        if record is not None:
+            with record.open("a") as lines:
+                lines.write(json.dumps({"hours": times[-1], **taken}) + "\n")
         time.sleep(every)
 
+    ended = attempt.said[-3000:] if attempt.has_ended else ""
     attempt.driver.terminate()
     attempt.driver.wait()
     left = attempt.leftovers(60)
     if left:
         raise SystemExit(f"processes were left behind: {left}")
-    return times, samples
+    return times, samples, ended
 
 
 def slopes(times: Sequence[float], samples: Sequence[dict[str, float]]) -> dict[str, Slope]:
     """Fit every quantity after the warm-up."""
     first = len(times) // 4
-    names = sorted({name for taken in samples for name in taken})
+    names = sorted({name for taken in samples for name in taken} - {STEPS})
     fitted = {}
     for name in names:
-        values = [taken.get(name, 0.0) for taken in samples[first:]]
+        # No process of a name is none of its memory; a Ray that did not answer is unknown.
+        missing = math.nan if name.startswith("ray: ") else 0.0
+        values = [taken.get(name, missing) for taken in samples[first:]]
         known = [(t, v) for t, v in zip(times[first:], values, strict=True) if not math.isnan(v)]
         if len(known) >= 2 * BLOCKS:
             fitted[name] = fit([t for t, _ in known], [v for _, v in known])
     return fitted
 
 
-def report(fitted: dict[str, Slope], share: float) -> str:
-    """Write a Markdown table."""
-    lines = ["| quantity | mean | per hour | 95 % | |", "|---|---|---|---|---|"]
+def report(fitted: dict[str, Slope], share: float, steps_per_hour: float = 0.0) -> str:
+    """Write a Markdown table; with a slope per step, too, if there are steps."""
+    per_step = ["per 1,000 steps"] if steps_per_hour else []
+    columns = ["quantity", "mean", "per hour", "95 %", *per_step, ""]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, slope in fitted.items():
         verdict = "flat" if slope.is_flat(share) else "**grows**"
         if slope.per_hour < 0 and verdict != "flat":
             verdict = "falls"
-        lines.append(
-            f"| {name} | {slope.mean:,.1f} | {slope.per_hour:+,.2f} | ± {slope.error:,.2f} | {verdict} |"
-        )
+        cells = [name, f"{slope.mean:,.1f}", f"{slope.per_hour:+,.2f}", f"± {slope.error:,.2f}"]
+        if steps_per_hour:
+            cells.append(f"{1e3 * slope.per_hour / steps_per_hour:+,.3f}")
+        lines.append(f"| {' | '.join([*cells, verdict])} |")
     return "\n".join(lines)
 
 
@@ -184,7 +217,7 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=5.0, help="seconds between samples")
     parser.add_argument("--staleness", type=int, default=1, help="steps that rollouts run ahead")
     parser.add_argument("--flat", type=float, default=0.01, help="of the mean, per hour")
-    parser.add_argument("--json", type=Path, help="write all samples to this file")
+    parser.add_argument("--json", type=Path, help="append every sample to this file, a line each")
     options = parser.parse_args()
 
     with tempfile.TemporaryDirectory(prefix="soak_") as directory:
@@ -193,15 +226,19 @@ def main() -> None:
             Path(directory) / "run",
             [f"algorithm.max_staleness={options.staleness}"],
         )
-        times, samples = watch(course, options.minutes, options.every)
+        times, samples, ended = watch(course, options.minutes, options.every, options.json)
         steps = len(course.losses())
 
     fitted = slopes(times, samples)
-    print(f"{options.minutes:g} minutes, {steps} steps of {CONFIG.stem}, {len(samples)} samples\n")
-    print(report(fitted, options.flat))
-    if options.json is not None:
-        options.json.write_text(json.dumps({"hours": times, "samples": samples}))
-    if any(slope.per_hour > 0 and not slope.is_flat(options.flat) for slope in fitted.values()):
+    print(f"{60 * times[-1]:.1f} minutes, {steps} steps of {CONFIG.stem}, {len(samples)} samples\n")
+    first = len(times) // 4
+    rate = (samples[-1][STEPS] - samples[first][STEPS]) / (times[-1] - times[first])
+    print(report(fitted, options.flat, rate))
+    if ended:
+        print(f"\nthe run ended by itself:\n{ended}")
+    if ended or any(
+        slope.per_hour > 0 and not slope.is_flat(options.flat) for slope in fitted.values()
+    ):
         sys.exit(1)
 
 

@@ -433,7 +433,7 @@ def check_harmony(exam: Examination) -> CheckResult:
     if not wrong:
         summary = f"{', '.join(done)}: the ids are those of openai-harmony"
         return CheckResult("harmony", title, Status.PASSED, summary)
-    source = "openai/harmony#27, openai/harmony#91"
+    source = "openai/harmony#27, openai/harmony#53"
     causes = tuple(Cause(difference, source) for difference in dict.fromkeys(wrong))
     return CheckResult("harmony", title, Status.FAILED, wrong[0], causes)
 

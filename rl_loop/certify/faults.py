@@ -37,7 +37,8 @@ SINKS = (
     Fault(
         "sinks are absent",
         Variant(sinks="absent"),
-        "verl-project/verl#3894, THUDM/slime#996, NVIDIA-NeMo/RL#1672",
+        "PrimeIntellect-ai/prime-rl#3397 (under context parallelism), "
+        "sgl-project/sglang#30050 (batched decoding on MLX)",
     ),
 )
 
@@ -50,8 +51,8 @@ SINK_GRADIENTS = (
     Fault(
         "sinks are dropped in the backward pass",
         Variant(sinks="absent in the backward pass"),
-        "kernels without their backward pass: verl-project/verl#3894, "
-        "PrimeIntellect-ai/prime-rl#3397",
+        "a kernel with sinks in its forward pass only: Dao-AILab/flash-attention#2102, "
+        "Dao-AILab/flash-attention#1895",
     ),
 )
 
@@ -77,7 +78,11 @@ YARN = (
 )
 
 ROUTER = (
-    Fault("the router's bias is absent", Variant(router_bias="absent")),
+    Fault(
+        "the router's bias is absent",
+        Variant(router_bias="absent"),
+        "pytorch/torchtitan#2319",
+    ),
     Fault(
         "the router's bias is in bf16",
         Variant(router_bias="bf16"),
@@ -86,7 +91,7 @@ ROUTER = (
     Fault(
         "the router's softmax is taken over all experts",
         Variant(router_softmax="all"),
-        "Megatron's moe_router_pre_softmax",
+        "pytorch/torchtitan#2258; Megatron's moe_router_pre_softmax",
     ),
 )
 
@@ -114,12 +119,12 @@ INTERLEAVING = (
     Fault(
         "gate and up are half-interleaved: the biases' channels are taken for halves",
         Variant(concatenated="biases"),
-        "a conversion of the weights that forgets the biases, as in ROCm/ATOM#845",
+        "a conversion like that of ROCm/ATOM#845, of the biases only",
     ),
     Fault(
         "gate and up are half-interleaved: the weights' channels are taken for halves",
         Variant(concatenated="weights"),
-        "a conversion of the biases that forgets the weights, as in ROCm/ATOM#845",
+        "a conversion like that of ROCm/ATOM#845, of the weights only",
     ),
     Fault("gate and up are swapped", Variant(swapped_gate_up=True)),
 )
@@ -138,7 +143,6 @@ BIASES = (
     Fault(
         "biases are in bf16",
         Variant(bf16_biases=True),
-        "found in the review of vllm-project/vllm#22508",
     ),
 )
 
@@ -153,7 +157,6 @@ PACKING = (
     Fault(
         "tokens see the sequences before theirs, and positions run on",
         Variant(leaky_packing=True, running_positions=True),
-        "huggingface/transformers#39997",
     ),
 )
 
@@ -204,7 +207,7 @@ def update_faults(config: GptOssModelConfig) -> tuple[Fault, ...]:
                 Fault(
                     f"expert {expert} of layer {layer} kept its old weights",
                     Variant(stale_expert=(layer, expert)),
-                    "experts that are gathered or sent one by one: verl-project/verl#7195",
+                    "a rank that sends only its own experts: verl-project/verl#7195",
                 )
             )
     return (*faults, *orientation_faults(config), *INTERLEAVING)

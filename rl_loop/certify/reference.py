@@ -159,7 +159,7 @@ class Reference:
 
     def _run(self, model: "_Pass", routes: Tensor | None) -> Evaluated:
         inputs = model.row.tokens[:-1]
-        x = self._weights["model.embed_tokens.weight"][inputs]
+        x = model.weight("model.embed_tokens.weight")[inputs]
         chosen = []
         margins = []
         for layer in range(self.config.num_layers):

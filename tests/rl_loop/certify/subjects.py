@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl_loop.certify.harmony_tokens import HarmonyMessage
 from rl_loop.certify.model import read_weights
 from rl_loop.certify.subject import Generated, Scored
 from rl_loop.certify.subjects.transformers_model import TransformersModel
@@ -102,6 +103,106 @@ def positions_cut(subject: TransformersModel) -> None:
     rotary.forward = lambda x, position_ids: exact(x, position_ids.clamp(max=last))
 
 
+def layer_types(*types: str) -> Plant:
+    """Repeat kinds of attention through all layers."""
+
+    def plant(subject: TransformersModel) -> None:
+        config = subject.model.config
+        config.layer_types = [types[i % len(types)] for i in range(config.num_hidden_layers)]
+
+    return plant
+
+
+def rope(**changes: object) -> Plant:
+    """Make the rotary table with other parameters."""
+
+    def plant(subject: TransformersModel) -> None:
+        config = subject.model.config
+        config.rope_parameters = dict(config.rope_parameters) | changes
+        rotary = type(subject.model.model.rotary_emb)
+        subject.model.model.rotary_emb = rotary(config).to(subject.device)
+
+    return plant
+
+
+def longest_for_original(subject: TransformersModel) -> None:
+    longest = subject.model.config.max_position_embeddings
+    rope(original_max_position_embeddings=longest)(subject)
+
+
+def no_concentration(subject: TransformersModel) -> None:
+    subject.model.model.rotary_emb.attention_scaling = 1.0
+
+
+def bf16_positions(subject: TransformersModel) -> None:
+    rotary = subject.model.model.rotary_emb
+    exact = rotary.forward
+    rotary.forward = lambda x, position_ids: exact(x, position_ids.bfloat16().float())
+
+
+def zero(*names: str) -> Plant:
+    """Leave out parameters by the ends of their names."""
+
+    def plant(subject: TransformersModel) -> None:
+        for name, parameter in subject.model.named_parameters():
+            if name.endswith(names):
+                parameter.zero_()
+
+    return plant
+
+
+def bf16_biases(subject: TransformersModel) -> None:
+    for name, parameter in subject.model.named_parameters():
+        if name.endswith("bias") and ".router." not in name:
+            parameter.copy_(parameter.bfloat16())
+
+
+def softmax_of_all(subject: TransformersModel) -> None:
+    def change(router: Any, inputs: Any, output: Any) -> Any:
+        logits, _, routes = output
+        return logits, logits.softmax(-1).gather(-1, routes), routes
+
+    for router in subject.routers:
+        router.register_forward_hook(change)
+
+
+def activation(slope: float = 1.702, offset: float = 1.0, limit: float = 7.0) -> Plant:
+    """Put another activation into all experts."""
+
+    def apply_gate(gate_up: Tensor) -> Tensor:
+        gate = gate_up[..., 0::2].clamp(max=limit)
+        up = gate_up[..., 1::2].clamp(-limit, limit)
+        return (up + offset) * gate * torch.sigmoid(slope * gate)
+
+    def plant(subject: TransformersModel) -> None:
+        for layer in layers(subject):
+            layer.mlp.experts._apply_gate = apply_gate
+
+    return plant
+
+
+def halves(*names: str) -> Plant:
+    """Take the channels of gate and up for halves in parameters of the experts."""
+
+    def plant(subject: TransformersModel) -> None:
+        for layer in layers(subject):
+            for name in names:
+                parameter = getattr(layer.mlp.experts, name)
+                gates, ups = parameter.clone().chunk(2, dim=-1)
+                parameter[..., 0::2] = gates
+                parameter[..., 1::2] = ups
+
+    return plant
+
+
+def swapped_gate_up(subject: TransformersModel) -> None:
+    for layer in layers(subject):
+        for parameter in (layer.mlp.experts.gate_up_proj, layer.mlp.experts.gate_up_proj_bias):
+            gates = parameter[..., 0::2].clone()
+            parameter[..., 0::2] = parameter[..., 1::2]
+            parameter[..., 1::2] = gates
+
+
 class StaleExpert(TransformersModel):
     """One expert does not take part in updates."""
 
@@ -112,6 +213,51 @@ class StaleExpert(TransformersModel):
         with torch.no_grad():
             for name, parameter in experts.named_parameters():
                 parameter[3] = kept[name]
+
+
+def keeping(part: str) -> type[TransformersModel]:
+    """Make a subject whose updates leave out all parameters with ``part`` in their names."""
+
+    class Keeping(TransformersModel):
+        def update(self, directory: Path) -> None:
+            kept = {
+                name: parameter.clone()
+                for name, parameter in self.model.named_parameters()
+                if part in name
+            }
+            super().update(directory)
+            with torch.no_grad():
+                for name, parameter in self.model.named_parameters():
+                    if name in kept:
+                        parameter.copy_(kept[name])
+
+    return Keeping
+
+
+class UpdatesOnce(TransformersModel):
+    """Ignores every update but the first."""
+
+    updates = 0
+
+    def update(self, directory: Path) -> None:
+        self.updates += 1
+        if self.updates == 1:
+            super().update(directory)
+
+
+class RouterLearnsNothing(TransformersModel):
+    """Cuts the gradient at the weights of the experts."""
+
+    def gradients(self, texts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        def cut(router: Any, inputs: Any, output: Any) -> Any:
+            logits, shares, routes = output
+            return logits, shares.detach() + 0.0 * logits.sum(), routes
+
+        hooks = [router.register_forward_hook(cut) for router in self.routers]
+        gradients = super().gradients(texts)
+        for hook in hooks:
+            hook.remove()
+        return gradients
 
 
 class TransposingUpdate(TransformersModel):
@@ -139,6 +285,22 @@ class LateRoutes(TransformersModel):
         return [Scored(s.log_probs, np.roll(s.routes, 1, axis=0)) for s in scores]
 
 
+class EarlyRoutes(TransformersModel):
+    """Returns the routes of a token for the one before."""
+
+    def score(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
+        scores = super().score(texts)
+        return [Scored(s.log_probs, np.roll(s.routes, -1, axis=0)) for s in scores]
+
+
+class UpsideDownRoutes(TransformersModel):
+    """Returns the routes of the last layer first."""
+
+    def score(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
+        scores = super().score(texts)
+        return [Scored(s.log_probs, s.routes[:, ::-1]) for s in scores]
+
+
 class IgnoresRoutes(TransformersModel):
     """Lets its routers choose whatever it is given."""
 
@@ -161,8 +323,17 @@ class ConstrainAsText(TransformersModel):
         return super().tokenize(before) + letters + super().tokenize(after)
 
 
+class QuotesAsTokens(TransformersModel):
+    """Renders what a tool says with special tokens."""
+
+    def render(self, messages: Sequence[HarmonyMessage]) -> list[int]:
+        return self.tokenize("".join(message.text for message in messages))
+
+
 class ShortDecodingWindow(TransformersModel):
     """Decodes with one key less than it prefills with."""
+
+    more_keys = -1
 
     @torch.no_grad()
     def generate(self, prompt: Sequence[int], max_new_tokens: int) -> Generated:
@@ -182,7 +353,9 @@ class ShortDecodingWindow(TransformersModel):
     def _masks(self, length: int, prompt: int) -> dict[str, Tensor]:
         index = torch.arange(length)
         distance = index[:, None] - index[None]
-        window = self.model.config.sliding_window - (index >= prompt).long()[:, None]
+        window = (
+            self.model.config.sliding_window + self.more_keys * (index >= prompt).long()[:, None]
+        )
         seen = distance >= 0
         hidden = torch.finfo(torch.float32).min
         full = torch.where(seen, 0.0, hidden)[None, None]
@@ -190,14 +363,24 @@ class ShortDecodingWindow(TransformersModel):
         return {"full_attention": full, "sliding_attention": sliding}
 
 
+class LongDecodingWindow(ShortDecodingWindow):
+    """Decodes with one key more than it prefills with."""
+
+    more_keys = 1
+
+
 class LeakyRows(TransformersModel):
     """Packs as transformers 5.12 does when it is given position ids only: its GPT-OSS does not
     hand them to its mask (huggingface/transformers#39997)."""
 
+    starts_again = True
+
     @torch.no_grad()
     def score_packed(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
         row = torch.tensor([[token for text in texts for token in text]])
-        positions = torch.cat([torch.arange(len(text)) for text in texts])[None]
+        positions = torch.arange(row.shape[1])[None]
+        if self.starts_again:
+            positions = torch.cat([torch.arange(len(text)) for text in texts])[None]
         logits = self.model(row, position_ids=positions, use_cache=False).logits[0]
         log_probs = logits.log_softmax(-1)
         results = []
@@ -208,6 +391,12 @@ class LeakyRows(TransformersModel):
             results.append(Scored(rows.gather(-1, labels)[:, 0].tolist()))
             start += len(text)
         return results
+
+
+class OneLongRow(LeakyRows):
+    """Takes a row for one sequence."""
+
+    starts_again = False
 
 
 class Wavering(TransformersModel):

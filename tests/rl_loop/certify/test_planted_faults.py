@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from rl_loop.certify.certificate import Status
+from rl_loop.certify.checks import FORWARD
 from rl_loop.certify.subject import Subject
 from rl_loop.certify.subjects.megatron_trainer import MegatronTrainer
 from rl_loop.certify.subjects.transformers_model import TransformersModel
@@ -69,6 +70,81 @@ def test_no_other_check_takes_a_fault_for_another(
     assert failed(results) - {"gradients"} == {"agreement", check}
 
 
+MORE_IN_THE_MODEL = [
+    ("window", "no layer has a window", subjects.layer_types("full_attention")),
+    ("window", "every layer has a window", subjects.layer_types("sliding_attention")),
+    (
+        "window",
+        "odd layers have the window instead of even ones",
+        subjects.layer_types("full_attention", "sliding_attention"),
+    ),
+    ("yarn", "YaRN is absent", subjects.rope(rope_type="default")),
+    (
+        "yarn",
+        "YaRN's concentration of queries and keys is absent",
+        subjects.no_concentration,
+    ),
+    (
+        "yarn",
+        "YaRN takes the longest length for the original one",
+        subjects.longest_for_original,
+    ),
+    ("yarn", "positions are rounded to bf16", subjects.bf16_positions),
+    ("router", "the router's bias is absent", subjects.zero("router.bias")),
+    ("router", "the router's softmax is taken over all experts", subjects.softmax_of_all),
+    (
+        "activation",
+        "the activation is not clamped",
+        subjects.activation(limit=float("inf")),
+    ),
+    ("activation", "the 1 that is added to up is missing", subjects.activation(offset=0.0)),
+    (
+        "activation",
+        "the gate's slope is 1 (SiLU) and not 1.702",
+        subjects.activation(slope=1.0),
+    ),
+    (
+        "interleaving",
+        "gate and up are taken for halves, not for every other channel",
+        subjects.halves("gate_up_proj", "gate_up_proj_bias"),
+    ),
+    (
+        "interleaving",
+        "gate and up are half-interleaved: the weights' channels are taken for halves",
+        subjects.halves("gate_up_proj"),
+    ),
+    ("interleaving", "gate and up are swapped", subjects.swapped_gate_up),
+    (
+        "biases",
+        "the experts' biases are absent",
+        subjects.zero("gate_up_proj_bias", "down_proj_bias"),
+    ),
+    (
+        "biases",
+        "the biases of q, k and v are absent",
+        subjects.zero("q_proj.bias", "k_proj.bias", "v_proj.bias"),
+    ),
+    ("biases", "the bias of attention's output is absent", subjects.zero("o_proj.bias")),
+    ("biases", "biases are in bf16", subjects.bf16_biases),
+]
+
+
+@pytest.mark.parametrize(("check", "cause", "plant"), MORE_IN_THE_MODEL, ids=as_id)
+def test_every_other_fault_of_the_model_fails_by_its_name(
+    prepared: Prepared, check: str, cause: str, plant: subjects.Plant
+) -> None:
+    subject = subjects.faulty(prepared.first.directory, plant)
+    results = prepared.examine(subject, check)
+    assert causes(results) == {cause}
+    assert failed(results) == {"agreement", check}
+
+
+def test_every_known_fault_of_the_model_is_planted() -> None:
+    planted = {cause for _, cause, _ in [*IN_THE_MODEL, *MORE_IN_THE_MODEL]}
+    known = {fault.name for check in FORWARD for fault in check.faults}
+    assert known <= planted
+
+
 IN_BF16 = [IN_THE_MODEL[i] for i in (0, 4, 8)]
 
 
@@ -103,7 +179,34 @@ AROUND_THE_MODEL = [
         "one key too few in the window of decoded tokens",
         subjects.ShortDecodingWindow,
     ),
+    (
+        "decoding",
+        "one key too many in the window of decoded tokens",
+        subjects.LongDecodingWindow,
+    ),
     ("packing", "tokens see the sequences before theirs", subjects.LeakyRows),
+    (
+        "packing",
+        "tokens see the sequences before theirs, and positions run on",
+        subjects.OneLongRow,
+    ),
+    ("routes returned", "routes come back one token too early", subjects.EarlyRoutes),
+    (
+        "routes returned",
+        "routes come back in the wrong order of layers",
+        subjects.UpsideDownRoutes,
+    ),
+    ("update", "nothing was updated", subjects.keeping("")),
+    ("update", "the experts were not updated", subjects.keeping(".experts.")),
+    ("update", "sinks were not updated", subjects.keeping(".sinks")),
+    ("update", "biases were not updated", subjects.keeping("bias")),
+    ("update", "the routers were not updated", subjects.keeping(".router.")),
+    ("update", "the second update did not bring the first weights back", subjects.UpdatesOnce),
+    (
+        "gradients",
+        "the router learns nothing from the experts' weights",
+        subjects.RouterLearnsNothing,
+    ),
 ]
 
 
@@ -124,6 +227,14 @@ def test_no_other_check_takes_a_fault_around_the_model_for_another(
     results = prepared.examine(kind(prepared.first.directory, "fp32"))
     assert causes(results) == {cause}
     assert failed(results) == {check}
+
+
+def test_what_a_tool_quotes_must_not_become_a_special_token(prepared: Prepared) -> None:
+    subject = subjects.QuotesAsTokens(prepared.first.directory, "fp32")
+    results = prepared.examine(subject, "harmony")
+    (cause,) = causes(results)
+    assert "in a message's content becomes the special token" in cause
+    assert failed(results) == {"harmony"}
 
 
 def test_a_model_that_wavers_is_not_deterministic(prepared: Prepared) -> None:

@@ -196,3 +196,31 @@ def test_the_death_of_a_raylet_is_named_and_its_end_with_the_session_is_not(
         assert (line in capfd.readouterr().err) == is_killed
     with ray_session.naming_its_death(None):
         pass
+
+
+def test_the_control_store_keeps_few_records_of_calls(tmp_path: Path) -> None:
+    """By default a hundred thousand, with which it grows to hundreds of megabytes in a long run."""
+    program = """
+        from rl_loop.cluster.ray_session import ray_session
+        with ray_session():
+            import ray
+            from ray._raylet import GcsClient
+
+            @ray.remote
+            class Counter:
+                def count(self):
+                    return 1
+
+            counter = Counter.remote()
+            for _ in range(15):
+                ray.get([counter.count.remote() for _ in range(100)])
+            time.sleep(3)  # records are sent every second
+            client = GcsClient(address=ray.get_runtime_context().gcs_address)
+            from ray.core.generated import gcs_service_pb2 as service, gcs_service_pb2_grpc as stubs
+            from ray._private.grpc_utils import init_grpc_channel
+            channel = init_grpc_channel(ray.get_runtime_context().gcs_address)
+            request = service.GetTaskEventsRequest()
+            reply = stubs.TaskInfoGcsServiceStub(channel).GetTaskEvents(request, timeout=30)
+            print(len(reply.events_by_task))
+    """
+    assert 0 < int(run_program(program, tmp_path)) <= 1000

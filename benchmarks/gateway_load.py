@@ -1,0 +1,366 @@
+"""Holds many sessions at a gateway for long, and looks whether it grows or mixes them up.
+
+    python -m benchmarks.gateway_load                  # 200 sessions at a time, for 20 minutes
+    python -m benchmarks.gateway_load --sessions 20 --minutes 0.5 --think 0.5 --every 0.5
+
+Every session has one conversation of ``--turns`` turns, by OpenAI's client in another process, every
+other one streamed; when it is over its captured trajectory is compared with what it should be, it
+is closed, and another one takes its place. Between turns a client waits, ``--think`` seconds on average.
+
+Each session has a word of its own, which its questions name. The engine computes nothing: it reads
+the words of its prompt, answers with the last one and the number of the turn, and with log-probs
+that follow from both. So an answer, a token or a log-prob that went to another session is seen by
+the client, in the trajectory, or by both. Ends with status 1 if anything was, if a request failed,
+or if memory, open files or threads of the server's process grow.
+"""
+
+import asyncio
+import json
+import multiprocessing
+import random
+import re
+import sys
+import time
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from dataclasses import dataclass, field
+from multiprocessing.queues import Queue
+from pathlib import Path
+from uuid import uuid4
+
+import numpy as np
+import openai
+import psutil
+
+from benchmarks.gateway import ClockEngine
+from benchmarks.soak import BLOCKS, report, slopes
+from rl_loop.config.episode import EpisodeLimits
+from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
+from rl_loop.engines.protocol import GenerateRequest, GenerateResult, ModelShape, SamplingParams
+from rl_loop.gateway.server import Gateway, GatewaySettings
+from rl_loop.gateway.session import Session, SessionSettings
+from rl_loop.harmony.codec import Harmony, ParsedMessage, PromptConfig
+from rl_loop.harmony.vocabulary import GptOssVocabulary
+
+WORD = re.compile(r"session-[0-9a-f]{32}")
+PADDING = "Explain how the third step follows from the second one, and what would break it. " * 10
+FLAT = 0.05
+"""Share of its mean per hour that a quantity may grow by."""
+
+
+# ---- what a session may contain
+
+
+def question(word: str, turn: int) -> str:
+    """Return what the user says."""
+    return f"I am {word}, and this is turn {turn}. {PADDING}"
+
+
+def answer(word: str, turn: int) -> str:
+    """Return what the engine says."""
+    return f"You are {word}, and this is answer {turn}."
+
+
+def log_prob(word: str, turn: int) -> float:
+    """Return the log-prob that the engine gives all tokens of a turn: exact in float32."""
+    return -((int(word[-3:], 16) % 512) + 1) / 64 - turn
+
+
+class EchoEngine(ClockEngine):
+    """Answers with the last word of the prompt and the number of its turn."""
+
+    def __init__(self, harmony: Harmony, seconds: float) -> None:
+        super().__init__([], seconds)
+        self._harmony = harmony
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        if request.on_begin is not None:
+            request.on_begin()
+        await asyncio.sleep(self._seconds)
+
+        text = self._harmony.decode(request.input_ids)
+        turn = text.count("<|start|>user")
+        word = WORD.findall(text)[-1]
+        said = ParsedMessage("final", None, None, answer(word, turn))
+        ids = self._harmony.render_assistant([said], "<|return|>")
+        return GenerateResult(
+            output_ids=ids,
+            output_log_probs=[log_prob(word, turn)] * len(ids),
+            finish_reason=FinishReason.STOP,
+            weight_versions=[WeightVersionSpan(0, len(ids), 0)],
+            request_id=request.request_id,
+        )
+
+
+def complaint(session: Session, harmony: Harmony, word: str, turns: int) -> str:
+    """Say what is wrong with what was captured of a session; empty if nothing is."""
+    captured = session.trajectories(word)
+    if len(captured) != 1:
+        return f"{len(captured)} trajectories were captured of one conversation"
+
+    leaf, trajectory = captured[0]
+    trajectory.validate()
+    if len(leaf.path()) != turns:
+        return f"{len(leaf.path())} of {turns} turns were captured"
+
+    answers = ["".join(node.answer.texts) for node in leaf.path()]
+    if answers != [answer(word, turn) for turn in range(1, turns + 1)]:
+        return f"answers were captured that it did not get: {answers}"
+
+    wanted = []
+    for turn, node in enumerate(leaf.path(), 1):
+        wanted += [log_prob(word, turn)] * len(node.sampled.output_ids)
+    captured_log_probs = trajectory.rollout_log_probs[trajectory.loss_mask]
+    if not np.array_equal(captured_log_probs, np.array(wanted, np.float32)):
+        return "log-probs were captured that the engine did not give it"
+
+    text = harmony.decode(trajectory.token_ids.tolist())
+    others = set(WORD.findall(text)) - {word}
+    if others or text.count(word) != 2 * turns:
+        return (
+            f"its {turns} turns name it {text.count(word)} times, and {len(others)} other sessions"
+        )
+    return ""
+
+
+# ---- clients, in a process of their own
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A session that a client is to hold."""
+
+    word: str
+    api_key: str
+    stream: bool
+
+
+@dataclass
+class Conversation:
+    """What became of it."""
+
+    word: str
+    seconds: list[float] = field(default_factory=list)
+    """Of every request."""
+    error: str = ""
+
+
+def run_clients(
+    options: Namespace,
+    base_url: str,
+    tickets: "Queue[Ticket | None]",
+    done: "Queue[Conversation]",
+) -> None:
+    """Hold a conversation for every ticket until None comes."""
+    asyncio.run(_hold_all(options, base_url, tickets, done))
+
+
+async def _hold_all(
+    options: Namespace,
+    base_url: str,
+    tickets: "Queue[Ticket | None]",
+    done: "Queue[Conversation]",
+) -> None:
+    running: set[asyncio.Task[None]] = set()
+    # Of one process: a client opens its own connections otherwise, and reads certificates for them.
+    http = openai.DefaultAsyncHttpxClient(limits=openai.DEFAULT_CONNECTION_LIMITS)
+    client = openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, http_client=http)
+    while (ticket := await asyncio.to_thread(tickets.get)) is not None:
+        task = asyncio.create_task(
+            _hold(options, client.with_options(api_key=ticket.api_key), ticket, done)
+        )
+        running.add(task)
+        task.add_done_callback(running.discard)
+    await asyncio.gather(*running)
+    await client.close()
+
+
+async def _hold(
+    options: Namespace,
+    client: openai.AsyncOpenAI,
+    ticket: Ticket,
+    done: "Queue[Conversation]",
+) -> None:
+    conversation = Conversation(ticket.word)
+    messages: list[dict[str, str]] = []
+    try:
+        for turn in range(1, options.turns + 1):
+            await asyncio.sleep(random.uniform(0, 2 * options.think))
+            messages.append({"role": "user", "content": question(ticket.word, turn)})
+
+            started = time.perf_counter()
+            said = await _ask(client, messages, ticket.stream)
+            conversation.seconds.append(time.perf_counter() - started)
+
+            if said != answer(ticket.word, turn):
+                raise ValueError(f"got an answer that is not its own: {said!r}")
+            messages.append({"role": "assistant", "content": said})
+    except Exception as error:
+        conversation.error = f"{type(error).__name__}: {error}"
+    done.put(conversation)
+
+
+async def _ask(client: openai.AsyncOpenAI, messages: list[dict[str, str]], stream: bool) -> str:
+    if not stream:
+        completion = await client.chat.completions.create(model="any", messages=messages)  # type: ignore[arg-type]
+        return completion.choices[0].message.content or ""
+    text = ""
+    async for chunk in await client.chat.completions.create(  # type: ignore[call-overload]
+        model="any", messages=messages, stream=True
+    ):
+        if chunk.choices:
+            text += chunk.choices[0].delta.content or ""
+    return text
+
+
+# ---- the gateway
+
+
+class Load:
+    """Keeps so many sessions open, and checks each when its client is done."""
+
+    def __init__(
+        self,
+        options: Namespace,
+        gateway: Gateway,
+        harmony: Harmony,
+        tickets: "Queue[Ticket | None]",
+        done: "Queue[Conversation]",
+    ) -> None:
+        self._options = options
+        self._gateway = gateway
+        self._harmony = harmony
+        self._tickets = tickets
+        self._done = done
+        self._open: dict[str, Session] = {}
+        self._opened = 0
+        self.checked = 0
+        self.complaints: list[str] = []
+        self.seconds = np.zeros(0, np.float32)
+
+    @property
+    def open_sessions(self) -> int:
+        return len(self._open)
+
+    def open(self) -> None:
+        """Open a session and hand it to the clients."""
+        word = f"session-{uuid4().hex}"
+        session = self._gateway.open_session(word)
+        self._open[word] = session
+        self._tickets.put(Ticket(word, session.api_key, stream=self._opened % 2 == 1))
+        self._opened += 1
+
+    async def check_next(self) -> None:
+        """Wait for a conversation that is over, and check and close its session."""
+        conversation = await asyncio.to_thread(self._done.get)
+        session = self._open.pop(conversation.word)
+        wrong = conversation.error or complaint(
+            session, self._harmony, conversation.word, self._options.turns
+        )
+        if wrong:
+            self.complaints.append(f"{conversation.word}: {wrong}")
+        await self._gateway.close_session(session)
+        self.checked += 1
+        # Room for all is taken beforehand, so that figures are no growth.
+        if not len(self.seconds):
+            self.seconds = np.full(1 << 20, np.nan, np.float32)
+        first = int(np.argmax(np.isnan(self.seconds)))
+        self.seconds[first : first + len(conversation.seconds)] = conversation.seconds
+
+
+def take_sample(process: psutil.Process, load: Load) -> dict[str, float]:
+    """Measure the server's process."""
+    return {
+        "memory, MB": process.memory_full_info().uss / 1e6,
+        "open files": process.num_fds(),
+        "threads": process.num_threads(),
+        "open sessions": load.open_sessions,
+    }
+
+
+async def hold(options: Namespace) -> tuple[Load, list[float], list[dict[str, float]], float]:
+    """Serve for so long. Returns the load, samples with their times in hours, and processor seconds."""
+    harmony = Harmony(GptOssVocabulary(), PromptConfig())
+    limits = EpisodeLimits(max_turns=10**9, max_tokens=131_072, episode_seconds=float("inf"))
+    settings = SessionSettings(limits, SamplingParams(max_new_tokens=4096))
+    engine = EchoEngine(harmony, options.engine_ms / 1e3)
+    shape = ModelShape(harmony.vocabulary.size)
+    gateway = Gateway(engine, harmony, shape, GatewaySettings(settings))
+    await gateway.start()
+
+    spawn = multiprocessing.get_context("spawn")
+    tickets: Queue[Ticket | None] = spawn.Queue()
+    done: Queue[Conversation] = spawn.Queue()
+    load = Load(options, gateway, harmony, tickets, done)
+    clients = spawn.Process(target=run_clients, args=(options, gateway.base_url, tickets, done))
+    clients.start()
+
+    times: list[float] = []
+    samples: list[dict[str, float]] = []
+    process = psutil.Process()
+    began = time.monotonic()
+    processor = time.process_time()
+
+    async def watch() -> None:
+        while True:
+            samples.append(take_sample(process, load))
+            times.append((time.monotonic() - began) / 3600)
+            await asyncio.sleep(options.every)
+
+    for _ in range(options.sessions):
+        load.open()
+    watching = asyncio.create_task(watch())
+    try:
+        while time.monotonic() - began < 60 * options.minutes:
+            await load.check_next()
+            load.open()
+        watching.cancel()
+        processor = time.process_time() - processor
+        while load.open_sessions:
+            await load.check_next()
+    finally:
+        tickets.put(None)
+        await asyncio.to_thread(clients.join, 30)
+        clients.kill()
+        await gateway.close()
+    return load, times, samples, processor
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__, formatter_class=ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--sessions", type=int, default=200, help="open at a time")
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--turns", type=int, default=6, help="of a session")
+    parser.add_argument(
+        "--think", type=float, default=10.0, help="seconds between turns, on average"
+    )
+    parser.add_argument(
+        "--engine-ms", type=float, default=500.0, help="time of a turn in the engine"
+    )
+    parser.add_argument("--every", type=float, default=5.0, help="seconds between samples")
+    parser.add_argument("--json", type=Path, help="write all samples to this file")
+    options = parser.parse_args()
+
+    load, times, samples, processor = asyncio.run(hold(options))
+    added = 1e3 * load.seconds[~np.isnan(load.seconds)] - options.engine_ms
+    p50, p99 = np.quantile(added, [0.5, 0.99])
+    print(
+        f"{options.sessions} sessions at a time for {options.minutes:g} minutes: {load.checked} sessions "
+        f"of {options.turns} turns, {len(added)} requests, {len(load.complaints)} complaints; beside the "
+        f"engine's {options.engine_ms:g} ms a request took {p50:.1f} ms (median), {p99:.1f} ms (p99), "
+        f"{added.max():.1f} ms at most; {1e3 * processor / len(added):.2f} ms of the server's processor\n"
+    )
+    fitted = {}
+    if len(samples) >= 3 * BLOCKS:
+        fitted = slopes(times, samples)
+        print(report(fitted, FLAT))
+    for line in load.complaints[:20]:
+        print(line)
+    if options.json is not None:
+        options.json.write_text(json.dumps({"hours": times, "samples": samples}))
+    grows = [n for n, s in fitted.items() if s.per_hour > 0 and not s.is_flat(FLAT)]
+    if load.complaints or grows:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
