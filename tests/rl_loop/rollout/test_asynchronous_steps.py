@@ -22,6 +22,7 @@ from rl_loop.data.credit import assign_advantages
 from rl_loop.data.samples import to_samples
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.loop import RlLoop
+from rl_loop.rollout.admission import lead_of
 from rl_loop.rollout.collector import RolloutCollector
 from rl_loop.rollout.group_stream import RolloutsAbandoned
 from rl_loop.session import build_tasks, trainer_settings
@@ -192,14 +193,26 @@ def test_in_order_the_weights_are_those_of_a_plain_loop_to_the_last_bit(
 MODES = [("in_order", 0), ("in_order", 2), ("in_order", 4), ("ready_first", 2), ("ready_first", 4)]
 
 
+def recorded_run(tmp_path_factory: pytest.TempPathFactory, order: str, staleness: int) -> Recorded:
+    options = [f"algorithm.order={order}", f"algorithm.max_staleness={staleness}"]
+    run = Recorded(config(tmp_path_factory.mktemp(order), *options), uneven_seconds)
+    assert run.train() == STEPS
+    return run
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Recorded]:
-    recorded = {}
-    for order, staleness in MODES:
-        options = [f"algorithm.order={order}", f"algorithm.max_staleness={staleness}"]
-        run = Recorded(config(tmp_path_factory.mktemp(order), *options), uneven_seconds)
-        assert run.train() == STEPS
-        recorded[order, staleness] = run
+def two_ahead(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    return recorded_run(tmp_path_factory, "in_order", 2)
+
+
+@pytest.fixture(scope="module")
+def runs(
+    two_ahead: Recorded, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, int], Recorded]:
+    recorded = {("in_order", 2): two_ahead}
+    for mode in MODES:
+        if mode not in recorded:
+            recorded[mode] = recorded_run(tmp_path_factory, *mode)
     return recorded
 
 
@@ -335,7 +348,16 @@ def test_what_goes_wrong_in_a_group_ends_the_run(tmp_path: Path) -> None:
 
 # ---- resuming
 
-MOMENTS = ["collecting", "collected", "updated", "saving"]
+MOMENTS = [
+    "synced",
+    "collecting",
+    "group ended",
+    "collected",
+    "updated",
+    "groups saved",
+    "saved",
+]
+"""Of a step, in the order in which they come."""
 
 
 class Killed(BaseException):
@@ -346,45 +368,89 @@ def killed_at(moment: str, step: int) -> Callable[[RlLoop], None]:
     """Let a run be killed in a step."""
 
     def prepare(loop: RlLoop) -> None:
-        collector_begin = loop.collector.begin
-        update, end_step, save = (
-            loop.update,
-            loop.checkpointer.end_step,
-            loop.checkpointer.before_save,
-        )
-
-        def begin(version: int, held_out: Any = ()) -> None:
-            collector_begin(version, held_out)
-            if moment == "collecting" and version == step:
+        def kill_in_step() -> None:
+            if loop.state.step == step:
                 raise Killed
 
-        def killed_update(at: int, samples: Any) -> Any:
-            if moment == "collected" and at == step:
-                raise Killed
-            return update(at, samples)
-
-        def killed_end() -> bool:
-            if moment == "updated" and loop.state.step == step:
-                raise Killed
-            return end_step()
-
-        def killed_save(done: int) -> None:
-            save(done)
-            if moment == "saving" and done == step:
+        def kill_when_saved(done: int) -> None:
+            if done == step + 1:
                 raise Killed
 
-        loop.collector.begin = begin  # type: ignore[method-assign]
-        loop.update = killed_update  # type: ignore[method-assign]
-        loop.checkpointer.end_step = killed_end  # type: ignore[method-assign]
-        loop.checkpointer.before_save = killed_save
+        def kill_if_any_ended(ended: int, wanted: int) -> None:
+            if ended > 0:
+                kill_in_step()
+
+        progress: Any = loop.recorder.progress
+        checkpointer = loop.checkpointer
+        if moment == "synced":
+            loop.sync_weights = followed_by(loop.sync_weights, lambda version: kill_in_step())  # type: ignore[method-assign]
+        elif moment == "collecting":
+            begin = followed_by(loop.collector.begin, lambda version, held_out: kill_in_step())
+            loop.collector.begin = begin  # type: ignore[method-assign]
+        elif moment == "group ended":
+            progress.episodes = kill_if_any_ended
+        elif moment == "collected":
+            loop.collect = followed_by(loop.collect, lambda at: kill_in_step())  # type: ignore[method-assign]
+        elif moment == "updated":
+            loop.update = followed_by(loop.update, lambda at, samples: kill_in_step())  # type: ignore[method-assign]
+        elif moment == "groups saved":
+            checkpointer.before_save = followed_by(checkpointer.before_save, kill_when_saved)
+        else:
+            save = followed_by(checkpointer._save, lambda block: kill_when_saved(loop.state.step))
+            checkpointer._save = save  # type: ignore[method-assign]
 
     return prepare
+
+
+def followed_by(call: Callable[..., Any], then: Callable[..., None]) -> Callable[..., Any]:
+    """Let ``then`` be called with the same arguments after every ``call``."""
+
+    def both(*arguments: Any, **named: Any) -> Any:
+        result = call(*arguments, **named)
+        then(*arguments, **named)
+        return result
+
+    return both
+
+
+def no_burst(loop: RlLoop) -> None:
+    """Fail if more groups are under way than there ever are in a run that goes through."""
+    algorithm = loop.algorithm
+    most = TASKS * (1 + lead_of(algorithm.order, algorithm.max_staleness))
+
+    def check(version: int, held_out: Any) -> None:
+        assert isinstance(loop.collector, RolloutCollector)
+        assert len(loop.collector._control.untrained) <= most
+
+    loop.collector.begin = followed_by(loop.collector.begin, check)  # type: ignore[method-assign]
+
+
+def forget_what_was_not_saved(run: Recorded) -> None:
+    """What was trained on after the last checkpoint is trained on again."""
+    latest = run.settings.directory / "checkpoints/latest"
+    saved = int(latest.read_text().rpartition("_")[2]) if latest.exists() else 0
+    del run.batches[saved:]
+    del run.samples[saved:]
+
+
+def check_trained_once_and_within_the_bound(run: Recorded, whole: Recorded) -> None:
+    """``whole`` is a run in order that went through."""
+    assert Counter(map(tokens, run.episodes)) == Counter(map(tokens, whole.episodes))
+    assert len({tokens(episode) for episode in run.episodes}) == STEPS * TASKS * 4
+    if run.settings.algorithm.order == "in_order":
+        assert run.task_ids() == whole.task_ids()
+    for step, batch in enumerate(run.batches):
+        for group in batch:
+            for episode in group.trajectories:
+                versions = [span.version for span in episode.weight_versions]
+                assert versions == sorted(versions)
+                assert step - 2 <= versions[0] <= versions[-1] <= step
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("order", ["in_order", "ready_first"])
 def test_a_run_that_is_killed_anywhere_trains_on_every_group_once_and_within_the_bound(
-    order: str, moment: str, tmp_path: Path
+    two_ahead: Recorded, order: str, moment: str, tmp_path: Path
 ) -> None:
     options = [f"algorithm.order={order}", "algorithm.max_staleness=2"]
     settings = config(tmp_path, *options, "training.checkpoint_every=1")
@@ -392,34 +458,33 @@ def test_a_run_that_is_killed_anywhere_trains_on_every_group_once_and_within_the
     with pytest.raises(Killed):
         run.train(prepare=killed_at(moment, 3))
 
-    # What was trained on after the last checkpoint is trained on again.
-    saved = int((settings.directory / "checkpoints/latest").read_text().rpartition("_")[2])
-    del run.batches[saved:]
-    del run.samples[saved:]
-    begun_before = len(run.engine.begun)
+    forget_what_was_not_saved(run)
+    assert len(run.batches) == (4 if moment == "saved" else 3)
+    assert run.train(resume=True, prepare=no_burst) == STEPS
+    check_trained_once_and_within_the_bound(run, two_ahead)
 
-    def no_burst(loop: RlLoop) -> None:
-        assert isinstance(loop.collector, RolloutCollector)
-        begin = loop.collector.begin
 
-        def watched(version: int, held_out: Any = ()) -> None:
-            begin(version, held_out)
-            assert len(loop.collector._control.untrained) <= 3 * TASKS
+@pytest.mark.parametrize("order", ["in_order", "ready_first"])
+def test_a_run_that_is_killed_again_and_again_still_trains_on_every_group_once(
+    two_ahead: Recorded, order: str, tmp_path: Path
+) -> None:
+    """Each attempt dies at another moment: the first before there is any checkpoint, and two in the same step."""
+    options = [f"algorithm.order={order}", "algorithm.max_staleness=2"]
+    settings = config(tmp_path, *options, "training.checkpoint_every=1")
+    run = Recorded(settings, uneven_seconds)
+    deaths = [("updated", 0), ("group ended", 2), ("collected", 2), ("saved", 3)]
+    for attempt, (moment, step) in enumerate(deaths):
 
-        loop.collector.begin = watched  # type: ignore[method-assign]
+        def prepare(loop: RlLoop, moment: str = moment, step: int = step) -> None:
+            no_burst(loop)
+            killed_at(moment, step)(loop)
+
+        with pytest.raises(Killed):
+            run.train(resume=attempt > 0, prepare=prepare)
+        forget_what_was_not_saved(run)
 
     assert run.train(resume=True, prepare=no_burst) == STEPS
-    whole = Recorded(config(tmp_path / "whole", *options))
-    whole.train()
-    assert Counter(map(tokens, run.episodes)) == Counter(map(tokens, whole.episodes))
-    assert len({tokens(episode) for episode in run.episodes}) == STEPS * TASKS * 4
-    if order == "in_order":
-        assert run.task_ids() == whole.task_ids()
-    for step, batch in enumerate(run.batches):
-        for group in batch:
-            for episode in group.trajectories:
-                assert step - 2 <= episode.weight_versions[0].version
-    assert len(run.engine.begun) > begun_before
+    check_trained_once_and_within_the_bound(run, two_ahead)
 
 
 def test_episodes_that_had_ended_come_from_the_checkpoint_and_are_not_run_again(
