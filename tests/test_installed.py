@@ -20,7 +20,7 @@ from tests.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("kernels", "megatron_gptoss", "converters", "rl_loop", "launch", "configs")
-FILES = ("pyproject.toml", "README.md", "LICENSE")
+FILES = ("pyproject.toml", "README.md", "LICENSE", "gptoss_command.py")
 
 pytestmark = pytest.mark.slow
 
@@ -131,6 +131,12 @@ def as_a_new_user(script: str, programs: Path, home: Path) -> subprocess.Complet
 
 def test_the_installed_command_says_its_version(gptoss: Callable[..., str]) -> None:
     assert gptoss("--version").startswith("gptoss 0.")
+
+
+def test_a_launch_of_the_users_own_does_not_hide_ours(installed: Installed, tmp_path: Path) -> None:
+    (tmp_path / "launch.py").write_text("raise SystemExit('the wrong launch')\n")
+    command = ["env", "PYTHONPATH=.", installed.programs / "gptoss", "plan", "tiny_retool"]
+    assert "memory" in run(*command, cwd=tmp_path).stdout
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-20b_1x8_80gb", "configs/rl/gpt-oss-20b_1x8_80gb.yaml"])

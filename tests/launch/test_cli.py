@@ -27,6 +27,35 @@ def gptoss(*arguments: str, timeout: float = PATIENCE_SECONDS) -> subprocess.Com
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
 
 
+def gptoss_beside(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the installed script's entry with a folder of the user's first in PYTHONPATH."""
+    paths = os.pathsep.join([".", str(ROOT), str(ROOT / "kernels")])
+    return subprocess.run(
+        [sys.executable, "-P", "-c", "from gptoss_command import main; main()", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+
+
+def test_a_launch_of_the_users_own_does_not_hide_ours(tmp_path: Path) -> None:
+    (tmp_path / "launch.py").write_text("raise SystemExit('the wrong launch')\n")
+    done = gptoss_beside(tmp_path, "config", "tiny_retool", "--changed")
+    assert done.returncode == 0, done.stderr
+    assert "tiny_retool" in done.stdout
+
+
+def test_what_hides_a_package_of_every_process_is_named(tmp_path: Path) -> None:
+    (tmp_path / "converters.py").write_text("")
+    done = gptoss_beside(tmp_path, "--version")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    hidden = "converters.py hides megatron-gptoss's package converters: rename it"
+    assert hidden in line and str(tmp_path) in line
+
+
 @pytest.mark.parametrize(
     "command",
     [
