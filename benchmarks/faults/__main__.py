@@ -1,0 +1,101 @@
+"""Injects faults into a run over Ray and compares what becomes of it with an undisturbed one.
+
+    python -m benchmarks.faults                       # one fault of every kind
+    python -m benchmarks.faults --count 200 --seed 7 --minutes 120 --results faults.jsonl
+    python -m benchmarks.faults --kinds kill_worker lie_nan --count 4
+    python -m benchmarks.faults --whole-run 20        # kill -9 of everything, 20 times
+    python -m benchmarks.faults --table faults.jsonl  # of one or several files of results
+
+A small policy learns on the CPU with all real parts: Ray, Megatron, the sandbox, the checker of
+answers, checkpoints, recorded episodes. At random moments something happens to it:
+
+    kill_*      SIGKILL of a trainer rank, a rollout worker, the server that checks answers, the
+                server of a sandbox, the driver, Ray's node, Ray's control store, all of the run
+    stop        SIGSTOP of one of these processes (of Ray's no), and SIGCONT --stopped later
+    starve      two busy loops for each core
+    cut         every TCP connection on the loopback of a process of the run is closed (root)
+    fill        the file system of the run, a small one, is full (root)
+    corrupt_*   a bit of the newest checkpoint, of a recorded episode file, of the weights on their
+                way to the engines
+    lie_*       an engine's answer has NaN log-probs, a weight version to come, or is that of
+                another request
+
+Then, within --patience seconds, either the run goes on with a further step, or it ends and says why
+in its last line, leaving no process. The patience is multiplied by the load average per core where
+that is above 1. A run that has ended is continued by ``--resume``. A fault fails if neither happens
+in time, if a step's loss is another one than that of the undisturbed run, or if nothing names the
+damage. A course, a run with --faults-per-course of them, fails if a step is missing or was recorded
+twice, or was trained on other episodes than its own or on one twice. The engine is deterministic,
+so losses must agree to the last bit; --tolerance allows them to differ.
+
+What is random comes from --seed, but for the moments within a step: how fast a machine is decides
+them. With --results every fault is written to that file as it goes, and the same command goes on
+with those of its seed that are not in it. Ends with status 1 if anything failed.
+"""
+
+import argparse
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.faults import results
+from benchmarks.faults.campaign import Campaign
+from benchmarks.faults.kinds import KINDS
+from benchmarks.faults.options import Options
+from benchmarks.faults.whole_run import kill_whole_runs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--seed", type=int, default=Options.seed)
+    add("--count", type=int, default=Options.count, help="faults; one of each kind by default")
+    add("--kinds", nargs="+", choices=list(KINDS), default=[], help="all by default")
+    add("--steps", type=int, default=Options.steps, help="of a course at most")
+    add("--faults-per-course", type=int, default=Options.faults_per_course)
+    add("--stopped", type=float, default=Options.stopped_seconds, help="seconds of SIGSTOP")
+    add("--starved", type=float, default=Options.starved_seconds, help="seconds of busy loops")
+    add("--patience", type=float, default=Options.patience, help="seconds until it has healed")
+    add("--minutes", type=float, default=Options.minutes, help="no fault after them")
+    add("--tolerance", type=float, default=Options.tolerance, help="of a loss")
+    add("--batched", action="store_true", help="the engine as it is by default: not deterministic")
+    add("--whole-run", type=int, metavar="N", help="kill everything N times, and nothing else")
+    add("--results", type=Path, help="add every fault to this file, and go on with it")
+    add("--table", type=Path, nargs="+", metavar="FILE", help="print the table of these files")
+    arguments = parser.parse_args()
+
+    if arguments.table:
+        print(results.table(results.read(arguments.table)))
+        return
+
+    options = Options(
+        seed=arguments.seed,
+        count=arguments.count,
+        kinds=tuple(arguments.kinds),
+        steps=arguments.steps,
+        faults_per_course=arguments.faults_per_course,
+        stopped_seconds=arguments.stopped,
+        starved_seconds=arguments.starved,
+        patience=arguments.patience,
+        minutes=arguments.minutes,
+        tolerance=arguments.tolerance,
+        deterministic=not arguments.batched,
+    )
+    with tempfile.TemporaryDirectory(prefix="faults_", ignore_cleanup_errors=True) as directory:
+        if arguments.whole_run:
+            found = kill_whole_runs(
+                options, Path(directory), arguments.whole_run, arguments.results
+            )
+        else:
+            found = Campaign(options, Path(directory), arguments.results).run()
+    print(results.table(found))
+    if found.failures:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    main()

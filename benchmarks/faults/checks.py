@@ -1,0 +1,75 @@
+"""When a fault, or a course, counts as failed."""
+
+import re
+
+from benchmarks.faults.course import Attempt, Course
+from benchmarks.faults.kinds import KINDS
+from benchmarks.faults.options import Options
+from benchmarks.faults.results import Injection
+from rl_loop.tracking.run_directory import RunDirectoryError
+
+
+def judge_outcome(attempt: Attempt, injection: Injection) -> str:
+    """Return what is wrong with how a run took a fault: empty if it healed, or ended and said
+    why, whichever its kind must do."""
+    kind = KINDS[injection.kind]
+    if injection.outcome == "hung":
+        return f"neither healed nor ended within {injection.limit:.0f} s"
+    if injection.outcome == "healed":
+        return "nothing has noticed it" if kind.must_end else ""
+    if kind.kills_driver:
+        return ""
+    if not injection.said:
+        return "it ended without saying why"
+    if kind.named_by and not re.search(kind.named_by, injection.said):
+        return f"its last line names another cause: {injection.said}"
+    if attempt.driver.returncode == 0:
+        return "it ended with status 0"
+    return ""
+
+
+def find_named_damage(attempt: Attempt, file: str) -> str:
+    """Return the line in which a resumed run names a damaged file; empty if there is none."""
+    named = re.search(rf"{re.escape(file)}: damaged[^\n]*", attempt.said)
+    return named.group() if named else ""
+
+
+def compare_losses(course: Course, reference: dict[int, float], tolerance: float) -> str:
+    """Return where the recorded steps are not those of the undisturbed run. Steps are compared as
+    far as that one has come."""
+    recorded = course.recorded()
+    steps = [step.step for step in recorded]
+    if steps != list(range(len(steps))):
+        return f"steps are missing or were recorded twice: {steps}"
+
+    for step in recorded:
+        expected = reference.get(step.step, step.loss)
+        # not >, because a NaN is neither
+        if not abs(step.loss - expected) <= tolerance:
+            return f"the loss of step {step.step} is {step.loss}, and {expected} undisturbed"
+    return ""
+
+
+def compare_episodes(course: Course) -> str:
+    """Return which steps were not trained on each of their own episodes once."""
+    try:
+        trained = course.episodes()
+    except RunDirectoryError as error:
+        return f"the episodes cannot be read: {error}"
+
+    expected = course.expected_episodes(len(course.losses()))
+    for step in sorted(set(expected) | set(trained)):
+        if trained.get(step) != expected.get(step):
+            return f"step {step} was trained on {trained.get(step)}, not on {expected.get(step)}"
+    return ""
+
+
+def examine(course: Course, reference: dict[int, float], options: Options) -> str:
+    """Return what is wrong with the records of a course that has ended; empty if nothing is."""
+    left = course.attempts[-1].leftovers(options.limit())
+    if left:
+        return f"left behind: {left}"
+    unknown = set(course.losses()) - set(reference)
+    if unknown:
+        return f"steps that the undisturbed run does not have: {sorted(unknown)}"
+    return compare_losses(course, reference, options.tolerance) or compare_episodes(course)

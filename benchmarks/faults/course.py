@@ -1,0 +1,254 @@
+"""A run of the campaign: its settings, its attempts, and what it has recorded."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks.faults.options import Options
+from rl_loop.config.load import load_config
+from rl_loop.config.run import RlConfig
+from rl_loop.harmony.codec import ParsedMessage
+from rl_loop.session import build_tasks
+from rl_loop.tracking.episode_reader import EpisodeReader
+from rl_loop.tracking.run_directory import RunDirectory, RunDirectoryError, read_json_lines
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = ROOT / "configs/rl/tiny_retool.yaml"
+MARK = "GPTOSS_FAULT_RUN"
+"""In the environment of whatever an attempt starts: tells its processes from all others."""
+TASKS_PER_STEP = 2
+SAMPLES_PER_TASK = 4
+CHECKPOINT_EVERY = 2
+FILE_SYSTEM_BYTES = 96 << 20
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """A line of ``metrics.jsonl`` of a step that was trained on."""
+
+    step: int
+    loss: float
+    time: float
+    """Seconds since the epoch."""
+
+
+class Attempt:
+    """A driver and all that it starts."""
+
+    def __init__(self, config: Path, arguments: list[str], log: Path) -> None:
+        self.mark = uuid.uuid4().hex
+        self.began = time.time()
+        environment = {
+            **os.environ,
+            MARK: self.mark,
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
+            "OMP_NUM_THREADS": "1",
+        }
+        self._log = log
+        with log.open("wb") as output:
+            self.driver = subprocess.Popen(
+                [sys.executable, "-m", "launch", "rl", str(config), *arguments],
+                cwd=ROOT,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def has_ended(self) -> bool:
+        return self.driver.poll() is not None
+
+    @property
+    def said(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def last_error(self) -> str:
+        """Return the line with which a failed command names its cause; empty if there is none."""
+        lines = [line for line in self.said.splitlines() if line.startswith("gptoss: ")]
+        return lines[-1] if lines else ""
+
+    def processes(self, name: str = "") -> list[psutil.Process]:
+        """List living processes of the attempt whose command line contains ``name``."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get(MARK) != self.mark:
+                    continue
+                line = " ".join(process.cmdline())
+                if line and name in line and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def leftovers(self, seconds: float) -> list[str]:
+        """Wait until no process is left, and return what is there after ``seconds`` all the same;
+        that is killed."""
+        deadline = time.monotonic() + seconds
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        lines = []
+        for process in left:
+            with suppress(psutil.Error):
+                lines.append(" ".join(process.cmdline())[:80])
+                process.kill()
+        return lines
+
+    def kill_everything(self) -> int:
+        """Kill all processes of the attempt as if their machine had lost its power, and return how
+        many there were. What one of them was about to start is killed, too."""
+        killed = 0
+        while alive := self.processes():
+            for process in alive:
+                with suppress(psutil.Error):
+                    process.kill()
+                    killed += 1
+            self.driver.poll()
+        self.driver.wait()
+        return killed
+
+    def stop_after_step(self, seconds: float) -> bool:
+        """Ask for an end after the step under way. Returns whether the run has ended so."""
+        self.driver.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            return self.driver.wait(seconds) in (0, 128 + signal.SIGTERM)
+        return False
+
+
+class Course:
+    """One run from its first step on, in as many attempts as it takes."""
+
+    def __init__(self, options: Options, directory: Path, further: Sequence[str] = ()) -> None:
+        """``further``: settings of the run besides."""
+        self.directory = directory
+        self.orders = directory / "orders"
+        self.orders.mkdir(parents=True, exist_ok=True)
+        self._overrides = [*overrides(options, directory, self.orders), *further]
+        self.config = load_config(CONFIG, RlConfig, self._overrides)
+        self.run = RunDirectory(self.config.directory)
+        self.attempts: list[Attempt] = []
+
+    def start(self, resume: bool = False) -> Attempt:
+        """Start an attempt. ``resume``: go on with the run, if it had begun."""
+        for stale in self.orders.iterdir():
+            stale.unlink(missing_ok=True)
+        log = self.directory.with_name(f"{self.directory.name}_{len(self.attempts)}.log")
+        goes_on = resume and self.run.existing()
+        arguments = [*self._overrides, *(["--resume"] if goes_on else [])]
+        self.attempts.append(Attempt(CONFIG, arguments, log))
+        return self.attempts[-1]
+
+    def wait_for_step(self, attempt: Attempt, seconds: float) -> bool:
+        """Wait until this attempt has recorded a step or has ended. Returns whether it has
+        recorded one."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if self.newest_time() > attempt.began:
+                return True
+            if attempt.has_ended:
+                return False
+            time.sleep(0.3)
+        return False
+
+    def recorded(self) -> list[RecordedStep]:
+        """Return the steps that are recorded, in the order of the file."""
+        try:
+            lines = read_json_lines(self.run.metrics)
+        except RunDirectoryError:  # not there yet, or its last line is being written
+            return []
+        return [
+            RecordedStep(line["step"], line["loss"], float(line["time"]))
+            for line in lines
+            if line.get("loss") is not None
+        ]
+
+    def losses(self) -> dict[int, float]:
+        """Return the loss of every recorded step."""
+        return {step.step: step.loss for step in self.recorded()}
+
+    def newest_time(self) -> float:
+        """Return when the newest step was recorded, seconds since the epoch; 0 before the first."""
+        return max((step.time for step in self.recorded()), default=0.0)
+
+    def episodes(self) -> dict[int, Counter[str]]:
+        """Count the episodes that every step was trained on, by task. Raises RunDirectoryError."""
+        reader = EpisodeReader(self.run.episodes)
+        reader.refresh()
+        trained: dict[int, Counter[str]] = {}
+        for row in reader.figures.to_pylist():
+            if row["split"] == "train" and row["invalid"] is None:
+                trained.setdefault(row["step"], Counter())[row["task_id"]] += 1
+        return trained
+
+    def expected_episodes(self, steps: int) -> dict[int, Counter[str]]:
+        """Count those that the first ``steps`` steps should be trained on."""
+        tasks = build_tasks(self.config)
+        return {
+            step: Counter(
+                {
+                    task.task_id: SAMPLES_PER_TASK
+                    for task in tasks.train(step * TASKS_PER_STEP, TASKS_PER_STEP)
+                }
+            )
+            for step in range(steps)
+        }
+
+
+def overrides(options: Options, directory: Path, orders: Path) -> list[str]:
+    """Return the settings of the run."""
+    small = [
+        "model.num_layers=2",
+        "model.hidden_size=32",
+        "model.intermediate_size=48",
+        "model.head_size=16",
+        "initial_weights=null",
+        "rollout.workers=2",
+        f"rollout.tasks_per_step={TASKS_PER_STEP}",
+        f"rollout.samples_per_task={SAMPLES_PER_TASK}",
+        "rollout.max_new_tokens_per_turn=60",
+        "reward.format_error=-2",
+        "tasks.held_out_tasks=4",
+        "evaluate_every=1000",
+        f"training.steps={options.steps}",
+        f"training.checkpoint_every={CHECKPOINT_EVERY}",
+        "training.keep_checkpoints=2",
+        f"output_dir={directory}",
+    ]
+    tasks = build_tasks(load_config(CONFIG, RlConfig, small))
+    call = ParsedMessage("analysis", "python", "code", "print(sum(range(100)))")
+    answer = ParsedMessage("final", None, None, "\\boxed{1/2 + 1/3}")
+    scripts = {
+        "call": tasks.harmony.render_assistant([call], "<|call|>"),
+        "answer": tasks.harmony.render_assistant([answer], "<|return|>"),
+    }
+    engine = {
+        "type": "benchmarks.faults.engine:FaultyBackend",
+        "options": {**scripts, "orders": str(orders), "deterministic": options.deterministic},
+    }
+    return [*small, f"rollout.engine={json.dumps(engine)}"]
+
+
+@contextmanager
+def small_file_system(directory: Path) -> Iterator[None]:
+    """Mount a file system of FILE_SYSTEM_BYTES at ``directory``, where this process may."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if os.getuid() != 0:
+        yield
+        return
+
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={FILE_SYSTEM_BYTES}", "none", str(directory)]
+    subprocess.run(mount, check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(directory)], check=False)

@@ -1,0 +1,261 @@
+"""The kinds of faults, and what a run must do about each."""
+
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pyarrow.parquet as parquet
+
+from benchmarks.faults.course import Attempt, Course
+from benchmarks.faults.options import Options
+from megatron_gptoss.checkpoint.checksums import damage_in
+from rl_loop.tracking.episode_files import read_row_groups
+from rl_loop.tracking.run_directory import RunDirectoryError
+
+PROCESSES = {
+    "trainer": "ray::TrainerProcess",
+    "worker": "ray::RolloutWorker",
+    "checker": "rl_loop.rewards.math_verify_server",
+    "sandbox": "rl_loop.sandbox.inside.server",
+    "node": "raylet/raylet",
+    "control store": "gcs_server",
+}
+"""What the command lines of a run's processes contain; the driver is known by its id."""
+
+
+class NotPossibleYet(Exception):
+    """What the fault needs is not there at this moment."""
+
+
+@dataclass
+class Moment:
+    """Where a fault meets a run."""
+
+    course: Course
+    attempt: Attempt
+    random: random.Random
+    options: Options
+    undo: ExitStack = field(default_factory=ExitStack)
+    """Undone once the fault has healed or the run has ended."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of fault."""
+
+    inject: Callable[[Moment], str]
+    """Does it, and returns what was hit. Raises NotPossibleYet, and AssertionError if the product
+    has not noticed."""
+    must_end: bool = False
+    """A run that goes on would not have noticed."""
+    named_by: str = ""
+    """Regular expression, found in the last error of a run that ends by it."""
+    kills_driver: bool = False
+    """Nobody is left who could say anything."""
+    needs_root: bool = False
+
+
+def victim(moment: Moment, name: str) -> psutil.Process:
+    """Choose one of the run's processes. Raises NotPossibleYet if there is none of that name."""
+    if name == "driver":
+        return psutil.Process(moment.attempt.driver.pid)
+    found = sorted(moment.attempt.processes(PROCESSES[name]), key=lambda process: process.pid)
+    if not found:
+        raise NotPossibleYet(f"no {name} is running")
+    return moment.random.choice(found)
+
+
+# -- killed, stopped, starved, cut, filled --------------------------------------------------------
+
+
+def kill(name: str) -> Callable[[Moment], str]:
+    """Return what sends SIGKILL to a process of that name."""
+
+    def inject(moment: Moment) -> str:
+        process = victim(moment, name)
+        process.kill()
+        return f"{name} {process.pid}"
+
+    return inject
+
+
+def kill_run(moment: Moment) -> str:
+    return f"{moment.attempt.kill_everything()} processes"
+
+
+def stop(moment: Moment) -> str:
+    """Send SIGSTOP to a process, and SIGCONT later."""
+    name = moment.random.choice(["trainer", "worker", "checker", "sandbox", "driver"])
+    process = victim(moment, name)
+    process.suspend()
+    time.sleep(moment.options.stopped_seconds)
+    with suppress(psutil.NoSuchProcess):
+        process.resume()
+    return f"{name}, {moment.options.stopped_seconds:g} s"
+
+
+def starve(moment: Moment) -> str:
+    """Run two busy loops for each core."""
+    command = [sys.executable, "-S", "-c", "while True: pass"]
+    loops = [subprocess.Popen(command) for _ in range(2 * (os.cpu_count() or 1))]
+    time.sleep(moment.options.starved_seconds)
+    for loop in loops:
+        loop.kill()
+        loop.wait()
+    return f"{len(loops)} loops, {moment.options.starved_seconds:g} s"
+
+
+def cut(moment: Moment) -> str:
+    """Close all TCP connections of a process from outside."""
+    name = moment.random.choice(["worker", "trainer", "driver"])
+    process = victim(moment, name)
+    connections = [
+        c for c in process.net_connections("tcp") if c.status == psutil.CONN_ESTABLISHED and c.raddr
+    ]
+    if not connections:
+        raise NotPossibleYet(f"the {name} has no connections")
+
+    for connection in connections:
+        # Both ports, so that nothing else is cut that meets one of them.
+        ports = [
+            "sport",
+            "=",
+            f":{connection.laddr.port}",
+            "and",
+            "dport",
+            "=",
+            f":{connection.raddr.port}",
+        ]
+        subprocess.run(["ss", "-K", "-tn", *ports], capture_output=True, check=False)
+    return f"{len(connections)} connections of the {name}"
+
+
+def fill(moment: Moment) -> str:
+    """Fill the file system of the run."""
+    ballast = moment.course.directory / "ballast"
+    moment.undo.callback(ballast.unlink, missing_ok=True)
+    written = 0
+    try:
+        with ballast.open("wb", buffering=0) as file:
+            while True:
+                written += file.write(b"\0" * 4096)
+    except OSError:
+        pass
+    return f"{written >> 20} MiB"
+
+
+# -- corrupted ------------------------------------------------------------------------------------
+
+
+def flip_a_bit(path: Path, chance: random.Random, place: int | None = None) -> str:
+    """Change one bit of a file, at a random place if none is given, and say where."""
+    content = bytearray(path.read_bytes())
+    if place is None:
+        place = chance.randrange(len(content))
+    content[place] ^= 1 << chance.randrange(8)
+    with open(path, "r+b") as file:
+        file.seek(place)
+        file.write(content[place : place + 1])
+    return f"byte {place} of {path.parent.name}/{path.name}"
+
+
+def corrupt_checkpoint(moment: Moment) -> str:
+    """Damage the newest checkpoint and end the run, which has to notice when it goes on."""
+    root = moment.course.run.checkpoints
+    if _intact_checkpoints(root) < 2:
+        raise NotPossibleYet("there are no two intact checkpoints")
+    moment.attempt.driver.kill()
+    moment.attempt.driver.wait()
+    # Its ranks may be writing another one.
+    moment.attempt.leftovers(moment.options.limit())
+    if _intact_checkpoints(root) < 2:
+        raise NotPossibleYet("the driver was killed while its second checkpoint was written")
+
+    newest = root / (root / "latest").read_text().strip()
+    names = sorted(file for file in newest.iterdir() if file.name != "checksums.json")
+    return flip_a_bit(moment.random.choice(names), moment.random)
+
+
+def _intact_checkpoints(root: Path) -> int:
+    return sum(damage_in(path) is None for path in root.glob("step_??????"))
+
+
+def corrupt_episodes(moment: Moment) -> str:
+    """Damage the content of a column of recorded episodes, see that reading names it, mend it.
+
+    Parquet has checksums of its pages' contents, none of their headers and of the footer."""
+    files = sorted(moment.course.run.episodes.glob("*-*.parquet"))
+    if not files:
+        raise NotPossibleYet("no file of episodes is complete")
+    path = moment.random.choice(files)
+    pristine = path.read_bytes()
+    row_group = parquet.read_metadata(path).row_group(0)
+    column = row_group.column(moment.random.randrange(row_group.num_columns))
+    start = column.dictionary_page_offset or column.data_page_offset
+    place = flip_a_bit(path, moment.random, start + column.total_compressed_size - 1)
+    try:
+        for _ in read_row_groups(path):
+            pass
+    except RunDirectoryError as error:
+        return f"{place}: {error}"
+    finally:
+        # A resume may have begun the file anew.
+        if path.exists():
+            path.write_bytes(pristine)
+    raise AssertionError(f"{place}: it was read as if nothing had happened")
+
+
+# -- lied to --------------------------------------------------------------------------------------
+
+
+def order(name: str) -> Callable[[Moment], str]:
+    """Return what has the run's engine (engine.py) carry out an order."""
+
+    def inject(moment: Moment) -> str:
+        path = moment.course.orders / name
+        path.touch()
+        deadline = time.monotonic() + moment.options.limit()
+        while path.exists():
+            if moment.attempt.has_ended or time.monotonic() > deadline:
+                with suppress(FileNotFoundError):
+                    path.unlink()
+                    raise NotPossibleYet("nobody has carried out the order")
+            time.sleep(0.1)
+        return name
+
+    return inject
+
+
+KINDS: dict[str, Kind] = {
+    "kill_trainer": Kind(kill("trainer"), must_end=True, named_by="trainer rank 0"),
+    "kill_worker": Kind(kill("worker")),
+    "kill_checker": Kind(kill("checker")),
+    "kill_sandbox": Kind(kill("sandbox")),
+    "kill_driver": Kind(kill("driver"), must_end=True, kills_driver=True),
+    "kill_node": Kind(kill("node"), must_end=True, named_by="node"),
+    "kill_control_store": Kind(kill("control store"), must_end=True, named_by="control store"),
+    "kill_run": Kind(kill_run, must_end=True, kills_driver=True),
+    "stop": Kind(stop),
+    "starve": Kind(starve),
+    "cut": Kind(cut, needs_root=True),
+    "fill": Kind(fill, needs_root=True, named_by="[Nn]o space|disk|space"),
+    "corrupt_checkpoint": Kind(corrupt_checkpoint, must_end=True, kills_driver=True),
+    "corrupt_episodes": Kind(corrupt_episodes),
+    "corrupt_bucket": Kind(order("bucket"), must_end=True),
+    "lie_nan": Kind(order("nan")),
+    "lie_version": Kind(order("version"), must_end=True, named_by="version"),
+    "lie_twice": Kind(order("twice")),
+}
+
+
+def possible_kinds(names: tuple[str, ...] = ()) -> list[str]:
+    """Return those of the kinds, or of ``names``, that this user may cause."""
+    is_root = os.getuid() == 0
+    return [name for name in names or tuple(KINDS) if is_root or not KINDS[name].needs_root]

@@ -1,0 +1,38 @@
+"""What a campaign does, and how long it waits on a machine that has other things to do."""
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of a campaign."""
+
+    seed: int = 0
+    count: int = 0
+    """Faults; 0 for one of each kind."""
+    kinds: tuple[str, ...] = ()
+    """Names of benchmarks.faults.kinds; all if empty."""
+    steps: int = 80
+    """Of a course at most. The schedule of the learning rate depends on it."""
+    faults_per_course: int = 12
+    """After which a course is stopped and examined, and a new one begins."""
+    stopped_seconds: float = 20.0
+    """Between SIGSTOP and SIGCONT."""
+    starved_seconds: float = 10.0
+    """That busy loops run."""
+    patience: float = 60.0
+    """Seconds until a fault must have healed or ended the run, on a machine that is not
+    overloaded."""
+    minutes: float = 60.0
+    """After which no fault is injected any more."""
+    tolerance: float = 0.0
+    """By which a loss may differ from the undisturbed run's."""
+    deterministic: bool = True
+    """Whether the engine's numbers do not depend on timing; without it, tolerate 1e-7."""
+
+    def limit(self) -> float:
+        """Return the patience in seconds that the machine's load asks for now: twice as much where
+        two processes wait for each core."""
+        load, _, _ = os.getloadavg()
+        return self.patience * max(1.0, load / (os.cpu_count() or 1))

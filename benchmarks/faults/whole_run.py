@@ -1,0 +1,106 @@
+"""Kills whole runs, Ray and all, at random moments, and compares the curves."""
+
+import random
+import time
+from pathlib import Path
+
+from benchmarks.faults import results
+from benchmarks.faults.checks import examine
+from benchmarks.faults.course import Attempt, Course
+from benchmarks.faults.options import Options
+from benchmarks.faults.reference import Reference
+from benchmarks.faults.results import CourseResult, Results, WholeRunKill
+
+MOST_STEPS_BETWEEN = 5
+LONGEST_START = 30.0
+"""Seconds of an attempt within which a kill during its start falls."""
+LAST_STEPS = 4
+"""That follow the last kill."""
+
+
+def kill_whole_runs(
+    options: Options, directory: Path, kills: int, file: Path | None = None
+) -> Results:
+    """Kill a run ``kills`` times with all of its processes, at any moment from its first second to
+    its last step, resume it each time, and compare all of its steps and episodes."""
+    found = Results()
+    chance = random.Random(options.seed)
+    reference = Reference(options, directory)
+    try:
+        courses = 0
+        while len(found.kills) < kills:
+            course = Course(options, directory / f"killed_{courses}")
+            result = CourseResult(course.directory.name, options.seed)
+            _run_course(course, options, chance, kills, found, file)
+            courses += 1
+
+            recorded = course.recorded()
+            result.attempts = len(course.attempts)
+            result.steps = len(recorded)
+            result.episodes = sum(count.total() for count in course.episodes().values())
+            result.failure = examine(course, reference.up_to(recorded[-1].step), options)
+            found.courses.append(result)
+            results.append(file, result)
+    finally:
+        reference.close()
+    return found
+
+
+def _run_course(
+    course: Course,
+    options: Options,
+    chance: random.Random,
+    kills: int,
+    found: Results,
+    file: Path | None,
+) -> None:
+    """Kill and resume until the run is at its end or has been killed often enough."""
+    while True:
+        attempt = course.start(resume=True)
+        began = time.monotonic()
+        is_last = len(found.kills) >= kills
+        _wait_for_moment(course, attempt, chance, is_last)
+        if attempt.has_ended or is_last:
+            break
+
+        kill = WholeRunKill(course.directory.name, len(course.recorded()), options.seed)
+        kill.after = round(time.monotonic() - began, 2)
+        kill.processes = attempt.kill_everything()
+        found.kills.append(kill)
+        results.append(file, kill)
+        print(
+            f"kill {len(found.kills):>2} after {kill.step:>2} steps, {kill.after:5.1f} s into the "
+            f"attempt: {kill.processes} processes",
+            flush=True,
+        )
+
+    if not attempt.has_ended:
+        attempt.stop_after_step(options.limit())
+    if attempt.driver.poll() not in (0, 143):
+        attempt.kill_everything()
+        raise SystemExit(f"a run cannot be continued:\n{attempt.said[-3000:]}")
+
+
+def _wait_for_moment(
+    course: Course, attempt: Attempt, chance: random.Random, is_last: bool
+) -> None:
+    """Wait for the next kill: within the start of the attempt, or within a step of it."""
+    steps = LAST_STEPS if is_last else chance.randint(0, MOST_STEPS_BETWEEN)
+    if steps == 0:
+        _sleep(attempt, chance.uniform(0, LONGEST_START))
+        return
+
+    seen: set[float] = set()
+    while len(seen) < steps and not attempt.has_ended:
+        newest = course.newest_time()
+        if newest > attempt.began:
+            seen.add(newest)
+        time.sleep(0.1)
+    _sleep(attempt, chance.uniform(0, 2))
+
+
+def _sleep(attempt: Attempt, seconds: float) -> None:
+    """Sleep, but no longer than the attempt lives."""
+    deadline = time.monotonic() + seconds
+    while not attempt.has_ended and time.monotonic() < deadline:
+        time.sleep(0.05)
