@@ -17,9 +17,9 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import RayActorError
 
 from converters.mxfp4_tensors import Digests
+from rl_loop.cluster.actor_deaths import ACTOR_DEATHS, ActorDeath
 from rl_loop.cluster.placement import ROLLOUT_WORKER, outlive_sigterm, placement_options
 from rl_loop.data.stored_routes import StoredRoutes
 from rl_loop.data.tensor_bytes import StoredTensors, TensorBytes
@@ -154,7 +154,7 @@ class RolloutPool:
             worker = self._workers[index]
             try:
                 return ray.get(getattr(worker, method).remote(*arguments))
-            except RayActorError as death:
+            except ACTOR_DEATHS as death:
                 self._replace(index, worker, death)
 
     def _call_all(self, method: str, *arguments: Any) -> list[Any]:
@@ -167,12 +167,12 @@ class RolloutPool:
         for index, reference in enumerate(references):
             try:
                 answers.append(ray.get(reference))
-            except RayActorError as death:
+            except ACTOR_DEATHS as death:
                 self._replace(index, workers[index], death)
                 answers.append(self._call(index, method, *arguments))
         return answers
 
-    def _replace(self, index: int, dead: Any, death: RayActorError) -> None:
+    def _replace(self, index: int, dead: Any, death: ActorDeath) -> None:
         """Start another worker in place of a dead one and bring it to the current weights, unless
         the other thread has done so already."""
         with self._changing_workers:
@@ -189,11 +189,11 @@ class RolloutPool:
                 logger.warning("rollout worker %d died and is replaced: %s", index, describe(death))
                 try:
                     self._workers[index] = self._start_successor(index)
-                except RayActorError as again:
+                except ACTOR_DEATHS as again:
                     death = again
 
     def _start_successor(self, index: int) -> Any:
-        """Return a new worker that has the current weights. Raises RayActorError if it dies."""
+        """Return a new worker that has the current weights. Raises one of ACTOR_DEATHS if it dies."""
         self._successor = self._create_worker(index)
         ray.get(self._successor.start.remote())
         if self._weights is not None:
@@ -296,7 +296,7 @@ class RolloutPool:
         admitted = assignment.waiting.admitted
         try:
             group = ray.get(reference)
-        except RayActorError as death:
+        except ACTOR_DEATHS as death:
             self._replace(assignment.index, assignment.worker, death)
             with self._changed:
                 heapq.heappush(self._waiting, assignment.waiting)

@@ -7,9 +7,10 @@ from threading import Lock
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayTaskError
 
 from megatron_gptoss.user_error import UserError
+from rl_loop.cluster.actor_deaths import ACTOR_DEATHS, died_by_itself
 from rl_loop.cluster.placement import (
     TRAINER_RANK,
     has_placement,
@@ -146,13 +147,13 @@ class RayRanks:
             rank = calls.index(ended[0])
             try:
                 results[rank] = ray.get(ended[0])
-            except (RayActorError, RayTaskError) as failure:
+            except (*ACTOR_DEATHS, RayTaskError) as failure:
                 failures[rank] = failure
         if not failures:
             return [results[rank] for rank in range(len(calls))]
 
         for rank, error in failures.items():
-            if isinstance(error, RayActorError) and not error.actor_init_failed:
+            if died_by_itself(error):
                 raise RankDied(
                     f"trainer rank {rank} on {self._processes[rank]} died: {_reason(error)}"
                 ) from error
@@ -166,7 +167,7 @@ def _process(worker: TrainerWorker) -> str:
     return f"{socket.gethostname()} (pid {os.getpid()})"
 
 
-def _reason(error: RayActorError) -> str:
+def _reason(error: Exception) -> str:
     """Ray's last sentence about a death; what comes before repeats class, pid and address."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return next((line for line in lines if "exit type" in line or "node" in line.lower()), lines[0])

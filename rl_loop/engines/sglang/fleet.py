@@ -21,9 +21,9 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import RayActorError
 
 from megatron_gptoss.config import ModelConfig
+from rl_loop.cluster.actor_deaths import ACTOR_DEATHS
 from rl_loop.cluster.placement import ENGINE_SERVER, placement_options
 from rl_loop.engines.backend import (
     BackendContext,
@@ -465,5 +465,5 @@ def _ask(reference: Any) -> Any:
     """Return an actor's answer, None if the actor died."""
     try:
         return ray.get(reference, timeout=ANSWER_SECONDS)
-    except (RayActorError, TimeoutError):
+    except (*ACTOR_DEATHS, TimeoutError):
         return None

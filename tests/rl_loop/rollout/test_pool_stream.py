@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import OutOfMemoryError, RayActorError
 
 from rl_loop.cluster.ray_session import start_local_ray
 from rl_loop.config.run import RlConfig
@@ -183,6 +184,29 @@ def test_a_worker_that_dies_loses_no_group_and_doubles_none(running: Any, moment
     again = take_all(mortal.admit_all())
     assert ids(again) == ids(groups)
     assert versions(again) == [[newest]] * len(versions(again))
+
+
+def test_a_worker_that_rays_memory_monitor_kills_is_replaced_like_any_other(
+    running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray names such a death by another exception, which is no RayActorError."""
+    get = ray.get
+
+    def get_with_another_name(*arguments: Any, **options: Any) -> Any:
+        try:
+            return get(*arguments, **options)
+        except RayActorError as death:
+            raise OutOfMemoryError("the node is running low on memory") from death
+
+    mortal = running(seconds=0.5)
+    mortal.sync(0)
+    stream = mortal.admit_all()
+    wait_until(lambda: len(mortal.pool._running) == GROUPS)
+    monkeypatch.setattr(ray, "get", get_with_another_name)
+    mortal.kill(0)
+    mortal.sync(1)
+    take_all(stream)
+    assert mortal.pool._restarts == 1
 
 
 def test_groups_of_two_callers_do_not_mix_and_a_closed_stream_is_given_no_worker(

@@ -1,0 +1,56 @@
+"""What counts as the death of an actor, asked of Ray itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from ray.exceptions import RayActorError
+
+from rl_loop.cluster.actor_deaths import died_by_itself
+from tests.waiting import PATIENCE_SECONDS
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = """
+import time
+import ray
+from rl_loop.cluster.actor_deaths import ACTOR_DEATHS, died_by_itself
+from rl_loop.cluster.ray_session import start_local_ray
+
+@ray.remote
+class Sleeper:
+    def sleep(self):
+        time.sleep(600)
+
+start_local_ray(num_cpus=1, object_store_bytes=100 << 20)
+try:
+    ray.get(Sleeper.remote().sleep.remote())
+except ACTOR_DEATHS as death:
+    print(type(death).__name__, died_by_itself(death))
+"""
+
+
+def test_rays_memory_monitor_causes_a_death() -> None:
+    """A threshold of one percent of the machine's memory lets it kill any actor."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "RAY_memory_usage_threshold": "0.01",
+            "RAY_memory_monitor_refresh_ms": "100",
+        },
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
+    assert done.stdout.split() == ["OutOfMemoryError", "True"], done.stderr[-2000:]
+
+
+def test_an_error_of_a_constructor_is_no_death() -> None:
+    assert died_by_itself(RayActorError())
+    assert not died_by_itself(RayActorError(actor_init_failed=True))
+    assert not died_by_itself(ValueError("a mistake"))
