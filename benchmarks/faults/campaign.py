@@ -166,11 +166,12 @@ class Campaign:
 
     def _await_outcome(self, course: Course, attempt: Attempt, injection: Injection) -> None:
         """Wait until the run has recorded a step that began after the fault, or has ended."""
+        kind = KINDS[injection.kind]
         began = time.time()
         steps_after: set[float] = set()
         while not injection.outcome:
             # The load may rise meanwhile.
-            injection.limit = max(injection.limit, self.options.limit())
+            injection.limit = max(injection.limit, kind.patience * self.options.limit())
             newest = course.newest_time()
             if newest > began:
                 steps_after.add(newest)
@@ -178,11 +179,12 @@ class Campaign:
                 injection.outcome = "ended"
                 injection.said = attempt.last_error()
             # The step under way may have been past what the fault can do to it.
-            elif len(steps_after) >= 2:
+            elif len(steps_after) >= 2 and not kind.must_end:
                 injection.outcome = "healed"
             elif time.time() > began + injection.limit:
-                injection.outcome = "hung"
-                attempt.kill_everything()
+                injection.outcome = "healed" if len(steps_after) >= 2 else "hung"
+                if injection.outcome == "hung":
+                    attempt.kill_everything()
             else:
                 time.sleep(0.2)
         injection.seconds = round(time.time() - began, 2)

@@ -60,6 +60,8 @@ class Kind:
     kills_driver: bool = False
     """Nobody is left who could say anything."""
     needs_root: bool = False
+    patience: float = 1.0
+    """How much longer than others it may take, as a factor."""
 
 
 def victim(moment: Moment, name: str) -> psutil.Process:
@@ -240,7 +242,10 @@ KINDS: dict[str, Kind] = {
     "kill_sandbox": Kind(kill("sandbox")),
     "kill_driver": Kind(kill("driver"), must_end=True, kills_driver=True),
     "kill_node": Kind(kill("node"), must_end=True, named_by="node"),
-    "kill_control_store": Kind(kill("control store"), must_end=True, named_by="control store"),
+    # Ray's processes try for a minute to reach it again, and a run goes on meanwhile.
+    "kill_control_store": Kind(
+        kill("control store"), must_end=True, named_by="control store", patience=3
+    ),
     "kill_run": Kind(kill_run, must_end=True, kills_driver=True),
     "stop": Kind(stop),
     "starve": Kind(starve),
@@ -250,7 +255,7 @@ KINDS: dict[str, Kind] = {
     "corrupt_episodes": Kind(corrupt_episodes),
     "corrupt_bucket": Kind(order("bucket"), must_end=True),
     "lie_nan": Kind(order("nan")),
-    "lie_version": Kind(order("version"), must_end=True, named_by="version"),
+    "lie_version": Kind(order("version"), must_end=True, named_by=r"weights \d+ sampled it"),
     "lie_twice": Kind(order("twice")),
 }
 

@@ -487,6 +487,23 @@ def test_a_run_that_is_killed_again_and_again_still_trains_on_every_group_once(
     check_trained_once_and_within_the_bound(run, two_ahead)
 
 
+def test_a_group_that_was_passed_over_before_a_kill_is_trained_on_after_it(
+    two_ahead: Recorded, tmp_path: Path
+) -> None:
+    options = ["algorithm.order=ready_first", "algorithm.max_staleness=2"]
+    settings = config(tmp_path, *options, "training.checkpoint_every=1")
+    (task,) = (task.task_id for task in build_tasks(settings).train(0, 1))
+    run = Recorded(settings, lambda episode: 600.0 if episode == f"{task}/0" else 0.0)
+    with pytest.raises(Killed):
+        run.train(prepare=killed_at("saved", 0))
+    assert task not in run.task_ids()[0]
+
+    run.engine.seconds_of = lambda episode: 0.0
+    assert run.train(resume=True, prepare=no_burst) == STEPS
+    assert task in [task_id for step in run.task_ids() for task_id in step]
+    check_trained_once_and_within_the_bound(run, two_ahead)
+
+
 def test_episodes_that_had_ended_come_from_the_checkpoint_and_are_not_run_again(
     tmp_path: Path,
 ) -> None:
