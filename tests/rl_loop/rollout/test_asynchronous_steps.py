@@ -487,20 +487,23 @@ def test_a_run_that_is_killed_again_and_again_still_trains_on_every_group_once(
     check_trained_once_and_within_the_bound(run, two_ahead)
 
 
-def test_a_group_that_was_passed_over_before_a_kill_is_trained_on_after_it(
-    two_ahead: Recorded, tmp_path: Path
+@pytest.mark.parametrize("moment", ["collecting", "saved"])
+def test_a_group_that_was_passed_over_before_a_kill_is_trained_on_afterwards(
+    two_ahead: Recorded, moment: str, tmp_path: Path
 ) -> None:
-    options = ["algorithm.order=ready_first", "algorithm.max_staleness=2"]
+    """Later groups than it are in the checkpoint's steps, so nothing but the saved numbers tells of it."""
+    options = ["algorithm.max_staleness=2", "algorithm.order=ready_first"]
     settings = config(tmp_path, *options, "training.checkpoint_every=1")
-    (task,) = (task.task_id for task in build_tasks(settings).train(0, 1))
-    run = Recorded(settings, lambda episode: 600.0 if episode == f"{task}/0" else 0.0)
+    (slow,) = (task.task_id for task in build_tasks(settings).train(0, 1))
+    run = Recorded(settings, lambda episode: 600.0 if episode == f"{slow}/0" else 0.0)
     with pytest.raises(Killed):
-        run.train(prepare=killed_at("saved", 0))
-    assert task not in run.task_ids()[0]
+        run.train(prepare=killed_at(moment, 1))
 
+    forget_what_was_not_saved(run)
+    assert run.batches
+    assert slow not in [task for tasks in run.task_ids() for task in tasks]
     run.engine.seconds_of = lambda episode: 0.0
     assert run.train(resume=True, prepare=no_burst) == STEPS
-    assert task in [task_id for step in run.task_ids() for task_id in step]
     check_trained_once_and_within_the_bound(run, two_ahead)
 
 
@@ -553,6 +556,7 @@ def test_an_abandoned_rollout_saves_what_is_finished(tmp_path: Path) -> None:
 
     assert run.train(prepare=abandon_in_step_two) == 2
     assert run.train(resume=True) == STEPS
+    assert len(run.batches) == STEPS, "a finished step was taken again"
     assert len({tokens(episode) for episode in run.episodes}) == STEPS * TASKS * 4
 
 
