@@ -85,7 +85,13 @@ class FaultyEngine:
         text = request.input_ids + script
         log_probs = await self._engine.score(text, request.sampling.temperature or 1.0)
         spans = [WeightVersionSpan(0, len(script), self._version)]
-        return GenerateResult(list(script), log_probs[-len(script) :], FinishReason.STOP, spans)
+        return GenerateResult(
+            list(script),
+            log_probs[-len(script) :],
+            FinishReason.STOP,
+            spans,
+            request_id=request.request_id,  # as the embedded engine's answers have
+        )
 
     def _lie(self, request: GenerateRequest, result: GenerateResult) -> GenerateResult:
         if not result.output_ids:

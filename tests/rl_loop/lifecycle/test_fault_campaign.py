@@ -125,6 +125,7 @@ def test_a_leak_is_told_from_noise_and_from_a_warm_up() -> None:
     assert slopes(list(hours[: 2 * BLOCKS]), samples[: 2 * BLOCKS]) == {}
 
 
+@pytest.mark.slow  # two minutes, and which moments the faults meet depends on the machine
 @pytest.mark.timeout(900)
 def test_a_short_campaign_loses_and_doubles_nothing(tmp_path: Path) -> None:
     """Bounded by time, so a slow machine tries fewer kinds; half of them in any case."""
