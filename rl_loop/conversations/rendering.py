@@ -49,6 +49,22 @@ class RenderOptions:
     too_long: Literal["refuse", "truncate"]
 
 
+def fit(sample: RenderedSample, options: RenderOptions) -> str | None:
+    """Shorten a sample that is too long if that is asked for; else say why it is left out."""
+    limit = options.max_tokens
+    tokens = len(sample.token_ids)
+    if tokens <= limit:
+        return None
+    if options.too_long == "refuse":
+        return f"it has {tokens} tokens, more than data.max_tokens ({limit})"
+
+    del sample.token_ids[limit:]
+    del sample.loss_mask[limit:]
+    if not any(sample.loss_mask):
+        return f"its first {limit} tokens (data.max_tokens) have nothing to learn"
+    return None
+
+
 class ConversationRenderer:
     """Renders conversations for one vocabulary."""
 
@@ -71,7 +87,7 @@ class ConversationRenderer:
         kept: list[RenderedSample] = []
         refused: list[str] = []
         for number, sample in enumerate(samples):
-            reason = self._fit(sample)
+            reason = fit(sample, self._options)
             if reason is None:
                 kept.append(sample)
             elif len(samples) == 1:
@@ -79,21 +95,6 @@ class ConversationRenderer:
             else:
                 refused.append(f"turn {number} of the user: {reason}")
         return kept, refused
-
-    def _fit(self, sample: RenderedSample) -> str | None:
-        """Shorten a sample that is too long if that is asked for; else say why it is left out."""
-        limit = self._options.max_tokens
-        tokens = len(sample.token_ids)
-        if tokens <= limit:
-            return None
-        if self._options.too_long == "refuse":
-            return f"it has {tokens} tokens, more than data.max_tokens ({limit})"
-
-        del sample.token_ids[limit:]
-        del sample.loss_mask[limit:]
-        if not any(sample.loss_mask):
-            return f"its first {limit} tokens (data.max_tokens) have nothing to learn"
-        return None
 
     # ---- samples
 
