@@ -277,9 +277,7 @@ def _conversation_pieces(messages: Sequence[ChatMessage]) -> list[Piece]:
     return pieces
 
 
-def _message_pieces(
-    message: ChatMessage, follows_tool: bool, more_answers: bool
-) -> list[Piece]:
+def _message_pieces(message: ChatMessage, follows_tool: bool, more_answers: bool) -> list[Piece]:
     """Render a message. Answers of tools that follow one another are one message of the user.
 
     ``follows_tool``, ``more_answers``: whether the message before, or behind, is a tool's, too.

@@ -10,12 +10,14 @@ them.
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from openai_harmony import DeveloperContent, Message, ReasoningEffort
 
+from rl_loop.conversations.config import Format
 from rl_loop.conversations.conversation import Conversation, Statement
 from rl_loop.conversations.errors import ConversationError
+from rl_loop.conversations.formats import read_conversation
 from rl_loop.harmony.codec import Harmony, ParsedMessage, message_text
 from rl_loop.harmony.conversation import without_finished_analysis
 
@@ -72,6 +74,10 @@ class ConversationRenderer:
         self._harmony = harmony
         self._options = options
         self._openings: OrderedDict[OpeningKey, list[int]] = OrderedDict()
+
+    def render_record(self, record: Any, form: Format) -> tuple[list[RenderedSample], list[str]]:
+        """Read a record of a file and ``render`` it."""
+        return self.render(read_conversation(record, form))
 
     def render(self, conversation: Conversation) -> tuple[list[RenderedSample], list[str]]:
         """Render the samples of a conversation, at least one token of each learned.
