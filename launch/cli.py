@@ -695,11 +695,11 @@ def data_preview(
     from launch.data_preview import print_preview
     from rl_loop.session import open_conversations
 
-    harmony, opened = open_conversations(load_run_config(path, "sft", overrides))
+    codec, opened = open_conversations(load_run_config(path, "sft", overrides))
     with opened:
         print_preview(
             opened,
-            harmony,
+            codec,
             Console(),
             sources=opened.sources if source is None else [source],
             samples=samples,

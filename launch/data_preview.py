@@ -8,10 +8,10 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from rl_loop.chat.codec import ChatCodec
 from rl_loop.conversations.dataset import ConversationData, Preview
 from rl_loop.conversations.refusals import describe_kinds
 from rl_loop.conversations.source_stream import DataSample
-from rl_loop.harmony.codec import Harmony
 
 LONGEST_CHARACTER = 4
 """Tokens over which the bytes of one character can be spread."""
@@ -34,7 +34,7 @@ class Piece:
 
 def print_preview(
     data: ConversationData,
-    harmony: Harmony,
+    codec: ChatCodec,
     console: Console,
     *,
     sources: Sequence[str],
@@ -45,53 +45,53 @@ def print_preview(
     for source in sources:
         preview = data.preview(source, conversations)
         for number, sample in enumerate(preview.samples[:samples], start=1):
-            _print_sample(number, sample, harmony, console)
+            _print_sample(number, sample, codec, console)
         for line in figures(preview):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _print_sample(number: int, sample: DataSample, harmony: Harmony, console: Console) -> None:
+def _print_sample(number: int, sample: DataSample, codec: ChatCodec, console: Console) -> None:
     learned = int(np.count_nonzero(sample.loss_mask))
     title = f"sample {number}: {sample.name}; {len(sample.token_ids)} tokens, {learned} learned"
     console.print(title, style="bold", highlight=False, markup=False, soft_wrap=True)
 
     if console.is_terminal:
-        console.print(coloured(sample, harmony), highlight=False)
+        console.print(coloured(sample, codec), highlight=False)
     else:
-        for line in token_lines(sample, harmony):
+        for line in token_lines(sample, codec):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print()
 
 
-def pieces_of(sample: DataSample, harmony: Harmony) -> Iterator[Piece]:
+def pieces_of(sample: DataSample, codec: ChatCodec) -> Iterator[Piece]:
     """Cut a sample into tokens, and decode them."""
     waiting: list[int] = []
     for token_id, learned in zip(sample.token_ids.tolist(), sample.loss_mask.tolist(), strict=True):
         waiting.append(token_id)
-        text = harmony.decode(waiting)
+        text = codec.decode(waiting)
         # Half a character is shown with its other half.
         if text.endswith("\ufffd") and len(waiting) < LONGEST_CHARACTER:
             continue
         yield Piece(waiting, text, learned)
         waiting = []
     if waiting:
-        yield Piece(waiting, harmony.decode(waiting), bool(sample.loss_mask[-1]))
+        yield Piece(waiting, codec.decode(waiting), bool(sample.loss_mask[-1]))
 
 
-def token_lines(sample: DataSample, harmony: Harmony) -> Iterator[str]:
+def token_lines(sample: DataSample, codec: ChatCodec) -> Iterator[str]:
     """Yield a line per token: its place, "learn" or nothing, its id, its text."""
     place = 0
-    for piece in pieces_of(sample, harmony):
+    for piece in pieces_of(sample, codec):
         mask = "learn" if piece.learned else ""
         ids = "+".join(map(str, piece.token_ids))
         yield f"{place:6}  {mask:5}  {ids:>8}  {piece.text!r}"
         place += len(piece.token_ids)
 
 
-def coloured(sample: DataSample, harmony: Harmony) -> Text:
+def coloured(sample: DataSample, codec: ChatCodec) -> Text:
     """Return the text of a sample, what is learned on green."""
     text = Text()
-    for number, piece in enumerate(pieces_of(sample, harmony)):
+    for number, piece in enumerate(pieces_of(sample, codec)):
         styles = LEARNED_STYLES if piece.learned else CONTEXT_STYLES
         shown = piece.text.replace("\n", "\u23ce\n")
         text.append(shown, style=styles[number % 2])

@@ -306,11 +306,11 @@ def build_codec(config: RunConfig) -> "ChatCodec":
 
 
 def harmony_of(codec: "ChatCodec") -> "Harmony":
-    """Return the codec of a run as what it must be for conversations and the gateway."""
+    """Return the codec of a run as what it must be for the gateway."""
     from rl_loop.harmony.codec import Harmony
 
     if not isinstance(codec, Harmony):
-        raise ConfigError("conversations and the gateway speak Harmony, and this model does not")
+        raise ConfigError("the gateway speaks Harmony, and this model does not")
     return codec
 
 
@@ -322,7 +322,7 @@ def build_tasks(config: RunConfig) -> "TaskSource":
     return TaskSource(config.tasks, build_codec(config), max_prompt_tokens)
 
 
-def open_conversations(config: RunConfig) -> tuple["Harmony", "ConversationData"]:
+def open_conversations(config: RunConfig) -> tuple["ChatCodec", "ConversationData"]:
     """Open the conversations of a run that learns some, and build the codec that renders them.
 
     Raises ConfigError if it learns none, and DataError if they cannot be read."""
@@ -332,8 +332,8 @@ def open_conversations(config: RunConfig) -> tuple["Harmony", "ConversationData"
 
     from rl_loop.conversations.dataset import ConversationData
 
-    harmony = harmony_of(build_codec(config))
-    return harmony, ConversationData(config.data, harmony, config.longest_sample)
+    codec = build_codec(config)
+    return codec, ConversationData(config.data, codec, config.longest_sample)
 
 
 def build_trainer(config: RunConfig) -> "TrainerGroup":

@@ -101,19 +101,20 @@ class ChatMl:
         Raises:
             ValueError: naming the message or tool that cannot be rendered.
         """
-        conversation = chat_messages(messages)
-        system = self._prompt.system
-        if conversation and conversation[0].role == "system":
-            system = conversation.pop(0).text
+        return self.render_opening(chat_messages(messages), (*builtin_tools, *tools))
 
-        functions = self._described((*builtin_tools, *tools))
-        pieces = _system_pieces(system, functions)
-        for number, message in enumerate(conversation):
-            follows_tool = number > 0 and conversation[number - 1].role == "tool"
-            precedes_tool = conversation[number + 1 : number + 2]
-            more_answers = bool(precedes_tool) and precedes_tool[0].role == "tool"
-            pieces += _message_pieces(message, follows_tool, more_answers)
-        return self._encode(pieces + _ASSISTANT)
+    def render_opening(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool | BuiltinTool | PythonTool] = (),
+    ) -> list[int]:
+        """Render messages that were read, as ``render_prompt`` does. Raises ValueError for a tool."""
+        system = self._prompt.system
+        rest = list(messages)
+        if rest and rest[0].role == "system":
+            system = rest.pop(0).text
+        pieces = _system_pieces(system, self._described(tools))
+        return self._encode(pieces + _conversation_pieces(rest) + _ASSISTANT)
 
     def render_observation(
         self, outputs: Sequence[ToolOutput], user: str | None = None
@@ -123,14 +124,16 @@ class ChatMl:
         Ends where the assistant begins again. Half of a surrogate pair, which is no text, becomes
         U+FFFD.
         """
-        # What a turn ends with is sampled; the line break behind it is not.
-        pieces: list[Piece] = ["\n"]
-        for number, output in enumerate(outputs):
-            answer = ChatMessage("tool", without_surrogates(output.text))
-            pieces += _message_pieces(answer, number > 0, number + 1 < len(outputs))
+        messages = [ChatMessage("tool", without_surrogates(output.text)) for output in outputs]
         if user is not None:
-            pieces += _message_pieces(ChatMessage("user", without_surrogates(user)))
-        return self._encode(pieces + _ASSISTANT)
+            messages.append(ChatMessage("user", without_surrogates(user)))
+        return self.render_replies(messages)
+
+    def render_replies(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Render what others say between two turns of the assistant, from the line break behind
+        the first to the header of the second."""
+        # What a turn ends with is sampled; the line break behind it is not.
+        return self._encode(["\n", *_conversation_pieces(messages), *_ASSISTANT])
 
     def render_assistant(self, messages: Sequence[ParsedMessage]) -> list[int]:
         """Render a turn exactly as a policy would sample it, behind a prompt: with its stop token.
@@ -139,8 +142,12 @@ class ChatMl:
         """
         text = "\n".join(m.text for m in messages if m.recipient is None and m.text)
         calls = tuple(_call_of(m) for m in messages if m.recipient is not None)
-        pieces = _turn_pieces(ChatMessage("assistant", text, calls))
-        return self._encode([*pieces, _Markup(IM_END)])
+        return self.render_turn(ChatMessage("assistant", text, calls))
+
+    def render_turn(self, message: ChatMessage, is_cut: bool = False) -> list[int]:
+        """Render a turn as a policy would sample it; without its stop token if it was cut off."""
+        end: list[Piece] = [] if is_cut else [_Markup(IM_END)]
+        return self._encode([*_turn_pieces(message), *end])
 
     def chat_template(self) -> str:
         """Return the Jinja template of an export whose vocabulary is our own."""
@@ -261,9 +268,16 @@ def _system_pieces(system: str | None, functions: Sequence[dict[str, Any]]) -> l
     return [*pieces, _Markup(IM_END), "\n"]
 
 
-def _message_pieces(
-    message: ChatMessage, follows_tool: bool = False, more_answers: bool = False
-) -> list[Piece]:
+def _conversation_pieces(messages: Sequence[ChatMessage]) -> list[Piece]:
+    """Render messages that follow one another."""
+    is_tool = [False, *(message.role == "tool" for message in messages), False]
+    pieces: list[Piece] = []
+    for number, message in enumerate(messages):
+        pieces += _message_pieces(message, is_tool[number], is_tool[number + 2])
+    return pieces
+
+
+def _message_pieces(message: ChatMessage, follows_tool: bool, more_answers: bool) -> list[Piece]:
     """Render a message. Answers of tools that follow one another are one message of the user.
 
     ``follows_tool``, ``more_answers``: whether the message before, or behind, is a tool's, too.

@@ -52,19 +52,23 @@ def chat_messages(messages: Sequence[dict[str, Any]]) -> list[ChatMessage]:
     Raises ValueError, naming the message and the reason, for what cannot be rendered, and if the
     assistant's turn is not what comes next.
     """
-    read: list[ChatMessage] = []
-    for number, message in enumerate(messages):
-        try:
-            read.append(_chat_message(message))
-        except ValueError as error:
-            raise ValueError(f"{describe_message(number, message)}: {error}") from None
-
+    read = [chat_message(number, message) for number, message in enumerate(messages)]
     if read and read[-1].role == "assistant":
         raise ValueError(
             "the prompt ends with a message of the assistant, whose turn comes next; "
             "end it with a message of the user or a tool"
         )
     return read
+
+
+def chat_message(number: int, message: Any) -> ChatMessage:
+    """Read one message. Raises ValueError, naming it and the reason, if it cannot be rendered.
+
+    ``number``: of the message, from 0."""
+    try:
+        return _chat_message(message)
+    except ValueError as error:
+        raise ValueError(f"{describe_message(number, message)}: {error}") from None
 
 
 def _chat_message(message: Any) -> ChatMessage:

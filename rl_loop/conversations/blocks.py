@@ -15,12 +15,12 @@ from typing import Literal, Self
 
 import numpy as np
 
+from rl_loop.chat.codec import ChatCodec
 from rl_loop.conversations.config import Format
 from rl_loop.conversations.errors import ConversationError, DataError
-from rl_loop.conversations.formats import read_conversation
-from rl_loop.conversations.rendering import ConversationRenderer, RenderOptions
+from rl_loop.conversations.renderers import record_renderer
+from rl_loop.conversations.rendering import RenderOptions
 from rl_loop.conversations.rows import Block, Row, Rows
-from rl_loop.harmony.codec import Harmony
 
 Split = Literal["train", "validation"]
 
@@ -42,7 +42,7 @@ class RenderPlan:
     """All that decides how a block is rendered."""
 
     sources: list[RenderSource]
-    harmony: Harmony
+    codec: ChatCodec
     options: RenderOptions
     validation_share: float
     """Of the rows, which belong to the validation split; 0 for none."""
@@ -94,7 +94,7 @@ class BlockRenderer:
 
     def __init__(self, plan: RenderPlan) -> None:
         self._plan = plan
-        self._renderer = ConversationRenderer(plan.harmony, plan.options)
+        self._renderer = record_renderer(plan.codec, plan.options)
 
     def render(self, job: BlockJob) -> RenderedBlock:
         """Read and render the conversations of a block that belong to the job's split."""
@@ -110,8 +110,7 @@ class BlockRenderer:
                 continue
             conversations += 1
             try:
-                conversation = read_conversation(row.record(), source.format)
-                samples, reasons = self._renderer.render(conversation)
+                samples, reasons = self._renderer.render_record(row.record(), source.format)
             except ConversationError as error:
                 refusals.append(Refusal(row.number, str(error)))
                 continue

@@ -43,7 +43,8 @@ class DataConfig(BaseModel):
     history: Literal["harmony", "append"] = "harmony"
     """What a later turn of the user sees of the earlier ones. ``harmony``: one sample per turn,
     behind what inference shows of the others: no analysis of finished answers, and <|end|> in
-    place of <|return|>. ``append``: one sample per conversation, everything as it was sampled."""
+    place of <|return|>. ``append``: one sample per conversation, everything as it was sampled. ChatML
+    shows earlier turns whole: there both are ``append``."""
     seed: int = 0
     """Of the order, and of what is held out for validation."""
     shuffle: bool = True

@@ -155,9 +155,9 @@ def _translate(
 
         learned = False
         if role == "assistant":
-            learned, truncated = _control(number, message)
+            learned, truncated = read_control(number, message)
             message = {key: value for key, value in message.items() if key not in CONTROL_KEYS}
-            _check_says_something(number, message)
+            check_says_something(number, message)
         try:
             translated = translator.translate(number, message)
         except ValueError as error:
@@ -167,7 +167,7 @@ def _translate(
     return statements, truncated
 
 
-def _control(number: int, message: Mapping[str, Any]) -> tuple[bool, bool]:
+def read_control(number: int, message: Mapping[str, Any]) -> tuple[bool, bool]:
     """Return whether a message of the assistant is learned, and whether it was cut off."""
     name = describe_message(number, message)
     weight = message.get("weight")
@@ -182,7 +182,7 @@ def _control(number: int, message: Mapping[str, Any]) -> tuple[bool, bool]:
     return weight != 0, finish_reason == "length"
 
 
-def _check_says_something(number: int, message: Mapping[str, Any]) -> None:
+def check_says_something(number: int, message: Mapping[str, Any]) -> None:
     keys = ("content", "thinking", "tool_calls")
     if not any(message.get(key) for key in keys):
         raise ConversationError(

@@ -3,31 +3,31 @@
 from collections.abc import Iterator
 from itertools import islice
 
+from rl_loop.chat.codec import ChatCodec
 from rl_loop.conversations.config import DataConfig
 from rl_loop.conversations.errors import ConversationError
-from rl_loop.conversations.formats import read_conversation
-from rl_loop.conversations.rendering import ConversationRenderer, RenderOptions
+from rl_loop.conversations.renderers import record_renderer
+from rl_loop.conversations.rendering import RenderOptions
 from rl_loop.conversations.rows import Row, open_rows
-from rl_loop.harmony.codec import Harmony
 
 CORPUS_CONVERSATIONS = 2000
 """Of each source."""
 ANY_LENGTH = 1 << 40
 
 
-def conversation_texts(config: DataConfig, harmony: Harmony) -> Iterator[str]:
+def conversation_texts(config: DataConfig, codec: ChatCodec) -> Iterator[str]:
     """Yield the first conversations of every source as text.
 
-    ``harmony`` has the vocabulary of the released models. What is refused is left out, as it is
+    ``codec`` has a vocabulary for any text. What is refused is left out, as it is
     reported where it is trained on. Raises DataError."""
-    renderer = ConversationRenderer(harmony, RenderOptions("append", ANY_LENGTH, "refuse"))
+    renderer = record_renderer(codec, RenderOptions("append", ANY_LENGTH, "refuse"))
     for source in config.sources.values():
         for row in islice(_rows(source.path), CORPUS_CONVERSATIONS):
             try:
-                samples, _ = renderer.render(read_conversation(row.record(), source.format))
+                samples, _ = renderer.render_record(row.record(), source.format)
             except ConversationError:
                 continue
-            yield from (harmony.decode(sample.token_ids) for sample in samples)
+            yield from (codec.decode(sample.token_ids) for sample in samples)
 
 
 def _rows(place: str) -> Iterator[Row]:

@@ -8,6 +8,7 @@ from typing import Any, Self
 import numpy as np
 
 from megatron_gptoss.samples import TrainingSamples
+from rl_loop.chat.codec import ChatCodec
 from rl_loop.conversations.blocks import (
     BlockJob,
     RenderedBlock,
@@ -29,7 +30,6 @@ from rl_loop.conversations.rendering import RenderOptions
 from rl_loop.conversations.rows import Rows, open_rows
 from rl_loop.conversations.source_stream import DataSample, SourceStream
 from rl_loop.data.mixture import BLOCK, Mixture
-from rl_loop.harmony.codec import Harmony
 
 VALIDATION_BLOCKS = 8
 """Blocks that are rendered at a time while validation conversations are looked for."""
@@ -38,7 +38,7 @@ VALIDATION_BLOCKS = 8
 class ConversationData:
     """All sources of a run and the processes that render them, as a context."""
 
-    def __init__(self, config: DataConfig, harmony: Harmony, max_tokens: int) -> None:
+    def __init__(self, config: DataConfig, codec: ChatCodec, max_tokens: int) -> None:
         """Open the files. Raises DataError naming the one that cannot be read.
 
         ``max_tokens``: of the longest sample."""
@@ -66,7 +66,7 @@ class ConversationData:
 
         plan = RenderPlan(
             sources=sources,
-            harmony=harmony,
+            codec=codec,
             options=RenderOptions(config.history, max_tokens, config.too_long),
             validation_share=config.validation_share,
             seed=config.seed,

@@ -48,11 +48,15 @@ SHAREGPT_KEYS = {"from", "value", "weight"}
 
 def read_conversation(record: Any, form: Format) -> Conversation:
     """Read one record. Raises ConversationError saying which message is to blame, and why."""
+    return READERS[format_of(record, form)](record)
+
+
+def format_of(record: Any, form: Format) -> Format:
+    """Return the format of a record, which ``form`` says unless it is "auto". Raises
+    ConversationError for what is no conversation."""
     if not isinstance(record, dict):
         raise ConversationError(f"a conversation is a JSON object, not {_kind(record)}")
-    if form == "auto":
-        form = recognise(record)
-    return READERS[form](record)
+    return recognise(record) if form == "auto" else form
 
 
 def recognise(record: Mapping[str, Any]) -> Format:
@@ -88,6 +92,17 @@ def _is_harmonys(message: Any) -> bool:
 
 def read_messages(record: dict[str, Any]) -> Conversation:
     """Read ``messages``, ``tools`` and ``reasoning_effort``."""
+    messages, tools = plain_messages(record)
+    return make_conversation(
+        one_call_per_turn(messages),
+        tools=tools,
+        callable_functions=_names(tools),
+        reasoning_effort=_reasoning_effort(record.get("reasoning_effort")),
+    )
+
+
+def plain_messages(record: dict[str, Any]) -> tuple[list[Numbered], list[Tool]]:
+    """Return the messages of a record, with keys that codecs know, and the tools it describes."""
     for key in EARLIER_CALLS:
         if record.get(key):
             raise ConversationError(
@@ -98,13 +113,7 @@ def read_messages(record: dict[str, Any]) -> Conversation:
         (number, _plain_message(number, message))
         for number, message in enumerate(_list_of(record, "messages"))
     ]
-    tools = read_tools(record.get("tools"))
-    return make_conversation(
-        one_call_per_turn(messages),
-        tools=tools,
-        callable_functions=_names(tools),
-        reasoning_effort=_reasoning_effort(record.get("reasoning_effort")),
-    )
+    return messages, read_tools(record.get("tools"))
 
 
 def _plain_message(number: int, message: Any) -> dict[str, Any]:
@@ -205,13 +214,13 @@ def _in_turns(
     for i, call in enumerate(calls):
         # What is thought and said comes before the first.
         yield number, (message if i == 0 else kept) | {"tool_calls": [call]}
-        answer = next((a for a in answers if _answers(a[1], call)), answers[0])
+        answer = next((a for a in answers if answers_call(a[1], call)), answers[0])
         answers.remove(answer)
         yield answer
     yield from answers
 
 
-def _answers(answer: dict[str, Any], call: dict[str, Any]) -> bool:
+def answers_call(answer: dict[str, Any], call: dict[str, Any]) -> bool:
     """Say whether a tool's answer names this call, by its id or else by its function."""
     if answer.get("tool_call_id") is not None and call.get("id") is not None:
         return bool(answer["tool_call_id"] == call["id"])
@@ -224,16 +233,20 @@ def _answers(answer: dict[str, Any], call: dict[str, Any]) -> bool:
 
 def read_sharegpt(record: dict[str, Any]) -> Conversation:
     """Read ``conversations`` of ``from`` and ``value``, ``system`` and ``tools``."""
+    messages, tools = plain_sharegpt(record)
+    return make_conversation(
+        one_call_per_turn(messages), tools=tools, callable_functions=_names(tools)
+    )
+
+
+def plain_sharegpt(record: dict[str, Any]) -> tuple[list[Numbered], list[Tool]]:
+    """Return the same as ``plain_messages`` of a record of ShareGPT."""
     messages: list[Numbered] = []
     if record.get("system"):
         messages.append((0, {"role": "system", "content": record["system"]}))
     for number, message in enumerate(_list_of(record, "conversations")):
         messages.append((number, _sharegpt_message(number, message)))
-
-    tools = read_tools(record.get("tools"))
-    return make_conversation(
-        one_call_per_turn(messages), tools=tools, callable_functions=_names(tools)
-    )
+    return messages, read_tools(record.get("tools"))
 
 
 def _sharegpt_message(number: int, message: Any) -> dict[str, Any]:

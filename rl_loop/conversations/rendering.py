@@ -10,12 +10,14 @@ them.
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from openai_harmony import DeveloperContent, Message, ReasoningEffort
 
+from rl_loop.conversations.config import Format
 from rl_loop.conversations.conversation import Conversation, Statement
 from rl_loop.conversations.errors import ConversationError
+from rl_loop.conversations.formats import read_conversation
 from rl_loop.harmony.codec import Harmony, ParsedMessage, message_text
 from rl_loop.harmony.conversation import without_finished_analysis
 
@@ -49,6 +51,22 @@ class RenderOptions:
     too_long: Literal["refuse", "truncate"]
 
 
+def fit(sample: RenderedSample, options: RenderOptions) -> str | None:
+    """Shorten a sample that is too long if that is asked for; else say why it is left out."""
+    limit = options.max_tokens
+    tokens = len(sample.token_ids)
+    if tokens <= limit:
+        return None
+    if options.too_long == "refuse":
+        return f"it has {tokens} tokens, more than data.max_tokens ({limit})"
+
+    del sample.token_ids[limit:]
+    del sample.loss_mask[limit:]
+    if not any(sample.loss_mask):
+        return f"its first {limit} tokens (data.max_tokens) have nothing to learn"
+    return None
+
+
 class ConversationRenderer:
     """Renders conversations for one vocabulary."""
 
@@ -56,6 +74,10 @@ class ConversationRenderer:
         self._harmony = harmony
         self._options = options
         self._openings: OrderedDict[OpeningKey, list[int]] = OrderedDict()
+
+    def render_record(self, record: Any, form: Format) -> tuple[list[RenderedSample], list[str]]:
+        """Read a record of a file and ``render`` it."""
+        return self.render(read_conversation(record, form))
 
     def render(self, conversation: Conversation) -> tuple[list[RenderedSample], list[str]]:
         """Render the samples of a conversation, at least one token of each learned.
@@ -71,7 +93,7 @@ class ConversationRenderer:
         kept: list[RenderedSample] = []
         refused: list[str] = []
         for number, sample in enumerate(samples):
-            reason = self._fit(sample)
+            reason = fit(sample, self._options)
             if reason is None:
                 kept.append(sample)
             elif len(samples) == 1:
@@ -79,21 +101,6 @@ class ConversationRenderer:
             else:
                 refused.append(f"turn {number} of the user: {reason}")
         return kept, refused
-
-    def _fit(self, sample: RenderedSample) -> str | None:
-        """Shorten a sample that is too long if that is asked for; else say why it is left out."""
-        limit = self._options.max_tokens
-        tokens = len(sample.token_ids)
-        if tokens <= limit:
-            return None
-        if self._options.too_long == "refuse":
-            return f"it has {tokens} tokens, more than data.max_tokens ({limit})"
-
-        del sample.token_ids[limit:]
-        del sample.loss_mask[limit:]
-        if not any(sample.loss_mask):
-            return f"its first {limit} tokens (data.max_tokens) have nothing to learn"
-        return None
 
     # ---- samples
 

@@ -96,16 +96,11 @@ def check_chat_format(config: RunConfig) -> None:
 
 def _check_chatml(config: RunConfig, family: str) -> None:
     """Raise CannotStart for what only Harmony can say, or is built for it alone."""
-    if isinstance(config, SftConfig):
-        if config.data is not None:
-            raise CannotStart(
-                f"data: conversations are rendered in Harmony only, which {family} does not speak"
-            )
-        if config.demonstrations.history == "harmony":
-            raise CannotStart(
-                f"demonstrations.history harmony is GPT-OSS's: a {family} model sees earlier turns as they were "
-                "sampled, which is history append"
-            )
+    if isinstance(config, SftConfig) and config.demonstrations.history == "harmony":
+        raise CannotStart(
+            f"demonstrations.history harmony is GPT-OSS's: a {family} model sees earlier turns as they were "
+            "sampled, which is history append"
+        )
     for name, source in config.tasks.sources.items():
         if environment_class(source.environment).IS_PLAYED_BY_PROGRAM:
             raise CannotStart(

@@ -147,6 +147,9 @@ def _chatml_corpus(settings: CodecSettings) -> str:
     """Return the text that a run's tiny vocabulary of ChatML is made for."""
     # In single bytes: only the text is of interest.
     codec = ChatMl(tiny_vocabulary(512, ""), settings.chatml, settings.tool_timeout_seconds)
+    if settings.data is not None:
+        return "\n".join(conversation_texts(settings.data, codec))
+
     lines: list[str] = []
     for source in settings.tasks.sources.values():
         text = environment_class(source.environment).vocabulary_text()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.yardstick import float64_everywhere
 from converters.live import load_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.config import AdapterConfig, OptimizerConfig, ParallelConfig
@@ -86,6 +87,38 @@ def test_gradients_match_transformers(name: str) -> None:
         error = (parameter.main_grad - want).abs().max() / want.abs().max()
         assert error < 2e-5, f"gradient of {parameter_name} is off by {error:.1e}"
         assert want.abs().max() > 0, f"the reference has no gradient for {parameter_name}"
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, tied", "llama 3's rope"])
+def test_in_float64_logits_and_gradients_are_those_of_transformers(name: str) -> None:
+    """Nothing but rounding is between the two: thirteen digits are equal."""
+    config = MODELS[name]
+    reference = dense_hf_model(config).double()
+    with float64_everywhere():
+        expected = hf_logits(reference, SAMPLES)
+        hf_loss(reference, SAMPLES).backward()
+    gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
+
+    model = build_model(config, ParallelConfig(), torch.float64)
+    load_hf_weights(model, config, dense_weights(config).__getitem__)
+    batch = build_batch(SAMPLES)
+    out = model(
+        batch.input_ids[None],
+        batch.position_ids[None],
+        None,
+        packed_seq_params=batch.packed_seq_params(),
+    )[0, :TOKENS]
+    assert (out - expected).abs().max() < 1e-12 * expected.abs().max()
+
+    ids = [torch.as_tensor(SAMPLES.take([i]).token_ids) for i in range(len(SAMPLES))]
+    targets = torch.cat([row[1:] for row in ids]).long()
+    torch.nn.functional.cross_entropy(out, targets).backward()
+    wanted = build_model(config, ParallelConfig(), torch.float64)
+    load_hf_weights(wanted, config, gradients.__getitem__)
+    pairs = zip(model.named_parameters(), wanted.parameters(), strict=True)
+    for (parameter_name, parameter), want in pairs:
+        error = (parameter.grad - want).norm() / want.norm()
+        assert error < 1e-12, f"gradient of {parameter_name} is off by {error:.1e}"
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2, tied"])

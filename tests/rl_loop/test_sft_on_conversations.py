@@ -17,12 +17,14 @@ import pytest
 import ray
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from rl_loop.cluster.ray_session import start_local_ray
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import SftConfig
 from rl_loop.conversations.errors import DataError
+from rl_loop.lifecycle.start_checks import check_chat_format
 from rl_loop.run import Interrupted, run_sft
 from rl_loop.tracking.run_directory import read_json, read_json_lines
 from tests.rl_loop.conversations.written_by_hand import chat, said, user
@@ -53,6 +55,14 @@ def write_chats(folder: Path, count: int, bad: int = 0) -> Path:
         turns = [user(f"What is {i}?"), said(f"A number, {i}.", thinking="A number.")]
         lines.append(json.dumps(chat(*(turns * (1 + i % 2)))))
     lines += ["no conversation"] * bad
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def write_plain_chats(folder: Path) -> Path:
+    """Conversations that ChatML can say, too."""
+    path = folder / "chats.jsonl"
+    lines = [json.dumps(chat(user(f"What is {i}?"), said(f"A number, {i}."))) for i in range(40)]
     path.write_text("\n".join(lines) + "\n")
     return path
 
@@ -94,6 +104,30 @@ def test_a_run_measures_reports_and_exports(tmp_path: Path) -> None:
     assert any("chats.jsonl, line 41: not JSON" in note for note in quiet.notes)
     assert any("2 refused: 2 x not JSON" in note for note in quiet.notes)
     assert (run / "export/tokenizer.json").exists()
+
+
+def test_a_dense_model_learns_conversations_in_chatml(tmp_path: Path) -> None:
+    path = write_plain_chats(tmp_path)
+    overrides = [
+        "model.vocab_size=600",
+        "sequences_per_step=4",
+        "training.steps=6",
+        "optimizer.warmup_steps=0",
+        f"data={{path: {path}, validation_share: 0.2, validate_every: 6, workers: 1}}",
+        f"output_dir={tmp_path}",
+    ]
+    dense = load_config(ROOT / "configs/sft/tiny_dense.yaml", SftConfig, overrides)
+    check_chat_format(dense)
+    run = run_sft(dense, Quiet())
+
+    measured = losses(run, "validation/loss")
+    assert measured[0] == pytest.approx(math.log(600), rel=0.2)
+    assert measured[6] < measured[0] - 0.5
+    # The export speaks what was learned.
+    shown = AutoTokenizer.from_pretrained(run / "export").apply_chat_template(
+        [user("What is 3?")], tokenize=False, add_generation_prompt=True
+    )
+    assert shown == "<|im_start|>user\nWhat is 3?<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.mark.slow

@@ -164,10 +164,6 @@ def test_what_only_harmony_can_say_is_refused_before_a_run_starts(tmp_path: Path
     )
     refused(rl_config(tmp_path, "vocabulary=tokenizer"), "initial_weights, which is null")
     refused(sft_config(tmp_path, "demonstrations.history=harmony"), "history harmony is GPT-OSS's")
-    refused(
-        sft_config(tmp_path, "data={path: chats.jsonl}"),
-        "conversations are rendered in Harmony only",
-    )
     (tmp_path / "tokenizer.json").write_text("{}")
     refused(
         rl_config(

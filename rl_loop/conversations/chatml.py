@@ -1,0 +1,218 @@
+"""Renders conversations in ChatML, in the tokens that inference would have consumed and sampled.
+
+ChatML shows earlier turns whole, so that a conversation is one sample, whatever ``data.history`` says.
+The mask is on what a policy would sample: behind the header of its turn through <|im_end|>. The line
+break behind that is the format's, and not learned. Calls that one message makes together are one turn.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from rl_loop.chat.tools import Tool
+from rl_loop.chatml.codec import ChatMl
+from rl_loop.chatml.conversation import ChatMessage, chat_message
+from rl_loop.chatml.vocabulary import TOOL_CALL, TOOL_CALL_END
+from rl_loop.conversations.config import Format
+from rl_loop.conversations.conversation import (
+    CONTROL_KEYS,
+    check_says_something,
+    read_control,
+)
+from rl_loop.conversations.errors import ConversationError
+from rl_loop.conversations.formats import (
+    Numbered,
+    answers_call,
+    format_of,
+    plain_messages,
+    plain_sharegpt,
+)
+from rl_loop.conversations.rendering import RenderedSample, RenderOptions, fit
+
+SPELLED_MARKUP = re.compile(r"<\|(?:im_start|im_end|endoftext)\|>")
+"""Names of tokens that no text may spell: a file that has them was mostly rendered before."""
+SPELLED_CALL = re.compile(f"{re.escape(TOOL_CALL)}|{re.escape(TOOL_CALL_END)}")
+"""The same in a text of the assistant, where parsing would take it for a call."""
+
+
+@dataclass(frozen=True)
+class ChatStatement:
+    """One message of a conversation."""
+
+    message: ChatMessage
+    number: int
+    """Of the message in the file, from 0."""
+    learned: bool
+    """Whether its tokens are in the loss: messages of the assistant, unless their weight is 0."""
+    is_cut: bool
+    """Whether sampling was cut off within it."""
+
+    @property
+    def is_assistants(self) -> bool:
+        return self.message.role == "assistant"
+
+
+class ChatMlRenderer:
+    """Reads records of files and renders them for one vocabulary."""
+
+    def __init__(self, codec: ChatMl, options: RenderOptions) -> None:
+        self._codec = codec
+        self._options = options
+
+    def render_record(self, record: Any, form: Format) -> tuple[list[RenderedSample], list[str]]:
+        """Render the sample of a record, or say why it is left out.
+
+        Raises ConversationError for what a policy could not have sampled, and for what ChatML cannot
+        say.
+        """
+        messages, tools = _read(record, form)
+        statements = _statements(answers_in_order(messages))
+        check_conversation(statements, tools)
+
+        sample = self._render(statements, tools)
+        reason = fit(sample, self._options)
+        return ([sample], []) if reason is None else ([], [reason])
+
+    def _render(self, statements: Sequence[ChatStatement], tools: Sequence[Tool]) -> RenderedSample:
+        """Render everything as it is sampled and shown to a policy."""
+        sample = RenderedSample()
+        others: list[ChatMessage] = []
+        is_first_turn = True
+        for statement in statements:
+            if not statement.is_assistants:
+                others.append(statement.message)
+                continue
+
+            if is_first_turn:
+                sample.add(self._render_opening(others, tools), learned=False)
+            else:
+                sample.add(self._codec.render_replies(others), learned=False)
+            turn = self._codec.render_turn(statement.message, statement.is_cut)
+            sample.add(turn, statement.learned)
+            others, is_first_turn = [], False
+        return sample
+
+    def _render_opening(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[int]:
+        try:
+            return self._codec.render_opening(messages, tools)
+        except ValueError as error:
+            raise ConversationError(f"its tools cannot be described: {error}") from None
+
+
+# ---- from a record to statements
+
+
+def _read(record: Any, form: Format) -> tuple[list[Numbered], list[Tool]]:
+    """Return the messages of a record and the tools that it describes."""
+    form = format_of(record, form)
+    if form == "harmony":
+        raise ConversationError("it is written in Harmony, whose channels ChatML cannot say")
+    if record.get("reasoning_effort"):
+        raise ConversationError("'reasoning_effort' is GPT-OSS's: ChatML cannot say it")
+    return plain_sharegpt(record) if form == "sharegpt" else plain_messages(record)
+
+
+def answers_in_order(messages: Sequence[Numbered]) -> list[Numbered]:
+    """Put the answers to the calls of one message in the order of these calls.
+
+    ChatML does not say which call is answered, so that the order does. Raises ConversationError for
+    a call without an answer and an answer without a call, but for calls at the very end.
+    """
+    ordered: list[Numbered] = []
+    at = 0
+    while at < len(messages):
+        number, message = messages[at]
+        at += 1
+        ordered.append((number, message))
+        calls = message.get("tool_calls") or []
+        answers: list[Numbered] = []
+        while at < len(messages) and messages[at][1].get("role") == "tool":
+            answers.append(messages[at])
+            at += 1
+        if len(answers) != len(calls) and (answers or at < len(messages)):
+            raise ConversationError(
+                f"message {number} calls {len(calls)} functions, and {len(answers)} answers follow"
+            )
+        for call in calls if answers else []:
+            answer = next((a for a in answers if answers_call(a[1], call)), answers[0])
+            answers.remove(answer)
+            ordered.append(answer)
+    return ordered
+
+
+def _statements(messages: Sequence[Numbered]) -> list[ChatStatement]:
+    return [_statement(number, message) for number, message in messages]
+
+
+def _statement(number: int, message: Mapping[str, Any]) -> ChatStatement:
+    """Read one message. Raises ConversationError."""
+    learned = is_cut = False
+    if message.get("role") == "assistant":
+        learned, is_cut = read_control(number, message)
+        message = {key: value for key, value in message.items() if key not in CONTROL_KEYS}
+        check_says_something(number, message)
+    try:
+        return ChatStatement(chat_message(number, message), number, learned, is_cut)
+    except ValueError as error:
+        raise ConversationError(str(error)) from None
+
+
+# ---- checks
+
+
+def check_conversation(statements: Sequence[ChatStatement], tools: Sequence[Tool]) -> None:
+    """Check that inference could sample every turn as it stands. Raises ConversationError."""
+    if not any(statement.is_assistants for statement in statements):
+        raise ConversationError("the assistant says nothing in it")
+    if statements[0].is_assistants:
+        raise ConversationError("it begins with the assistant, whom nobody has asked anything")
+    last = statements[-1]
+    if not last.is_assistants:
+        raise ConversationError(
+            f"it ends with message {last.number} (role {last.message.role!r}), which the assistant "
+            "does not answer"
+        )
+
+    for before, statement in pairwise(statements):
+        if before.is_cut:
+            raise ConversationError(
+                "a message with finish_reason 'length' is not the last one: nothing can follow it"
+            )
+        if before.is_assistants and statement.is_assistants:
+            raise ConversationError(
+                f"message {before.number}: a turn of the assistant is followed by the assistant, "
+                "though nobody has replied"
+            )
+    _check_calls(statements, tools)
+    for statement in statements:
+        _check_text(statement)
+    if not any(statement.learned for statement in statements):
+        raise ConversationError("nothing is learned of it: every message has weight 0")
+
+
+def _check_calls(statements: Sequence[ChatStatement], tools: Sequence[Tool]) -> None:
+    """Check that the functions that are called are described, where any are."""
+    described = {tool.name for tool in tools}
+    for statement in statements:
+        for call in statement.message.calls:
+            if described and call.name not in described:
+                raise ConversationError(
+                    f"message {statement.number}: it calls {call.name}, which its tools do not "
+                    f"describe (they are: {', '.join(sorted(described))})"
+                )
+
+
+def _check_text(statement: ChatStatement) -> None:
+    """Check that a text spells nothing that has a meaning of its own."""
+    texts = [statement.message.text, *(call.arguments for call in statement.message.calls)]
+    for text in texts:
+        spelled = SPELLED_MARKUP.search(text)
+        if spelled is None and statement.is_assistants:
+            spelled = SPELLED_CALL.search(text)
+        if spelled is not None:
+            raise ConversationError(
+                f"message {statement.number}: its text spells {spelled.group()}; texts are given as "
+                "they are, calls in 'tool_calls', and rendered here"
+            )

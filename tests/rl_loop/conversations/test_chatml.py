@@ -1,0 +1,207 @@
+"""In ChatML, what is learned of a conversation is what inference would sample, token for token."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_loop.chat.messages import FormatError
+from rl_loop.chat.tools import Tool
+from rl_loop.chatml.codec import ChatMl
+from rl_loop.chatml.prompt_config import ChatMlConfig
+from rl_loop.chatml.vocabulary import IM_END, tiny_vocabulary
+from rl_loop.conversations.chatml import ChatMlRenderer
+from rl_loop.conversations.config import DataConfig
+from rl_loop.conversations.dataset import ConversationData
+from rl_loop.conversations.errors import ConversationError
+from rl_loop.conversations.refusals import RefusalReport
+from rl_loop.conversations.rendering import RenderedSample, RenderOptions
+from tests.rl_loop.chatml.test_chatml import VOCABULARIES
+
+LONG = 100_000
+OPTIONS = RenderOptions("harmony", LONG, "refuse")
+CODECS = {name: ChatMl(v, ChatMlConfig(system=None)) for name, v in VOCABULARIES.items()}
+
+USER = {"role": "user", "content": "Hi?"}
+AGAIN = {"role": "user", "content": "Again."}
+ANSWER = {"role": "assistant", "content": "Yes."}
+FIND = {"name": "find", "description": "Finds.", "parameters": {"type": "object"}}
+TOOLS = [{"type": "function", "function": FIND}]
+
+
+def call(argument: int, key: str | None = None) -> dict[str, Any]:
+    function = {"name": "find", "arguments": json.dumps({"q": argument})}
+    return {"id": key, "type": "function", "function": function}
+
+
+CALLS = {"role": "assistant", "content": "Let me see.", "tool_calls": [call(1, "a"), call(2, "b")]}
+SECOND = {"role": "tool", "tool_call_id": "b", "content": "two"}
+FIRST = {"role": "tool", "tool_call_id": "a", "content": "one"}
+
+# What is learned stands between « and ».
+BY_HAND = {
+    "one turn": (
+        {"messages": [USER, ANSWER]},
+        "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n«Yes.<|im_end|>»",
+    ),
+    "a system message, and a second turn": (
+        {"messages": [{"role": "system", "content": "Be brief."}, USER, ANSWER, AGAIN, ANSWER]},
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi?<|im_end|>\n"
+        "<|im_start|>assistant\n«Yes.<|im_end|>»\n<|im_start|>user\nAgain.<|im_end|>\n"
+        "<|im_start|>assistant\n«Yes.<|im_end|>»",
+    ),
+    "weight 0": (
+        {"messages": [USER, ANSWER | {"weight": 0}, AGAIN, ANSWER]},
+        "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>\n"
+        "<|im_start|>user\nAgain.<|im_end|>\n<|im_start|>assistant\n«Yes.<|im_end|>»",
+    ),
+    "cut off": (
+        {"messages": [USER, ANSWER | {"finish_reason": "length"}]},
+        "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n«Yes.»",
+    ),
+    "two calls, whose answers come in another order": (
+        {"messages": [USER, CALLS, SECOND, FIRST, ANSWER]},
+        "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n«Let me see.\n"
+        '<tool_call>\n{"name": "find", "arguments": {"q": 1}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "find", "arguments": {"q": 2}}\n</tool_call><|im_end|>»\n'
+        "<|im_start|>user\n<tool_response>\none\n</tool_response>\n"
+        "<tool_response>\ntwo\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n«Yes.<|im_end|>»",
+    ),
+    "sharegpt, ending with a call": (
+        {
+            "conversations": [
+                {"from": "human", "value": "Hi?"},
+                {"from": "function_call", "value": '{"name": "find", "arguments": {"q": 1}}'},
+            ]
+        },
+        "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n«<tool_call>\n"
+        '{"name": "find", "arguments": {"q": 1}}\n</tool_call><|im_end|>»',
+    ),
+}
+
+
+def rendered(record: Any, codec: ChatMl) -> RenderedSample:
+    (sample,), refused = ChatMlRenderer(codec, OPTIONS).render_record(record, "auto")
+    assert refused == []
+    return sample
+
+
+def learned_spans(sample: RenderedSample) -> list[tuple[int, int]]:
+    """Beginning and end of every stretch that is learned."""
+    mask = [False, *sample.loss_mask, False]
+    edges = [i for i in range(len(mask) - 1) if mask[i] != mask[i + 1]]
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+@pytest.mark.parametrize("vocabulary", CODECS)
+def test_the_mask_is_the_one_written_by_hand(name: str, vocabulary: str) -> None:
+    record, expected = BY_HAND[name]
+    codec = CODECS[vocabulary]
+    sample = rendered(record, codec)
+
+    shown, at = "", 0
+    for begin, end in learned_spans(sample):
+        shown += codec.decode(sample.token_ids[at:begin])
+        shown += f"«{codec.decode(sample.token_ids[begin:end])}»"
+        at = end
+    assert shown + codec.decode(sample.token_ids[at:]) == expected
+
+
+@pytest.mark.parametrize("vocabulary", CODECS)
+def test_a_turn_begins_where_the_prompt_of_inference_ends(vocabulary: str) -> None:
+    """Texts that would merge with the header or with what follows, if they were encoded together."""
+    codec = CODECS[vocabulary]
+    texts = ["\n\n two\n", " x", "3.\n"]
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "S"}]
+    for text in texts:
+        messages += [USER, {"role": "assistant", "content": text}]
+    sample = rendered({"messages": messages, "tools": TOOLS}, codec)
+
+    spans = learned_spans(sample)
+    assert len(spans) == len(texts)
+    tools = [Tool(FIND["name"], FIND["description"], FIND["parameters"])]  # type: ignore[arg-type]
+    prompt = codec.render_prompt(messages[:2], tools)
+    for number, ((begin, end), text) in enumerate(zip(spans, texts, strict=True)):
+        assert sample.token_ids[:begin] == prompt
+        sampled = sample.token_ids[begin:end]
+        parsed = codec.parse(sampled)
+        assert not isinstance(parsed, FormatError) and parsed[0].text == text
+        assert sampled == codec.render_assistant(parsed)
+        if number + 1 < len(texts):
+            prompt += sampled + codec.render_observation([], "Hi?")
+    assert sample.token_ids == prompt + sampled
+
+
+REFUSED = {
+    "'thinking' cannot be rendered in ChatML": [USER, ANSWER | {"thinking": "Hm."}],
+    r"spells <\|im_end\|>": [USER | {"content": "a<|im_end|>"}, ANSWER],
+    "spells <tool_call>": [USER, ANSWER | {"content": "<tool_call>\n{}"}],
+    "calls 2 functions, and 1 answers follow": [USER, CALLS, FIRST, ANSWER],
+    "calls 2 functions, and 0 answers follow": [USER, CALLS, AGAIN, ANSWER],
+    "calls 0 functions, and 1 answers follow": [USER, FIRST, ANSWER],
+    "it calls find, which its tools do not describe": [USER, CALLS],
+    "ends with message 2 .role 'user'.": [USER, ANSWER, AGAIN],
+    "begins with the assistant": [ANSWER, USER, ANSWER],
+    "followed by the assistant": [USER, ANSWER, ANSWER],
+    "nothing can follow it": [USER, ANSWER | {"finish_reason": "length"}, AGAIN, ANSWER],
+    "every message has weight 0": [USER, ANSWER | {"weight": 0}],
+    "the assistant says nothing": [USER],
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_no_policy_samples_is_refused(message: str) -> None:
+    tools = [{"name": "other"}] if "describe" in message else []
+    record = {"messages": REFUSED[message], "tools": tools}
+    with pytest.raises(ConversationError, match=message):
+        ChatMlRenderer(CODECS["qwen"], OPTIONS).render_record(record, "auto")
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"messages": [USER | {"channel": "x"}, ANSWER]}, "it is written in Harmony"),
+        (
+            {"messages": [USER, ANSWER], "reasoning_effort": "low"},
+            "'reasoning_effort' is GPT-OSS's",
+        ),
+        ({"messages": [USER, ANSWER], "tools": [{"name": "python"}]}, "another name"),
+    ],
+)
+def test_what_only_harmony_can_say_is_refused(record: Any, message: str) -> None:
+    with pytest.raises(ConversationError, match=message):
+        ChatMlRenderer(CODECS["qwen"], OPTIONS).render_record(record, "auto")
+
+
+def test_a_long_conversation_is_refused_or_cut() -> None:
+    record = {"messages": [USER, ANSWER]}
+    codec = CODECS["qwen"]
+    whole = rendered(record, codec)
+    limit = len(whole.token_ids) - 1
+    kept, reasons = ChatMlRenderer(codec, RenderOptions("append", limit, "refuse")).render_record(
+        record, "messages"
+    )
+    assert kept == [] and "more than data.max_tokens" in reasons[0]
+    (cut,), _ = ChatMlRenderer(codec, RenderOptions("append", limit, "truncate")).render_record(
+        record, "messages"
+    )
+    assert (
+        cut.token_ids == whole.token_ids[:-1]
+        and whole.token_ids[-1] == (codec.vocabulary.markup[IM_END])
+    )
+
+
+def test_other_processes_render_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": [USER, ANSWER]}) + "\n" for _ in range(3)))
+    codec = ChatMl(tiny_vocabulary(600, "Hi? Yes."), ChatMlConfig())
+    config = DataConfig.model_validate({"path": str(path), "workers": 1})
+    with ConversationData(config, codec, LONG) as data:
+        samples = data.stream(RefusalReport(lambda records: None, print)).take(1)
+    assert samples is not None
+    assert list(samples.token_ids) == rendered({"messages": [USER, ANSWER]}, codec).token_ids
