@@ -153,23 +153,27 @@ def test_a_sync_interrupts_episodes_and_waits_for_none_even_where_workers_are_fu
     assert ids(take_all(fast.admit_all())) == ids(groups), "from their exact prefixes"
 
 
-@pytest.mark.parametrize("moment", ["while groups run", "before a sync", "during a sync"])
+@pytest.mark.parametrize(
+    "moment", ["with no sync to come", "while groups run", "before a sync", "during a sync"]
+)
 def test_a_worker_that_dies_loses_no_group_and_doubles_none(running: Any, moment: str) -> None:
     mortal = running(seconds=0.5)
-    mortal.sync(0)
+    mortal.sync(1)
     stream = mortal.admit_all()
     wait_until(lambda: len(mortal.pool._running) == GROUPS)
-    if moment == "while groups run":
+    if moment == "with no sync to come":
+        mortal.kill(0)
+    elif moment == "while groups run":
         mortal.kill(0)
         time.sleep(1.0)
-        mortal.sync(1)
+        mortal.sync(2)
     elif moment == "before a sync":
         mortal.kill(0)
-        mortal.sync(1)
+        mortal.sync(2)
     else:
         killer = threading.Timer(0.0, mortal.kill, (0,))
         killer.start()
-        for version in range(1, 20):
+        for version in range(2, 20):
             mortal.sync(version)
         killer.join()
 
