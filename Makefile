@@ -21,7 +21,7 @@ BUSY_TESTS := tests/launch tests/rl_loop tests/test_distributed_helper.py tests/
 # How many busy loops run beside them.
 BUSY_LOOPS := 2
 # The rooms whose annotations are checked; all of them.
-TYPED_ROOMS := kernels/gptoss_kernels megatron_gptoss converters rl_loop launch
+TYPED_ROOMS := kernels/gptoss_kernels megatron_gptoss converters rl_loop launch gptoss_command.py
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile

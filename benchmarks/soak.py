@@ -229,6 +229,9 @@ def main() -> None:
         times, samples, ended = watch(course, options.minutes, options.every, options.json)
         steps = len(course.losses())
 
+    if len(samples) < 2:
+        raise SystemExit(f"the run ended before there were two samples:\n{ended}")
+
     fitted = slopes(times, samples)
     print(f"{60 * times[-1]:.1f} minutes, {steps} steps of {CONFIG.stem}, {len(samples)} samples\n")
     first = len(times) // 4

@@ -59,7 +59,12 @@ def main() -> None:
     add("--stopped", type=float, default=Options.stopped_seconds, help="seconds of SIGSTOP")
     add("--starved", type=float, default=Options.starved_seconds, help="seconds of busy loops")
     add("--patience", type=float, default=Options.patience, help="seconds until it has healed")
-    add("--minutes", type=float, default=Options.minutes, help="no fault after them")
+    add(
+        "--minutes",
+        type=float,
+        default=Options.minutes,
+        help="no fault after them, from the first step on",
+    )
     add("--tolerance", type=float, default=Options.tolerance, help="of a loss")
     add("--batched", action="store_true", help="the engine as it is by default: not deterministic")
     add("--whole-run", type=int, metavar="N", help="kill everything N times, and nothing else")

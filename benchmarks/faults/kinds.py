@@ -126,15 +126,8 @@ def cut(moment: Moment) -> str:
 
     for connection in connections:
         # Both ports, so that nothing else is cut that meets one of them.
-        ports = [
-            "sport",
-            "=",
-            f":{connection.laddr.port}",
-            "and",
-            "dport",
-            "=",
-            f":{connection.raddr.port}",
-        ]
+        here, there = connection.laddr.port, connection.raddr.port
+        ports = f"sport = :{here} and dport = :{there}".split()
         subprocess.run(["ss", "-K", "-tn", *ports], capture_output=True, check=False)
     return f"{len(connections)} connections of the {name}"
 
@@ -226,13 +219,21 @@ def order(name: str) -> Callable[[Moment], str]:
         deadline = time.monotonic() + moment.options.limit()
         while path.exists():
             if moment.attempt.has_ended or time.monotonic() > deadline:
-                with suppress(FileNotFoundError):
-                    path.unlink()
-                    raise NotPossibleYet("nobody has carried out the order")
-            time.sleep(0.1)
+                withdraw(path)
+            else:
+                time.sleep(0.1)
         return name
 
     return inject
+
+
+def withdraw(path: Path) -> None:
+    """Take an order back. Raises NotPossibleYet, unless it has just been carried out."""
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return
+    raise NotPossibleYet("nobody has carried out the order")
 
 
 KINDS: dict[str, Kind] = {

@@ -25,7 +25,7 @@ class Options:
     """Seconds until a fault must have healed or ended the run, on a machine that is not
     overloaded."""
     minutes: float = 60.0
-    """After which no fault is injected any more."""
+    """After the first step, after which no fault is injected any more."""
     tolerance: float = 0.0
     """By which a loss may differ from the undisturbed run's."""
     deterministic: bool = True

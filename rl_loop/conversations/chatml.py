@@ -6,6 +6,7 @@ break behind that is the format's, and not learned. Calls that one message makes
 """
 
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,10 +25,10 @@ from rl_loop.conversations.conversation import (
 from rl_loop.conversations.errors import ConversationError
 from rl_loop.conversations.formats import (
     Numbered,
-    answers_call,
     format_of,
     plain_messages,
     plain_sharegpt,
+    take_answer,
 )
 from rl_loop.conversations.rendering import RenderedSample, RenderOptions, fit
 
@@ -62,10 +63,10 @@ class ChatMlRenderer:
         self._options = options
 
     def render_record(self, record: Any, form: Format) -> tuple[list[RenderedSample], list[str]]:
-        """Render the sample of a record, or say why it is left out.
+        """Render the sample of a record; none is left out beside it.
 
-        Raises ConversationError for what a policy could not have sampled, and for what ChatML cannot
-        say.
+        Raises ConversationError for what a policy could not have sampled, for what ChatML cannot say,
+        and for what is too long.
         """
         messages, tools = _read(record, form)
         statements = _statements(answers_in_order(messages))
@@ -73,7 +74,9 @@ class ChatMlRenderer:
 
         sample = self._render(statements, tools)
         reason = fit(sample, self._options)
-        return ([sample], []) if reason is None else ([], [reason])
+        if reason is not None:
+            raise ConversationError(reason)
+        return [sample], []
 
     def _render(self, statements: Sequence[ChatStatement], tools: Sequence[Tool]) -> RenderedSample:
         """Render everything as it is sampled and shown to a policy."""
@@ -121,24 +124,24 @@ def answers_in_order(messages: Sequence[Numbered]) -> list[Numbered]:
     a call without an answer and an answer without a call, but for calls at the very end.
     """
     ordered: list[Numbered] = []
-    at = 0
-    while at < len(messages):
-        number, message = messages[at]
-        at += 1
+    left = deque(messages)
+    while left:
+        number, message = left.popleft()
         ordered.append((number, message))
+
         calls = message.get("tool_calls") or []
         answers: list[Numbered] = []
-        while at < len(messages) and messages[at][1].get("role") == "tool":
-            answers.append(messages[at])
-            at += 1
-        if len(answers) != len(calls) and (answers or at < len(messages)):
+        while left and left[0][1].get("role") == "tool":
+            answers.append(left.popleft())
+
+        ends_with_calls = not answers and not left
+        if ends_with_calls:
+            break
+        if len(answers) != len(calls):
             raise ConversationError(
                 f"message {number} calls {len(calls)} functions, and {len(answers)} answers follow"
             )
-        for call in calls if answers else []:
-            answer = next((a for a in answers if answers_call(a[1], call)), answers[0])
-            answers.remove(answer)
-            ordered.append(answer)
+        ordered += [take_answer(answers, call) for call in calls]
     return ordered
 
 

@@ -214,13 +214,19 @@ def _in_turns(
     for i, call in enumerate(calls):
         # What is thought and said comes before the first.
         yield number, (message if i == 0 else kept) | {"tool_calls": [call]}
-        answer = next((a for a in answers if answers_call(a[1], call)), answers[0])
-        answers.remove(answer)
-        yield answer
+        yield take_answer(answers, call)
     yield from answers
 
 
-def answers_call(answer: dict[str, Any], call: dict[str, Any]) -> bool:
+def take_answer(answers: list[Numbered], call: dict[str, Any]) -> Numbered:
+    """Remove the answer to ``call`` from ``answers`` and return it: the one that names it, else the
+    first."""
+    answer = next((a for a in answers if _answers(a[1], call)), answers[0])
+    answers.remove(answer)
+    return answer
+
+
+def _answers(answer: dict[str, Any], call: dict[str, Any]) -> bool:
     """Say whether a tool's answer names this call, by its id or else by its function."""
     if answer.get("tool_call_id") is not None and call.get("id") is not None:
         return bool(answer["tool_call_id"] == call["id"])

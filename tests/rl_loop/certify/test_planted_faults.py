@@ -48,16 +48,6 @@ IN_THE_MODEL = [
 ]
 
 
-@pytest.mark.parametrize(("check", "cause", "plant"), IN_THE_MODEL, ids=as_id)
-def test_a_model_with_one_fault_fails_by_its_name(
-    prepared: Prepared, check: str, cause: str, plant: subjects.Plant
-) -> None:
-    subject = subjects.faulty(prepared.first.directory, plant)
-    results = prepared.examine(subject, check)
-    assert causes(results) == {cause}
-    assert failed(results) == {"agreement", check}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("check", "cause", "plant"), IN_THE_MODEL, ids=as_id)
 def test_no_other_check_takes_a_fault_for_another(
@@ -129,8 +119,10 @@ MORE_IN_THE_MODEL = [
 ]
 
 
-@pytest.mark.parametrize(("check", "cause", "plant"), MORE_IN_THE_MODEL, ids=as_id)
-def test_every_other_fault_of_the_model_fails_by_its_name(
+@pytest.mark.parametrize(
+    ("check", "cause", "plant"), [*IN_THE_MODEL, *MORE_IN_THE_MODEL], ids=as_id
+)
+def test_a_model_with_one_fault_fails_by_its_name(
     prepared: Prepared, check: str, cause: str, plant: subjects.Plant
 ) -> None:
     subject = subjects.faulty(prepared.first.directory, plant)

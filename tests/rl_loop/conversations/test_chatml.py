@@ -183,10 +183,9 @@ def test_a_long_conversation_is_refused_or_cut() -> None:
     codec = CODECS["qwen"]
     whole = rendered(record, codec)
     limit = len(whole.token_ids) - 1
-    kept, reasons = ChatMlRenderer(codec, RenderOptions("append", limit, "refuse")).render_record(
-        record, "messages"
-    )
-    assert kept == [] and "more than data.max_tokens" in reasons[0]
+    refusing = ChatMlRenderer(codec, RenderOptions("append", limit, "refuse"))
+    with pytest.raises(ConversationError, match=r"more than data\.max_tokens"):
+        refusing.render_record(record, "messages")
     (cut,), _ = ChatMlRenderer(codec, RenderOptions("append", limit, "truncate")).render_record(
         record, "messages"
     )
