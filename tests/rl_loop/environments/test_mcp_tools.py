@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from rl_loop.cluster.placement import free_port
 from rl_loop.config.episode import EpisodeLimits
 from rl_loop.config.tasks import SourceConfig
 from rl_loop.data.trajectory import Trajectory
@@ -53,12 +54,9 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def http_server(port: int = 0) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+def http_server() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """A server by streamable HTTP on loopback: its URL and its process."""
-    if port == 0:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen(
         [sys.executable, str(SERVER), str(port)], stderr=subprocess.DEVNULL, cwd=SERVER.parents[3]
     )

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from rl_loop.cluster.placement import free_port
 from rl_loop.config.episode import EpisodeLimits
 from rl_loop.config.tasks import SourceConfig
 from rl_loop.data.trajectory import Trajectory
@@ -41,9 +42,8 @@ class Served:
     """A server that can be started again at the same place."""
 
     def __init__(self, way: str, trace: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port: int = free.getsockname()[1]
+        # Nothing else is given this one while the server is away.
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._command = [PYTHON[way], SERVER, str(self.port), way]
         self._trace = trace
@@ -168,9 +168,13 @@ def test_a_server_that_dies_and_is_there_again_is_brought_to_where_it_was(
     connect = OpenEnvSession.open
 
     async def open_again(self: OpenEnvSession) -> None:
-        if served.process.poll() is not None:
+        try:
+            await connect(self)
+        except InfrastructureFailure:
+            # Its sockets close before the process has ended, so that poll() would still find it there.
+            await asyncio.to_thread(served.process.wait, PATIENCE_SECONDS)
             await asyncio.to_thread(served.start)
-        await connect(self)
+            await connect(self)
 
     monkeypatch.setattr(OpenEnvSession, "open", open_again)
     task = make_task(served.url)
