@@ -9,8 +9,9 @@ compared token for token before any time counts. Printed as JSON, of the repetit
 
     loop_ms, agent_ms     per episode, median of the repetitions
     ratio                 of these, and its least and largest among the pairs
-    processor_ms          of both, per episode and mean of the repetitions: the engine's thread; the event loop, which
-                          runs the agent loop, or the gateway; other threads of this process; the agent's process
+    loop_processor_ms, agent_processor_ms
+                          per episode, mean of the repetitions: the engine's thread; the event loop, which runs the
+                          agent loop, or the gateway; other threads of this process; the agent's process; all
     processor_ratio       of all of it
 
 Processor time is what counts on a machine that does other things, too; the clock counts on one that does not.
@@ -135,7 +136,7 @@ def processor_seconds() -> dict[str, float]:
 
 
 def _seconds_run(task: str) -> float:
-    """Return the processor time of a thread, in nanoseconds there. 0 if it has ended."""
+    """Return the processor time of a thread by its directory in /proc; 0 if it has ended."""
     try:
         return int(Path(task, "schedstat").read_text().split()[0]) / 1e9
     except OSError:
