@@ -15,6 +15,7 @@ from rl_loop.engines.protocol import ModelShape, RolloutEngine
 from rl_loop.gateway.chat import ChatCall
 from rl_loop.gateway.errors import ApiError, ErrorCode
 from rl_loop.gateway.forest import Node
+from rl_loop.gateway.openings import Openings
 from rl_loop.gateway.request import TurnRequest
 from rl_loop.gateway.responses import ResponsesCall
 from rl_loop.gateway.reward import read_reward
@@ -75,6 +76,7 @@ class Gateway:
         self._harmony = harmony
         self._shape = shape
         self._settings = settings
+        self._openings = Openings(harmony)
         self._sessions: dict[str, Session] = {}
         """By API key."""
         self._runner: web.AppRunner | None = None
@@ -100,6 +102,7 @@ class Gateway:
             self._shape,
             settings or self._settings.session,
             api_key,
+            self._openings,
         )
         if session.api_key in self._sessions:
             raise ValueError(f"session {name}: its API key belongs to another session already")

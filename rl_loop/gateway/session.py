@@ -18,6 +18,7 @@ from rl_loop.gateway.answer import ReadTurn, read_turn
 from rl_loop.gateway.errors import ApiError, ErrorCode
 from rl_loop.gateway.forest import Forest, Node, Place, new_routes, next_key, without_routes
 from rl_loop.gateway.history import History
+from rl_loop.gateway.openings import Openings
 from rl_loop.gateway.request import TurnRequest
 from rl_loop.gateway.reward import GivenReward
 from rl_loop.harmony.codec import Harmony
@@ -114,8 +115,10 @@ class Session:
         shape: ModelShape,
         settings: SessionSettings,
         api_key: str | None = None,
+        openings: Openings | None = None,
     ) -> None:
-        """``name``: unique; with the number of a turn it seeds what is sampled."""
+        """``name``: unique; with the number of a turn it seeds what is sampled. ``openings``: those
+        of all sessions of a gateway."""
         self.name = name
         self.api_key = api_key or f"sk-{secrets.token_urlsafe(24)}"
         self.forest = Forest(settings.remembered_turns)
@@ -131,6 +134,7 @@ class Session:
         self._harmony = harmony
         self._shape = shape
         self._settings = settings
+        self._openings = openings or Openings(harmony)
         self._history = History(harmony)
         self._rewards: dict[str | None, dict[str, float]] = {}
         """By the response that earned it, None for the session as a whole."""
@@ -394,12 +398,10 @@ class Session:
         while first < len(messages) and messages[first]["role"] == "developer":
             first += 1
 
-        head = self._harmony.render_prompt(
-            messages[:first], request.tools, reasoning_effort=request.reasoning_effort
+        head = self._openings.render(
+            place.keys[first], messages[:first], request.tools, request.reasoning_effort
         )
-        # Each part ends where the assistant would begin.
-        head = head[: len(head) - len(self._harmony.assistant_header)]
-        return head + self._harmony.render_continuation(messages[first:], open_calls, first)
+        return [*head, *self._harmony.render_continuation(messages[first:], open_calls, first)]
 
     # ---- its limits
 
