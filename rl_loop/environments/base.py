@@ -18,6 +18,9 @@ from rl_loop.sandbox import ExecutionResult
 
 Split = Literal["train", "held_out"]
 
+FUNCTIONS = "functions."
+"""How the recipient of a function's call begins."""
+
 
 @dataclass(frozen=True)
 class Task:
@@ -384,6 +387,13 @@ def text_in(record: dict[str, Any], key: str) -> str:
     return value
 
 
+def function_of(recipient: str) -> str:
+    """Return the name of the function that a call is for. Raises UnknownTool for another recipient."""
+    if not recipient.startswith(FUNCTIONS):
+        raise UnknownTool
+    return recipient.removeprefix(FUNCTIONS)
+
+
 def arguments_of(text: str) -> dict[str, Any]:
     """Parse the JSON object that a function is called with. Raises ToolError."""
     try:
@@ -412,4 +422,4 @@ def final(text: str) -> ParsedMessage:
 def function_call(name: str, /, **arguments: Any) -> ParsedMessage:
     """Write a call of one of the ``tools``."""
     text = json.dumps(arguments)
-    return ParsedMessage("commentary", f"functions.{name}", "<|constrain|>json", text)
+    return ParsedMessage("commentary", f"{FUNCTIONS}{name}", "<|constrain|>json", text)
