@@ -200,7 +200,7 @@ def serve_by_wire(port: int, interface: str) -> None:
 def answer_to_step(game: Game, message: dict[str, Any]) -> dict[str, Any]:
     data = message["data"]
     if message["type"] == "step" and set(data) != {"number"}:
-        return _refused("number")
+        return _refused("number", *(key for key in data if key != "number"))
     try:
         seen = (
             game.reset(data.get("seed", 0))
@@ -272,9 +272,10 @@ def _observed(observation: dict[str, Any], seen: dict[str, Any] | None = None) -
     }
 
 
-def _refused(key: str) -> dict[str, Any]:
+def _refused(*keys: str) -> dict[str, Any]:
+    """``keys``: what is missing, and what is too much."""
     error = {"message": "Invalid message", "code": "VALIDATION_ERROR"}
-    return {"type": "error", "data": error | {"errors": [{"loc": [key]}]}}
+    return {"type": "error", "data": error | {"errors": [{"loc": [key]} for key in keys]}}
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from mcp.types import INTERNAL_ERROR, INVALID_PARAMS
 
 from rl_loop.cluster.placement import free_port
 from rl_loop.config.episode import EpisodeLimits
@@ -33,6 +34,7 @@ from rl_loop.harmony.vocabulary import GptOssVocabulary
 from rl_loop.infrastructure import InfrastructureFailure
 from rl_loop.rollout import agent
 from rl_loop.rollout.agent import run_episode
+from tests.rl_loop.environments.ledger_server import REFUSED
 from tests.rl_loop.scripted_engine import ScriptedEngine
 from tests.waiting import wait_until
 
@@ -194,6 +196,27 @@ def test_what_the_policy_did_wrong_it_reads(harmony: Harmony) -> None:
     assert balance == "0"
     assert (trajectory.tool_calls, trajectory.tool_errors, trajectory.reward) == (4, 3, -1.0)
     assert trajectory.invalid is None
+
+
+def test_of_the_protocols_errors_only_those_of_the_arguments_are_the_policys(
+    harmony: Harmony,
+) -> None:
+    REFUSED.clear()
+    task = make_task({"bank": IN_PROCESS})
+    trajectory = play(
+        harmony, task, call(harmony, "refuse", code=INVALID_PARAMS), final(harmony, "7")
+    )
+    assert read(trajectory) == ["refuse: no such account"]
+    assert (trajectory.tool_errors, trajectory.reward) == (1, 1.0)
+    assert REFUSED == [INVALID_PARAMS]
+
+    failed = play(harmony, task, call(harmony, "refuse", code=INTERNAL_ERROR), final(harmony, "7"))
+    assert failed.invalid is not None
+    assert (failed.invalid.component, failed.invalid.culprit) == ("tool", "tool server bank")
+    assert "failed in a call of refuse: MCPError: no such account" in failed.invalid.reason
+    assert math.isnan(failed.reward)
+    # In place, before it was given up.
+    assert REFUSED[1:] == [INTERNAL_ERROR] * (1 + len(agent.TOOL_PAUSES))
 
 
 def test_a_tool_that_is_not_offered_is_a_format_error(harmony: Harmony) -> None:
