@@ -12,14 +12,11 @@ from typing import Any, ClassVar, Literal, Protocol
 from pydantic import BaseModel, ConfigDict
 
 from rl_loop.chat.messages import ParsedMessage, ToolOutput
-from rl_loop.chat.tools import BuiltinTool, PythonTool, Tool
+from rl_loop.chat.tools import FUNCTIONS, BuiltinTool, PythonTool, Tool
 from rl_loop.infrastructure import InfrastructureFailure, describe
 from rl_loop.sandbox import ExecutionResult
 
 Split = Literal["train", "held_out"]
-
-FUNCTIONS = "functions."
-"""How the recipient of a function's call begins."""
 
 
 @dataclass(frozen=True)

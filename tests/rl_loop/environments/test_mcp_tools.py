@@ -293,12 +293,15 @@ def test_a_server_that_says_nothing_is_given_up_in_time(harmony: Harmony) -> Non
 
 
 def test_a_call_is_bounded_in_time_and_size(harmony: Harmony) -> None:
-    bounded = IN_PROCESS | {"call_seconds": 0.3, "max_output_bytes": 40}
-    task = make_task({"bank": bounded})
+    bounded = {
+        "slow": IN_PROCESS | {"call_seconds": 0.3, "tools": ["wait"], "prefix": "slow_"},
+        "bank": IN_PROCESS | {"max_output_bytes": 40},
+    }
+    task = make_task(bounded)
     trajectory = play(
         harmony,
         task,
-        call(harmony, "wait", seconds=3),
+        call(harmony, "slow_wait", seconds=3),
         call(harmony, "repeat", text="ab", times=1000),
         call(harmony, "picture"),
         final(harmony, "7"),
