@@ -354,14 +354,25 @@ def test_an_environment_of_verifiers_is_an_agent(
     env = {"taskset": {"id": "verifiers_sums"}, "agent": agent}
 
     async def run() -> list[Trajectory]:
-        turns = [says(tiny, "2"), says(tiny, "2")] + [says(tiny, "4")] * 3
+        turns = [says(tiny, "2"), says(tiny, "2")] + [says(tiny, "4")] * 3 + [says(tiny, "2")] * 2
         async with running(tiny, ScriptedEngine(turns)) as runner:
-            return [
-                await play_task(runner, options, {"prompt": "sum", "env": env, "index": index})
-                for index in (1, 2, 3)
-            ]
 
-    right, wrong, broken = asyncio.run(run())
+            async def play_index(index: int) -> Trajectory:
+                row = {"prompt": "sum", "env": env, "index": index}
+                return await play_task(runner, options, row, seed=10 * len(episodes) + index)
+
+            episodes: list[Trajectory] = []
+            for index in (1, 2, 3, 9):
+                episodes.append(await play_index(index))
+            # Two at a time: each has the key of its own session.
+            return episodes + await asyncio.gather(play_index(1), play_index(2))
+
+    right, wrong, broken, missing, *both = asyncio.run(run())
+    assert [episode.reward_parts["score"] for episode in both] == [1.0, 0.25]
+    for number, episode in enumerate(both, 1):
+        assert f"What is {number} + 1?" in episode.turns[0].text
+    assert missing.invalid is not None
+    assert "verifiers_sums has no task 9" in missing.invalid.reason
     assert right.invalid is None, right.invalid
     assert (right.reward_parts["score"], wrong.reward_parts["score"]) == (1.0, 0.25)
     assert tiny.decode(right.token_ids[right.loss_mask].tolist()) == tiny.decode(says(tiny, "2"))

@@ -424,6 +424,31 @@ def test_a_judge_asks_the_servers_what_was_done(harmony: Harmony) -> None:
     assert "open_with" not in trajectory.turns[0].text
     unfinished = environment_of(task).unfinished()
     assert unfinished.reward_parts["said"] == 0.0
+    cheating = play(harmony, task, call(harmony, "open_with", amount=7))
+    assert cheating.format_error == "unknown_tool"
+
+
+@pytest.mark.parametrize(
+    ("options", "setup", "component", "reason"),
+    [
+        ({"setup_tool": "open_with"}, {"amount": "much"}, "tool", "setup_tool open_with: "),
+        ({"setup_tool": "open_with"}, 3, "environment", "open_with wants a JSON object, not int"),
+        ({"setup_tool": "fly"}, {}, "tool", "no server has the tool fly any more"),
+        ({"twice": True}, {}, "tool", "tool servers bank and shop both have a tool 'balance'"),
+    ],
+)
+def test_an_episode_that_cannot_be_set_up_is_an_infrastructure_failure(
+    harmony: Harmony, options: dict[str, Any], setup: object, component: str, reason: str
+) -> None:
+    servers = {"bank": IN_PROCESS}
+    if options.pop("twice", False):
+        servers["shop"] = {"in_process": f"{LEDGER}:other"}
+    task = make_task(servers, {"setup": setup}, **options)
+    trajectory = play(harmony, task, final(harmony, "7"))
+    assert trajectory.invalid is not None
+    assert trajectory.invalid.component == component
+    assert trajectory.invalid.reason.startswith(reason)
+    assert math.isnan(trajectory.reward)
 
 
 def test_purification_and_retries_set_the_servers_back() -> None:

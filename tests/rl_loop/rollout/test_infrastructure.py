@@ -639,6 +639,8 @@ def test_the_breaker_ends_a_run_by_share_and_by_streak_and_names_the_culprit() -
         servers.check_share()
 
     streak = InfrastructureBreaker(max_share=0.9, max_streak=20)
+    # One valid episode ends a streak, which begins anew behind it.
+    streak.observe(TrajectoryGroup("t", [], invalid=[failed()] * 19))
     streak.observe(TrajectoryGroup("t", [valid(0.0)], invalid=[failed()] * 19))
     streak.observe(TrajectoryGroup("t", [], invalid=[failed()] * 19))
     with pytest.raises(
