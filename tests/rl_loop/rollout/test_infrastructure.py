@@ -15,6 +15,7 @@ import pytest
 
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.config.episode import EpisodeLimits, PurificationConfig
+from rl_loop.config.rollout import RolloutConfig
 from rl_loop.data.credit import assign_advantages
 from rl_loop.data.samples import to_samples
 from rl_loop.data.trajectory import (
@@ -38,6 +39,7 @@ from rl_loop.infrastructure import (
 )
 from rl_loop.rollout import agent, turn_sampler
 from rl_loop.rollout.agent import run_episode
+from rl_loop.rollout.group_stream import GroupRequest, GroupStream, run_groups
 from rl_loop.tracking.metrics import StepMetrics
 from rl_loop.tracking.step_metrics import add_rollout_metrics
 from tests.rl_loop.scripted_engine import ScriptedEngine
@@ -647,6 +649,38 @@ def test_the_breaker_ends_a_run_by_share_and_by_streak_and_names_the_culprit() -
         InfrastructureOutage, match=r"20 in a row; rollout.max_invalid_streak is 20"
     ):
         streak.observe(TrajectoryGroup("t", [], invalid=[failed()]))
+
+
+class AtOnce:
+    """Runs groups: each has ended when it is admitted."""
+
+    def __init__(self, *groups: TrajectoryGroup) -> None:
+        self.groups = groups
+
+    def stream(self) -> GroupStream:
+        return GroupStream(lambda admitted: admitted.end(self.groups[admitted.number]))
+
+
+@pytest.mark.parametrize(
+    ("lost", "limit"),
+    [((1, 2), "16 in a row"), ((0, 2), "16 of 32 .*max_invalid_share is 0.4"), ((3,), None)],
+)
+def test_groups_are_given_out_unless_too_many_of_their_episodes_were_invalid(
+    lost: tuple[int, ...], limit: str | None
+) -> None:
+    groups = [
+        TrajectoryGroup(str(number), [], invalid=[failed()] * 8)
+        if number in lost
+        else TrajectoryGroup(str(number), [valid(0.0)] * 8)
+        for number in range(4)
+    ]
+    rollout = RolloutConfig.model_construct(max_invalid_share=0.4, max_invalid_streak=16)
+    requests = [GroupRequest(None, tuple(range(8)), 1.0)] * 4  # type: ignore[arg-type]
+    if limit is None:
+        assert run_groups(AtOnce(*groups), requests, rollout) == groups
+        return
+    with pytest.raises(InfrastructureOutage, match=limit):
+        run_groups(AtOnce(*groups), requests, rollout)
 
 
 def test_failures_come_whole_out_of_another_process() -> None:
