@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import sys
@@ -36,6 +37,12 @@ PROGRAMS = "tests.rl_loop.agents.programs"
 
 def says(harmony: Harmony, text: str, channel: str = "final") -> list[int]:
     return harmony.render_assistant([ParsedMessage(channel, None, None, text)], "<|return|>")
+
+
+def calls(harmony: Harmony, name: str, **arguments: object) -> list[int]:
+    text = json.dumps(arguments)
+    message = ParsedMessage("commentary", f"functions.{name}", "<|constrain|>json", text)
+    return harmony.render_assistant([message], "<|call|>")
 
 
 @asynccontextmanager
@@ -301,6 +308,40 @@ def test_a_process_ends_with_the_worker_that_started_it(tiny: Harmony) -> None:
             assert os.getpid() != pid
 
     asyncio.run(run())
+
+
+def test_agents_of_the_sdk_with_a_function_a_handoff_and_a_server_play_an_episode(
+    tiny: Harmony,
+) -> None:
+    """Those of examples/sdk_agents.py, in a process of their own."""
+    agent = "examples.sdk_agents"
+    options = BlackBoxOptions(agent=f"{agent}:run", tasks=f"{agent}:tasks", memory_gb=4)
+    task = BlackBoxEnvironment.generate("train", 0, 0, options).metadata["record"]
+    _, _, count, item, _ = task["prompt"].split()
+    price = task["total"] // int(count)
+
+    turns = [
+        calls(tiny, "transfer_to_clerk"),
+        calls(tiny, "price", item=item.removesuffix("s")),
+        calls(tiny, "total", price=price, count=int(count)),
+        says(tiny, str(task["total"])),
+    ]
+    limits = LIMITS.model_copy(update={"max_tokens": 4000})
+
+    async def run() -> Trajectory:
+        async with running(tiny, ScriptedEngine(turns), limits) as runner:
+            return await play_task(runner, options, task)
+
+    episode = asyncio.run(run())
+    assert episode.invalid is None, episode.invalid
+    assert episode.reward == 1.0
+    # The clerk has other instructions and tools than the desk: a sequence of its own.
+    desk, clerk = episode.sequences
+    assert [turn.role for turn in desk.turns] == ["prompt", "assistant"]
+    heard = [turn.text for turn in clerk.turns if turn.role == "tool"]
+    assert [str(price) in heard[0], str(task["total"]) in heard[1]] == [True, True]
+    sampled = [s.token_ids[s.loss_mask].tolist() for s in (desk, clerk)]
+    assert sampled == [turns[0], [token for turn in turns[1:] for token in turn]]
 
 
 def test_an_agent_runs_with_an_interpreter_that_has_nothing_of_this_project(

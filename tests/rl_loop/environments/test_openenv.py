@@ -316,7 +316,7 @@ def test_a_server_that_dies_and_is_there_again_is_brought_to_where_it_was(
 
 
 def test_a_step_that_takes_too_long_is_the_policys_doing(harmony: Harmony, served: Served) -> None:
-    task = make_task(served.url, step_seconds=0.3)
+    task = make_task(served.url, step_seconds=1.0)
     trajectory = play(harmony, task, guess(harmony, 3), guess(harmony, SLOW))
     assert trajectory.invalid is None
     assert trajectory.reward_parts["score"] == -0.25
