@@ -33,19 +33,21 @@ class Game:
     """The game, whoever serves it."""
 
     def __init__(self) -> None:
-        self.secret = 0
+        self.secret = self.guesses = 0
 
     def reset(self, seed: int) -> dict[str, Any]:
         self.secret = seed % 10
-        return {"hint": "guess a number", "reward": None, "done": False}
+        hint = "guess a number" if seed < 10 else "guess again"
+        return {"hint": hint, "reward": None, "done": False}
 
     def step(self, number: int) -> dict[str, Any]:
+        self.guesses += 1
         if number == SLOW:
             time.sleep(3)
         if number == ONCE and happens_once():
             os._exit(3)
         if number < 0:
-            raise ValueError("negative")
+            raise ValueError(f"guess {self.guesses} is negative")
         if number == self.secret:
             return {"hint": "yes", "reward": 1.0, "done": True}
         return {

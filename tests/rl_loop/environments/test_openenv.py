@@ -153,7 +153,7 @@ def test_a_game_is_played_by_steps_and_earns_what_they_did(
         guess(harmony, 7),
     )
     low, negative, invalid = heard(trajectory)
-    assert (low, negative) == ("higher", "negative")
+    assert (low, negative) == ("higher", "guess 2 is negative")
     assert '"number"' in invalid
     assert (trajectory.tool_calls, trajectory.tool_errors) == (4, 2)
     # -0.25 and 1, between -1 for nothing and 1 for a perfect game.
@@ -200,7 +200,7 @@ def test_a_game_is_played_by_the_environments_own_tools(
         guess(harmony, 7, "guess"),
     )
     low, negative, invalid, rules = heard(trajectory)
-    assert (low, negative) == ("higher", "Error calling tool 'guess': negative")
+    assert (low, negative) == ("higher", "Error calling tool 'guess': guess 2 is negative")
     assert "number" in invalid
     # Of a result without structured content, too, it is the content that is read.
     assert rules == RULES
@@ -310,7 +310,7 @@ def test_a_server_that_dies_and_is_there_again_is_brought_to_where_it_was(
     trajectory = play(harmony, task, guess(harmony, 3), guess(harmony, ONCE), guess(harmony, 7))
     assert served.process.pid != first, "it has not died"
     # The first guess was made again in the new game: its reward counts once.
-    assert heard(trajectory) == ["higher", "negative"]
+    assert heard(trajectory) == ["higher", "guess 2 is negative"]
     assert trajectory.reward_parts["score"] == 0.75
     assert trajectory.invalid is None
 
@@ -382,8 +382,12 @@ def test_tasks_have_numbers_and_seeds_that_no_other_task_has() -> None:
             SourceConfig(environment="openenv", options=options_given)
 
 
+@pytest.mark.parametrize(
+    ("seed", "what"),
+    [(2, "number': 3} comes to something else"), (12, "something else than before by its reset")],
+)
 def test_a_game_that_goes_otherwise_when_it_is_played_again_is_infrastructure(
-    served: Served,
+    served: Served, seed: int, what: str
 ) -> None:
     async def run() -> None:
         environment = environment_of(make_task(served.url))
@@ -392,10 +396,10 @@ def test_a_game_that_goes_otherwise_when_it_is_played_again_is_infrastructure(
             await environment.call("functions.step", '{"number": 3}')
             environment.restore_state(environment.save_state())
             # As if the server had another game under the same seed.
-            environment.row["reset"] = {"seed": 2}
+            environment.row["reset"] = {"seed": seed}
             await environment.call("functions.step", '{"number": 3}')
         finally:
             await environment.close()
 
-    with pytest.raises(InfrastructureFailure, match="comes to something else than before"):
+    with pytest.raises(InfrastructureFailure, match=what):
         asyncio.run(run())
