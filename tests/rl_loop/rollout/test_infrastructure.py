@@ -363,6 +363,41 @@ def test_a_failure_that_passes_is_tried_again_from_the_same_state(
     assert environment._calls == 2
 
 
+def test_what_a_turn_did_before_it_failed_is_undone_before_it_is_tried_again(
+    tiny: Harmony,
+) -> None:
+    class FailsInTheMiddle(ReToolEnvironment):
+        FIXED = (*Environment.FIXED, "failures")
+        failures = 0
+
+        async def call(self, tool: str, arguments: str) -> Any:
+            if self._calls == 1 and self.failures == 0:
+                self.failures = 1
+                raise ConnectionRefusedError(111, "Connection refused")
+            return await super().call(tool, arguments)
+
+    environment = FailsInTheMiddle(TASK, interpreter, RewardConfig())
+    episode = play(tiny, ScriptedEngine([call(tiny, "1", "2"), answer(tiny)]), environment)
+    assert (episode.invalid, episode.reward, environment.failures) == (None, 1.0, 1)
+    # Of "1" before the failure nothing is left.
+    assert environment._calls == 2
+
+
+def test_an_environment_that_opens_late_is_waited_for(tiny: Harmony) -> None:
+    opened: list[int] = []
+
+    class OpensLate(ReToolEnvironment):
+        async def open(self) -> None:
+            opened.append(1)
+            if len(opened) <= len(agent.TOOL_PAUSES):
+                raise ConnectionRefusedError(111, "Connection refused")
+
+    environment = OpensLate(TASK, interpreter, RewardConfig())
+    episode = play(tiny, ScriptedEngine([call(tiny, "1"), answer(tiny)]), environment)
+    assert (episode.invalid, episode.reward) == (None, 1.0)
+    assert len(opened) == 1 + len(agent.TOOL_PAUSES)
+
+
 def test_a_world_that_cannot_be_set_back_is_not_acted_on_twice(tiny: Harmony) -> None:
     class Remote(FaultyEnvironment):
         def save_state(self) -> None:
@@ -627,6 +662,11 @@ def test_the_breaker_ends_a_run_by_share_and_by_streak_and_names_the_culprit() -
     with pytest.raises(InfrastructureOutage, match=message) as outage:
         breaker.check_share()
     assert "\n" not in str(outage.value)
+
+    # As many as are allowed are.
+    exact = InfrastructureBreaker(max_share=0.25, max_streak=None)
+    exact.observe(TrajectoryGroup("t", [valid(0.0)] * 3, invalid=[failed()]))
+    exact.check_share()
 
     # Reasons that are all different have one culprit in common.
     servers = InfrastructureBreaker(max_share=0.0, max_streak=None)
