@@ -48,6 +48,7 @@ def test_every_example_is_tried() -> None:
         "convert_checkpoint",
         "custom_environment",
         "mcp_environment",
+        "sdk_agents",
         "sink_attention_in_torch",
     }
 
@@ -99,6 +100,20 @@ def test_the_clerks_chats_and_tasks_hold_questions_out_and_know_nothing_of_us(
     assert not held_out & trained
     prices = {tasks("train", 0, 192 * i)["price"] for i in range(20)}
     assert len(prices) > 5, "the same question has other answers"
+
+
+def test_the_agents_of_the_sdk_have_tasks_that_are_held_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """How they are run is in tests/rl_loop/agents/test_programs.py."""
+    assert "rl_loop" not in (ROOT / "examples/sdk_agents.py").read_text()
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    tasks = importlib.import_module("sdk_agents").tasks
+    held_out, trained = (
+        {tasks(split, 0, i)["prompt"] for i in range(200)} for split in ("held_out", "train")
+    )
+    assert (len(held_out), len(trained)) == (33, 100)
+    assert not held_out & trained
 
 
 def test_the_converted_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:

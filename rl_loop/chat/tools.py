@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 NAME = re.compile(r"[\w.-]+")
+FUNCTIONS = "functions."
+"""How the recipient of a function's call begins."""
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,10 @@ from typing import Any
 
 from openai_harmony import DeveloperContent, Message, ReasoningEffort, Role
 
+from rl_loop.chat.tools import FUNCTIONS
 from rl_loop.conversations.errors import ConversationError
 from rl_loop.harmony.codec import Tool, message_text
 from rl_loop.harmony.conversation import MessageTranslator, describe_message
-
-FUNCTIONS = "functions."
-"""How the recipient of a function's call begins."""
 
 CONTROL_KEYS = ("weight", "finish_reason")
 """Of the assistant's messages: what says how they are learned, and is not rendered."""

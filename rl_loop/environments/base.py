@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, Protocol
 from pydantic import BaseModel, ConfigDict
 
 from rl_loop.chat.messages import ParsedMessage, ToolOutput
-from rl_loop.chat.tools import BuiltinTool, PythonTool, Tool
+from rl_loop.chat.tools import FUNCTIONS, BuiltinTool, PythonTool, Tool
 from rl_loop.infrastructure import InfrastructureFailure, describe
 from rl_loop.sandbox import ExecutionResult
 
@@ -384,6 +384,13 @@ def text_in(record: dict[str, Any], key: str) -> str:
     return value
 
 
+def function_of(recipient: str) -> str:
+    """Return the name of the function that a call is for. Raises UnknownTool for another recipient."""
+    if not recipient.startswith(FUNCTIONS):
+        raise UnknownTool
+    return recipient.removeprefix(FUNCTIONS)
+
+
 def arguments_of(text: str) -> dict[str, Any]:
     """Parse the JSON object that a function is called with. Raises ToolError."""
     try:
@@ -412,4 +419,4 @@ def final(text: str) -> ParsedMessage:
 def function_call(name: str, /, **arguments: Any) -> ParsedMessage:
     """Write a call of one of the ``tools``."""
     text = json.dumps(arguments)
-    return ParsedMessage("commentary", f"functions.{name}", "<|constrain|>json", text)
+    return ParsedMessage("commentary", f"{FUNCTIONS}{name}", "<|constrain|>json", text)

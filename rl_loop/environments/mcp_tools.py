@@ -20,15 +20,15 @@ from rl_loop.environments.base import (
     ToolError,
     UnknownTool,
     arguments_of,
+    function_of,
     text_in,
 )
-from rl_loop.environments.replayed import Deed, ReplayedEnvironment
+from rl_loop.environments.replayed import Deed, ReplayedEnvironment, ReplayedOptions
 from rl_loop.environments.reward_parts import check_parts, read_parts, with_parts
 from rl_loop.environments.row_tasks import (
     FUNCTIONS,
     check_function,
     generated_row,
-    row_of,
     row_task,
 )
 from rl_loop.environments.tool_servers.config import ToolServerConfig
@@ -37,11 +37,8 @@ from rl_loop.environments.tool_servers.toolbox import ToolBox, offered_without_e
 from rl_loop.harmony.codec import Tool
 from rl_loop.infrastructure import InfrastructureFailure
 
-RECIPIENT = "functions."
-"""How the recipient of a function's call begins."""
 
-
-class McpOptions(EnvironmentOptions):
+class McpOptions(ReplayedOptions):
     servers: dict[str, ToolServerConfig] = Field(min_length=1)
     """The servers, by names of your choice."""
     judge: str | None = None
@@ -54,15 +51,9 @@ class McpOptions(EnvironmentOptions):
     tasks: str | None = None
     """``tasks(split, seed, index)`` as MODULE:FUNCTION: generates task ``index`` of "train" or
     "held_out", a JSON object with the text ``prompt``. null: rows of train_path and held_out_path."""
-    instructions: str | None = None
-    """The developer message."""
     setup_tool: str | None = None
     """A tool that is called before each episode with the row's ``setup``, a JSON object. The policy
     is not offered it."""
-    replay: bool = True
-    """Whether an episode's servers can be set back: new ones are started and are given the same
-    calls again. false for servers with effects beyond their session: a call that infrastructure
-    spoiled is then not repeated, and the episode is invalid."""
 
     @field_validator("judge", "tasks")
     @classmethod
@@ -84,7 +75,7 @@ class ToolCall:
     arguments: dict[str, Any]
 
 
-class McpEnvironment(ReplayedEnvironment):
+class McpEnvironment(ReplayedEnvironment[McpOptions]):
     """An episode with the tools of MCP servers.
 
     A subclass may override ``judge`` and ``set_up``, and give ``Options`` further fields or other
@@ -93,15 +84,11 @@ class McpEnvironment(ReplayedEnvironment):
     Options: ClassVar[type[EnvironmentOptions]] = McpOptions
 
     def __init__(self, task: Task, execute: Execute, reward: RewardConfig) -> None:
-        """Raises ValueError for a task that was made otherwise than by this class."""
         super().__init__(task, execute, reward)
-        self.row = row_of(task)
-        options = self.Options.model_validate(task.metadata["options"])
-        assert isinstance(options, McpOptions), f"{self.Options.__name__} is no McpOptions"
-        self.options = options
         self.toolbox: ToolBox | None = None
-        own = [server for server in self.options.servers.values() if not server.shared]
-        self.can_be_set_back = self.options.replay or not own
+        # Servers that all episodes share keep nothing: there is nothing to be set back.
+        if all(server.shared for server in self.options.servers.values()):
+            self.can_be_set_back = True
 
     # ---- tasks
 
@@ -171,9 +158,8 @@ class McpEnvironment(ReplayedEnvironment):
     async def call(self, tool: str, arguments: str) -> str:
         await self.ready()
         assert self.toolbox is not None
-        name = tool.removeprefix(RECIPIENT)
-        is_offered = self.toolbox.offers(name) and name != self.options.setup_tool
-        if not tool.startswith(RECIPIENT) or not is_offered:
+        name = function_of(tool)
+        if not self.toolbox.offers(name) or name == self.options.setup_tool:
             raise UnknownTool
 
         answer: ToolAnswer = await self.act(ToolCall(name, arguments_of(arguments)))

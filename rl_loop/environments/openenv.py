@@ -8,7 +8,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import aiohttp
@@ -25,26 +25,28 @@ from rl_loop.environments.base import (
     ToolError,
     UnknownTool,
     arguments_of,
+    function_of,
 )
-from rl_loop.environments.replayed import ReplayedEnvironment
-from rl_loop.environments.row_tasks import row_of, row_task
-from rl_loop.environments.tool_servers.schemas import harmony_schema
+from rl_loop.environments.replayed import ReplayedEnvironment, ReplayedOptions
+from rl_loop.environments.row_tasks import row_task
+from rl_loop.environments.tool_servers.content import text_of
+from rl_loop.environments.tool_servers.schemas import described_tool
 from rl_loop.harmony.codec import Tool
 from rl_loop.infrastructure import InfrastructureFailure, describe
 
-RECIPIENT = "functions."
-"""How the recipient of a function's call begins."""
 NUMBER = "{number}"
 """What stands for a task's number in the option ``prompt``."""
 FRAME_BYTES = 64 << 20
 """Of one message of the server."""
+TRANSPORT_ERROR = "transport_error"
+"""What the environment says of a tool that it cannot reach."""
 OF_THE_ACTION = ("VALIDATION_ERROR", "EXECUTION_ERROR")
 """Errors that a server answers to an action, and that the policy reads."""
 BESIDE_OBSERVATION = ("done", "reward", "metadata")
 """Keys of an observation that are not the policy's to read."""
 
 
-class OpenEnvOptions(EnvironmentOptions):
+class OpenEnvOptions(ReplayedOptions):
     url: str = Field(pattern="^(http|ws)s?://")
     """Where the environment is served, such as http://127.0.0.1:8000."""
     headers: dict[str, str] = Field(default_factory=dict)
@@ -69,12 +71,6 @@ class OpenEnvOptions(EnvironmentOptions):
     """Which rewards of an episode's steps are its score."""
     perfect: float = Field(1.0, gt=0)
     """What of it is a perfect score, 1."""
-    instructions: str | None = None
-    """The developer message."""
-    replay: bool = True
-    """Whether an episode can be played again up to where it was, in a new session: the same resets
-    and actions lead to the same observations. false where they do not; what infrastructure spoils is
-    invalid then."""
     connect_seconds: float = Field(60.0, gt=0)
     """Limit of beginning a session, and of ``reset``."""
     step_seconds: float = Field(60.0, gt=0)
@@ -99,9 +95,15 @@ class Observed:
     reward: float | None
     done: bool
     error: str | None = None
-    """What was wrong with the action; nothing else is known then."""
+    """What was wrong with the action."""
     is_late: bool = False
     """Whether no answer came in time. The session is over then."""
+
+
+def failure_of(options: OpenEnvOptions, what: str) -> InfrastructureFailure:
+    """Make the failure of an environment that is served at ``options.url``."""
+    culprit = f"OpenEnv at {options.url}"
+    return InfrastructureFailure("environment", f"{culprit} {what}", culprit)
 
 
 class OpenEnvSession:
@@ -126,7 +128,7 @@ class OpenEnvSession:
                 self._socket = await self._http.ws_connect(url, max_msg_size=FRAME_BYTES)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             await self.close()
-            raise self._failure(f"cannot be reached: {describe(error)}") from error
+            raise failure_of(self._options, f"cannot be reached: {describe(error)}") from error
 
     async def close(self) -> None:
         """End the session. Calling it again does nothing."""
@@ -144,9 +146,9 @@ class OpenEnvSession:
             observed = await self._ask("reset", arguments, self._options.connect_seconds)
         except TimeoutError:
             seconds = self._options.connect_seconds
-            raise self._failure(f"did not reset within {seconds:g} s") from None
+            raise failure_of(self._options, f"did not reset within {seconds:g} s") from None
         if observed.error is not None:
-            raise self._failure(f"cannot reset: {observed.error}")
+            raise failure_of(self._options, f"cannot reset: {observed.error}")
         return observed
 
     async def step(self, action: dict[str, Any]) -> Observed:
@@ -161,7 +163,7 @@ class OpenEnvSession:
     async def _ask(self, kind: str, data: dict[str, Any], seconds: float) -> Observed:
         """Send a message and return the answer. Raises InfrastructureFailure and TimeoutError."""
         if self._socket is None:
-            raise self._failure("is not connected")
+            raise failure_of(self._options, "is not connected")
         try:
             async with asyncio.timeout(seconds):
                 await self._socket.send_json({"type": kind, "data": data})
@@ -169,9 +171,11 @@ class OpenEnvSession:
         except TimeoutError:
             raise
         except (aiohttp.ClientError, OSError) as error:
-            raise self._failure(f"broke off: {describe(error)}") from error
+            raise failure_of(self._options, f"broke off: {describe(error)}") from error
         if answer.type is not aiohttp.WSMsgType.TEXT:
-            raise self._failure(f"broke off ({answer.type.name.lower()}) in answer to a {kind}")
+            raise failure_of(
+                self._options, f"broke off ({answer.type.name.lower()}) in answer to a {kind}"
+            )
         return self._read(answer.data)
 
     def _read(self, text: str) -> Observed:
@@ -181,7 +185,7 @@ class OpenEnvSession:
             data = message["data"]
             if message["type"] == "error":
                 if data["code"] not in OF_THE_ACTION:
-                    raise self._failure(f"{data['code']}: {data['message']}")
+                    raise failure_of(self._options, f"{data['code']}: {data['message']}")
                 details = data.get("errors") or data["message"]
                 return Observed({}, None, False, _as_text(details))
             reward = data["reward"]
@@ -191,24 +195,18 @@ class OpenEnvSession:
                 done=bool(data["done"]),
             )
         except (ValueError, KeyError, TypeError) as error:
-            raise self._failure(f"answered {text[:200]!r}: {describe(error)}") from error
-
-    def _failure(self, what: str) -> InfrastructureFailure:
-        culprit = f"OpenEnv at {self._options.url}"
-        return InfrastructureFailure("environment", f"{culprit} {what}", culprit)
+            raise failure_of(
+                self._options, f"answered {text[:200]!r}: {describe(error)}"
+            ) from error
 
 
-class OpenEnvEnvironment(ReplayedEnvironment):
+class OpenEnvEnvironment(ReplayedEnvironment[OpenEnvOptions]):
     """An episode of an OpenEnv environment."""
 
     Options: ClassVar[type[EnvironmentOptions]] = OpenEnvOptions
 
     def __init__(self, task: Task, execute: Execute, reward: RewardConfig) -> None:
-        """Raises ValueError for a task that was made otherwise than by this class."""
         super().__init__(task, execute, reward)
-        self.row = row_of(task)
-        self.options = OpenEnvOptions.model_validate(task.metadata["options"])
-        self.can_be_set_back = self.options.replay
         self._session: OpenEnvSession | None = None
         self._first: Observed | None = None
         """Of ``reset``."""
@@ -240,8 +238,7 @@ class OpenEnvEnvironment(ReplayedEnvironment):
         arguments = self.options.reset | self.row.get("reset", {})
         first = await self._session.reset(arguments)
         if self._first is not None and first != self._first:
-            what = f"OpenEnv at {self.options.url}: reset comes to something else than before"
-            raise InfrastructureFailure("environment", what)
+            raise failure_of(self.options, "comes to something else than before by its reset")
         self._first = first
         if not self._tools:
             self._tools = await self._described_tools(self._session)
@@ -257,8 +254,14 @@ class OpenEnvEnvironment(ReplayedEnvironment):
 
     async def do(self, action: dict[str, Any]) -> Observed:
         if self._session is None:
-            raise InfrastructureFailure("environment", f"OpenEnv at {self.options.url} is gone")
-        return await self._session.step(action)
+            raise failure_of(self.options, "is gone")
+        observed = await self._session.step(action)
+        if self.options.interface != "tools":
+            return observed
+        try:
+            return _with_tool_error(observed)
+        except ConnectionError as error:
+            raise failure_of(self.options, f"does not reach its tools: {error}") from error
 
     async def _described_tools(self, session: OpenEnvSession) -> list[Tool]:
         """Return what the policy may call. Raises InfrastructureFailure."""
@@ -267,12 +270,17 @@ class OpenEnvEnvironment(ReplayedEnvironment):
                 return []
             case "step":
                 schema = await _action_schema(self.options)
-                return [Tool("step", "Acts in the environment.", harmony_schema(schema))]
+                return [described_tool("step", "Acts in the environment.", schema)]
         listed = await session.step({"type": "list_tools"})
-        if listed.error is not None or "tools" not in listed.observation:
-            what = f"OpenEnv at {self.options.url} lists no tools: {listed.error}"
-            raise InfrastructureFailure("environment", what)
-        return [_tool_of(described) for described in listed.observation["tools"]]
+        described = listed.observation.get("tools")
+        if not described:
+            metadata = listed.observation.get("metadata") or {}
+            reason = listed.error or metadata.get("error") or "there is none"
+            raise failure_of(self.options, f"lists no tools: {reason}")
+        try:
+            return [_tool_of(tool) for tool in described]
+        except (ValueError, KeyError, TypeError) as error:
+            raise failure_of(self.options, f"has a tool that is none: {describe(error)}") from error
 
     # ---- what the policy sees
 
@@ -290,18 +298,18 @@ class OpenEnvEnvironment(ReplayedEnvironment):
 
     async def call(self, tool: str, arguments: str) -> str | StepResult:
         await self.ready()
-        name = tool.removeprefix(RECIPIENT)
-        if not tool.startswith(RECIPIENT) or name not in {known.name for known in self._tools}:
+        name = function_of(tool)
+        if name not in {known.name for known in self._tools}:
             raise UnknownTool
         action = arguments_of(arguments)
         if self.options.interface == "tools":
             action = {"type": "call_tool", "tool_name": name, "arguments": action}
 
         observed: Observed = await self.act(action)
-        if observed.error is not None:
-            raise ToolError(observed.error)
         if observed.done or observed.is_late:
             return self.ended()
+        if observed.error is not None:
+            raise ToolError(cut_text(observed.error, self.options.max_output_bytes))
         return self._text_of(observed)
 
     async def answer(self, text: str) -> StepResult:
@@ -323,8 +331,8 @@ class OpenEnvEnvironment(ReplayedEnvironment):
         field = self.options.observation_field
         if field is not None:
             shown = shown.get(field, "")
-        elif self.options.interface == "tools" and "result" in shown:
-            shown = _result_text(shown["result"])
+        elif self.options.interface == "tools" and "tool_name" in shown:
+            shown = _result_text(shown.get("result"))
         elif len(shown) == 1:
             [shown] = shown.values()
         return cut_text(_as_text(shown), self.options.max_output_bytes)
@@ -360,8 +368,7 @@ async def _action_schema(options: OpenEnvOptions) -> dict[str, Any]:
             answer.raise_for_status()
             schema = dict((await answer.json())["action"])
     except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError) as error:
-        what = f"OpenEnv at {options.url} says not what an action is: {describe(error)}"
-        raise InfrastructureFailure("environment", what) from error
+        raise failure_of(options, f"does not say what an action is: {describe(error)}") from error
 
     # Every action has it, and no environment wants it of the policy.
     properties = {k: v for k, v in schema.get("properties", {}).items() if k != "metadata"}
@@ -369,18 +376,32 @@ async def _action_schema(options: OpenEnvOptions) -> dict[str, Any]:
 
 
 def _tool_of(described: dict[str, Any]) -> Tool:
-    """Return a tool of the environment. Raises InfrastructureFailure for a name that cannot be shown."""
+    """Return a tool of the environment. Raises ValueError for a name that no call can say."""
     schema = described.get("input_schema") or described.get("inputSchema") or {}
-    try:
-        return Tool(described["name"], described.get("description") or "", harmony_schema(schema))
-    except ValueError as error:
-        raise InfrastructureFailure("environment", str(error)) from error
+    return described_tool(described["name"], described.get("description") or "", schema)
+
+
+def _with_tool_error(observed: Observed) -> Observed:
+    """Return what a call of a tool came to, with what was wrong with it as its ``error``.
+
+    Raises ConnectionError if the environment did not reach the tool: all else the policy may have
+    caused."""
+    error = observed.observation.get("error")
+    result = observed.observation.get("result")
+    if isinstance(error, dict):
+        message = str(error.get("message"))
+        if error.get("error_type") == TRANSPORT_ERROR:
+            raise ConnectionError(message)
+        return replace(observed, error=message)
+    if isinstance(result, dict) and result.get("is_error"):
+        return replace(observed, error=_result_text(result))
+    return observed
 
 
 def _result_text(result: Any) -> str:
-    """Return the text of what a tool of the environment returned: of an MCP result its data."""
-    if isinstance(result, dict) and "data" in result:
-        return _as_text(result["data"])
+    """Return the text of what a tool of the environment returned: of an MCP result its content."""
+    if isinstance(result, dict) and isinstance(result.get("content"), list):
+        return text_of(result["content"])
     return _as_text(result)
 
 

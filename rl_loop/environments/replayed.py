@@ -4,10 +4,28 @@ A server cannot be copied. What brings another one to the same place are the act
 beginning: they are the state of such an environment."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from rl_loop.environments.base import Environment, Execute, RewardConfig, Task
+from rl_loop.environments.base import (
+    Environment,
+    EnvironmentOptions,
+    Execute,
+    RewardConfig,
+    Task,
+)
+from rl_loop.environments.row_tasks import row_of
 from rl_loop.infrastructure import InfrastructureFailure
+
+
+class ReplayedOptions(EnvironmentOptions):
+    """What all environments have whose world is elsewhere."""
+
+    instructions: str | None = None
+    """The developer message."""
+    replay: bool = True
+    """Whether an episode can be played again up to where it was, in a new world: the same actions
+    come to the same. false where they do not, or have effects that last: an action that
+    infrastructure spoiled is then not repeated, and the episode is invalid."""
 
 
 @dataclass(frozen=True)
@@ -18,17 +36,19 @@ class Deed:
     outcome: Any
 
 
-class ReplayedEnvironment(Environment):
+class ReplayedEnvironment[O: ReplayedOptions](Environment):
     """Keeps the actions of an episode, and makes them again in a new world where they are wanted.
 
-    A subclass defines ``connect``, ``disconnect``, ``is_connected`` and ``do``, and calls ``act`` for
-    everything that the policy does."""
-
-    can_be_set_back: bool = True
-    """Whether actions may be repeated; otherwise those that infrastructure spoils end the episode."""
+    Its tasks are made by ``row_task``. A subclass defines ``connect``, ``disconnect``,
+    ``is_connected`` and ``do``, and calls ``act`` for everything that the policy does."""
 
     def __init__(self, task: Task, execute: Execute, reward: RewardConfig) -> None:
+        """Raises ValueError for a task that was made otherwise than by this class."""
         super().__init__(task, execute, reward)
+        self.row = row_of(task)
+        self.options = cast(O, self.Options.model_validate(task.metadata["options"]))
+        self.can_be_set_back = self.options.replay
+        """Whether actions may be repeated; otherwise those that infrastructure spoils end the episode."""
         self._deeds: list[Deed] = []
         self._is_stale = False
         """Whether the world has gone further than ``_deeds``."""

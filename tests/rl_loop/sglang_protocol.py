@@ -80,6 +80,7 @@ class LocalServer:
         self.drops = self.transposes = (
             ""  # a tensor that is not loaded, or loaded wrongly, with "success"
         )
+        self.says: list[int] = []  # the tokens of every answer; none for those of the model
         self.ranks = 1
         self.zero_routes = self.hangs = self.rejects = False
         self.always = ""  # the fault of every answer
@@ -213,6 +214,8 @@ class LocalServer:
 
     def sample(self, ids: list[int], body: dict[str, Any], state: int) -> int:
         """The token that follows ``ids``, whose hash is ``state``, in the answer to the request ``body``."""
+        if self.says:
+            return self.says[len(ids) - len(body["input_ids"])]
         return next_token(state)
 
     def _scored(self, ids: list[int]) -> dict[str, Any]:
@@ -576,4 +579,6 @@ def main(server: LocalServer | None = None) -> None:
 
         model = read_hf_config(arguments.model_path)
         server = PackedServer(model, token_seconds=token_seconds)
-    asyncio.run(_main(server or LocalServer(token_seconds=token_seconds), arguments))
+    server = server or LocalServer(token_seconds=token_seconds)
+    server.says = json.loads(os.environ.get("SAYS", "[]"))
+    asyncio.run(_main(server, arguments))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_loop.chat.cut_text import cut_text
 from rl_loop.environments.tool_servers.config import FACTORIES, ToolServerConfig
+from rl_loop.environments.tool_servers.content import text_of
 from rl_loop.infrastructure import InfrastructureFailure, describe
 
 if TYPE_CHECKING:
@@ -165,7 +166,8 @@ class ServerConnection:
         error = asking.exception()
         if error is None:
             result = asking.result()
-            text = cut_text(_text_of(result), self.config.max_output_bytes)
+            said = text_of([block.model_dump() for block in result.content])
+            text = cut_text(said, self.config.max_output_bytes)
             return ToolAnswer(text, is_error=bool(result.is_error))
         # The server is well, and says that the arguments are not: the policy wrote them.
         if isinstance(error, MCPError) and error.code in (INVALID_PARAMS, REQUEST_TIMEOUT):
@@ -210,24 +212,6 @@ async def _listed(client: "Client") -> list[ServerTool]:
         if not cursor:
             return tools
     raise ValueError(f"its list of tools has more than {MOST_PAGES} pages")
-
-
-def _text_of(result: Any) -> str:
-    """Return what a result says: its texts, and a word for everything that is none."""
-    pieces = [_piece(block) for block in result.content]
-    return "\n".join(pieces)
-
-
-def _piece(block: Any) -> str:
-    match block.type:
-        case "text":
-            return str(block.text)
-        case "resource" if getattr(block.resource, "text", None) is not None:
-            return str(block.resource.text)
-        case "resource_link":
-            return f"[{block.name}: {block.uri}]"
-    kind = getattr(block, "mime_type", None) or block.type
-    return f"[{kind}: cannot be shown]"
 
 
 def _innermost(error: BaseException) -> BaseException:

@@ -6,8 +6,17 @@ instead: these are put into the words that are shown."""
 
 from typing import Any
 
+from rl_loop.chat.tools import Tool
+
 DEEPEST = 8
 """Levels of a schema that are shown; a type that refers to itself has no end."""
+
+
+def described_tool(name: str, description: str, schema: dict[str, Any]) -> Tool:
+    """Return a tool as the prompt describes it. ``schema``: the JSON schema of its arguments.
+
+    Raises ValueError for a name that no call can say."""
+    return Tool(name, description, harmony_schema(schema))
 
 
 def harmony_schema(schema: dict[str, Any]) -> dict[str, Any] | None:

@@ -10,14 +10,14 @@ from weakref import WeakKeyDictionary
 
 from pydantic import TypeAdapter
 
+from rl_loop.chat.tools import Tool
 from rl_loop.environments.tool_servers.config import ToolServerConfig
 from rl_loop.environments.tool_servers.connection import (
     ServerConnection,
     ServerTool,
     ToolAnswer,
 )
-from rl_loop.environments.tool_servers.schemas import harmony_schema
-from rl_loop.harmony.codec import Tool
+from rl_loop.environments.tool_servers.schemas import described_tool
 
 Servers = Mapping[str, ToolServerConfig]
 """By a name of the configuration's choice."""
@@ -79,7 +79,7 @@ class ToolBox:
     def offered(self) -> list[Tool]:
         """Return what the prompt describes."""
         return [
-            Tool(name, tool.described.description, harmony_schema(tool.described.schema))
+            described_tool(name, tool.described.description, tool.described.schema)
             for name, tool in self._tools.items()
             if tool.is_offered
         ]

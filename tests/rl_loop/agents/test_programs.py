@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import sys
@@ -36,6 +37,12 @@ PROGRAMS = "tests.rl_loop.agents.programs"
 
 def says(harmony: Harmony, text: str, channel: str = "final") -> list[int]:
     return harmony.render_assistant([ParsedMessage(channel, None, None, text)], "<|return|>")
+
+
+def calls(harmony: Harmony, name: str, **arguments: object) -> list[int]:
+    text = json.dumps(arguments)
+    message = ParsedMessage("commentary", f"functions.{name}", "<|constrain|>json", text)
+    return harmony.render_assistant([message], "<|call|>")
 
 
 @asynccontextmanager
@@ -303,6 +310,40 @@ def test_a_process_ends_with_the_worker_that_started_it(tiny: Harmony) -> None:
     asyncio.run(run())
 
 
+def test_agents_of_the_sdk_with_a_function_a_handoff_and_a_server_play_an_episode(
+    tiny: Harmony,
+) -> None:
+    """Those of examples/sdk_agents.py, in a process of their own."""
+    agent = "examples.sdk_agents"
+    options = BlackBoxOptions(agent=f"{agent}:run", tasks=f"{agent}:tasks", memory_gb=4)
+    task = BlackBoxEnvironment.generate("train", 0, 0, options).metadata["record"]
+    _, _, count, item, _ = task["prompt"].split()
+    price = task["total"] // int(count)
+
+    turns = [
+        calls(tiny, "transfer_to_clerk"),
+        calls(tiny, "price", item=item.removesuffix("s")),
+        calls(tiny, "total", price=price, count=int(count)),
+        says(tiny, str(task["total"])),
+    ]
+    limits = LIMITS.model_copy(update={"max_tokens": 4000})
+
+    async def run() -> Trajectory:
+        async with running(tiny, ScriptedEngine(turns), limits) as runner:
+            return await play_task(runner, options, task)
+
+    episode = asyncio.run(run())
+    assert episode.invalid is None, episode.invalid
+    assert episode.reward == 1.0
+    # The clerk has other instructions and tools than the desk: a sequence of its own.
+    desk, clerk = episode.sequences
+    assert [turn.role for turn in desk.turns] == ["prompt", "assistant"]
+    heard = [turn.text for turn in clerk.turns if turn.role == "tool"]
+    assert [str(price) in heard[0], str(task["total"]) in heard[1]] == [True, True]
+    sampled = [s.token_ids[s.loss_mask].tolist() for s in (desk, clerk)]
+    assert sampled == [turns[0], [token for turn in turns[1:] for token in turn]]
+
+
 def test_an_agent_runs_with_an_interpreter_that_has_nothing_of_this_project(
     tiny: Harmony, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,14 +395,25 @@ def test_an_environment_of_verifiers_is_an_agent(
     env = {"taskset": {"id": "verifiers_sums"}, "agent": agent}
 
     async def run() -> list[Trajectory]:
-        turns = [says(tiny, "2"), says(tiny, "2")] + [says(tiny, "4")] * 3
+        turns = [says(tiny, "2"), says(tiny, "2")] + [says(tiny, "4")] * 3 + [says(tiny, "2")] * 2
         async with running(tiny, ScriptedEngine(turns)) as runner:
-            return [
-                await play_task(runner, options, {"prompt": "sum", "env": env, "index": index})
-                for index in (1, 2, 3)
-            ]
 
-    right, wrong, broken = asyncio.run(run())
+            async def play_index(index: int) -> Trajectory:
+                row = {"prompt": "sum", "env": env, "index": index}
+                return await play_task(runner, options, row, seed=10 * len(episodes) + index)
+
+            episodes: list[Trajectory] = []
+            for index in (1, 2, 3, 9):
+                episodes.append(await play_index(index))
+            # Two at a time: each has the key of its own session.
+            return episodes + await asyncio.gather(play_index(1), play_index(2))
+
+    right, wrong, broken, missing, *both = asyncio.run(run())
+    assert [episode.reward_parts["score"] for episode in both] == [1.0, 0.25]
+    for number, episode in enumerate(both, 1):
+        assert f"What is {number} + 1?" in episode.turns[0].text
+    assert missing.invalid is not None
+    assert "verifiers_sums has no task 9" in missing.invalid.reason
     assert right.invalid is None, right.invalid
     assert (right.reward_parts["score"], wrong.reward_parts["score"]) == (1.0, 0.25)
     assert tiny.decode(right.token_ids[right.loss_mask].tolist()) == tiny.decode(says(tiny, "2"))

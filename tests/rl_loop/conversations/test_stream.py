@@ -15,6 +15,7 @@ import pytest
 
 from megatron_gptoss.samples import TrainingSamples
 from rl_loop.conversations import rows, source_stream
+from rl_loop.conversations.blocks import BlockJob, RenderPool
 from rl_loop.conversations.config import DataConfig
 from rl_loop.conversations.dataset import ConversationData, ConversationStream
 from rl_loop.conversations.errors import DataError
@@ -104,6 +105,32 @@ def test_every_sample_comes_once_per_epoch_in_another_order(
     # Not only neighbours change places.
     moved = [abs(in_order.index(text) - i) for i, text in enumerate(first)]
     assert sum(moved) / len(moved) > 20
+
+
+@pytest.mark.usefixtures("small_windows")
+def test_only_the_window_in_use_and_the_next_one_are_rendered(
+    tmp_path: Path, harmony: Harmony, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the file is: what is held does not grow with it."""
+    submitted: list[int] = []
+    submit = RenderPool.submit
+
+    def counted(pool: RenderPool, jobs: Sequence[BlockJob]) -> Any:
+        submitted.append(len(jobs))
+        return submit(pool, jobs)
+
+    monkeypatch.setattr(RenderPool, "submit", counted)
+    path = write(tmp_path / "chats.jsonl", questions(300))
+    with data_of(harmony, path=str(path), epochs=2) as data:
+        stream = data.stream(Report())
+        assert len(data._rows[0].blocks) > 10
+        used = set()
+        while not stream.exhausted:
+            [source] = stream.state()["sources"].values()
+            used.add((source["epoch"], source["window"]))
+            assert len(submitted) <= len(used) + 1
+            stream.take(1)
+    assert len(submitted) == len(used) > 10
 
 
 def test_a_file_of_one_block_is_shuffled_too(tmp_path: Path, harmony: Harmony) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import math
 import os
 import signal
@@ -15,9 +16,11 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from threading import Thread
 
+import openai
 import pytest
 import ray
 import torch
+from safetensors.torch import save_file
 
 from converters.names import hf_shapes
 from converters.random_weights import random_hf_weights
@@ -40,8 +43,18 @@ from rl_loop.engines.sglang.weight_sender import (
     buckets,
     send_weights,
 )
+from rl_loop.gateway.serve import ServeOptions
+from rl_loop.harmony.codec import ParsedMessage
 from rl_loop.rollout.collector import TrainingRequests
-from rl_loop.session import build_rollouts, build_tasks, build_trainer
+from rl_loop.run import run_server
+from rl_loop.session import (
+    build_rollouts,
+    build_tasks,
+    build_trainer,
+    codec_settings,
+    harmony_of,
+)
+from rl_loop.tasks.codec import codec_of
 from tests.megatron_gptoss.dense_reference import MODELS as DENSE_MODELS
 from tests.rl_loop.sglang_protocol import (
     VOCAB,
@@ -437,6 +450,42 @@ def test_a_killed_server_comes_back_stale_and_serves_again_once_it_has_the_weigh
     fleet.heal()
     assert states(fleet)[0][0] is not ServerState.SYNCED
     assert states(fleet)[1] == (ServerState.SYNCED, 1)
+
+
+def test_a_checkpoint_is_served_by_a_server_that_has_its_weights(
+    config: RlConfig, tmp_path: Path
+) -> None:
+    """``gptoss serve`` with ``rollout.engine.type: sglang``, but for its command line."""
+    harmony = harmony_of(codec_of(codec_settings(config)))
+    model = MODEL.model_copy(update={"vocab_size": harmony.vocabulary.size})
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text(json.dumps(model.to_hf_config()))
+    save_file(weights_of(1, model), checkpoint / "model.safetensors")
+
+    hello = [ParsedMessage("final", None, None, "Hello")]
+    says = json.dumps(harmony.render_assistant(hello, "<|return|>"))
+    env = config.rollout.engine.env | {"SAYS": says}
+    engine = config.rollout.engine.model_copy(update={"env": env, "servers": 1})
+    rollout = config.rollout.model_copy(update={"engine": engine})
+    config = config.model_copy(update={"model": model, "rollout": rollout})
+    answers: list[object] = []
+
+    def ask(base_url: str, keys: list[str]) -> None:
+        try:
+            with openai.OpenAI(base_url=base_url, api_key=keys[0], max_retries=0) as client:
+                first = client.responses.create(model="x", input="Hi")
+                more = {"input": "More", "previous_response_id": first.id}
+                answers.extend([first.output_text, client.responses.create(**more).output_text])
+                answers.append([entry.id for entry in client.models.list()])
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_start(base_url: str, keys: list[str]) -> None:
+        Thread(target=ask, args=(base_url, keys)).start()
+
+    run_server(config, ServeOptions(port=0, model="mine"), on_start, checkpoint)
+    assert answers == ["Hello", "Hello", ["mine"]]
 
 
 def test_syncs_share_one_process_group_until_a_server_is_another(fleet: SglangFleet) -> None:

@@ -12,9 +12,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mcp import MCPError
 from mcp.server import MCPServer
 from mcp.server.mcpserver import Image
 from pydantic import BaseModel
+
+REFUSED: list[int] = []
+"""What all servers of this process have refused."""
 
 
 class Transfer(BaseModel):
@@ -61,6 +65,12 @@ def make(task: dict[str, Any]) -> MCPServer:
             Path(trace).write_text("died")
             os._exit(3)
         return f"alive with {sum(entries)}"
+
+    @server.tool()
+    def refuse(code: int) -> str:
+        """Answer an error of the protocol instead of a result."""
+        REFUSED.append(code)
+        raise MCPError(code, "no such account")
 
     @server.tool()
     def wait(seconds: float) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from mcp.types import INTERNAL_ERROR, INVALID_PARAMS
 
 from rl_loop.cluster.placement import free_port
 from rl_loop.config.episode import EpisodeLimits
@@ -33,6 +34,7 @@ from rl_loop.harmony.vocabulary import GptOssVocabulary
 from rl_loop.infrastructure import InfrastructureFailure
 from rl_loop.rollout import agent
 from rl_loop.rollout.agent import run_episode
+from tests.rl_loop.environments.ledger_server import REFUSED
 from tests.rl_loop.scripted_engine import ScriptedEngine
 from tests.waiting import wait_until
 
@@ -196,6 +198,27 @@ def test_what_the_policy_did_wrong_it_reads(harmony: Harmony) -> None:
     assert trajectory.invalid is None
 
 
+def test_of_the_protocols_errors_only_those_of_the_arguments_are_the_policys(
+    harmony: Harmony,
+) -> None:
+    REFUSED.clear()
+    task = make_task({"bank": IN_PROCESS})
+    trajectory = play(
+        harmony, task, call(harmony, "refuse", code=INVALID_PARAMS), final(harmony, "7")
+    )
+    assert read(trajectory) == ["refuse: no such account"]
+    assert (trajectory.tool_errors, trajectory.reward) == (1, 1.0)
+    assert REFUSED == [INVALID_PARAMS]
+
+    failed = play(harmony, task, call(harmony, "refuse", code=INTERNAL_ERROR), final(harmony, "7"))
+    assert failed.invalid is not None
+    assert (failed.invalid.component, failed.invalid.culprit) == ("tool", "tool server bank")
+    assert "failed in a call of refuse: MCPError: no such account" in failed.invalid.reason
+    assert math.isnan(failed.reward)
+    # In place, before it was given up.
+    assert REFUSED[1:] == [INTERNAL_ERROR] * (1 + len(agent.TOOL_PAUSES))
+
+
 def test_a_tool_that_is_not_offered_is_a_format_error(harmony: Harmony) -> None:
     task = make_task({"bank": IN_PROCESS | {"tools": ["balance"]}})
     trajectory = play(harmony, task, call(harmony, "deposit", amount=1))
@@ -270,12 +293,15 @@ def test_a_server_that_says_nothing_is_given_up_in_time(harmony: Harmony) -> Non
 
 
 def test_a_call_is_bounded_in_time_and_size(harmony: Harmony) -> None:
-    bounded = IN_PROCESS | {"call_seconds": 0.3, "max_output_bytes": 40}
-    task = make_task({"bank": bounded})
+    bounded = {
+        "slow": IN_PROCESS | {"call_seconds": 0.3, "tools": ["wait"], "prefix": "slow_"},
+        "bank": IN_PROCESS | {"max_output_bytes": 40},
+    }
+    task = make_task(bounded)
     trajectory = play(
         harmony,
         task,
-        call(harmony, "wait", seconds=3),
+        call(harmony, "slow_wait", seconds=3),
         call(harmony, "repeat", text="ab", times=1000),
         call(harmony, "picture"),
         final(harmony, "7"),
@@ -398,6 +424,31 @@ def test_a_judge_asks_the_servers_what_was_done(harmony: Harmony) -> None:
     assert "open_with" not in trajectory.turns[0].text
     unfinished = environment_of(task).unfinished()
     assert unfinished.reward_parts["said"] == 0.0
+    cheating = play(harmony, task, call(harmony, "open_with", amount=7))
+    assert cheating.format_error == "unknown_tool"
+
+
+@pytest.mark.parametrize(
+    ("options", "setup", "component", "reason"),
+    [
+        ({"setup_tool": "open_with"}, {"amount": "much"}, "tool", "setup_tool open_with: "),
+        ({"setup_tool": "open_with"}, 3, "environment", "open_with wants a JSON object, not int"),
+        ({"setup_tool": "fly"}, {}, "tool", "no server has the tool fly any more"),
+        ({"twice": True}, {}, "tool", "tool servers bank and shop both have a tool 'balance'"),
+    ],
+)
+def test_an_episode_that_cannot_be_set_up_is_an_infrastructure_failure(
+    harmony: Harmony, options: dict[str, Any], setup: object, component: str, reason: str
+) -> None:
+    servers = {"bank": IN_PROCESS}
+    if options.pop("twice", False):
+        servers["shop"] = {"in_process": f"{LEDGER}:other"}
+    task = make_task(servers, {"setup": setup}, **options)
+    trajectory = play(harmony, task, final(harmony, "7"))
+    assert trajectory.invalid is not None
+    assert trajectory.invalid.component == component
+    assert trajectory.invalid.reason.startswith(reason)
+    assert math.isnan(trajectory.reward)
 
 
 def test_purification_and_retries_set_the_servers_back() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from rl_loop.cluster.placement import free_port
@@ -26,7 +28,7 @@ from rl_loop.harmony.vocabulary import GptOssVocabulary
 from rl_loop.infrastructure import InfrastructureFailure
 from rl_loop.rollout import agent
 from rl_loop.rollout.agent import run_episode
-from tests.rl_loop.environments.guessing_server import ONCE, SLOW
+from tests.rl_loop.environments.guessing_server import FAR, ONCE, RULES, SLOW
 from tests.rl_loop.scripted_engine import ScriptedEngine
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
@@ -41,16 +43,17 @@ SEED = 7
 class Served:
     """A server that can be started again at the same place."""
 
-    def __init__(self, way: str, trace: Path) -> None:
+    def __init__(self, way: str, trace: Path, interface: str = "step") -> None:
         # Nothing else is given this one while the server is away.
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._command = [PYTHON[way], SERVER, str(self.port), way]
-        self._trace = trace
+        self.trace = trace
+        """What happens once happens while there is no such file."""
+        self._command = [PYTHON[way], SERVER, str(self.port), way, interface]
         self.start()
 
     def start(self) -> None:
-        environment = os.environ | {"TRACE": str(self._trace)}
+        environment = os.environ | {"TRACE": str(self.trace)}
         self.process = subprocess.Popen(self._command, env=environment, stderr=subprocess.DEVNULL)
         wait_until(self._listens)
 
@@ -58,17 +61,34 @@ class Served:
         with socket.socket() as client:
             return client.connect_ex(("127.0.0.1", self.port)) == 0
 
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
-@pytest.fixture(scope="module", params=["wire", pytest.param("openenv", marks=pytest.mark.hub)])
+
+WAYS = ["wire", pytest.param("openenv", marks=pytest.mark.hub)]
+
+
+@pytest.fixture(scope="module", params=WAYS)
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    if not PYTHON[request.param].exists():
+    yield from serve(request.param, tmp_path_factory.mktemp("trace") / "happened")
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def served_tools(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    yield from serve(request.param, tmp_path_factory.mktemp("trace") / "happened", "tools")
+
+
+def serve(way: str, trace: Path, interface: str = "step") -> Iterator[Served]:
+    if not PYTHON[way].exists():
         pytest.skip("make hub-environments makes an environment with openenv")
-    server = Served(request.param, tmp_path_factory.mktemp("trace") / "died")
+    server = Served(way, trace, interface)
     yield server
-    server.process.kill()
-    server.process.wait()
+    server.end()
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +111,12 @@ def environment_of(task: Task) -> OpenEnvEnvironment:
     return OpenEnvEnvironment(task, None, RewardConfig())  # type: ignore[arg-type]
 
 
-def guess(harmony: Harmony, number: int, name: str = "step", key: str = "number") -> list[int]:
-    text = json.dumps({key: number})
+def guess(harmony: Harmony, number: object, name: str = "step", key: str = "number") -> list[int]:
+    return call(harmony, name, **{key: number})
+
+
+def call(harmony: Harmony, name: str, **arguments: object) -> list[int]:
+    text = json.dumps(arguments)
     message = ParsedMessage("commentary", f"functions.{name}", "<|constrain|>json", text)
     return harmony.render_assistant([message], "<|call|>")
 
@@ -129,7 +153,7 @@ def test_a_game_is_played_by_steps_and_earns_what_they_did(
         guess(harmony, 7),
     )
     low, negative, invalid = heard(trajectory)
-    assert (low, negative) == ("higher", "negative")
+    assert (low, negative) == ("higher", "guess 2 is negative")
     assert '"number"' in invalid
     assert (trajectory.tool_calls, trajectory.tool_errors) == (4, 2)
     # -0.25 and 1, between -1 for nothing and 1 for a perfect game.
@@ -162,6 +186,110 @@ def test_a_game_of_words_is_one_between_policy_and_user(harmony: Harmony, served
     assert trajectory.tool_calls == 0
 
 
+def test_a_game_is_played_by_the_environments_own_tools(
+    harmony: Harmony, served_tools: Served
+) -> None:
+    served_tools.trace.touch()
+    trajectory = play(
+        harmony,
+        make_task(served_tools.url, interface="tools"),
+        guess(harmony, 3, "guess"),
+        guess(harmony, -1, "guess"),
+        guess(harmony, "seven", "guess"),
+        call(harmony, "rules"),
+        guess(harmony, 7, "guess"),
+    )
+    low, negative, invalid, rules = heard(trajectory)
+    assert (low, negative) == ("higher", "Error calling tool 'guess': guess 2 is negative")
+    assert "number" in invalid
+    # Of a result without structured content, too, it is the content that is read.
+    assert rules == RULES
+    assert (trajectory.tool_calls, trajectory.tool_errors) == (5, 2)
+    assert trajectory.reward_parts["score"] == 0.75
+    prompt = trajectory.turns[0].text
+    assert "type guess = (_: {" in prompt
+    assert "number: number" in prompt
+    assert "type rules = () => any" in prompt
+
+    unknown = play(harmony, make_task(served_tools.url, interface="tools"), call(harmony, "step"))
+    assert unknown.format_error == "unknown_tool"
+
+
+@pytest.mark.parametrize("replay", [True, False])
+def test_a_tool_that_its_environment_does_not_reach_is_called_again_and_is_infrastructure(
+    harmony: Harmony, served_tools: Served, replay: bool
+) -> None:
+    served_tools.trace.unlink(missing_ok=True)
+    trajectory = play(
+        harmony,
+        make_task(served_tools.url, interface="tools", replay=replay),
+        guess(harmony, 3, "guess"),
+        call(harmony, "rules"),
+        guess(harmony, 7, "guess"),
+    )
+    assert served_tools.trace.exists(), "it was not out of reach"
+    if replay:
+        assert trajectory.invalid is None, trajectory.invalid
+        assert heard(trajectory) == ["higher", RULES]
+        assert (trajectory.tool_errors, trajectory.reward_parts["score"]) == (0, 0.75)
+    else:
+        assert trajectory.invalid is not None
+        assert trajectory.invalid.component == "environment"
+        assert trajectory.invalid.culprit == f"OpenEnv at {served_tools.url}"
+        assert f"does not reach its tools: {FAR}" in trajectory.invalid.reason
+        assert math.isnan(trajectory.reward)
+
+
+def test_an_environment_without_tools_is_named(harmony: Harmony, served: Served) -> None:
+    trajectory = play(harmony, make_task(served.url, interface="tools"), call(harmony, "guess"))
+    assert trajectory.invalid is not None
+    assert trajectory.invalid.reason.startswith(f"OpenEnv at {served.url} lists no tools: [")
+
+
+@pytest.mark.hub
+@pytest.mark.parametrize("interface", ["step", "tools"])
+def test_the_wire_of_these_tests_is_the_packages(interface: str, tmp_path: Path) -> None:
+    """Message by message; of what is wrong with an action the texts are the package's own."""
+    calls: list[tuple[str, dict[str, object]]] = [
+        ("guess", {"number": 3}),
+        ("guess", {"number": -1}),
+        ("guess", {}),
+        ("rules", {}),
+        ("rules", {}),
+        ("leap", {}),
+        ("guess", {"number": 7}),
+    ]
+    actions: list[dict[str, object]] = [{"number": 3}, {"figure": 3}, {"number": -1}, {"number": 7}]
+    if interface == "tools":
+        actions = [{"type": "list_tools"}, {"type": "call_tool"}]
+        actions += [{"type": "call_tool", "tool_name": n, "arguments": a} for n, a in calls]
+    messages = [{"type": "reset", "data": {"seed": SEED}}]
+    messages += [{"type": "step", "data": action} for action in actions]
+
+    answers = []
+    for way in PYTHON:
+        for server in serve(way, tmp_path / way, interface):
+            answers.append(asyncio.run(answers_of(server, messages)))
+    wire, package = answers
+    assert wire == package
+
+
+async def answers_of(server: Served, messages: list[dict[str, Any]]) -> list[Any]:
+    answers = []
+    async with aiohttp.ClientSession() as http, http.ws_connect(f"{server.url}/ws") as socket:
+        for message in messages:
+            await socket.send_json(message)
+            answer = json.loads((await socket.receive()).data)
+            data = answer["data"]
+            if answer["type"] == "error":
+                answers.append((data["code"], [error["loc"] for error in data.get("errors", [])]))
+                continue
+            if error := data["observation"].get("error"):
+                error["message"] = ""
+            answers.append(data)
+    return answers
+
+
 def test_a_server_that_dies_and_is_there_again_is_brought_to_where_it_was(
     harmony: Harmony, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,13 +310,13 @@ def test_a_server_that_dies_and_is_there_again_is_brought_to_where_it_was(
     trajectory = play(harmony, task, guess(harmony, 3), guess(harmony, ONCE), guess(harmony, 7))
     assert served.process.pid != first, "it has not died"
     # The first guess was made again in the new game: its reward counts once.
-    assert heard(trajectory) == ["higher", "negative"]
+    assert heard(trajectory) == ["higher", "guess 2 is negative"]
     assert trajectory.reward_parts["score"] == 0.75
     assert trajectory.invalid is None
 
 
 def test_a_step_that_takes_too_long_is_the_policys_doing(harmony: Harmony, served: Served) -> None:
-    task = make_task(served.url, step_seconds=0.3)
+    task = make_task(served.url, step_seconds=1.0)
     trajectory = play(harmony, task, guess(harmony, 3), guess(harmony, SLOW))
     assert trajectory.invalid is None
     assert trajectory.reward_parts["score"] == -0.25
@@ -254,8 +382,12 @@ def test_tasks_have_numbers_and_seeds_that_no_other_task_has() -> None:
             SourceConfig(environment="openenv", options=options_given)
 
 
+@pytest.mark.parametrize(
+    ("seed", "what"),
+    [(2, "number': 3} comes to something else"), (12, "something else than before by its reset")],
+)
 def test_a_game_that_goes_otherwise_when_it_is_played_again_is_infrastructure(
-    served: Served,
+    served: Served, seed: int, what: str
 ) -> None:
     async def run() -> None:
         environment = environment_of(make_task(served.url))
@@ -264,10 +396,10 @@ def test_a_game_that_goes_otherwise_when_it_is_played_again_is_infrastructure(
             await environment.call("functions.step", '{"number": 3}')
             environment.restore_state(environment.save_state())
             # As if the server had another game under the same seed.
-            environment.row["reset"] = {"seed": 2}
+            environment.row["reset"] = {"seed": seed}
             await environment.call("functions.step", '{"number": 3}')
         finally:
             await environment.close()
 
-    with pytest.raises(InfrastructureFailure, match="comes to something else than before"):
+    with pytest.raises(InfrastructureFailure, match=what):
         asyncio.run(run())

@@ -276,6 +276,10 @@ def test_an_agent_may_continue_behind_a_turn_that_was_cut_off(
             [trajectory] = served.trajectories()
             # The end of the message that was cut off is context: nobody has sampled it.
             assert trajectory.sampled_tokens == 12 + len(script.says("ok"))
+            behind = trajectory.token_ids[len(script.prompt("Count")) + 12 :].tolist()
+            assert tiny.decode(behind) == "<|end|>" + tiny.decode(
+                script.hears("Stop") + script.says("ok")
+            )
             check_capture(served, [trajectory])
 
     asyncio.run(run())

@@ -30,6 +30,13 @@ def test_a_key_opens_its_own_session_only(tiny: Harmony, model: GptOssForCausalL
                     model="any", input="More", previous_response_id=response.id
                 )
             assert refusal.value.code == "response_not_found"
+            with pytest.raises(openai.NotFoundError, match="has no response"):
+                body = {"reward": 1.0, "response_id": response.id}
+                await theirs.post("/rewards", body=body, cast_to=object)
+            assert served.session.reward_parts() is None
+            basic = {"Authorization": f"Basic {served.session.api_key}"}
+            with pytest.raises(openai.AuthenticationError):
+                await mine.with_options(default_headers=basic).models.list()
             # The same text from another key is a conversation of its own.
             await theirs.responses.create(model="any", input="Hi")
             assert len(served.engine.answered) == 2

@@ -15,6 +15,7 @@ import pytest
 
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.config.episode import EpisodeLimits, PurificationConfig
+from rl_loop.config.rollout import RolloutConfig
 from rl_loop.data.credit import assign_advantages
 from rl_loop.data.samples import to_samples
 from rl_loop.data.trajectory import (
@@ -38,6 +39,7 @@ from rl_loop.infrastructure import (
 )
 from rl_loop.rollout import agent, turn_sampler
 from rl_loop.rollout.agent import run_episode
+from rl_loop.rollout.group_stream import GroupRequest, GroupStream, run_groups
 from rl_loop.tracking.metrics import StepMetrics
 from rl_loop.tracking.step_metrics import add_rollout_metrics
 from tests.rl_loop.scripted_engine import ScriptedEngine
@@ -361,6 +363,41 @@ def test_a_failure_that_passes_is_tried_again_from_the_same_state(
     assert environment._calls == 2
 
 
+def test_what_a_turn_did_before_it_failed_is_undone_before_it_is_tried_again(
+    tiny: Harmony,
+) -> None:
+    class FailsInTheMiddle(ReToolEnvironment):
+        FIXED = (*Environment.FIXED, "failures")
+        failures = 0
+
+        async def call(self, tool: str, arguments: str) -> Any:
+            if self._calls == 1 and self.failures == 0:
+                self.failures = 1
+                raise ConnectionRefusedError(111, "Connection refused")
+            return await super().call(tool, arguments)
+
+    environment = FailsInTheMiddle(TASK, interpreter, RewardConfig())
+    episode = play(tiny, ScriptedEngine([call(tiny, "1", "2"), answer(tiny)]), environment)
+    assert (episode.invalid, episode.reward, environment.failures) == (None, 1.0, 1)
+    # Of "1" before the failure nothing is left.
+    assert environment._calls == 2
+
+
+def test_an_environment_that_opens_late_is_waited_for(tiny: Harmony) -> None:
+    opened: list[int] = []
+
+    class OpensLate(ReToolEnvironment):
+        async def open(self) -> None:
+            opened.append(1)
+            if len(opened) <= len(agent.TOOL_PAUSES):
+                raise ConnectionRefusedError(111, "Connection refused")
+
+    environment = OpensLate(TASK, interpreter, RewardConfig())
+    episode = play(tiny, ScriptedEngine([call(tiny, "1"), answer(tiny)]), environment)
+    assert (episode.invalid, episode.reward) == (None, 1.0)
+    assert len(opened) == 1 + len(agent.TOOL_PAUSES)
+
+
 def test_a_world_that_cannot_be_set_back_is_not_acted_on_twice(tiny: Harmony) -> None:
     class Remote(FaultyEnvironment):
         def save_state(self) -> None:
@@ -626,6 +663,11 @@ def test_the_breaker_ends_a_run_by_share_and_by_streak_and_names_the_culprit() -
         breaker.check_share()
     assert "\n" not in str(outage.value)
 
+    # As many as are allowed are.
+    exact = InfrastructureBreaker(max_share=0.25, max_streak=None)
+    exact.observe(TrajectoryGroup("t", [valid(0.0)] * 3, invalid=[failed()]))
+    exact.check_share()
+
     # Reasons that are all different have one culprit in common.
     servers = InfrastructureBreaker(max_share=0.0, max_streak=None)
     lost = [
@@ -639,12 +681,46 @@ def test_the_breaker_ends_a_run_by_share_and_by_streak_and_names_the_culprit() -
         servers.check_share()
 
     streak = InfrastructureBreaker(max_share=0.9, max_streak=20)
+    # One valid episode ends a streak, which begins anew behind it.
+    streak.observe(TrajectoryGroup("t", [], invalid=[failed()] * 19))
     streak.observe(TrajectoryGroup("t", [valid(0.0)], invalid=[failed()] * 19))
     streak.observe(TrajectoryGroup("t", [], invalid=[failed()] * 19))
     with pytest.raises(
         InfrastructureOutage, match=r"20 in a row; rollout.max_invalid_streak is 20"
     ):
         streak.observe(TrajectoryGroup("t", [], invalid=[failed()]))
+
+
+class AtOnce:
+    """Runs groups: each has ended when it is admitted."""
+
+    def __init__(self, *groups: TrajectoryGroup) -> None:
+        self.groups = groups
+
+    def stream(self) -> GroupStream:
+        return GroupStream(lambda admitted: admitted.end(self.groups[admitted.number]))
+
+
+@pytest.mark.parametrize(
+    ("lost", "limit"),
+    [((1, 2), "16 in a row"), ((0, 2), "16 of 32 .*max_invalid_share is 0.4"), ((3,), None)],
+)
+def test_groups_are_given_out_unless_too_many_of_their_episodes_were_invalid(
+    lost: tuple[int, ...], limit: str | None
+) -> None:
+    groups = [
+        TrajectoryGroup(str(number), [], invalid=[failed()] * 8)
+        if number in lost
+        else TrajectoryGroup(str(number), [valid(0.0)] * 8)
+        for number in range(4)
+    ]
+    rollout = RolloutConfig.model_construct(max_invalid_share=0.4, max_invalid_streak=16)
+    requests = [GroupRequest(None, tuple(range(8)), 1.0)] * 4  # type: ignore[arg-type]
+    if limit is None:
+        assert run_groups(AtOnce(*groups), requests, rollout) == groups
+        return
+    with pytest.raises(InfrastructureOutage, match=limit):
+        run_groups(AtOnce(*groups), requests, rollout)
 
 
 def test_failures_come_whole_out_of_another_process() -> None:

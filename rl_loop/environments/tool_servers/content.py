@@ -1,0 +1,23 @@
+"""What the policy reads of a tool's result in the words of MCP."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def text_of(blocks: Sequence[Mapping[str, Any]]) -> str:
+    """Return what the blocks of a result's ``content`` say, a line for each: texts as they are, and a
+    word for everything that is none."""
+    return "\n".join(_piece(block) for block in blocks)
+
+
+def _piece(block: Mapping[str, Any]) -> str:
+    kind = str(block["type"])
+    match kind:
+        case "text":
+            return str(block["text"])
+        case "resource" if block["resource"].get("text") is not None:
+            return str(block["resource"]["text"])
+        case "resource_link":
+            return f"[{block['name']}: {block['uri']}]"
+    media = block.get("mime_type") or block.get("mimeType") or kind
+    return f"[{media}: cannot be shown]"

@@ -1,0 +1,52 @@
+"""What an episode of ``verifiers`` earned; the real package is asked in test_programs.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rl_loop.agents.verifiers_env import score_of
+from rl_loop.infrastructure import InfrastructureFailure
+
+
+def trace(reward: float, *errors: Any, is_timeout: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(reward=reward, errors=list(errors), is_timeout=is_timeout)
+
+
+def episode(
+    *traces: Any, ok: bool = True, errors: tuple[Any, ...] = (), is_timeout: bool = False
+) -> SimpleNamespace:
+    return SimpleNamespace(ok=ok, is_timeout=is_timeout, errors=list(errors), traces=list(traces))
+
+
+AWAY = SimpleNamespace(type="ToolError", message="the database is away")
+
+
+def test_an_episode_earns_the_mean_of_its_agents() -> None:
+    assert score_of(episode(trace(1.0), trace(0.5))) == 0.75
+    assert score_of(episode()) == 0.0
+
+
+def test_what_was_earned_before_a_limit_of_time_counts() -> None:
+    late = SimpleNamespace(type="Timeout", message="60 s are over")
+    assert score_of(episode(trace(0.25, late, is_timeout=True), ok=False)) == 0.25
+    assert score_of(episode(trace(0.25), ok=False, errors=(late,), is_timeout=True)) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        (episode(trace(1.0), ok=False, errors=(AWAY,)), "ToolError: the database is away"),
+        (episode(trace(1.0), trace(0.5, AWAY), ok=False), "ToolError: the database is away"),
+        (episode(trace(1.0), ok=False), "the episode is not ok"),
+    ],
+)
+def test_every_other_error_is_infrastructure_whatever_was_earned(
+    broken: SimpleNamespace, reason: str
+) -> None:
+    with pytest.raises(InfrastructureFailure) as failure:
+        score_of(broken)
+    assert failure.value.component == "environment"
+    assert failure.value.reason == reason

@@ -1,0 +1,110 @@
+"""Worlds that are elsewhere and are set back by doing everything again, and what a policy's calls say."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, ClassVar
+
+import pytest
+
+from rl_loop.environments.base import (
+    RewardConfig,
+    StepResult,
+    ToolError,
+    UnknownTool,
+    arguments_of,
+    function_of,
+)
+from rl_loop.environments.replayed import ReplayedEnvironment, ReplayedOptions
+from rl_loop.environments.row_tasks import row_task
+from rl_loop.infrastructure import InfrastructureFailure
+
+
+class Counting(ReplayedEnvironment[ReplayedOptions]):
+    """A world in which numbers are added up. Adding 13 adds it, and then the connection is lost, once."""
+
+    Options: ClassVar = ReplayedOptions
+
+    def __init__(self) -> None:
+        task = row_task("counting", {"prompt": "Count."}, "t", ReplayedOptions())
+        super().__init__(task, None, RewardConfig())  # type: ignore[arg-type]
+        self.worlds: list[int] = []
+        self._is_open = False
+        self._was_lost = False
+
+    async def connect(self) -> None:
+        self.worlds.append(0)
+        self._is_open = True
+
+    async def disconnect(self) -> None:
+        self._is_open = False
+
+    @property
+    def is_connected(self) -> bool:
+        return self._is_open
+
+    async def do(self, action: int) -> int:
+        self.worlds[-1] += action
+        if action == 13 and not self._was_lost:
+            self._was_lost = True
+            raise InfrastructureFailure("tool", "lost")
+        return self.worlds[-1]
+
+    async def answer(self, text: str) -> StepResult:
+        return self.finished(0.0)
+
+
+def test_a_world_that_is_set_back_is_a_new_one_in_which_the_episode_goes_on() -> None:
+    async def run() -> list[int]:
+        environment = Counting()
+        await environment.act(1)
+        state = environment.save_state()
+        assert await environment.act(2) == 3
+        environment.restore_state(state)
+        assert await environment.act(5) == 6
+        # Set back once, it is no other world each time.
+        assert await environment.act(1) == 7
+        return environment.worlds
+
+    assert asyncio.run(run()) == [3, 7]
+
+
+def test_what_failed_may_be_done_so_the_next_action_is_in_a_new_world() -> None:
+    async def run() -> list[int]:
+        environment = Counting()
+        await environment.act(1)
+        with pytest.raises(InfrastructureFailure, match="lost"):
+            await environment.act(13)
+        assert environment.is_connected
+        assert await environment.act(2) == 3
+        return environment.worlds
+
+    assert asyncio.run(run()) == [14, 3]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{amount", "the arguments are not JSON"),
+        ("[" * 100_000, "the arguments are not JSON"),
+        ("[1]", "the arguments must be a JSON object"),
+        ("null", "the arguments must be a JSON object"),
+    ],
+)
+def test_arguments_that_are_none_are_the_policys_to_read(text: str, said: str) -> None:
+    with pytest.raises(ToolError, match=said):
+        arguments_of(text)
+
+
+def test_only_functions_are_called_by_their_names() -> None:
+    assert function_of("functions.balance") == "balance"
+    for recipient in ("balance", "python", "browser.balance", "functions"):
+        with pytest.raises(UnknownTool):
+            function_of(recipient)
+
+
+def test_a_row_is_what_a_task_is_made_of() -> None:
+    environment: Any = Counting()
+    assert environment.row == {"prompt": "Count."}
+    assert environment.can_be_set_back
+    assert environment.save_state() == []

@@ -1,0 +1,156 @@
+"""One session, with a policy that is a script: branches, what is forgotten, what clients may choose."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rl_loop.config.episode import EpisodeLimits
+from rl_loop.engines.protocol import ModelShape, SamplingParams
+from rl_loop.gateway.errors import ApiError
+from rl_loop.gateway.forest import Node
+from rl_loop.gateway.request import TurnRequest
+from rl_loop.gateway.reward import GivenReward
+from rl_loop.gateway.serve import ServeOptions, served_settings
+from rl_loop.gateway.session import Session, SessionSettings
+from rl_loop.harmony.codec import Harmony, ParsedMessage
+from tests.rl_loop.scripted_engine import ScriptedEngine
+
+LIMITS = EpisodeLimits(max_turns=50, max_tokens=400, episode_seconds=300.0)
+TRAINED = SessionSettings(LIMITS, SamplingParams(max_new_tokens=100))
+SERVED = served_settings(ServeOptions(history="append"), 400).session
+
+
+def says(harmony: Harmony, text: str, thought: str = "", channel: str = "final") -> list[int]:
+    messages = [ParsedMessage("analysis", None, None, thought)] if thought else []
+    messages.append(ParsedMessage(channel, None, None, text))
+    return harmony.render_assistant(messages, "<|return|>")
+
+
+def request(*texts: str, **more: Any) -> TurnRequest:
+    """The user and the policy by turns."""
+    roles = ["user", "assistant"] * len(texts)
+    messages = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=False)]
+    return TurnRequest(tuple(messages), **more)
+
+
+def converse(
+    harmony: Harmony,
+    turns: Sequence[list[int]],
+    settings: SessionSettings,
+    play: Callable[[Session], Awaitable[None]],
+) -> ScriptedEngine:
+    engine = ScriptedEngine(turns)
+    shape = ModelShape(harmony.vocabulary.size)
+
+    async def run() -> None:
+        session = Session("s", engine, harmony, shape, settings)
+        await play(session)
+        await session.close()
+
+    asyncio.run(run())
+    return engine
+
+
+async def ask(session: Session, response_id: str, asked: TurnRequest) -> Node:
+    node = await session.respond(asked, response_id)
+    node.delivered = True
+    return node
+
+
+def test_of_answers_that_read_the_same_the_id_says_which_one_goes_on(tiny: Harmony) -> None:
+    """They differ in what no client repeats: the reasoning."""
+
+    async def play(session: Session) -> None:
+        for name in ("one", "two"):
+            await ask(session, name, request("Hi"))
+        await ask(session, "three", request("More", previous_id="one"))
+        # Without an id it is the newest.
+        await ask(session, "four", request("Hi", "Hello", "Again"))
+        first, second = (sequence for _, sequence in session.trajectories("t"))
+        assert [turn.role for turn in first.turns] == ["prompt", "assistant", "user", "assistant"]
+        assert [turn.role for turn in second.turns] == ["prompt", "assistant", "user", "assistant"]
+
+    turns = [says(tiny, "Hello", "ok"), says(tiny, "Hello", "so")]
+    engine = converse(tiny, [*turns, says(tiny, "Bye"), says(tiny, "Bye")], TRAINED, play)
+    prompt = engine.requests[0].input_ids
+    assert engine.requests[2].input_ids[: len(prompt + turns[0])] == prompt + turns[0]
+    assert engine.requests[3].input_ids[: len(prompt + turns[1])] == prompt + turns[1]
+
+
+def test_older_turns_are_forgotten_and_their_conversations_rendered_from_text(
+    tiny: Harmony,
+) -> None:
+    settings = replace(SERVED, remembered_turns=2)
+
+    async def play(session: Session) -> None:
+        first = await ask(session, "one", request("Hi"))
+        await ask(session, "two", request("Count"))
+        assert (await session.respond(request("Hi"), "again", is_retry=True)) is first
+        await ask(session, "three", request("More"))
+        with pytest.raises(ApiError, match="has no response 'one'"):
+            await ask(session, "four", request("More", previous_id="one"))
+        await ask(session, "four", request("Hi", "Hello", "More"))
+        await ask(session, "five", request("Again", previous_id="three"))
+
+    turns = [says(tiny, "Hello", "ok"), *[says(tiny, "Bye", "ok")] * 4]
+    engine = converse(tiny, turns, settings, play)
+    history = request("Hi", "Hello", "More").messages
+    assert engine.requests[3].input_ids == tiny.render_prompt(history)
+    # That one is still there, with what it thought.
+    beginning = engine.requests[2].input_ids + turns[2]
+    assert engine.requests[4].input_ids[: len(beginning)] == beginning
+
+
+@pytest.mark.parametrize(("settings", "chosen"), [(TRAINED, False), (SERVED, True)])
+def test_clients_choose_how_to_sample_only_where_nothing_is_trained(
+    tiny: Harmony, settings: SessionSettings, chosen: bool
+) -> None:
+    async def play(session: Session) -> None:
+        await ask(session, "one", request("Hi", temperature=0.25, top_p=0.5))
+        await ask(session, "two", request("Hi"))
+
+    [asked, plain] = converse(tiny, [says(tiny, "Hello")] * 2, settings, play).requests
+    assert (plain.sampling.temperature, plain.sampling.top_p) == (1.0, 1.0)
+    assert (asked.sampling.temperature == 0.25) is chosen
+    assert (asked.sampling.top_p == 0.5) is chosen
+
+
+def test_one_seed_does_not_give_two_turns_one_name(tiny: Harmony) -> None:
+    async def play(session: Session) -> None:
+        for name in ("one", "two"):
+            await ask(session, name, request("Hi", seed=3))
+        await ask(session, "three", request("Hi", seed=4))
+
+    requests = converse(tiny, [says(tiny, "Hello")] * 3, TRAINED, play).requests
+    assert len({asked.request_id for asked in requests}) == 3
+    assert len({asked.sampling.seed for asked in requests}) == 3
+
+
+def test_what_goes_wrong_with_a_request_ends_an_episode_and_no_session_that_is_only_served(
+    tiny: Harmony,
+) -> None:
+    async def play(session: Session) -> None:
+        for text in ("Hi", "Hi"):
+            with pytest.raises(ApiError, match="illegal message") as error:
+                await ask(session, "one", request(text))
+            assert error.value.code == "format_error"
+        answer = await ask(session, "two", request("Hi"))
+        assert answer.answer.texts == ("Hello",)
+        with pytest.raises(ApiError, match="nothing is trained here"):
+            session.add_reward(GivenReward({"score": 1.0}, "two"))
+
+    wrong = says(tiny, "x", channel="nonsense")
+    converse(tiny, [wrong, wrong, says(tiny, "Hello")], SERVED, play)
+
+    async def end(session: Session) -> None:
+        for _ in range(2):
+            with pytest.raises(ApiError, match="illegal message"):
+                await ask(session, "one", request("Hi"))
+        assert session.end is not None
+
+    assert len(converse(tiny, [wrong], TRAINED, end).requests) == 1
