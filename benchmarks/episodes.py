@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -155,7 +156,7 @@ def measure_viewing(episodes: int, tokens: int) -> None:
         try:
             assert server.stdout is not None
             address = server.stdout.readline().split()[0]
-            ask_all(address)
+            ask_all(address, server.pid)
             status = Path(f"/proc/{server.pid}/status").read_text()
             peak = re.search(r"VmHWM:\s+(\d+) kB", status)
             assert peak is not None
@@ -165,7 +166,7 @@ def measure_viewing(episodes: int, tokens: int) -> None:
             server.wait()
 
 
-def ask_all(address: str) -> None:
+def ask_all(address: str, pid: int) -> None:
     """Ask for what the page asks for, and print the times."""
     base = f"{address}api/runs/run/episodes"
     print("| asked | seconds |")
@@ -183,6 +184,7 @@ def ask_all(address: str) -> None:
         times = [seconds(base + question)[0] for _ in range(5)]
         print(f"| {name} | {statistics.median(times):.3f} |")
 
+    spent = processor_seconds(pid)
     took, page = seconds(f"{base}?text=seton")
     # Found nowhere, so that all of it is read.
     print(f"| a text, first answer ({page['searched']:,} episodes searched) | {took:.3f} |")
@@ -191,11 +193,19 @@ def ask_all(address: str) -> None:
         page = seconds(f"{base}?text=seton")[1]
     total = took + time.perf_counter() - began
     print(f"| the text in all {page['recorded']:,} ({page['total']:,} found) | {total:.2f} |")
+    print(f"| processor time for it | {processor_seconds(pid) - spent:.2f} |")
     print(
         f"| the same text with another filter | {seconds(f'{base}?text=seton&tools=errors')[0]:.3f} |"
     )
     newest = seconds(base)[1]["rows"][0]["id"]
     print(f"| one whole episode | {seconds(f'{base}/{newest}')[0]:.3f} |")
+
+
+def processor_seconds(pid: int) -> float:
+    """Return what a process has computed so far, all of its threads together."""
+    figures = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    user, system = map(int, figures[11:13])
+    return (user + system) / os.sysconf("SC_CLK_TCK")
 
 
 def seconds(url: str) -> tuple[float, dict]:  # type: ignore[type-arg]

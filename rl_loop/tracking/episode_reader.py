@@ -1,6 +1,7 @@
 """Reads the recorded episodes of a run, also while it goes on."""
 
 import os
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -15,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rl_loop.tracking.episode_files import (
+    TEXT_COLUMN,
     EpisodeFile,
     list_files,
     opened,
@@ -189,7 +191,7 @@ def _ids_with_text(path: Path, row_group: int, text: str) -> np.ndarray:
     try:
         # Threads of Arrow's own would wait for each other: row groups are shared out already.
         with opened(path, pre_buffer=False) as file:
-            columns = ["id", "turns.list.element.text"]
+            columns = ["id", TEXT_COLUMN]
             table = file.read_row_group(row_group, columns, use_threads=False)
     except FileNotFoundError:
         return np.zeros(0, np.int64)  # merged meanwhile; it is searched under its new name
@@ -197,7 +199,17 @@ def _ids_with_text(path: Path, row_group: int, text: str) -> np.ndarray:
     found = []
     for batch in table.to_batches():
         turns = batch.column("turns")
-        is_hit = pc.match_substring(turns.flatten().field("text"), text, ignore_case=True)
+        is_hit = _contains(turns.flatten().field("text"), text)
         rows = pc.list_parent_indices(turns).filter(is_hit).to_numpy()
         found.append(batch.column("id").to_numpy()[np.unique(rows)])
     return np.concatenate(found)
+
+
+def _contains(texts: pa.StringArray, text: str) -> pa.BooleanArray:
+    """Say in which of ``texts`` a text stands, without regard to case."""
+    if not text.isascii():
+        return pc.match_substring(texts, text, ignore_case=True)
+
+    # A third of the time: with one case only, RE2 skips to where the text begins. Letters outside
+    # ASCII are left as they are, and an ASCII text has none.
+    return pc.match_substring_regex(pc.ascii_lower(texts), re.escape(text.lower()))
