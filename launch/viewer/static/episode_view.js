@@ -28,8 +28,8 @@ export class EpisodeView {
     fill(
       this.app.main,
       element("p", {}, element("a", { href: this.backAddress() }, "← All episodes")),
-      element("h1", {}, task),
-      element("p.soft", {}, `step ${step}, ${split.replace("_", "-")}, task ${group}, sample ${sample}`),
+      element("h1", {}, task || "Task without a name"),
+      element("p.soft", {}, `step ${step}, ${split?.replace("_", "-")}, task ${group}, sample ${sample}`),
       outcome(this.episode),
       this.tools,
       this.content,

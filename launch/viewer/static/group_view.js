@@ -31,7 +31,7 @@ export class GroupView {
     fill(
       this.app.main,
       element("p", {}, element("a", { href: this.app.address("episodes", { run: this.app.run().name }) }, "← All episodes")),
-      element("h1", {}, episodes[0]?.task_id ?? "No such task"),
+      element("h1", {}, episodes.length === 0 ? "No such task" : episodes[0].task_id || "Task without a name"),
       element("p.soft", {}, `step ${step}, ${split?.replace("_", "-")}, ${episodes.length} episodes`),
       prompt ? messageNode(prompt) : "",
       element(
