@@ -23,7 +23,8 @@ export class EpisodeView {
       return;
     }
     const { step, split, group, sample, task_id: task } = this.episode;
-    this.content = element("div.content");
+    const isRewarded = this.episode.reward > 0;
+    this.content = element(`div.content.${isRewarded ? "rewarded" : "unrewarded"}`);
     this.tools = element("div.controls");
     fill(
       this.app.main,
