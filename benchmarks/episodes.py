@@ -2,6 +2,7 @@
 
     python benchmarks/episodes.py write
     python benchmarks/episodes.py view --episodes 100000
+    python benchmarks/episodes.py report --episodes 1000 --tokens 32768
 
 ``view`` serves the files by ``gptoss view`` in a process of its own and asks it as a browser does."""
 
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from launch.report import build_report
 from megatron_gptoss.samples import Sample, TrainingSamples
 from rl_loop.data.trajectory import FinishReason, Trajectory, TrajectoryGroup, Turn
 from rl_loop.tracking.episode_recorder import EpisodeRecorder
@@ -166,6 +168,19 @@ def measure_viewing(episodes: int, tokens: int) -> None:
             server.wait()
 
 
+def measure_report(episodes: int, tokens: int) -> None:
+    """Print what report.html of a run costs, and its size."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        run.mkdir()
+        write_run(run, episodes, tokens)
+        began = time.process_time()
+        report = build_report(run)
+        spent = time.process_time() - began
+        print(f"{episodes:,} episodes of {tokens:,} tokens: report.html has ", end="")
+        print(f"{report.stat().st_size / 1e6:.2f} MB and takes {spent:.2f} s of processor time")
+
+
 def ask_all(address: str, pid: int) -> None:
     """Ask for what the page asks for, and print the times."""
     base = f"{address}api/runs/run/episodes"
@@ -218,15 +233,17 @@ def seconds(url: str) -> tuple[float, dict]:  # type: ignore[type-arg]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("write", "view"))
+    parser.add_argument("what", choices=("write", "view", "report"))
     parser.add_argument("--episodes", type=int, default=100_000)
     parser.add_argument("--tokens", type=int, default=500, help="of an episode")
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
     if arguments.what == "write":
         measure_writing(arguments.repeats)
-    else:
+    elif arguments.what == "view":
         measure_viewing(arguments.episodes, arguments.tokens)
+    else:
+        measure_report(arguments.episodes, arguments.tokens)
 
 
 if __name__ == "__main__":
