@@ -41,7 +41,7 @@ IDS_PER_WRITE = 2**24
 """Episodes of a write have ids from its number times this."""
 
 TEXT_COLUMN = "turns.list.element.text"
-"""What was said: hardly ever the same twice. Without a dictionary it is read in half the time, and zstd finds a
+"""What was said: hardly ever the same twice. Without a dictionary it is read faster, and zstd finds a
 prompt that a task's episodes share."""
 
 FLOAT_COLUMNS = (

@@ -277,6 +277,6 @@ def _contains(texts: pa.StringArray, text: str) -> pa.BooleanArray:
     if not text.isascii():
         return pc.match_substring(texts, text, ignore_case=True)
 
-    # A third of the time: with one case only, RE2 skips to where the text begins. Letters outside
+    # Half the time: with one case only, RE2 skips to where the text begins. Letters outside
     # ASCII are left as they are, and an ASCII text has none.
     return pc.match_substring_regex(pc.ascii_lower(texts), re.escape(text.lower()))
