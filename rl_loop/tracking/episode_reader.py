@@ -80,7 +80,7 @@ class EpisodeReader:
         self._files: list[_LoadedFile] = []
         self._vocabulary: list[str] = []
         self._searches: OrderedDict[str, dict[_RowGroup, np.ndarray]] = OrderedDict()
-        self.figures = _nullable(FIGURES).empty_table()
+        self.figures = FIGURES.empty_table()
         """The columns of FIGURES, oldest episode first; as of the last ``refresh``."""
 
     @property
@@ -112,9 +112,7 @@ class EpisodeReader:
             if files != self._files:
                 self._files = files
                 tables = [loaded.figures for loaded in files]
-                self.figures = (
-                    pa.concat_tables(tables) if tables else _nullable(FIGURES).empty_table()
-                )
+                self.figures = _joined(tables)
 
     def _load(self, file: EpisodeFile, stamp: _Stamp) -> _LoadedFile | None:
         """Read the figures of a file; None if it is damaged and left out."""
@@ -232,25 +230,33 @@ class EpisodeReader:
 
 
 def _load(file: EpisodeFile, stamp: _Stamp) -> _LoadedFile:
-    tables = [_as_recorded_now(t, FIGURES) for t in read_row_groups(file.path, FIGURES.names)]
+    tables = list(read_row_groups(file.path, FIGURES.names))
     rows = np.cumsum([table.num_rows for table in tables], dtype=np.int64)
-    figures = pa.concat_tables(tables) if tables else _nullable(FIGURES).empty_table()
-    return _LoadedFile(file, stamp, figures.combine_chunks(), rows)
+    figures = pa.concat_tables(tables) if tables else FIGURES.empty_table()
+    return _LoadedFile(file, stamp, _as_recorded_now(figures.combine_chunks(), FIGURES), rows)
+
+
+def _joined(tables: list[pa.Table]) -> pa.Table:
+    """Join tables of FIGURES, of which those of an older version may hold null where others do not."""
+    if not tables:
+        return FIGURES.empty_table()
+    return pa.concat_tables(tables, promote_options="default")
 
 
 def _as_recorded_now(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """Give a table of an older version the columns of this one; what it lacks is null."""
+    if table.column_names == schema.names:
+        return table
     columns = []
     for field in schema:
-        if field.name in table.column_names:
-            columns.append(table.column(field.name).cast(field.type))
-        else:
+        if field.name not in table.column_names:
             columns.append(pa.nulls(table.num_rows, field.type))
-    return pa.table(columns, schema=_nullable(schema))
-
-
-def _nullable(schema: pa.Schema) -> pa.Schema:
-    return pa.schema([field.with_nullable(True) for field in schema])
+            continue
+        column = table.column(field.name)
+        columns.append(column if column.type == field.type else column.cast(field.type))
+    # Not ``schema`` itself, which forbids null in most columns.
+    nullable = pa.schema([field.with_nullable(True) for field in schema])
+    return pa.Table.from_arrays(columns, schema=nullable)
 
 
 def _ids_with_text(path: Path, row_group: int, text: str) -> np.ndarray:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from launch.report import build_report
@@ -187,7 +188,8 @@ def test_picture_of_the_readme(chromium: Any, run: ExampleRun, theme: str, tmp_p
     if chosen := os.environ.get("GPTOSS_PICTURES"):
         directory, folder, best = Path(chosen), DOCUMENTED_PICTURES, "&reward_from=1"
     with served(directory) as server:
-        query = f"/api/runs/{directory.name}/episodes?tools=calls&split=train&limit=1{best}"
+        which = f"tools=calls&split=train&sort=advantage&limit=1{best}"
+        query = f"/api/runs/{directory.name}/episodes?{which}"
         (row,) = server.get(query).json["rows"]
         path = f"#/episode?run={directory.name}&id={row['id']}"
         with opened(chromium, server, path, width=1000, theme=theme, height=640) as page:
@@ -275,12 +277,34 @@ def test_a_reader_filters_opens_and_colours_an_episode(chromium: Any, viewer: Se
         assert "log-prob, engine\n-0.125" in details
         assert "log-prob, trainer\n-0.375" in details
         assert "gap\n-0.25" in details
-        # What a model wrote is text.
-        assert page.locator("main i").count() == 0
 
         page.get_by_role("link", name="All episodes").click()
         page.wait_for_selector(".episodes tbody tr")
         assert page.get_by_label("From step").input_value() == "18"
+
+
+def test_what_a_model_wrote_is_text_everywhere(
+    chromium: Any, viewer: Served, run: ExampleRun
+) -> None:
+    (four,), (markup,) = VOCABULARY.encode("4"), VOCABULARY.encode("<i>bold</i>")
+    group = groups_of_step(20, tasks=1)[0]
+    for episode in group.trajectories:
+        episode.token_ids = np.where(episode.token_ids == four, markup, episode.token_ids)
+        episode.task_id = episode.answer = "<i>name</i>"
+    with EpisodeRecorder(run.directory.episodes, VOCABULARY, "all") as recorder:
+        recorder.record(20, [train_split([group])])
+
+    episode_id = newest_episode(viewer) - 1
+    views = {
+        "#/episodes?run=growing": "<i>name</i>",
+        f"#/episode?run=growing&id={episode_id}": "The answer is <i>bold</i>",
+        f"#/episode?run=growing&id={episode_id}&view=tokens": "<i>bold</i>",
+        "#/group?run=growing&step=20&split=train&group=0": "The answer is <i>bold</i>",
+    }
+    for path, text in views.items():
+        with opened(chromium, viewer, path) as page:
+            page.get_by_text(text).first.wait_for()
+            assert page.locator("main i").count() == 0
 
 
 def test_the_keyboard_suffices(chromium: Any, viewer: Served) -> None:
