@@ -2,7 +2,7 @@
 
     python benchmarks/episodes.py write
     python benchmarks/episodes.py view --episodes 100000
-    python benchmarks/episodes.py report --episodes 1000 --tokens 32768
+    python benchmarks/episodes.py report --episodes 1000 --tokens 8192
 
 ``view`` serves the files by ``gptoss view`` in a process of its own and asks it as a browser does."""
 

@@ -240,6 +240,8 @@ def _joined(tables: list[pa.Table]) -> pa.Table:
     """Join tables of FIGURES, of which those of an older version may hold null where others do not."""
     if not tables:
         return FIGURES.empty_table()
+    if all(table.schema.equals(tables[0].schema) for table in tables):
+        return pa.concat_tables(tables)
     return pa.concat_tables(tables, promote_options="default")
 
 
