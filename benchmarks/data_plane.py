@@ -17,7 +17,8 @@ Per case one line of JSON, the median of ``--rounds``. The first rounds touch pa
 which costs more than what is written to them; a run does that once, too.
 
 - driver_seconds: wall time by stage. fetch: episodes out of the store; samples: columns of them; estimate: a pass for
-  values and reference log-probs, there and back; advantages; train: shipments and statistics. Time in which the
+  values and reference log-probs, there and back; advantages; train: shipments and statistics; check: whether engine
+  and trainer agree on every episode, which recorded log-probs make possible. Time in which the
   driver waits for ranks is left out, but their answers' way is in.
 - driver_cpu_seconds, rank_cpu_seconds: processor time, Ray's threads included, of the driver and of the slowest rank in
   all passes. together_seconds is their sum, share_of_step that of the 36 s that a step of 16.8 million tokens took.
@@ -63,6 +64,7 @@ from rl_loop.config.run import RlConfig
 from rl_loop.data.credit import assign_advantages
 from rl_loop.data.samples import to_samples
 from rl_loop.data.stored_routes import StoredRoutes
+from rl_loop.data.trained_tokens import check_sampled_by_policy
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup, Turn, WeightVersionSpan
 from rl_loop.heap import keep_freed_memory
 from rl_loop.lifecycle.start_checks import store_need
@@ -372,7 +374,8 @@ def run_step(
 ) -> tuple[dict[str, Spent], TrainingSamples]:
     """Take one step as RlLoop does; returns what each stage took, and the samples."""
     algorithm = config.algorithm
-    stages = {name: Spent() for name in ("fetch", "samples", "estimate", "advantages", "train")}
+    names = ("fetch", "samples", "estimate", "advantages", "train", "check")
+    stages = {name: Spent() for name in names}
     with stages["fetch"].measured():
         groups = [ray.get(reference) for reference in references]
     with stages["samples"].measured():
@@ -384,7 +387,9 @@ def run_step(
     with stages["advantages"].measured():
         samples = assign_advantages(samples, groups, algorithm, config.rollout.max_response_tokens)
     with stages["train"].measured():
-        group.rl_step(samples, step=0)
+        updates = group.rl_step(samples, step=0)
+    with stages["check"].measured():
+        check_sampled_by_policy(samples, updates.tokens, limit=np.inf, step=0)
     return stages, samples
 
 

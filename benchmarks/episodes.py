@@ -2,6 +2,7 @@
 
     python benchmarks/episodes.py write
     python benchmarks/episodes.py view --episodes 100000
+    python benchmarks/episodes.py report --episodes 1000 --tokens 8192
 
 ``view`` serves the files by ``gptoss view`` in a process of its own and asks it as a browser does."""
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -21,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from launch.report import build_report
 from megatron_gptoss.samples import Sample, TrainingSamples
 from rl_loop.data.trajectory import FinishReason, Trajectory, TrajectoryGroup, Turn
 from rl_loop.tracking.episode_recorder import EpisodeRecorder
@@ -155,7 +158,7 @@ def measure_viewing(episodes: int, tokens: int) -> None:
         try:
             assert server.stdout is not None
             address = server.stdout.readline().split()[0]
-            ask_all(address)
+            ask_all(address, server.pid)
             status = Path(f"/proc/{server.pid}/status").read_text()
             peak = re.search(r"VmHWM:\s+(\d+) kB", status)
             assert peak is not None
@@ -165,7 +168,20 @@ def measure_viewing(episodes: int, tokens: int) -> None:
             server.wait()
 
 
-def ask_all(address: str) -> None:
+def measure_report(episodes: int, tokens: int) -> None:
+    """Print what report.html of a run costs, and its size."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        run.mkdir()
+        write_run(run, episodes, tokens)
+        began = time.process_time()
+        report = build_report(run)
+        spent = time.process_time() - began
+        print(f"{episodes:,} episodes of {tokens:,} tokens: report.html has ", end="")
+        print(f"{report.stat().st_size / 1e6:.2f} MB and takes {spent:.2f} s of processor time")
+
+
+def ask_all(address: str, pid: int) -> None:
     """Ask for what the page asks for, and print the times."""
     base = f"{address}api/runs/run/episodes"
     print("| asked | seconds |")
@@ -183,6 +199,7 @@ def ask_all(address: str) -> None:
         times = [seconds(base + question)[0] for _ in range(5)]
         print(f"| {name} | {statistics.median(times):.3f} |")
 
+    spent = processor_seconds(pid)
     took, page = seconds(f"{base}?text=seton")
     # Found nowhere, so that all of it is read.
     print(f"| a text, first answer ({page['searched']:,} episodes searched) | {took:.3f} |")
@@ -191,11 +208,19 @@ def ask_all(address: str) -> None:
         page = seconds(f"{base}?text=seton")[1]
     total = took + time.perf_counter() - began
     print(f"| the text in all {page['recorded']:,} ({page['total']:,} found) | {total:.2f} |")
+    print(f"| processor time for it | {processor_seconds(pid) - spent:.2f} |")
     print(
         f"| the same text with another filter | {seconds(f'{base}?text=seton&tools=errors')[0]:.3f} |"
     )
     newest = seconds(base)[1]["rows"][0]["id"]
     print(f"| one whole episode | {seconds(f'{base}/{newest}')[0]:.3f} |")
+
+
+def processor_seconds(pid: int) -> float:
+    """Return what a process has computed so far, all of its threads together."""
+    figures = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    user, system = map(int, figures[11:13])
+    return (user + system) / os.sysconf("SC_CLK_TCK")
 
 
 def seconds(url: str) -> tuple[float, dict]:  # type: ignore[type-arg]
@@ -208,15 +233,17 @@ def seconds(url: str) -> tuple[float, dict]:  # type: ignore[type-arg]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("write", "view"))
+    parser.add_argument("what", choices=("write", "view", "report"))
     parser.add_argument("--episodes", type=int, default=100_000)
     parser.add_argument("--tokens", type=int, default=500, help="of an episode")
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
     if arguments.what == "write":
         measure_writing(arguments.repeats)
-    else:
+    elif arguments.what == "view":
         measure_viewing(arguments.episodes, arguments.tokens)
+    else:
+        measure_report(arguments.episodes, arguments.tokens)
 
 
 if __name__ == "__main__":

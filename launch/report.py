@@ -33,6 +33,9 @@ from rl_loop.tracking.run_directory import (
 )
 
 EPISODES_SHOWN = 8
+TOKENS_SHOWN = 4096
+"""Of an episode, half of them from its beginning and half from its end: a page has some 100 bytes for each, and
+browsers are slow with millions."""
 COLOURS = ("#2f7d3e", "#2f6fde", "#d1603d", "#8a5cc2", "#b8860b", "#0e8a8a")
 STYLE: dict[Any, Any] = {
     "font.size": 8,
@@ -316,7 +319,7 @@ def select_episodes(directory: Path) -> tuple[list[dict[str, Any]], int]:
     """Read at most EPISODES_SHOWN of the recorded episodes, evenly over the run; return them and
     the number of all.
 
-    Each is what ``EpisodeReader.read`` returns, with ``tokens``: [{text, mask, logprob}]."""
+    Each is what ``EpisodeReader.read`` returns, with ``shown_turns``."""
     reader = EpisodeReader(directory)
     reader.refresh()
     ids = reader.figures.column("id").to_pylist()
@@ -330,13 +333,45 @@ def select_episodes(directory: Path) -> tuple[list[dict[str, Any]], int]:
     for i in sorted(chosen):
         episode = reader.read(ids[i])
         if episode is not None:
-            episodes.append(episode | {"tokens": episode_tokens(episode)})
+            episodes.append(episode | {"shown_turns": shown_turns(episode)})
     return episodes, len(ids)
 
 
-def episode_tokens(episode: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what the page shows of each token."""
-    columns = (episode["texts"], episode["loss_mask"], episode["rollout_log_probs"])
+@dataclass(frozen=True)
+class ShownTurn:
+    """What the page shows of a turn."""
+
+    role: str
+    before: list[dict[str, Any]]
+    """Tokens: {text, mask, logprob}."""
+    left_out: int
+    """Tokens between ``before`` and ``after``."""
+    after: list[dict[str, Any]]
+
+
+def shown_turns(episode: dict[str, Any]) -> list[ShownTurn]:
+    """Return the turns of an episode; of a long one without the tokens in its middle."""
+    tokens = len(episode["texts"])
+    end_of_beginning = begin_of_end = tokens
+    if tokens > TOKENS_SHOWN:
+        end_of_beginning = TOKENS_SHOWN // 2
+        begin_of_end = tokens - TOKENS_SHOWN // 2
+
+    turns = []
+    for turn in episode["turns"] or [{"role": "prompt", "start": 0, "end": tokens}]:
+        start, end = turn["start"], turn["end"]
+        cut_from = min(max(start, end_of_beginning), end)
+        cut_to = max(min(end, begin_of_end), cut_from)
+        before = episode_tokens(episode, start, cut_from)
+        after = episode_tokens(episode, cut_to, end)
+        turns.append(ShownTurn(turn["role"], before, cut_to - cut_from, after))
+    return turns
+
+
+def episode_tokens(episode: dict[str, Any], start: int, end: int) -> list[dict[str, Any]]:
+    """Return what the page shows of each token in [start, end)."""
+    names = ("texts", "loss_mask", "rollout_log_probs")
+    columns = (episode[name][start:end] for name in names)
     return [
         {"text": text, "mask": mask, "logprob": log_prob}
         for text, mask, log_prob in zip(*columns, strict=True)

@@ -106,6 +106,8 @@ class EpisodePage:
     """Episodes of the run."""
     searched: int
     """Episodes whose text has been looked through; below ``recorded``, ask again."""
+    damaged: list[str]
+    """What could not be read and is left out, with the reason."""
     splits: list[str]
     """Values that filters may choose from."""
     finish_reasons: list[str]
@@ -115,7 +117,7 @@ class EpisodePage:
 
 
 def run_query(reader: EpisodeReader, query: EpisodeQuery) -> EpisodePage:
-    """Return the rows that are wanted. Raises RunDirectoryError for a damaged file."""
+    """Return the rows that are wanted."""
     reader.refresh()
     figures = reader.figures
     matches = _matches(figures, query)
@@ -134,13 +136,14 @@ def run_query(reader: EpisodeReader, query: EpisodeQuery) -> EpisodePage:
         total=len(rows),
         recorded=figures.num_rows,
         searched=searched,
+        damaged=reader.damages,
         splits=_choices(figures, "split"),
         finish_reasons=_choices(figures, "finish_reason"),
     )
 
 
 def _choices(figures: pa.Table, name: str) -> list[str]:
-    return sorted(pc.unique(figures.column(name)).to_pylist())
+    return sorted(pc.unique(figures.column(name).drop_null()).to_pylist())
 
 
 def _matches(figures: pa.Table, query: EpisodeQuery) -> np.ndarray:

@@ -55,13 +55,22 @@ class MetricsTail:
             with suppress(ValueError):
                 record = json.loads(line)
                 if isinstance(record, dict) and isinstance(record.get("step"), int):
-                    self.records.append(record)
+                    self.records.append(_numbers_of(record))
 
     def _begin_anew(self, inode: int) -> None:
         self._inode = inode
         self._position = 0
         self.records = []
         self.generation += 1
+
+
+def _numbers_of(record: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what is no number and not null: a line may be of another program or version."""
+    return {
+        name: value
+        for name, value in record.items()
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    }
 
 
 class RunView:
@@ -71,7 +80,7 @@ class RunView:
         self.name = name
         self.directory = RunDirectory(path)
         self.metrics = MetricsTail(self.directory.metrics)
-        self.episodes = EpisodeReader(self.directory.episodes)
+        self.episodes = EpisodeReader(self.directory.episodes, leaves_out_damaged=True)
         self._config: dict[str, Any] = {}
         self._config_stamp = 0
         self._config_fault: str | None = None
@@ -81,7 +90,7 @@ class RunView:
         self.metrics.refresh()
         records = self.metrics.records
         config = self._read_config()
-        steps = config.get("training", {}).get("steps")
+        steps = _planned_steps(config)
         summary = self.summary()
         state = state_of(
             records,
@@ -184,6 +193,12 @@ class RunView:
         return Path(f"/proc/{words[1]}").exists()
 
 
+def _planned_steps(config: dict[str, Any]) -> int | None:
+    training = config.get("training")
+    steps = training.get("steps") if isinstance(training, dict) else None
+    return steps if isinstance(steps, int) else None
+
+
 def _last_training_step(records: list[dict[str, Any]], steps: int | None) -> int | None:
     """Return the number, from 0, of the last step; None before the first has ended.
 
@@ -204,7 +219,9 @@ def _headlines(records: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _is_on_policy(config: dict[str, Any]) -> bool:
-    algorithm = config.get("algorithm") or {}
+    algorithm = config.get("algorithm")
+    if not isinstance(algorithm, dict):
+        algorithm = {}
     return (
         algorithm.get("mini_batches", 1) == 1
         and algorithm.get("max_staleness", 0) == 0

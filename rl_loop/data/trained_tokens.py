@@ -10,6 +10,10 @@ from megatron_gptoss.user_error import UserError
 FEWEST_TOKENS = 8
 """Sampled tokens that an episode needs before its mean says anything."""
 
+BLOCK_TOKENS = 2**14
+"""Compared at a time: temporaries stay in the cache. Those of a whole step are new pages of the
+system each time, which takes longer than the arithmetic."""
+
 
 class ForeignAnswer(UserError, RuntimeError):
     """An engine returned tokens that this policy has not sampled after these prompts."""
@@ -46,17 +50,8 @@ def check_sampled_by_policy(
     if trained is None or samples.rollout_log_probs is None:
         return
 
-    is_compared = samples.loss_mask & np.isfinite(trained.log_probs)
-    for column in (samples.staleness, samples.is_grafted):
-        if column is not None:
-            is_compared &= column == 0
-    differences = np.abs(samples.rollout_log_probs - trained.log_probs)
-    differences = np.where(is_compared, differences, 0)
-
-    # The last offset is no place, and a sequence without tokens has none.
-    ends = np.concatenate([[0.0], np.cumsum(differences, dtype=np.float64)])[samples.offsets]
-    counts = np.diff(np.concatenate([[0], np.cumsum(is_compared)])[samples.offsets])
-    means = np.where(counts >= FEWEST_TOKENS, np.diff(ends) / np.maximum(counts, 1), 0)
+    sums, counts = _differences(samples, trained)
+    means = np.where(counts >= FEWEST_TOKENS, sums / np.maximum(counts, 1), 0)
     if len(means) == 0 or not means.max() > limit:
         return
 
@@ -68,3 +63,29 @@ def check_sampled_by_policy(
         "though both hold the same weights. An answer went to the wrong request, or log-probs are "
         "wrong. This step is not saved; --resume takes it again"
     )
+
+
+def _differences(samples: TrainingSamples, trained: TrainedTokens) -> tuple[np.ndarray, np.ndarray]:
+    """Compare engine and trainer. Returns of each sequence the sum of |log-prob differences| of its
+    compared tokens, nats, and the number of those: float64 and int64 [sequences]."""
+    assert samples.rollout_log_probs is not None
+    sums = np.zeros(len(samples))
+    counts = np.zeros(len(samples), np.int64)
+
+    starts = samples.offsets[:-1]
+    for begin in range(0, samples.tokens, BLOCK_TOKENS):
+        block = slice(begin, min(begin + BLOCK_TOKENS, samples.tokens))
+        log_probs = trained.log_probs[block]
+        is_compared = samples.loss_mask[block] & np.isfinite(log_probs)
+        for column in (samples.staleness, samples.is_grafted):
+            if column is not None:
+                is_compared &= column[block] == 0
+        differences = np.abs(samples.rollout_log_probs[block] - log_probs)
+        differences[~is_compared] = 0
+
+        first = np.searchsorted(starts, block.start, side="right") - 1
+        whose = slice(first, np.searchsorted(starts, block.stop))
+        pieces = np.maximum(starts[whose] - begin, 0)
+        sums[whose] += np.add.reduceat(differences, pieces, dtype=np.float64)
+        counts[whose] += np.add.reduceat(is_compared, pieces, dtype=np.int64)
+    return sums, counts

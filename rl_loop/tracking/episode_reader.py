@@ -1,6 +1,7 @@
 """Reads the recorded episodes of a run, also while it goes on."""
 
 import os
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -15,16 +16,22 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rl_loop.tracking.episode_files import (
+    TEXT_COLUMN,
+    VOCABULARY_FILE,
     EpisodeFile,
     list_files,
     opened,
     read_row_groups,
     read_vocabulary,
 )
-from rl_loop.tracking.episode_table import FIGURES
+from rl_loop.tracking.episode_table import CONTENTS, FIGURES, SCHEMA
+from rl_loop.tracking.run_directory import RunDirectoryError
 
 TEXTS_REMEMBERED = 8
 """Searches whose hits are kept, for their next pages."""
+
+LISTS_OF_AN_EPISODE = tuple(field.name for field in CONTENTS if not field.nullable)
+"""Columns that are empty lists where an older version did not write them."""
 
 _Stamp = tuple[int, int]
 """When a file was written (ns) and its bytes: another one means another content."""
@@ -57,11 +64,18 @@ class _LoadedFile:
 
 class EpisodeReader:
     """The episodes of one run. Figures are kept in memory, about 200 bytes for each; tokens and
-    text are read when they are asked for. May be shared by threads."""
+    text are read when they are asked for. May be shared by threads.
 
-    def __init__(self, directory: Path) -> None:
-        """``directory``: ``RunDirectory.episodes``; it may be missing."""
+    Files of an older version may lack columns: their values are null."""
+
+    def __init__(self, directory: Path, *, leaves_out_damaged: bool = False) -> None:
+        """``directory``: ``RunDirectory.episodes``; it may be missing.
+
+        ``leaves_out_damaged``: what cannot be read is named in ``damages``, and the rest is shown;
+        otherwise it is an error."""
         self._directory = directory
+        self._leaves_out_damaged = leaves_out_damaged
+        self._damages: dict[tuple[Path, _Stamp | None], str] = {}
         self._lock = threading.RLock()
         self._files: list[_LoadedFile] = []
         self._vocabulary: list[str] = []
@@ -69,29 +83,56 @@ class EpisodeReader:
         self.figures = FIGURES.empty_table()
         """The columns of FIGURES, oldest episode first; as of the last ``refresh``."""
 
+    @property
+    def damages(self) -> list[str]:
+        """What was left out, and why."""
+        return sorted(set(self._damages.values()))
+
     def refresh(self) -> None:
-        """Read the figures of files that are new. Raises RunDirectoryError naming a damaged
-        one."""
+        """Read the figures of files that are new. Raises RunDirectoryError naming a damaged one,
+        unless those are left out."""
         with self._lock:
             known = {(loaded.file.path, loaded.stamp): loaded for loaded in self._files}
             files: list[_LoadedFile] = []
+            present: set[tuple[Path, _Stamp | None]] = {(self._directory / VOCABULARY_FILE, None)}
             for file in list_files(self._directory):
                 try:
                     status = file.path.stat()
                     stamp = (status.st_mtime_ns, status.st_size)
-                    loaded = known.get((file.path, stamp)) or _load(file, stamp)
+                    present.add((file.path, stamp))
+                    loaded = known.get((file.path, stamp)) or self._load(file, stamp)
                 except FileNotFoundError:
                     continue  # merged or dropped meanwhile: the next refresh sees what came of it
-                files.append(loaded)
+                if loaded is not None:
+                    files.append(loaded)
+
+            # A file that was moved away or written anew is not damaged any more.
+            self._damages = {key: why for key, why in self._damages.items() if key in present}
 
             if files != self._files:
                 self._files = files
                 tables = [loaded.figures for loaded in files]
-                self.figures = pa.concat_tables(tables) if tables else FIGURES.empty_table()
+                self.figures = _joined(tables)
+
+    def _load(self, file: EpisodeFile, stamp: _Stamp) -> _LoadedFile | None:
+        """Read the figures of a file; None if it is damaged and left out."""
+        if (file.path, stamp) in self._damages:
+            return None
+        try:
+            return _load(file, stamp)
+        except RunDirectoryError as error:
+            self._note_damage(file.path, stamp, error)
+            return None
+
+    def _note_damage(self, path: Path, stamp: _Stamp | None, error: RunDirectoryError) -> None:
+        if not self._leaves_out_damaged:
+            raise error
+        self._damages[path, stamp] = str(error)
 
     def read(self, episode_id: int) -> dict[str, Any] | None:
         """Read one episode whole: every column of ``episode_table`` as Python objects, and
-        ``texts``, the text of each token. None if there is no such episode."""
+        ``texts``, the text of each token. None if there is no such episode. Raises
+        RunDirectoryError naming the file if this very episode is damaged."""
         with self._lock:
             for loaded in self._files:
                 ids = loaded.figures.column("id").to_numpy()
@@ -108,13 +149,20 @@ class EpisodeReader:
                 table = file.read_row_group(group).slice(row - first, 1)
         except FileNotFoundError:
             return None
-        (episode,) = table.to_pylist(maps_as_pydicts="strict")
+        (episode,) = _as_recorded_now(table, SCHEMA).to_pylist(maps_as_pydicts="strict")
+        for name in LISTS_OF_AN_EPISODE:
+            episode[name] = episode[name] or []
         episode["texts"] = self._texts(episode["token_ids"])
         return dict(episode)
 
     def _texts(self, token_ids: list[int]) -> list[str]:
         if not self._vocabulary:
-            self._vocabulary = read_vocabulary(self._directory)
+            path = self._directory / VOCABULARY_FILE
+            try:
+                self._vocabulary = read_vocabulary(self._directory)
+                self._damages.pop((path, None), None)
+            except RunDirectoryError as error:
+                self._note_damage(path, None, error)
         known = len(self._vocabulary)
         return [self._vocabulary[i] if i < known else f"<{i}>" for i in token_ids]
 
@@ -163,8 +211,12 @@ class EpisodeReader:
                 key = next(left, None)
                 if key is None:
                     return
-                path, _stamp, group = key
-                hits[key] = _ids_with_text(path, group, text)
+                path, stamp, group = key
+                try:
+                    hits[key] = _ids_with_text(path, group, text)
+                except RunDirectoryError as error:
+                    self._note_damage(path, stamp, error)
+                    hits[key] = np.zeros(0, np.int64)
                 has_scanned = True
 
         threads = len(os.sched_getaffinity(0))
@@ -181,7 +233,32 @@ def _load(file: EpisodeFile, stamp: _Stamp) -> _LoadedFile:
     tables = list(read_row_groups(file.path, FIGURES.names))
     rows = np.cumsum([table.num_rows for table in tables], dtype=np.int64)
     figures = pa.concat_tables(tables) if tables else FIGURES.empty_table()
-    return _LoadedFile(file, stamp, figures.combine_chunks(), rows)
+    return _LoadedFile(file, stamp, _as_recorded_now(figures.combine_chunks(), FIGURES), rows)
+
+
+def _joined(tables: list[pa.Table]) -> pa.Table:
+    """Join tables of FIGURES, of which those of an older version may hold null where others do not."""
+    if not tables:
+        return FIGURES.empty_table()
+    if all(table.schema.equals(tables[0].schema) for table in tables):
+        return pa.concat_tables(tables)
+    return pa.concat_tables(tables, promote_options="default")
+
+
+def _as_recorded_now(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Give a table of an older version the columns of this one; what it lacks is null."""
+    if table.column_names == schema.names:
+        return table
+    columns = []
+    for field in schema:
+        if field.name not in table.column_names:
+            columns.append(pa.nulls(table.num_rows, field.type))
+            continue
+        column = table.column(field.name)
+        columns.append(column if column.type == field.type else column.cast(field.type))
+    # Not ``schema`` itself, which forbids null in most columns.
+    nullable = pa.schema([field.with_nullable(True) for field in schema])
+    return pa.Table.from_arrays(columns, schema=nullable)
 
 
 def _ids_with_text(path: Path, row_group: int, text: str) -> np.ndarray:
@@ -189,7 +266,7 @@ def _ids_with_text(path: Path, row_group: int, text: str) -> np.ndarray:
     try:
         # Threads of Arrow's own would wait for each other: row groups are shared out already.
         with opened(path, pre_buffer=False) as file:
-            columns = ["id", "turns.list.element.text"]
+            columns = ["id", TEXT_COLUMN]
             table = file.read_row_group(row_group, columns, use_threads=False)
     except FileNotFoundError:
         return np.zeros(0, np.int64)  # merged meanwhile; it is searched under its new name
@@ -197,7 +274,17 @@ def _ids_with_text(path: Path, row_group: int, text: str) -> np.ndarray:
     found = []
     for batch in table.to_batches():
         turns = batch.column("turns")
-        is_hit = pc.match_substring(turns.flatten().field("text"), text, ignore_case=True)
+        is_hit = _contains(turns.flatten().field("text"), text)
         rows = pc.list_parent_indices(turns).filter(is_hit).to_numpy()
         found.append(batch.column("id").to_numpy()[np.unique(rows)])
     return np.concatenate(found)
+
+
+def _contains(texts: pa.StringArray, text: str) -> pa.BooleanArray:
+    """Say in which of ``texts`` a text stands, without regard to case."""
+    if not text.isascii():
+        return pc.match_substring(texts, text, ignore_case=True)
+
+    # Half the time: with one case only, RE2 skips to where the text begins. Letters outside
+    # ASCII are left as they are, and an ASCII text has none.
+    return pc.match_substring_regex(pc.ascii_lower(texts), re.escape(text.lower()))

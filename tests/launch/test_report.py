@@ -3,8 +3,10 @@
 import math
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from launch.report import (
@@ -158,6 +160,37 @@ def test_at_most_eight_episodes_are_shown_and_they_span_the_run(tmp_path: Path) 
     record_episodes(run, ["a", "b", "c", "d"], steps=100)
     steps = re.findall(r"<b>step (\d+)</b>", build_report(run.path).read_text())
     assert len(steps) == 8 and (steps[0], steps[-1]) == ("0", "99")
+
+
+def test_the_middle_of_long_episodes_is_left_out_and_the_page_stays_small(tmp_path: Path) -> None:
+    run = start_run(tmp_path / "long", "")
+    tokens = 20_000
+    rng = np.random.default_rng(0)
+    bounds = [0, 1_500, 2_500, 19_000, tokens]
+    roles = ["prompt", "assistant", "tool", "assistant"]
+    trajectory = Trajectory(
+        task_id="long",
+        token_ids=np.arange(tokens, dtype=np.int32),
+        loss_mask=(np.arange(tokens) >= 1_500) & ~(np.arange(tokens) // 100 % 2 == 0),
+        rollout_log_probs=-rng.random(tokens, np.float32),
+        turns=[Turn(role, *ends, "") for role, ends in zip(roles, pairwise(bounds), strict=True)],
+        reward=1.0,
+    )
+    group = TrajectoryGroup("long", [trajectory] * 4)
+    words = Words([f"{number} " for number in range(tokens)])
+    with EpisodeRecorder(run.episodes, words, "all") as recorder:
+        for step in range(4):
+            recorder.record(step, [EpisodesOfSplit("train", [group])])
+
+    report = build_report(run.path)
+    assert report.stat().st_size < 4_000_000
+    text = report.read_text()
+    assert text.count("15,452 tokens are left out here") == 8
+    assert text.count("452 tokens are left out here") == 16
+    shown = [
+        int(word) for _, words in parse(report).spans for word in words.split() if word.isdigit()
+    ]
+    assert shown == 8 * [*range(2048), *range(tokens - 2048, tokens)]
 
 
 def test_a_directory_without_a_run_is_named(tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ export class Chart {
       ticks: { stroke: themeColour("--line"), width: 1 },
       font: "12px system-ui, sans-serif",
     };
+    const valueAxis = { ...axis, size: 58, values: (_, ticks) => ticks.map(tickName) };
     // A logarithm has no place for zeros, such as the gap of an engine that computes the same bits.
     const isLog = this.options.log && data.slice(1).flat().every((v) => v === null || v === undefined || v > 0);
 
@@ -104,7 +105,7 @@ export class Chart {
         height: HEIGHT,
         scales: { x: { time: false }, y: isLog ? { distr: 3 } : { range: rangeOf } },
         series: [{ label: "step" }, ...series],
-        axes: [axis, { ...axis, size: 58, values: (_, ticks) => ticks.map((v) => (v === null ? "" : number(v, 3))) }],
+        axes: [axis, isLog ? { ...valueAxis, splits: (_, side, min, max) => logTicks(min, max) } : valueAxis],
         legend: { show: false },
         cursor: { sync: { key: "steps" }, drag: { x: true, y: false }, points: { size: 7 } },
         hooks: {
@@ -162,6 +163,21 @@ function rangeOf(_, min, max) {
   if (min === null || min === undefined) return [0, 1];
   if (min === max) return [min - 0.5, max + 0.5];
   return uPlot.rangeNum(min, max, 0.1, true);
+}
+
+const tickName = (value) => (value === null ? "" : number(value, 3).replace(/\.?0+e/, "e"));
+
+/** Powers of ten, of many decades as few as have room for their names; 1, 2 and 5 of few. */
+export function logTicks(min, max) {
+  const first = Math.floor(Math.log10(min));
+  const decades = Math.ceil(Math.log10(max)) - first;
+  const stride = Math.max(1, Math.ceil(decades / 6));
+  const factors = decades <= 2 ? [1, 2, 5] : [1];
+  const ticks = [];
+  for (let i = 0; i <= decades; i += stride) {
+    for (const factor of factors) ticks.push(Number(`${factor}e${first + i}`));
+  }
+  return ticks.filter((tick) => min <= tick && tick <= max);
 }
 
 function newest(curve) {

@@ -1,7 +1,7 @@
 // Messages of an episode as a conversation.
 
 import { element } from "./dom.js";
-import { visible } from "./format.js";
+import { number, visible } from "./format.js";
 
 const FOLDED = ["system", "developer"];
 
@@ -39,14 +39,14 @@ export function outcome(episode) {
     episode.invalid
       ? pill(`invalid, ${episode.invalid}: ${episode.invalid_reason}`, "bad")
       : pill(`reward ${round(episode.reward)}`, episode.reward > 0 ? "good" : "bad"),
-    episode.advantage === null ? null : pill(`advantage ${round(episode.advantage)}`),
+    (episode.advantage ?? null) === null ? null : pill(`advantage ${round(episode.advantage)}`),
     parts.length > 0 ? pill(parts.join(", ")) : null,
     pill(`ends: ${episode.format_error ? `format error, ${episode.format_error}` : episode.finish_reason}`),
     episode.excluded ? pill("not trained on", "bad") : null,
     pill(`tool calls ${episode.tool_calls}, failed ${episode.tool_errors}`),
-    pill(`${episode.sampled_tokens.toLocaleString("en")} of ${episode.tokens.toLocaleString("en")} tokens sampled`),
-    episode.answer === null ? null : pill(`answer ${episode.answer.slice(0, 80)}`),
+    pill(`${number(episode.sampled_tokens)} of ${number(episode.tokens)} tokens sampled`),
+    (episode.answer ?? null) === null ? null : pill(`answer ${episode.answer.slice(0, 80)}`),
   );
 }
 
-const round = (value) => (value === null ? "none" : String(Number(value.toPrecision(4))));
+const round = (value) => ((value ?? null) === null ? "none" : String(Number(value.toPrecision(4))));

@@ -40,6 +40,8 @@ const STATES = {
   waiting: "no step yet",
 };
 
+const HEADLINES = { "held_out/accuracy": "held-out accuracy" };
+
 export class CurvesView {
   constructor(app) {
     this.app = app;
@@ -144,17 +146,17 @@ export class CurvesView {
     const of = run.steps ? ` of ${number(run.steps)}` : "";
     const progress = run.step === null ? "" : `step ${number(run.step + 1)}${of}, ${ago(run.time)}`;
     const headlines = Object.entries(run.headlines).map(([name, value]) =>
-      element("span", {}, `${name} `, element("b", {}, number(value))),
+      element("div", {}, element("dt", {}, HEADLINES[name] ?? name), element("dd", {}, number(value, 3))),
     );
     const troubles = run.findings.filter((finding) => finding.level !== "good");
     return element(
       "article.card.run",
-      {},
+      { "data-health": troubles[0]?.level ?? "good" },
       element("label.name", {}, box, swatch, element("strong", {}, run.name)),
       element("div", {}, element(`span.state.${run.state}`, {}, STATES[run.state]), " ", progress),
-      element("div.headlines", {}, headlines),
       troubles.map((finding) => this.finding(finding)),
       this.healthy(run, troubles.length, isOpen),
+      element("dl.headlines", {}, headlines),
       element("a", { href: this.app.address("episodes", { run: run.name }) }, "Episodes"),
     );
   }
@@ -181,7 +183,7 @@ export class CurvesView {
     return element(
       "details",
       { open: isOpen, "data-run": run.name },
-      element("summary", {}, title),
+      element(`summary.${troubles === 0 ? "well" : "soft"}`, {}, title),
       element("ul", {}, good.map((finding) => element("li", {}, `${finding.check}: ${finding.says}`))),
     );
   }

@@ -23,13 +23,14 @@ export class EpisodeView {
       return;
     }
     const { step, split, group, sample, task_id: task } = this.episode;
-    this.content = element("div.content");
+    const isRewarded = this.episode.reward > 0;
+    this.content = element(`div.content.${isRewarded ? "rewarded" : "unrewarded"}`);
     this.tools = element("div.controls");
     fill(
       this.app.main,
       element("p", {}, element("a", { href: this.backAddress() }, "← All episodes")),
-      element("h1", {}, task),
-      element("p.soft", {}, `step ${step}, ${split.replace("_", "-")}, task ${group}, sample ${sample}`),
+      element("h1", {}, task || "Task without a name"),
+      element("p.soft", {}, `step ${step}, ${split?.replace("_", "-")}, task ${group}, sample ${sample}`),
       outcome(this.episode),
       this.tools,
       this.content,

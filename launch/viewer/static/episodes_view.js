@@ -10,12 +10,12 @@ const PAGE = 50;
 /** [column, title, is a number, text] */
 const COLUMNS = [
   ["step", "Step", true, (row) => number(row.step)],
-  ["split", "Split", false, (row) => row.split.replace("_", "-")],
-  ["task_id", "Task", false, (row) => row.task_id],
+  ["split", "Split", false, (row) => (row.split ?? "").replace("_", "-")],
+  ["task_id", "Task", false, (row) => row.task_id || "without a name"],
   ["sample", "Sample", true, (row) => number(row.sample)],
   ["reward", "Reward", true, (row) => (row.invalid ? `invalid: ${row.invalid}` : number(row.reward))],
   ["advantage", "Advantage", true, (row) => number(row.advantage)],
-  ["finish_reason", "End", false, (row) => row.format_error ?? row.finish_reason],
+  ["finish_reason", "End", false, (row) => row.format_error ?? row.finish_reason ?? ""],
   ["tool_calls", "Tool calls", true, toolCalls],
   ["assistant_turns", "Turns", true, (row) => number(row.assistant_turns)],
   ["sampled_tokens", "Sampled", true, (row) => number(row.sampled_tokens)],
@@ -59,6 +59,7 @@ export class EpisodesView {
     );
     this.choices = element("span.choices");
     this.summary = element("p.soft", { role: "status" });
+    this.damages = element("div");
     this.body = element("tbody");
     this.pages = element("nav.pages", { "aria-label": "Pages of the table" });
     this.head = element("tr");
@@ -73,6 +74,7 @@ export class EpisodesView {
         this.choices,
       ),
       this.summary,
+      this.damages,
       element(
         "div.scroll",
         { tabIndex: 0, role: "region", "aria-label": "Table of episodes" },
@@ -142,6 +144,8 @@ export class EpisodesView {
     const isSearching = page.searched < page.recorded;
     const searched = isSearching ? `; ${number(page.searched)} of ${number(page.recorded)} searched …` : "";
     this.summary.textContent = `${number(page.total)} of ${number(page.recorded)} episodes${searched}`;
+
+    fill(this.damages, page.damaged.map((text) => element("p.finding.bad", {}, element("b", {}, "Left out: "), text)));
 
     fill(this.head, COLUMNS.map((column) => this.heading(column, sort, descending)));
     fill(this.body, page.rows.map((row, place) => this.tableRow(row, place)));

@@ -31,8 +31,8 @@ export class GroupView {
     fill(
       this.app.main,
       element("p", {}, element("a", { href: this.app.address("episodes", { run: this.app.run().name }) }, "← All episodes")),
-      element("h1", {}, episodes[0]?.task_id ?? "No such task"),
-      element("p.soft", {}, `step ${step}, ${split?.replace("_", "-")}, ${episodes.length} episodes`),
+      element("h1", {}, episodes.length === 0 ? "No such task" : episodes[0].task_id || "Task without a name"),
+      element("p.soft", {}, `step ${step}, ${split?.replace("_", "-")}, ${episodes.length} ${episodes.length === 1 ? "episode" : "episodes"}`),
       prompt ? messageNode(prompt) : "",
       element(
         "div.siblings",
@@ -47,7 +47,7 @@ export class GroupView {
     // The prompt is the same in all of them.
     const first = episode.messages.findIndex((message) => message.is_sampled);
     return element(
-      "article.card",
+      `article.card.${episode.reward > 0 ? "rewarded" : "unrewarded"}`,
       {},
       element("h2", {}, element("a", { href: address }, `Sample ${episode.sample}`)),
       outcome(episode),

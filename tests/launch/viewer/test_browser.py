@@ -16,10 +16,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from launch.report import build_report
+from rl_loop.tracking.episode_files import list_files
+from rl_loop.tracking.episode_recorder import EpisodeRecorder
 from tests.launch.viewer.served import ExampleRun, Served, served
+from tests.recorded_episodes import VOCABULARY, groups_of_step, train_split
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.browser
@@ -179,12 +183,13 @@ LARGEST_PICTURE = 150_000
 
 @pytest.mark.parametrize("theme", THEMES)
 def test_picture_of_the_readme(chromium: Any, run: ExampleRun, theme: str, tmp_path: Path) -> None:
-    """Of an episode that was rewarded; of the run in GPTOSS_PICTURES it replaces the documentation's."""
+    """Of an episode that was trained on; of a rewarded one of the run in GPTOSS_PICTURES it replaces the README's."""
     directory, folder, best = run.directory.path, tmp_path, ""
     if chosen := os.environ.get("GPTOSS_PICTURES"):
         directory, folder, best = Path(chosen), DOCUMENTED_PICTURES, "&reward_from=1"
     with served(directory) as server:
-        query = f"/api/runs/{directory.name}/episodes?tools=calls&limit=1{best}"
+        which = f"tools=calls&split=train&sort=advantage&limit=1{best}"
+        query = f"/api/runs/{directory.name}/episodes?{which}"
         (row,) = server.get(query).json["rows"]
         path = f"#/episode?run={directory.name}&id={row['id']}"
         with opened(chromium, server, path, width=1000, theme=theme, height=640) as page:
@@ -272,12 +277,34 @@ def test_a_reader_filters_opens_and_colours_an_episode(chromium: Any, viewer: Se
         assert "log-prob, engine\n-0.125" in details
         assert "log-prob, trainer\n-0.375" in details
         assert "gap\n-0.25" in details
-        # What a model wrote is text.
-        assert page.locator("main i").count() == 0
 
         page.get_by_role("link", name="All episodes").click()
         page.wait_for_selector(".episodes tbody tr")
         assert page.get_by_label("From step").input_value() == "18"
+
+
+def test_what_a_model_wrote_is_text_everywhere(
+    chromium: Any, viewer: Served, run: ExampleRun
+) -> None:
+    (four,), (markup,) = VOCABULARY.encode("4"), VOCABULARY.encode("<i>bold</i>")
+    group = groups_of_step(20, tasks=1)[0]
+    for episode in group.trajectories:
+        episode.token_ids = np.where(episode.token_ids == four, markup, episode.token_ids)
+        episode.task_id = episode.answer = "<i>name</i>"
+    with EpisodeRecorder(run.directory.episodes, VOCABULARY, "all") as recorder:
+        recorder.record(20, [train_split([group])])
+
+    episode_id = newest_episode(viewer) - 1
+    views = {
+        "#/episodes?run=growing": "<i>name</i>",
+        f"#/episode?run=growing&id={episode_id}": "The answer is <i>bold</i>",
+        f"#/episode?run=growing&id={episode_id}&view=tokens": "<i>bold</i>",
+        "#/group?run=growing&step=20&split=train&group=0": "The answer is <i>bold</i>",
+    }
+    for path, text in views.items():
+        with opened(chromium, viewer, path) as page:
+            page.get_by_text(text).first.wait_for()
+            assert page.locator("main i").count() == 0
 
 
 def test_the_keyboard_suffices(chromium: Any, viewer: Served) -> None:
@@ -305,6 +332,69 @@ def test_the_keyboard_suffices(chromium: Any, viewer: Served) -> None:
         assert page.locator("dialog[open]").count() == 1
         page.keyboard.press("Escape")
         assert page.locator("dialog[open]").count() == 0
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_what_is_wrong_with_a_run_is_seen_at_a_glance(
+    chromium: Any, viewer: Served, run: ExampleRun, width: int
+) -> None:
+    run.add(1, grad_norm=float("nan"))
+    with opened(chromium, viewer, "#/curves?runs=growing", width) as page:
+        page.wait_for_selector(".run")
+        wrong = page.locator(".run", has_text="growing")
+        right = page.locator(".run", has_text="ended")
+        assert (
+            "Failed: numbers are finite. step 20: NaN or infinity in grad_norm"
+            in wrong.inner_text()
+        )
+        assert "All 6 checks pass" in right.inner_text()
+        colour = "(node) => getComputedStyle(node).borderTopColor"
+        assert wrong.evaluate(colour) != right.evaluate(colour)
+        assert fits(page)
+        assert barriers(page) == []
+
+
+def test_an_answer_has_the_colour_of_its_reward(chromium: Any, viewer: Served) -> None:
+    colours = []
+    for reward in ("reward_from=1", "reward_to=-1"):
+        (row,) = viewer.get(f"/api/runs/growing/episodes?limit=1&{reward}").json["rows"]
+        with opened(chromium, viewer, f"#/episode?run=growing&id={row['id']}") as page:
+            answer = page.locator(".message.final.sampled")
+            colours.append(answer.evaluate("(node) => getComputedStyle(node).backgroundColor"))
+            red, green, _ = map(int, re.findall(r"\d+", colours[-1])[:3])
+            assert (green > red) == (row["reward"] > 0)
+            assert barriers(page) == []
+    assert colours[0] != colours[1]
+
+
+def test_damaged_files_and_tasks_without_a_name_are_shown_as_such(
+    chromium: Any, viewer: Served, run: ExampleRun
+) -> None:
+    group = groups_of_step(20, tasks=1)[0]
+    for episode in group.trajectories:
+        episode.task_id = ""
+    with EpisodeRecorder(run.directory.episodes, VOCABULARY, "all") as recorder:
+        recorder.record(20, [train_split([group])])
+    damaged = list_files(run.directory.episodes)[3].path
+    damaged.write_bytes(b"PAR1")
+    with opened(chromium, viewer, "#/episodes?run=growing") as page:
+        page.wait_for_selector(".episodes tbody tr")
+        assert f"Left out: {damaged} is damaged" in page.locator(".finding.bad").inner_text()
+        assert page.locator(".episodes tbody tr").count() == 50
+        assert barriers(page) == []
+        page.get_by_role("link", name="without a name").first.click()
+        page.wait_for_selector(".message.final")
+        assert page.locator("h1").inner_text() == "Task without a name"
+
+
+def test_a_logarithmic_axis_has_few_marks(chromium: Any, viewer: Served) -> None:
+    with opened(chromium, viewer) as page:
+        page.wait_for_selector(".chart canvas")
+        marks = (
+            "([min, max]) => import('/static/chart.js').then((chart) => chart.logTicks(min, max))"
+        )
+        assert page.evaluate(marks, [1.2e-13, 4e-7]) == [1e-11, 1e-9, 1e-7]
+        assert page.evaluate(marks, [0.03, 0.6]) == [0.05, 0.1, 0.2, 0.5]
 
 
 def test_the_theme_is_chosen_and_kept(chromium: Any, viewer: Served) -> None:

@@ -1,6 +1,7 @@
 """An episode is split into messages by its special tokens, and no token of it is lost."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -61,5 +62,55 @@ def test_whatever_was_sampled_every_token_is_in_one_message(texts: list[str]) ->
     messages = messages_of(texts, [False] * len(texts))
     covered = [i for message in messages for i in range(message.start, message.end)]
     assert covered == list(range(len(texts)))
+    for message in messages:
+        assert message.start <= message.body <= message.body_end <= message.end
+
+
+# ---- ChatML
+
+CHATML = [
+    "<|im_start|>", "system", "\n", "Be brief", ".", "<|im_end|>", "\n",
+    "<|im_start|>", "user", "\n", "2 + 2?", "<|im_end|>", "\n",
+    "<|im_start|>", "assistant", "\n", "I compute", ".\n",
+    "<tool_call>", "\n", '{"name": "py', 'thon", "arguments": {}}',
+    "\n", "</tool_call>", "\n", "<tool_call>", '{"name": "f"}', "</tool_call>", "<|im_end|>", "\n",
+    "<|im_start|>", "user", "\n", "<tool_response>", "\n4\n</tool", "_response>", "<|im_end|>", "\n",
+    "<|im_start|>", "assistant", "\n", "It is 4", "<|im_end|>",
+]  # fmt: skip
+
+
+def test_chatml_is_split_into_messages_calls_and_answers() -> None:
+    messages = [(m.role, m.recipient, m.text, m.ended_by) for m in split(*CHATML)]
+    assert messages == [
+        ("system", None, "Be brief.", "<|im_end|>"),
+        ("user", None, "2 + 2?", "<|im_end|>"),
+        ("assistant", None, "I compute.\n", "<tool_call>"),
+        ("assistant", "python", '{"name": "python", "arguments": {}}', "<tool_call>"),
+        ("assistant", "f", '{"name": "f"}', "<|im_end|>"),
+        ("tool", None, "4", "<|im_end|>"),
+        ("assistant", None, "It is 4", "<|im_end|>"),
+    ]
+
+
+def test_a_call_without_words_before_it_is_one_message_and_may_be_cut_short() -> None:
+    (call,) = split("<|im_start|>", "assistant", "\n", "\n", "<tool_call>", '{"na')
+    assert (call.recipient, call.text, call.ended_by) == ("a tool", '{"na', None)
+    (header,) = split("<|im_start|>", "assis")
+    assert (header.role, header.text, header.ended_by) == ("assistant", "assis", None)
+
+
+def test_a_user_who_spells_a_tools_answer_among_other_words_stays_a_user() -> None:
+    (message,) = split(
+        "<|im_start|>", "user", "\n", "why <tool_response>x</tool_response>", "<|im_end|>"
+    )
+    assert (message.role, message.text) == ("user", "why <tool_response>x</tool_response>")
+
+
+@given(st.lists(st.sampled_from(CHATML), max_size=40))
+def test_whatever_was_sampled_in_chatml_every_token_is_in_one_message(texts: list[str]) -> None:
+    messages = split(*texts)
+    assert [message.start for message in messages[:1]] == [0] * bool(texts)
+    assert all(a.end == b.start for a, b in pairwise(messages))
+    assert sum(message.end - message.start for message in messages) == len(texts)
     for message in messages:
         assert message.start <= message.body <= message.body_end <= message.end

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_gptoss.samples import Sample, TrainingSamples
+from rl_loop.data import trained_tokens
 from rl_loop.data.trained_tokens import ForeignAnswer, TrainedTokens, check_sampled_by_policy
 
 
@@ -53,3 +54,28 @@ def test_prompts_few_tokens_and_old_ones_say_nothing() -> None:
     few[28:33] = False
     check_sampled_by_policy(replace(samples, loss_mask=few), trained, limit=0.1, step=0)
     check_sampled_by_policy(samples, None, limit=0.1, step=0)
+
+
+def test_any_episode_is_named_however_its_tokens_are_cut_into_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trained_tokens, "BLOCK_TOKENS", 64)
+    chance = np.random.default_rng(1)
+    lengths = [9, 55, 64, 300, 10, 8, 128, 20]
+    samples = TrainingSamples.join(
+        [
+            Sample([5] * n, [1] * n, rollout_log_probs=np.zeros(n, np.float32), name=f"task/{i}")
+            for i, n in enumerate(lengths)
+        ]
+    )
+    noise = chance.exponential(0.1, samples.tokens).astype(np.float32)
+    for i, length in enumerate(lengths):
+        log_probs = -noise
+        own = slice(samples.offsets[i], samples.offsets[i + 1])
+        log_probs[own] -= 1
+        mean = np.abs(log_probs[own]).mean(dtype=np.float64)
+        trained = TrainedTokens(log_probs, np.zeros_like(log_probs))
+        with pytest.raises(
+            ForeignAnswer, match=f"task task/{i}: .* {mean:.3g} nats .* {length} tok"
+        ):
+            check_sampled_by_policy(samples, trained, limit=0.5, step=0)

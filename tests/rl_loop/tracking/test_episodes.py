@@ -213,6 +213,8 @@ def test_columns_are_compressed_and_floats_split_into_bytes(tmp_path: Path) -> N
     assert {column.compression for column in columns} == {"ZSTD"}
     encodings = {column.path_in_schema: column.encodings for column in columns}
     assert "BYTE_STREAM_SPLIT" in encodings["rollout_log_probs.list.element"]
+    assert "RLE_DICTIONARY" in encodings["token_ids.list.element"]
+    assert "RLE_DICTIONARY" not in encodings["turns.list.element.text"]
     assert pq.read_schema(file.path).names == SCHEMA.names
 
 
@@ -434,6 +436,41 @@ def test_a_reader_sees_what_is_added_and_searches_its_text(tmp_path: Path) -> No
     # What looks like a pattern is looked for as it stands.
     assert len(reader.search("2 + 2", seconds=10).ids) == 12
     assert len(reader.search(".*", seconds=10).ids) == 0
+
+
+SAID = [
+    "Die STRAẞE nach Köln",
+    r"C:\path (x|y)* [0-9]+ ^a$ \d",
+    "two\nlines\tand_under",
+    "ΔΕΛΤΑ is a delta",
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("nach k", [0]),
+        ("NACH KÖLN", [0]),
+        ("straße", [0]),
+        (r"(X|Y)* [0-9]+ ^A$ \D", [1]),
+        (r"c:\PATH", [1]),
+        ("TWO\nLINES\tAND_", [2]),
+        ("δελτα IS", [3]),
+        ("DELTA", [3]),
+        ("a", [0, 1, 2, 3]),
+        ("o..o", []),
+        ("(?i)two", []),
+    ],
+)
+def test_a_search_knows_no_case_and_no_patterns(
+    tmp_path: Path, text: str, where: list[int]
+) -> None:
+    group = groups_of_step(0, tasks=1, samples=len(SAID))[0]
+    for episode, said in zip(group.trajectories, SAID, strict=True):
+        episode.turns = [replace(episode.turns[0], text=said), replace(episode.turns[1], text="-")]
+    with EpisodeRecorder(tmp_path, VOCABULARY, "all") as recorder:
+        recorder.record(0, [EpisodesOfSplit("train", [group])])
+    assert sorted(reader_of(tmp_path).search(text, seconds=10).ids.tolist()) == where
 
 
 def test_a_search_out_of_time_goes_on_when_it_is_asked_again(tmp_path: Path) -> None:

@@ -1,0 +1,212 @@
+"""The viewer on runs that are damaged, or of an older version: what can be read is shown, the rest is named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rl_loop.tracking.episode_files import list_files, write_episodes
+from rl_loop.tracking.episode_recorder import EpisodeRecorder
+from rl_loop.tracking.episode_table import CONTENTS, FIGURES
+from tests.launch.viewer.served import ExampleRun, Served, served
+from tests.recorded_episodes import VOCABULARY, groups_of_step, record_steps, train_split
+
+
+def page_of(viewer: Served, query: str = "") -> dict[str, Any]:
+    answer = viewer.get(f"/api/runs/run/episodes?{query}")
+    assert answer.status == 200, answer.body
+    page: dict[str, Any] = answer.json
+    return page
+
+
+@pytest.fixture
+def episodes(tmp_path: Path) -> Path:
+    """Three files of four episodes."""
+    run = ExampleRun(tmp_path / "run", steps=3)
+    run.close()
+    return run.directory.episodes
+
+
+@pytest.mark.parametrize("damage", ["cut short", "empty", "of something else"])
+def test_a_damaged_file_is_named_and_the_others_are_shown(
+    episodes: Path, tmp_path: Path, damage: str
+) -> None:
+    path = list_files(episodes)[1].path
+    whole = path.read_bytes()
+    broken = {"cut short": whole[:-20], "empty": b"", "of something else": b"PAR1 or not PAR1"}
+    path.write_bytes(broken[damage])
+    with served(tmp_path) as viewer:
+        for query in ("", "text=compute", "sort=reward"):
+            page = page_of(viewer, query)
+            assert {row["step"] for row in page["rows"]} == {0, 2}
+            assert page["total"] == page["recorded"] == 8
+            (named,) = page["damaged"]
+            assert named.startswith(f"{path} is damaged")
+
+        # Put back, it is read.
+        path.write_bytes(whole)
+        page = page_of(viewer)
+        assert (page["total"], page["damaged"]) == (12, [])
+
+
+def damage_text(path: Path) -> None:
+    """Flip a bit of what was said."""
+    row_group = pq.read_metadata(path).row_group(0)
+    columns = [row_group.column(i) for i in range(row_group.num_columns)]
+    (text,) = [c for c in columns if c.path_in_schema == "turns.list.element.text"]
+    data = bytearray(path.read_bytes())
+    data[text.data_page_offset + text.total_compressed_size - 1] ^= 1
+    path.write_bytes(data)
+
+
+def test_damaged_text_is_left_out_of_a_search_and_named(episodes: Path, tmp_path: Path) -> None:
+    path = list_files(episodes)[1].path
+    damage_text(path)
+    with served(tmp_path) as viewer:
+        assert page_of(viewer)["damaged"] == []
+        page = page_of(viewer, "text=compute")
+        assert (page["total"], page["searched"], page["recorded"]) == (8, 12, 12)
+        assert page["damaged"][0].startswith(f"{path} is damaged")
+
+        (broken,) = page_of(viewer, "step_from=1&step_to=1&limit=1")["rows"]
+        answer = viewer.get(f"/api/runs/run/episodes/{broken['id']}")
+        assert answer.status == 400
+        assert f"{path} is damaged" in answer.json["error"]
+
+
+@pytest.mark.parametrize("content", [None, b"PAR1"])
+def test_without_the_text_of_tokens_their_ids_are_shown(
+    episodes: Path, tmp_path: Path, content: bytes | None
+) -> None:
+    path = episodes / "vocabulary.parquet"
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(content)
+    with served(tmp_path) as viewer:
+        episode = viewer.get("/api/runs/run/episodes/0").json
+        assert episode["texts"] == [f"<{token}>" for token in episode["token_ids"]]
+        assert [text.startswith(str(path)) for text in page_of(viewer)["damaged"]] == (
+            [] if content is None else [True]
+        )
+
+
+def test_an_episode_without_a_task_id_has_a_row(tmp_path: Path) -> None:
+    run = ExampleRun(tmp_path / "run")
+    run.close()
+    group = groups_of_step(0, tasks=1)[0]
+    for episode in group.trajectories:
+        episode.task_id = ""
+    with EpisodeRecorder(run.directory.episodes, VOCABULARY, "all") as recorder:
+        recorder.record(0, [train_split([replace(group, task_id="")])])
+    with served(tmp_path) as viewer:
+        assert [row["task_id"] for row in page_of(viewer)["rows"]] == ["", ""]
+        assert page_of(viewer, "task=sum")["total"] == 0
+        assert viewer.get("/api/runs/run/episodes/0").json["task_id"] == ""
+
+
+OLDER = ["id", "step", "reward", "token_ids", "loss_mask", "rollout_log_probs", "turns"]
+"""Columns that an older version may have written, and no others."""
+
+
+def test_files_of_an_older_version_lack_columns_and_are_shown_beside_new_ones(
+    episodes: Path, tmp_path: Path
+) -> None:
+    for file in list_files(episodes)[:2]:
+        pq.write_table(pq.read_table(file.path, columns=OLDER), file.path)
+    with served(tmp_path) as viewer:
+        rows = page_of(viewer, "descending=false")["rows"]
+        assert [row["task_id"] for row in rows[:8]] == [None] * 8
+        assert None not in [row["task_id"] for row in rows[8:]]
+        assert list(rows[0]) == FIGURES.names
+
+        # None of them meets a condition on what it lacks.
+        assert page_of(viewer, "task=sum")["total"] == 4
+        assert page_of(viewer, "tools=errors")["total"] == 2
+        assert page_of(viewer, "sort=task_id&limit=4")["rows"][0]["task_id"] is not None
+        assert page_of(viewer, "text=the%20answer%20is%205")["total"] == 6
+        assert page_of(viewer)["finish_reasons"] == ["max_turns", "stop"]
+
+        episode = viewer.get("/api/runs/run/episodes/0").json
+        assert set(CONTENTS.names) <= set(episode)
+        assert (episode["grafted"], episode["weight_versions"]) == ([], [])
+        assert episode["entropy"] is None
+        assert len(episode["messages"]) == 4
+
+
+def test_what_a_merge_left_behind_is_shown_once(episodes: Path, tmp_path: Path) -> None:
+    # As after a crash between the merged file and the end of those that it replaces.
+    tables = [pq.read_table(file.path) for file in list_files(episodes)]
+    merged = write_episodes(episodes, 100, pa.concat_tables(tables))
+    merged.rename(episodes / "000000-000002.parquet")
+    with served(tmp_path) as viewer:
+        assert page_of(viewer)["total"] == 12
+
+
+def test_files_that_are_merged_under_the_reader_lose_no_episode(tmp_path: Path) -> None:
+    run = ExampleRun(tmp_path / "run", steps=31)
+    with served(tmp_path) as viewer:
+        ids = {row["id"] for row in page_of(viewer, "limit=500")["rows"]}
+        run.add(2)
+        assert len(list_files(run.directory.episodes)) == 2
+        assert viewer.get("/api/runs/run/episodes/0").status == 200
+        now = {row["id"] for row in page_of(viewer, "limit=500")["rows"]}
+        assert ids < now and len(now) == 33 * 4
+    run.close()
+
+
+def test_a_run_of_before_episodes_were_recorded_has_an_empty_table(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    (path / "config.yaml").write_text("training: {steps: 5}\n")
+    (path / "episodes.jsonl").write_text('{"step": 0, "reward": 1.0}\n')
+    with served(tmp_path) as viewer:
+        page = page_of(viewer)
+        assert (page["total"], page["recorded"], page["damaged"]) == (0, 0, [])
+
+
+LINES = [
+    b'{"step": 0, "time": 1.0, "reward": 0.5, "seconds/step": 2.0}',
+    b'{"step": 1, "time": 2.0, "rew',
+    b"\xff\xfe\x00 garbage",
+    b"[1, 2]",
+    b'{"reward": 1.0}',
+    b'{"step": "two", "reward": 1.0}',
+    b'{"step": 2, "time": 3.0, "reward": "high", "seconds/step": [1], "grad_norm": true}',
+    b'{"step": 3, "time": 4.0, "reward": 0.75, "grad_norm": NaN}',
+]
+
+
+def test_lines_of_metrics_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    (path / "metrics.jsonl").write_bytes(b"\n".join(LINES) + b"\n")
+    (path / "metrics.describe.json").write_text("{")
+    (path / "summary.json").write_bytes(b"\x00")
+    with served(tmp_path) as viewer:
+        (run,) = viewer.get("/api/runs").json["runs"]
+        assert (run["step"], run["headlines"]["reward"]) == (3, 0.75)
+        curves = viewer.get("/api/runs/run/curves").json
+        assert curves["steps"] == [0, 2, 3]
+        assert curves["metrics"]["reward"] == [0.5, None, 0.75]
+
+
+@pytest.mark.parametrize(
+    "content", ["training:", "training: [1]", "training: {steps: many}", "algorithm: x"]
+)
+def test_a_configuration_of_another_shape_hides_no_run(tmp_path: Path, content: str) -> None:
+    whole = ExampleRun(tmp_path / "whole", steps=1)
+    whole.close()
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "config.yaml").write_text(f"{content}\n")
+    record_steps(tmp_path / "odd" / "episodes", [0])
+    with served(tmp_path) as viewer:
+        runs = {run["name"]: run for run in viewer.get("/api/runs").json["runs"]}
+        assert set(runs) == {"odd", "whole"}
+        assert runs["odd"]["steps"] is None
+        assert viewer.get("/api/runs/odd/episodes").json["total"] == 4
