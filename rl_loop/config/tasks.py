@@ -34,6 +34,10 @@ class SourceConfig(StrictModel):
     held_out_path: str | None = None
     """The tasks on which accuracy is measured; training tasks that share a prompt or 13 words with
     them are dropped."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """How rows of the data call what the environment or a task calls otherwise, such as
+    ``{question: problem, answer: solution}``. Only these columns are read then. Empty: the names
+    are known already."""
     weight: float = Field(1.0, ge=0)
     """Share of the training tasks, relative to the other sources; 0 only evaluates."""
     pass_rate: PassRateConfig | None = None
@@ -51,6 +55,10 @@ class SourceConfig(StrictModel):
             )
         if self.pass_rate is not None and self.train_path is None:
             raise ValueError("pass_rate filters the tasks of train_path, which is not given")
+        if self.columns and self.held_out_path is None:
+            raise ValueError(
+                "columns are those of train_path and held_out_path, which are not given"
+            )
         environment_class(self.environment).Options.model_validate(self.options)
         return self
 

@@ -21,6 +21,10 @@ class ConversationSource(BaseModel):
     """``messages``: OpenAI's and Hugging Face's, with ``tools`` and ``thinking``; ``sharegpt``:
     ``conversations`` of ``from`` and ``value``; ``harmony``: as openai-harmony writes them;
     ``auto``: found out for every conversation, by its keys."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """How rows call what the format calls otherwise, such as ``{messages: chat, tools: functions}``.
+    Only these columns are read then, and every row must have them, if only as null. Empty: the
+    names are known already."""
     weight: float = Field(1.0, gt=0)
     """Share of the samples, relative to the other sources."""
     epochs: int | None = Field(None, gt=0)

@@ -201,7 +201,11 @@ def _read_rows(source: SourceConfig, path: str) -> None:
         return  # what reads Parquet takes seconds to import
     environment = environment_class(source.environment)
     TaskData(
-        path, source.environment, environment, environment.Options.model_validate(source.options)
+        path,
+        source.environment,
+        environment,
+        environment.Options.model_validate(source.options),
+        columns=source.columns,
     )
 
 
