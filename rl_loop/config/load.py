@@ -34,8 +34,8 @@ def load_config[Config: RunConfig](
     """Read a YAML file, apply ``key.sub=value`` overrides and validate.
 
     ``model: NAME`` and ``algorithm: NAME`` stand for NAME.yaml in a folder of that name beside the
-    file's own, or among the shipped ones. A name of a shipped configuration stands for its file. Raises ConfigError naming
-    file and keys."""
+    file's own, or among the shipped ones. A name of a shipped configuration stands for its file.
+    Raises ConfigError naming file and keys."""
     path = find_config(path, kind.command)
     if not path.exists():
         raise ConfigError(f"{path}: no such file{similar_names(path.stem, kind.command)}")

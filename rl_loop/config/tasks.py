@@ -6,6 +6,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from megatron_gptoss.config import StrictModel
+from rl_loop.data.hub import check_place
 from rl_loop.environments.registry import DEFAULT_ENVIRONMENT, environment_class
 
 
@@ -29,7 +30,8 @@ class SourceConfig(StrictModel):
     options: dict[str, Any] = Field(default_factory=dict)
     """Of the environment: the fields of its ``Options``."""
     train_path: str | None = None
-    """A .jsonl or .parquet file, or hub:NAME:SPLIT; null for generated tasks.
+    """A .jsonl or .parquet file, or hub:NAME:SPLIT or
+    hub:NAME:CONFIGURATION:SPLIT of the Hugging Face hub; null for generated tasks.
     Shuffled anew in each epoch."""
     held_out_path: str | None = None
     """The tasks on which accuracy is measured; training tasks that share a prompt or 13 words with
@@ -45,6 +47,8 @@ class SourceConfig(StrictModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        check_place(self.train_path)
+        check_place(self.held_out_path)
         if self.train_path is not None and self.held_out_path is None:
             raise ValueError(
                 "train_path needs held_out_path: accuracy is measured on tasks that are not trained on"

@@ -4,6 +4,8 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from rl_loop.data.hub import check_place
+
 Format = Literal["auto", "messages", "sharegpt", "harmony"]
 
 ONLY_SOURCE = "data"
@@ -32,6 +34,12 @@ class ConversationSource(BaseModel):
     none is left. null: as many as ``training.steps`` need."""
     validation_path: str | None = None
     """Conversations of the same format to measure the loss on; null: ``data.validation_share``."""
+
+    @model_validator(mode="after")
+    def _check_places(self) -> Self:
+        check_place(self.path)
+        check_place(self.validation_path)
+        return self
 
 
 class DataConfig(BaseModel):

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from rl_loop.conversations.errors import ConversationError, DataError
 from rl_loop.data.columns import with_known_names
+from rl_loop.data.hub import hub_name, is_of_hub
 from rl_loop.data.untrusted_data import check_parquet, read_line
 
 BLOCK_BYTES = 1 << 18
@@ -171,7 +172,7 @@ def open_rows(place: str) -> Rows:
     """Open a .jsonl or .parquet file, or "hub:NAME:SPLIT" or "hub:NAME:CONFIGURATION:SPLIT".
 
     Raises DataError."""
-    if place.startswith("hub:"):
+    if is_of_hub(place):
         return ArrowRows(place, _hub_files(place))
 
     path = Path(place)
@@ -185,9 +186,7 @@ def open_rows(place: str) -> Rows:
 def _hub_files(place: str) -> list[str]:
     from datasets import load_dataset
 
-    *name, split = place.removeprefix("hub:").split(":")
-    if not name:
-        raise DataError(f"{place}: give hub:NAME:SPLIT or hub:NAME:CONFIGURATION:SPLIT")
+    name, split = hub_name(place)
     try:
         return _cache_files(load_dataset(*name, split=split))
     except Exception as error:

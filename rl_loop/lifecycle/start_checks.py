@@ -13,6 +13,7 @@ from rl_loop.config.errors import CannotStart
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.config.tasks import SourceConfig
 from rl_loop.conversations.config import DataConfig
+from rl_loop.data.hub import is_of_hub
 from rl_loop.environments import environment_class
 from rl_loop.harmony.o200k import ensure_o200k
 from rl_loop.lifecycle.address_checks import check_endpoint, check_ray_address
@@ -171,7 +172,7 @@ def check_data(config: RunConfig) -> None:
             ("train_path", source.train_path),
             ("held_out_path", source.held_out_path),
         ):
-            if path is not None and not path.startswith("hub:"):
+            if path is not None and not is_of_hub(path):
                 _check_file(f"{key}.{field}", Path(path))
                 _read_rows(source, path)
         if source.pass_rate is not None:
@@ -182,7 +183,7 @@ def check_conversations(data: DataConfig) -> None:
     """Check every file that ``data`` names. Data sets of the hub are not looked for."""
     for name, source in data.sources.items():
         for field, path in (("path", source.path), ("validation_path", source.validation_path)):
-            if path is not None and not path.startswith("hub:"):
+            if path is not None and not is_of_hub(path):
                 _check_file(f"data.sources.{name}.{field}", Path(path))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_gptoss.user_error import UserError
 from rl_loop.data.columns import with_known_names
+from rl_loop.data.hub import hub_name, is_of_hub
 from rl_loop.data.untrusted_data import check_parquet, read_line
 from rl_loop.environments.base import Environment, Task
 from rl_loop.environments.registry import environment_class
@@ -213,10 +214,10 @@ def checked_task(record: dict[str, Any], environment: str) -> Task:
 def _open_rows(place: str) -> Any:
     """Open data as a sequence of rows, memory-mapped unless it is JSONL. Raises TaskFileError."""
     try:
-        if place.startswith("hub:"):
+        if is_of_hub(place):
             from datasets import load_dataset
 
-            *name, split = place.removeprefix("hub:").split(":")
+            name, split = hub_name(place)
             return load_dataset(*name, split=split)
 
         if place.endswith(".parquet"):

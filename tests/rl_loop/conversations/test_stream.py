@@ -303,7 +303,6 @@ def test_columns_may_have_other_names(tmp_path: Path, harmony: Harmony) -> None:
         ("none.jsonl", "there is no such file"),
         ("empty.jsonl", "the file is empty"),
         ("bad.parquet", "cannot be read"),
-        ("hub:name", "give hub:NAME:SPLIT"),
     ],
 )
 def test_files_that_cannot_be_read_are_named(
@@ -311,7 +310,7 @@ def test_files_that_cannot_be_read_are_named(
 ) -> None:
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "bad.parquet").write_text("no parquet")
-    path = place if place.startswith("hub:") else str(tmp_path / place)
+    path = str(tmp_path / place)
     with pytest.raises(DataError, match=reason) as error:
         data_of(harmony, path=path)
     assert path in str(error.value)
