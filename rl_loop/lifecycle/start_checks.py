@@ -225,7 +225,15 @@ def runs_here() -> bool:
 
 
 def check_tracking() -> None:
-    """Check that Weights & Biases is installed if it is switched on."""
+    """Check that Weights & Biases and MLflow are installed if they are switched on, and that
+    MLflow's server answers."""
+    uri = os.environ.get("MLFLOW_TRACKING_URI")
+    if uri is not None and importlib.util.find_spec("mlflow") is None:
+        raise CannotStart(
+            "MLFLOW_TRACKING_URI is set, but mlflow is not installed: pip install mlflow-skinny, or unset it"
+        )
+    if uri is not None and uri.startswith(("http://", "https://")):
+        check_endpoint(uri, "MLFLOW_TRACKING_URI")
     if "WANDB_PROJECT" in os.environ and importlib.util.find_spec("wandb") is None:
         raise CannotStart(
             "WANDB_PROJECT is set, but wandb is not installed: pip install wandb, or unset it"
