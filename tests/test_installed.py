@@ -162,7 +162,7 @@ def test_the_page_for_laptops_does_what_it_says_word_by_word(
         ["step 40/40", "report: runs/first_sft/report.html"],
         ["step 3/3  held out", "held-out accuracy 0.000 -> 0.000", "report: runs/first/report.html"],
         ["runs/first/report.html", "training.steps: 80"],
-        ["1511"],
+        ["1470640"],
     ]
     vocabulary = "test $(id -u) = 1000\npython -m rl_loop.harmony.o200k\n"
     as_a_new_user(vocabulary, installed.programs, tmp_path)
