@@ -81,6 +81,11 @@ def convert_export(
     if report.losses:
         print(report)
     print(report.read_back)
+    if not any(hf_dir.glob("tokenizer*")):
+        print(
+            f"{hf_dir} has no tokenizer and no chat template: --reference takes them from a Hugging Face "
+            "directory that has them, such as the export of the run"
+        )
     print(hf_dir)
 
 
