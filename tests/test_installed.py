@@ -160,7 +160,11 @@ def test_the_page_for_laptops_does_what_it_says_word_by_word(
     said = [
         ["gptoss 0.", "sandbox"],
         ["step 40/40", "report: runs/first_sft/report.html"],
-        ["step 3/3  held out", "held-out accuracy 0.000 -> 0.000", "report: runs/first/report.html"],
+        [
+            "step 3/3  held out",
+            "held-out accuracy 0.000 -> 0.000",
+            "report: runs/first/report.html",
+        ],
         ["runs/first/report.html", "training.steps: 80"],
         ["1470640"],
     ]
