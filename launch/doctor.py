@@ -96,7 +96,12 @@ def print_doctor() -> bool:
 
     from gptoss_kernels.sink_attention import describe  # imports torch
 
-    print(describe())
+    # The choice of a backend is an event elsewhere; here it is what is printed.
+    logging.disable(logging.INFO)
+    try:
+        print(describe())
+    finally:
+        logging.disable(logging.NOTSET)
     return is_ready(checks)
 
 
@@ -145,8 +150,7 @@ def check_transformer_engine() -> Finding:
     try:
         return check_package("transformer-engine", "transformer_engine.pytorch")()
     except importlib.metadata.PackageNotFoundError:
-        command = f"pip install --no-build-isolation {_with_extra('gpu')}"
-        return Finding(Status.LIMITED, "not installed", f"GPU training needs it: {command}")
+        return Finding(Status.LIMITED, "not installed", f"GPU training needs it: {_gpu_command()}")
 
 
 def check_nemo_run() -> Finding:
@@ -172,6 +176,14 @@ def check_sglang() -> Finding:
 
     advice = f"RL on GPUs samples with it: gptoss doctor --install-engine {ENGINE}"
     return Finding(Status.LIMITED, f"none in {ENGINE}", advice)
+
+
+def _gpu_command() -> str:
+    """Return the command of docs/installing.md, or for a wheel, which lacks its file, what comes nearest."""
+    pins = Path(__file__).resolve().parents[1] / "requirements-gpu.txt"
+    if pins.exists():
+        return f"pip install --no-build-isolation --no-deps --require-hashes -r {pins}"
+    return f"pip install --no-build-isolation {_with_extra('gpu')}"
 
 
 def _with_extra(name: str) -> str:

@@ -17,6 +17,7 @@ from launch.snapshot import node_arguments, write_snapshot
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import dump_config
 from rl_loop.config.run import RlConfig, RunConfig
+from rl_loop.data.hub import is_of_hub
 from rl_loop.lifecycle.resume import changes_since
 from rl_loop.lifecycle.start_checks import check_what_a_run_needs, store_need
 from rl_loop.tracking.run_directory import RunDirectory
@@ -43,7 +44,9 @@ def _is_path(value: Any, key: str) -> bool:
     """Whether a value of a configuration is a local path; data may be on the Hub ("hub:...")."""
     if isinstance(value, Path):
         return True
-    return key.endswith("_path") and isinstance(value, str) and not value.startswith("hub:")
+    name = key.rpartition(".")[2]
+    is_named_so = name == "path" or name.endswith("_path")
+    return is_named_so and isinstance(value, str) and not is_of_hub(value)
 
 
 def job_settings(config: RunConfig) -> JobSettings:

@@ -224,7 +224,8 @@ class Session:
 
     def _start_recording(self, state: "RunState") -> None:
         from rl_loop.tracking.episode_recorder import EpisodeRecorder
-        from rl_loop.tracking.metric_sinks import step_listeners
+        from rl_loop.tracking.experiment_trackers import experiment_trackers
+        from rl_loop.tracking.metric_sinks import prometheus_listener
         from rl_loop.tracking.recorder import StepRecorder
         from rl_loop.trainer.checkpointer import Checkpointer
 
@@ -233,7 +234,14 @@ class Session:
             self._show(config.name, config.training.steps, state.step)
         )
         resume_after = state.step - 1 if self._how.may_resume else None
-        listeners = [self.progress.step, *step_listeners(config.name, dump_config(config))]
+        trackers = experiment_trackers(config.name, dump_config(config), self.run)
+        for tracker in trackers:
+            self._stack.callback(tracker.close)
+        listeners = [
+            self.progress.step,
+            prometheus_listener(config.name),
+            *[tracker.log_step for tracker in trackers],
+        ]
         writer = MetricsWriter(self.run, resume_after, listeners)
         self._stack.callback(writer.close)
 
@@ -245,7 +253,9 @@ class Session:
                 resume_after,
             )
         )
-        self.recorder = StepRecorder(self.run, writer, self.progress, episodes)
+        self.recorder = StepRecorder(
+            self.run, writer, self.progress, episodes, trackers, config.tracking.samples
+        )
         if self.conversations is not None:
             self.refusals = self._report_refusals()
         self.checkpointer = Checkpointer(

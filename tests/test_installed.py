@@ -152,14 +152,29 @@ def test_a_dry_run_for_a_shipped_cluster(gptoss: Callable[..., str]) -> None:
 def test_the_page_for_laptops_does_what_it_says_word_by_word(
     installed: Installed, tmp_path: Path
 ) -> None:
-    """Every block of the page but those of installing; ``make setup`` fetches the vocabulary, too."""
+    """Every block of the page but those of installing; ``make setup`` fetches the vocabulary, too.
+
+    Each runs by itself, so that the time limit is that of a block, and a hang names its commands."""
     page = (ROOT / "docs/getting_started/laptop.md").read_text()
     blocks = re.findall(r"^```bash\n(.*?)^```", page, flags=re.S | re.M)
-    assert len(blocks) == 5
-    script = "\n".join(["test $(id -u) = 1000", "python -m rl_loop.harmony.o200k", *blocks])
-    done = as_a_new_user(script, installed.programs, tmp_path)
-    assert "step 40/40" in done.stdout and "step 3/3  held out" in done.stdout
-    assert "held-out accuracy 0.000 -> 0.000" in done.stdout
+    said = [
+        ["gptoss 0.", "sandbox"],
+        ["step 40/40", "report: runs/first_sft/report.html"],
+        [
+            "step 3/3  held out",
+            "held-out accuracy 0.000 -> 0.000",
+            "report: runs/first/report.html",
+        ],
+        ["runs/first/report.html", "training.steps: 80"],
+        ["1470640"],
+    ]
+    vocabulary = "test $(id -u) = 1000\npython -m rl_loop.harmony.o200k\n"
+    as_a_new_user(vocabulary, installed.programs, tmp_path)
+
+    for block, expected in zip(blocks, said, strict=True):
+        done = as_a_new_user(block, installed.programs, tmp_path)
+        for text in expected:
+            assert text in done.stdout, f"{block}\n{done.stdout}\n{done.stderr}"
     assert (tmp_path / "runs/first/report.html").exists()
 
 

@@ -15,7 +15,7 @@ from megatron_gptoss.config import StrictModel
 from megatron_gptoss.families.registry import read_hf_config
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
-from rl_loop.config.shipped import find_config
+from rl_loop.config.shipped import find_config, find_section, section_names
 from rl_loop.config.suggestions import known_keys, similar_keys, similar_names
 from rl_loop.engines.registry import TAG
 
@@ -34,8 +34,8 @@ def load_config[Config: RunConfig](
     """Read a YAML file, apply ``key.sub=value`` overrides and validate.
 
     ``model: NAME`` and ``algorithm: NAME`` stand for NAME.yaml in a folder of that name beside the
-    file's own. A name of a shipped configuration stands for its file. Raises ConfigError naming
-    file and keys."""
+    file's own, or among the shipped ones. A name of a shipped configuration stands for its file.
+    Raises ConfigError naming file and keys."""
     path = find_config(path, kind.command)
     if not path.exists():
         raise ConfigError(f"{path}: no such file{similar_names(path.stem, kind.command)}")
@@ -79,8 +79,7 @@ def value_origins(
 
     for change in overrides or []:
         key, _, value = change.partition("=")
-        named = path.parent.parent / key / f"{value}.yaml"
-        is_section = key in ("model", "algorithm") and named.exists()
+        is_section = key in ("model", "algorithm") and find_section(path, key, value) is not None
         if is_section:
             tree[key] = value
         below = [known for known in origins if known == key or known.startswith(f"{key}.")]
@@ -92,7 +91,7 @@ def value_origins(
     for key in ("model", "algorithm"):
         if isinstance(tree.get(key), str):
             origins.pop(key, None)
-            file = path.parent.parent / key / f"{tree[key]}.yaml"
+            file = _section_file(path, key, tree[key])
             section = OmegaConf.to_container(read_yaml(file))
             for name in _leaf_keys(section):
                 origins.setdefault(f"{key}.{name}", str(file))
@@ -133,7 +132,7 @@ def load_served_config(path: Path, overrides: list[str] | None = None) -> RunCon
 
     ``initial_weights`` of a directory is where its weights are. Raises ConfigError."""
     if path.is_file() or not path.exists():
-        return _load_either(path, overrides)
+        return _load_either(_find_either(path), overrides)
 
     # The export of a run with adapters has them merged, its checkpoints have no base.
     if (path / "config.yaml").exists():
@@ -148,6 +147,15 @@ def load_served_config(path: Path, overrides: list[str] | None = None) -> RunCon
             f"{path} is neither a run (config.yaml) nor a Hugging Face directory (config.json)"
         )
     return _config_of_model(path, overrides or [])
+
+
+def _find_either(path: Path) -> Path:
+    """Return the file of a configuration of either command; of two shipped ones of a name, rl's."""
+    for command in (RlConfig.command, SftConfig.command):
+        file = find_config(path, command)
+        if file.exists():
+            return file
+    raise ConfigError(f"{path}: no such file{similar_names(path.stem, RlConfig.command)}")
 
 
 def _load_either(path: Path, overrides: list[str] | None) -> RunConfig:
@@ -193,12 +201,20 @@ def _insert_named_section(path: Path, tree: Any, key: str, changes: list[str]) -
     names = [change.removeprefix(prefix) for change in changes if change.startswith(prefix)]
     name = names[-1] if names else tree.get(key)
     if isinstance(name, str):
-        file = path.parent.parent / key / f"{name}.yaml"
-        if not file.exists():
-            known = ", ".join(sorted(p.stem for p in file.parent.glob("*.yaml"))) or "none"
-            raise ConfigError(f"{path}: {key}: there is no {file}; those there: {known}")
-        tree[key] = read_yaml(file)
+        tree[key] = read_yaml(_section_file(path, key, name))
     return [change for change in changes if not change.startswith(prefix)]
+
+
+def _section_file(path: Path, key: str, name: str) -> Path:
+    """Return the file that ``key: NAME`` of the configuration ``path`` stands for. Raises ConfigError."""
+    file = find_section(path, key, name)
+    if file is None:
+        known = ", ".join(section_names(path, key))
+        raise ConfigError(
+            f"{path}: {key}: there is no {name}.yaml in {path.parent.parent / key}, nor among the "
+            f"shipped ones: {known}"
+        )
+    return file
 
 
 def validated[Model: StrictModel](path: Path, kind: type[Model], raw: Any) -> Model:

@@ -32,6 +32,31 @@ def find_config(path: Path, folder: str) -> Path:
     return path
 
 
+def find_section(file: Path, folder: str, name: str) -> Path | None:
+    """Return the file of a section that a configuration names, or None if there is none.
+
+    One beside the configuration comes first: ``../FOLDER/NAME.yaml``, seen from ``file``. So a copy
+    of a shipped configuration finds what it names, wherever it lies.
+
+    Args:
+        file: of the configuration.
+        folder: model or algorithm.
+    """
+    for directory in (file.parent.parent, *shipped_directories()):
+        section = directory / folder / f"{name}.yaml"
+        if section.is_file():
+            return section
+    return None
+
+
+def section_names(file: Path, folder: str) -> list[str]:
+    """List the names that ``find_section`` finds."""
+    directories = (file.parent.parent, *shipped_directories())
+    return sorted(
+        {found.stem for place in directories for found in (place / folder).glob("*.yaml")}
+    )
+
+
 def shipped_directories() -> Iterator[Path]:
     """Yield the folders of shipped configurations that are there: a checkout's, an installation's."""
     for directory in (CHECKOUT, Path(sysconfig.get_path("data")) / INSTALLED):

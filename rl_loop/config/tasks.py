@@ -6,6 +6,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from megatron_gptoss.config import StrictModel
+from rl_loop.data.hub import check_place
 from rl_loop.environments.registry import DEFAULT_ENVIRONMENT, environment_class
 
 
@@ -29,11 +30,16 @@ class SourceConfig(StrictModel):
     options: dict[str, Any] = Field(default_factory=dict)
     """Of the environment: the fields of its ``Options``."""
     train_path: str | None = None
-    """A .jsonl or .parquet file, or hub:NAME:SPLIT; null for generated tasks.
+    """A .jsonl or .parquet file, or hub:NAME:SPLIT or
+    hub:NAME:CONFIGURATION:SPLIT of the Hugging Face hub; null for generated tasks.
     Shuffled anew in each epoch."""
     held_out_path: str | None = None
     """The tasks on which accuracy is measured; training tasks that share a prompt or 13 words with
     them are dropped."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """How rows of the data call what the environment or a task calls otherwise, such as
+    ``{question: problem, answer: solution}``. Only these columns are read then. Empty: the names
+    are known already."""
     weight: float = Field(1.0, ge=0)
     """Share of the training tasks, relative to the other sources; 0 only evaluates."""
     pass_rate: PassRateConfig | None = None
@@ -41,6 +47,8 @@ class SourceConfig(StrictModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        check_place(self.train_path)
+        check_place(self.held_out_path)
         if self.train_path is not None and self.held_out_path is None:
             raise ValueError(
                 "train_path needs held_out_path: accuracy is measured on tasks that are not trained on"
@@ -51,6 +59,10 @@ class SourceConfig(StrictModel):
             )
         if self.pass_rate is not None and self.train_path is None:
             raise ValueError("pass_rate filters the tasks of train_path, which is not given")
+        if self.columns and self.held_out_path is None:
+            raise ValueError(
+                "columns are those of train_path and held_out_path, which are not given"
+            )
         environment_class(self.environment).Options.model_validate(self.options)
         return self
 

@@ -35,6 +35,8 @@ class RenderSource:
     name: str
     rows: Rows
     format: Format
+    columns: dict[str, str]
+    """As in ``ConversationSource``."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,9 @@ class BlockRenderer:
                 continue
             conversations += 1
             try:
-                samples, reasons = self._renderer.render_record(row.record(), source.format)
+                samples, reasons = self._renderer.render_record(
+                    row.record(source.columns), source.format
+                )
             except ConversationError as error:
                 refusals.append(Refusal(row.number, str(error)))
                 continue

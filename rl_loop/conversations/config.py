@@ -4,6 +4,8 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from rl_loop.data.hub import check_place
+
 Format = Literal["auto", "messages", "sharegpt", "harmony"]
 
 ONLY_SOURCE = "data"
@@ -21,6 +23,10 @@ class ConversationSource(BaseModel):
     """``messages``: OpenAI's and Hugging Face's, with ``tools`` and ``thinking``; ``sharegpt``:
     ``conversations`` of ``from`` and ``value``; ``harmony``: as openai-harmony writes them;
     ``auto``: found out for every conversation, by its keys."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """How rows call what the format calls otherwise, such as ``{messages: chat, tools: functions}``.
+    Only these columns are read then, and every row must have them, if only as null. Empty: the
+    names are known already."""
     weight: float = Field(1.0, gt=0)
     """Share of the samples, relative to the other sources."""
     epochs: int | None = Field(None, gt=0)
@@ -28,6 +34,12 @@ class ConversationSource(BaseModel):
     none is left. null: as many as ``training.steps`` need."""
     validation_path: str | None = None
     """Conversations of the same format to measure the loss on; null: ``data.validation_share``."""
+
+    @model_validator(mode="after")
+    def _check_places(self) -> Self:
+        check_place(self.path)
+        check_place(self.validation_path)
+        return self
 
 
 class DataConfig(BaseModel):

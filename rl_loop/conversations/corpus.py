@@ -24,7 +24,7 @@ def conversation_texts(config: DataConfig, codec: ChatCodec) -> Iterator[str]:
     for source in config.sources.values():
         for row in islice(_rows(source.path), CORPUS_CONVERSATIONS):
             try:
-                samples, _ = renderer.render_record(row.record(), source.format)
+                samples, _ = renderer.render_record(row.record(source.columns), source.format)
             except ConversationError:
                 continue
             yield from (codec.decode(sample.token_ids) for sample in samples)

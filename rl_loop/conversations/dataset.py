@@ -53,7 +53,7 @@ class ConversationData:
 
         # Training rows come first, so that a source's number is that in the configuration.
         sources = [
-            RenderSource(name, rows, config.sources[name].format)
+            RenderSource(name, rows, config.sources[name].format, config.sources[name].columns)
             for name, rows in zip(self._names, self._rows, strict=True)
         ]
         self._validation_numbers: list[int | None] = []
@@ -62,7 +62,8 @@ class ConversationData:
                 self._validation_numbers.append(None)
                 continue
             self._validation_numbers.append(len(sources))
-            sources.append(RenderSource(name, validation_rows, config.sources[name].format))
+            of_source = config.sources[name]
+            sources.append(RenderSource(name, validation_rows, of_source.format, of_source.columns))
 
         plan = RenderPlan(
             sources=sources,

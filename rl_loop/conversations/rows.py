@@ -5,13 +5,15 @@ its blocks begin; nothing of it stays in memory.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from rl_loop.conversations.errors import ConversationError, DataError
+from rl_loop.data.columns import with_known_names
+from rl_loop.data.hub import hub_name, is_of_hub
 from rl_loop.data.untrusted_data import check_parquet, read_line
 
 BLOCK_BYTES = 1 << 18
@@ -41,12 +43,26 @@ class Row:
     content: bytes | dict[str, Any]
     """A line of JSON, or what Arrow made of a row."""
 
-    def record(self) -> Any:
-        """Return the record. Raises ConversationError if the line is no JSON."""
-        if not isinstance(self.content, bytes):
-            return _without_nulls(self.content)
+    def record(self, columns: Mapping[str, str]) -> Any:
+        """Return the record, with ``columns`` under the names that its format knows.
+
+        Raises ConversationError if the line is no JSON, or has no such column."""
+        if isinstance(self.content, bytes):
+            content = self._parse(self.content)
+        else:
+            content = self.content
         try:
-            return json.loads(self.content.decode("utf-8"))
+            named = with_known_names(content, columns)
+        except ValueError as error:
+            raise ConversationError(str(error)) from None
+
+        # Only Arrow gives rows keys that they do not have.
+        return named if isinstance(self.content, bytes) else _without_nulls(named)
+
+    @staticmethod
+    def _parse(line: bytes) -> Any:
+        try:
+            return json.loads(line.decode("utf-8"))
         except json.JSONDecodeError as error:
             reason = f"not JSON: {error.msg} at character {error.colno}"
         except UnicodeDecodeError as error:
@@ -156,7 +172,7 @@ def open_rows(place: str) -> Rows:
     """Open a .jsonl or .parquet file, or "hub:NAME:SPLIT" or "hub:NAME:CONFIGURATION:SPLIT".
 
     Raises DataError."""
-    if place.startswith("hub:"):
+    if is_of_hub(place):
         return ArrowRows(place, _hub_files(place))
 
     path = Path(place)
@@ -170,9 +186,7 @@ def open_rows(place: str) -> Rows:
 def _hub_files(place: str) -> list[str]:
     from datasets import load_dataset
 
-    *name, split = place.removeprefix("hub:").split(":")
-    if not name:
-        raise DataError(f"{place}: give hub:NAME:SPLIT or hub:NAME:CONFIGURATION:SPLIT")
+    name, split = hub_name(place)
     try:
         return _cache_files(load_dataset(*name, split=split))
     except Exception as error:

@@ -52,21 +52,17 @@ def check_ray_address() -> None:
         )
 
 
-def check_endpoint(url: str) -> None:
-    """Raise CannotStart unless something listens where ``evaluation.endpoint`` says."""
+def check_endpoint(url: str, named_by: str = "evaluation.endpoint") -> None:
+    """Raise CannotStart unless something listens at ``url``, which a key or a variable names."""
     where = urlsplit(url)
     if where.scheme not in ("http", "https") or where.hostname is None:
-        raise CannotStart(
-            f"evaluation.endpoint: {url} is not an address such as http://host:8000/v1"
-        )
+        raise CannotStart(f"{named_by}: {url} is not an address such as http://host:8000/v1")
 
     port = where.port or (443 if where.scheme == "https" else 80)
     try:
         socket.create_connection((where.hostname, port), timeout=CONNECT_SECONDS).close()
     except OSError as error:
-        raise CannotStart(
-            f"evaluation.endpoint: nothing answers at {url} ({_reason(error)})"
-        ) from None
+        raise CannotStart(f"{named_by}: nothing answers at {url} ({_reason(error)})") from None
 
 
 def _host_and_port(address: str) -> tuple[str | None, int | None]:

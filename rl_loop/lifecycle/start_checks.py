@@ -13,6 +13,7 @@ from rl_loop.config.errors import CannotStart
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.config.tasks import SourceConfig
 from rl_loop.conversations.config import DataConfig
+from rl_loop.data.hub import is_of_hub
 from rl_loop.environments import environment_class
 from rl_loop.harmony.o200k import ensure_o200k
 from rl_loop.lifecycle.address_checks import check_endpoint, check_ray_address
@@ -171,7 +172,7 @@ def check_data(config: RunConfig) -> None:
             ("train_path", source.train_path),
             ("held_out_path", source.held_out_path),
         ):
-            if path is not None and not path.startswith("hub:"):
+            if path is not None and not is_of_hub(path):
                 _check_file(f"{key}.{field}", Path(path))
                 _read_rows(source, path)
         if source.pass_rate is not None:
@@ -182,7 +183,7 @@ def check_conversations(data: DataConfig) -> None:
     """Check every file that ``data`` names. Data sets of the hub are not looked for."""
     for name, source in data.sources.items():
         for field, path in (("path", source.path), ("validation_path", source.validation_path)):
-            if path is not None and not path.startswith("hub:"):
+            if path is not None and not is_of_hub(path):
                 _check_file(f"data.sources.{name}.{field}", Path(path))
 
 
@@ -201,7 +202,11 @@ def _read_rows(source: SourceConfig, path: str) -> None:
         return  # what reads Parquet takes seconds to import
     environment = environment_class(source.environment)
     TaskData(
-        path, source.environment, environment, environment.Options.model_validate(source.options)
+        path,
+        source.environment,
+        environment,
+        environment.Options.model_validate(source.options),
+        columns=source.columns,
     )
 
 
@@ -220,7 +225,15 @@ def runs_here() -> bool:
 
 
 def check_tracking() -> None:
-    """Check that Weights & Biases is installed if it is switched on."""
+    """Check that Weights & Biases and MLflow are installed if they are switched on, and that
+    MLflow's server answers."""
+    uri = os.environ.get("MLFLOW_TRACKING_URI")
+    if uri is not None and importlib.util.find_spec("mlflow") is None:
+        raise CannotStart(
+            "MLFLOW_TRACKING_URI is set, but mlflow is not installed: pip install mlflow-skinny, or unset it"
+        )
+    if uri is not None and uri.startswith(("http://", "https://")):
+        check_endpoint(uri, "MLFLOW_TRACKING_URI")
     if "WANDB_PROJECT" in os.environ and importlib.util.find_spec("wandb") is None:
         raise CannotStart(
             "WANDB_PROJECT is set, but wandb is not installed: pip install wandb, or unset it"

@@ -213,7 +213,10 @@ class Source:
 
         Its ids name source and split, so that no two tasks of a run share one."""
         prefix = f"{self.name}-{split}-"
-        return TaskData(place, self.config.environment, self.environment, self.options, prefix)
+        config = self.config
+        return TaskData(
+            place, config.environment, self.environment, self.options, prefix, config.columns
+        )
 
     def _generate(self, split: Split, index: int) -> Task:
         """Generate a task. Raises TaskFileError if the environment generates none."""

@@ -3,12 +3,14 @@ place."""
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_gptoss.user_error import UserError
+from rl_loop.data.columns import with_known_names
+from rl_loop.data.hub import hub_name, is_of_hub
 from rl_loop.data.untrusted_data import check_parquet, read_line
 from rl_loop.environments.base import Environment, Task
 from rl_loop.environments.registry import environment_class
@@ -35,18 +37,20 @@ class TaskData:
         environment: type[Environment],
         options: Any,
         prefix: str = "",
+        columns: Mapping[str, str] | None = None,
     ) -> None:
         """Read and check all rows. Raises TaskFileError.
 
         ``place``: a path (.jsonl, .parquet), or "hub:NAME:SPLIT" or
         "hub:NAME:CONFIGURATION:SPLIT". ``environment_name``: of rows that name none. ``options``:
         of the environment. ``prefix`` goes before a row's own id, or its number, and tells the
-        tasks of one file from those of another."""
+        tasks of one file from those of another. ``columns``: see ``SourceConfig``."""
         self._place = place
         self._name = environment_name
         self._environment = environment
         self._options = options
         self._prefix = prefix
+        self._columns = columns or {}
         self._rows = _open_rows(place)
 
         self._kept: list[int] = []
@@ -117,6 +121,10 @@ class TaskData:
         """Return the task that a row is, or that the environment makes of it."""
         if not isinstance(record, dict):
             raise ValueError(f"a task must be a JSON object, not {_kind(record)}")
+
+        record = with_known_names(record, self._columns)
+        if "messages" in self._columns and "task_id" not in self._columns:
+            record["task_id"] = str(number)
 
         # A row with either is meant to be a task, and is told what it lacks to be one.
         if "messages" in record or "task_id" in record:
@@ -206,10 +214,10 @@ def checked_task(record: dict[str, Any], environment: str) -> Task:
 def _open_rows(place: str) -> Any:
     """Open data as a sequence of rows, memory-mapped unless it is JSONL. Raises TaskFileError."""
     try:
-        if place.startswith("hub:"):
+        if is_of_hub(place):
             from datasets import load_dataset
 
-            *name, split = place.removeprefix("hub:").split(":")
+            name, split = hub_name(place)
             return load_dataset(*name, split=split)
 
         if place.endswith(".parquet"):

@@ -92,6 +92,21 @@ class EpisodesOfSplit:
 
 
 @dataclass(frozen=True)
+class SampleRow:
+    """One episode as people read it."""
+
+    step: int
+    split: str
+    task_id: str
+    reward: float | None
+    """None of an invalid episode."""
+    finish_reason: str
+    answer: str | None
+    text: str
+    """The whole episode, each turn behind the name of who said it."""
+
+
+@dataclass(frozen=True)
 class _Row:
     """One episode and where it belongs."""
 
@@ -153,6 +168,29 @@ def episode_table(
         if field.name not in columns:
             columns[field.name] = _token_column(field, rows)
     return pa.table([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+
+
+def sample_rows(step: int, splits: Sequence[EpisodesOfSplit], at_most: int) -> list[SampleRow]:
+    """Return a few episodes of a step, ``at_most`` of each split, evenly spread over its tasks."""
+    rows: list[_Row] = []
+    for split in splits:
+        rows += _thinned(_rows_of(split), at_most)
+
+    samples = []
+    for row in rows:
+        turns = [f"[{turn.role}] {_utf8(turn.text)}" for turn in row.trajectory.turns]
+        samples.append(
+            SampleRow(
+                step=step,
+                split=row.split,
+                task_id=_utf8(row.trajectory.task_id),
+                reward=_reward(row),
+                finish_reason=str(row.trajectory.finish_reason),
+                answer=_answer(row),
+                text="\n".join(turns),
+            )
+        )
+    return samples
 
 
 def _rows_of(split: EpisodesOfSplit) -> list[_Row]:

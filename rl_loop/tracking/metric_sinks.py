@@ -1,14 +1,9 @@
-"""Where a run's numbers go besides its own directory: Prometheus, which finds them beside Ray's
-own metrics on every node, and Weights & Biases if asked for."""
+"""Numbers of a run for Prometheus, which finds them beside Ray's own metrics on every node."""
 
-import os
 import re
-from typing import Any
 
-import yaml
 from ray.util.metrics import Counter, Gauge
 
-from rl_loop.config.errors import ConfigError
 from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.tracking.metrics import Listener
 
@@ -51,27 +46,3 @@ def prometheus_listener(run_name: str) -> Listener:
             gauges[name].set(value, tags={"run": run_name})
 
     return listen
-
-
-def wandb_listener(run_name: str, config_yaml: str) -> Listener:
-    """The same curves at Weights & Biases; a resumed run continues its own. The configuration goes
-    there as a tree, so that runs can be filtered and grouped by its keys."""
-    try:
-        import wandb
-    except ImportError:
-        raise ConfigError(
-            "WANDB_PROJECT is set, but wandb is not installed: pip install wandb, or unset it"
-        ) from None
-    run: Any = wandb.init(
-        name=run_name, id=run_name, resume="allow", config=yaml.safe_load(config_yaml)
-    )
-    return lambda step, values: run.log(values, step=step)
-
-
-def step_listeners(run_name: str, config_yaml: str) -> list[Listener]:
-    """Make the listeners of a run. WANDB_PROJECT, wandb's own variable, switches Weights & Biases
-    on."""
-    listeners = [prometheus_listener(run_name)]
-    if "WANDB_PROJECT" in os.environ:
-        listeners.append(wandb_listener(run_name, config_yaml))
-    return listeners

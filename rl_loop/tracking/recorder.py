@@ -10,7 +10,8 @@ from rl_loop.data.rollout_batch import RlUpdates, RolloutBatch
 from rl_loop.data.samples import max_staleness
 from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.tracking.episode_recorder import EpisodeRecorder
-from rl_loop.tracking.episode_table import EpisodesOfSplit
+from rl_loop.tracking.episode_table import EpisodesOfSplit, sample_rows
+from rl_loop.tracking.experiment_trackers import ExperimentTracker
 from rl_loop.tracking.metrics import MetricsWriter, Name, StepMetrics
 from rl_loop.tracking.progress import Progress
 from rl_loop.tracking.run_directory import (
@@ -66,11 +67,16 @@ class StepRecorder:
         writer: MetricsWriter,
         progress: Progress,
         episodes: EpisodeRecorder,
+        trackers: Sequence[ExperimentTracker] = (),
+        samples: int = 0,
     ) -> None:
+        """``samples``: episodes of each step and split that ``trackers`` get."""
         self.run = run
         self.progress = progress
         self._writer = writer
         self._episodes = episodes
+        self._trackers = trackers
+        self._samples = samples
         self._first_gaps = metric_curve(read_json_lines(run.metrics), Name.LOGPROB_GAP)[1][
             :DRIFT_STEPS
         ]
@@ -106,7 +112,7 @@ class StepRecorder:
         if rollouts.held_out:
             add_held_out_metrics(metrics, rollouts.held_out)
             recorded.append(EpisodesOfSplit("held_out", rollouts.held_out))
-        self._episodes.record(record.step, recorded)
+        self._record_episodes(record.step, recorded)
 
         record.add_speed(sum(map(len, rollouts.sequences)))
         self._writer.write(metrics)
@@ -123,12 +129,20 @@ class StepRecorder:
     def record_evaluation(self, record: StepRecord, groups: Sequence[TrajectoryGroup]) -> None:
         """Write an evaluation that belongs to no training step."""
         add_held_out_metrics(record.metrics, groups)
-        self._episodes.record(record.step, [EpisodesOfSplit("held_out", groups)])
+        self._record_episodes(record.step, [EpisodesOfSplit("held_out", groups)])
         self._writer.write(record.metrics)
 
     def finish_writing(self) -> None:
         """Wait until all episodes are on the disk. Raises RunWriteError if they cannot be."""
         self._episodes.finish_writing()
+
+    def _record_episodes(self, step: int, splits: Sequence[EpisodesOfSplit]) -> None:
+        self._episodes.record(step, splits)
+        if not self._trackers or self._samples == 0:
+            return
+        samples = sample_rows(step, splits, self._samples)
+        for tracker in self._trackers:
+            tracker.log_samples(step, samples)
 
     def _add_drift(self, metrics: StepMetrics) -> None:
         """Add the mismatch of engine and trainer as a multiple of what it was in the

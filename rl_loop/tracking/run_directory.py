@@ -91,6 +91,9 @@ class RunDirectory:
         """Conversations of ``data`` that were left out, one a line: {"source", "file", "line" or
         "row", "reason"}."""
 
+        self.mlflow_run = path / "mlflow_run_id"
+        """The run of MLflow that a resumed run continues; only where MLflow is on."""
+
         self.tensorboard = path / "tensorboard"
         """The same numbers as event files."""
 

@@ -460,3 +460,15 @@ def test_shapes_of_the_tests_are_those_of_the_model() -> None:
     assert {DOWN, NORM} < set(hf_shapes(MODEL)) and hf_directory.written_shapes(
         MODEL, quantized=True
     )
+
+
+def test_an_export_without_a_tokenizer_says_where_to_get_one(tmp_path: Path, floats: Path) -> None:
+    import_checkpoint(floats, tmp_path / "megatron")
+    export = ["convert", "export", str(tmp_path / "megatron")]
+    done = CliRunner().invoke(app, [*export, str(tmp_path / "bare")])
+    assert "bare has no tokenizer and no chat template: --reference" in done.output
+
+    (floats / "tokenizer.json").write_text("{}")
+    done = CliRunner().invoke(app, [*export, str(tmp_path / "whole"), "--reference", str(floats)])
+    assert done.exit_code == 0, done.output
+    assert "has no tokenizer" not in done.output

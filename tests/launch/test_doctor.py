@@ -1,5 +1,6 @@
 """The doctor reports every part and survives what it finds."""
 
+import importlib.util
 import io
 import os
 from pathlib import Path
@@ -14,12 +15,15 @@ from launch.doctor import (
     check_compiler,
     check_package,
     check_sandbox,
+    check_transformer_engine,
     doctor_table,
     is_ready,
     memory_bytes,
     run_check,
     run_doctor,
 )
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_on_this_machine_every_part_is_checked_and_the_python_ones_are_found() -> None:
@@ -36,6 +40,15 @@ def test_without_bubblewrap_or_compiler_the_exact_command_is_named(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert check_sandbox() == (Status.MISSING, "no bwrap", "sudo apt-get install -y bubblewrap")
     assert check_compiler() == (Status.MISSING, "no cc", "sudo apt-get install -y gcc libc6-dev")
+
+
+def test_transformer_engine_is_installed_as_the_documentation_says() -> None:
+    if importlib.util.find_spec("transformer_engine") is not None:
+        pytest.skip("it is installed")
+    finding = check_transformer_engine()
+    command = finding.advice.removeprefix("GPU training needs it: ")
+    page = (ROOT / "docs/installing.md").read_text()
+    assert command.replace(f"{ROOT}/", "") in page.splitlines()
 
 
 def test_a_library_that_does_not_load_is_reported_and_not_raised(

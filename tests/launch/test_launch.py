@@ -22,9 +22,10 @@ from launch.node_checks import NodeCheck, check_node, find_outlier_nodes, find_s
 from launch.placement import place
 from launch.preflight import Partition, parse_seconds
 from launch.ray_node import HeadAddress, RayNode, node_address, ray_start_command
+from launch.submit import job_settings, resolve_paths
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
-from rl_loop.config.run import RlConfig
+from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.lifecycle.store_size import StoreNeed
 from rl_loop.tracking.run_directory import read_json
 from tests.waiting import PATIENCE_SECONDS, wait_until
@@ -426,3 +427,16 @@ def test_slurm_formats_are_understood() -> None:
         float("inf"),
     ]
     assert re.fullmatch(r"[\d.]+", node_address())
+
+
+def test_files_of_conversations_are_looked_for_on_the_cluster_too() -> None:
+    sources = "{a: {path: chats.jsonl, validation_path: /held.jsonl}, b: {path: 'hub:name:train'}}"
+    config = load_config(
+        ROOT / "configs/sft/tiny_retool.yaml", SftConfig, [f"data={{sources: {sources}}}"]
+    )
+    cluster = ClusterConfig(kind="slurm", shared_dir=Path("/shared"))
+    settings = job_settings(resolve_paths(config, cluster))
+    assert dict(settings.paths) == {
+        "data.sources.a.path": Path("/shared/chats.jsonl"),
+        "data.sources.a.validation_path": Path("/held.jsonl"),
+    }

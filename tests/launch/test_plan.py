@@ -155,6 +155,9 @@ def test_every_shipped_configuration_fits_the_gpu_that_it_names(path: Path) -> N
         ("rl/gpt-oss-20b-adapter_1x1_80gb.yaml", 1),
         ("rl/gpt-oss-120b-adapter_1x4.yaml", 4),
         ("rl/gpt-oss-120b-adapter_1x8_80gb.yaml", 8),
+        ("rl/gpt-oss-20b-adapter_1x1_80gb_gsm8k.yaml", 1),
+        ("rl/gpt-oss-20b_1x8_80gb_math.yaml", 8),
+        ("rl/gpt-oss-120b-adapter_1x8_80gb_math.yaml", 8),
         ("sft/gpt-oss-20b-adapter_1x1.yaml", 1),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 from megatron_gptoss.config import AdapterConfig, ParallelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.config.errors import ConfigError
-from rl_loop.config.load import dump_config, load_config
+from rl_loop.config.load import dump_config, load_config, load_served_config, value_origins
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -264,3 +264,33 @@ def test_bf16_servers_may_hold_the_values_of_a_run_with_quantization() -> None:
 def test_a_part_that_is_frozen_may_have_adapters_beside_others_that_learn() -> None:
     overrides = ["adapter={rank: 8}", "ablation.freeze=[experts]"]
     load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, overrides)
+
+
+def test_a_copied_configuration_finds_shipped_models_and_prefers_those_beside_it(
+    tmp_path: Path,
+) -> None:
+    copy = tmp_path / "mine/words.yaml"
+    copy.parent.mkdir()
+    copy.write_bytes((CONFIGS / "rl/tiny_gsm8k.yaml").read_bytes())
+    loaded = load_config(copy, RlConfig)
+    assert loaded == load_config(CONFIGS / "rl/tiny_gsm8k.yaml", RlConfig)
+    origins = value_origins(copy, RlConfig, ["algorithm=grpo"])
+    assert origins["model.vocab_size"] == str(CONFIGS / "model/tiny_words.yaml")
+    assert origins["algorithm.advantage"] == str(CONFIGS / "algorithm/grpo.yaml")
+
+    shipped = (CONFIGS / "model/tiny_words.yaml").read_text()
+    beside = tmp_path / "model/tiny_words.yaml"
+    beside.parent.mkdir()
+    beside.write_text(re.sub("num_layers: .", "num_layers: 1", shipped))
+    assert load_config(copy, RlConfig).model.num_layers == 1
+    assert value_origins(copy, RlConfig)["model.num_layers"] == str(beside)
+
+    with pytest.raises(ConfigError, match=r"no tinny.yaml in .*/model, nor .* ones: gpt-oss-120b"):
+        load_config(copy, RlConfig, ["model=tinny"])
+
+
+def test_what_is_served_may_be_named_as_the_shipped_ones_are() -> None:
+    assert load_served_config(Path("tiny_retool")).name == "tiny_retool"
+    assert load_served_config(Path("tiny_shop")).command == "sft"
+    with pytest.raises(ConfigError, match="did you mean tiny_retool"):
+        load_served_config(Path("tiny_retol"))

@@ -175,7 +175,7 @@ def test_a_malformed_conversation_is_refused_with_the_reason(
 ) -> None:
     renderer = ConversationRenderer(full, RenderOptions("harmony", LONG, "refuse"))
     with pytest.raises(ConversationError, match=re.escape(reason)):
-        renderer.render(read_conversation(Row(1, content).record(), form))
+        renderer.render(read_conversation(Row(1, content).record({}), form))
 
 
 def test_there_are_twenty_malformed_lines() -> None:

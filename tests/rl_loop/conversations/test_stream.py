@@ -299,13 +299,37 @@ def test_parquet_and_data_sets_of_the_hub_give_what_jsonl_does(
     assert drained["hub"] == drained["chats.jsonl"]
 
 
+@pytest.mark.usefixtures("cache")
+def test_columns_may_have_other_names(tmp_path: Path, harmony: Harmony) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    plain = [{**record, "tools": None} for record in talking()]
+    renamed = [{"chat": record["messages"], "functions": None, "id": 7} for record in talking()]
+    columns = {"messages": "chat", "tools": "functions"}
+    write(tmp_path / "plain.jsonl", plain)
+    write(tmp_path / "renamed.jsonl", renamed)
+    pq.write_table(pa.Table.from_pylist(renamed), tmp_path / "renamed.parquet")
+
+    def read(name: str, **keys: Any) -> list[str]:
+        with data_of(harmony, path=str(tmp_path / name), epochs=1, shuffle=False, **keys) as data:
+            return drain(data.stream(Report()), harmony)
+
+    expected = read("plain.jsonl")
+    assert read("renamed.jsonl", columns=columns) == expected
+    assert read("renamed.parquet", columns=columns) == expected
+    with pytest.raises(
+        DataError, match=r"`columns` names talk, and the row has chat, functions, id"
+    ):
+        read("renamed.jsonl", columns={"messages": "talk"})
+
+
 @pytest.mark.parametrize(
     ("place", "reason"),
     [
         ("none.jsonl", "there is no such file"),
         ("empty.jsonl", "the file is empty"),
         ("bad.parquet", "cannot be read"),
-        ("hub:name", "give hub:NAME:SPLIT"),
     ],
 )
 def test_files_that_cannot_be_read_are_named(
@@ -313,7 +337,7 @@ def test_files_that_cannot_be_read_are_named(
 ) -> None:
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "bad.parquet").write_text("no parquet")
-    path = place if place.startswith("hub:") else str(tmp_path / place)
+    path = str(tmp_path / place)
     with pytest.raises(DataError, match=reason) as error:
         data_of(harmony, path=path)
     assert path in str(error.value)

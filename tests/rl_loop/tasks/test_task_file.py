@@ -300,3 +300,31 @@ def test_files_that_hold_no_tasks_are_named(tmp_path: Path) -> None:
     for name in ("empty", "bytes", "missing"):
         with pytest.raises(TaskFileError, match=str(tmp_path / name)):
             read_tasks(tmp_path / name)
+
+
+def test_columns_of_other_names_are_read_under_those_that_the_environment_knows(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "math.jsonl"
+    rows = [
+        {"exercise": "1+1?", "solution": "2", "level": 3},
+        {"exercise": "1+2?", "solution": "3"},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def read(**columns: str) -> list[Task]:
+        options = ReToolOptions(instructions=None)
+        return list(TaskData(str(path), "retool", ReToolEnvironment, options, "m-", columns))
+
+    tasks = read(question="exercise", answer="solution")
+    assert [task.messages[0]["content"] for task in tasks] == ["1+1?", "1+2?"]
+    assert [task.ground_truth for task in tasks] == ["2", "3"]
+
+    wrong = r"math.jsonl, line 2: `columns` names level, and the row has exercise, solution"
+    with pytest.raises(TaskFileError, match=wrong):
+        read(question="exercise", answer="solution", metadata="level")
+
+    # Tasks written in full need no ids then.
+    path.write_text('{"chat": [{"role": "user", "content": "1+1?"}], "truth": "2", "other": 1}\n')
+    (task,) = read(messages="chat", ground_truth="truth")
+    assert (task.task_id, task.messages[0]["content"]) == ("m-0", "1+1?")

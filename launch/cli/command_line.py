@@ -1,0 +1,62 @@
+"""Puts the commands of all groups together, and runs them."""
+
+import logging
+import warnings
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from launch.cli import certify, convert, data, inspection, jobs, serving, training
+from launch.cli.groups import ErrorsInOneLine
+
+app = typer.Typer(
+    cls=ErrorsInOneLine,
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+    help="Agentic reinforcement learning for GPT-OSS on Megatron-Core.",
+)
+
+
+def print_version(wanted: bool) -> None:
+    """Print the installed version, and end."""
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"gptoss {version('megatron-gptoss')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def options_of_all_commands(
+    version: Annotated[
+        bool,
+        Option("--version", callback=print_version, is_eager=True, help="Print it, and end."),
+    ] = False,
+) -> None:
+    pass
+
+
+# In the order in which --help lists them.
+app.command()(training.sft)
+app.command()(training.rl)
+app.command(name="eval")(training.evaluate)
+app.command()(serving.serve)
+app.command()(inspection.report)
+app.command()(inspection.view)
+app.command()(inspection.plan)
+app.command()(inspection.config)
+app.command()(inspection.doctor)
+app.add_typer(jobs.launch, name="launch")
+app.add_typer(convert.convert, name="convert")
+app.add_typer(certify.certificate, name="certify")
+app.add_typer(data.data, name="data")
+
+
+def main() -> None:
+    """Run the command line; the entry point of the ``gptoss`` script."""
+    # Megatron and torch announce at every import that Apex and CUDA are absent; `gptoss doctor`
+    # says it once.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    app()

@@ -1,0 +1,223 @@
+"""``gptoss convert``: Hugging Face <-> Megatron checkpoints."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from typer import Argument, Option
+
+convert = typer.Typer(
+    no_args_is_help=True,
+    help="Hugging Face <-> Megatron checkpoints, without a GPU.",
+)
+Precision = Literal["bf16", "fp32", "mxfp4"]
+TrainingPrecision = Literal["bf16", "fp32"]
+CheckOption = Annotated[
+    Literal["sample", "all"],
+    Option(
+        "--check",
+        help="What is read back and compared: experts of one layer and all that is no expert, or all.",
+    ),
+]
+
+
+@convert.command("import")
+def convert_import(
+    hf_dir: Annotated[
+        Path,
+        Argument(help="GPT-OSS as safetensors: bf16, fp32, MXFP4 or OpenAI's original."),
+    ],
+    megatron_dir: Annotated[
+        Path,
+        Argument(help="The torch_dist checkpoint to write; must not exist."),
+    ],
+    check: CheckOption = "sample",
+) -> None:
+    """Hugging Face -> Megatron torch_dist, loadable at any parallel layout."""
+    from converters.torch_dist import import_checkpoint
+
+    with bytes_bars("import", "check ") as (progress, checked):
+        result = import_checkpoint(
+            hf_dir,
+            megatron_dir,
+            progress=progress,
+            check=check,
+            check_progress=checked,
+        )
+    print(result)
+    print(megatron_dir)
+
+
+@convert.command("export")
+def convert_export(
+    megatron_dir: Annotated[
+        Path,
+        Argument(help="A torch_dist checkpoint: imported, or a step of a run."),
+    ],
+    hf_dir: Annotated[Path, Argument(help="The Hugging Face directory to write; must not exist.")],
+    precision: Annotated[Precision, Option("--format", help="Precision of the weights.")] = "bf16",
+    reference: Annotated[
+        Path | None,
+        Option(help="The original: tokenizer, settings, scales of MXFP4."),
+    ] = None,
+    check: CheckOption = "sample",
+) -> None:
+    """Megatron torch_dist -> Hugging Face safetensors."""
+    from converters.torch_dist import export_checkpoint
+
+    with bytes_bars("export", "check ") as (progress, checked):
+        report = export_checkpoint(
+            megatron_dir,
+            hf_dir,
+            dtype=precision,
+            reference=reference,
+            progress=progress,
+            check=check,
+            check_progress=checked,
+        )
+    if report.losses:
+        print(report)
+    print(report.read_back)
+    if not any(hf_dir.glob("tokenizer*")):
+        print(
+            f"{hf_dir} has no tokenizer and no chat template: --reference takes them from a Hugging Face "
+            "directory that has them, such as the export of the run"
+        )
+    print(hf_dir)
+
+
+@convert.command("export-adapter")
+def convert_export_adapter(
+    megatron_dir: Annotated[
+        Path,
+        Argument(help="A torch_dist checkpoint of adapters: a step of a run that trains them."),
+    ],
+    peft_dir: Annotated[Path, Argument(help="The PEFT directory to write; must not exist.")],
+    base: Annotated[
+        str | None,
+        Option(help="Hugging Face name or directory of the base, for whoever loads the adapter."),
+    ] = None,
+) -> None:
+    """Adapters of a checkpoint -> PEFT's adapter_config.json and safetensors."""
+    from converters.adapter_checkpoint import export_adapter
+
+    export_adapter(megatron_dir, peft_dir, base)
+    print(peft_dir)
+
+
+@convert.command("import-adapter")
+def convert_import_adapter(
+    peft_dir: Annotated[
+        Path,
+        Argument(help="An adapter in PEFT's format: adapter_config.json and safetensors."),
+    ],
+    megatron_dir: Annotated[
+        Path,
+        Argument(help="The torch_dist checkpoint of adapters to write; must not exist."),
+    ],
+    base: Annotated[
+        Path,
+        Option(help="The model that the adapter changes: GPT-OSS as safetensors."),
+    ],
+    precision: Annotated[
+        TrainingPrecision,
+        Option("--format", help="Precision in which a training will hold the base."),
+    ] = "bf16",
+) -> None:
+    """PEFT's adapter_config.json and safetensors -> a checkpoint of adapters that knows its base."""
+    from converters.adapter_checkpoint import import_adapter
+
+    with bytes_bars("base  ") as [progress]:
+        import_adapter(peft_dir, megatron_dir, base, dtype=precision, progress=progress)
+    print(megatron_dir)
+
+
+@convert.command("merge")
+def convert_merge(
+    hf_dir: Annotated[Path, Argument(help="The base: GPT-OSS as safetensors.")],
+    adapter_dir: Annotated[
+        Path,
+        Argument(help="A torch_dist checkpoint of adapters, or an adapter in PEFT's format."),
+    ],
+    merged_dir: Annotated[Path, Argument(help="The directory to write; must not exist.")],
+    precision: Annotated[
+        Precision,
+        Option(
+            "--format",
+            help="Precision of the training, and of what is written. mxfp4: of a training in bf16, "
+            "whose merged experts are quantized.",
+        ),
+    ] = "bf16",
+) -> None:
+    """Hugging Face safetensors + adapters -> the merged model: in bf16 or fp32 bit for bit what was
+    trained, in mxfp4 with the loss that is printed."""
+    from converters.merge_adapter import merge_adapter
+
+    with bytes_bars("merge", "check ") as (progress, checked):
+        report = merge_adapter(
+            hf_dir,
+            adapter_dir,
+            merged_dir,
+            dtype=precision,
+            progress=progress,
+            check_progress=checked,
+        )
+    if report.tensors:
+        print(report)
+    print(merged_dir)
+
+
+@convert.command("verify")
+def convert_verify(
+    hf_dir: Annotated[Path, Argument(help="The Hugging Face directory.")],
+    megatron_dir: Annotated[Path, Argument(help="The torch_dist checkpoint.")],
+) -> None:
+    """Compare every tensor of the two bit for bit, and what the two models compute, layer by
+    layer."""
+    from converters.verify import verify
+
+    with bytes_bars("verify") as [progress]:
+        result = verify(hf_dir, megatron_dir, progress)
+    print(result)
+    raise typer.Exit(0 if result.equal else 1)
+
+
+@contextmanager
+def bytes_bars(*titles: str) -> Iterator[list[Callable[[int, int], None]]]:
+    """Show a progress bar with GB/s and the time left for each title, on a terminal.
+
+    Yields a function for each title, to be called with (bytes done, bytes in all). A bar appears
+    with its first call."""
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, disable=not sys.stderr.isatty(), transient=True) as bars:
+
+        def updater(title: str) -> Callable[[int, int], None]:
+            task = bars.add_task(title, total=None, visible=False, start=False)
+
+            def update(done: int, total: int) -> None:
+                # The speed counts from here: another bar may have been at work before.
+                if not bars.tasks[task].started:
+                    bars.start_task(task)
+                bars.update(task, completed=done, total=total, visible=True)
+
+            return update
+
+        yield [updater(title) for title in titles]

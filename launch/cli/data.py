@@ -1,0 +1,46 @@
+"""``gptoss data``: the conversations that are learned."""
+
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from launch.cli.arguments import ConfigFile, Overrides
+from rl_loop.config.load import load_run_config
+
+data = typer.Typer(
+    no_args_is_help=True,
+    help="The conversations that `gptoss sft` learns.",
+)
+
+
+@data.command("preview")
+def data_preview(
+    path: ConfigFile,
+    overrides: Overrides = None,
+    source: Annotated[
+        str | None,
+        Option(help="One of data.sources; without it all."),
+    ] = None,
+    samples: Annotated[int, Option(min=0, help="How many to show of each source.")] = 2,
+    conversations: Annotated[
+        int,
+        Option(min=1, help="How many to read of each source, for the figures."),
+    ] = 1000,
+) -> None:
+    """Samples token by token with what is learned of them, lengths, and what is refused and why."""
+    from rich.console import Console
+
+    from launch.data_preview import print_preview
+    from rl_loop.session import open_conversations
+
+    codec, opened = open_conversations(load_run_config(path, "sft", overrides))
+    with opened:
+        print_preview(
+            opened,
+            codec,
+            Console(),
+            sources=opened.sources if source is None else [source],
+            samples=samples,
+            conversations=conversations,
+        )

@@ -1,0 +1,54 @@
+"""How groups of commands behave: failures in one line, and a command that may be left out."""
+
+import sys
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import typer
+import typer.core
+
+from rl_loop.config.shipped import find_config
+from rl_loop.logs import configure_logging
+
+
+class ErrorsInOneLine(typer.core.TyperGroup):
+    """Ends every failure in one line; that of a bug of ours names the file with the traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            configure_logging()
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            print("gptoss: stopped", file=sys.stderr)
+            raise typer.Exit(130) from None
+        except Exception as error:
+            # --help and wrong options are answered by typer itself, without waiting for torch.
+            if type(error).__module__.split(".")[0] in ("typer", "click"):
+                raise
+            print_failure(error)
+        raise typer.Exit(1)
+
+
+def print_failure(error: Exception, directory: Path | None = None) -> None:
+    """Print one line on standard error; where a traceback helps, write it into ``directory``."""
+    from rl_loop.lifecycle.failures import explain
+
+    print(f"gptoss: {explain(error, directory)}", file=sys.stderr)
+
+
+class GroupWithDefault(typer.core.TyperGroup):
+    """Runs the command that was added first if the first argument is no command: ``gptoss launch
+    CONFIG``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] != "--help" and not self._is_meant_as_command(args[0]):
+            args = [next(iter(self.commands)), *args]
+        return super().parse_args(ctx, args)
+
+    def _is_meant_as_command(self, word: str) -> bool:
+        """Whether ``word`` is a subcommand, or a misspelled one rather than a configuration."""
+        if word in self.commands:
+            return True
+        is_config = any(find_config(Path(word), folder).exists() for folder in ("rl", "sft"))
+        return not is_config and bool(get_close_matches(word, self.commands))

@@ -1,0 +1,131 @@
+"""Commands that train nothing: what a run did, what a configuration comes to, what a machine has."""
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from launch.cli.arguments import ConfigFile, OfSft, Overrides
+from rl_loop.config.load import load_rl_config, load_run_config
+
+
+def report(
+    run_dir: Annotated[Path, Argument(help="A run directory, such as runs/tiny_retool.")],
+) -> None:
+    """Write report.html and curve.png of a finished or running run."""
+    from launch.report import build_report
+
+    print(build_report(run_dir))
+
+
+def view(
+    runs: Annotated[
+        list[Path] | None,
+        Argument(metavar="[RUN]...", help="Run directories, or directories of them; else runs."),
+    ] = None,
+    host: Annotated[
+        str,
+        Option(help="The address to listen on. Any but this machine's own needs a token."),
+    ] = "127.0.0.1",
+    port: Annotated[int, Option(help="0 takes any that is free.")] = 8642,
+    token: Annotated[
+        bool,
+        Option("--token", help="Ask for a token here, too: other people use this machine."),
+    ] = False,
+) -> None:
+    """Show runs in a browser while they go on: curves, health, every episode token by token."""
+    from launch.viewer.server import open_server
+
+    server = open_server(runs or [Path("runs")], host, port, token)
+    print(f"{server.address} (Ctrl-C ends it)", flush=True)
+    server.serve()
+
+
+def plan(
+    path: ConfigFile,
+    overrides: Overrides = None,
+    sft: OfSft = False,
+    gpu: Annotated[
+        str | None,
+        Option("--gpu", help="h100, h200 or b200. Without it this machine's, or an H200."),
+    ] = None,
+    gpu_gb: Annotated[
+        float | None,
+        Option("--gpu-gb", help="Memory of one GPU, all of it, instead of --gpu."),
+    ] = None,
+    host_gb: Annotated[
+        float | None,
+        Option("--host-gb", help="Memory of a node, for offloaded optimizer state."),
+    ] = None,
+    tool_seconds: Annotated[
+        float,
+        Option("--tool-seconds", min=0, help="Of a tool call, for what max_staleness would bring."),
+    ] = 0.0,
+) -> None:
+    """Say how the layout would run: the memory of a GPU in every phase, time, how layers
+    communicate under context parallelism, and what rollouts that run ahead would bring. Exit code 1
+    if the configuration does not fit."""
+    rl = None if sft else load_rl_config(path, overrides)
+    config = rl or load_run_config(path, "sft", overrides)
+    from launch.gpus import planned_hardware
+    from launch.plan import attention_plan, step_plan
+    from launch.rollout_plan import run_ahead_plan
+    from megatron_gptoss.planning.memory_advice import is_too_much, memory_plan
+
+    hardware = planned_hardware(gpu, gpu_gb, host_gb)
+    inputs = config.memory_inputs
+    print(
+        memory_plan(inputs, hardware),
+        attention_plan(inputs, config.dtype),
+        step_plan(inputs, hardware.gigabytes),
+        sep="\n",
+    )
+    if rl is not None:
+        staleness = rl.algorithm.max_staleness
+        print(run_ahead_plan(rl.rollout, rl.memory_inputs, staleness, tool_seconds))
+    raise typer.Exit(1 if is_too_much(inputs, hardware) else 0)
+
+
+def config(
+    path: ConfigFile,
+    overrides: Overrides = None,
+    sft: OfSft = False,
+    changed: Annotated[bool, Option("--changed", help="Leave out what has its default.")] = False,
+) -> None:
+    """Every value of a configuration as it will be, and where it is from: a file, the command line
+    or the default."""
+    from launch.config_view import config_lines
+
+    for line in config_lines(path, "sft" if sft else "rl", overrides, changed_only=changed):
+        print(line)
+
+
+def doctor(
+    engine: Annotated[
+        Path | None,
+        Option(metavar="CONFIG", help="Compare its engine and trainer instead."),
+    ] = None,
+    overrides: Overrides = None,
+    install_engine: Annotated[
+        Path | None,
+        Option(metavar="DIR", help="Install SGLang there instead, or finish what was begun."),
+    ] = None,
+) -> None:
+    """Check that this machine has everything a run needs, and say what to do where it does not."""
+    if install_engine is not None:
+        from launch import engine_install
+
+        python = engine_install.install_engine(install_engine, partial(print, flush=True))
+        print(f"rollout.engine.python={python}")
+        return
+    if engine is not None:
+        config = load_rl_config(engine, overrides)
+        from rl_loop.run import run_engine_report
+
+        print(run_engine_report(config))
+        return
+    from launch.doctor import print_doctor
+
+    raise typer.Exit(0 if print_doctor() else 1)

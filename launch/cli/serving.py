@@ -1,0 +1,73 @@
+"""The command that serves a checkpoint."""
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal
+
+from typer import Argument, Option
+
+from launch.cli.arguments import Overrides
+
+
+def serve(
+    path: Annotated[
+        Path,
+        Argument(
+            metavar="CONFIG_OR_CHECKPOINT",
+            help="A YAML file, the directory of a run, or a Hugging Face directory.",
+        ),
+    ],
+    overrides: Overrides = None,
+    weights: Annotated[
+        Path | None,
+        Option(help="A Hugging Face directory, Megatron checkpoint or run, instead of PATH's own."),
+    ] = None,
+    host: Annotated[
+        str,
+        Option(
+            help="Address to listen on. Keys travel unencrypted: others than loopback need a proxy."
+        ),
+    ] = "127.0.0.1",
+    port: Annotated[int, Option(help="Port to listen on; 0 for any that is free.")] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        Option(help="A key that clients may use, with conversations of its own; else one is made."),
+    ] = None,
+    name: Annotated[str, Option(help="What the model is called in answers.")] = "gpt-oss",
+    max_tokens: Annotated[
+        int | None,
+        Option(min=1, help="Tokens of a conversation; else as many as the model has positions."),
+    ] = None,
+    history: Annotated[
+        Literal["append", "harmony"],
+        Option(help="Before a new turn of the user: every token so far, or what the format keeps."),
+    ] = "harmony",
+) -> None:
+    """Serve a checkpoint over OpenAI's API: chat completions and responses."""
+    from rl_loop.config.load import load_served_config
+
+    config = load_served_config(path, overrides)
+
+    from rl_loop.lifecycle.start_checks import check_what_a_server_needs
+
+    check_what_a_server_needs(config, weights)
+
+    from rl_loop.gateway.serve import ServeOptions
+    from rl_loop.run import run_server
+
+    options = ServeOptions(
+        host=host,
+        port=port,
+        api_keys=tuple(api_key or ()),
+        model=name,
+        max_tokens=max_tokens,
+        history=history,
+    )
+
+    run_server(config, options, partial(_print_address, name), weights)
+
+
+def _print_address(name: str, base_url: str, keys: list[str]) -> None:
+    print(f"serving {name} at {base_url}; Ctrl-C stops")
+    for key in keys:
+        print(f"API key: {key}", flush=True)

@@ -1,0 +1,142 @@
+"""Commands that train a policy or evaluate it: sft, rl, eval."""
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from launch.cli.arguments import (
+    ConfigFile,
+    Overrides,
+    Overwrite,
+    Resume,
+    ResumeOrNew,
+    TrainingCommand,
+)
+from launch.cli.groups import print_failure
+from rl_loop.config.load import load_rl_config, load_run_config
+
+
+def train(
+    command: TrainingCommand,
+    run: Callable[..., Path],
+    path: Path,
+    overrides: list[str] | None,
+    **start_options: bool,
+) -> Path:
+    """Run a training command with its progress display and write the report; returns the run
+    directory.
+
+    ``run`` does what the command says; ``start_options`` are its resume, resume_or_new and
+    overwrite."""
+    from launch.output import outlive_output
+    from launch.progress import TrainingProgress
+    from rl_loop.run import Interrupted
+
+    config = load_run_config(path, command, overrides)
+    outlive_output(config.directory / "output.log")  # a run outlives its terminal
+
+    try:
+        directory = run(config, TrainingProgress, **start_options)
+    except Interrupted as stop:
+        # A run that was stopped before it began has left no directory, and nothing to go on from.
+        print(stop)
+        if config.directory.exists():
+            resume = ["gptoss", command, str(path), *(overrides or []), "--resume"]
+            print(f"to continue: {shlex.join(resume)}")
+        raise typer.Exit(stop.exit_status) from None
+    except Exception as error:
+        print_failure(error, config.directory)
+        raise typer.Exit(1) from None
+
+    from launch.outcome import describe_outcome
+    from launch.report import build_report  # imports matplotlib
+    from rl_loop.tracking.run_directory import RunDirectory
+
+    print(describe_outcome(RunDirectory(directory)))
+    print(f"report: {build_report(directory)}")
+    return directory
+
+
+def sft(
+    path: ConfigFile,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    resume_or_new: ResumeOrNew = False,
+    overwrite: Overwrite = False,
+) -> None:
+    """Supervised fine-tuning on your conversations, or on demonstrations: the warm start of an RL
+    run."""
+    from rl_loop.run import run_sft
+
+    train(
+        "sft",
+        run_sft,
+        path,
+        overrides,
+        resume=resume,
+        resume_or_new=resume_or_new,
+        overwrite=overwrite,
+    )
+
+
+def rl(
+    path: ConfigFile,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    resume_or_new: ResumeOrNew = False,
+    overwrite: Overwrite = False,
+) -> None:
+    """On-policy reinforcement learning: episodes, update, weight sync, and an exported checkpoint
+    at the end."""
+    from rl_loop.run import run_rl
+
+    directory = train(
+        "rl",
+        run_rl,
+        path,
+        overrides,
+        resume=resume,
+        resume_or_new=resume_or_new,
+        overwrite=overwrite,
+    )
+    print(f"evaluate the exported checkpoint: gptoss eval {path} --weights {directory / 'export'}")
+
+
+def evaluate(
+    path: ConfigFile,
+    overrides: Overrides = None,
+    weights: Annotated[
+        Path | None,
+        Option(help="A Hugging Face directory; else the config's initial_weights."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        Option(help="JSONL of the episodes; else RUNS/NAME.evaluation.jsonl."),
+    ] = None,
+    baseline: Annotated[
+        Path | None,
+        Option(help="Episodes of another evaluation to compare with."),
+    ] = None,
+) -> None:
+    """avg@k, pass@k and maj@k with 95 % confidence intervals on the held-out tasks of CONFIG, by
+    category."""
+    config = load_rl_config(path, overrides)
+    episodes_file = output or config.output_dir / f"{config.name}.evaluation.jsonl"
+
+    from rl_loop.lifecycle.start_checks import check_what_an_evaluation_needs
+    from rl_loop.tasks.evaluation_records import read_evaluation
+
+    # What is wrong with the arguments is said before the slow imports below.
+    baseline_episodes = [] if baseline is None else read_evaluation(baseline)
+    check_what_an_evaluation_needs(config, weights, episodes_file)
+
+    from launch.evaluation_table import print_evaluation
+    from rl_loop.run import run_evaluation
+
+    episodes = run_evaluation(config, weights, episodes_file)
+    print_evaluation(episodes, baseline_episodes)
+    print(f"episodes: {episodes_file}")
