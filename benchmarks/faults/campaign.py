@@ -175,7 +175,7 @@ class Campaign:
         steps_after: set[float] = set()
         while not injection.outcome:
             # The load may rise meanwhile.
-            injection.limit = max(injection.limit, kind.patience * self.options.limit())
+            injection.limit = max(injection.limit, self.options.limit())
             newest = course.newest_time()
             if newest > began:
                 steps_after.add(newest)

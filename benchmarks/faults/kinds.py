@@ -60,8 +60,6 @@ class Kind:
     kills_driver: bool = False
     """Nobody is left who could say anything."""
     needs_root: bool = False
-    patience: float = 1.0
-    """How much longer than others it may take, as a factor."""
 
 
 def victim(moment: Moment, name: str) -> psutil.Process:
@@ -243,10 +241,7 @@ KINDS: dict[str, Kind] = {
     "kill_sandbox": Kind(kill("sandbox")),
     "kill_driver": Kind(kill("driver"), must_end=True, kills_driver=True),
     "kill_node": Kind(kill("node"), must_end=True, named_by="node"),
-    # Ray's processes try for a minute to reach it again, and a run goes on meanwhile.
-    "kill_control_store": Kind(
-        kill("control store"), must_end=True, named_by="control store", patience=3
-    ),
+    "kill_control_store": Kind(kill("control store"), must_end=True, named_by="control store"),
     "kill_run": Kind(kill_run, must_end=True, kills_driver=True),
     "stop": Kind(stop),
     "starve": Kind(starve),
