@@ -30,6 +30,9 @@ MARK = "GPTOSS_FAULT_RUN"
 TASKS_PER_STEP = 2
 SAMPLES_PER_TASK = 4
 CHECKPOINT_EVERY = 2
+RESERVED_STEPS = 60
+"""Of a run, after those in which faults are injected. A fast machine takes as many during a SIGSTOP
+of 20 s that only one of two workers gets."""
 FILE_SYSTEM_BYTES = 96 << 20
 
 
@@ -49,18 +52,12 @@ class Attempt:
     def __init__(self, config: Path, arguments: list[str], log: Path) -> None:
         self.mark = uuid.uuid4().hex
         self.began = time.time()
-        environment = {
-            **os.environ,
-            MARK: self.mark,
-            "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
-            "OMP_NUM_THREADS": "1",
-        }
         self._log = log
         with log.open("wb") as output:
             self.driver = subprocess.Popen(
                 [sys.executable, "-m", "launch", "rl", str(config), *arguments],
                 cwd=ROOT,
-                env=environment,
+                env=environment_of_attempt(self.mark),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -125,6 +122,22 @@ class Attempt:
         return False
 
 
+def environment_of_attempt(mark: str) -> dict[str, str]:
+    """Return the environment of an attempt: this process's own, but for a Ray of its own. No two
+    attempts share one, so that several campaigns can run side by side."""
+    paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ,
+        MARK: mark,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "OMP_NUM_THREADS": "1",
+        # or Ray starts an idle worker for each core, in every attempt
+        "RAY_prestart_worker_first_driver": "0",
+    }
+    environment.pop("RAY_ADDRESS", None)
+    return environment
+
+
 class Course:
     """One run from its first step on, in as many attempts as it takes."""
 
@@ -176,6 +189,11 @@ class Course:
         """Return the loss of every recorded step."""
         return {step.step: step.loss for step in self.recorded()}
 
+    def is_finished(self) -> bool:
+        """Return whether the run has come to its end by itself."""
+        last = self.attempts[-1].driver
+        return last.poll() == 0 and len(self.recorded()) == self.config.training.steps
+
     def newest_time(self) -> float:
         """Return when the newest step was recorded, seconds since the epoch; 0 before the first."""
         return max((step.time for step in self.recorded()), default=0.0)
@@ -219,7 +237,7 @@ def overrides(options: Options, directory: Path, orders: Path) -> list[str]:
         "reward.format_error=-2",
         "tasks.held_out_tasks=4",
         "evaluate_every=1000",
-        f"training.steps={options.steps}",
+        f"training.steps={options.steps + RESERVED_STEPS}",
         f"training.checkpoint_every={CHECKPOINT_EVERY}",
         "training.keep_checkpoints=2",
         f"output_dir={directory}",
@@ -239,16 +257,18 @@ def overrides(options: Options, directory: Path, orders: Path) -> list[str]:
 
 
 @contextmanager
-def small_file_system(directory: Path) -> Iterator[None]:
-    """Mount a file system of FILE_SYSTEM_BYTES at ``directory``, where this process may."""
+def small_file_system(directory: Path) -> Iterator[bool]:
+    """Mount a file system of FILE_SYSTEM_BYTES at ``directory``, where this process may. Yields
+    whether it could."""
     directory.mkdir(parents=True, exist_ok=True)
-    if os.getuid() != 0:
-        yield
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={FILE_SYSTEM_BYTES}", "none", str(directory)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        yield False
         return
 
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={FILE_SYSTEM_BYTES}", "none", str(directory)]
-    subprocess.run(mount, check=True)
     try:
-        yield
+        yield True
     finally:
         subprocess.run(["umount", "--lazy", str(directory)], check=False)
