@@ -17,6 +17,8 @@ def judge_outcome(attempt: Attempt, injection: Injection) -> str:
         return f"neither healed nor ended within {injection.limit:.0f} s"
     if injection.outcome == "healed":
         return "nothing has noticed it" if kind.must_end else ""
+    if kind.must_heal:
+        return f"it ended, and should have gone on: {injection.said}"
     if kind.kills_driver:
         return ""
     if not injection.said:

@@ -62,6 +62,8 @@ class Kind:
     has not noticed."""
     must_end: bool = False
     """A run that goes on would not have noticed."""
+    must_heal: bool = False
+    """The run must go on: it has all that it needs."""
     named_by: str = ""
     """Regular expression, found in the last error of a run that ends by it."""
     kills_driver: bool = False
@@ -277,23 +279,23 @@ def withdraw(path: Path) -> None:
 
 KINDS: dict[str, Kind] = {
     "kill_trainer": Kind(kill("trainer"), must_end=True, named_by="trainer rank 0"),
-    "kill_worker": Kind(kill("worker")),
-    "kill_checker": Kind(kill("checker")),
-    "kill_sandbox": Kind(kill("sandbox")),
+    "kill_worker": Kind(kill("worker"), must_heal=True),
+    "kill_checker": Kind(kill("checker"), must_heal=True),
+    "kill_sandbox": Kind(kill("sandbox"), must_heal=True),
     "kill_driver": Kind(kill("driver"), must_end=True, kills_driver=True),
     "kill_node": Kind(kill("node"), must_end=True, named_by="node"),
     "kill_control_store": Kind(kill("control store"), must_end=True, named_by="control store"),
     "kill_run": Kind(kill_run, must_end=True, kills_driver=True),
     "stop": Kind(stop),
-    "starve": Kind(starve),
+    "starve": Kind(starve, must_heal=True),
     "cut": Kind(cut, is_possible=can_close_connections),
     "fill": Kind(fill, is_possible=can_mount, named_by="[Nn]o space|disk|space"),
     "corrupt_checkpoint": Kind(corrupt_checkpoint, must_end=True, kills_driver=True),
-    "corrupt_episodes": Kind(corrupt_episodes),
-    "corrupt_bucket": Kind(order("bucket"), must_end=True),
-    "lie_nan": Kind(order("nan")),
+    "corrupt_episodes": Kind(corrupt_episodes, must_heal=True),
+    "corrupt_bucket": Kind(order("bucket"), must_end=True, named_by="canary prompt"),
+    "lie_nan": Kind(order("nan"), must_heal=True),
     "lie_version": Kind(order("version"), must_end=True, named_by=r"weights \d+ sampled it"),
-    "lie_twice": Kind(order("twice")),
+    "lie_twice": Kind(order("twice"), must_heal=True),
 }
 
 

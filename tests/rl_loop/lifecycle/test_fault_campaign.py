@@ -236,7 +236,10 @@ class Ended:
         (Injection("kill_worker", 1, outcome="healed"), 0, ""),
         (Injection("lie_version", 1, outcome="healed"), 0, "nothing has noticed it"),
         (Injection("kill_worker", 1, outcome="hung", limit=60), 0, "neither healed nor ended"),
-        (Injection("kill_worker", 1, outcome="ended"), 1, "without saying why"),
+        (Injection("stop", 1, outcome="ended"), 1, "without saying why"),
+        (Injection("stop", 1, outcome="ended", said="gptoss: it hangs"), 1, ""),
+        (Injection("kill_worker", 1, outcome="ended", said="gptoss: x"), 1, "should have gone on"),
+        (Injection("lie_twice", 1, outcome="ended", said="gptoss: x"), 1, "should have gone on"),
         (
             Injection("lie_version", 1, outcome="ended", said="gptoss: no"),
             1,
