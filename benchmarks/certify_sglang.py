@@ -1,11 +1,12 @@
 """Certifies a server of SGLang: makes the weights, starts the server with them, runs the checks.
 
-    python benchmarks/certify_sglang.py --attention fa3 --python /opt/sglang/bin/python
-    python benchmarks/certify_sglang.py --attention triton --python /opt/sglang/bin/python
-    python benchmarks/certify_sglang.py --attention triton --without-plugin ...   # has to fail
+    python -m benchmarks.certify_sglang --attention fa3 --python /opt/sglang/bin/python
+    python -m benchmarks.certify_sglang --attention triton --python /opt/sglang/bin/python
+    python -m benchmarks.certify_sglang --attention triton --without-plugin ...   # has to fail
 
-One server start each. ``triton`` gets the plugin of ``docs/sglang.md``, which gives decoding the
-window's last key, unless ``--without-plugin`` is given. Exit code as of ``gptoss certify``.
+SGLang may live in an environment of its own: ``--python`` and ``--pythonpath``. One server start
+each. ``triton`` gets the plugin of ``docs/sglang.md``, which gives decoding the window's last key,
+unless ``--without-plugin`` is given. Exit code as of ``gptoss certify``.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from rl_loop.certify.model import FIRST, prepare
 from rl_loop.certify.run import CertifyOptions, certify
 from rl_loop.cluster.placement import free_port
 from rl_loop.engines.sglang.client import SglangClient
-from rl_loop.engines.sglang.config import SglangConfig
+from rl_loop.engines.sglang.config import SglangConfig, inherited_environment
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--attention", default="fa3", help="SGLang's attention backend")
     parser.add_argument("--python", default=sys.executable, help="of SGLang's environment")
+    parser.add_argument("--pythonpath", default="", help="of the server")
     parser.add_argument("--without-plugin", action="store_true")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--size", default="gpu", choices=["tiny", "small", "gpu"])
@@ -59,9 +61,9 @@ def server_environment(options: argparse.Namespace) -> dict[str, str]:
         python=options.python,
         attention_backend=options.attention,
         deterministic=options.deterministic,
-        env={"PYTHONPATH": os.environ.get("PYTHONPATH", "")},
+        env={"PYTHONPATH": options.pythonpath},
     )
-    environment = os.environ | settings.environment
+    environment = inherited_environment() | settings.environment
     # The tuned kernels are of the released sizes.
     environment.pop("SGLANG_MOE_CONFIG_DIR", None)
     if options.without_plugin:
