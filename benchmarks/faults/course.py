@@ -131,6 +131,8 @@ def environment_of_attempt(mark: str) -> dict[str, str]:
         MARK: mark,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "OMP_NUM_THREADS": "1",
+        # GPUs do not add in the same order every time, and runs are compared to the last bit
+        "CUDA_VISIBLE_DEVICES": "",
         # or Ray starts an idle worker for each core, in every attempt
         "RAY_prestart_worker_first_driver": "0",
     }
