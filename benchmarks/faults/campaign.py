@@ -27,6 +27,10 @@ MOST_RETRIES = 20
 """Times that faults of a kind are put off because what they need is not there yet."""
 START_PATIENCE = 5
 """How much longer an attempt may take to its first step than a fault to heal."""
+STEPS_TO_HEAL = 2
+"""Recorded after a fault. The step under way may have been past what the fault can do to it."""
+STEPS_UNNOTICED = 10
+"""After which a run that should have ended goes on."""
 
 
 class Campaign:
@@ -176,8 +180,9 @@ class Campaign:
             self.left.insert(min(2, len(self.left)), injection.kind)
 
     def _await_outcome(self, course: Course, attempt: Attempt, injection: Injection) -> None:
-        """Wait until the run has recorded a step that began after the fault, or has ended."""
-        kind = KINDS[injection.kind]
+        """Wait until the run has recorded steps that began after the fault, or has ended."""
+        must_end = KINDS[injection.kind].must_end
+        enough = STEPS_UNNOTICED if must_end else STEPS_TO_HEAL
         began = time.time()
         steps_after: set[float] = set()
         while not injection.outcome:
@@ -188,16 +193,15 @@ class Campaign:
                 steps_after.add(newest)
             if attempt.has_ended and course.is_finished():
                 injection.outcome = "healed"
-                if len(steps_after) < 2:
+                if len(steps_after) < STEPS_TO_HEAL:
                     self._put_off(injection, "the run came to its end before it could be told")
             elif attempt.has_ended:
                 injection.outcome = "ended"
                 injection.said = attempt.last_error()
-            # The step under way may have been past what the fault can do to it.
-            elif len(steps_after) >= 2 and not kind.must_end:
+            elif len(steps_after) >= enough:
                 injection.outcome = "healed"
             elif time.time() > began + injection.limit:
-                injection.outcome = "healed" if len(steps_after) >= 2 else "hung"
+                injection.outcome = "healed" if len(steps_after) >= STEPS_TO_HEAL else "hung"
                 if injection.outcome == "hung":
                     attempt.kill_everything()
             else:
