@@ -38,7 +38,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--without-plugin", action="store_true")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--size", default="gpu", choices=["tiny", "small", "gpu"])
-    parser.add_argument("--server-arguments", default="--disable-cuda-graph")
+    parser.add_argument(
+        "--server-arguments", default="--disable-cuda-graph --disable-piecewise-cuda-graph"
+    )
     parser.add_argument("--start-seconds", type=float, default=300)
     parser.add_argument("--out", type=Path, default=Path("certificate"))
     return parser.parse_args()
@@ -50,7 +52,9 @@ def server_command(options: argparse.Namespace, model: Path, port: int) -> list[
     words += ["--attention-backend", options.attention]
     # triton_kernel, SGLang's default for GPT-OSS, records no routes.
     words += ["--moe-runner-backend", "triton", "--enable-return-routed-experts"]
-    words += ["--mem-fraction-static", "0.3", "--grammar-backend", "none"]
+    words += ["--mem-fraction-static", "0.3"]
+    # as in a run (rl_loop/engines/sglang/config.py)
+    words += ["--sampling-backend", "pytorch", "--grammar-backend", "none"]
     if options.deterministic:
         words += ["--enable-deterministic-inference", "--disable-radix-cache"]
     return words + shlex.split(options.server_arguments)
