@@ -297,7 +297,7 @@ def test_a_short_campaign_loses_and_doubles_nothing(
     )
     half = len(kinds) // 2
     options = Options(
-        seed=1, kinds=kinds, steps=60, patience=PATIENCE_SECONDS, minutes=1.5, fewest=half
+        seed=1, kinds=kinds, steps=40, patience=PATIENCE_SECONDS, minutes=1.5, fewest=half
     )
     found = Campaign(options, tmp_path).run()
     assert found.failures == []
