@@ -5,9 +5,10 @@
     python benchmarks/sglang.py --layers 8 sync --transport cuda_ipc
     python benchmarks/sglang.py --layers 24 decode
     python benchmarks/sglang.py --layers 24 layouts sync faults sleep --quantization mxfp4
+    python benchmarks/sglang.py --layers 24 interruptions --running 64 256 --tokens 512 --rounds 3
 
 ``--quantization mxfp4``: trainer and server have MXFP4 experts. ``decode`` is described in
-``decoding.py``. The other cases run one after the other on one server.
+``decoding.py``, ``interruptions`` in ``interruptions.py``. The other cases run one after the other on one server.
 Without ``--server-gpu`` trainer and server share one GPU. The model has GPT-OSS-20B's widths and
 random weights (normal with std 0.02, small enough that routing margins decide). SGLang runs in its
 own environment: ``--python`` and ``--pythonpath``. No Ray. Prints one JSON object per case.
@@ -34,6 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 from decoding import measure_decoding
+from interruptions import Load, measure_interruptions
 from sglang_servers import (
     make_engine,
     make_server,
@@ -69,7 +71,7 @@ from rl_loop.engines.sglang.weight_sender import (
     send_weights,
 )
 
-CASES = ["gap", "turns", "deterministic", "sync", "decode"]
+CASES = ["gap", "turns", "deterministic", "sync", "decode", "interruptions"]
 CASES += ["layouts", "faults", "sleep", "from_disk"]  # of MXFP4 experts
 TRANSPORTS = ["nccl", "cuda_ipc", "gloo", "shared_memory", "disk"]
 
@@ -406,6 +408,19 @@ class Bench:
             seconds=seconds,
         )
 
+    # ---- interruptions
+
+    async def interruptions(self, server: SglangServer, engine: SglangEngine) -> None:
+        """Time what a pause costs the requests that run, by the way it is made."""
+        client = SglangClient((await server.status()).url)
+        arguments = self.arguments
+        for requests in arguments.running:
+            load = Load(requests, arguments.prompt, arguments.tokens, self.model_config.vocab_size)
+            ways = await measure_interruptions(engine, client, load, arguments.rounds)
+            for way, seconds in ways.items():
+                self.emit("interruptions", requests=requests, way=way, **seconds)
+        await client.close()
+
     # ---- determinism
 
     async def deterministic(self, server: SglangServer, engine: SglangEngine) -> None:
@@ -625,9 +640,17 @@ def parse_arguments() -> argparse.Namespace:
     option("--bucket-mib", type=int, nargs="+", default=[1024])
     option("--episodes", type=int, default=32)
     option("--tokens", type=int, default=256, help="sampled per turn")
-    option("--running", type=int, nargs="+", default=[1, 8, 64, 256], help="decode: requests")
-    option("--prompt", type=int, default=512, help="decode: tokens of every prompt")
-    option("--rounds", type=int, default=5, help="decode: of which the median counts")
+    option(
+        "--running",
+        type=int,
+        nargs="+",
+        default=[1, 8, 64, 256],
+        help="decode, interruptions: requests",
+    )
+    option("--prompt", type=int, default=512, help="decode, interruptions: tokens of every prompt")
+    option(
+        "--rounds", type=int, default=5, help="decode, interruptions: of which the median counts"
+    )
     option("--cache-gb", type=float, default=16.0, help="decode: of every server, for KV")
     option("--out", type=Path, help="decode: file for the table")
 

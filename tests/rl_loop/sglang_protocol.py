@@ -241,6 +241,9 @@ class LocalServer:
                     await asyncio.sleep(self.token_seconds)
                 while self.hangs:
                     await asyncio.sleep(1)
+                # Kept by a pause that aborts nothing.
+                if not aborted.is_set():
+                    await self.paused.wait()
                 if aborted.is_set():
                     finish = {"type": "abort", "message": "Aborted by AbortReq."}
                     break
@@ -333,10 +336,11 @@ class LocalServer:
 
     async def pause_generation(self, request: web.Request) -> web.Response:
         self.paused.clear()
-        for event in self.running.values():
-            event.set()
-        while self.running:
-            await asyncio.sleep(0.01)
+        if (await request.json())["mode"] == "abort":
+            for event in self.running.values():
+                event.set()
+            while self.running:
+                await asyncio.sleep(0.01)
         return web.json_response({"message": "Generation paused successfully.", "status": "ok"})
 
     async def continue_generation(self, request: web.Request) -> web.Response:

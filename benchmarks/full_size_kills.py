@@ -1,0 +1,249 @@
+"""Kills parts of a run at its real size, one after the other, and shows that it heals or can be resumed.
+
+    python -m benchmarks.full_size_kills configs/rl/gpt-oss-20b-adapter_1x1.yaml --victims server driver \
+        --out kills.json training.checkpoint_every=1
+
+The run is ``gptoss rl`` itself from random weights (``random_policy.py``), which are written into
+``--scratch`` and stay there until the end, because a run that has no checkpoint yet begins with them
+again. After every recorded step the next victim gets SIGKILL, ``--after`` seconds into the step that
+follows. A run that goes on has healed. One that ends must have said why, unless its driver was the
+victim, must leave no process, and is continued by ``--resume``. At the end every step was recorded
+once, and each of its episodes trained on once.
+
+The tiny faults of ``benchmarks/faults`` are many and compare losses bit for bit; here there are few,
+and what is shown is that sizes change nothing: seconds until the run has noticed, and until the next
+step. Prints a line for each victim, and writes all of them to ``--out``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import signal
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.faults.course import Attempt
+from rl_loop.config.run import RlConfig
+from rl_loop.tracking.episode_reader import EpisodeReader
+from rl_loop.tracking.run_directory import RunDirectory, RunDirectoryError, read_json_lines
+
+# Programs of this directory import each other by their bare names, as they do when run as scripts.
+sys.path.append(str(Path(__file__).parent))
+
+import loop as reference_run
+
+VICTIMS = {
+    "server": "sglang.launch_server",
+    "trainer": "ray::TrainerProcess",
+    "worker": "ray::RolloutWorker",
+    "driver": "",
+}
+"""What the command lines of a run's processes contain; the driver is known by its id."""
+LEFTOVER_SECONDS = 60.0
+"""After a run has ended, within which all of its processes must have."""
+
+
+@dataclass
+class Kill:
+    """A victim, and what became of the run."""
+
+    victim: str
+    step: int
+    """That was under way, counted from 0."""
+    outcome: str = ""
+    """``healed`` or ``resumed``."""
+    seconds_to_end: float | None = None
+    """From the kill to the end of the driver; None if it went on."""
+    seconds_to_next_step: float = 0.0
+    """From the kill, or from the start of the resumed run, until the step was recorded."""
+    error: str = ""
+    """The last line of a run that ended."""
+
+
+class FullSizeRun:
+    """A run and its attempts."""
+
+    def __init__(self, options: argparse.Namespace, config: RlConfig, scratch: Path) -> None:
+        self.options = options
+        self.scratch = scratch
+        self.run = RunDirectory(config.directory)
+        self.attempts: list[Attempt] = []
+        self._arguments = [*run_overrides(options, scratch), *options.overrides]
+
+    def start(self, resume: bool = False) -> Attempt:
+        """Start the run, or go on with it."""
+        log = self.scratch / f"attempt_{len(self.attempts)}.log"
+        arguments = [*self._arguments, *(["--resume"] if resume else [])]
+        self.attempts.append(Attempt(self.options.config.resolve(), arguments, log))
+        return self.attempts[-1]
+
+    def steps(self) -> list[int]:
+        """Return the steps that are recorded, in the order of the file."""
+        try:
+            lines = read_json_lines(self.run.metrics)
+        except RunDirectoryError:  # not there yet, or its last line is being written
+            return []
+        return [line["step"] for line in lines if line.get("loss") is not None]
+
+    def wait_for_steps(self, attempt: Attempt, count: int) -> bool:
+        """Wait until ``count`` steps are recorded. Returns False if the attempt ends before.
+
+        Raises SystemExit after ``--patience`` seconds."""
+        deadline = time.monotonic() + self.options.patience
+        while len(self.steps()) < count:
+            if attempt.has_ended:
+                return len(self.steps()) >= count
+            if time.monotonic() > deadline:
+                raise SystemExit(f"nothing for {self.options.patience:.0f} s:\n{tail(attempt)}")
+            time.sleep(0.2)
+        return True
+
+    def kill(self, attempt: Attempt, victim: str) -> tuple[Attempt, Kill]:
+        """Kill ``victim`` in the step under way; returns the attempt that goes on and what
+        happened.
+
+        Raises SystemExit if the run breaks a promise."""
+        recorded = len(self.steps())
+        kill = Kill(victim, recorded)
+        if victim == "driver":
+            attempt.driver.kill()
+        else:
+            processes = attempt.processes(VICTIMS[victim])
+            if not processes:
+                raise SystemExit(f"no {victim} is running")
+            processes[0].kill()
+
+        began = time.monotonic()
+        if self.wait_for_steps(attempt, recorded + 1) and victim != "driver":
+            kill.outcome = "healed"
+            kill.seconds_to_next_step = time.monotonic() - began
+            return attempt, kill
+
+        kill.seconds_to_end = time.monotonic() - began
+        kill.error = attempt.last_error()
+        if not kill.error and victim != "driver":
+            raise SystemExit(f"the run ended without saying why:\n{tail(attempt)}")
+        if left := attempt.leftovers(LEFTOVER_SECONDS):
+            raise SystemExit(f"left behind after the death of the {victim}: {left}")
+
+        following = self.start(resume=bool(self.run.existing()))
+        began = time.monotonic()
+        # A step after the latest checkpoint is done again, and recorded in place of the old one.
+        if not self.wait_for_steps(following, recorded + 1):
+            raise SystemExit(f"the run cannot be continued:\n{tail(following)}")
+        kill.outcome = "resumed"
+        kill.seconds_to_next_step = time.monotonic() - began
+        return following, kill
+
+    def check(self, episodes_per_step: int) -> None:
+        """Raise SystemExit unless every step and each of its episodes is there once."""
+        steps = self.steps()
+        if steps != list(range(len(steps))):
+            raise SystemExit(f"steps are missing or were recorded twice: {steps}")
+
+        reader = EpisodeReader(self.run.episodes)
+        reader.refresh()
+        counts: dict[int, int] = dict.fromkeys(steps, 0)
+        for row in reader.figures.to_pylist():
+            if row["split"] == "train" and row["invalid"] is None and row["step"] in counts:
+                counts[row["step"]] += 1
+        if set(counts.values()) != {episodes_per_step}:
+            raise SystemExit(f"episodes per step, {episodes_per_step} expected: {counts}")
+
+
+def run_overrides(options: argparse.Namespace, scratch: Path) -> list[str]:
+    """Return the settings of the run that the benchmark needs."""
+    steps = len(options.victims) + 1
+    return [
+        "name=kills",
+        f"output_dir={scratch}",
+        f"initial_weights={scratch / 'weights'}",
+        f"training.steps={steps}",
+        f"evaluate_every={steps + 1}",
+        "tasks.held_out_tasks=4",
+        "optimizer.schedule=constant",
+        "reward.tool_use=true",
+        # Random weights agree less than trained ones.
+        "canary_tolerance=10",
+    ]
+
+
+def tail(attempt: Attempt) -> str:
+    """Return the end of what an attempt has said."""
+    return attempt.said[-3000:]
+
+
+def main() -> None:
+    options = parse_arguments()
+    # Ended from outside, it ends the run, too: everything under way is undone on the way out.
+    signal.signal(signal.SIGTERM, lambda *unused: sys.exit(128 + signal.SIGTERM))
+    with tempfile.TemporaryDirectory(dir=options.scratch, prefix="kills_") as directory:
+        scratch = Path(directory)
+        settings = [*run_overrides(options, scratch), *options.overrides]
+        config = reference_run.load_rl_config(options.config, settings)
+        write_weights(config, options.turn_tokens)
+        kills = kill_all(options, config, scratch)
+    if options.out:
+        options.out.write_text(json.dumps([asdict(kill) for kill in kills], indent=1))
+
+
+def write_weights(config: RlConfig, turn_tokens: int) -> None:
+    """Draw the random policy, in a process of its own, whose context on the GPU goes with it."""
+    began = time.monotonic()
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        pool.submit(reference_run.write_weights, config, turn_tokens).result()
+    print(f"random weights written in {time.monotonic() - began:.1f} s", flush=True)
+
+
+def kill_all(options: argparse.Namespace, config: RlConfig, scratch: Path) -> list[Kill]:
+    """Kill each victim in a step of its own, let the run come to its end, and check it."""
+    run = FullSizeRun(options, config, scratch)
+    began = time.monotonic()
+    attempt = run.start()
+    kills: list[Kill] = []
+    try:
+        if not run.wait_for_steps(attempt, 1):
+            raise SystemExit(f"the run does not start:\n{tail(attempt)}")
+        print(f"first step after {time.monotonic() - began:.1f} s", flush=True)
+
+        for victim in options.victims:
+            time.sleep(options.after)
+            attempt, kill = run.kill(attempt, victim)
+            kills.append(kill)
+            print(json.dumps(asdict(kill)), flush=True)
+
+        attempt.driver.wait(options.patience)
+        if attempt.driver.returncode != 0:
+            raise SystemExit(f"the run did not come to its end:\n{tail(attempt)}")
+        run.check(config.rollout.tasks_per_step * config.rollout.samples_per_task)
+    finally:
+        for started in run.attempts:
+            started.kill_everything()
+    print(f"{len(run.steps())} steps, each once, with all of their episodes", flush=True)
+    return kills
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("config", type=Path, help="of `gptoss rl`")
+    add("--victims", nargs="+", choices=VICTIMS, default=["server", "driver"])
+    add("--after", type=float, default=5.0, help="seconds into the step")
+    add("--patience", type=float, default=900.0, help="seconds for a start and a step")
+    add("--turn-tokens", type=int, default=300, help="mean length of a turn's text")
+    add("--scratch", type=Path, help="where a directory for weights and run is made")
+    add("--out", type=Path, help="JSON file")
+    add("overrides", nargs="*", help="key=value of the configuration")
+    return parser.parse_intermixed_args()
+
+
+if __name__ == "__main__":
+    main()

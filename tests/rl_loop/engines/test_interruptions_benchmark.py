@@ -1,0 +1,102 @@
+"""benchmarks/sglang.py interruptions: every way is interrupted while it samples, and gets all its tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from rl_loop.engines.sglang.client import SglangClient
+from rl_loop.engines.sglang.engine import SglangEngine
+from rl_loop.engines.sglang.server import ServerState, ServerStatus
+from tests.rl_loop.sglang_protocol import EXPERTS, LAYERS, TOP_K, VOCAB, LocalServer
+
+ROOT = Path(__file__).parents[3]
+REQUESTS = 4
+TOKENS = 40
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("interruptions")
+
+
+class WatchedServer(LocalServer):
+    """Notes how it was paused, how many requests it had then, and what it was asked to sample."""
+
+    def __init__(self) -> None:
+        super().__init__(token_seconds=0.01)
+        self.version = "1"
+        self.pauses: list[tuple[str, int]] = []
+        self.limits: list[int] = []
+
+    async def pause_generation(self, request: web.Request) -> web.Response:
+        self.pauses.append(((await request.json())["mode"], len(self.running)))
+        return await super().pause_generation(request)
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        self.limits.append((await request.json())["sampling_params"]["max_new_tokens"])
+        return await super().generate(request)
+
+
+def measure(benchmark: ModuleType, server: LocalServer) -> dict[str, dict[str, float]]:
+    """Measure the four ways on ``server``, one round."""
+
+    async def run() -> Any:
+        url = await server.start()
+        client = SglangClient(url)
+
+        async def statuses() -> list[ServerStatus]:
+            return [ServerStatus(url, ServerState.SYNCED, 1, 1)]
+
+        engine = SglangEngine(
+            statuses, num_layers=LAYERS, top_k=TOP_K, num_experts=EXPERTS, vocab_size=VOCAB
+        )
+        try:
+            load = benchmark.Load(REQUESTS, prompt=20, tokens=TOKENS, vocab_size=VOCAB)
+            return await benchmark.measure_interruptions(engine, client, load, rounds=1)
+        finally:
+            await engine.close()
+            await client.close()
+            await server.stop()
+
+    return asyncio.run(run())
+
+
+def test_each_way_meets_all_requests_while_they_sample(benchmark: ModuleType) -> None:
+    server = WatchedServer()
+    ways = measure(benchmark, server)
+    assert list(ways) == list(benchmark.WAYS)
+    assert server.pauses == [(way, REQUESTS) for way in ("abort", "retract", "in_place")]
+    assert server.calls.count("/continue_generation") == 3
+    assert server.calls.count("/flush_cache") == 1
+
+    # Only an abort sends requests again, for the tokens that they do not have yet.
+    again = [limit for limit in server.limits if limit < TOKENS]
+    assert len(again) == REQUESTS
+    assert ways["abort"]["tokens_before"] == REQUESTS * TOKENS - sum(again)
+    assert ways["retract"]["tokens_before"] == ways["in_place"]["tokens_before"] == 0
+    assert ways["none"]["extra"] == ways["none"]["pause"] == 0.0
+    for way in ("abort", "retract", "in_place"):
+        assert ways[way]["extra"] == ways[way]["total"] - ways["none"]["total"]
+
+
+def test_a_request_that_does_not_come_to_its_end_is_an_error(benchmark: ModuleType) -> None:
+    class Aborting(WatchedServer):
+        async def generate(self, request: web.Request) -> web.StreamResponse:
+            if self.pauses:
+                asyncio.get_running_loop().call_later(0.05, self.abort_all)
+            return await super().generate(request)
+
+        def abort_all(self) -> None:
+            for event in self.running.values():
+                event.set()
+
+    with pytest.raises(RuntimeError, match="was aborted twice"):
+        measure(benchmark, Aborting())
