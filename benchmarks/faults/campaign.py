@@ -46,7 +46,7 @@ class Campaign:
         # Another moment for every invocation, and the same ones for a new campaign.
         self._random = random.Random(f"{options.seed}/{len(self.results.injections)}")
         # From the first step on: how long a run takes to start is up to the machine.
-        self._deadline = math.inf
+        self._planned_end = math.inf
         self._retries: Counter[str] = Counter()
         self._injected = 0
         self._reference: Reference | None = None
@@ -73,11 +73,12 @@ class Campaign:
 
     @property
     def _is_over(self) -> bool:
-        return not self.left or time.monotonic() > self._time_left_until()
+        return not self.left or time.monotonic() > self._end
 
-    def _time_left_until(self) -> float:
-        """Return when no fault is injected any more, by the monotonic clock."""
-        return self._deadline if self._injected >= self.options.fewest else math.inf
+    @property
+    def _end(self) -> float:
+        """When no fault is injected any more, by the monotonic clock."""
+        return self._planned_end if self._injected >= self.options.fewest else math.inf
 
     def run(self) -> Results:
         """Run courses until all faults have been injected, or time is up."""
@@ -104,8 +105,8 @@ class Campaign:
             attempt.kill_everything()
             raise SystemExit(f"a run has not begun:\n{attempt.said[-3000:]}")
 
-        if self._deadline == math.inf:
-            self._deadline = time.monotonic() + 60 * self.options.minutes
+        if self._planned_end == math.inf:
+            self._planned_end = time.monotonic() + 60 * self.options.minutes
         injected = 0
         while injected < self.options.faults_per_course and not self._is_over:
             if len(course.recorded()) > self.options.steps:
@@ -151,7 +152,7 @@ class Campaign:
 
     def _inject(self, course: Course, attempt: Attempt, injection: Injection) -> Attempt:
         """Inject a fault and wait for what becomes of it. Returns the attempt that goes on."""
-        moment = Moment(course, attempt, self._random, self.options, self._time_left_until())
+        moment = Moment(course, attempt, self._random, self.options, self._end)
         with moment.undo:
             try:
                 injection.detail = KINDS[injection.kind].inject(moment)

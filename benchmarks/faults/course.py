@@ -8,10 +8,11 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 
@@ -34,6 +35,15 @@ RESERVED_STEPS = 60
 """Of a run, after those in which faults are injected. A fast machine takes as many during a SIGSTOP
 of 20 s that only one of two workers gets."""
 FILE_SYSTEM_BYTES = 96 << 20
+ENVIRONMENT = MappingProxyType(
+    {
+        # GPUs do not add in the same order every time, and runs are compared to the last bit
+        "CUDA_VISIBLE_DEVICES": "",
+        # or Ray starts an idle worker for each core, in every attempt
+        "RAY_prestart_worker_first_driver": "0",
+    }
+)
+"""Of every attempt of a course."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,14 @@ class RecordedStep:
 class Attempt:
     """A driver and all that it starts."""
 
-    def __init__(self, config: Path, arguments: list[str], log: Path) -> None:
+    def __init__(
+        self,
+        config: Path,
+        arguments: list[str],
+        log: Path,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Start ``gptoss rl`` with a Ray of its own. ``environment``: besides this process's."""
         self.mark = uuid.uuid4().hex
         self.began = time.time()
         self._log = log
@@ -57,7 +74,7 @@ class Attempt:
             self.driver = subprocess.Popen(
                 [sys.executable, "-m", "launch", "rl", str(config), *arguments],
                 cwd=ROOT,
-                env=environment_of_attempt(self.mark),
+                env={**own_environment(self.mark), **environment},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -122,8 +139,8 @@ class Attempt:
         return False
 
 
-def environment_of_attempt(mark: str) -> dict[str, str]:
-    """Return the environment of an attempt: this process's own, but for a Ray of its own. No two
+def own_environment(mark: str) -> dict[str, str]:
+    """Return the environment of an attempt: this process's, without the address of a Ray. No two
     attempts share one, so that several campaigns can run side by side."""
     paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
     environment = {
@@ -131,10 +148,6 @@ def environment_of_attempt(mark: str) -> dict[str, str]:
         MARK: mark,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "OMP_NUM_THREADS": "1",
-        # GPUs do not add in the same order every time, and runs are compared to the last bit
-        "CUDA_VISIBLE_DEVICES": "",
-        # or Ray starts an idle worker for each core, in every attempt
-        "RAY_prestart_worker_first_driver": "0",
     }
     environment.pop("RAY_ADDRESS", None)
     return environment
@@ -160,7 +173,7 @@ class Course:
         log = self.directory.with_name(f"{self.directory.name}_{len(self.attempts)}.log")
         goes_on = resume and self.run.existing()
         arguments = [*self._overrides, *(["--resume"] if goes_on else [])]
-        self.attempts.append(Attempt(CONFIG, arguments, log))
+        self.attempts.append(Attempt(CONFIG, arguments, log, ENVIRONMENT))
         return self.attempts[-1]
 
     def wait_for_step(self, attempt: Attempt, seconds: float) -> bool:

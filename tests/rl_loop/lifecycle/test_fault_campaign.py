@@ -15,7 +15,7 @@ import pytest
 from benchmarks.faults import Attempt, Course, results
 from benchmarks.faults.campaign import Campaign
 from benchmarks.faults.checks import examine, find_named_damage, judge_outcome
-from benchmarks.faults.course import MARK, RecordedStep, environment_of_attempt
+from benchmarks.faults.course import MARK, RecordedStep, own_environment
 from benchmarks.faults.kinds import (
     KINDS,
     Moment,
@@ -72,7 +72,7 @@ def test_an_attempt_has_a_ray_of_its_own_and_the_paths_of_who_started_it(
     """So campaigns run side by side, also beside a Ray that somebody else has started."""
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
     monkeypatch.setenv("PYTHONPATH", "/opt/packages")
-    environment = environment_of_attempt("the mark")
+    environment = own_environment("the mark")
     assert "RAY_ADDRESS" not in environment
     assert environment["PYTHONPATH"].split(":")[-1] == "/opt/packages"
     assert environment[MARK] == "the mark"
@@ -82,7 +82,7 @@ def test_processes_of_another_attempt_are_neither_seen_nor_killed() -> None:
     attempts = [Attempt.__new__(Attempt) for _ in range(2)]
     for attempt, mark in zip(attempts, ("this one", "that one"), strict=True):
         attempt.mark = mark
-        environment = environment_of_attempt(mark)
+        environment = own_environment(mark)
         attempt.driver = subprocess.Popen(["sleep", "600"], env=environment)
     try:
         wait_until(lambda: all(attempt.processes("sleep") for attempt in attempts))
