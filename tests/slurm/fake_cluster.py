@@ -69,7 +69,7 @@ SchedulerType=sched/backfill
 SchedulerParameters=sched_min_interval=100000,bf_interval=1,defer_batch=0,batch_sched_delay=0
 MessageTimeout=10
 SlurmctldTimeout=30
-SlurmdTimeout=30
+SlurmdTimeout=120
 CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 KillWait=5
 OverTimeLimit=0
