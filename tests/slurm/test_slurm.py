@@ -169,7 +169,7 @@ def test_a_run_whose_node_dies_names_it_and_goes_on_without_it(
     """All processes of a node are killed at once, Slurm's daemon too, which Slurm notices after two
     minutes (SlurmdTimeout; by default five)."""
     run = lab.launch("lost", STEPS, "training.checkpoint_every=1", nodes=2)
-    lab.until(lambda: steps_done(run) >= 2, "two steps of the first attempt", run=run)
+    lab.until(lambda: steps_done(run) >= 2, "two steps of the first attempt", run=run, seconds=400)
     assert ray_actors("TrainerProcess", run, "n2")
     killed = lab.cluster.kill_node("n2")
     began = time.monotonic()
