@@ -12,7 +12,7 @@ import psutil
 
 from benchmarks.faults import results
 from benchmarks.faults.checks import (
-    compare_losses,
+    compare_curves,
     examine,
     find_named_damage,
     judge_outcome,
@@ -168,8 +168,8 @@ class Campaign:
         if attempt.has_ended and not course.is_finished():
             attempt = self._resume(course, attempt, injection)
         assert self._reference is not None
-        injection.failure = injection.failure or compare_losses(
-            course, self._reference.losses(), self.options.tolerance
+        injection.failure = injection.failure or compare_curves(
+            course, self._reference.curve(), self.options.tolerance
         )
         return attempt
 

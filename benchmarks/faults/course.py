@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 import psutil
 
@@ -46,12 +47,21 @@ ENVIRONMENT = MappingProxyType(
 """Of every attempt of a course."""
 
 
+class Numbers(NamedTuple):
+    """What a step must have in common with that of the undisturbed run."""
+
+    loss: float
+    entropy: float
+    """Mean over the tokens that were trained on. It also tells episodes apart that earn alike, whose
+    loss is 0 whatever they say."""
+
+
 @dataclass(frozen=True)
 class RecordedStep:
     """A line of ``metrics.jsonl`` of a step that was trained on."""
 
     step: int
-    loss: float
+    numbers: Numbers
     time: float
     """Seconds since the epoch."""
 
@@ -195,14 +205,14 @@ class Course:
         except RunDirectoryError:  # not there yet, or its last line is being written
             return []
         return [
-            RecordedStep(line["step"], line["loss"], float(line["time"]))
+            RecordedStep(line["step"], Numbers(line["loss"], line["entropy"]), float(line["time"]))
             for line in lines
             if line.get("loss") is not None
         ]
 
-    def losses(self) -> dict[int, float]:
-        """Return the loss of every recorded step."""
-        return {step.step: step.loss for step in self.recorded()}
+    def curve(self) -> dict[int, Numbers]:
+        """Return the numbers of every recorded step."""
+        return {step.step: step.numbers for step in self.recorded()}
 
     def is_finished(self) -> bool:
         """Return whether the run has come to its end by itself."""

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.faults import Attempt, Course, results
 from benchmarks.faults.campaign import Campaign
 from benchmarks.faults.checks import examine, find_named_damage, judge_outcome
-from benchmarks.faults.course import MARK, RecordedStep, own_environment
+from benchmarks.faults.course import MARK, Numbers, RecordedStep, own_environment
 from benchmarks.faults.kinds import (
     KINDS,
     Moment,
@@ -135,9 +135,9 @@ def test_the_table_counts_what_was_injected_and_names_what_failed() -> None:
 
 @dataclass
 class Recorded:
-    """A course with these losses, by step, and what they were trained on."""
+    """A course with these numbers, by step, and what it was trained on."""
 
-    of_step: dict[int, float]
+    of_step: dict[int, Numbers]
     trained: dict[int, Counter[str]] = field(default_factory=dict)
     expected: dict[int, Counter[str]] = field(default_factory=dict)
     directory: Path = Path()
@@ -152,9 +152,9 @@ class Recorded:
         return self.left
 
     def recorded(self) -> list[RecordedStep]:
-        return [RecordedStep(step, loss, 0.0) for step, loss in self.of_step.items()]
+        return [RecordedStep(step, numbers, 0.0) for step, numbers in self.of_step.items()]
 
-    def losses(self) -> dict[int, float]:
+    def curve(self) -> dict[int, Numbers]:
         return self.of_step
 
     def episodes(self) -> dict[int, Counter[str]]:
@@ -164,19 +164,35 @@ class Recorded:
         return {step: self.expected[step] for step in range(steps)}
 
 
-UNDISTURBED = {0: 0.5, 1: -0.25, 2: 0.125}
+UNDISTURBED = {0: Numbers(0.5, 6.25), 1: Numbers(-0.25, 6.0), 2: Numbers(0.0, 6.5)}
 EPISODES = {step: Counter({f"task {step}": 4}) for step in UNDISTURBED}
 
 
 @pytest.mark.parametrize(
-    ("losses", "trained", "left", "verdict"),
+    ("numbers", "trained", "left", "verdict"),
     [
         (UNDISTURBED, EPISODES, [], ""),
-        ({0: 0.5, 1: -0.25}, {0: EPISODES[0], 1: EPISODES[1]}, [], ""),
-        ({0: 0.5, 2: 0.125}, EPISODES, [], "missing or were recorded twice: [0, 2]"),
-        (UNDISTURBED | {1: -0.2500000001}, EPISODES, [], "the loss of step 1 is -0.25"),
-        (UNDISTURBED | {1: math.nan}, EPISODES, [], "the loss of step 1 is nan"),
-        (UNDISTURBED | {3: 0.5}, EPISODES, [], "the undisturbed run does not have: [3]"),
+        (dict(list(UNDISTURBED.items())[:2]), {0: EPISODES[0], 1: EPISODES[1]}, [], ""),
+        (
+            {0: UNDISTURBED[0], 2: UNDISTURBED[2]},
+            EPISODES,
+            [],
+            "missing or were recorded twice: [0, 2]",
+        ),
+        (
+            UNDISTURBED | {1: Numbers(-0.2500000001, 6.0)},
+            EPISODES,
+            [],
+            "the loss of step 1 is -0.25",
+        ),
+        (UNDISTURBED | {1: Numbers(math.nan, 6.0)}, EPISODES, [], "the loss of step 1 is nan"),
+        (UNDISTURBED | {2: Numbers(0.0, 6.4)}, EPISODES, [], "the entropy of step 2 is 6.4"),
+        (
+            UNDISTURBED | {3: Numbers(0.5, 6.0)},
+            EPISODES,
+            [],
+            "the undisturbed run does not have: [3]",
+        ),
         (UNDISTURBED, EPISODES | {2: Counter({"task 2": 3})}, [], "step 2 was trained on"),
         (UNDISTURBED, EPISODES | {2: Counter({"task 2": 5})}, [], "step 2 was trained on"),
         (UNDISTURBED, EPISODES | {2: Counter({"task 1": 4})}, [], "step 2 was trained on"),
@@ -189,6 +205,7 @@ EPISODES = {step: Counter({f"task {step}": 4}) for step in UNDISTURBED}
         "a step that is missing",
         "another loss",
         "no loss",
+        "other tokens of episodes that earn alike",
         "a step too many",
         "a lost episode",
         "an episode twice",
@@ -198,13 +215,13 @@ EPISODES = {step: Counter({f"task {step}": 4}) for step in UNDISTURBED}
     ],
 )
 def test_a_course_is_as_the_undisturbed_run_or_says_where_it_is_not(
-    losses: dict[int, float],
+    numbers: dict[int, Numbers],
     trained: dict[int, Counter[str]],
     left: list[str],
     verdict: str,
 ) -> None:
     course = cast(
-        Course, Recorded(losses, trained, EPISODES | {3: Counter({"task 3": 4})}, left=left)
+        Course, Recorded(numbers, trained, EPISODES | {3: Counter({"task 3": 4})}, left=left)
     )
     found = examine(course, UNDISTURBED, Options())
     assert verdict in found and bool(found) == bool(verdict)
