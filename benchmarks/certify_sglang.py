@@ -1,11 +1,12 @@
 """Certifies a server of SGLang: makes the weights, starts the server with them, runs the checks.
 
-    python benchmarks/certify_sglang.py --attention fa3 --python /opt/sglang/bin/python
-    python benchmarks/certify_sglang.py --attention triton --python /opt/sglang/bin/python
-    python benchmarks/certify_sglang.py --attention triton --without-plugin ...   # has to fail
+    python -m benchmarks.certify_sglang --attention fa3 --python /opt/sglang/bin/python
+    python -m benchmarks.certify_sglang --attention triton --python /opt/sglang/bin/python
+    python -m benchmarks.certify_sglang --attention triton --without-plugin ...   # has to fail
 
-One server start each. ``triton`` gets the plugin of ``docs/sglang.md``, which gives decoding the
-window's last key, unless ``--without-plugin`` is given. Exit code as of ``gptoss certify``.
+SGLang may live in an environment of its own: ``--python`` and ``--pythonpath``. One server start
+each. ``triton`` gets the plugin of ``docs/sglang.md``, which gives decoding the window's last key,
+unless ``--without-plugin`` is given. Exit code as of ``gptoss certify``.
 """
 
 from __future__ import annotations
@@ -26,17 +27,20 @@ from rl_loop.certify.model import FIRST, prepare
 from rl_loop.certify.run import CertifyOptions, certify
 from rl_loop.cluster.placement import free_port
 from rl_loop.engines.sglang.client import SglangClient
-from rl_loop.engines.sglang.config import SglangConfig
+from rl_loop.engines.sglang.config import SglangConfig, inherited_environment
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--attention", default="fa3", help="SGLang's attention backend")
     parser.add_argument("--python", default=sys.executable, help="of SGLang's environment")
+    parser.add_argument("--pythonpath", default="", help="of the server")
     parser.add_argument("--without-plugin", action="store_true")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--size", default="gpu", choices=["tiny", "small", "gpu"])
-    parser.add_argument("--server-arguments", default="--disable-cuda-graph")
+    parser.add_argument(
+        "--server-arguments", default="--disable-cuda-graph --disable-piecewise-cuda-graph"
+    )
     parser.add_argument("--start-seconds", type=float, default=300)
     parser.add_argument("--out", type=Path, default=Path("certificate"))
     return parser.parse_args()
@@ -48,7 +52,9 @@ def server_command(options: argparse.Namespace, model: Path, port: int) -> list[
     words += ["--attention-backend", options.attention]
     # triton_kernel, SGLang's default for GPT-OSS, records no routes.
     words += ["--moe-runner-backend", "triton", "--enable-return-routed-experts"]
-    words += ["--mem-fraction-static", "0.3", "--grammar-backend", "none"]
+    words += ["--mem-fraction-static", "0.3"]
+    # as in a run (rl_loop/engines/sglang/config.py)
+    words += ["--sampling-backend", "pytorch", "--grammar-backend", "none"]
     if options.deterministic:
         words += ["--enable-deterministic-inference", "--disable-radix-cache"]
     return words + shlex.split(options.server_arguments)
@@ -59,9 +65,9 @@ def server_environment(options: argparse.Namespace) -> dict[str, str]:
         python=options.python,
         attention_backend=options.attention,
         deterministic=options.deterministic,
-        env={"PYTHONPATH": os.environ.get("PYTHONPATH", "")},
+        env={"PYTHONPATH": options.pythonpath},
     )
-    environment = os.environ | settings.environment
+    environment = inherited_environment() | settings.environment
     # The tuned kernels are of the released sizes.
     environment.pop("SGLANG_MOE_CONFIG_DIR", None)
     if options.without_plugin:

@@ -144,7 +144,7 @@ def watch(
     ``record`` gets each as a line of JSON as soon as it is taken. Returns their times in hours,
     what was measured, and, if the run ended by itself, what it said."""
     attempt = course.start()
-    while not course.losses():
+    while not course.curve():
         if attempt.has_ended:
             raise SystemExit(f"the run failed:\n{attempt.said[-3000:]}")
         time.sleep(0.5)
@@ -155,7 +155,7 @@ def watch(
     while time.monotonic() - began < 60 * minutes and not attempt.has_ended:
         taken = sample(attempt)
         taken["disk but records, MB"] = disk_bytes(course.run.path, GROWING) / 1e6
-        steps = max(1, len(course.losses()))
+        steps = max(1, len(course.curve()))
         taken[STEPS] = steps
         records = disk_bytes(course.run.path, ()) / 1e3 - taken["disk but records, MB"] * 1e3
         taken["records per step, kB"] = records / steps
@@ -227,7 +227,7 @@ def main() -> None:
             [f"algorithm.max_staleness={options.staleness}"],
         )
         times, samples, ended = watch(course, options.minutes, options.every, options.json)
-        steps = len(course.losses())
+        steps = len(course.curve())
 
     if len(samples) < 2:
         raise SystemExit(f"the run ended before there were two samples:\n{ended}")

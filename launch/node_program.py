@@ -14,8 +14,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-import psutil
-
 from launch.attempts import Attempt
 from launch.cluster import ClusterConfig
 from launch.job_settings import JobSettings
@@ -29,6 +27,7 @@ from launch.ray_node import (
     ray_start_command,
 )
 from rl_loop.cluster.placement import end_with_parent
+from rl_loop.cluster.processes import kill_tree
 from rl_loop.cluster.ray_session import ray_environment
 from rl_loop.lifecycle.store_size import store_bytes
 from rl_loop.tracking.run_directory import RunDirectory, read_json, write_json
@@ -254,7 +253,7 @@ class NodeProgram:
         """End everything that this node started, then keep Ray's logs."""
         for child in self.children:
             if child.poll() is None:
-                _kill_tree(child.pid)
+                kill_tree(child.pid)
 
         # A log is not worth the outcome: copytree raises a subclass of OSError for single files,
         # too.
@@ -262,10 +261,3 @@ class NodeProgram:
             logs = self.scratch / "session_latest" / "logs"
             shutil.copytree(logs, self.attempt.path / "ray" / self.name, dirs_exist_ok=True)
         shutil.rmtree(self.scratch, ignore_errors=True)
-
-
-def _kill_tree(pid: int) -> None:
-    parent = psutil.Process(pid)
-    for process in [*parent.children(recursive=True), parent]:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()

@@ -36,6 +36,7 @@ START_RAY = {
     "tests/rl_loop/engines/test_outside_backend.py",
     "tests/rl_loop/engines/test_sglang_sync.py",
     "tests/rl_loop/engines/test_sglang_sync_faults.py",
+    "tests/rl_loop/lifecycle/test_fault_campaign.py",
     "tests/rl_loop/lifecycle/test_store_size.py",
     "tests/rl_loop/rollout/test_stored_routes.py",
     "tests/rl_loop/trainer/test_data_plane_benchmark.py",

@@ -54,7 +54,7 @@ def main() -> None:
     add("--seed", type=int, default=Options.seed)
     add("--count", type=int, default=Options.count, help="faults; one of each kind by default")
     add("--kinds", nargs="+", choices=list(KINDS), default=[], help="all by default")
-    add("--steps", type=int, default=Options.steps, help="of a course at most")
+    add("--steps", type=int, default=Options.steps, help="of a course in which faults happen")
     add("--faults-per-course", type=int, default=Options.faults_per_course)
     add("--stopped", type=float, default=Options.stopped_seconds, help="seconds of SIGSTOP")
     add("--starved", type=float, default=Options.starved_seconds, help="seconds of busy loops")

@@ -12,7 +12,7 @@ import psutil
 
 from benchmarks.faults import results
 from benchmarks.faults.checks import (
-    compare_losses,
+    compare_curves,
     examine,
     find_named_damage,
     judge_outcome,
@@ -24,11 +24,13 @@ from benchmarks.faults.reference import Reference
 from benchmarks.faults.results import CourseResult, Injection, Results
 
 MOST_RETRIES = 20
-"""Times that a fault is put off because what it needs is not there yet."""
+"""Times that faults of a kind are put off because what they need is not there yet."""
 START_PATIENCE = 5
 """How much longer an attempt may take to its first step than a fault to heal."""
-RESERVED_STEPS = 4
-"""Of a course, that follow its last fault."""
+STEPS_TO_HEAL = 2
+"""Recorded after a fault. The step under way may have been past what the fault can do to it."""
+STEPS_UNNOTICED = 10
+"""After which a run that should have ended goes on."""
 
 
 class Campaign:
@@ -44,8 +46,9 @@ class Campaign:
         # Another moment for every invocation, and the same ones for a new campaign.
         self._random = random.Random(f"{options.seed}/{len(self.results.injections)}")
         # From the first step on: how long a run takes to start is up to the machine.
-        self._deadline = math.inf
-        self._retries = 0
+        self._planned_end = math.inf
+        self._retries: Counter[str] = Counter()
+        self._injected = 0
         self._reference: Reference | None = None
 
     def _plan(self, done: Results) -> list[str]:
@@ -70,7 +73,12 @@ class Campaign:
 
     @property
     def _is_over(self) -> bool:
-        return not self.left or time.monotonic() > self._deadline
+        return not self.left or time.monotonic() > self._end
+
+    @property
+    def _end(self) -> float:
+        """When no fault is injected any more, by the monotonic clock."""
+        return self._planned_end if self._injected >= self.options.fewest else math.inf
 
     def run(self) -> Results:
         """Run courses until all faults have been injected, or time is up."""
@@ -97,23 +105,26 @@ class Campaign:
             attempt.kill_everything()
             raise SystemExit(f"a run has not begun:\n{attempt.said[-3000:]}")
 
-        if self._deadline == math.inf:
-            self._deadline = time.monotonic() + 60 * self.options.minutes
+        if self._planned_end == math.inf:
+            self._planned_end = time.monotonic() + 60 * self.options.minutes
         injected = 0
         while injected < self.options.faults_per_course and not self._is_over:
-            if len(course.recorded()) > self.options.steps - RESERVED_STEPS:
+            if len(course.recorded()) > self.options.steps:
                 break
             time.sleep(self._random.uniform(0, 3))
             if attempt.has_ended:
-                result.failure = f"it ended without a fault: {attempt.last_error()}"
+                if not course.is_finished():
+                    result.failure = f"it ended without a fault: {attempt.last_error()}"
                 break
 
             injection = Injection(self.left.pop(0), len(course.recorded()), course=name)
             injection.seed = self.options.seed
             attempt = self._inject(course, attempt, injection)
             self._record(injection)
-            injected += injection.outcome != "not injected"
-            if injection.failure:
+            if injection.outcome != "not injected":
+                injected += 1
+                self._injected += 1
+            if injection.failure or course.is_finished():
                 break
         self._end_course(course, attempt, result)
 
@@ -141,7 +152,7 @@ class Campaign:
 
     def _inject(self, course: Course, attempt: Attempt, injection: Injection) -> Attempt:
         """Inject a fault and wait for what becomes of it. Returns the attempt that goes on."""
-        moment = Moment(course, attempt, self._random, self.options)
+        moment = Moment(course, attempt, self._random, self.options, self._end)
         with moment.undo:
             try:
                 injection.detail = KINDS[injection.kind].inject(moment)
@@ -151,42 +162,47 @@ class Campaign:
                 injection.failure = str(error)
             if injection.outcome != "not injected":
                 self._await_outcome(course, attempt, injection)
+            if injection.outcome != "not injected":
                 injection.failure = injection.failure or judge_outcome(attempt, injection)
 
-        if attempt.has_ended:
+        if attempt.has_ended and not course.is_finished():
             attempt = self._resume(course, attempt, injection)
         assert self._reference is not None
-        injection.failure = injection.failure or compare_losses(
-            course, self._reference.losses(), self.options.tolerance
+        injection.failure = injection.failure or compare_curves(
+            course, self._reference.curve(), self.options.tolerance
         )
         return attempt
 
     def _put_off(self, injection: Injection, reason: str) -> None:
         injection.outcome = "not injected"
         injection.said = reason
-        self._retries += 1
-        if self._retries <= MOST_RETRIES:
+        self._retries[injection.kind] += 1
+        if self._retries[injection.kind] <= MOST_RETRIES:
             self.left.insert(min(2, len(self.left)), injection.kind)
 
     def _await_outcome(self, course: Course, attempt: Attempt, injection: Injection) -> None:
-        """Wait until the run has recorded a step that began after the fault, or has ended."""
-        kind = KINDS[injection.kind]
+        """Wait until the run has recorded steps that began after the fault, or has ended."""
+        must_end = KINDS[injection.kind].must_end
+        enough = STEPS_UNNOTICED if must_end else STEPS_TO_HEAL
         began = time.time()
         steps_after: set[float] = set()
         while not injection.outcome:
-            # The load may rise meanwhile.
-            injection.limit = max(injection.limit, kind.patience * self.options.limit())
+            # the load may rise meanwhile
+            injection.limit = max(injection.limit, self.options.limit())
             newest = course.newest_time()
             if newest > began:
                 steps_after.add(newest)
-            if attempt.has_ended:
+            if attempt.has_ended and course.is_finished():
+                injection.outcome = "healed"
+                if len(steps_after) < STEPS_TO_HEAL:
+                    self._put_off(injection, "the run came to its end before it could be told")
+            elif attempt.has_ended:
                 injection.outcome = "ended"
                 injection.said = attempt.last_error()
-            # The step under way may have been past what the fault can do to it.
-            elif len(steps_after) >= 2 and not kind.must_end:
+            elif len(steps_after) >= enough:
                 injection.outcome = "healed"
             elif time.time() > began + injection.limit:
-                injection.outcome = "healed" if len(steps_after) >= 2 else "hung"
+                injection.outcome = "healed" if len(steps_after) >= STEPS_TO_HEAL else "hung"
                 if injection.outcome == "hung":
                     attempt.kill_everything()
             else:

@@ -2,7 +2,7 @@
 
 import re
 
-from benchmarks.faults.course import Attempt, Course
+from benchmarks.faults.course import Attempt, Course, Numbers
 from benchmarks.faults.kinds import KINDS
 from benchmarks.faults.options import Options
 from benchmarks.faults.results import Injection
@@ -17,6 +17,8 @@ def judge_outcome(attempt: Attempt, injection: Injection) -> str:
         return f"neither healed nor ended within {injection.limit:.0f} s"
     if injection.outcome == "healed":
         return "nothing has noticed it" if kind.must_end else ""
+    if kind.must_heal:
+        return f"it ended, and should have gone on: {injection.said}"
     if kind.kills_driver:
         return ""
     if not injection.said:
@@ -34,7 +36,7 @@ def find_named_damage(attempt: Attempt, file: str) -> str:
     return named.group() if named else ""
 
 
-def compare_losses(course: Course, reference: dict[int, float], tolerance: float) -> str:
+def compare_curves(course: Course, reference: dict[int, Numbers], tolerance: float) -> str:
     """Return where the recorded steps are not those of the undisturbed run. Steps are compared as
     far as that one has come."""
     recorded = course.recorded()
@@ -43,10 +45,14 @@ def compare_losses(course: Course, reference: dict[int, float], tolerance: float
         return f"steps are missing or were recorded twice: {steps}"
 
     for step in recorded:
-        expected = reference.get(step.step, step.loss)
-        # not >, because a NaN is neither
-        if not abs(step.loss - expected) <= tolerance:
-            return f"the loss of step {step.step} is {step.loss}, and {expected} undisturbed"
+        if step.step not in reference:
+            break
+        for name, found, expected in zip(
+            Numbers._fields, step.numbers, reference[step.step], strict=True
+        ):
+            # not >, because a NaN is neither
+            if not abs(found - expected) <= tolerance:
+                return f"the {name} of step {step.step} is {found}, and {expected} undisturbed"
     return ""
 
 
@@ -57,19 +63,19 @@ def compare_episodes(course: Course) -> str:
     except RunDirectoryError as error:
         return f"the episodes cannot be read: {error}"
 
-    expected = course.expected_episodes(len(course.losses()))
+    expected = course.expected_episodes(len(course.curve()))
     for step in sorted(set(expected) | set(trained)):
         if trained.get(step) != expected.get(step):
             return f"step {step} was trained on {trained.get(step)}, not on {expected.get(step)}"
     return ""
 
 
-def examine(course: Course, reference: dict[int, float], options: Options) -> str:
+def examine(course: Course, reference: dict[int, Numbers], options: Options) -> str:
     """Return what is wrong with the records of a course that has ended; empty if nothing is."""
     left = course.attempts[-1].leftovers(options.limit())
     if left:
         return f"left behind: {left}"
-    unknown = set(course.losses()) - set(reference)
+    unknown = set(course.curve()) - set(reference)
     if unknown:
         return f"steps that the undisturbed run does not have: {sorted(unknown)}"
-    return compare_losses(course, reference, options.tolerance) or compare_episodes(course)
+    return compare_curves(course, reference, options.tolerance) or compare_episodes(course)

@@ -8,10 +8,12 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 import psutil
 
@@ -30,7 +32,28 @@ MARK = "GPTOSS_FAULT_RUN"
 TASKS_PER_STEP = 2
 SAMPLES_PER_TASK = 4
 CHECKPOINT_EVERY = 2
+RESERVED_STEPS = 60
+"""Of a run, after those in which faults are injected. A fast machine takes as many during a SIGSTOP
+of 20 s that only one of two workers gets."""
 FILE_SYSTEM_BYTES = 96 << 20
+ENVIRONMENT = MappingProxyType(
+    {
+        # GPUs do not add in the same order every time, and runs are compared to the last bit
+        "CUDA_VISIBLE_DEVICES": "",
+        # or Ray starts an idle worker for each core, in every attempt
+        "RAY_prestart_worker_first_driver": "0",
+    }
+)
+"""Of every attempt of a course."""
+
+
+class Numbers(NamedTuple):
+    """What a step must have in common with that of the undisturbed run."""
+
+    loss: float
+    entropy: float
+    """Mean over the tokens that were trained on. It also tells episodes apart that earn alike, whose
+    loss is 0 whatever they say."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +61,7 @@ class RecordedStep:
     """A line of ``metrics.jsonl`` of a step that was trained on."""
 
     step: int
-    loss: float
+    numbers: Numbers
     time: float
     """Seconds since the epoch."""
 
@@ -46,21 +69,22 @@ class RecordedStep:
 class Attempt:
     """A driver and all that it starts."""
 
-    def __init__(self, config: Path, arguments: list[str], log: Path) -> None:
+    def __init__(
+        self,
+        config: Path,
+        arguments: list[str],
+        log: Path,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Start ``gptoss rl`` with a Ray of its own. ``environment``: besides this process's."""
         self.mark = uuid.uuid4().hex
         self.began = time.time()
-        environment = {
-            **os.environ,
-            MARK: self.mark,
-            "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
-            "OMP_NUM_THREADS": "1",
-        }
         self._log = log
         with log.open("wb") as output:
             self.driver = subprocess.Popen(
                 [sys.executable, "-m", "launch", "rl", str(config), *arguments],
                 cwd=ROOT,
-                env=environment,
+                env={**own_environment(self.mark), **environment},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -125,6 +149,20 @@ class Attempt:
         return False
 
 
+def own_environment(mark: str) -> dict[str, str]:
+    """Return the environment of an attempt: this process's, without the address of a Ray. No two
+    attempts share one, so that several campaigns can run side by side."""
+    paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ,
+        MARK: mark,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "OMP_NUM_THREADS": "1",
+    }
+    environment.pop("RAY_ADDRESS", None)
+    return environment
+
+
 class Course:
     """One run from its first step on, in as many attempts as it takes."""
 
@@ -145,7 +183,7 @@ class Course:
         log = self.directory.with_name(f"{self.directory.name}_{len(self.attempts)}.log")
         goes_on = resume and self.run.existing()
         arguments = [*self._overrides, *(["--resume"] if goes_on else [])]
-        self.attempts.append(Attempt(CONFIG, arguments, log))
+        self.attempts.append(Attempt(CONFIG, arguments, log, ENVIRONMENT))
         return self.attempts[-1]
 
     def wait_for_step(self, attempt: Attempt, seconds: float) -> bool:
@@ -167,14 +205,19 @@ class Course:
         except RunDirectoryError:  # not there yet, or its last line is being written
             return []
         return [
-            RecordedStep(line["step"], line["loss"], float(line["time"]))
+            RecordedStep(line["step"], Numbers(line["loss"], line["entropy"]), float(line["time"]))
             for line in lines
             if line.get("loss") is not None
         ]
 
-    def losses(self) -> dict[int, float]:
-        """Return the loss of every recorded step."""
-        return {step.step: step.loss for step in self.recorded()}
+    def curve(self) -> dict[int, Numbers]:
+        """Return the numbers of every recorded step."""
+        return {step.step: step.numbers for step in self.recorded()}
+
+    def is_finished(self) -> bool:
+        """Return whether the run has come to its end by itself."""
+        last = self.attempts[-1].driver
+        return last.poll() == 0 and len(self.recorded()) == self.config.training.steps
 
     def newest_time(self) -> float:
         """Return when the newest step was recorded, seconds since the epoch; 0 before the first."""
@@ -219,7 +262,7 @@ def overrides(options: Options, directory: Path, orders: Path) -> list[str]:
         "reward.format_error=-2",
         "tasks.held_out_tasks=4",
         "evaluate_every=1000",
-        f"training.steps={options.steps}",
+        f"training.steps={options.steps + RESERVED_STEPS}",
         f"training.checkpoint_every={CHECKPOINT_EVERY}",
         "training.keep_checkpoints=2",
         f"output_dir={directory}",
@@ -239,16 +282,18 @@ def overrides(options: Options, directory: Path, orders: Path) -> list[str]:
 
 
 @contextmanager
-def small_file_system(directory: Path) -> Iterator[None]:
-    """Mount a file system of FILE_SYSTEM_BYTES at ``directory``, where this process may."""
+def small_file_system(directory: Path) -> Iterator[bool]:
+    """Mount a file system of FILE_SYSTEM_BYTES at ``directory``, where this process may. Yields
+    whether it could."""
     directory.mkdir(parents=True, exist_ok=True)
-    if os.getuid() != 0:
-        yield
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={FILE_SYSTEM_BYTES}", "none", str(directory)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        yield False
         return
 
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={FILE_SYSTEM_BYTES}", "none", str(directory)]
-    subprocess.run(mount, check=True)
     try:
-        yield
+        yield True
     finally:
         subprocess.run(["umount", "--lazy", str(directory)], check=False)

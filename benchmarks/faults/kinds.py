@@ -1,19 +1,24 @@
 """The kinds of faults, and what a run must do about each."""
 
+import math
 import os
 import random
+import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import psutil
 import pyarrow.parquet as parquet
 
-from benchmarks.faults.course import Attempt, Course
+from benchmarks.faults.course import Attempt, Course, small_file_system
 from benchmarks.faults.options import Options
 from megatron_gptoss.checkpoint.checksums import damage_in
 from rl_loop.tracking.episode_files import read_row_groups
@@ -42,6 +47,8 @@ class Moment:
     attempt: Attempt
     random: random.Random
     options: Options
+    deadline: float = math.inf
+    """Of the campaign, by the monotonic clock: what has not happened by then is not waited for."""
     undo: ExitStack = field(default_factory=ExitStack)
     """Undone once the fault has healed or the run has ended."""
 
@@ -55,13 +62,14 @@ class Kind:
     has not noticed."""
     must_end: bool = False
     """A run that goes on would not have noticed."""
+    must_heal: bool = False
+    """The run must go on: it has all that it needs."""
     named_by: str = ""
     """Regular expression, found in the last error of a run that ends by it."""
     kills_driver: bool = False
     """Nobody is left who could say anything."""
-    needs_root: bool = False
-    patience: float = 1.0
-    """How much longer than others it may take, as a factor."""
+    is_possible: Callable[[], bool] = lambda: True
+    """Whether this user may cause it on this machine."""
 
 
 def victim(moment: Moment, name: str) -> psutil.Process:
@@ -125,15 +133,41 @@ def cut(moment: Moment) -> str:
         raise NotPossibleYet(f"the {name} has no connections")
 
     for connection in connections:
-        # Both ports, so that nothing else is cut that meets one of them.
-        here, there = connection.laddr.port, connection.raddr.port
-        ports = f"sport = :{here} and dport = :{there}".split()
-        subprocess.run(["ss", "-K", "-tn", *ports], capture_output=True, check=False)
+        close_connection(connection.laddr.port, connection.raddr.port)
     return f"{len(connections)} connections of the {name}"
+
+
+def close_connection(here: int, there: int) -> None:
+    """Close a TCP connection of this machine, known by its two ports."""
+    # Both ports, so that nothing else is cut that meets one of them.
+    ports = f"sport = :{here} and dport = :{there}".split()
+    subprocess.run(["ss", "-K", "-tn", *ports], capture_output=True, check=False)
+
+
+@cache
+def can_close_connections() -> bool:
+    """Try it with a connection of this process: it needs ``ss``, root, and a kernel that can."""
+    if shutil.which("ss") is None:
+        return False
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = socket.create_connection(server.getsockname())
+        connection, _ = server.accept()
+        with client, connection:
+            close_connection(client.getsockname()[1], server.getsockname()[1])
+            client.settimeout(0.1)
+            try:
+                client.recv(1)
+            except TimeoutError:  # it is as open as before
+                return False
+            except OSError:
+                pass
+            return True
 
 
 def fill(moment: Moment) -> str:
     """Fill the file system of the run."""
+    if not os.path.ismount(moment.course.directory):
+        raise NotPossibleYet("the run is on no file system of its own")
     ballast = moment.course.directory / "ballast"
     moment.undo.callback(ballast.unlink, missing_ok=True)
     written = 0
@@ -144,6 +178,13 @@ def fill(moment: Moment) -> str:
     except OSError:
         pass
     return f"{written >> 20} MiB"
+
+
+@cache
+def can_mount() -> bool:
+    """Return whether this user may mount a file system."""
+    with tempfile.TemporaryDirectory() as directory, small_file_system(Path(directory)) as mounted:
+        return mounted
 
 
 # -- corrupted ------------------------------------------------------------------------------------
@@ -216,7 +257,7 @@ def order(name: str) -> Callable[[Moment], str]:
     def inject(moment: Moment) -> str:
         path = moment.course.orders / name
         path.touch()
-        deadline = time.monotonic() + moment.options.limit()
+        deadline = min(time.monotonic() + moment.options.limit(), moment.deadline)
         while path.exists():
             if moment.attempt.has_ended or time.monotonic() > deadline:
                 withdraw(path)
@@ -238,30 +279,26 @@ def withdraw(path: Path) -> None:
 
 KINDS: dict[str, Kind] = {
     "kill_trainer": Kind(kill("trainer"), must_end=True, named_by="trainer rank 0"),
-    "kill_worker": Kind(kill("worker")),
-    "kill_checker": Kind(kill("checker")),
-    "kill_sandbox": Kind(kill("sandbox")),
+    "kill_worker": Kind(kill("worker"), must_heal=True),
+    "kill_checker": Kind(kill("checker"), must_heal=True),
+    "kill_sandbox": Kind(kill("sandbox"), must_heal=True),
     "kill_driver": Kind(kill("driver"), must_end=True, kills_driver=True),
     "kill_node": Kind(kill("node"), must_end=True, named_by="node"),
-    # Ray's processes try for a minute to reach it again, and a run goes on meanwhile.
-    "kill_control_store": Kind(
-        kill("control store"), must_end=True, named_by="control store", patience=3
-    ),
+    "kill_control_store": Kind(kill("control store"), must_end=True, named_by="control store"),
     "kill_run": Kind(kill_run, must_end=True, kills_driver=True),
     "stop": Kind(stop),
-    "starve": Kind(starve),
-    "cut": Kind(cut, needs_root=True),
-    "fill": Kind(fill, needs_root=True, named_by="[Nn]o space|disk|space"),
+    "starve": Kind(starve, must_heal=True),
+    "cut": Kind(cut, is_possible=can_close_connections),
+    "fill": Kind(fill, is_possible=can_mount, named_by="[Nn]o space|disk|space"),
     "corrupt_checkpoint": Kind(corrupt_checkpoint, must_end=True, kills_driver=True),
-    "corrupt_episodes": Kind(corrupt_episodes),
-    "corrupt_bucket": Kind(order("bucket"), must_end=True),
-    "lie_nan": Kind(order("nan")),
+    "corrupt_episodes": Kind(corrupt_episodes, must_heal=True),
+    "corrupt_bucket": Kind(order("bucket"), must_end=True, named_by="canary prompt"),
+    "lie_nan": Kind(order("nan"), must_heal=True),
     "lie_version": Kind(order("version"), must_end=True, named_by=r"weights \d+ sampled it"),
-    "lie_twice": Kind(order("twice")),
+    "lie_twice": Kind(order("twice"), must_heal=True),
 }
 
 
 def possible_kinds(names: tuple[str, ...] = ()) -> list[str]:
     """Return those of the kinds, or of ``names``, that this user may cause."""
-    is_root = os.getuid() == 0
-    return [name for name in names or tuple(KINDS) if is_root or not KINDS[name].needs_root]
+    return [name for name in names or tuple(KINDS) if KINDS[name].is_possible()]

@@ -14,7 +14,8 @@ class Options:
     kinds: tuple[str, ...] = ()
     """Names of benchmarks.faults.kinds; all if empty."""
     steps: int = 80
-    """Of a course at most. The schedule of the learning rate depends on it."""
+    """Of a course, after which no fault is injected any more. It has further ones in reserve
+    (``course.RESERVED_STEPS``), and the schedule of the learning rate depends on both."""
     faults_per_course: int = 12
     """After which a course is stopped and examined, and a new one begins."""
     stopped_seconds: float = 20.0
@@ -26,6 +27,8 @@ class Options:
     overloaded."""
     minutes: float = 60.0
     """After the first step, after which no fault is injected any more."""
+    fewest: int = 0
+    """Faults that are injected however long it takes."""
     tolerance: float = 0.0
     """By which a loss may differ from the undisturbed run's."""
     deterministic: bool = True

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 from benchmarks.faults.checks import compare_episodes
-from benchmarks.faults.course import Course
+from benchmarks.faults.course import Course, Numbers
 from benchmarks.faults.options import Options
 
 
@@ -15,30 +15,30 @@ class Reference:
         self._options = options
         self._course = Course(options, directory / "undisturbed")
         self._attempt = self._course.start()
-        self._losses: dict[int, float] = {}
+        self._curve: dict[int, Numbers] = {}
 
-    def losses(self) -> dict[int, float]:
-        """Return the losses of the steps that are done, by step. Raises SystemExit if it failed."""
-        if self._losses:
-            return self._losses
+    def curve(self) -> dict[int, Numbers]:
+        """Return the numbers of the steps that are done, by step. Raises SystemExit if it failed."""
+        if self._curve:
+            return self._curve
         if not self._attempt.has_ended:
-            return self._course.losses()
+            return self._course.curve()
 
         if self._attempt.driver.returncode != 0:
             raise SystemExit(f"the undisturbed run failed:\n{self._attempt.said[-3000:]}")
         problem = compare_episodes(self._course)
         if problem:
             raise SystemExit(f"the undisturbed run: {problem}")
-        self._losses = self._course.losses()
-        return self._losses
+        self._curve = self._course.curve()
+        return self._curve
 
-    def up_to(self, step: int) -> dict[int, float]:
-        """Wait until ``step`` is recorded, and return all losses."""
-        while step not in self.losses():
-            if self._attempt.has_ended and step not in self.losses():
+    def up_to(self, step: int) -> dict[int, Numbers]:
+        """Wait until ``step`` is recorded, and return all numbers."""
+        while step not in self.curve():
+            if self._attempt.has_ended and step not in self.curve():
                 raise SystemExit(f"the undisturbed run has no step {step}")
             time.sleep(0.5)
-        return self.losses()
+        return self.curve()
 
     def close(self) -> None:
         """End the run, if it goes on."""

@@ -10,6 +10,8 @@ import signal
 import socket
 from typing import Any
 
+from megatron_gptoss.user_error import UserError
+
 TRAINER_RANK = "trainer_rank"
 ROLLOUT_WORKER = "rollout_worker"
 ENGINE_SERVER = "engine_server"
@@ -34,6 +36,28 @@ def placement_options(role: str, index: int) -> dict[str, Any]:
     if not has_placement():
         return {}
     return {"resources": {f"{role}_{index}": 1}}
+
+
+class PlaceLost(UserError):
+    """The node on which an actor was planned has died."""
+
+
+def check_place(role: str, index: int) -> None:
+    """Raise PlaceLost if no living node offers the place of an actor, which Ray would wait for
+    without end."""
+    if not has_placement():
+        return
+
+    import ray
+
+    nodes = ray.nodes()
+    place = f"{role}_{index}"
+    if not any(node["Alive"] and place in node["Resources"] for node in nodes):
+        dead = sorted(node["NodeName"] for node in nodes if not node["Alive"])
+        raise PlaceLost(
+            f"{role.replace('_', ' ')} {index} cannot be started again: its node has died "
+            f"({', '.join(dead)}). Go on with --resume"
+        )
 
 
 def outlive_sigterm(actor: Any) -> None:

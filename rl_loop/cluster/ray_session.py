@@ -16,11 +16,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from threading import Thread
 from typing import Any
 
 from megatron_gptoss.user_error import UserError
 from rl_loop.cluster.placement import free_port
+from rl_loop.cluster.processes import kill_tree
 
 START_SECONDS = 300.0
 """How long Ray may take to start; an idle machine needs 5 s."""
@@ -83,59 +85,83 @@ def ray_session(object_store_bytes: int = DEFAULT_STORE_BYTES) -> Iterator[None]
     if "RAY_ADDRESS" in os.environ:
         os.environ.update(ray_environment())
         ray.init(log_to_driver=False, logging_level=logging.ERROR)
-        raylet = None
+        processes = None
     else:
         start_local_ray(object_store_bytes=object_store_bytes)
-        raylet = _local_raylet()
+        processes = _local_processes()
     try:
-        with naming_its_death(raylet):
+        with naming_their_death(processes):
             yield
     finally:
         ray.shutdown()
 
 
-@contextmanager
-def naming_its_death(raylet: int | None) -> Iterator[None]:
-    """Say it on standard error if the process ``raylet`` ends within the block.
+@dataclass(frozen=True)
+class RayProcesses:
+    """Process ids of a local Ray's parts that no run can do without."""
 
-    Ray ends a driver whose raylet is gone at once and from its C++: no handler of ours runs, and
-    the last that a user would read is a dump of the raylet's state."""
-    if raylet is None:
+    raylet: int
+    control_store: int
+
+
+@contextmanager
+def naming_their_death(processes: RayProcesses | None) -> Iterator[None]:
+    """Say it on standard error if one of ``processes`` ends within the block, and end this process
+    and its Ray at once.
+
+    Ray ends a driver whose raylet is gone from its C++: no handler of ours runs, and the last that
+    a user would read is a dump of the raylet's state. Without its control store a run goes on for a
+    minute, in which no actor can be started, and ends in the same way. Neither is waited for."""
+    if processes is None:
         yield
         return
 
-    process = os.pidfd_open(raylet)
+    raylet = os.pidfd_open(processes.raylet)
+    control_store = os.pidfd_open(processes.control_store)
     block_ends, end_block = os.pipe()
 
     def watch() -> None:
-        ended, _, _ = select.select([process, block_ends], [], [])
-        if block_ends not in ended:
-            sys.stderr.write(
-                f"gptoss: Ray's node on this machine (raylet, process {raylet}) has died, and the "
-                "run with it: killed, perhaps by the kernel for want of memory (dmesg). Go on with "
-                "--resume\n"
-            )
-            sys.stderr.flush()
+        ended, _, _ = select.select([raylet, control_store, block_ends], [], [])
+        if block_ends in ended:
+            return
+        if raylet in ended:
+            _name_death("node", "raylet", processes.raylet)
+        else:
+            _name_death("control store", "gcs_server", processes.control_store)
+            kill_tree(processes.raylet)
+        os._exit(1)
 
-    watching = Thread(target=watch, name="raylet", daemon=True)
+    watching = Thread(target=watch, name="ray's processes", daemon=True)
     watching.start()
     try:
         yield
     finally:
         os.close(end_block)
         watching.join()
-        os.close(process)
-        os.close(block_ends)
+        for descriptor in (raylet, control_store, block_ends):
+            os.close(descriptor)
 
 
-def _local_raylet() -> int | None:
-    """Return the process id of the raylet that this process has started; None if Ray's internals
-    do not say."""
+def _name_death(part: str, program: str, process: int) -> None:
+    """Write the line that a user reads last."""
+    sys.stderr.write(
+        f"gptoss: Ray's {part} on this machine ({program}, process {process}) has died, and the "
+        "run with it: killed, perhaps by the kernel for want of memory (dmesg). Go on with "
+        "--resume\n"
+    )
+    sys.stderr.flush()
+
+
+def _local_processes() -> RayProcesses | None:
+    """Return the processes of the Ray that this one has started; None if Ray's internals do not
+    say."""
     import ray
 
     node: Any = getattr(ray._private.worker, "_global_node", None)
-    raylets = node.all_processes.get("raylet", []) if node is not None else []
-    return raylets[0].process.pid if raylets else None
+    parts = node.all_processes if node is not None else {}
+    if not parts.get("raylet") or not parts.get("gcs_server"):
+        return None
+    return RayProcesses(parts["raylet"][0].process.pid, parts["gcs_server"][0].process.pid)
 
 
 def ray_environment() -> dict[str, str]:

@@ -20,7 +20,12 @@ import torch
 
 from converters.mxfp4_tensors import Digests
 from rl_loop.cluster.actor_deaths import ACTOR_DEATHS, ActorDeath
-from rl_loop.cluster.placement import ROLLOUT_WORKER, outlive_sigterm, placement_options
+from rl_loop.cluster.placement import (
+    ROLLOUT_WORKER,
+    check_place,
+    outlive_sigterm,
+    placement_options,
+)
 from rl_loop.data.stored_routes import StoredRoutes
 from rl_loop.data.tensor_bytes import StoredTensors, TensorBytes
 from rl_loop.data.trajectory import TrajectoryGroup
@@ -39,6 +44,9 @@ HEAL_SECONDS = 1.0
 
 CONTROL_CALLS = 8
 """Calls that a worker takes besides its groups: a weight sync must not wait for an episode."""
+
+PLACE_SECONDS = 5.0
+"""How often it is asked whether a worker that does not start still has a place."""
 
 CLOSE_SECONDS = 10.0
 """What workers have to end their sandboxes and engines before they are killed."""
@@ -193,9 +201,13 @@ class RolloutPool:
                     death = again
 
     def _start_successor(self, index: int) -> Any:
-        """Return a new worker that has the current weights. Raises one of ACTOR_DEATHS if it dies."""
+        """Return a new worker that has the current weights. Raises one of ACTOR_DEATHS if it dies,
+        and PlaceLost if the node where it belongs has died."""
         self._successor = self._create_worker(index)
-        ray.get(self._successor.start.remote())
+        start = self._successor.start.remote()
+        while not ray.wait([start], timeout=PLACE_SECONDS)[0]:
+            check_place(ROLLOUT_WORKER, index)
+        ray.get(start)
         if self._weights is not None:
             ray.get(self._successor.sync_weights.remote(*self._weights))
         return self._successor

@@ -15,7 +15,10 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 HERE = Path(__file__).parent
 GRACE_SECONDS = 40
@@ -66,7 +69,7 @@ SchedulerType=sched/backfill
 SchedulerParameters=sched_min_interval=100000,bf_interval=1,defer_batch=0,batch_sched_delay=0
 MessageTimeout=10
 SlurmctldTimeout=30
-SlurmdTimeout=30
+SlurmdTimeout=120
 CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 KillWait=5
 OverTimeLimit=0
@@ -140,10 +143,44 @@ class FakeCluster:
         self._start_accounting()
         self._daemon("slurmctld", "-D")
         for name in self.nodes:
-            self._daemon("slurmd", "-D", "-N", name)
+            self.start_node(name)
 
         idle = str(len(self.nodes))
         self._until(lambda: self._count_idle() == idle, "nodes do not become idle")
+
+    def start_node(self, name: str) -> None:
+        """Start the daemon of a node."""
+        self._daemon("slurmd", "-D", "-N", name)
+
+    def kill_node(self, name: str) -> int:
+        """Kill the daemon of a node and all that runs on it, as if it had lost its power. Returns
+        how many processes there were."""
+        killed = 0
+        while processes := self._processes_on(name):
+            for process in processes:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+                    killed += 1
+            time.sleep(0.1)
+        return killed
+
+    def _processes_on(self, name: str) -> list[psutil.Process]:
+        """List the daemon of a node, the tasks that it has started, and the daemons of Slurm
+        between."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                environment = process.environ()
+                if environment.get("SLURM_CONF") != self.env["SLURM_CONF"]:
+                    continue
+                if process.cmdline()[:4] == ["slurmd", "-D", "-N", name]:
+                    found.append(process)
+                elif environment.get("SLURMD_NODENAME") == name:
+                    parents = process.parents()
+                    found += [process, *(p for p in parents if p.name() == "slurmstepd")]
+        return found
 
     def stop(self) -> None:
         for daemon in reversed(self._daemons):

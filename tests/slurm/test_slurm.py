@@ -162,6 +162,46 @@ def test_a_killed_rank_of_a_heterogeneous_job_is_the_first_error_within_a_minute
     assert "trainer rank 1 on n2" in status
 
 
+@pytest.mark.slow
+def test_a_run_whose_node_dies_names_it_and_goes_on_without_it(
+    lab: Lab, uninterrupted: RunDirectory
+) -> None:
+    """All processes of a node are killed at once, Slurm's daemon too, which Slurm notices after two
+    minutes (SlurmdTimeout; by default five)."""
+    run = lab.launch("lost", STEPS, "training.checkpoint_every=1", nodes=2)
+    lab.until(lambda: steps_done(run) >= 2, "two steps of the first attempt", run=run, seconds=400)
+    assert ray_actors("TrainerProcess", run, "n2")
+    killed = lab.cluster.kill_node("n2")
+    began = time.monotonic()
+    try:
+        lab.until(lambda: lab.outcomes(run), "the verdict of the head node", seconds=110)
+        seconds = time.monotonic() - began
+        first = lab.outcomes(run)[0]
+        print(f"\n{killed} processes killed; named after {seconds:.0f} s: {first['error']}")
+        assert first["result"] == "failed"
+        assert re.search(r"\bn2\b", str(first["error"]))
+        assert first["last_step"] >= 1
+
+        # Slurm may start it at once on other nodes.
+        lab.until(
+            lambda: "PENDING" in lab.state("lost") or len(list(run.path.glob("attempts/*"))) == 2,
+            "the requeue",
+            seconds=400,
+        )
+        print(f"requeued after {time.monotonic() - began:.0f} s")
+        lab.cluster.skip_requeue_delay()
+        lab.until(lambda: len(lab.outcomes(run)) == 2, "the second attempt to finish", seconds=400)
+    finally:
+        lab.cluster.start_node("n2")
+
+    second = lab.outcomes(run)[1]
+    assert second["result"] == "finished"
+    assert second["first_step"] == first["last_step"]
+    nodes = sorted(run.path.glob("attempts/*/nodes"))[1]
+    assert "n2" not in [path.stem for path in nodes.iterdir()]
+    assert curve(run) == [pytest.approx(step, rel=1e-5, abs=1e-7) for step in curve(uninterrupted)]
+
+
 def test_a_node_that_never_comes_up_is_named_and_left_out_of_the_next_attempt(
     lab: Lab,
     tmp_path: Path,

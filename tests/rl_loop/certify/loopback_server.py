@@ -1,13 +1,19 @@
 """A server on this machine that speaks SGLang's /generate and OpenAI's completions, with a real model.
 
+As a program it takes the command line of SGLang's server, so that ``benchmarks/certify_sglang.py`` can start it, and
+writes what it was started with into the file SEEN_BY_SERVER.
+
 The shapes of answers are those that ``sglang_protocol`` and ``rl_loop.engines.sglang`` know of the real
 server; completions are as vLLM documents them.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import base64
+import json
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,8 +34,9 @@ class LoopbackServer:
         self.zero_routes = zero_routes
         self.calls: list[str] = []
 
-    async def start(self) -> str:
+    async def start(self, port: int = 0) -> str:
         app = web.Application(client_max_size=1 << 30)
+        app.router.add_get("/health_generate", self.health)
         app.router.add_get("/server_info", self.server_info)
         app.router.add_post("/generate", self.generate)
         app.router.add_post("/update_weights_from_disk", self.update)
@@ -37,11 +44,14 @@ class LoopbackServer:
         app.router.add_post("/v1/completions", self.completions)
         self.runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await self.runner.setup()
-        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
+        await web.TCPSite(self.runner, "127.0.0.1", port).start()
         return f"http://127.0.0.1:{self.runner.addresses[0][1]}"
 
     async def stop(self) -> None:
         await self.runner.cleanup()
+
+    async def health(self, request: web.Request) -> web.Response:
+        return web.Response()
 
     async def server_info(self, request: web.Request) -> web.Response:
         info = {"version": "0.5.17", "attention_backend": "eager"}
@@ -119,3 +129,19 @@ def serving(server: Server) -> Iterator[str]:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+
+
+async def serve(directory: Path, port: int) -> None:
+    """Serve the model of ``directory`` until the process is killed."""
+    await LoopbackServer(TransformersModel(directory, "bf16")).start(port)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model-path", type=Path)
+    parser.add_argument("--port", type=int)
+    options, others = parser.parse_known_args()
+    seen = {"arguments": others, "environment": dict(os.environ)}
+    Path(os.environ["SEEN_BY_SERVER"]).write_text(json.dumps(seen))
+    asyncio.run(serve(options.model_path, options.port))

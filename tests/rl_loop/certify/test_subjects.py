@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,6 +31,8 @@ from tests.rl_loop.certify.conftest import Prepared, causes, failed
 from tests.rl_loop.certify.loopback_server import LoopbackServer, serving
 from tests.rl_loop.sglang_protocol import LocalServer
 
+ROOT = Path(__file__).parents[3]
+
 
 def skipped(results: dict[str, object]) -> set[str]:
     return {name for name, result in results.items() if result.status is Status.SKIPPED}
@@ -41,6 +46,46 @@ def test_a_server_of_sglang_passes_what_its_protocol_offers(prepared: Prepared) 
         subject.close()
     assert not failed(results)
     assert skipped(results) == {"packing", "gradients", "routes given"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["fa3", "triton"])
+def test_the_benchmark_starts_a_server_of_sglang_and_certifies_it(
+    attention: str, tmp_path: Path
+) -> None:
+    """With another program in the place of SGLang's interpreter, which has no Python paths of ours."""
+    python = tmp_path / "python"
+    paths = f"{ROOT}:{ROOT / 'kernels'}"
+    python.write_text(
+        "#!/bin/sh\n"
+        'test "$1 $2" = "-m sglang.launch_server" || exit 1\n'
+        "shift 2\n"
+        f'PYTHONPATH="{paths}:$PYTHONPATH" exec {sys.executable} -m tests.rl_loop.certify.loopback_server "$@"\n'
+    )
+    python.chmod(0o755)
+    seen_by_server = tmp_path / "seen"
+    command = [sys.executable, "-m", "benchmarks.certify_sglang", "--attention", attention]
+    command += ["--python", str(python), "--pythonpath", "/of/sglang", "--size", "tiny"]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "out")],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": paths, "SEEN_BY_SERVER": str(seen_by_server)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    log = tmp_path / "out" / "server.log"
+    assert done.returncode == 0, done.stdout + done.stderr + log.read_text()
+    certificate = json.loads(next((tmp_path / "out").glob("*.json")).read_text())
+    statuses = {check["name"]: check["status"] for check in certificate["results"]}
+    assert statuses["agreement"] == statuses["decoding"] == statuses["update"] == "passed"
+
+    seen = json.loads(seen_by_server.read_text())
+    assert seen["arguments"][seen["arguments"].index("--attention-backend") + 1] == attention
+    has_plugin = attention == "triton"
+    assert ("GPTOSS_SGLANG_MENDS" in seen["environment"]) == has_plugin
+    path = seen["environment"]["PYTHONPATH"].removeprefix(f"{paths}:").split(":")
+    assert path[-1] == "/of/sglang" and len(path) == 1 + has_plugin
 
 
 def test_a_server_whose_routes_are_zero_fails_by_that_name(prepared: Prepared) -> None:

@@ -10,10 +10,11 @@ import textwrap
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rl_loop.cluster import ray_session
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[3]
 
@@ -57,18 +58,23 @@ def hold_control_store():
 
 
 def run_program(code: str, folder: Path, **environment: str) -> str:
-    """Output of a Python program, in a process of its own, in which parts of Ray can be held up."""
+    """Return what a Python program that succeeds prints."""
+    done = start_program(code, folder, **environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def start_program(code: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a Python program in a process of its own, in which parts of Ray can be held up."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     settings = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", HOLD + textwrap.dedent(code)],
         env={**settings, "PYTHONPATH": paths, "FOLDER": str(folder), **environment},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.mark.parametrize("agent", ["dashboard_agent", "runtime_env_agent"])
@@ -180,22 +186,52 @@ def test_threads_of_a_local_ray_do_not_spin_for_long_unless_the_user_says_so(
     assert "GOMP_SPINCOUNT" not in ray_session.local_environment()
 
 
-def test_the_death_of_a_raylet_is_named_and_its_end_with_the_session_is_not(
-    capfd: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("killed", ["node", "control store", None])
+def test_the_death_of_a_part_of_ray_is_named_and_its_end_with_the_session_is_not(
+    killed: str | None, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With another process in its place, as Ray would end this one."""
-    for is_killed in (True, False):
-        raylet = subprocess.Popen(["sleep", "600"])
-        with ray_session.naming_its_death(raylet.pid):
-            if is_killed:
-                raylet.kill()
-                wait_until(lambda: "raylet" not in [t.name for t in threading.enumerate()])
-        raylet.kill()
-        raylet.wait()
-        line = f"gptoss: Ray's node on this machine (raylet, process {raylet.pid}) has died"
-        assert (line in capfd.readouterr().err) == is_killed
-    with ray_session.naming_its_death(None):
-        pass
+    """With other processes in their places, and this one is not ended."""
+    statuses: list[int] = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    parts = {name: subprocess.Popen(["sleep", "600"]) for name in ("node", "control store")}
+    pids = [part.pid for part in parts.values()]
+    with ray_session.naming_their_death(ray_session.RayProcesses(*pids)):
+        if killed is not None:
+            parts[killed].kill()
+            # without its control store, a node is ended
+            parts["node"].wait(PATIENCE_SECONDS)
+            wait_until(lambda: "ray's processes" not in [t.name for t in threading.enumerate()])
+    for part in parts.values():
+        part.kill()
+        part.wait()
+
+    lines = capfd.readouterr().err.splitlines()
+    named = [line.partition(" on this machine")[0] for line in lines if "has died" in line]
+    assert named == ([] if killed is None else [f"gptoss: Ray's {killed}"])
+    assert statuses == ([] if killed is None else [1])
+
+
+def test_a_run_without_its_control_store_ends_at_once_and_says_why(tmp_path: Path) -> None:
+    """Ray itself has the program wait for a minute, as here for a function to be stored."""
+    program = """
+        from rl_loop.cluster.ray_session import ray_session, _local_processes
+        with ray_session():
+            import ray
+            processes = _local_processes()
+            programs = [psutil.Process(processes.raylet), psutil.Process(processes.control_store)]
+            print(*[program.name() for program in programs], flush=True)
+            children = psutil.Process().children(recursive=True)
+            print(*[child.pid for child in children], flush=True)
+            programs[1].kill()
+            ray.get(ray.remote(lambda: time.sleep(1e6)).remote())
+    """
+    done = start_program(program, tmp_path)
+    assert done.returncode != 0
+    programs, children = done.stdout.splitlines()
+    assert programs.split() == ["raylet", "gcs_server"]
+    assert "gptoss: Ray's control store on this machine (gcs_server, process" in done.stderr
+    pids = [int(pid) for pid in children.split()]
+    wait_until(lambda: not [pid for pid in pids if psutil.pid_exists(pid)], lambda: pids)
 
 
 def test_the_control_store_keeps_few_records_of_calls(tmp_path: Path) -> None:

@@ -1,0 +1,44 @@
+"""The checks. Each takes an examination and returns its result.
+
+agreement.py    log-probs of all texts, and which known faults explain what differs
+forward.py      kinds of faults of the forward pass, each where it would show most
+packing.py      sequences in one row
+routes.py       routed experts, returned and given
+harmony.py      ids of conversations
+generation.py   tokens that are decoded one by one; the same numbers again
+gradients.py    gradients of all tensors
+update.py       an update of all weights, and back
+verdict.py      what several of them say of what they saw
+titles.py       what each of them asks
+"""
+
+from collections.abc import Callable
+
+from rl_loop.certify.certificate import CheckResult
+from rl_loop.certify.checks.agreement import check_agreement
+from rl_loop.certify.checks.forward import FORWARD
+from rl_loop.certify.checks.generation import check_decoding, check_determinism
+from rl_loop.certify.checks.gradients import check_gradients
+from rl_loop.certify.checks.harmony import check_harmony
+from rl_loop.certify.checks.packing import check_packing
+from rl_loop.certify.checks.routes import check_given_routes, check_returned_routes
+from rl_loop.certify.checks.titles import TITLES
+from rl_loop.certify.checks.update import check_update
+from rl_loop.certify.examination import Examination
+
+CHECKS: dict[str, Callable[[Examination], CheckResult]] = {
+    "agreement": check_agreement,
+    **{check.name: check for check in FORWARD},
+    "packing": check_packing,
+    "gradients": check_gradients,
+    "harmony": check_harmony,
+    "routes returned": check_returned_routes,
+    "routes given": check_given_routes,
+    "decoding": check_decoding,
+    "determinism": check_determinism,
+    "update": check_update,
+}
+"""In their order: the first one finds the faults that the others are told of."""
+TITLES |= {check.name: check.title for check in FORWARD}
+
+__all__ = ["CHECKS", "FORWARD", "TITLES"]

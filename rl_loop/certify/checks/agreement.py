@@ -1,0 +1,136 @@
+"""Log-probs of every position and class of token, and which faults explain what differs."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rl_loop.certify import faults
+from rl_loop.certify.certificate import CheckResult, Status
+from rl_loop.certify.checks.forward import FORWARD
+from rl_loop.certify.checks.titles import TITLES
+from rl_loop.certify.checks.verdict import causes_of, describe
+from rl_loop.certify.diagnosis import Explanation, explain
+from rl_loop.certify.examination import TOP, Examination, gap
+from rl_loop.certify.faults import Fault
+from rl_loop.certify.model import BEACON
+from rl_loop.certify.reference import EXACT, Variant
+from rl_loop.certify.texts import Text
+
+QUANTILES = (0.5, 0.95, 0.99)
+
+
+def check_agreement(exam: Examination) -> CheckResult:
+    """Compare log-probs of all texts, and find out which faults explain what differs."""
+    title = TITLES["agreement"]
+    texts = exam.texts.all
+    answered = exam.log_probs(texts)
+    gaps = (answered - exam.expected(texts, EXACT)).abs()
+    noise = exam.noise(texts)
+    table = _gap_table(exam, gaps, noise)
+
+    # A fault of few tokens is lost in the mean of all: every kind of text is judged by itself.
+    groups = (exam.texts.short, exam.texts.window, exam.texts.long)
+    apart = [group for group in groups if not _agrees(exam, group, EXACT)]
+    if not apart:
+        mean = gap(answered, exam.expected(texts, EXACT))
+        summary = (
+            f"{len(gaps)} tokens differ by {mean:.1e} nats on average, {gaps.max():.1e} at most"
+        )
+        return CheckResult("agreement", title, Status.PASSED, summary, table=table)
+
+    explanation = _explain_scores(exam)
+    if explanation.is_good:
+        exam.explanation = explanation.variant
+        exam.found = list(explanation.faults)
+    summary = describe(explanation)
+    causes = causes_of(explanation)
+    return CheckResult("agreement", title, Status.FAILED, summary, causes, table=table)
+
+
+def _agrees(exam: Examination, texts: Sequence[Text], variant: Variant) -> bool:
+    """Whether precision explains how far the subject is from a variant."""
+    noise = exam.noise(texts)
+    answered = exam.log_probs(texts)
+    expected = exam.expected(texts, variant)
+    is_close = gap(answered, expected) <= exam.mean_limit(noise)
+
+    # The largest gaps stand for faults of few tokens. Routers that choose between equals make
+    # large ones, too, so they are compared with the largest of the reference's own.
+    count = max(TOP // 2, len(noise) // 50)
+    gaps = (answered - expected).abs()
+    largest = gaps.topk(min(count, len(gaps))).values.median()
+    expected_largest = noise.topk(min(count, len(gaps))).values.median()
+    allowed = max(3 * float(expected_largest), exam.limit(noise))
+    return is_close and float(largest) <= allowed
+
+
+def _explain_scores(exam: Examination) -> Explanation:
+    """Find the faults that explain the scores of all texts."""
+    candidates = [fault for check in FORWARD for fault in check.faults_of(exam)]
+
+    # The long texts take most of the time: they are looked at with what is left of the faults.
+    near = [*exam.texts.short, *exam.texts.window]
+    start = EXACT
+    found: tuple[Fault, ...] = ()
+    before = gap(exam.log_probs(exam.texts.all), exam.expected(exam.texts.all, EXACT))
+    if not _agrees(exam, near, EXACT):
+        explanation = explain(
+            exam.log_probs(near),
+            lambda variant: exam.expected(near, variant),
+            candidates,
+            _strict_limit(exam, near),
+            EXACT,
+        )
+        start = explanation.variant
+        found = explanation.faults
+    if not _agrees(exam, exam.texts.long, start):
+        far = explain(
+            exam.log_probs(exam.texts.long),
+            lambda variant: exam.expected(exam.texts.long, variant),
+            [*faults.YARN, *faults.WINDOW],
+            _strict_limit(exam, exam.texts.long),
+            start,
+        )
+        start = far.variant
+        found = (*found, *far.faults)
+
+    after = gap(exam.log_probs(exam.texts.all), exam.expected(exam.texts.all, start))
+    groups = (exam.texts.short, exam.texts.window, exam.texts.long)
+    is_complete = all(_agrees(exam, group, start) for group in groups)
+    return Explanation(found, start, before, after, is_complete)
+
+
+def _strict_limit(exam: Examination, texts: Sequence[Text]) -> float:
+    """Return the mean gap that the reference's own precision has: below it nothing is explained."""
+    return max(exam.mean_limit(exam.noise(texts)) / 2, 1e-12)
+
+
+def _gap_table(exam: Examination, gaps: Tensor, noise: Tensor) -> tuple[tuple[str, ...], ...]:
+    """Make the table of gaps by position and class of token."""
+    positions = torch.cat([torch.arange(1, len(text.ids)) for text in exam.texts.all])
+    labels = torch.cat([torch.tensor(text.ids[1:]) for text in exam.texts.all])
+    special = torch.isin(labels, torch.tensor(exam.texts.special_ids, dtype=torch.long))
+    config = exam.weights.config
+    window, length = config.sliding_window, config.yarn_original_length
+
+    groups = {
+        "all": torch.ones_like(special),
+        f"position 1 to {window - 1}": positions < window,
+        f"position {window} to {length - 1}": (positions >= window) & (positions < length),
+        f"position {length} and on": positions >= length,
+        "special tokens": special,
+        "other tokens": ~special & (labels != BEACON),
+    }
+    rows: list[tuple[str, ...]] = [
+        ("", "tokens", "mean", "p50", "p95", "p99", "max", "mean in its precision")
+    ]
+    for name, members in groups.items():
+        if not members.any():
+            continue
+        chosen = gaps[members]
+        quantiles = [float(chosen.quantile(q)) for q in QUANTILES]
+        figures = (float(chosen.mean()), *quantiles, float(chosen.max()))
+        numbers = [f"{figure:.1e}" for figure in (*figures, float(noise[members].mean()))]
+        rows.append((name, str(len(chosen)), *numbers))
+    return tuple(rows)

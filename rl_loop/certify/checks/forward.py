@@ -1,0 +1,54 @@
+"""Kinds of faults of the forward pass, each where it would show most."""
+
+from dataclasses import dataclass
+
+from rl_loop.certify import faults
+from rl_loop.certify.certificate import Cause, CheckResult, Status
+from rl_loop.certify.checks.verdict import judge_sights
+from rl_loop.certify.examination import Examination
+from rl_loop.certify.faults import Fault
+from rl_loop.certify.reference import EXACT
+
+
+@dataclass(frozen=True)
+class ForwardCheck:
+    """A kind of fault that shows in scores."""
+
+    name: str
+    title: str
+    kind: str
+    """Of the texts: an attribute of Texts."""
+    faults: tuple[Fault, ...] = ()
+
+    def faults_of(self, exam: Examination) -> tuple[Fault, ...]:
+        """Return the faults that a model of this shape can have."""
+        if self.name == "orientation":
+            return faults.orientation_faults(exam.weights.config)
+        return self.faults
+
+    def __call__(self, exam: Examination) -> CheckResult:
+        """Look for each of the faults where it would show most."""
+        texts = getattr(exam.texts, self.kind)
+        mine = self.faults_of(exam)
+        own = [fault for fault in exam.found if fault in mine]
+        if own:
+            sights = exam.sights(mine, texts, EXACT)
+            names = " and ".join(fault.name for fault in own)
+            causes = tuple(Cause(fault.name, fault.source) for fault in own)
+            return CheckResult(self.name, self.title, Status.FAILED, names, causes, sights)
+
+        sights = exam.sights(mine, texts, exam.explanation)
+        beside = " beside what was found elsewhere" if exam.found else ""
+        return judge_sights(self.name, self.title, sights, beside)
+
+
+FORWARD = (
+    ForwardCheck("window", "which keys a window layer sees", "window", faults.WINDOW),
+    ForwardCheck("sinks", "sinks in the forward pass", "short", faults.SINKS),
+    ForwardCheck("yarn", "rotary positions, beyond YaRN's original length", "long", faults.YARN),
+    ForwardCheck("router", "the router: its bias and its softmax", "short", faults.ROUTER),
+    ForwardCheck("activation", "the experts' clamped activation", "short", faults.ACTIVATION),
+    ForwardCheck("interleaving", "gate and up in turn", "short", faults.INTERLEAVING),
+    ForwardCheck("orientation", "square weights the right way round", "short"),
+    ForwardCheck("biases", "biases of attention and experts", "short", faults.BIASES),
+)

@@ -1,0 +1,104 @@
+"""Tokens that are decoded one by one, and numbers that come again."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rl_loop.certify import faults
+from rl_loop.certify.certificate import Cause, CheckResult, Status
+from rl_loop.certify.checks.titles import TITLES
+from rl_loop.certify.checks.verdict import explain_answers
+from rl_loop.certify.examination import Examination, joined
+from rl_loop.certify.reference import EXACT, Reference, Variant
+from rl_loop.certify.subject import checked_scores
+from rl_loop.certify.texts import CONTINUATION, PROMPTS, Text
+
+
+def check_decoding(exam: Examination) -> CheckResult:
+    """Let texts be continued across the window's edge, and score what came."""
+    title = TITLES["decoding"]
+    texts = []
+    answered = []
+    for prompt in exam.texts.prompts:
+        generated = exam.subject.generate(prompt.ids, CONTINUATION)
+        ids = tuple(int(token) for token in generated.ids)
+        vocabulary_size = exam.weights.config.vocab_size
+        if len(ids) != CONTINUATION or not all(0 <= token < vocabulary_size for token in ids):
+            summary = f"{CONTINUATION} tokens were asked for, {len(ids)} came: {ids[:4]}"
+            return CheckResult("decoding", title, Status.FAILED, summary)
+        texts.append(Text("generated", prompt.ids + ids))
+        answered.append(generated.log_probs)
+
+    def evaluate(variant: Variant, reference: Reference | None = None) -> Tensor:
+        pieces = []
+        for text in texts:
+            length = len(text.ids) - CONTINUATION
+            scored = (reference or exam.exact).evaluate(text.ids, variant, prompt_length=length)
+            pieces.append(scored.log_probs[-CONTINUATION:])
+        return torch.cat(pieces)
+
+    noise = (evaluate(EXACT, exam.rounded) - evaluate(EXACT)).abs()
+    if any(len(log_probs) != CONTINUATION for log_probs in answered):
+        return _greedy_result(exam, title, texts, noise)
+    candidates = [*faults.DECODING, *faults.SINKS, *faults.WINDOW, *faults.YARN]
+    return explain_answers(
+        exam,
+        "decoding",
+        title,
+        joined(answered),
+        evaluate,
+        candidates,
+        noise,
+        faults.DECODING,
+        top=PROMPTS,
+    )
+
+
+def _greedy_result(
+    exam: Examination, title: str, texts: Sequence[Text], noise: Tensor
+) -> CheckResult:
+    """Judge continuations without log-probs: were they the most likely ones?"""
+    worse = []
+    for text in texts:
+        evaluated = exam.exact.evaluate(text.ids, exam.explanation)
+        worse.append((evaluated.best - evaluated.log_probs)[-CONTINUATION:])
+    largest = float(torch.cat(worse).max())
+    limit = max(exam.limit(noise), 2 * float(noise.max()))
+    summary = f"no token is more than {largest:.1e} nats less likely than the likeliest one"
+    status = Status.PASSED if largest <= limit else Status.FAILED
+    return CheckResult("decoding", title, status, summary)
+
+
+def check_determinism(exam: Examination) -> CheckResult:
+    """Score the same texts again, one by one and among others."""
+    title = TITLES["determinism"]
+    texts = [*exam.texts.short, *exam.texts.window]
+    ids = [text.ids for text in texts]
+    first = exam.log_probs(texts)
+    alone = []
+    for text in ids:
+        (scored,) = checked_scores(exam.subject, exam.subject.score([text]), [text])
+        alone.append(scored.log_probs)
+    backwards = checked_scores(exam.subject, exam.subject.score(ids[::-1]), ids[::-1])[::-1]
+
+    differences = {
+        "alone": (joined(alone) - first).abs(),
+        "in another order": (joined([s.log_probs for s in backwards]) - first).abs(),
+    }
+    noise = exam.noise(texts)
+    limit = 0.0 if exam.subject.is_deterministic else exam.mean_limit(noise)
+    is_equal = {name: not bool(gaps.any()) for name, gaps in differences.items()}
+    figures = ", ".join(
+        f"{name} equal bits" if is_equal[name] else f"{name} {gaps.mean():.1e} nats on average"
+        for name, gaps in differences.items()
+    )
+    worst = max(float(gaps.mean()) for gaps in differences.values())
+    if worst <= limit:
+        return CheckResult("determinism", title, Status.PASSED, figures)
+    summary = f"{figures}; allowed are {limit:.1e}"
+    source = ""
+    if exam.subject.is_deterministic:
+        source = "a deterministic mode that is none: sgl-project/sglang#19431"
+    cause = Cause("the same text has other log-probs from time to time", source)
+    return CheckResult("determinism", title, Status.FAILED, summary, (cause,))

@@ -1,0 +1,107 @@
+"""Gradients of all tensors, sinks among them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_loop.certify import faults
+from rl_loop.certify.certificate import Cause, CheckResult, Sight, Status
+from rl_loop.certify.checks.titles import TITLES
+from rl_loop.certify.examination import Examination
+from rl_loop.certify.reference import EXACT, combined
+
+GRADIENT_FLOORS = {"fp32": 1e-4, "bf16": 2e-2}
+"""Relative error of a tensor's gradient that is always allowed."""
+MOVED_TENSORS = 4
+"""Tensors in which a fault of the backward pass is looked for."""
+
+
+def check_gradients(exam: Examination) -> CheckResult:
+    """Compare the gradients of all tensors, sinks among them."""
+    title = TITLES["gradients"]
+    texts = [*exam.texts.short, exam.texts.window[0]]
+    answered = exam.subject.gradients([text.ids for text in texts])
+    expected = exam.gradients(texts, exam.explanation)
+    missing = sorted(set(expected) - set(answered))
+    if missing:
+        summary = f"{len(missing)} tensors have no gradient, such as {missing[0]}"
+        cause = _missing_gradients(missing)
+        return CheckResult("gradients", title, Status.FAILED, summary, cause)
+
+    rounded = exam.gradients(texts, EXACT, "rounded")
+    own_error = _relative(rounded, exam.gradients(texts, EXACT))
+    errors = _relative(answered, expected)
+    known = (*faults.SINK_GRADIENTS, *faults.OTHER_GRADIENTS)
+    with_fault = {}
+    sights = []
+    for fault in known:
+        with_fault[fault] = exam.gradients(texts, combined(exam.explanation, fault.variant))
+        moved = _relative(with_fault[fault], expected)
+        names = sorted(moved, key=lambda name: -moved[name])[:MOVED_TENSORS]
+        limit = max(_gradient_limit(exam, own_error[name]) for name in names)
+        visible = float(np.median([moved[name] for name in names]))
+        deviation = float(np.median([errors[name] for name in names]))
+        sights.append(
+            Sight(fault.name, fault.source, visible, deviation, limit, visible >= 1.5 * limit)
+        )
+
+    table = _gradient_table(exam, errors, own_error)
+    wrong = [name for name in errors if errors[name] > _gradient_limit(exam, own_error[name])]
+    worst = max(errors, key=lambda name: errors[name])
+    if not wrong:
+        summary = f"{len(errors)} tensors, relative error {errors[worst]:.1e} at most ({worst})"
+        return CheckResult(
+            "gradients", title, Status.PASSED, summary, sights=tuple(sights), table=table
+        )
+
+    distances = {fault: _mean_error(answered, with_fault[fault]) for fault in known}
+    closest = min(distances, key=lambda fault: distances[fault])
+    summary = f"{len(wrong)} of {len(errors)} tensors are off, {worst} by {errors[worst]:.1e}"
+    causes: tuple[Cause, ...] = ()
+    if distances[closest] < 0.3 * _mean_error(answered, expected):
+        causes = (Cause(closest.name, closest.source),)
+    return CheckResult("gradients", title, Status.FAILED, summary, causes, tuple(sights), table)
+
+
+def _missing_gradients(missing: Sequence[str]) -> tuple[Cause, ...]:
+    if all(name.endswith("sinks") for name in missing):
+        dropped = faults.SINK_GRADIENTS[0]
+        return (Cause(dropped.name, dropped.source),)
+    return ()
+
+
+def _relative(answered: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """Return the relative error of every tensor."""
+    errors = {}
+    for name, wanted in expected.items():
+        given = answered[name].detach().to("cpu", torch.float64)
+        difference = (given - wanted.double()).norm()
+        errors[name] = float(difference / wanted.double().norm().clamp(min=1e-30))
+    return errors
+
+
+def _mean_error(answered: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Return the mean relative error, of no tensor more than 2: a gradient that should be zero
+    has no relative error."""
+    return float(np.mean([min(error, 2.0) for error in _relative(answered, expected).values()]))
+
+
+def _gradient_limit(exam: Examination, own_error: float) -> float:
+    return max(3 * own_error, GRADIENT_FLOORS[exam.precision])
+
+
+def _gradient_table(
+    exam: Examination, errors: dict[str, float], own: dict[str, float]
+) -> tuple[tuple[str, ...], ...]:
+    """Make the table of the largest relative error by kind of tensor."""
+    kinds: dict[str, list[str]] = {}
+    for name in errors:
+        kind = ".".join(part for part in name.split(".")[1:] if not part.isdigit())
+        kinds.setdefault(kind, []).append(name)
+    rows: list[tuple[str, ...]] = [("", "relative error", "in its precision")]
+    for kind, names in kinds.items():
+        largest = max(errors[name] for name in names)
+        rows.append((kind, f"{largest:.1e}", f"{max(own[name] for name in names):.1e}"))
+    return tuple(rows)

@@ -1,0 +1,51 @@
+"""Ids of conversations with tool calls, compared with openai-harmony's."""
+
+from collections.abc import Callable
+
+from rl_loop.certify.certificate import Cause, CheckResult, Status
+from rl_loop.certify.checks.titles import TITLES
+from rl_loop.certify.examination import Examination
+from rl_loop.certify.harmony_tokens import (
+    CONVERSATION,
+    QUOTING,
+    HarmonyMessage,
+    describe_difference,
+)
+from rl_loop.certify.subject import NotOffered
+
+
+def check_harmony(exam: Examination) -> CheckResult:
+    """Compare the ids of a conversation with a tool call with those of openai-harmony."""
+    title = TITLES["harmony"]
+    if exam.vocabulary is None:
+        raise NotOffered(f"{exam.first_directory} has a vocabulary that is not known here")
+
+    done = []
+    wrong = []
+    attempts: list[tuple[str, Callable[[], list[int]], tuple[HarmonyMessage, ...]]] = [
+        ("a tool call", lambda: exam.subject.render(CONVERSATION), CONVERSATION),
+        ("a tool that quotes", lambda: exam.subject.render(QUOTING), QUOTING),
+        (
+            "the text of a tool call",
+            lambda: exam.subject.tokenize("".join(message.text for message in CONVERSATION)),
+            CONVERSATION,
+        ),
+    ]
+    for name, answer, messages in attempts:
+        try:
+            ids = answer()
+        except NotOffered:
+            continue
+        done.append(name)
+        difference = describe_difference(messages, ids, exam.vocabulary)
+        if difference is not None:
+            wrong.append(difference)
+
+    if not done:
+        raise NotOffered(f"{exam.subject.name} offers neither rendering nor tokenizing")
+    if not wrong:
+        summary = f"{', '.join(done)}: the ids are those of openai-harmony"
+        return CheckResult("harmony", title, Status.PASSED, summary)
+    source = "openai/harmony#27, openai/harmony#53"
+    causes = tuple(Cause(difference, source) for difference in dict.fromkeys(wrong))
+    return CheckResult("harmony", title, Status.FAILED, wrong[0], causes)

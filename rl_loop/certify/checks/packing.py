@@ -1,0 +1,38 @@
+"""Sequences that lie in one row do not see one another."""
+
+import torch
+from torch import Tensor
+
+from rl_loop.certify import faults
+from rl_loop.certify.certificate import CheckResult
+from rl_loop.certify.checks.titles import TITLES
+from rl_loop.certify.checks.verdict import explain_answers
+from rl_loop.certify.examination import Examination, joined
+from rl_loop.certify.reference import Variant
+from rl_loop.certify.subject import checked_scores
+
+
+def check_packing(exam: Examination) -> CheckResult:
+    """Compare sequences that lie in one row with the same ones alone."""
+    title = TITLES["packing"]
+    texts = [*exam.texts.short, *exam.texts.window]
+    ids = [text.ids for text in texts]
+    scores = checked_scores(exam.subject, exam.subject.score_packed(ids), ids)
+    answered = joined([scored.log_probs for scored in scores])
+
+    row = [token for text in ids for token in text]
+    starts = [sum(len(text) for text in ids[:i]) for i in range(len(ids))]
+
+    def evaluate(variant: Variant) -> Tensor:
+        if not variant.leaky_packing:
+            return exam.expected(texts, variant)
+        whole = exam.exact.evaluate(row, variant, starts=starts).log_probs
+        pieces = []
+        for start, text in zip(starts, ids, strict=True):
+            pieces.append(whole[start : start + len(text) - 1])
+        return torch.cat(pieces)
+
+    noise = exam.noise(texts)
+    return explain_answers(
+        exam, "packing", title, answered, evaluate, faults.PACKING, noise, faults.PACKING
+    )

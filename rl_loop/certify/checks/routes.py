@@ -1,0 +1,108 @@
+"""Experts that routers chose, and experts that are given."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_loop.certify.certificate import Cause, CheckResult, Status
+from rl_loop.certify.checks.titles import TITLES
+from rl_loop.certify.examination import Examination, gap, joined
+from rl_loop.certify.reference import EXACT, Reference, Variant
+from rl_loop.certify.subject import NotOffered, checked_scores
+from rl_loop.certify.texts import Text
+
+SURE_MARGIN = {"fp32": 1e-3, "bf16": 0.5}
+"""By how much a router's choice must be clear, in logits, for it to be asked of a subject."""
+ROUTES_AGREEING = 0.98
+"""Share of clear choices that a subject must share."""
+
+
+def check_returned_routes(exam: Examination) -> CheckResult:
+    """Compare the experts that the subject says it used with those that the model uses."""
+    title = TITLES["routes returned"]
+    texts = [*exam.texts.short, *exam.texts.window]
+    returned = [scored.routes for scored in exam.scored(texts)]
+    if any(routes is None for routes in returned):
+        raise NotOffered(f"{exam.subject.name} does not return routed experts")
+
+    config = exam.weights.config
+    agreeing = compared = 0
+    for routes, text in zip(returned, texts, strict=True):
+        expected = exam.evaluated(text, exam.explanation)
+        answered = np.asarray(routes)
+        shape = (len(text.ids) - 1, config.num_layers, config.experts_per_token)
+        if answered.shape != shape:
+            summary = f"routes have the shape {answered.shape}, expected {shape}"
+            return CheckResult("routes returned", title, Status.FAILED, summary)
+        same = np.sort(answered, -1) == np.sort(expected.routes.numpy(), -1)
+        is_clear = expected.margins.numpy() > SURE_MARGIN[exam.precision]
+        agreeing += int((same.all(-1) & is_clear).sum())
+        compared += int(is_clear.sum())
+
+    share = agreeing / max(compared, 1)
+    summary = f"{agreeing} of {compared} clear choices of routers are the reference's ({share:.1%})"
+    if share >= ROUTES_AGREEING:
+        return CheckResult("routes returned", title, Status.PASSED, summary)
+    causes = _route_causes(exam, texts, [np.asarray(routes) for routes in returned])
+    return CheckResult("routes returned", title, Status.FAILED, summary, causes)
+
+
+def _route_causes(
+    exam: Examination, texts: Sequence[Text], returned: Sequence[np.ndarray]
+) -> tuple[Cause, ...]:
+    """Name what is wrong with routes."""
+    if not any(routes.any() for routes in returned):
+        source = "SGLang with the MoE backend triton_kernel: docs/sglang.md"
+        return (Cause("every route that comes back is zero", source),)
+
+    expected = [exam.evaluated(text, exam.explanation).routes.numpy() for text in texts]
+
+    def share(change: Callable[[np.ndarray], np.ndarray]) -> float:
+        """Return how many routes are right once they are changed so."""
+        same = []
+        for answered, wanted in zip(returned, expected, strict=True):
+            is_equal = np.sort(change(answered), -1) == np.sort(wanted, -1)
+            same.append(is_equal.all(-1).mean())
+        return float(np.mean(same))
+
+    if share(lambda routes: np.roll(routes, 1, axis=0)) > 0.8:
+        return (Cause("routes come back one token too early"),)
+    if share(lambda routes: np.roll(routes, -1, axis=0)) > 0.8:
+        return (Cause("routes come back one token too late"),)
+    if share(lambda routes: routes[:, ::-1]) > 0.8:
+        return (Cause("routes come back in the wrong order of layers"),)
+    return ()
+
+
+def check_given_routes(exam: Examination) -> CheckResult:
+    """Give other experts than the router would choose, and see whether they are taken."""
+    title = TITLES["routes given"]
+    texts = exam.texts.short
+    ids = [text.ids for text in texts]
+    experts = exam.weights.config.num_experts
+    routes = [(exam.evaluated(text).routes + 1) % experts for text in texts]
+    scores = checked_scores(
+        exam.subject, exam.subject.score_with_routes(ids, [r.numpy() for r in routes]), ids
+    )
+    answered = joined([scored.log_probs for scored in scores])
+
+    def expected(reference: Reference, given: bool, variant: Variant) -> Tensor:
+        pieces = []
+        for text, route in zip(ids, routes, strict=True):
+            chosen = route if given else None
+            pieces.append(reference.evaluate(text, variant, routes=chosen).log_probs)
+        return torch.cat(pieces)
+
+    wanted = expected(exam.exact, True, exam.explanation)
+    noise = (expected(exam.rounded, True, EXACT) - expected(exam.exact, True, EXACT)).abs()
+    distance = gap(answered, wanted)
+    limit = exam.mean_limit(noise)
+    summary = f"tokens differ by {distance:.1e} nats on average, precision explains {limit:.1e}"
+    if distance <= limit:
+        return CheckResult("routes given", title, Status.PASSED, summary)
+    causes: tuple[Cause, ...] = ()
+    if gap(answered, expected(exam.exact, False, exam.explanation)) <= limit:
+        causes = (Cause("routes that are given are ignored"),)
+    return CheckResult("routes given", title, Status.FAILED, summary, causes)

@@ -1,0 +1,64 @@
+"""An update of all weights, and back."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from rl_loop.certify import faults
+from rl_loop.certify.certificate import Cause, CheckResult, Status
+from rl_loop.certify.checks.titles import TITLES
+from rl_loop.certify.checks.verdict import explain_answers
+from rl_loop.certify.examination import Examination, Which, gap, joined
+from rl_loop.certify.faults import Fault
+from rl_loop.certify.reference import EXACT, Variant
+from rl_loop.certify.subject import NotOffered, checked_scores
+
+
+def check_update(exam: Examination) -> CheckResult:
+    """Give the subject the second set of weights, look whether it has all of it, and go back."""
+    title = TITLES["update"]
+    if exam.second is None:
+        raise NotOffered("there is no second set of weights")
+    texts = [*exam.texts.short, exam.texts.window[0]]
+    before = exam.log_probs(texts)
+
+    exam.subject.update(exam.second.directory)
+    ids = [text.ids for text in texts]
+    scores = checked_scores(exam.subject, exam.subject.score(ids), ids)
+    updated = joined([scored.log_probs for scored in scores])
+    exam.subject.update(exam.first_directory)
+    again = checked_scores(exam.subject, exam.subject.score(ids), ids)
+
+    def evaluate(variant: Variant, which: Which = "updated") -> Tensor:
+        return exam.expected(texts, variant, which)
+
+    candidates = faults.update_faults(exam.weights.config)
+    noise = (evaluate(EXACT, "updated_rounded") - evaluate(EXACT)).abs()
+    result = explain_answers(
+        exam, "update", title, updated, evaluate, candidates, noise, _sample(candidates)
+    )
+
+    # What was wrong with the weights at the beginning may have been mended on the way.
+    returned = joined([scored.log_probs for scored in again])
+    back = min(gap(returned, before), gap(returned, exam.expected(texts, EXACT)))
+    summary = f"{result.summary}; back at the first weights tokens differ by {back:.1e} nats"
+    result = replace(result, summary=summary)
+    if result.status is Status.PASSED and back > exam.mean_limit(noise):
+        cause = Cause("the second update did not bring the first weights back")
+        result = replace(result, status=Status.FAILED, causes=(cause,))
+    return result
+
+
+def _sample(candidates: Sequence[Fault]) -> list[Fault]:
+    """Leave out most of the experts: that each would show is computed for one of a layer."""
+    shown = []
+    layers = set()
+    for fault in candidates:
+        if fault.variant.stale_expert is not None:
+            layer = fault.variant.stale_expert[0]
+            if layer in layers:
+                continue
+            layers.add(layer)
+        shown.append(fault)
+    return shown

@@ -1,0 +1,86 @@
+"""What several checks say of what they saw: a result, in words, with its causes."""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from rl_loop.certify.certificate import Cause, CheckResult, Sight, Status
+from rl_loop.certify.diagnosis import Explanation, explain
+from rl_loop.certify.examination import TOP, Examination, gap
+from rl_loop.certify.faults import Fault
+from rl_loop.certify.reference import EXACT, Variant, combined
+
+
+def describe(explanation: Explanation) -> str:
+    """Say in a sentence what explains how much."""
+    distance = f"tokens differ by {explanation.before:.1e} nats on average"
+    if not explanation.faults or not explanation.is_good:
+        return f"{distance}, and no known fault explains it"
+    names = " and ".join(fault.name for fault in explanation.faults)
+    if explanation.is_complete:
+        return f"{distance}, and by {explanation.after:.1e} from the reference in which {names}"
+    return (
+        f"{distance}; {names} would explain a part and leaves {explanation.after:.1e}, "
+        "so there is something else, too"
+    )
+
+
+def causes_of(explanation: Explanation) -> tuple[Cause, ...]:
+    """Return the faults that may be named, as causes."""
+    if not explanation.is_good:
+        return ()
+    return tuple(Cause(fault.name, fault.source) for fault in explanation.faults)
+
+
+def judge_sights(name: str, title: str, sights: tuple[Sight, ...], beside: str = "") -> CheckResult:
+    """Return the result that sights have when no fault was named."""
+    visible = [sight for sight in sights if sight.is_visible]
+    if not visible:
+        reason = "in this precision, with these weights, none of the faults would show"
+        return CheckResult(name, title, Status.NOT_VISIBLE, reason, sights=sights)
+
+    worst = max(visible, key=lambda sight: sight.deviation / sight.limit)
+    if worst.deviation > worst.limit:
+        summary = (
+            f"where '{worst.fault}' would show, tokens differ by {worst.deviation:.1e} nats, and "
+            f"precision explains {worst.limit:.1e}; no known fault gives these numbers{beside}"
+        )
+        return CheckResult(name, title, Status.FAILED, summary, sights=sights)
+
+    least = min(visible, key=lambda sight: sight.visible / sight.limit)
+    summary = (
+        f"{len(visible)} of {len(sights)} faults would show, by {least.visible:.1e} nats or more "
+        f"where {least.limit:.1e} is the limit; found is {worst.deviation:.1e} at most{beside}"
+    )
+    return CheckResult(name, title, Status.PASSED, summary, sights=sights)
+
+
+def explain_answers(
+    exam: Examination,
+    name: str,
+    title: str,
+    answered: Tensor,
+    evaluate: Callable[[Variant], Tensor],
+    candidates: Sequence[Fault],
+    noise: Tensor,
+    shown: Sequence[Fault],
+    top: int = TOP,
+) -> CheckResult:
+    """Return the result of log-probs that are not plain scores: look, and explain what is seen."""
+    # A fault of the code is there whatever the weights; one of the weights may be gone by now.
+    start = min((EXACT, exam.explanation), key=lambda variant: gap(answered, evaluate(variant)))
+    expected = evaluate(start)
+
+    def with_fault(fault: Fault) -> Tensor:
+        return evaluate(combined(start, fault.variant))
+
+    sights = exam.look(shown, with_fault, answered, expected, noise, top)
+    result = judge_sights(name, title, sights)
+    is_close = gap(answered, expected) <= exam.mean_limit(noise)
+    if result.status is not Status.FAILED and is_close:
+        return result
+
+    explanation = explain(answered, evaluate, candidates, exam.mean_limit(noise) / 2, start)
+    return CheckResult(
+        name, title, Status.FAILED, describe(explanation), causes_of(explanation), sights
+    )

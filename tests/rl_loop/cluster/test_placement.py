@@ -1,0 +1,38 @@
+"""Places of actors on the nodes of a job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ray
+
+from rl_loop.cluster.placement import ROLLOUT_WORKER, PlaceLost, check_place
+
+FIRST = {"NodeName": "n1", "Alive": True, "Resources": {"CPU": 2.0, "rollout_worker_0": 1.0}}
+SECOND = {"NodeName": "n2", "Alive": True, "Resources": {"CPU": 2.0, "rollout_worker_1": 1.0}}
+# of a dead node Ray has no resources
+DEAD = {"NodeName": "n2", "Alive": False, "Resources": {}}
+
+
+def nodes_are(monkeypatch: pytest.MonkeyPatch, *nodes: dict[str, Any]) -> None:
+    monkeypatch.setattr(ray, "nodes", lambda: list(nodes))
+
+
+def test_a_place_is_lost_with_its_node_and_the_error_names_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GPTOSS_PLACED", "1")
+    nodes_are(monkeypatch, FIRST, SECOND)
+    check_place(ROLLOUT_WORKER, 1)
+
+    nodes_are(monkeypatch, FIRST, DEAD)
+    check_place(ROLLOUT_WORKER, 0)
+    with pytest.raises(PlaceLost, match=r"rollout worker 1 .* its node has died \(n2\)"):
+        check_place(ROLLOUT_WORKER, 1)
+
+
+def test_without_a_plan_a_worker_may_be_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GPTOSS_PLACED", raising=False)
+    nodes_are(monkeypatch, DEAD)
+    check_place(ROLLOUT_WORKER, 1)
