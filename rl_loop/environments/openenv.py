@@ -15,6 +15,7 @@ import aiohttp
 from pydantic import Field, field_validator
 
 from rl_loop.chat.cut_text import cut_text
+from rl_loop.chat.tools import Tool
 from rl_loop.environments.base import (
     EnvironmentOptions,
     Execute,
@@ -29,7 +30,6 @@ from rl_loop.environments.base import (
 from rl_loop.environments.replayed import ReplayedEnvironment
 from rl_loop.environments.row_tasks import row_of, row_task
 from rl_loop.environments.tool_servers.schemas import harmony_schema
-from rl_loop.harmony.codec import Tool
 from rl_loop.infrastructure import InfrastructureFailure, describe
 
 RECIPIENT = "functions."

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 from pydantic import TypeAdapter
 
+from rl_loop.chat.tools import Tool
 from rl_loop.environments.tool_servers.config import ToolServerConfig
 from rl_loop.environments.tool_servers.connection import (
     ServerConnection,
@@ -17,7 +18,6 @@ from rl_loop.environments.tool_servers.connection import (
     ToolAnswer,
 )
 from rl_loop.environments.tool_servers.schemas import harmony_schema
-from rl_loop.harmony.codec import Tool
 
 Servers = Mapping[str, ToolServerConfig]
 """By a name of the configuration's choice."""

@@ -70,12 +70,12 @@ def test_two_steps_of_supervised_fine_tuning_learn_what_a_policy_would_sample(
     for i in range(len(samples)):
         span = slice(samples.offsets[i], samples.offsets[i + 1])
         learned = samples.token_ids[span][samples.loss_mask[span]]
-        stops = np.flatnonzero(np.isin(learned, tasks.harmony.stop_token_ids)) + 1
+        stops = np.flatnonzero(np.isin(learned, tasks.codec.stop_token_ids)) + 1
         # Whole turns, each of which a policy could have sampled.
         *turns, rest = np.split(learned, stops)
         assert len(turns) > 0
         assert len(rest) == 0
-        assert all(isinstance(tasks.harmony.parse(turn.tolist()), list) for turn in turns)
+        assert all(isinstance(tasks.codec.parse(turn.tolist()), list) for turn in turns)
 
     trainer = local_trainer(trainer_settings(settings))
     try:
@@ -94,7 +94,7 @@ def test_every_step_of_rl_has_a_ratio_of_exactly_1_and_the_export_is_the_policy(
     settings = rl_config(tmp_path)
     with local_loop(settings, rollouts) as loop:
         loop.train()
-        codec = loop.tasks.harmony
+        codec = loop.tasks.codec
         assert isinstance(codec, ChatMl)
         export_policy(loop.trainer, codec, settings.model, tmp_path / "hf")
         agreement = greedy_agreement(
@@ -124,14 +124,14 @@ def test_every_step_of_rl_has_a_ratio_of_exactly_1_and_the_export_is_the_policy(
 
 def test_a_run_reads_the_tokenizer_of_an_export(tmp_path: Path) -> None:
     settings = sft_config(tmp_path)
-    codec = build_tasks(settings).harmony
+    codec = build_tasks(settings).codec
     (tmp_path / "run/export").mkdir(parents=True)
     codec.vocabulary.save(tmp_path / "run/export")
     overrides = ["vocabulary=tokenizer", f"tokenizer={tmp_path / 'run'}"]
     config = rl_config(tmp_path, *overrides)
     check_chat_format(config)
     text = [{"role": "user", "content": "Compute 1*2."}]
-    assert build_tasks(config).harmony.render_prompt(text) == codec.render_prompt(text)
+    assert build_tasks(config).codec.render_prompt(text) == codec.render_prompt(text)
 
 
 @pytest.mark.parametrize(
