@@ -163,5 +163,5 @@ def learned_model(config: PreTrainedConfig, lessons: list[Lesson], max_steps: in
 async def engine_of(model: PreTrainedModel) -> TransformersEngine:
     """Build an embedded engine with the model's weights, as version 1."""
     engine = TransformersEngine.from_config(model.config)
-    await engine.sync_weights(model.state_dict().items(), 1)
+    await engine.sync_weights(model.named_parameters(), 1)
     return engine
