@@ -18,7 +18,7 @@ from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.config.training import DemonstrationConfig
 from rl_loop.export import export_policy, greedy_agreement
-from rl_loop.lifecycle.start_checks import check_chat_format, check_what_a_server_needs
+from rl_loop.lifecycle.start_checks import check_chat_format
 from rl_loop.session import build_tasks, trainer_settings
 from rl_loop.tracking.run_directory import read_json_lines
 
@@ -164,19 +164,15 @@ def test_what_only_harmony_can_say_is_refused_before_a_run_starts(tmp_path: Path
     )
     refused(rl_config(tmp_path, "vocabulary=tokenizer"), "initial_weights, which is null")
     refused(sft_config(tmp_path, "demonstrations.history=harmony"), "history harmony is GPT-OSS's")
-    (tmp_path / "tokenizer.json").write_text("{}")
-    refused(
-        rl_config(
-            tmp_path,
-            "vocabulary=tokenizer",
-            f"tokenizer={tmp_path}",
-            "tasks.sources={clerk: {environment: black_box, options: "
-            "{agent: 'examples.clerk_agent:run', tasks: 'examples.clerk_agent:tasks'}}}",
-        ),
-        "agents that are programs talk to a gateway",
-    )
 
     gpt_oss = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, ["vocabulary=tokenizer"])
     refused(gpt_oss, "GPT-OSS has gptoss, the released one, or tiny")
-    with pytest.raises(CannotStart, match="gptoss serve speaks Harmony only"):
-        check_what_a_server_needs(rl_config(tmp_path), None)
+
+
+def test_the_vocabulary_of_a_run_that_names_none_is_its_familys() -> None:
+    dense = load_config(CONFIGS / "rl/smollm2-135m_1x1.yaml", RlConfig).model_dump(mode="json")
+    del dense["vocabulary"]
+    assert RlConfig.model_validate(dense).vocabulary == "tokenizer"
+    gpt_oss = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig).model_dump(mode="json")
+    del gpt_oss["vocabulary"]
+    assert RlConfig.model_validate(gpt_oss).vocabulary == "gptoss"
