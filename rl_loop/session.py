@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 from rl_loop.cluster.ray_session import ray_session
 from rl_loop.config.errors import ConfigError
-from rl_loop.config.load import RELEASED_VOCABULARY, dump_config
+from rl_loop.config.load import dump_config
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig, check_reward_parts
 from rl_loop.engines.backend import BackendContext
 from rl_loop.engines.registry import build_backend
@@ -385,6 +385,7 @@ def codec_settings(config: RunConfig) -> "CodecSettings":
 
 def training_of(config: RunConfig) -> "Training":
     """Collect what the card of an export says of the run."""
+    from rl_loop.tasks.codec import CHAT_FORMATS
     from rl_loop.tracking.model_card import Training
 
     algorithm = ""
@@ -411,7 +412,8 @@ def training_of(config: RunConfig) -> "Training":
         algorithm=algorithm,
         data_kind=data_kind,
         data=data,
-        has_released_vocabulary=config.model.vocab_size == RELEASED_VOCABULARY,
+        chat_format=CHAT_FORMATS[type(config.model)],
+        has_released_vocabulary=config.vocabulary != "tiny",
     )
 
 
