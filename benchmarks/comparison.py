@@ -47,7 +47,7 @@ class Panel:
 
 PANELS = (
     Panel("reward", "reward"),
-    Panel("grad_norm", "gradient norm", is_logarithmic=True),
+    Panel("grad_norm", "gradient norm"),  # 0 in a step whose groups have no signal
     Panel("entropy", "entropy"),
     Panel("mismatch/kl_k3", "KL engine, trainer (k3)", is_largest=True, is_logarithmic=True),
     Panel(
@@ -194,6 +194,8 @@ def draw(runs: Runs, file: Path) -> None:
         axis.set(title=panel.title, xlabel="step")
         if panel.is_logarithmic:
             axis.set_yscale("log")
+        elif panel.metric != "reward":
+            axis.set_ylim(bottom=0)
 
     figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="lower center", ncols=len(runs))
     figure.tight_layout(rect=(0, 0.05, 1, 1))
