@@ -226,7 +226,10 @@ class ChatMl:
         return functions if self._prompt.describe_tools else []
 
     def _encode(self, pieces: Sequence[Piece]) -> list[int]:
-        """Encode pieces; what stands between two markup tokens is encoded as one text."""
+        """Encode pieces; what stands between two markup tokens is encoded as one text.
+
+        Raises ValueError for half of a surrogate pair, which JSON can spell in arguments and tools.
+        """
         ids: list[int] = []
         waiting = ""
         for piece in pieces:
@@ -238,10 +241,17 @@ class ChatMl:
             if token_id is None:
                 waiting += piece.name
                 continue
-            ids += self.vocabulary.encode_text(waiting) if waiting else []
+            ids += self._encode_text(waiting)
             waiting = ""
             ids.append(token_id)
-        return ids + (self.vocabulary.encode_text(waiting) if waiting else [])
+        return ids + self._encode_text(waiting)
+
+    def _encode_text(self, text: str) -> list[int]:
+        if not text:
+            return []
+        if without_surrogates(text) != text:
+            raise ValueError("a text has half of a surrogate pair, which is no text")
+        return self.vocabulary.encode_text(text)
 
     # ---- parsing
 

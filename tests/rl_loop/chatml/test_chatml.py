@@ -372,6 +372,15 @@ def test_answers_that_do_not_fit_the_calls_are_refused(
         CODECS["qwen"].render_continuation(messages, open_calls, 2)
 
 
+def test_half_of_a_surrogate_pair_of_a_client_is_refused(codec: ChatMl) -> None:
+    call = {"function": {"name": "now", "arguments": r'{"a": "\ud83d"}'}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    with pytest.raises(ValueError, match="half of a surrogate pair"):
+        codec.render_conversation([USER, turn, {"role": "tool", "content": "x"}], (), [])
+    with pytest.raises(ValueError, match="half of a surrogate pair"):
+        codec.render_conversation([USER], (Tool("now", "a\ud83d"),), [])
+
+
 def test_a_client_gets_every_call_as_a_function_and_text_before_it_as_text(codec: ChatMl) -> None:
     turn = [think("So."), PROGRAM]
     [text, call] = codec.parse_for_client(codec.render_assistant(turn))
