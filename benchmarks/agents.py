@@ -9,17 +9,27 @@ compared token for token before any time counts. Printed as JSON, of the repetit
 
     loop_ms, agent_ms     per episode, median of the repetitions
     ratio                 of these, and its least and largest among the pairs
+    processor_ms          of both, per episode and mean of the repetitions: the engine's thread; the event loop, which
+                          runs the agent loop, or the gateway; other threads of this process; the agent's process
+    processor_ratio       of all of it
+
+Processor time is what counts on a machine that does other things, too; the clock counts on one that does not.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
+import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import psutil
 import typer
 from typer import Argument, Option
 
@@ -35,6 +45,28 @@ from rl_loop.harmony.codec import Tool
 from rl_loop.rollout.group_stream import GroupRequest
 
 CONFIG = Path(__file__).parents[1] / "configs/rl/tiny_clerk.yaml"
+PARTS = {"rollout-engine": "engine", "rollouts": "event_loop"}
+"""Whose processor time is told apart, by the beginnings of threads' names; the rest is "other_threads"."""
+
+
+@dataclass
+class Times:
+    """What the episodes of one way to play them took, all repetitions."""
+
+    milliseconds: list[float] = field(default_factory=list)
+    """By the clock, per episode, one entry per repetition."""
+    processor: Counter[str] = field(default_factory=Counter)
+    """Milliseconds of processor time per episode, summed over repetitions, by part."""
+
+    def add(self, seconds: float, processor: dict[str, float], episodes: int) -> None:
+        """Add a repetition. ``processor``: seconds by part."""
+        self.milliseconds.append(1e3 * seconds / episodes)
+        self.processor.update({part: 1e3 * s / episodes for part, s in processor.items()})
+
+    def processor_ms(self) -> dict[str, float]:
+        """Return the mean of the repetitions, per episode, by part and together."""
+        parts = {part: ms / len(self.milliseconds) for part, ms in sorted(self.processor.items())}
+        return {part: round(ms, 2) for part, ms in {**parts, "all": sum(parts.values())}.items()}
 
 
 class ClerkEnvironment(Environment):
@@ -85,6 +117,31 @@ def _black_box() -> type[Environment]:
     return environment_class("black_box")
 
 
+def processor_seconds() -> dict[str, float]:
+    """Return the processor time until now by part: of this process's threads, and of agents'."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    parts: Counter[str] = Counter()
+    for thread_id in os.listdir("/proc/self/task"):
+        name = names.get(int(thread_id), "")
+        part = next((p for begin, p in PARTS.items() if name.startswith(begin)), "other_threads")
+        parts[part] += _seconds_run(f"/proc/self/task/{thread_id}")
+
+    for child in psutil.Process().children():
+        # The sandbox has processes, too.
+        if any("rl_loop.agents.host" in argument for argument in child.cmdline()):
+            for thread_id in os.listdir(f"/proc/{child.pid}/task"):
+                parts["agent_process"] += _seconds_run(f"/proc/{child.pid}/task/{thread_id}")
+    return parts
+
+
+def _seconds_run(task: str) -> float:
+    """Return the processor time of a thread, in nanoseconds there. 0 if it has ended."""
+    try:
+        return int(Path(task, "schedstat").read_text().split()[0]) / 1e9
+    except OSError:
+        return 0.0
+
+
 def check_equal(loop: list[TrajectoryGroup], agent: list[TrajectoryGroup]) -> None:
     """Raise SystemExit if an episode is not the same token for token, with the same log-probs and reward."""
     for ours, theirs in zip(loop, agent, strict=True):
@@ -111,7 +168,7 @@ def main(
     weights = load_weights(run / "export" if (run / "export").exists() else run, config.dtype)
 
     rollouts = LocalRollouts(config)
-    milliseconds: dict[bool, list[float]] = {False: [], True: []}
+    times = {False: Times(), True: Times()}
     try:
         rollouts.sync_weights(weights, 0)
         for repetition in range(repetitions):
@@ -121,27 +178,35 @@ def main(
                 requests = requests_of(config, repetition, by_agent=by_agent)
                 # The same prompts as before would be found in the engine's cache.
                 rollouts.sync_weights(weights, 0)
-                began = time.perf_counter()
+                before, began = processor_seconds(), time.perf_counter()
                 groups[by_agent] = rollouts.run(requests)
-                seconds = time.perf_counter() - began
+                seconds, after = time.perf_counter() - began, processor_seconds()
                 if repetition > 0:
-                    milliseconds[by_agent].append(1e3 * seconds / episodes)
+                    processor = {part: after[part] - before[part] for part in after}
+                    times[by_agent].add(seconds, processor, episodes)
             check_equal(groups[False], groups[True])
     finally:
         rollouts.close()
+    print(json.dumps(report_of(times[False], times[True], episodes)))
 
-    loop_ms, agent_ms = milliseconds[False], milliseconds[True]
-    ratios = [b / a for a, b in zip(loop_ms, agent_ms, strict=True)]
-    report = {
+
+def report_of(loop: Times, agent: Times, episodes: int) -> dict[str, Any]:
+    """Compare both ways to play."""
+    ratios = [b / a for a, b in zip(loop.milliseconds, agent.milliseconds, strict=True)]
+    loop_ms, agent_ms = map(statistics.median, (loop.milliseconds, agent.milliseconds))
+    loop_processor, agent_processor = loop.processor_ms(), agent.processor_ms()
+    return {
         "episodes": episodes,
         "repetitions": len(ratios),
-        "loop_ms": round(statistics.median(loop_ms), 2),
-        "agent_ms": round(statistics.median(agent_ms), 2),
-        "ratio": round(statistics.median(agent_ms) / statistics.median(loop_ms), 3),
+        "loop_ms": round(loop_ms, 2),
+        "agent_ms": round(agent_ms, 2),
+        "ratio": round(agent_ms / loop_ms, 3),
         "ratio_least": round(min(ratios), 3),
         "ratio_largest": round(max(ratios), 3),
+        "loop_processor_ms": loop_processor,
+        "agent_processor_ms": agent_processor,
+        "processor_ratio": round(agent_processor["all"] / loop_processor["all"], 3),
     }
-    print(json.dumps(report))
 
 
 if __name__ == "__main__":

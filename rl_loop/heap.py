@@ -1,6 +1,8 @@
-"""What this process does with memory that it has freed."""
+"""What this process does with memory that it has freed, and how often it looks for more."""
 
 import ctypes
+import gc
+from functools import cache
 
 # From glibc's malloc.h, which defines no others for these since 1996.
 M_TRIM_THRESHOLD = -1
@@ -25,3 +27,13 @@ def keep_freed_memory() -> bool:
     # No allocation by a mapping of its own, however large: those are unmapped when they are freed.
     # The threshold for them cannot be raised above 32 MiB.
     return bool(mallopt(M_MMAP_MAX, 0) and mallopt(M_TRIM_THRESHOLD, NEVER))
+
+
+@cache
+def exempt_from_collection() -> None:
+    """Freeze long-lived objects so that the collector skips them; once in a process.
+
+    Searching them for garbage takes up to half a second, in which nothing else runs: a training step
+    waits for every rank, and an engine for its rollout worker's event loop."""
+    gc.collect()
+    gc.freeze()

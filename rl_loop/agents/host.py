@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TextIO
 
+from rl_loop.heap import exempt_from_collection
 from rl_loop.infrastructure import InfrastructureFailure, describe
 from rl_loop.registry import Registry
 
@@ -116,6 +117,7 @@ def main() -> None:
     except ValueError as error:
         print(json.dumps({"failed": str(error)}), file=answers, flush=True)
         return
+    exempt_from_collection()
     asyncio.run(serve(Host(run, answers, threads), commands))
 
 

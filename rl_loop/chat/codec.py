@@ -129,11 +129,14 @@ class ChatCodec(Protocol):
         open_calls: list[OpenCall],
         *,
         reasoning_effort: Effort | None = None,
+        keys: Sequence[bytes] = (),
     ) -> list[int]:
         """Render a client's conversation from its first message to where the assistant begins its turn.
 
         ``tools`` are functions of the client. The calls that no message answers are added to
-        ``open_calls``. ``reasoning_effort``: None for what the configuration says. Raises ValueError
+        ``open_calls``. ``reasoning_effort``: None for what the configuration says. ``keys``: one for each
+        beginning of the messages, from none of them to all, equal for equal ones behind equal tools and
+        effort, by which a codec may remember what many conversations begin with. Raises ValueError
         naming what cannot be rendered.
         """
         ...

@@ -155,6 +155,7 @@ class ChatMl:
         open_calls: list[OpenCall],
         *,
         reasoning_effort: Effort | None = None,
+        keys: Sequence[bytes] = (),
     ) -> list[int]:
         """Render a client's conversation of which nothing is stored: see ``ChatCodec``.
 

@@ -368,6 +368,7 @@ class Session:
                     request.tools,
                     open_calls,
                     reasoning_effort=request.reasoning_effort,
+                    keys=place.keys,
                 )
                 return _Prompt(None, ids, open_calls)
 

@@ -67,3 +67,23 @@ def split_headers(harmony_ids: Sequence[int]) -> list[list[int]] | None:
     if place is not _Place.AFTER_TURN:
         return None
     return headers
+
+
+def split_texts(harmony_ids: Sequence[int]) -> tuple[tuple[int, ...], list[list[int]]]:
+    """Split a turn that ``split_headers`` has accepted into all but its texts, and these.
+
+    A text is what stands between <|message|> and the special token behind it.
+    """
+    message = special_id("<|message|>")
+    frame: list[int] = []
+    texts: list[list[int]] = []
+    is_text = False
+    for token_id in harmony_ids:
+        if is_text and token_id < FIRST_SPECIAL_ID:
+            texts[-1].append(token_id)
+            continue
+        frame.append(token_id)
+        is_text = token_id == message
+        if is_text:
+            texts.append([])
+    return tuple(frame), texts

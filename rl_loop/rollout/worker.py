@@ -19,6 +19,7 @@ from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.engines.backend import EngineFactory
 from rl_loop.engines.protocol import ModelShape, PackedExpertsEngine, SamplingParams
 from rl_loop.environments import RewardConfig, Task, make_environment
+from rl_loop.heap import exempt_from_collection
 from rl_loop.infrastructure import InfrastructureFailure
 from rl_loop.rollout.agent import run_episode
 from rl_loop.rollout.episode_clock import running_clock
@@ -62,6 +63,8 @@ class RolloutWorker:
     async def start(self) -> None:
         """Start the sandbox; raises SandboxUnavailable with the reason where it cannot isolate."""
         await self.sandbox.start()
+        # Engine and libraries are half a million objects, and stay.
+        exempt_from_collection()
 
     async def sync_weights(self, weights: TensorBytes, version: int) -> None:
         """Give the engine these weights; none if it is a client of servers that

@@ -1,11 +1,9 @@
 """One trainer rank: everything that touches Megatron. A plain class, of which
 ``trainer.ray_ranks`` makes Ray actors."""
 
-import gc
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +46,7 @@ from rl_loop.data.rollout_batch import RlUpdates, TokenEstimates
 from rl_loop.data.tensor_bytes import TensorBytes
 from rl_loop.data.trained_tokens import TrainedTokens
 from rl_loop.engines.backend import SyncFailed, WeightSender
+from rl_loop.heap import exempt_from_collection
 from rl_loop.tracking.run_directory import RunDirectory
 from rl_loop.trainer.initial_weights import load_initial_weights
 from rl_loop.trainer.memory_metrics import max_over_ranks, memory_metrics
@@ -470,15 +469,6 @@ class TrainerWorker:
             assert of_critic is not None, path
             load_checkpoint(of_critic, self.critic, is_checked=True)
         return load_checkpoint(path, self.trainer, is_checked=True)
-
-
-@cache
-def exempt_from_collection() -> None:
-    """Freeze long-lived objects so that the collector skips them.
-
-    Searching them for garbage takes up to half a second, on every rank at another time."""
-    gc.collect()
-    gc.freeze()
 
 
 def _micro_batches(shipment: Shipment) -> list[PackedBatch]:

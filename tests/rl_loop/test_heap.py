@@ -1,4 +1,4 @@
-"""Memory that a driver has freed stays with it."""
+"""Memory that a driver has freed stays with it, and what lives long is not searched for garbage."""
 
 import subprocess
 import sys
@@ -32,3 +32,31 @@ def test_freed_columns_stay_or_go(how: str, least: int, most: int) -> None:
         [sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, check=True
     )
     assert least <= int(answer.stdout) <= most
+
+
+GARBAGE = """
+import gc, weakref
+from rl_loop.heap import exempt_from_collection
+
+class Node:
+    pass
+
+def cycle():
+    node = Node()
+    node.itself = node
+    return weakref.ref(node)
+
+before = cycle()
+stays = [Node() for _ in range(1000)]
+exempt_from_collection()
+assert before() is None, "what was garbage already is kept for ever"
+assert gc.get_freeze_count() >= 1000
+assert not any(found is stays[0] for found in gc.get_objects())
+later = cycle()
+gc.collect()
+assert later() is None, "later garbage is not collected"
+"""
+
+
+def test_long_lived_objects_are_not_searched_and_later_garbage_is() -> None:
+    subprocess.run([sys.executable, "-c", GARBAGE], check=True)

@@ -347,6 +347,27 @@ def test_a_legal_turn_with_a_fault_means_what_openai_harmony_reads_or_is_a_forma
     assert (None if isinstance(result, FormatError) else result) == meaning(ids)
 
 
+ANY_TEXT = st.lists(st.integers(0, 255) | st.integers(0, 199_997), max_size=8)
+"""Tokens of bytes and others, few of which are UTF-8 together."""
+
+
+@settings(deadline=None, max_examples=200)
+@given(ANY_TEXT, ANY_TEXT)
+def test_the_texts_of_a_turn_may_be_any_tokens(
+    full: Harmony, thought: list[int], said: list[int]
+) -> None:
+    # The headers are remembered from the example before, the texts must not be.
+    ids = [
+        *encode("<|channel|>analysis<|message|>"),
+        *thought,
+        *encode("<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>"),
+        *said,
+        *encode("<|return|>"),
+    ]
+    result = full.parse(ids)
+    assert (None if isinstance(result, FormatError) else result) == meaning(ids)
+
+
 def test_episodes_of_fuzzed_turns_end_with_a_name_and_hold_what_was_sampled() -> None:
     ends = fuzz(seconds=60, rounds=250)
     assert ends.total() > 0
