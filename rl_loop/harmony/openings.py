@@ -38,6 +38,14 @@ class Openings:
         # Long conversations are rendered on threads.
         self._lock = threading.Lock()
 
+    # A codec travels to the processes that render conversations: neither the lock nor what is
+    # remembered goes along.
+    def __getstate__(self) -> dict[str, Any]:
+        return {"harmony": self._harmony}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Openings.__init__(self, state["harmony"])
+
     def render(
         self,
         key: bytes | None,
@@ -48,8 +56,7 @@ class Openings:
         """Return the tokens, up to where the first message behind the developer's begins.
 
         ``key``: of ``messages``, ``tools`` and ``effort`` (``TurnRequest.conversation_keys``); None to
-        remember nothing.
-        Raises ValueError for what cannot be rendered.
+        remember nothing. Raises ValueError for what cannot be rendered.
         """
         if key is None:
             return self._rendered(messages, tools, effort)

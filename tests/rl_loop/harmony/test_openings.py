@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from dataclasses import replace
 from typing import Any
@@ -86,3 +87,12 @@ def test_a_long_opening_is_not_kept(harmony: Harmony, monkeypatch: pytest.Monkey
     opening = Openings(harmony)
     rendered(opening, REQUESTS[1])
     assert not opening._tokens
+
+
+def test_a_codec_travels_to_another_process_without_what_it_remembers(harmony: Harmony) -> None:
+    request = REQUESTS[4]
+    key = request.conversation_keys(())[len(request.messages)]
+    keys = [key] * (len(request.messages) + 1)
+    expected = harmony.render_conversation(request.messages, request.tools, [], keys=keys)
+    copy = pickle.loads(pickle.dumps(harmony))
+    assert copy.render_conversation(request.messages, request.tools, [], keys=keys) == expected
