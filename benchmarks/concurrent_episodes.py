@@ -153,7 +153,7 @@ def configuration(load: Load, directory: Path) -> RlConfig:
 
 def write_script(load: Load, tasks: TaskSource, directory: Path) -> None:
     """Write what the servers sample."""
-    harmony = tasks.harmony
+    harmony = tasks.codec
     call = ParsedMessage("analysis", "python", "code", "print(1)")
     answer = ParsedMessage("final", None, None, "1")
     script = {

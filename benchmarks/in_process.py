@@ -202,7 +202,7 @@ def local_loop(
         episodes = stack.enter_context(
             EpisodeRecorder(
                 run.episodes,
-                tasks.harmony.vocabulary,
+                tasks.codec.vocabulary,
                 config.tracking.episodes,
                 state.step - 1 if resume else None,
             )

@@ -23,7 +23,11 @@ row per run:
     clipped        largest share of clipped tokens
     gradient       mean norm of the gradient
     entropy        first and last step
-    minutes        wall clock of the whole command
+    minutes        training time of the run and its warm start
+
+Called again with the same --work it goes on: the warm start and seeds that have finished are not run again, a seed
+that was interrupted resumes from its last checkpoint, of which a run writes four. The curves of these runs beside
+another model's: `comparison.py`.
 
 On a CPU, as a test of the commands and nothing else: `--cpu` makes tiny steps with the embedded engine in float32.
 """
@@ -439,7 +443,8 @@ class Plan:
             f"initial_weights={self.work / 'sft'}",
             f"tokenizer={self.model.resolve()}",
             f"training.steps={self.steps}",
-            f"training.checkpoint_every={self.steps}",
+            f"training.checkpoint_every={max(1, self.steps // 4)}",
+            "--resume-or-new",
         ]
         if self.gsm8k is not None:
             files = f"train_path: {self.work}/train.jsonl, held_out_path: {self.work}/test.jsonl"
@@ -486,9 +491,10 @@ def train(plan: Plan, seeds: Sequence[int]) -> str:
     ]
     lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
     for seed in seeds:
-        minutes = run(plan.rl(seed)) / 60
-        row = row_of(plan.work / f"seed{seed}")
-        lines.append("| " + " | ".join([str(seed), *row, f"{minutes:.1f}"]) + " |")
+        directory = plan.work / f"seed{seed}"
+        if not (directory / "summary.json").exists():
+            run(plan.rl(seed))
+        lines.append("| " + " | ".join([str(seed), *row_of(directory)]) + " |")
         print(lines[-1], file=sys.stderr, flush=True)
     return "\n".join(lines)
 
@@ -532,6 +538,7 @@ def row_of(directory: Path) -> list[str]:
         f"{summary['max_clip_fraction']:.3f}",
         f"{mean(step['grad_norm'] for step in steps):.2f}",
         f"{steps[0]['entropy']:.2f}, {steps[-1]['entropy']:.2f}",
+        f"{summary['seconds'] / 60:.1f}",
     ]
 
 

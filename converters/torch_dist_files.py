@@ -335,7 +335,7 @@ class TorchDistReader:
             for chunk in self._tensors[key].chunks:
                 if any(size != 1 for size in chunk.sizes[:axes]):
                     raise ConversionError(
-                        f"{self.directory}: {key} is not stored layer by layer; not a GPT-OSS model"
+                        f"{self.directory}: {key} is not stored layer by layer, as this project's checkpoints are"
                     )
                 by_index.setdefault(tuple(chunk.offsets[:axes]), []).append(chunk)
             self._chunks_by_index[key] = by_index

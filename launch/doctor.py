@@ -55,7 +55,7 @@ MIN_MEMORY = 6
 """GB: trainer, engine and Ray of the tiny run."""
 ENGINE = Path("/opt/sglang")
 """Where the documentation puts SGLang's environment; any other is named in a configuration."""
-HARMONY_COMMAND = "python -m rl_loop.harmony.o200k"
+O200K_COMMAND = "python -m rl_loop.harmony.o200k"
 
 
 def run_doctor() -> list[Check]:
@@ -193,17 +193,20 @@ def _with_extra(name: str) -> str:
     return f"-e '.[{name}]' in {checkout}" if is_checkout else f"'megatron-gptoss[{name}]'"
 
 
-def check_harmony() -> Finding:
-    """Run the set-up's command, which finds or fetches the vocabulary and checks its hash."""
+def check_o200k() -> Finding:
+    """Run the set-up's command, which finds or fetches GPT-OSS's vocabulary and checks its hash.
+
+    Tiny vocabularies are cut from it, whatever their models speak; only the checkpoint of a dense model
+    does without."""
     version = importlib.metadata.version("openai-harmony")
-    command = [sys.executable, *HARMONY_COMMAND.split()[1:]]
+    command = [sys.executable, *O200K_COMMAND.split()[1:]]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     output = result.stdout if result.returncode == 0 else result.stderr
     last_line = output.strip().rpartition("\n")[2]
 
     if result.returncode != 0:
         detail = f"openai-harmony {version}, no o200k vocabulary"
-        return Finding(Status.MISSING, detail, last_line or f"run {HARMONY_COMMAND}")
+        return Finding(Status.MISSING, detail, last_line or f"run {O200K_COMMAND}")
     return Finding(Status.OK, f"openai-harmony {version} {last_line}".strip())
 
 
@@ -299,7 +302,7 @@ CHECKS: tuple[tuple[str, Callable[[], Finding]], ...] = (
     ("transformer-engine", check_transformer_engine),
     ("SGLang", check_sglang),
     ("nemo-run", check_nemo_run),
-    ("harmony vocabulary", check_harmony),
+    ("o200k vocabulary", check_o200k),
     ("C compiler", check_compiler),
     ("sandbox", check_sandbox),
     ("sandbox limits", check_sandbox_limits),

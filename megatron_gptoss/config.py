@@ -42,6 +42,9 @@ class ModelConfig(StrictModel, ABC):
     """Formats that this family's experts can be trained through or held in."""
     hf_model_types: ClassVar[tuple[str, ...]]
     """Values of ``model_type`` in config.json that this family reads."""
+    default_vocabulary: ClassVar[Literal["gptoss", "tokenizer"]] = "tokenizer"
+    """Token ids of a run that names none: the released ones of GPT-OSS, or those of the checkpoint's
+    tokenizer."""
 
     model_type: str
     """The family, by the name that Hugging Face's config.json has for it."""

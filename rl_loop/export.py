@@ -168,7 +168,7 @@ def greedy_agreement(
     by induction its own greedy answer is the same exactly if these are all equal."""
     prompts = [tasks.prompt_ids(task) for task in tasks.held_out()[:COMPARED_PROMPTS]]
     model = _load_with_transformers(directory, dtype, quantization)
-    samples = _decode_greedily(model, prompts, list(tasks.harmony.stop_token_ids))
+    samples = _decode_greedily(model, prompts, list(tasks.codec.stop_token_ids))
 
     # Only answers are compared: what the policy would have put in place of a prompt says nothing.
     differs = (trainer.greedy_tokens(samples) != samples.token_ids) & samples.loss_mask

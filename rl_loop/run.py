@@ -23,7 +23,6 @@ from rl_loop.session import (
     build_tasks,
     build_trainer,
     codec_settings,
-    harmony_of,
     loop_settings,
     training_of,
     worker_settings,
@@ -215,7 +214,7 @@ def run_server(
     from rl_loop.tasks.codec import codec_of
 
     settings = served_settings(options, config.model.max_length)
-    harmony = harmony_of(codec_of(codec_settings(config)))
+    codec = codec_of(codec_settings(config))
     loaded = load_weights(weights or config.initial_weights, config.dtype)
 
     with ExitStack() as stack:
@@ -228,7 +227,7 @@ def run_server(
         backend.sync_weights(loaded, 0)
 
         shape = model_shape(config.model)
-        asyncio.run(serve(engine, harmony, shape, settings, options.api_keys, on_start))
+        asyncio.run(serve(engine, codec, shape, settings, options.api_keys, on_start))
 
 
 def run_engine_report(config: RlConfig) -> str:
@@ -273,7 +272,7 @@ def _export(config: RunConfig, session: Session) -> None:
     session.progress.phase("export")
     export_policy(
         session.trainer,
-        session.harmony,
+        session.codec,
         config.model,
         session.run.export,
         tokenizer_source=config.tokenizer or config.initial_weights,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 from rl_loop.cluster.ray_session import ray_session
 from rl_loop.config.errors import ConfigError
-from rl_loop.config.load import RELEASED_VOCABULARY, dump_config
+from rl_loop.config.load import dump_config
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig, check_reward_parts
 from rl_loop.engines.backend import BackendContext
 from rl_loop.engines.registry import build_backend
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from rl_loop.chat.codec import ChatCodec
     from rl_loop.conversations.dataset import ConversationData
     from rl_loop.conversations.refusals import RefusalReport
-    from rl_loop.harmony.codec import Harmony
     from rl_loop.loop import LoopSettings, RlLoop
     from rl_loop.rollout.pool import RolloutPool
     from rl_loop.rollout.worker import WorkerSettings
@@ -67,7 +66,7 @@ class Session:
     Nothing is written before all of it is there. Leaving with an interrupt raises Interrupted,
     once everything is gone."""
 
-    harmony: "ChatCodec"
+    codec: "ChatCodec"
     """Renders and parses what the policy reads and writes."""
     tasks: "TaskSource"
     """What is trained on and measured; unset where conversations are learned."""
@@ -155,13 +154,13 @@ class Session:
         config = self._config
         self.conversations = None
         if isinstance(config, SftConfig) and config.data is not None:
-            self.harmony, self.conversations = open_conversations(config)
+            self.codec, self.conversations = open_conversations(config)
             self._stack.callback(self.conversations.close)
             self.conversations.check()
             return
 
         self.tasks = build_tasks(config)
-        self.harmony = self.tasks.harmony
+        self.codec = self.tasks.codec
         if isinstance(config, RlConfig):
             check_reward_parts(config, self.tasks.reward_parts())
 
@@ -248,7 +247,7 @@ class Session:
         episodes = self._stack.enter_context(
             EpisodeRecorder(
                 self.run.episodes,
-                self.harmony.vocabulary,
+                self.codec.vocabulary,
                 config.tracking.episodes,
                 resume_after,
             )
@@ -313,15 +312,6 @@ def build_codec(config: RunConfig) -> "ChatCodec":
     from rl_loop.tasks.codec import codec_of
 
     return codec_of(codec_settings(config))
-
-
-def harmony_of(codec: "ChatCodec") -> "Harmony":
-    """Return the codec of a run as what it must be for the gateway."""
-    from rl_loop.harmony.codec import Harmony
-
-    if not isinstance(codec, Harmony):
-        raise ConfigError("the gateway speaks Harmony, and this model does not")
-    return codec
 
 
 def build_tasks(config: RunConfig) -> "TaskSource":
@@ -405,6 +395,7 @@ def codec_settings(config: RunConfig) -> "CodecSettings":
 
 def training_of(config: RunConfig) -> "Training":
     """Collect what the card of an export says of the run."""
+    from rl_loop.tasks.codec import CHAT_FORMATS
     from rl_loop.tracking.model_card import Training
 
     algorithm = ""
@@ -431,7 +422,8 @@ def training_of(config: RunConfig) -> "Training":
         algorithm=algorithm,
         data_kind=data_kind,
         data=data,
-        has_released_vocabulary=config.model.vocab_size == RELEASED_VOCABULARY,
+        chat_format=CHAT_FORMATS[type(config.model)],
+        has_released_vocabulary=config.vocabulary != "tiny",
     )
 
 
@@ -442,7 +434,7 @@ def worker_settings(config: RunConfig) -> "WorkerSettings":
     return WorkerSettings(
         rollout=config.rollout,
         model=config.model,
-        harmony=codec_settings(config),
+        codec=codec_settings(config),
         reward=config.reward,
         sandbox=config.sandbox,
     )

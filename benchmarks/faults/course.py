@@ -271,8 +271,8 @@ def overrides(options: Options, directory: Path, orders: Path) -> list[str]:
     call = ParsedMessage("analysis", "python", "code", "print(sum(range(100)))")
     answer = ParsedMessage("final", None, None, "\\boxed{1/2 + 1/3}")
     scripts = {
-        "call": tasks.harmony.render_assistant([call], "<|call|>"),
-        "answer": tasks.harmony.render_assistant([answer], "<|return|>"),
+        "call": tasks.codec.render_assistant([call], "<|call|>"),
+        "answer": tasks.codec.render_assistant([answer], "<|return|>"),
     }
     engine = {
         "type": "benchmarks.faults.engine:FaultyBackend",

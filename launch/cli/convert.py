@@ -28,7 +28,9 @@ CheckOption = Annotated[
 def convert_import(
     hf_dir: Annotated[
         Path,
-        Argument(help="GPT-OSS as safetensors: bf16, fp32, MXFP4 or OpenAI's original."),
+        Argument(
+            help="A model as safetensors: bf16 or fp32, of GPT-OSS also MXFP4 or OpenAI's original."
+        ),
     ],
     megatron_dir: Annotated[
         Path,

@@ -33,7 +33,10 @@ def serve(
         list[str] | None,
         Option(help="A key that clients may use, with conversations of its own; else one is made."),
     ] = None,
-    name: Annotated[str, Option(help="What the model is called in answers.")] = "gpt-oss",
+    name: Annotated[
+        str | None,
+        Option(help="What the model is called in answers; else as its family is."),
+    ] = None,
     max_tokens: Annotated[
         int | None,
         Option(min=1, help="Tokens of a conversation; else as many as the model has positions."),
@@ -55,6 +58,7 @@ def serve(
     from rl_loop.gateway.serve import ServeOptions
     from rl_loop.run import run_server
 
+    name = name or config.model.model_type.replace("_", "-")
     options = ServeOptions(
         host=host,
         port=port,

@@ -18,8 +18,8 @@ from typing import Any
 
 from rl_loop.infrastructure import InfrastructureFailure
 
-MODEL = "gpt-oss"
-"""What requests call the policy; the gateway serves no other."""
+MODEL = "policy"
+"""What requests call the policy; the gateway serves no other and does not look."""
 KEY_VARIABLE = "GPTOSS_SESSION_KEY"
 """How the environment variables begin in which ``verifiers`` looks for the keys of its endpoints."""
 

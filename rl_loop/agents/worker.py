@@ -11,7 +11,6 @@ from rl_loop.engines.protocol import SamplingParams
 from rl_loop.environments import Task, environment_class, make_environment
 from rl_loop.gateway.server import Gateway, GatewaySettings
 from rl_loop.gateway.session import SessionSettings
-from rl_loop.harmony.codec import Harmony
 from rl_loop.rollout.worker import RolloutWorker, WorkerSettings
 
 
@@ -34,8 +33,7 @@ class ProgramRolloutWorker(RolloutWorker):
         sampling = SamplingParams(rollout.max_new_tokens_per_turn, top_p=rollout.top_p)
         # On loopback: agents run beside the worker.
         gateway = GatewaySettings(SessionSettings(limits=rollout, sampling=sampling))
-        assert isinstance(self.harmony, Harmony)  # the checks at the start refuse others
-        self.gateway = Gateway(self.engine, self.harmony, self._shape, gateway)
+        self.gateway = Gateway(self.engine, self.codec, self._shape, gateway)
         self.processes = AgentProcesses()
         self.programs = ProgramRunner(self.gateway, self.processes, rollout)
 

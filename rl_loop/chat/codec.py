@@ -6,10 +6,14 @@ then kept as they are: nothing that was sampled is rendered again.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from rl_loop.chat.messages import FormatError, ParsedMessage, ToolOutput
+from rl_loop.chat.open_calls import OpenCall
 from rl_loop.chat.tools import BuiltinTool, PythonTool, Tool
+
+Effort = Literal["low", "medium", "high"]
+"""How much a policy is asked to think, where a format can say it."""
 
 
 class Vocabulary(Protocol):
@@ -99,6 +103,68 @@ class ChatCodec(Protocol):
 
     def chat_template(self) -> str:
         """Return the Jinja template of an export whose vocabulary is our own."""
+        ...
+
+    # ---- conversations of clients, which the gateway serves
+
+    @property
+    def answer_end(self) -> int:
+        """The token that a policy ends an answer with."""
+        ...
+
+    @property
+    def message_end(self) -> int:
+        """The token that stands behind an answer when the conversation goes on."""
+        ...
+
+    @property
+    def knows_reasoning_effort(self) -> bool:
+        """Whether a prompt can say how much the policy is to think."""
+        ...
+
+    def render_conversation(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[Tool],
+        open_calls: list[OpenCall],
+        *,
+        reasoning_effort: Effort | None = None,
+        keys: Sequence[bytes] = (),
+    ) -> list[int]:
+        """Render a client's conversation from its first message to where the assistant begins its turn.
+
+        ``tools`` are functions of the client. The calls that no message answers are added to
+        ``open_calls``. ``reasoning_effort``: None for what the configuration says. ``keys``: one for each
+        beginning of the messages, from none of them to all, equal for equal ones behind equal tools and
+        effort, by which a codec may remember what many conversations begin with. Raises ValueError
+        naming what cannot be rendered.
+        """
+        ...
+
+    def render_continuation(
+        self, messages: Sequence[dict[str, Any]], open_calls: list[OpenCall], first_number: int
+    ) -> list[int]:
+        """Render messages that follow tokens which end with a turn of the assistant.
+
+        ``open_calls``: those in these tokens; afterwards those that are open then. ``first_number``:
+        messages before these ones, for errors. Otherwise as ``render_conversation``.
+        """
+        ...
+
+    def parse_for_client(self, ids: Sequence[int]) -> list[ParsedMessage] | FormatError:
+        """Parse one sampled turn in which every call is one of a client's functions.
+
+        On "analysis" is only what the format itself tells apart as thoughts; all other text is said to
+        the client.
+        """
+        ...
+
+    def without_finished_analysis(self, ids: Sequence[int]) -> list[int]:
+        """Leave out of a conversation's tokens what the format drops once an answer is given."""
+        ...
+
+    def reasoning_tokens(self, sampled: Sequence[int]) -> int:
+        """Count the tokens of a sampled turn that the format itself tells apart as thoughts."""
         ...
 
 

@@ -27,11 +27,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_loop.chat.codec import without_surrogates
+from rl_loop.chat.codec import Effort, without_surrogates
 from rl_loop.chat.messages import FormatError, ParsedMessage, ToolOutput
+from rl_loop.chat.open_calls import OpenCall
 from rl_loop.chat.tools import BuiltinTool, PythonTool, Tool, check_names
 from rl_loop.chatml.chat_template import CHAT_TEMPLATE
-from rl_loop.chatml.conversation import Call, ChatMessage, chat_messages
+from rl_loop.chatml.conversation import (
+    Call,
+    ChatMessage,
+    answered_messages,
+    chat_messages,
+)
 from rl_loop.chatml.prompt_config import ChatMlConfig
 from rl_loop.chatml.vocabulary import (
     IM_END,
@@ -70,8 +76,28 @@ class _Markup:
 Piece = str | _Markup
 
 
+@dataclass(frozen=True)
+class _SampledCall:
+    """A call as the policy wrote it."""
+
+    name: str
+    arguments: Any
+    """A value of JSON."""
+
+
+@dataclass(frozen=True)
+class _SampledTurn:
+    """A turn of the policy."""
+
+    text: str
+    """What is before the calls; without calls all of it."""
+    calls: Sequence[_SampledCall] = ()
+
+
 class ChatMl:
     """Renders and parses for one vocabulary. Implements ``rl_loop.chat.codec.ChatCodec``."""
+
+    knows_reasoning_effort = False
 
     def __init__(
         self, vocabulary: ChatMlVocabulary, prompt: ChatMlConfig, python_seconds: float = 10.0
@@ -81,7 +107,7 @@ class ChatMl:
         self.stop_token_ids = vocabulary.stop_token_ids
         self._prompt = prompt
         self._python_seconds = python_seconds
-        self._end = vocabulary.markup[IM_END]
+        self._end = self.answer_end = self.message_end = vocabulary.markup[IM_END]
 
     # ---- rendering
 
@@ -109,12 +135,42 @@ class ChatMl:
         tools: Sequence[Tool | BuiltinTool | PythonTool] = (),
     ) -> list[int]:
         """Render messages that were read, as ``render_prompt`` does. Raises ValueError for a tool."""
+        return self._render_opening(messages, self._described(tools))
+
+    def _render_opening(
+        self, messages: Sequence[ChatMessage], functions: Sequence[dict[str, Any]]
+    ) -> list[int]:
+        """Render messages behind the description of ``functions``, which are in OpenAI's format."""
         system = self._prompt.system
         rest = list(messages)
         if rest and rest[0].role == "system":
             system = rest.pop(0).text
-        pieces = _system_pieces(system, self._described(tools))
+        pieces = _system_pieces(system, functions)
         return self._encode(pieces + _conversation_pieces(rest) + _ASSISTANT)
+
+    def render_conversation(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[Tool],
+        open_calls: list[OpenCall],
+        *,
+        reasoning_effort: Effort | None = None,
+        keys: Sequence[bytes] = (),
+    ) -> list[int]:
+        """Render a client's conversation of which nothing is stored: see ``ChatCodec``.
+
+        Its tools are described whatever the configuration says of an environment's, and one of them may
+        be named python.
+        """
+        check_names(tools)
+        read = answered_messages(messages, open_calls)
+        return self._render_opening(read, [_openai_function(tool) for tool in tools])
+
+    def render_continuation(
+        self, messages: Sequence[dict[str, Any]], open_calls: list[OpenCall], first_number: int
+    ) -> list[int]:
+        """Render messages behind tokens that end with a turn: see ``ChatCodec``."""
+        return self.render_replies(answered_messages(messages, open_calls, first_number))
 
     def render_observation(
         self, outputs: Sequence[ToolOutput], user: str | None = None
@@ -171,7 +227,10 @@ class ChatMl:
         return functions if self._prompt.describe_tools else []
 
     def _encode(self, pieces: Sequence[Piece]) -> list[int]:
-        """Encode pieces; what stands between two markup tokens is encoded as one text."""
+        """Encode pieces; what stands between two markup tokens is encoded as one text.
+
+        Raises ValueError for half of a surrogate pair, which JSON can spell in arguments and tools.
+        """
         ids: list[int] = []
         waiting = ""
         for piece in pieces:
@@ -183,10 +242,17 @@ class ChatMl:
             if token_id is None:
                 waiting += piece.name
                 continue
-            ids += self.vocabulary.encode_text(waiting) if waiting else []
+            ids += self._encode_text(waiting)
             waiting = ""
             ids.append(token_id)
-        return ids + (self.vocabulary.encode_text(waiting) if waiting else [])
+        return ids + self._encode_text(waiting)
+
+    def _encode_text(self, text: str) -> list[int]:
+        if not text:
+            return []
+        if without_surrogates(text) != text:
+            raise ValueError("a text has half of a surrogate pair, which is no text")
+        return self.vocabulary.encode_text(text)
 
     # ---- parsing
 
@@ -196,6 +262,30 @@ class ChatMl:
         As in servers of this format, ``<tool_call>`` that is spelled in ordinary tokens counts as the
         token. A recipient is whatever the policy wrote: the environment says which tools there are.
         """
+        turn = self._read_turn(ids)
+        if isinstance(turn, FormatError):
+            return turn
+        return _messages_of(turn, "analysis", [_environment_call(call) for call in turn.calls])
+
+    def parse_for_client(self, ids: Sequence[int]) -> list[ParsedMessage] | FormatError:
+        """Parse a turn whose calls are all a client's functions: see ``ChatCodec``.
+
+        Text before calls is said to the client, who repeats it: ChatML has no thoughts.
+        """
+        turn = self._read_turn(ids)
+        if isinstance(turn, FormatError):
+            return turn
+        return _messages_of(turn, "commentary", [_function_call(call) for call in turn.calls])
+
+    def without_finished_analysis(self, ids: Sequence[int]) -> list[int]:
+        """Return all of a conversation: ChatML shows earlier turns whole."""
+        return list(ids)
+
+    def reasoning_tokens(self, sampled: Sequence[int]) -> int:
+        """Return 0: ChatML has no thoughts."""
+        return 0
+
+    def _read_turn(self, ids: Sequence[int]) -> "_SampledTurn | FormatError":
         markup = self.vocabulary.markup
         call_tokens = {markup.get(TOOL_CALL), markup.get(TOOL_CALL_END)}
         body = ids[:-1]
@@ -203,23 +293,20 @@ class ChatMl:
         if not ids or ids[-1] != self._end or not is_legal:
             return FormatError("structure")
 
-        thoughts, *parts = MARKUP.split(self.vocabulary.decode(body))
+        text, *parts = MARKUP.split(self.vocabulary.decode(body))
         if not parts:
-            return [ParsedMessage("final", None, None, thoughts)]
+            return _SampledTurn(text)
 
         # begin, JSON, end, what follows; begin again...
-        messages: list[ParsedMessage] = []
+        calls: list[_SampledCall] = []
         for start in range(0, len(parts), 4):
-            call = _parsed_call(parts[start : start + 4])
+            call = _sampled_call(parts[start : start + 4])
             if call is None:
                 return FormatError("tool_call")
-            messages.append(call)
+            calls.append(call)
 
         # The line break before the first call is the format's.
-        thoughts = thoughts.removesuffix("\n")
-        if thoughts:
-            messages.insert(0, ParsedMessage("analysis", None, None, thoughts))
-        return messages
+        return _SampledTurn(text.removesuffix("\n"), calls)
 
     def split_at_calls(
         self, ids: Sequence[int], messages: Sequence[ParsedMessage]
@@ -338,7 +425,7 @@ def _call_of(message: ParsedMessage) -> Call:
     return Call(name, json.dumps(json.loads(message.text), ensure_ascii=False))
 
 
-def _parsed_call(parts: Sequence[str]) -> ParsedMessage | None:
+def _sampled_call(parts: Sequence[str]) -> _SampledCall | None:
     """Read <tool_call>, JSON, </tool_call> and the text behind it; None if that is no call."""
     if len(parts) != 4 or parts[0] != TOOL_CALL or parts[2] != TOOL_CALL_END or parts[3].strip():
         return None
@@ -349,12 +436,32 @@ def _parsed_call(parts: Sequence[str]) -> ParsedMessage | None:
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None
 
-    name, arguments = call["name"], call.get("arguments", {})
+    return _SampledCall(call["name"], call.get("arguments", {}))
+
+
+def _messages_of(
+    turn: _SampledTurn, channel: str, calls: list[ParsedMessage]
+) -> list[ParsedMessage]:
+    """Return a turn's text and its ``calls``. ``channel``: of a text before calls."""
+    if not calls:
+        return [ParsedMessage("final", None, None, turn.text)]
+    if not turn.text:
+        return calls
+    return [ParsedMessage(channel, None, None, turn.text), *calls]
+
+
+def _environment_call(call: _SampledCall) -> ParsedMessage:
+    """Return a call as environments see it: a program of Python, or a function's arguments."""
+    arguments = call.arguments
     is_program = isinstance(arguments, dict) and arguments.keys() == {"code"}
-    if name == PYTHON and is_program and isinstance(arguments["code"], str):
+    if call.name == PYTHON and is_program and isinstance(arguments["code"], str):
         # JSON can spell half of a surrogate pair, which no program can hold.
         return ParsedMessage("analysis", PYTHON, "code", without_surrogates(arguments["code"]))
-    text = json.dumps(arguments, ensure_ascii=False)
+    return _function_call(call)
+
+
+def _function_call(call: _SampledCall) -> ParsedMessage:
+    text = json.dumps(call.arguments, ensure_ascii=False)
     return ParsedMessage(
-        "commentary", f"functions.{name}", "<|constrain|>json", without_surrogates(text)
+        "commentary", f"functions.{call.name}", "<|constrain|>json", without_surrogates(text)
     )

@@ -6,8 +6,8 @@ A message is a dictionary as in OpenAI's chat format:
     content     text, or a list of parts {"type": "text", "text": ...}
     tool_calls  functions that the assistant calls: [{"function": {"name", "arguments"}}]
 
-``name`` and ``tool_call_id`` of a tool's answer are read over: ChatML says neither. What only Harmony
-can say (thinking, channels, recipients) is refused.
+ChatML says neither ``name`` nor ``tool_call_id`` of a tool's answer: which call it belongs to is known by
+its place. What only Harmony can say (thinking, channels, recipients) is refused.
 """
 
 import json
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rl_loop.chat.open_calls import OpenCall, answered_call
 from rl_loop.harmony.conversation import content_text, describe_message
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -53,12 +54,91 @@ def chat_messages(messages: Sequence[dict[str, Any]]) -> list[ChatMessage]:
     assistant's turn is not what comes next.
     """
     read = [chat_message(number, message) for number, message in enumerate(messages)]
-    if read and read[-1].role == "assistant":
+    _check_end(read)
+    return read
+
+
+def answered_messages(
+    messages: Sequence[dict[str, Any]], open_calls: list[OpenCall], first_number: int = 0
+) -> list[ChatMessage]:
+    """Read a client's conversation, or what goes on from one, with answers in the order of their calls.
+
+    Args:
+        messages: answers name their calls by ``tool_call_id`` or ``name``.
+        open_calls: of the turn before ``messages``; emptied, since all of them are answered here.
+        first_number: how many messages are before these, for errors.
+
+    Raises:
+        ValueError: as ``chat_messages``, and for a call that something else than its answer follows,
+            or an answer without a call.
+    """
+    read: list[ChatMessage] = []
+    answers = _Answers(open_calls)
+    for number, message in enumerate(messages, start=first_number):
+        chat = chat_message(number, message)
+        try:
+            if chat.role == "tool":
+                answers.add(message, chat)
+                continue
+            read += answers.take()
+        except ValueError as error:
+            raise ValueError(f"{describe_message(number, message)}: {error}") from None
+
+        read.append(chat)
+        if chat.role == "assistant":
+            answers = _Answers(_open_calls(message))
+    read += answers.take()
+    open_calls.clear()
+    _check_end(read)
+    return read
+
+
+class _Answers:
+    """The answers to the calls of one turn."""
+
+    def __init__(self, calls: Sequence[OpenCall]) -> None:
+        self._calls = list(calls)
+        self._open = list(calls)
+        self._answers: list[tuple[int, ChatMessage]] = []
+        """Each with the place of its call."""
+
+    def add(self, message: dict[str, Any], answer: ChatMessage) -> None:
+        """Add an answer. Raises ValueError if it belongs to none of the calls."""
+        call = answered_call(self._open, message.get("tool_call_id"), message.get("name"))
+        self._open.remove(call)
+        self._answers.append((self._calls.index(call), answer))
+
+    def take(self) -> list[ChatMessage]:
+        """Return the answers in the order of their calls. Raises ValueError if one is missing."""
+        if self._open:
+            call = self._open[0]
+            named = "" if call.call_id is None else f" ({call.call_id})"
+            raise ValueError(
+                f"the call of {call.recipient}{named} has no answer, and ChatML tells answers apart by "
+                "their order"
+            )
+        answers, self._answers = self._answers, []
+        return [answer for _, answer in sorted(answers, key=lambda entry: entry[0])]
+
+
+def _open_calls(message: dict[str, Any]) -> list[OpenCall]:
+    """Return the calls of a message of the assistant that was read before."""
+    calls = message.get("tool_calls") or []
+    return [
+        OpenCall(
+            call.get("id"), f"functions.{(call.get('function') or call)['name']}", "commentary"
+        )
+        for call in calls
+    ]
+
+
+def _check_end(messages: Sequence[ChatMessage]) -> None:
+    """Raise ValueError if it is not the assistant's turn that comes next."""
+    if messages and messages[-1].role == "assistant":
         raise ValueError(
             "the prompt ends with a message of the assistant, whose turn comes next; "
             "end it with a message of the user or a tool"
         )
-    return read
 
 
 def chat_message(number: int, message: Any) -> ChatMessage:

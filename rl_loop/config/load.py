@@ -128,7 +128,7 @@ def _kind_of(command: str) -> type[RunConfig]:
 def load_served_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
     """Read what ``gptoss serve`` is given, as ``load_config`` does: a configuration of ``gptoss rl``
     or ``sft``, the directory of a run, or a Hugging Face directory, whose model is served with the
-    settings of the released models.
+    default settings of its family.
 
     ``initial_weights`` of a directory is where its weights are. Raises ConfigError."""
     if path.is_file() or not path.exists():
@@ -170,7 +170,7 @@ def _config_of_model(path: Path, overrides: list[str]) -> RunConfig:
         model = read_hf_config(path)
     except (ValueError, OSError) as error:
         raise ConfigError(f"{path}: {error}") from None
-    if model.vocab_size != RELEASED_VOCABULARY:
+    if model.default_vocabulary == "gptoss" and model.vocab_size != RELEASED_VOCABULARY:
         raise ConfigError(
             f"{path}: its model has {model.vocab_size} token ids, and only the configuration of the "
             "run that trained it knows which: give that run's directory or configuration, with "

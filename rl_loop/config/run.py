@@ -78,9 +78,9 @@ class RunConfig(StrictModel):
     """Precision of parameters and activations."""
     vocabulary: Literal["gptoss", "tokenizer", "tiny"] = "gptoss"
     """``gptoss``: the 201,088 token ids of the released models. ``tokenizer``: those of the
-    tokenizer that a dense model comes with. ``tiny``: the tokens of the released models that
-    generated tasks and their demonstrations need, and the special tokens of the chat format; for
-    models of a laptop."""
+    tokenizer that a dense model comes with, for which it is the default. ``tiny``: the tokens of the
+    released models that generated tasks and their demonstrations need, and the special tokens of the
+    chat format; for models of a laptop."""
     tokenizer: Path | None = None
     """Where vocabulary ``tokenizer`` is: a directory with tokenizer.json, or a run with an export.
     null: in ``initial_weights``."""
@@ -127,6 +127,12 @@ class RunConfig(StrictModel):
             quantization=self.quantization,
             longest_sequence=longest,
         )
+
+    @model_validator(mode="after")
+    def _choose_vocabulary(self) -> Self:
+        if "vocabulary" not in self.model_fields_set:
+            self.vocabulary = self.model.default_vocabulary
+        return self
 
     @model_validator(mode="after")
     def _check_layout(self) -> Self:

@@ -32,7 +32,7 @@ class FinishReason(StrEnum):
     TIMEOUT = "timeout"
     """The wall-clock time of the episode ran out."""
     FORMAT_ERROR = "format_error"
-    """The sampled tokens are not a legal Harmony message."""
+    """The sampled tokens are no legal turn of the chat format."""
     ABORT = "abort"
     """The caller stopped it; partial tokens are kept."""
 
@@ -104,7 +104,7 @@ class Trajectory:
     tool_errors: int = 0
     format_error: str | None = None
     """Which kind of illegal message ended the episode, see
-    ``rl_loop.harmony.codec.FormatError``."""
+    ``rl_loop.chat.messages.FormatError``."""
     excluded: bool = False
     """Not to be trained on: a limit cut it short, and the configuration masks such episodes."""
     grafted: list[tuple[int, int]] = field(default_factory=list)

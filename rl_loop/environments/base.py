@@ -105,7 +105,7 @@ class RewardConfig(BaseModel):
     wrong: float = -1.0
     """Reward of score 0, and of an episode without an answer."""
     format_error: float = -1.0
-    """The sampled tokens are not a legal Harmony message, or call a tool that does not exist. Harm
+    """The sampled tokens are no legal turn, or call a tool that does not exist. Harm
     done before, which is a score below 0, is subtracted."""
     tool_use: bool = False
     """ReTool only: a wrong episode that called tools earns up to 0.4 more, 0.1 for every two
@@ -339,7 +339,7 @@ class Environment:
         return self.finished(0.0)
 
     def illegal(self, kind: str) -> StepResult:
-        """Score an episode that ended with an illegal Harmony message or an unknown tool.
+        """Score an episode that ended with an illegal turn or an unknown tool.
 
         It earns a format error's reward, less the harm done before, which such an end must not
         undo. It has all the reward parts of an unfinished episode, since GDPO compares episodes

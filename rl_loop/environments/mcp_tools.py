@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
+from rl_loop.chat.tools import Tool
 from rl_loop.environments.base import (
     EnvironmentOptions,
     Execute,
@@ -34,7 +35,6 @@ from rl_loop.environments.row_tasks import (
 from rl_loop.environments.tool_servers.config import ToolServerConfig
 from rl_loop.environments.tool_servers.connection import ToolAnswer
 from rl_loop.environments.tool_servers.toolbox import ToolBox, offered_without_episode
-from rl_loop.harmony.codec import Tool
 from rl_loop.infrastructure import InfrastructureFailure
 
 

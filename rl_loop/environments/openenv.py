@@ -15,6 +15,7 @@ import aiohttp
 from pydantic import Field, field_validator
 
 from rl_loop.chat.cut_text import cut_text
+from rl_loop.chat.tools import Tool
 from rl_loop.environments.base import (
     EnvironmentOptions,
     Execute,
@@ -31,7 +32,6 @@ from rl_loop.environments.replayed import ReplayedEnvironment, ReplayedOptions
 from rl_loop.environments.row_tasks import row_task
 from rl_loop.environments.tool_servers.content import text_of
 from rl_loop.environments.tool_servers.schemas import described_tool
-from rl_loop.harmony.codec import Tool
 from rl_loop.infrastructure import InfrastructureFailure, describe
 
 NUMBER = "{number}"

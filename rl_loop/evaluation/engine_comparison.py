@@ -64,10 +64,10 @@ def engine_report(
     groups = rollouts.run(held_out_requests(tasks, temperature, with_routes=True))
     samples = to_samples(groups, algorithm, version=0)
     # First with the experts that the trainer chooses: what a run without replay would see.
-    table = gap_table(samples, trainer.score(samples.without_routes()), tasks.harmony)
+    table = gap_table(samples, trainer.score(samples.without_routes()), tasks.codec)
     lines += ["", "|d log p|, the trainer routes freely", *table]
     if samples.routed_experts is not None:
-        table = gap_table(samples, trainer.score(samples), tasks.harmony)
+        table = gap_table(samples, trainer.score(samples), tasks.codec)
         lines += ["", "|d log p|, the trainer takes the engine's routes", *table]
 
     if algorithm.routing_replay == "R3":

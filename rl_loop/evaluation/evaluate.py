@@ -92,7 +92,7 @@ async def run_at_endpoint(
 
     Raises EndpointError if it cannot be used."""
     engine = CompletionsEngine(url, evaluation.endpoint_model, evaluation.concurrency)
-    runs_episodes = worker_class(worker_settings.harmony.tasks)
+    runs_episodes = worker_class(worker_settings.codec.tasks)
     worker = runs_episodes(worker_settings, lambda: engine, torch.get_num_threads())
     rollout = worker_settings.rollout
     breaker = InfrastructureBreaker(rollout.max_invalid_share, rollout.max_invalid_streak)

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rl_loop.chat.codec import ChatCodec
+from rl_loop.chat.messages import FormatError, ParsedMessage
+from rl_loop.chat.tools import Tool
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.engines.protocol import GenerateResult
-from rl_loop.harmony.codec import FormatError, Harmony, ParsedMessage, Tool
-from rl_loop.harmony.vocabulary import special_id
 
 FUNCTIONS = "functions."
 """How the recipients of function calls begin."""
@@ -66,13 +67,13 @@ class ReadTurn:
     on; None if it cannot, because the turn was cut off inside a header or a call."""
 
 
-def read_turn(harmony: Harmony, sampled: GenerateResult, tools: Sequence[Tool]) -> ReadTurn:
+def read_turn(codec: ChatCodec, sampled: GenerateResult, tools: Sequence[Tool]) -> ReadTurn:
     """Parse a sampled turn. ``tools``: those that the client offered."""
     ids = sampled.output_ids
     if sampled.finish_reason is not FinishReason.STOP:
-        return _read_cut_turn(harmony, ids)
+        return _read_cut_turn(codec, ids)
 
-    messages = harmony.parse(ids)
+    messages = codec.parse_for_client(ids)
     if isinstance(messages, FormatError):
         return ReadTurn(Answer(), format_error=messages.kind)
 
@@ -84,17 +85,13 @@ def read_turn(harmony: Harmony, sampled: GenerateResult, tools: Sequence[Tool]) 
     return ReadTurn(_answer_of(messages))
 
 
-def _read_cut_turn(harmony: Harmony, ids: Sequence[int]) -> ReadTurn:
+def _read_cut_turn(codec: ChatCodec, ids: Sequence[int]) -> ReadTurn:
     """Read a turn that a limit cut off; it is no format error, whatever is in it."""
-    [end_of_message, end_of_turn] = harmony.vocabulary.from_harmony(
-        [special_id("<|end|>"), special_id("<|return|>")]
-    )
-
     # Were it to end here, would it be legal? Not inside a header, and not inside a call.
-    messages = harmony.parse([*ids, end_of_turn])
+    messages = codec.parse_for_client([*ids, codec.answer_end])
     if isinstance(messages, FormatError):
         return ReadTurn(Answer(), closing=None)
-    return ReadTurn(_answer_of(messages), closing=(end_of_message,))
+    return ReadTurn(_answer_of(messages), closing=(codec.message_end,))
 
 
 def _answer_of(messages: Sequence[ParsedMessage]) -> Answer:

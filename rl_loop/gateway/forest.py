@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from rl_loop.chat.open_calls import OpenCall
 from rl_loop.data.trajectory import FinishReason, Trajectory
 from rl_loop.engines.protocol import GenerateResult
 from rl_loop.gateway.answer import Answer
 from rl_loop.gateway.errors import ApiError
 from rl_loop.gateway.request import TurnRequest, extended_key
-from rl_loop.harmony.conversation import OpenCall
 from rl_loop.rollout.episode_draft import EpisodeDraft
 
 

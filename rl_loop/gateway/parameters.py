@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from rl_loop.chat.codec import Effort
+from rl_loop.chat.tools import Tool
 from rl_loop.gateway.errors import ApiError, invalid_request
-from rl_loop.harmony.codec import Tool
-from rl_loop.harmony.prompt_config import Effort
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of content that are text."""
@@ -22,7 +22,7 @@ EFFORTS: dict[str, Effort | None] = {
     "medium": "medium",
     "high": "high",
 }
-"""What a client may ask for, as Harmony knows it."""
+"""What a client may ask for, as chat formats know it."""
 
 
 class SamplingParameters(BaseModel):

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from rl_loop.harmony.codec import Tool
-from rl_loop.harmony.prompt_config import Effort
+from rl_loop.chat.codec import Effort
+from rl_loop.chat.tools import Tool
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from megatron_gptoss.user_error import UserError
+from rl_loop.chat.codec import ChatCodec
 from rl_loop.config.episode import EpisodeLimits
 from rl_loop.engines.protocol import (
     ModelShape,
@@ -19,7 +20,6 @@ from rl_loop.engines.protocol import (
 )
 from rl_loop.gateway.server import LOOPBACK, Gateway, GatewaySettings
 from rl_loop.gateway.session import SessionSettings
-from rl_loop.harmony.codec import Harmony
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,7 @@ class ServeOptions:
     port: int = 8000
     api_keys: tuple[str, ...] = ()
     """Each has conversations of its own; none for one key that is made up."""
-    model: str = "gpt-oss"
+    model: str = "policy"
     """Name of the model in answers."""
     max_tokens: int | None = None
     """Of a conversation; None for as many as the model has positions."""
@@ -94,7 +94,7 @@ def served_settings(options: ServeOptions, positions: int) -> GatewaySettings:
 
 async def serve(
     engine: RolloutEngine,
-    harmony: Harmony,
+    codec: ChatCodec,
     shape: ModelShape,
     settings: GatewaySettings,
     api_keys: Sequence[str],
@@ -104,7 +104,7 @@ async def serve(
 
     ``on_start`` is called with the base URL and the API keys. Raises ServeError if the address
     cannot be listened on."""
-    gateway = Gateway(engine, harmony, shape, settings)
+    gateway = Gateway(engine, codec, shape, settings)
     try:
         await gateway.start()
     except OSError as error:

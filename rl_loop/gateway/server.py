@@ -11,16 +11,15 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
+from rl_loop.chat.codec import ChatCodec
 from rl_loop.engines.protocol import ModelShape, RolloutEngine
 from rl_loop.gateway.chat import ChatCall
 from rl_loop.gateway.errors import ApiError, ErrorCode
 from rl_loop.gateway.forest import Node
-from rl_loop.gateway.openings import Openings
 from rl_loop.gateway.request import TurnRequest
 from rl_loop.gateway.responses import ResponsesCall
 from rl_loop.gateway.reward import read_reward
 from rl_loop.gateway.session import Session, SessionSettings, Usage
-from rl_loop.harmony.codec import Harmony
 from rl_loop.infrastructure import describe
 
 LOOPBACK = "127.0.0.1"
@@ -52,7 +51,7 @@ class GatewaySettings:
     """Where a gateway listens and what it says of itself."""
 
     session: SessionSettings
-    model: str = "gpt-oss"
+    model: str = "policy"
     """Name of the policy in answers and in ``/v1/models``."""
     host: str = LOOPBACK
     """Address to listen on. Keys travel unencrypted: another one belongs behind a proxy, or into
@@ -67,16 +66,15 @@ class Gateway:
     def __init__(
         self,
         engine: RolloutEngine,
-        harmony: Harmony,
+        codec: ChatCodec,
         shape: ModelShape,
         settings: GatewaySettings,
     ) -> None:
         """``shape``: what the engine's answers are checked against."""
         self._engine = engine
-        self._harmony = harmony
+        self._codec = codec
         self._shape = shape
         self._settings = settings
-        self._openings = Openings(harmony)
         self._sessions: dict[str, Session] = {}
         """By API key."""
         self._runner: web.AppRunner | None = None
@@ -98,11 +96,10 @@ class Gateway:
         session = Session(
             name,
             self._engine,
-            self._harmony,
+            self._codec,
             self._shape,
             settings or self._settings.session,
             api_key,
-            self._openings,
         )
         if session.api_key in self._sessions:
             raise ValueError(f"session {name}: its API key belongs to another session already")

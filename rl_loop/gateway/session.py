@@ -11,18 +11,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from rl_loop.chat.codec import ChatCodec
+from rl_loop.chat.open_calls import OpenCall
 from rl_loop.config.episode import EpisodeLimits
 from rl_loop.data.trajectory import FinishReason, InvalidReason, Trajectory
 from rl_loop.engines.protocol import GenerateResult, ModelShape, RolloutEngine, SamplingParams
 from rl_loop.gateway.answer import ReadTurn, read_turn
 from rl_loop.gateway.errors import ApiError, ErrorCode
 from rl_loop.gateway.forest import Forest, Node, Place, new_routes, next_key, without_routes
-from rl_loop.gateway.history import History
-from rl_loop.gateway.openings import Openings
 from rl_loop.gateway.request import TurnRequest
 from rl_loop.gateway.reward import GivenReward
-from rl_loop.harmony.codec import Harmony
-from rl_loop.harmony.conversation import OpenCall
 from rl_loop.infrastructure import InfrastructureFailure
 from rl_loop.off_loop import off_loop
 from rl_loop.rollout.agent import Room
@@ -45,7 +43,7 @@ class SessionSettings:
     """Temperature, top-p and the limit of one turn."""
     history: Literal["append", "harmony"] = "append"
     """What stands before a turn that follows a final answer: every token so far, or what the
-    format keeps of them (``History.without_finished_analysis``), which begins another sequence."""
+    format keeps of them (``ChatCodec.without_finished_analysis``), which begins another sequence."""
     clients_choose_sampling: bool = False
     """Whether a request's temperature and top-p count. Where the policy is trained they do not:
     the trainer computes its log-probs at the temperature of the run."""
@@ -111,14 +109,12 @@ class Session:
         self,
         name: str,
         engine: RolloutEngine,
-        harmony: Harmony,
+        codec: ChatCodec,
         shape: ModelShape,
         settings: SessionSettings,
         api_key: str | None = None,
-        openings: Openings | None = None,
     ) -> None:
-        """``name``: unique; with the number of a turn it seeds what is sampled. ``openings``: those
-        of all sessions of a gateway."""
+        """``name``: unique; with the number of a turn it seeds what is sampled."""
         self.name = name
         self.api_key = api_key or f"sk-{secrets.token_urlsafe(24)}"
         self.forest = Forest(settings.remembered_turns)
@@ -131,11 +127,9 @@ class Session:
         """Tokens that the engine computed again because turns were interrupted."""
 
         self._engine = engine
-        self._harmony = harmony
+        self._codec = codec
         self._shape = shape
         self._settings = settings
-        self._openings = openings or Openings(harmony)
-        self._history = History(harmony)
         self._rewards: dict[str | None, dict[str, float]] = {}
         """By the response that earned it, None for the session as a whole."""
         self.clock.start()
@@ -191,7 +185,7 @@ class Session:
             prompt_tokens=len(node.token_ids()) - len(sampled.output_ids),
             cached_tokens=sampled.cached_tokens,
             sampled_tokens=len(sampled.output_ids),
-            reasoning_tokens=self._history.reasoning_tokens(sampled.output_ids),
+            reasoning_tokens=self._codec.reasoning_tokens(sampled.output_ids),
         )
 
     def add_reward(self, reward: GivenReward) -> None:
@@ -221,7 +215,7 @@ class Session:
 
     def trajectories(self, task_id: str) -> list[tuple[Node, Trajectory]]:
         """Return what was captured: see ``Forest.trajectories``."""
-        return self.forest.trajectories(task_id, self._harmony.decode)
+        return self.forest.trajectories(task_id, self._codec.decode)
 
     async def close(self) -> None:
         """Stop what is being sampled, and take no more requests."""
@@ -264,6 +258,7 @@ class Session:
 
     async def _sample_turn(self, request: TurnRequest, response_id: str, number: int) -> Node:
         self.was_too_long = False
+        self._check_effort(request)
         place = self.forest.find(request)
         self._check_size(request, place)
         # A thread costs as much as tokenizing a page: short texts are done here.
@@ -284,9 +279,9 @@ class Session:
             raise self._out_of_time()
 
         if len(sampled.output_ids) <= SHORT_TOKENS:
-            turn = read_turn(self._harmony, sampled, request.tools)
+            turn = read_turn(self._codec, sampled, request.tools)
         else:
-            turn = await off_loop(read_turn, self._harmony, sampled, request.tools)
+            turn = await off_loop(read_turn, self._codec, sampled, request.tools)
         node = self._node(request, response_id, place, prompt, sampled, turn, room)
         self._sampled_tokens += len(sampled.output_ids)
         # A turn beside this one may have ended the session meanwhile.
@@ -345,7 +340,7 @@ class Session:
         )
 
     def _sampler(self, request: TurnRequest) -> TurnSampler:
-        sampling = replace(self._settings.sampling, stop_token_ids=self._harmony.stop_token_ids)
+        sampling = replace(self._settings.sampling, stop_token_ids=self._codec.stop_token_ids)
         if self._settings.clients_choose_sampling:
             if request.temperature is not None:
                 sampling = replace(sampling, temperature=request.temperature)
@@ -368,11 +363,18 @@ class Session:
         try:
             if place.parent is None:
                 open_calls: list[OpenCall] = []
-                return _Prompt(None, self._render_beginning(request, place, open_calls), open_calls)
+                ids = self._codec.render_conversation(
+                    place.new_messages,
+                    request.tools,
+                    open_calls,
+                    reasoning_effort=request.reasoning_effort,
+                    keys=place.keys,
+                )
+                return _Prompt(None, ids, open_calls)
 
             parent = place.parent
             open_calls = list(parent.open_calls)
-            new_ids = self._harmony.render_continuation(
+            new_ids = self._codec.render_continuation(
                 place.new_messages, open_calls, place.first_number
             )
         except ValueError as error:
@@ -381,27 +383,11 @@ class Session:
         new_ids = [*(parent.closing or ()), *new_ids]
         if self._settings.history == "harmony":
             before = parent.token_ids()
-            kept = self._history.without_finished_analysis(before)
+            kept = self._codec.without_finished_analysis(before)
             if kept != before:
                 # Other tokens stand before what comes next: the sequence ends here.
                 return _Prompt(None, kept + new_ids, open_calls)
         return _Prompt(parent, new_ids, open_calls)
-
-    def _render_beginning(
-        self, request: TurnRequest, place: Place, open_calls: list[OpenCall]
-    ) -> list[int]:
-        """Render a conversation of which nothing is stored."""
-        # What developers say first stands before the description of tools; all else is rendered
-        # as it would be in a conversation that goes on.
-        messages = place.new_messages
-        first = 0
-        while first < len(messages) and messages[first]["role"] == "developer":
-            first += 1
-
-        head = self._openings.render(
-            place.keys[first], messages[:first], request.tools, request.reasoning_effort
-        )
-        return [*head, *self._harmony.render_continuation(messages[first:], open_calls, first)]
 
     # ---- its limits
 
@@ -410,6 +396,16 @@ class Session:
             raise self.end.as_error()
         if self.clock.is_over:
             raise self._out_of_time()
+
+    def _check_effort(self, request: TurnRequest) -> None:
+        """Raise ApiError for a reasoning effort that no prompt of this model can say."""
+        if request.reasoning_effort is not None and not self._codec.knows_reasoning_effort:
+            raise ApiError(
+                400,
+                "unsupported_parameter",
+                "the chat format of this model has no reasoning effort",
+                parameter="reasoning_effort",
+            )
 
     def _check_size(self, request: TurnRequest, place: Place) -> None:
         """Raise ApiError for a text that is surely too long, before it is tokenized."""

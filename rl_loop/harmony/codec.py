@@ -22,20 +22,22 @@ from openai_harmony import (
     SystemContent,
 )
 
-from rl_loop.chat.codec import without_surrogates
+from rl_loop.chat.codec import Effort, without_surrogates
 from rl_loop.chat.messages import FormatError, ParsedMessage, ToolOutput
+from rl_loop.chat.open_calls import OpenCall
 from rl_loop.chat.tools import BuiltinTool, PythonTool, Tool, check_names
 from rl_loop.harmony import chat_template
 from rl_loop.harmony.conversation import (
     CHANNELS,
     CONSTRAIN,
-    OpenCall,
     prompt_messages,
     tool_message,
     user_message,
     without_finished_analysis,
 )
-from rl_loop.harmony.prompt_config import Effort, PromptConfig
+from rl_loop.harmony.history import History
+from rl_loop.harmony.openings import Openings
+from rl_loop.harmony.prompt_config import PromptConfig
 from rl_loop.harmony.tool_descriptions import described_builtin, described_function
 from rl_loop.harmony.turn_headers import split_headers, split_texts
 from rl_loop.harmony.vocabulary import Vocabulary, harmony_encoding, special_id
@@ -59,7 +61,9 @@ LONGEST_FRAME = 128
 
 
 class Harmony:
-    """Renders and parses for one vocabulary."""
+    """Renders and parses for one vocabulary. Implements ``rl_loop.chat.codec.ChatCodec``."""
+
+    knows_reasoning_effort = True
 
     def __init__(
         self,
@@ -78,6 +82,10 @@ class Harmony:
         # A prompt ends inside the assistant's header, which the policy goes on to write.
         header = harmony_encoding().encode("<|start|>assistant", allowed_special="all")
         self.assistant_header = vocabulary.from_harmony(header)
+        [self.answer_end] = self._special("<|return|>")
+        [self.message_end] = self._special("<|end|>")
+        self._history = History(vocabulary)
+        self._openings = Openings(self)
 
     # ---- rendering
 
@@ -191,6 +199,26 @@ class Harmony:
         for message in without_finished_analysis(rendered):
             ids += self.render_message(message)
         return ids + self.assistant_header
+
+    def render_conversation(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[Tool],
+        open_calls: list[OpenCall],
+        *,
+        reasoning_effort: Effort | None = None,
+        keys: Sequence[bytes] = (),
+    ) -> list[int]:
+        """Render a client's conversation of which nothing is stored: see ``ChatCodec``."""
+        # What developers say first stands before the description of tools; all else is rendered
+        # as it would be in a conversation that goes on.
+        first = 0
+        while first < len(messages) and messages[first]["role"] == "developer":
+            first += 1
+
+        key = keys[first] if keys else None
+        head = self._openings.render(key, messages[:first], tools, reasoning_effort)
+        return [*head, *self.render_continuation(messages[first:], open_calls, first)]
 
     def render_observation(
         self,
@@ -346,6 +374,18 @@ class Harmony:
             ParsedMessage(message.channel, message.recipient, message.content_type, text)
             for message, text in zip(messages, decoded, strict=True)
         ]
+
+    def parse_for_client(self, ids: Sequence[int]) -> list[ParsedMessage] | FormatError:
+        """Parse a turn as ``parse`` does: channels say what is whose."""
+        return self.parse(ids)
+
+    def without_finished_analysis(self, ids: Sequence[int]) -> list[int]:
+        """Leave out the analysis that led to earlier answers: see ``History``."""
+        return self._history.without_finished_analysis(ids)
+
+    def reasoning_tokens(self, sampled: Sequence[int]) -> int:
+        """Count the tokens of a sampled turn that are analysis, their headers included."""
+        return self._history.reasoning_tokens(sampled)
 
     def split_at_calls(
         self, ids: Sequence[int], messages: Sequence[ParsedMessage]

@@ -25,6 +25,8 @@ from typing import Any
 
 from openai_harmony import Author, DeveloperContent, Message, Role, TextContent
 
+from rl_loop.chat.open_calls import OpenCall, answered_call
+
 CHANNELS = ("analysis", "commentary", "final")
 CONSTRAIN = "<|constrain|>"
 
@@ -39,15 +41,6 @@ ALLOWED_KEYS = {
 # What a header can carry: it is read by splitting it at spaces, and "<" begins a special token.
 HEADER_WORD = re.compile(r"[^\s<>|]+")
 CONTENT_TYPE = re.compile(r"(<\|constrain\|> ?)?[^\s<>|]+")
-
-
-@dataclass
-class OpenCall:
-    """A call of the assistant that no tool has answered yet."""
-
-    call_id: str | None
-    recipient: str
-    channel: str
 
 
 class MessageTranslator:
@@ -294,37 +287,13 @@ def _function_call(tool_call: Any) -> _FunctionCall:
 
 def _tool_answer(message: dict[str, Any], open_calls: list[OpenCall]) -> Message:
     """Turn a tool's answer into a message, and close the call that it answers."""
-    call = _answered_call(message, open_calls)
+    name = _header_word(message, "name")
+    call = answered_call(open_calls, message.get("tool_call_id"), name)
     open_calls.remove(call)
     channel = message.get("channel") or call.channel
     _check_channel(channel)
     recipient = _header_word(message, "recipient") or "assistant"
     return tool_message(call.recipient, channel, _content(message), recipient)
-
-
-def _answered_call(message: dict[str, Any], open_calls: list[OpenCall]) -> OpenCall:
-    call_id = message.get("tool_call_id")
-    name = _header_word(message, "name")
-    candidates = open_calls
-    if call_id is not None:
-        candidates = [call for call in candidates if call.call_id == call_id]
-    if name is not None:
-        candidates = [call for call in candidates if call.recipient in (name, f"functions.{name}")]
-
-    if not candidates:
-        description = "open call"
-        if name:
-            description += f" of {name}"
-        if call_id is not None:
-            description += f" with id {call_id!r}"
-        raise ValueError(f"no {description} precedes this answer")
-
-    # Several calls of one function without ids are answered in their order.
-    if call_id is None and len({call.recipient for call in candidates}) > 1:
-        raise ValueError(
-            "several calls are open: say by name or tool_call_id which one this answers"
-        )
-    return candidates[0]
 
 
 def _check_channel(channel: Any) -> None:

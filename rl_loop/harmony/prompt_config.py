@@ -5,8 +5,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
+from rl_loop.chat.codec import Effort
+
 Channel = Literal["analysis", "commentary", "final"]
-Effort = Literal["low", "medium", "high"]
 
 
 class PromptConfig(BaseModel):

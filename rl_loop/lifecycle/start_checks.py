@@ -96,18 +96,12 @@ def check_chat_format(config: RunConfig) -> None:
 
 
 def _check_chatml(config: RunConfig, family: str) -> None:
-    """Raise CannotStart for what only Harmony can say, or is built for it alone."""
+    """Raise CannotStart for what only Harmony can say."""
     if isinstance(config, SftConfig) and config.demonstrations.history == "harmony":
         raise CannotStart(
             f"demonstrations.history harmony is GPT-OSS's: a {family} model sees earlier turns as they were "
             "sampled, which is history append"
         )
-    for name, source in config.tasks.sources.items():
-        if environment_class(source.environment).IS_PLAYED_BY_PROGRAM:
-            raise CannotStart(
-                f"tasks.sources.{name}: agents that are programs talk to a gateway, which speaks Harmony and not "
-                f"what {family} speaks"
-            )
 
 
 def check_what_an_evaluation_needs(config: RlConfig, weights: Path | None, output: Path) -> None:
@@ -144,11 +138,6 @@ def check_what_a_server_needs(config: RunConfig, weights: Path | None) -> None:
     """Raise as ``check_what_a_run_needs`` does, for ``gptoss serve``.
 
     ``weights`` replace those of the configuration."""
-    if CHAT_FORMATS[type(config.model)] != "harmony":
-        raise CannotStart(
-            f"model.model_type {config.model.model_type}: gptoss serve speaks Harmony only; a server such as SGLang "
-            "serves the export of this model"
-        )
     check_chat_format(config)
     if weights is not None:
         check_weights("--weights", weights, config.model)

@@ -36,7 +36,7 @@ class WorkerSettings:
     """Limits and sampling."""
     model: ModelConfig
     """The policy's shape, which engines' answers are checked against."""
-    harmony: CodecSettings
+    codec: CodecSettings
     """How episodes are rendered and parsed."""
     reward: RewardConfig
     """What an episode earns."""
@@ -53,7 +53,7 @@ class RolloutWorker:
         """``threads``: of torch in this process."""
         torch.set_num_threads(threads)
         self.settings = settings
-        self.harmony = codec_of(settings.harmony)
+        self.codec = codec_of(settings.codec)
         self.engine = engine_factory()
         self.sandbox = PythonSandbox(settings.sandbox)
 
@@ -136,7 +136,7 @@ class RolloutWorker:
             task.task_id,
             make_environment(task, self._execute, self.settings.reward),
             self.engine,
-            self.harmony,
+            self.codec,
             rollout,
             SamplingParams(rollout.max_new_tokens_per_turn, temperature, rollout.top_p),
             seed=seed,

@@ -37,7 +37,7 @@ class TaskSource:
     Access is random, by position, so that a resumed run goes on where it was."""
 
     def __init__(
-        self, config: TaskConfig, harmony: ChatCodec, max_prompt_tokens: int | None = None
+        self, config: TaskConfig, codec: ChatCodec, max_prompt_tokens: int | None = None
     ) -> None:
         """Read and check the data of all sources. Raises TaskFileError for data that cannot be
         used.
@@ -45,7 +45,7 @@ class TaskSource:
         ``max_prompt_tokens``: tasks whose prompt is as long are left out; None where nothing is
         rolled out."""
         self.config = config
-        self.harmony = harmony
+        self.codec = codec
         self.sources: dict[str, Source] = {}
         for name, source_config in config.sources.items():
             self.sources[name] = Source(name, source_config, config)
@@ -87,13 +87,13 @@ class TaskSource:
     def prompt_ids(self, task: Task) -> list[int]:
         """Render the prompt of a task."""
         prompt = prompt_of(make_offline_environment(task))
-        return self.harmony.render_prompt(prompt.messages, prompt.tools, prompt.builtin_tools)
+        return self.codec.render_prompt(prompt.messages, prompt.tools, prompt.builtin_tools)
 
     def canary(self) -> list[int]:
         """Return a real text of the domain in tokens: the first held-out prompt and its answer."""
         task = self._held_out[0]
         answer = make_offline_environment(task).reference_answer()
-        return self.prompt_ids(task) + self.harmony.vocabulary.encode_text(answer)
+        return self.prompt_ids(task) + self.codec.vocabulary.encode_text(answer)
 
     def demonstrations(
         self, position: int, count: int, mixture: DemonstrationConfig
@@ -102,14 +102,14 @@ class TaskSource:
         samples: list[Sample] = []
         for i, task in enumerate(self.train(position, count), start=position):
             seed = f"{self.config.seed}/{i}"
-            for demonstration in demonstrations_of(task, self.harmony, mixture, seed):
+            for demonstration in demonstrations_of(task, self.codec, mixture, seed):
                 ids, mask = demonstration.token_ids, demonstration.loss_mask
                 samples.append(Sample(ids, mask, name=task.task_id))
         return TrainingSamples.join(samples)
 
     def _leave_out_unusable_prompts(self, max_tokens: int) -> None:
         """Leave out tasks whose prompt cannot be rendered or is too long, and say so."""
-        limit = PromptLimit(self.harmony, max_tokens)
+        limit = PromptLimit(self.codec, max_tokens)
 
         def is_usable(task: Task) -> bool:
             reason = _unusable_reason(task, limit)

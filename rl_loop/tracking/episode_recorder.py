@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Vocabulary(Protocol):
-    """Says what token ids mean: a ``rl_loop.harmony.vocabulary.Vocabulary``."""
+    """Says what token ids mean: a ``rl_loop.chat.codec.Vocabulary``."""
 
     size: int
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -13,6 +13,14 @@ from rl_loop.tracking.run_directory import RunDirectory, atomic_write_text, read
 
 KINDS = {"rl": "on-policy reinforcement learning", "sft": "supervised fine-tuning"}
 """What commands do, in words."""
+PARSERS = {
+    "harmony": (
+        "--reasoning-parser gpt-oss --tool-call-parser gpt-oss",
+        "--tool-call-parser openai",
+    ),
+    "chatml": ("--tool-call-parser qwen25", "--tool-call-parser hermes"),
+}
+"""With which options SGLang and vLLM parse a chat format."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +43,11 @@ class Training:
     """Conversations or Tasks."""
     data: dict[str, Any]
     """Where they are from: that part of the configuration, without defaults, as JSON."""
+    chat_format: Literal["harmony", "chatml"]
+    """What the model speaks."""
     has_released_vocabulary: bool
-    """Only its answers can be parsed by other servers."""
+    """Whether its token ids are those of a released model: only such answers can be parsed by other
+    servers."""
 
 
 def write_model_card(run: RunDirectory, training: Training) -> None:
@@ -70,11 +81,15 @@ def _header(training: Training) -> dict[str, Any]:
     header: dict[str, Any] = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["gpt-oss", "megatron-gptoss", training.command],
+        "tags": [_family(training), "megatron-gptoss", training.command],
     }
     if training.initial_weights is not None:
         header["base_model"] = str(training.initial_weights)
     return header
+
+
+def _family(training: Training) -> str:
+    return training.model.model_type.replace("_", "-")
 
 
 def _origin(training: Training) -> str:
@@ -86,7 +101,7 @@ def _origin(training: Training) -> str:
         what = f"Adapters of rank {training.adapter_rank} were trained and merged"
 
     made = (
-        f"GPT-OSS architecture, {training.model.num_parameters:,} parameters, made from {base} by "
+        f"Architecture {_family(training)}, {training.model.num_parameters:,} parameters, made from {base} by "
         f"{KINDS[training.command]} with megatron-gptoss {version('megatron-gptoss')}. {what}, in "
         f"{training.dtype}, seed {training.seed}."
     )
@@ -112,14 +127,14 @@ def _serving(training: Training, has_template: bool) -> str:
     ours = "With this project, from the directory of the run:\n\n```\ngptoss serve RUN\n```"
     if not training.has_released_vocabulary:
         return (
-            f"{ours}\n\nIts vocabulary is a small one of its own, which no other server's Harmony parser knows; "
+            f"{ours}\n\nIts vocabulary is a small one of its own, which no other server's parser knows; "
             "transformers loads model and tokenizer."
         )
 
+    sglang, vllm = PARSERS[training.chat_format]
     others = (
-        "```\npython -m sglang.launch_server --model-path DIRECTORY --reasoning-parser gpt-oss "
-        "--tool-call-parser gpt-oss\n"
-        "vllm serve DIRECTORY --tool-call-parser openai --enable-auto-tool-choice\n```"
+        f"```\npython -m sglang.launch_server --model-path DIRECTORY {sglang}\n"
+        f"vllm serve DIRECTORY {vllm} --enable-auto-tool-choice\n```"
     )
     missing = ""
     if not has_template:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import openai
 import pytest
-from transformers import GptOssConfig
+from transformers import GptOssConfig, Qwen2Config, Qwen2ForCausalLM
 
-from rl_loop.config.errors import ConfigError
+from rl_loop.chatml.vocabulary import tiny_vocabulary
+from rl_loop.config.errors import CannotStart, ConfigError
 from rl_loop.config.load import (
     dump_config,
     load_rl_config,
@@ -21,6 +22,7 @@ from rl_loop.config.load import (
     load_served_config,
 )
 from rl_loop.config.run import RlConfig
+from rl_loop.lifecycle.start_checks import check_what_a_server_needs
 from rl_loop.session import codec_settings
 from rl_loop.tasks.codec import codec_of
 from tests.launch.test_cli import gptoss
@@ -86,6 +88,50 @@ def test_a_checkpoint_is_served_until_the_process_is_asked_to_end(
         stranger = openai.OpenAI(base_url=base_url, api_key="guessed")
         with stranger, pytest.raises(openai.AuthenticationError):
             stranger.models.list()
+    finally:
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> Path:
+    """A Hugging Face directory of a dense model, its weights random, and its tokenizer."""
+    vocabulary = tiny_vocabulary(512, "Hello")
+    vocabulary.save(tmp_path)
+    architecture = load_rl_config(ROOT / "configs/rl/tiny_dense.yaml").model
+    Qwen2ForCausalLM(Qwen2Config(**architecture.to_hf_config())).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_dense_directory_has_its_own_vocabulary(dense: Path) -> None:
+    served = load_served_config(dense)
+    assert served.vocabulary == "tokenizer"
+    assert codec_settings(served).tokenizer == dense
+    check_what_a_server_needs(served, None)
+    # Whatever is said replaces what the family has.
+    with pytest.raises(CannotStart, match="vocabulary gptoss is not that of a qwen2 model"):
+        check_what_a_server_needs(load_served_config(dense, ["vocabulary=gptoss"]), None)
+
+
+@pytest.mark.slow
+def test_a_dense_directory_is_served_in_chatml(dense: Path) -> None:
+    process = serve(str(dense), "dtype=float32", "--port", "0")
+    assert process.stdout is not None
+    try:
+        first = process.stdout.readline()
+        assert first.startswith("serving qwen2 at http://127.0.0.1:"), process.communicate()[1]
+        base_url = first.split(" at ")[1].split(";")[0]
+        key = process.stdout.readline().removeprefix("API key: ").strip()
+        with openai.OpenAI(base_url=base_url, api_key=key) as client:
+            completion = client.chat.completions.create(
+                model="qwen2", messages=[{"role": "user", "content": "Hi"}], max_tokens=1
+            )
+        messages = [{"role": "user", "content": "Hi"}]
+        prompt = codec_of(codec_settings(load_served_config(dense))).render_prompt(messages)
+        assert completion.usage is not None
+        assert completion.usage.prompt_tokens == len(prompt)
+        assert completion.usage.completion_tokens == 1
     finally:
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=60)

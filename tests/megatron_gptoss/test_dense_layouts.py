@@ -124,21 +124,49 @@ def one_rank() -> dict[str, Any]:
 def test_every_layout_trains_as_one_process(
     name: str, layout: str, one_rank: dict[str, Any], two_ranks: list[dict[Any, Any]]
 ) -> None:
-    one = one_rank[name]
+    check_equals_one_process(one_rank[name], [rank[name, layout] for rank in two_ranks])
+
+
+def check_equals_one_process(one: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
     assert one["losses"][-1] < one["losses"][0] - 0.2
-    for rank in two_ranks:
-        assert rank[name, layout]["losses"] == pytest.approx(one["losses"], rel=1e-5)
-        assert rank[name, layout]["norms"] == pytest.approx(one["norms"], rel=2e-4)
+    for rank in ranks:
+        assert rank["losses"] == pytest.approx(one["losses"], rel=1e-5)
+        assert rank["norms"] == pytest.approx(one["norms"], rel=2e-4)
 
     for tensor, want in one["gradients"].items():
-        got = two_ranks[0][name, layout]["gradients"][tensor]
+        got = ranks[0]["gradients"][tensor]
         scale = want.abs().max().item()
         torch.testing.assert_close(got, want, atol=2e-3 * scale, rtol=0)
 
-    scores = {i: row for rank in two_ranks for i, row in rank[name, layout]["scores"].items()}
+    scores = {i: row for rank in ranks for i, row in rank["scores"].items()}
     assert scores.keys() == one["scores"].keys()
     for i, row in scores.items():
         assert row == pytest.approx(one["scores"][i], abs=2e-3)
+
+
+COMBINED: dict[str, dict[str, int]] = {
+    "tensor, pipeline, context": {"tensor": 2, "pipeline": 2, "context": 2},
+    "tensor, pipeline, data": {"tensor": 2, "pipeline": 2},
+    "tensor, context, data": {"tensor": 2, "context": 2},
+    "interleaved, context, data": {"pipeline": 2, "virtual_pipeline": 2, "context": 2},
+}
+"""On eight ranks: every pair of the four ways, and the three that cut a sample."""
+
+
+def train_combined_layouts(rank: int, ports: list[int]) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    return {
+        layout: train("qwen2, tied", ParallelConfig(world_size=8, **sizes), rank, port)
+        for (layout, sizes), port in zip(COMBINED.items(), ports, strict=True)
+    }
+
+
+@pytest.mark.slow
+def test_combined_layouts_train_as_one_process(one_rank: dict[str, Any]) -> None:
+    ports = [free_port() for _ in COMBINED]
+    eight_ranks = run_distributed(train_combined_layouts, 8, ports)
+    for layout in COMBINED:
+        check_equals_one_process(one_rank["qwen2, tied"], [rank[layout] for rank in eight_ranks])
 
 
 RESUMED = [

@@ -35,6 +35,7 @@ class GptOssModelConfig(ModelConfig):
     )  # fmt: skip
     quantizations: ClassVar[tuple[Quantization, ...]] = ("mxfp4",)
     hf_model_types: ClassVar[tuple[str, ...]] = ("gpt_oss",)
+    default_vocabulary = "gptoss"
 
     model_type: Literal["gpt_oss"] = "gpt_oss"
     """The family."""

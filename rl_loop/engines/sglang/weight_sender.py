@@ -263,7 +263,7 @@ def _check_names_and_shapes(
     for name, tensor in named:
         if name not in known:
             raise WeightMismatch(
-                f"tensor {name} is none of GPT-OSS with {config.num_layers} layers"
+                f"tensor {name} is none of a {config.model_type} model with {config.num_layers} layers"
             )
         expected = missing.pop(name, None)
         if expected is None:

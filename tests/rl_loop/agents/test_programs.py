@@ -19,6 +19,10 @@ from rl_loop.agents import episode as episode_module
 from rl_loop.agents import process as process_module
 from rl_loop.agents.episode import ProgramRunner
 from rl_loop.agents.process import AgentProcesses
+from rl_loop.chat.codec import ChatCodec
+from rl_loop.chatml.codec import ChatMl
+from rl_loop.chatml.prompt_config import ChatMlConfig
+from rl_loop.chatml.vocabulary import tiny_vocabulary
 from rl_loop.config.episode import EpisodeLimits
 from rl_loop.data.trajectory import FinishReason, Trajectory
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, ModelShape, SamplingParams
@@ -47,10 +51,10 @@ def calls(harmony: Harmony, name: str, **arguments: object) -> list[int]:
 
 @asynccontextmanager
 async def running(
-    harmony: Harmony, engine: Any, limits: EpisodeLimits = LIMITS
+    codec: ChatCodec, engine: Any, limits: EpisodeLimits = LIMITS
 ) -> AsyncIterator[ProgramRunner]:
     settings = GatewaySettings(SessionSettings(limits, SAMPLING))
-    gateway = Gateway(engine, harmony, ModelShape(harmony.vocabulary.size), settings)
+    gateway = Gateway(engine, codec, ModelShape(codec.vocabulary.size), settings)
     await gateway.start()
     processes = AgentProcesses()
     try:
@@ -75,14 +79,14 @@ async def play_task(
 
 
 def episode_of(
-    harmony: Harmony,
+    codec: ChatCodec,
     name: str,
     turns: Sequence[list[int]],
     limits: EpisodeLimits = LIMITS,
     **task: Any,
 ) -> Trajectory:
     async def run() -> Trajectory:
-        async with running(harmony, ScriptedEngine(turns), limits) as runner:
+        async with running(codec, ScriptedEngine(turns), limits) as runner:
             return await play(runner, name, **task)
 
     return asyncio.run(run())
@@ -133,6 +137,28 @@ def test_every_sampled_span_of_a_forest_is_trained_once_and_shares_the_reward(
     assert spoken[0] in tiny.decode(episode.branches[0].token_ids.tolist())
     assert {sequence.reward for sequence in episode.sequences} == {0.0}
     assert episode.episode_assistant_turns == 4
+
+
+@pytest.mark.parametrize("name", ["with_openai", "branching"])
+def test_a_program_plays_with_a_model_that_speaks_chatml(name: str) -> None:
+    codec = ChatMl(tiny_vocabulary(512, "Hello One Two Three"), ChatMlConfig(system=None))
+
+    def said(text: str) -> list[int]:
+        return codec.render_assistant([ParsedMessage("final", None, None, text)])
+
+    texts = ["Hello", "One", "Two", "Three"] if name == "branching" else ["Hello"]
+    episode = episode_of(codec, name, [said(text) for text in texts])
+    assert episode.invalid is None
+    assert episode.reward == (0.0 if name == "branching" else 1.0)
+    trained = [
+        codec.decode(sequence.token_ids[sequence.loss_mask].tolist())
+        for sequence in episode.sequences
+    ]
+    spoken = [codec.decode(said(text)) for text in texts]
+    if name == "branching":
+        assert trained == [spoken[0] + spoken[1], spoken[2], spoken[3]]
+    else:
+        assert trained == spoken
 
 
 def test_rewards_over_http_add_up_and_replace_what_was_said_of_the_same(tiny: Harmony) -> None:

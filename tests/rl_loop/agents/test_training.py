@@ -118,6 +118,28 @@ def test_episodes_that_were_begun_ahead_go_on_through_weight_syncs(tmp_path: Pat
     assert len(steps) == 4
 
 
+@pytest.mark.slow
+def test_an_agent_trains_a_dense_model_as_it_was_sampled(tmp_path: Path) -> None:
+    settings = config(
+        tmp_path,
+        "two_talks",
+        "model=tiny_dense",
+        "model.vocab_size=600",
+        "chatml.system=null",
+        "training.steps=2",
+    )
+    run_rl(settings, Quiet())
+    summary = json.loads((settings.directory / "summary.json").read_text())
+    assert summary["max_ratio_deviation"] == 0
+    assert summary["mean_logprob_gap"] < 1e-4
+    steps = [r for r in read_json_lines(settings.directory / "metrics.jsonl") if "reward" in r]
+    assert len(steps) == 2
+    assert all(step["grad_norm"] > 0 for step in steps)
+    # Two conversations in every episode, both trained on.
+    rows = [row for row in episodes_of(settings.directory) if row["split"] == "train"]
+    assert len(rows) > len({(row["step"], row["group"], row["sample"]) for row in rows})
+
+
 def test_a_broken_agent_ends_the_run_and_is_named(tmp_path: Path) -> None:
     with pytest.raises(InfrastructureOutage, match=rf"{PROGRAMS}:exiting: SystemExit: enough"):
         run_rl(config(tmp_path, "exiting", "rollout.max_invalid_streak=3"), Quiet())

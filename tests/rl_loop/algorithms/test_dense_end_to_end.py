@@ -18,7 +18,7 @@ from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.config.training import DemonstrationConfig
 from rl_loop.export import export_policy, greedy_agreement
-from rl_loop.lifecycle.start_checks import check_chat_format, check_what_a_server_needs
+from rl_loop.lifecycle.start_checks import check_chat_format
 from rl_loop.session import build_tasks, trainer_settings
 from rl_loop.tracking.run_directory import read_json_lines
 
@@ -70,12 +70,12 @@ def test_two_steps_of_supervised_fine_tuning_learn_what_a_policy_would_sample(
     for i in range(len(samples)):
         span = slice(samples.offsets[i], samples.offsets[i + 1])
         learned = samples.token_ids[span][samples.loss_mask[span]]
-        stops = np.flatnonzero(np.isin(learned, tasks.harmony.stop_token_ids)) + 1
+        stops = np.flatnonzero(np.isin(learned, tasks.codec.stop_token_ids)) + 1
         # Whole turns, each of which a policy could have sampled.
         *turns, rest = np.split(learned, stops)
         assert len(turns) > 0
         assert len(rest) == 0
-        assert all(isinstance(tasks.harmony.parse(turn.tolist()), list) for turn in turns)
+        assert all(isinstance(tasks.codec.parse(turn.tolist()), list) for turn in turns)
 
     trainer = local_trainer(trainer_settings(settings))
     try:
@@ -94,7 +94,7 @@ def test_every_step_of_rl_has_a_ratio_of_exactly_1_and_the_export_is_the_policy(
     settings = rl_config(tmp_path)
     with local_loop(settings, rollouts) as loop:
         loop.train()
-        codec = loop.tasks.harmony
+        codec = loop.tasks.codec
         assert isinstance(codec, ChatMl)
         export_policy(loop.trainer, codec, settings.model, tmp_path / "hf")
         agreement = greedy_agreement(
@@ -124,14 +124,14 @@ def test_every_step_of_rl_has_a_ratio_of_exactly_1_and_the_export_is_the_policy(
 
 def test_a_run_reads_the_tokenizer_of_an_export(tmp_path: Path) -> None:
     settings = sft_config(tmp_path)
-    codec = build_tasks(settings).harmony
+    codec = build_tasks(settings).codec
     (tmp_path / "run/export").mkdir(parents=True)
     codec.vocabulary.save(tmp_path / "run/export")
     overrides = ["vocabulary=tokenizer", f"tokenizer={tmp_path / 'run'}"]
     config = rl_config(tmp_path, *overrides)
     check_chat_format(config)
     text = [{"role": "user", "content": "Compute 1*2."}]
-    assert build_tasks(config).harmony.render_prompt(text) == codec.render_prompt(text)
+    assert build_tasks(config).codec.render_prompt(text) == codec.render_prompt(text)
 
 
 @pytest.mark.parametrize(
@@ -164,19 +164,15 @@ def test_what_only_harmony_can_say_is_refused_before_a_run_starts(tmp_path: Path
     )
     refused(rl_config(tmp_path, "vocabulary=tokenizer"), "initial_weights, which is null")
     refused(sft_config(tmp_path, "demonstrations.history=harmony"), "history harmony is GPT-OSS's")
-    (tmp_path / "tokenizer.json").write_text("{}")
-    refused(
-        rl_config(
-            tmp_path,
-            "vocabulary=tokenizer",
-            f"tokenizer={tmp_path}",
-            "tasks.sources={clerk: {environment: black_box, options: "
-            "{agent: 'examples.clerk_agent:run', tasks: 'examples.clerk_agent:tasks'}}}",
-        ),
-        "agents that are programs talk to a gateway",
-    )
 
     gpt_oss = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, ["vocabulary=tokenizer"])
     refused(gpt_oss, "GPT-OSS has gptoss, the released one, or tiny")
-    with pytest.raises(CannotStart, match="gptoss serve speaks Harmony only"):
-        check_what_a_server_needs(rl_config(tmp_path), None)
+
+
+def test_the_vocabulary_of_a_run_that_names_none_is_its_familys() -> None:
+    dense = load_config(CONFIGS / "rl/smollm2-135m_1x1.yaml", RlConfig).model_dump(mode="json")
+    del dense["vocabulary"]
+    assert RlConfig.model_validate(dense).vocabulary == "tokenizer"
+    gpt_oss = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig).model_dump(mode="json")
+    del gpt_oss["vocabulary"]
+    assert RlConfig.model_validate(gpt_oss).vocabulary == "gptoss"

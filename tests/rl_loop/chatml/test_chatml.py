@@ -17,8 +17,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rl_loop.chat.messages import FormatError, ParsedMessage, ToolOutput
+from rl_loop.chat.open_calls import OpenCall
 from rl_loop.chat.tools import BuiltinTool, PythonTool, Tool
 from rl_loop.chatml.codec import ChatMl
+from rl_loop.chatml.conversation import Call, ChatMessage
 from rl_loop.chatml.prompt_config import QWEN_SYSTEM, ChatMlConfig
 from rl_loop.chatml.vocabulary import (
     TINY_MARKUP,
@@ -302,6 +304,91 @@ def test_tools_that_chatml_cannot_tell_apart_are_refused() -> None:
         codec.render_prompt([USER], [Tool("python", "mine")])
     with pytest.raises(ValueError, match="'browser' is GPT-OSS's own"):
         codec.render_prompt([USER], [], [BuiltinTool("browser", "looks")])
+
+
+# ---- conversations of clients
+
+MINE = Tool("python", "Mine.", {"type": "object", "properties": {"code": {"type": "string"}}})
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_clients_conversation_is_the_templates_whole_or_continued(name: str) -> None:
+    codec = CODECS[name]
+    tools = (MINE, NOW)
+    calls = [
+        {"id": "a", "function": {"name": "python", "arguments": '{"code":"1+1"}'}},
+        {"id": "b", "function": {"name": "now", "arguments": "{}"}},
+    ]
+    turn = {"role": "assistant", "content": "So.", "tool_calls": calls}
+    # The second call is answered first.
+    answers = [
+        {"role": "tool", "tool_call_id": "b", "content": "noon"},
+        {"role": "tool", "tool_call_id": "a", "content": "2"},
+    ]
+    more = {"role": "user", "content": "Go on."}
+    parsed = [{"function": {"name": "python", "arguments": {"code": "1+1"}}}, calls[1]]
+    parsed[1] = {"function": {"name": "now", "arguments": {}}}
+    in_order = [USER, turn | {"tool_calls": parsed}, answers[1], answers[0], more]
+    expected = by_template(name, in_order, tools)
+
+    open_calls: list[OpenCall] = []
+    messages = [{"role": "developer", "content": "Be brief."}, USER, turn, *answers, more]
+    whole = codec.render_conversation(messages[1:], tools, open_calls)
+    assert (whole, open_calls) == (expected, [])
+    system = {"role": "system", "content": "Be brief."}
+    assert codec.render_conversation(messages, tools, []) == by_template(
+        name, [system, *in_order], tools
+    )
+
+    sampled = codec.render_turn(
+        ChatMessage("assistant", "So.", (Call("python", '{"code": "1+1"}'), Call("now", "{}")))
+    )
+    open_calls = [
+        OpenCall("a", "functions.python", "commentary"),
+        OpenCall("b", "functions.now", "commentary"),
+    ]
+    beginning = codec.render_conversation([USER], tools, [])
+    continued = codec.render_continuation([*answers, more], open_calls, 2)
+    assert (beginning + sampled + continued, open_calls) == (expected, [])
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([{"role": "user", "content": "x"}], r"message 2 .*functions\.f \(a\) has no answer"),
+        (
+            [{"role": "tool", "content": "x", "tool_call_id": "b"}],
+            r"functions\.f \(a\) has no answer",
+        ),
+        ([{"role": "tool", "content": "x", "tool_call_id": "c"}], "no open call with id 'c'"),
+        ([{"role": "tool", "content": "x", "name": "g"}], "no open call of g"),
+    ],
+)
+def test_answers_that_do_not_fit_the_calls_are_refused(
+    messages: list[dict[str, Any]], reason: str
+) -> None:
+    open_calls = [OpenCall(name, "functions.f", "commentary") for name in "ab"]
+    with pytest.raises(ValueError, match=reason):
+        CODECS["qwen"].render_continuation(messages, open_calls, 2)
+
+
+def test_half_of_a_surrogate_pair_of_a_client_is_refused(codec: ChatMl) -> None:
+    call = {"function": {"name": "now", "arguments": r'{"a": "\ud83d"}'}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    with pytest.raises(ValueError, match="half of a surrogate pair"):
+        codec.render_conversation([USER, turn, {"role": "tool", "content": "x"}], (), [])
+    with pytest.raises(ValueError, match="half of a surrogate pair"):
+        codec.render_conversation([USER], (Tool("now", "a\ud83d"),), [])
+
+
+def test_a_client_gets_every_call_as_a_function_and_text_before_it_as_text(codec: ChatMl) -> None:
+    turn = [think("So."), PROGRAM]
+    [text, call] = codec.parse_for_client(codec.render_assistant(turn))
+    assert text == ParsedMessage("commentary", None, None, "So.")
+    assert (call.recipient, json.loads(call.text)) == ("functions.python", {"code": PROGRAM.text})
+    answer = codec.render_assistant([final("Done.")])
+    assert codec.parse_for_client(answer) == codec.parse(answer)
+    assert codec.parse_for_client(answer[:-1]) == FormatError("structure")
 
 
 # ---- sampled turns

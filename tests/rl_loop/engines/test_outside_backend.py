@@ -129,7 +129,7 @@ def test_three_steps_with_a_backend_from_outside_the_project(outside: Path) -> N
         return load_config(CONFIG, RlConfig, [*RL, *options])
 
     # not a legal message, which is punished: the two kinds of episodes earn differently
-    script = [build_tasks(config([0])).harmony.stop_token_ids[0]]
+    script = [build_tasks(config([0])).codec.stop_token_ids[0]]
     run = run_rl(config(script), Quiet())
 
     steps = [record for record in read_json_lines(run / "metrics.jsonl") if "reward" in record]

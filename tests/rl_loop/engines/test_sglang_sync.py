@@ -153,7 +153,7 @@ def test_a_request_is_served_before_or_after_a_sync_and_its_spans_say_so(
     [
         (
             lambda w: w | {"model.layers.0.no_such.weight": torch.zeros(3)},
-            "no_such.weight is none of GPT-OSS",
+            "no_such.weight is none of a gpt_oss model",
         ),
         (
             lambda w: w | {"model.norm.weight": torch.zeros(31)},

@@ -37,7 +37,7 @@ class Completions(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.requests.append(body)
         answer = self.answers[tuple(body["prompt"])] if body["seed"] % 2 == 0 else "-1"
-        ids = self.tasks.harmony.render_assistant([final(rf"\boxed{{{answer}}}")], "<|return|>")
+        ids = self.tasks.codec.render_assistant([final(rf"\boxed{{{answer}}}")], "<|return|>")
         assert ids[-1] in body["stop_token_ids"]
         choice: dict[str, Any] = {"finish_reason": "stop", "stop_reason": ids[-1], "text": ""}
         choice |= {"token_ids": ids[:-1], "logprobs": {"token_logprobs": [-0.5] * (len(ids) - 1)}}

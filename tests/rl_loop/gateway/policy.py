@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from transformers import GptOssConfig, GptOssForCausalLM
+from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedConfig, PreTrainedModel
 
 from rl_loop.engines.embedded.engine import TransformersEngine
 from rl_loop.harmony.codec import Harmony, ParsedMessage, Tool, ToolOutput
@@ -130,13 +131,11 @@ def tiny_config(vocabulary_size: int) -> GptOssConfig:
     )
 
 
-def learned_model(
-    config: GptOssConfig, lessons: list[Lesson], max_steps: int = 1500
-) -> GptOssForCausalLM:
+def learned_model(config: PreTrainedConfig, lessons: list[Lesson], max_steps: int = 1500) -> Any:
     """Train a model until it says every lesson by itself."""
     torch.manual_seed(0)
     config._attn_implementation = "eager"
-    model = GptOssForCausalLM(config)
+    model: Any = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.08)
 
@@ -161,8 +160,8 @@ def learned_model(
     raise AssertionError(f"the policy has not learned its lessons: loss {loss.item():.3f}")
 
 
-async def engine_of(model: GptOssForCausalLM) -> TransformersEngine:
+async def engine_of(model: PreTrainedModel) -> TransformersEngine:
     """Build an embedded engine with the model's weights, as version 1."""
     engine = TransformersEngine.from_config(model.config)
-    await engine.sync_weights(model.state_dict().items(), 1)
+    await engine.sync_weights(model.named_parameters(), 1)
     return engine

@@ -12,15 +12,15 @@ import numpy as np
 import openai
 import pytest
 import torch
-from transformers import GptOssForCausalLM
+from transformers import PreTrainedModel
 
+from rl_loop.chat.codec import ChatCodec
 from rl_loop.config.episode import EpisodeLimits
 from rl_loop.data.trajectory import Trajectory
 from rl_loop.engines.embedded.engine import TransformersEngine
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, ModelShape, SamplingParams
 from rl_loop.gateway.server import Gateway, GatewaySettings
 from rl_loop.gateway.session import Session, SessionSettings
-from rl_loop.harmony.codec import Harmony
 from tests.rl_loop.engines.models import plain_log_probs
 from tests.rl_loop.gateway.policy import engine_of
 
@@ -80,7 +80,7 @@ class Served:
 
     gateway: Gateway
     engine: RecordingEngine
-    model: GptOssForCausalLM
+    model: PreTrainedModel
     session: Session
 
     def client(self, session: Session | None = None, **options: Any) -> openai.AsyncOpenAI:
@@ -97,17 +97,19 @@ class Served:
 
 @asynccontextmanager
 async def serving(
-    harmony: Harmony, model: GptOssForCausalLM, settings: SessionSettings = SETTINGS
+    codec: ChatCodec, model: PreTrainedModel, settings: SessionSettings = SETTINGS
 ) -> AsyncIterator[Served]:
     engine = RecordingEngine(await engine_of(model))
     config = model.config
-    shape = ModelShape(
-        config.vocab_size,
-        config.num_hidden_layers,
-        config.num_experts_per_tok,
-        config.num_local_experts,
-    )
-    gateway = Gateway(engine, harmony, shape, GatewaySettings(settings))
+    shape = ModelShape(config.vocab_size)
+    if settings.routed_experts:
+        shape = ModelShape(
+            config.vocab_size,
+            config.num_hidden_layers,
+            config.num_experts_per_tok,
+            config.num_local_experts,
+        )
+    gateway = Gateway(engine, codec, shape, GatewaySettings(settings))
     await gateway.start()
     try:
         yield Served(gateway, engine, model, gateway.open_session("session"))
@@ -147,6 +149,9 @@ def check_capture(served: Served, trajectories: list[Trajectory], *, lost: int =
             captured = trajectory.rollout_log_probs[start:end]
             assert captured == pytest.approx(call.result.output_log_probs, abs=1e-7)
             assert captured == pytest.approx(exact[start:end], abs=1e-4)
+            if call.result.routed_experts is None:
+                assert trajectory.routed_experts is None
+                continue
             assert isinstance(trajectory.routed_experts, np.ndarray)
             np.testing.assert_array_equal(
                 trajectory.routed_experts[: end - 1], call.result.routed_experts

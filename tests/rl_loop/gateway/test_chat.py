@@ -12,8 +12,8 @@ from transformers import GptOssForCausalLM
 
 from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult
-from rl_loop.gateway.history import History
 from rl_loop.harmony.codec import Harmony
+from rl_loop.harmony.history import History
 from rl_loop.rollout import turn_sampler
 from tests.rl_loop.engines.models import held
 from tests.rl_loop.gateway.policy import ADD, ARGUMENTS, LONG, Script
@@ -56,7 +56,7 @@ def test_a_plain_answer_has_text_reasoning_and_usage(
             [choice] = completion.choices
             assert (choice.message.content, choice.finish_reason) == ("Hello", "stop")
             assert choice.message.model_extra == {"reasoning": "ok"}
-            assert completion.model == "gpt-oss"
+            assert completion.model == "policy"
 
             assert completion.usage is not None
             prompt, sampled = script.prompt("Hi"), script.says("Hello", thinks=True)
@@ -301,7 +301,7 @@ def test_text_cannot_become_a_special_token(tiny: Harmony, model: GptOssForCausa
             prompt = trajectory.token_ids[:-1].tolist()
             assert prompt == tiny.render_prompt(messages)
             # One for each message, and the one that the turn begins behind.
-            assert len(History(tiny).spans(prompt)) == len(messages) + 1
+            assert len(History(tiny.vocabulary).spans(prompt)) == len(messages) + 1
             check_capture(served, [trajectory])
 
     asyncio.run(run())

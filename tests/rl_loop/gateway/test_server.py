@@ -116,8 +116,8 @@ def test_the_policy_is_the_only_model(tiny: Harmony, model: GptOssForCausalLM) -
     async def run() -> None:
         async with serving(tiny, model) as served:
             client = served.client()
-            assert [entry.id async for entry in client.models.list()] == ["gpt-oss"]
-            assert (await client.models.retrieve("gpt-oss")).id == "gpt-oss"
+            assert [entry.id async for entry in client.models.list()] == ["policy"]
+            assert (await client.models.retrieve("policy")).id == "policy"
             with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-4'"):
                 await client.models.retrieve("gpt-4")
 

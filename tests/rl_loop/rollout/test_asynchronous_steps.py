@@ -62,7 +62,7 @@ class Recorded:
         self, settings: RlConfig, seconds_of: Callable[[str], float] = lambda episode: 0.0
     ) -> None:
         self.settings = settings
-        stop_ids = tuple(build_tasks(settings).harmony.stop_token_ids)
+        stop_ids = tuple(build_tasks(settings).codec.stop_token_ids)
         self.engine = TimelessEngine(stop_ids, seconds_of)
         self.batches: list[list[TrajectoryGroup]] = []
         self.samples: list[TrainingSamples] = []
@@ -158,7 +158,7 @@ def plain_loop(settings: RlConfig) -> dict[str, torch.Tensor]:
     """Train step by step on all episodes of each step, without anything that runs ahead."""
     tasks = build_tasks(settings)
     trainer = local_trainer(trainer_settings(settings))
-    rollouts = LocalRollouts(settings, TimelessEngine(tuple(tasks.harmony.stop_token_ids)))  # type: ignore[arg-type]
+    rollouts = LocalRollouts(settings, TimelessEngine(tuple(tasks.codec.stop_token_ids)))  # type: ignore[arg-type]
     requests = RolloutCollector(
         rollouts, tasks, settings.rollout, settings.algorithm, steps=STEPS, seed=settings.seed
     )

@@ -77,7 +77,7 @@ class Running:
         self.settings: RlConfig = small_config(directory, *options)
         tasks = build_tasks(self.settings)
         context = BackendContext(self.settings.model, self.settings.dtype, 0, directory)
-        stop_token_ids = tuple(tasks.harmony.stop_token_ids)
+        stop_token_ids = tuple(tasks.codec.stop_token_ids)
         self.backend = TimelessBackend(context, partial(TimelessEngine, stop_token_ids, **timing))
         self.pool = RolloutPool(self.backend, worker_settings(self.settings))
         self.pool.ready()

@@ -66,11 +66,11 @@ def run(
 ) -> TrajectoryGroup:
     config = load_config(CONFIG, RlConfig, [*overrides, "rollout.temperature=1"])
     worker = RolloutWorker(worker_settings(config), lambda: EngineOfMany([]), 1)  # type: ignore
-    call = worker.harmony.render_assistant(
+    call = worker.codec.render_assistant(
         [ParsedMessage("analysis", "python", "code", "print(17*23)")], "<|call|>"
     )
     final = [ParsedMessage("final", None, None, r"\boxed{391}")]
-    worker.engine._turns = [call, worker.harmony.render_assistant(final, "<|return|>")]  # type: ignore[attr-defined]
+    worker.engine._turns = [call, worker.codec.render_assistant(final, "<|return|>")]  # type: ignore[attr-defined]
     worker.sandbox = sandbox  # type: ignore[assignment]
     task = Task("t", [{"role": "user", "content": content}], "391", metadata=METADATA)
     return asyncio.run(worker.run_group(task, tuple(range(samples)), 1.0))

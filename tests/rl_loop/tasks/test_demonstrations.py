@@ -254,7 +254,7 @@ def test_the_system_message_describes_python_where_it_can_be_called_and_as_it_th
 def test_prompts_of_a_run_state_the_limit_of_its_sandbox() -> None:
     overrides = ["prompt.python_tool=true", "sandbox.timeout_seconds=4.5", "model.vocab_size=2048"]
     tasks = build_tasks(load_config(Path("configs/sft/tiny_retool.yaml"), SftConfig, overrides))
-    assert "time out after 4.5 seconds" in tasks.harmony.decode(
+    assert "time out after 4.5 seconds" in tasks.codec.decode(
         tasks.prompt_ids(tasks.train(0, 1)[0])
     )
 

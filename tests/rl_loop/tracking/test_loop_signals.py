@@ -248,7 +248,7 @@ def test_held_out_episodes_are_never_purified_and_training_episodes_are(tmp_path
     settings = config(tmp_path, *options, *without_routes)
 
     def outcome(requests: Callable[[RlLoop], list[GroupRequest]]) -> Trajectory:
-        harmony = build_tasks(settings).harmony
+        harmony = build_tasks(settings).codec
 
         def call(code: str) -> list[int]:
             thought = ParsedMessage("analysis", None, None, "x")

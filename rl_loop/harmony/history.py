@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rl_loop.harmony.codec import Harmony
-from rl_loop.harmony.vocabulary import special_id
+from rl_loop.harmony.vocabulary import Vocabulary, special_id
 
 
 @dataclass(frozen=True)
@@ -21,8 +20,8 @@ class MessageSpan:
 class History:
     """Finds messages in the tokens of one vocabulary."""
 
-    def __init__(self, harmony: Harmony) -> None:
-        self._harmony = harmony
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
         self._start = self._special("<|start|>")
         self._channel = self._special("<|channel|>")
         self._message = self._special("<|message|>")
@@ -79,10 +78,10 @@ class History:
             return None
 
         # Behind the channel may stand a recipient, or a special token that decodes to "<|...|>".
-        behind = self._harmony.decode(header[header.index(self._channel) + 1 :])
+        behind = self._vocabulary.decode(header[header.index(self._channel) + 1 :])
         words = behind.partition("<|")[0].split()
         return words[0] if words else None
 
     def _special(self, token: str) -> int:
-        [token_id] = self._harmony.vocabulary.from_harmony([special_id(token)])
+        [token_id] = self._vocabulary.from_harmony([special_id(token)])
         return token_id

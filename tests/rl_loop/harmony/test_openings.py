@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from rl_loop.gateway import openings
-from rl_loop.gateway.openings import Openings
 from rl_loop.gateway.request import TurnRequest
+from rl_loop.harmony import openings
 from rl_loop.harmony.codec import Harmony, PromptConfig, Tool
+from rl_loop.harmony.openings import Openings
 from rl_loop.harmony.vocabulary import GptOssVocabulary
 
 BRIEF: dict[str, Any] = {"role": "developer", "content": "Be brief."}
@@ -86,3 +87,12 @@ def test_a_long_opening_is_not_kept(harmony: Harmony, monkeypatch: pytest.Monkey
     opening = Openings(harmony)
     rendered(opening, REQUESTS[1])
     assert not opening._tokens
+
+
+def test_a_codec_travels_to_another_process_without_what_it_remembers(harmony: Harmony) -> None:
+    request = REQUESTS[4]
+    key = request.conversation_keys(())[len(request.messages)]
+    keys = [key] * (len(request.messages) + 1)
+    expected = harmony.render_conversation(request.messages, request.tools, [], keys=keys)
+    copy = pickle.loads(pickle.dumps(harmony))
+    assert copy.render_conversation(request.messages, request.tools, [], keys=keys) == expected

@@ -1,0 +1,244 @@
+"""Curves of several models on the same tasks in one figure, as GPT-OSS's are judged by a dense model's.
+
+    gptoss sft configs/sft/tiny_retool.yaml && gptoss rl configs/rl/tiny_retool.yaml
+    gptoss sft configs/sft/tiny_dense.yaml && gptoss rl configs/rl/tiny_dense.yaml
+    python benchmarks/comparison.py "GPT-OSS=runs/tiny_retool" "dense=runs/tiny_dense" --figure yardstick.png
+
+A run is the directory that ``gptoss rl`` wrote, finished or not; runs of one label are seeds, of which lines are
+means and shades the range. What is compared has to be comparable: tasks, seeds, budget, reward and algorithm of all
+labels are equal, or the first difference is named and nothing is drawn. Models, vocabularies, prompts, learning
+rates and limits of tokens may differ, since one task has other lengths in other tokens.
+
+The table has the mean of the last third of the steps, and of the last three metrics the largest of all steps:
+
+    reward       mean of a step's episodes
+    gradient     norm before clipping
+    entropy      of the policy, in nats per sampled token
+    kl           k3 estimate of KL of engine and trainer, in nats per sampled token
+    perplexity   largest difference of the log-perplexities of engine and trainer of one episode, in nats
+    clipped      share of clipped tokens
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl_loop.config.load import load_rl_config
+from rl_loop.tracking.run_directory import read_json_lines
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One metric of the figure."""
+
+    metric: str
+    """Its name in ``metrics.jsonl``."""
+    title: str
+    """Of the panel, and of the table's column."""
+    is_largest: bool = False
+    """Whether the table has the largest of all steps, and not the mean of the last third."""
+    is_logarithmic: bool = False
+
+
+PANELS = (
+    Panel("reward", "reward"),
+    Panel("grad_norm", "gradient norm"),  # 0 in a step whose groups have no signal
+    Panel("entropy", "entropy"),
+    Panel("mismatch/kl_k3", "KL engine, trainer (k3)", is_largest=True, is_logarithmic=True),
+    Panel(
+        "mismatch/log_ppl_gap_max",
+        "log-perplexity difference",
+        is_largest=True,
+        is_logarithmic=True,
+    ),
+    Panel("clip_fraction", "clip fraction", is_largest=True),
+)
+
+EQUAL = (
+    "tasks",
+    "reward",
+    "training.steps",
+    "evaluate_every",
+    "rollout.tasks_per_step",
+    "rollout.samples_per_task",
+    "rollout.max_turns",
+    "rollout.temperature",
+    "rollout.top_p",
+    "rollout.purification",
+    "algorithm",
+)
+"""Keys of configurations that all runs agree in; seeds are compared by label."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of reinforcement learning."""
+
+    directory: Path
+    seeds: tuple[int, int]
+    """Of the run and of its tasks."""
+    settings: dict[str, Any]
+    """By the keys in ``EQUAL``."""
+    curves: dict[str, np.ndarray]
+    """By metric, float64 [steps]."""
+
+
+Runs = dict[str, list[Run]]
+"""By label."""
+
+
+class NotComparable(ValueError):
+    """Runs differ in more than their models; the message says in what."""
+
+
+# ---- reading
+
+
+def read_run(directory: Path) -> Run:
+    """Read a run. Raises NotComparable for a directory that is none, and for a run without steps."""
+    file = directory / "config.yaml"
+    if not file.exists():
+        raise NotComparable(f"{directory} is no run: it has no config.yaml")
+    config = load_rl_config(file).model_dump(mode="json")
+
+    records = read_json_lines(directory / "metrics.jsonl")
+    steps = [record for record in records if all(panel.metric in record for panel in PANELS)]
+    if not steps:
+        raise NotComparable(f"{directory}: no step has trained yet")
+    curves = {
+        panel.metric: np.array([step[panel.metric] for step in steps], dtype=np.float64)
+        for panel in PANELS
+    }
+
+    task_seed = config["tasks"].pop("seed")
+    settings = {key: value_of(config, key) for key in EQUAL}
+    return Run(directory, (config["seed"], task_seed), settings, curves)
+
+
+def value_of(tree: dict[str, Any], key: str) -> Any:
+    """Return the value of a dotted key."""
+    value: Any = tree
+    for part in key.split("."):
+        value = value[part]
+    return value
+
+
+def read_runs(arguments: Sequence[str]) -> Runs:
+    """Read runs that are given as LABEL=DIRECTORY. Raises NotComparable unless they can be compared."""
+    runs: Runs = {}
+    for argument in arguments:
+        label, separator, directory = argument.partition("=")
+        if not separator:
+            raise NotComparable(f"{argument}: expected LABEL=DIRECTORY")
+        runs.setdefault(label, []).append(read_run(Path(directory)))
+    check_comparable(runs)
+    return runs
+
+
+def check_comparable(runs: Runs) -> None:
+    """Raise NotComparable if runs differ in tasks, budget, reward or algorithm, or labels in seeds."""
+    everything = [run for of_label in runs.values() for run in of_label]
+    first, *others = everything
+    for run in others:
+        for key in EQUAL:
+            if run.settings[key] != first.settings[key]:
+                raise NotComparable(
+                    f"{key}: {first.settings[key]} in {first.directory}, "
+                    f"{run.settings[key]} in {run.directory}"
+                )
+
+    seeds = {label: sorted(run.seeds for run in of_label) for label, of_label in runs.items()}
+    for label, found in seeds.items():
+        expected = next(iter(seeds.values()))
+        if found != expected:
+            raise NotComparable(
+                f"seeds (run, tasks): {expected} of {next(iter(seeds))}, {found} of {label}"
+            )
+
+
+# ---- showing
+
+
+def over_seeds(of_label: Sequence[Run], metric: str) -> np.ndarray:
+    """Return a metric of all seeds, float64 [seeds, steps], up to the last step that all have."""
+    curves = [run.curves[metric] for run in of_label]
+    shortest = min(len(curve) for curve in curves)
+    return np.stack([curve[:shortest] for curve in curves])
+
+
+def draw(runs: Runs, file: Path) -> None:
+    """Draw a panel for each metric: of each label a line for the mean over seeds, and their range."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 3, figsize=(14, 7))
+    for axis, panel in zip(axes.flat, PANELS, strict=True):
+        for label, of_label in runs.items():
+            values = over_seeds(of_label, panel.metric)
+            steps = range(values.shape[1])
+            (line,) = axis.plot(steps, values.mean(axis=0), label=label, linewidth=1.3)
+            axis.fill_between(
+                steps,
+                values.min(axis=0),
+                values.max(axis=0),
+                color=line.get_color(),
+                alpha=0.15,
+            )
+        axis.set(title=panel.title, xlabel="step")
+        if panel.is_logarithmic:
+            axis.set_yscale("log")
+        elif panel.metric != "reward":
+            axis.set_ylim(bottom=0)
+
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="lower center", ncols=len(runs))
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    figure.savefig(file, dpi=70)
+    pyplot.close(figure)
+
+
+def table(runs: Runs) -> str:
+    """Return a Markdown table of the labels."""
+    titles = [panel.title for panel in PANELS]
+    lines = [f"| | seeds | steps | {' | '.join(titles)} |", "|---" * (len(PANELS) + 3) + "|"]
+    for label, of_label in runs.items():
+        steps = over_seeds(of_label, "reward").shape[1]
+        cells = [figure_of(of_label, panel) for panel in PANELS]
+        lines.append(f"| {label} | {len(of_label)} | {steps} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def figure_of(of_label: Sequence[Run], panel: Panel) -> str:
+    """Return the cell of a metric."""
+    values = over_seeds(of_label, panel.metric)
+    if panel.is_largest:
+        return f"{values.max():.2g}"
+    last_third = -(-values.shape[1] // 3)
+    return f"{values[:, -last_third:].mean():.3g}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", metavar="LABEL=DIRECTORY")
+    parser.add_argument("--figure", type=Path, help="PNG file for the curves")
+    options = parser.parse_args()
+
+    try:
+        runs = read_runs(options.runs)
+    except NotComparable as error:
+        sys.exit(str(error))
+    if options.figure:
+        draw(runs, options.figure)
+    print(table(runs), end="")
+
+
+if __name__ == "__main__":
+    main()

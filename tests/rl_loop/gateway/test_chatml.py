@@ -1,0 +1,341 @@
+"""The gateway in front of a dense model that speaks ChatML, by the official client; what is captured is what the engine
+consumed and sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import openai
+import pytest
+from transformers import PreTrainedModel, Qwen2Config
+
+from megatron_gptoss.families.dense.config import DenseModelConfig
+from rl_loop.chat.messages import ParsedMessage, ToolOutput
+from rl_loop.chat.tools import Tool
+from rl_loop.chatml.codec import ChatMl
+from rl_loop.chatml.conversation import Call, ChatMessage
+from rl_loop.chatml.prompt_config import ChatMlConfig
+from rl_loop.chatml.vocabulary import IM_END, TOOL_CALL, tiny_vocabulary
+from rl_loop.data.trajectory import FinishReason
+from rl_loop.environments import arithmetic
+from tests.rl_loop.gateway.policy import ADD, Lesson, learned_model
+from tests.rl_loop.gateway.serving import SETTINGS, Served, check_capture, serving
+from tests.rl_loop.gateway.test_chat import TOOLS, echo, say
+
+PLAIN = replace(SETTINGS, routed_experts=False)
+PYTHON = Tool("python", "", {"type": "object", "properties": {"code": {"type": "string"}}})
+COUNTED = " ".join(str(number) for number in range(10, 20))
+CODE = 'print("<|im_end|>")'
+
+
+class Script:
+    """What the policy says, and what it hears in between."""
+
+    def __init__(self, codec: ChatMl) -> None:
+        self.codec = codec
+
+    def says(self, text: str) -> list[int]:
+        return self.codec.render_assistant([ParsedMessage("final", None, None, text)])
+
+    def calls(self, text: str, *calls: tuple[str, dict[str, Any]]) -> list[int]:
+        written = tuple(Call(name, json.dumps(arguments)) for name, arguments in calls)
+        return self.codec.render_turn(ChatMessage("assistant", text, written))
+
+    def sums(self) -> list[int]:
+        return self.calls("ok", ("add", {"a": 1, "b": 1}), ("add", {"a": 1, "b": 2}))
+
+    def runs_code(self) -> list[int]:
+        return self.calls("", ("python", {"code": CODE}))
+
+    def illegal(self) -> list[int]:
+        """A call without an end."""
+        markup = self.codec.vocabulary.markup
+        return [markup[TOOL_CALL], *self.codec.vocabulary.encode_text("x"), markup[IM_END]]
+
+    def prompt(self, text: str, *tools: Tool) -> list[int]:
+        messages = [{"role": "user", "content": text}]
+        return self.codec.render_conversation(messages, tools, [])
+
+    def hears(self, text: str) -> list[int]:
+        return self.codec.render_observation([], text)
+
+    def hears_tools(self, *texts: str) -> list[int]:
+        outputs = [ToolOutput("functions.add", "commentary", text) for text in texts]
+        return self.codec.render_observation(outputs)
+
+    def lessons(self) -> list[Lesson]:
+        def dialogue(*parts: list[int]) -> Lesson:
+            lesson = Lesson([], [])
+            for number, part in enumerate(parts):
+                lesson = lesson.then(part, sampled=number % 2 == 1)
+            return lesson
+
+        end = self.codec.message_end
+        count = self.prompt("Count")
+        cut = dialogue(count, self.says(COUNTED)[:12], [end, *self.hears("Stop")], self.says("ok"))
+        return [
+            dialogue(self.prompt("Hi"), self.says("Hello"), self.hears("More"), self.says("Bye")),
+            dialogue(
+                self.prompt("1+1", ADD), self.sums(), self.hears_tools("2", "3"), self.says("two")
+            ),
+            dialogue(
+                self.prompt("Run", PYTHON),
+                self.runs_code(),
+                self.hears_tools("x"),
+                self.says("ran"),
+            ),
+            dialogue(count, self.says(COUNTED)),
+            cut,
+            dialogue(self.prompt("Break"), self.illegal()),
+        ]
+
+
+@pytest.fixture(scope="module")
+def chatml() -> ChatMl:
+    texts = [arithmetic.vocabulary_text(), "Hello Hi Count Stop Break Bye two ran"]
+    return ChatMl(tiny_vocabulary(1300, "\n".join(texts)), ChatMlConfig(system="Be brief."))
+
+
+@pytest.fixture(scope="module")
+def script(chatml: ChatMl) -> Script:
+    return Script(chatml)
+
+
+@pytest.fixture(scope="module")
+def model(chatml: ChatMl, script: Script) -> PreTrainedModel:
+    config = DenseModelConfig(
+        model_type="qwen2",
+        num_layers=2,
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_size=16,
+        vocab_size=chatml.vocabulary.size,
+        max_length=2048,
+        tie_word_embeddings=True,
+    )
+    return learned_model(Qwen2Config(**config.to_hf_config()), script.lessons())
+
+
+def user(text: str) -> Any:
+    return {"role": "user", "content": text}
+
+
+def answer_to(call: Any, text: str) -> Any:
+    return {"role": "tool", "tool_call_id": call.id, "content": text}
+
+
+def ids_of(served: Served) -> list[list[int]]:
+    trajectories = served.trajectories()
+    check_capture(served, trajectories)
+    return [trajectory.token_ids.tolist() for trajectory in trajectories]
+
+
+def test_a_conversation_is_one_sequence_and_an_edited_one_is_rendered_as_the_template_does(
+    chatml: ChatMl, model: PreTrainedModel, script: Script
+) -> None:
+    async def run(history: Any) -> None:
+        async with serving(chatml, model, replace(PLAIN, history=history)) as served:
+            client = served.client()
+            completion = await client.chat.completions.create(model="any", messages=[user("Hi")])
+            [choice] = completion.choices
+            assert (choice.message.content, choice.finish_reason) == ("Hello", "stop")
+            # ChatML has no thoughts that a client could be shown.
+            assert choice.message.model_extra == {}
+            assert completion.usage is not None
+            assert completion.usage.completion_tokens_details is not None
+            assert completion.usage.completion_tokens_details.reasoning_tokens == 0
+
+            messages = [user("Hi"), echo(choice.message), user("More")]
+            assert (await say(client, messages)).content == "Bye"
+            edited = [user("Hi"), {"role": "assistant", "content": "Howdy"}, user("More")]
+            await say(client, edited, max_tokens=1)
+
+            whole, other = ids_of(served)
+            parts = [
+                script.prompt("Hi"),
+                script.says("Hello"),
+                script.hears("More"),
+                script.says("Bye"),
+            ]
+            assert whole == list(chain.from_iterable(parts))
+            assert other[:-1] == chatml.render_prompt(edited)
+
+    # What the format keeps of earlier turns is all of them, so both are one sequence.
+    asyncio.run(run("append"))
+    asyncio.run(run("harmony"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_are_answered_in_their_order_whatever_the_clients_is(
+    chatml: ChatMl, model: PreTrainedModel, script: Script, stream: bool
+) -> None:
+    async def run() -> None:
+        async with serving(chatml, model, PLAIN) as served:
+            client = served.client()
+            if stream:
+                async with client.chat.completions.stream(
+                    model="any", messages=[user("1+1")], tools=TOOLS
+                ) as events:
+                    completion = await events.get_final_completion()
+                [choice] = completion.choices
+                assert choice.finish_reason == "tool_calls"
+                message: Any = choice.message
+            else:
+                message = await say(client, [user("1+1")], tools=TOOLS)
+            # Text before calls is what the client repeats, so it is content and no reasoning.
+            assert message.content == "ok"
+            first, second = message.tool_calls
+            assert first.function.arguments == '{"a": 1, "b": 1}'
+            assert second.function.arguments == '{"a": 1, "b": 2}'
+
+            repeated = echo(message)
+            for call in repeated["tool_calls"]:
+                call["function"]["arguments"] = call["function"]["arguments"].replace(" ", "")
+            beginning = [user("1+1"), repeated]
+            for wrong, named in (
+                ([answer_to(second, "3")], r"call of functions\.add .* has no answer"),
+                ([user("Never mind")], r"has no answer"),
+                ([{"role": "tool", "tool_call_id": "x", "content": "2"}], "no open call"),
+            ):
+                with pytest.raises(openai.BadRequestError, match=named):
+                    await say(client, [*beginning, *wrong], tools=TOOLS)
+
+            answers = [answer_to(second, "3"), answer_to(first, "2")]
+            assert (await say(client, [*beginning, *answers], tools=TOOLS)).content == "two"
+            [ids] = ids_of(served)
+            parts = [
+                script.prompt("1+1", ADD),
+                script.sums(),
+                script.hears_tools("2", "3"),
+                script.says("two"),
+            ]
+            assert ids == list(chain.from_iterable(parts))
+            [trajectory] = served.trajectories()
+            assert [turn.role for turn in trajectory.turns][1:] == [
+                "assistant",
+                "tool",
+                "assistant",
+            ]
+            assert trajectory.tool_calls == 2
+
+    asyncio.run(run())
+
+
+def test_a_function_named_python_is_the_clients_own_and_responses_go_on_by_their_id(
+    chatml: ChatMl, model: PreTrainedModel, script: Script
+) -> None:
+    tools: list[Any] = [{"type": "function", "name": "python", "parameters": PYTHON.parameters}]
+
+    async def run() -> None:
+        async with serving(chatml, model, PLAIN) as served:
+            client = served.client()
+            async with client.responses.stream(model="any", input="Run", tools=tools) as stream:
+                first = await stream.get_final_response()
+            [call] = first.output
+            assert call.type == "function_call"
+            assert (call.name, json.loads(call.arguments)) == ("python", {"code": CODE})
+
+            output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "x"}
+            second = await client.responses.create(
+                model="any", input=[output], tools=tools, previous_response_id=first.id
+            )
+            assert second.output_text == "ran"
+            [ids] = ids_of(served)
+            parts = [
+                script.prompt("Run", PYTHON),
+                script.runs_code(),
+                script.hears_tools("x"),
+                script.says("ran"),
+            ]
+            assert ids == list(chain.from_iterable(parts))
+
+    asyncio.run(run())
+
+
+def test_a_turn_that_a_limit_cut_off_goes_on_unless_it_was_cut_inside_a_call(
+    chatml: ChatMl, model: PreTrainedModel, script: Script
+) -> None:
+    async def run() -> None:
+        async with serving(chatml, model, PLAIN) as served:
+            client = served.client()
+            cut = await say(client, [user("Count")], max_completion_tokens=12)
+            assert COUNTED.startswith(cut.content)
+            messages = [user("Count"), echo(cut), user("Stop")]
+            assert (await say(client, messages)).content == "ok"
+
+            inside = await say(client, [user("1+1")], tools=TOOLS, max_completion_tokens=8)
+            assert not inside.tool_calls
+            await say(client, [user("1+1"), echo(inside), user("Hi")], tools=TOOLS, max_tokens=1)
+
+            whole, call, rendered = ids_of(served)
+            beginning = script.prompt("Count") + script.says(COUNTED)[:12]
+            assert whole == [
+                *beginning,
+                chatml.message_end,
+                *script.hears("Stop"),
+                *script.says("ok"),
+            ]
+            # The end of what was cut off is context: nobody has sampled it.
+            assert served.trajectories()[0].sampled_tokens == 12 + len(script.says("ok"))
+            assert call == script.prompt("1+1", ADD) + script.sums()[:8]
+            assert rendered[: len(call)] != call
+
+    asyncio.run(run())
+
+
+def test_an_illegal_turn_ends_the_session_as_a_format_error(
+    chatml: ChatMl, model: PreTrainedModel
+) -> None:
+    async def run() -> None:
+        async with serving(chatml, model, PLAIN) as served:
+            with pytest.raises(openai.BadRequestError) as refusal:
+                await say(served.client(), [user("Break")])
+            assert refusal.value.code == "format_error"
+            assert served.session.end is not None
+            assert served.session.end.reason is FinishReason.FORMAT_ERROR
+            assert served.session.end.format_error == "tool_call"
+            ids_of(served)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("options", "parameter", "named"),
+    [
+        ({"reasoning_effort": "low"}, "reasoning_effort", "no reasoning effort"),
+        (
+            {"messages": [user("Hi") | {"name": "ada"}]},
+            "messages",
+            "'name' cannot be rendered in ChatML",
+        ),
+        (
+            {
+                "messages": [
+                    user("Hi"),
+                    {"role": "assistant", "content": "x", "reasoning": "y"},
+                    user("Hi"),
+                ]
+            },
+            "messages",
+            r"message 1 .*'thinking' cannot be rendered in ChatML",
+        ),
+    ],
+)
+def test_what_only_harmony_can_say_is_refused_and_the_session_goes_on(
+    chatml: ChatMl, model: PreTrainedModel, options: dict[str, Any], parameter: str, named: str
+) -> None:
+    async def run() -> None:
+        async with serving(chatml, model, PLAIN) as served:
+            client = served.client()
+            with pytest.raises(openai.BadRequestError, match=named) as refusal:
+                await say(client, **{"messages": [user("Hi")], **options})
+            assert refusal.value.param == parameter
+            assert (await say(client, [user("Hi")])).content == "Hello"
+
+    asyncio.run(run())
