@@ -73,7 +73,8 @@ class MlflowTracker:
     answer ends no run: what is lost there is in the run's own directory."""
 
     def __init__(self, run_name: str, config_yaml: str, run: RunDirectory) -> None:
-        """A resumed run continues the one that its directory names. Raises ConfigError."""
+        """A resumed run continues the one that its directory names. Raises ConfigError if a new one
+        cannot be begun."""
         # MLflow would try for minutes, and steps would wait.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
@@ -87,7 +88,11 @@ class MlflowTracker:
         self._failures = 0
         try:
             self._client = MlflowClient()
-            self._id = self._continued(run) or self._begin(run_name, config_yaml, run)
+            is_resumed = run.mlflow_run.exists()
+            if is_resumed:
+                self._id = run.mlflow_run.read_text().strip()
+            else:
+                self._id = self._begin(run_name, config_yaml, run)
         except Exception as error:
             # Nothing has been trained yet, so a wrong address is best mended now.
             uri = os.environ.get("MLFLOW_TRACKING_URI")
@@ -95,13 +100,12 @@ class MlflowTracker:
                 f"MLFLOW_TRACKING_URI is {uri}, and no run can be begun there: {error}"
             ) from None
 
-    def _continued(self, run: RunDirectory) -> str | None:
-        """Return the id of the run that is resumed; None if there is none."""
-        if not run.mlflow_run.exists():
-            return None
-        identity = run.mlflow_run.read_text().strip()
-        self._client.update_run(identity, status="RUNNING")
-        return identity
+        if is_resumed:
+            # A job that is queued again at night goes on without it.
+            self._try(
+                "that the run goes on",
+                lambda: self._client.update_run(self._id, status="RUNNING"),
+            )
 
     def _begin(self, run_name: str, config_yaml: str, run: RunDirectory) -> str:
         from mlflow.entities import Param
@@ -125,18 +129,22 @@ class MlflowTracker:
 
         now = int(time.time() * 1000)
         metrics = [Metric(name, value, now, step) for name, value in values.items()]
-        self._try("metrics", step, lambda: self._client.log_batch(self._id, metrics=metrics))
+        self._try(
+            f"metrics of step {step + 1}", lambda: self._client.log_batch(self._id, metrics=metrics)
+        )
 
     def log_samples(self, step: int, samples: Sequence[SampleRow]) -> None:
         rows = [list(asdict(sample).values()) for sample in samples]
         table = {"columns": SAMPLE_COLUMNS, "data": rows}
         file = f"samples/step_{step + 1:06}.json"
-        self._try("samples", step, lambda: self._client.log_dict(self._id, table, file))
+        self._try(
+            f"samples of step {step + 1}", lambda: self._client.log_dict(self._id, table, file)
+        )
 
     def close(self) -> None:
-        self._try("the end", -1, lambda: self._client.set_terminated(self._id))
+        self._try("that the run has ended", lambda: self._client.set_terminated(self._id))
 
-    def _try(self, what: str, step: int, send: Callable[[], object]) -> None:
+    def _try(self, what: str, send: Callable[[], object]) -> None:
         """Send something; warn where it fails, and give up after MOST_FAILURES in a row."""
         if self._failures == MOST_FAILURES:
             return
@@ -145,7 +153,7 @@ class MlflowTracker:
         except Exception as error:
             # Its stores raise all sorts of things.
             self._failures += 1
-            logger.warning("MLflow did not take %s of step %d: %s", what, step + 1, error)
+            logger.warning("MLflow did not take %s: %s", what, error)
             if self._failures == MOST_FAILURES:
                 logger.warning("MLflow is given up; metrics.jsonl goes on")
             return

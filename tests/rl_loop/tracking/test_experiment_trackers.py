@@ -129,6 +129,13 @@ def test_a_store_that_fails_is_named_at_the_start_and_ends_no_run_later(
     assert warnings[0] == "MLflow did not take metrics of step 1: the server is away"
     assert len(warnings) == 4 and warnings[-1].startswith("MLflow is given up")
 
+    # A job that is queued again goes on without it; a new one is better told.
+    monkeypatch.setattr(type(tracker._client), "update_run", fail)
+    with caplog.at_level(logging.WARNING):
+        MlflowTracker("tiny", dump_config(config), RunDirectory(tmp_path))
+    resumed = "MLflow did not take that the run goes on: the server is away"
+    assert caplog.records[-1].getMessage() == resumed
+
     (tmp_path / "mlflow_run_id").unlink()
     with pytest.raises(ConfigError, match=r"MLFLOW_TRACKING_URI is file:.*the server is away"):
         MlflowTracker("tiny", dump_config(config), RunDirectory(tmp_path))
