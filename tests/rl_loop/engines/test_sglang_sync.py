@@ -52,7 +52,6 @@ from rl_loop.session import (
     build_tasks,
     build_trainer,
     codec_settings,
-    harmony_of,
 )
 from rl_loop.tasks.codec import codec_of
 from tests.megatron_gptoss.dense_reference import MODELS as DENSE_MODELS
@@ -456,15 +455,15 @@ def test_a_checkpoint_is_served_by_a_server_that_has_its_weights(
     config: RlConfig, tmp_path: Path
 ) -> None:
     """``gptoss serve`` with ``rollout.engine.type: sglang``, but for its command line."""
-    harmony = harmony_of(codec_of(codec_settings(config)))
-    model = MODEL.model_copy(update={"vocab_size": harmony.vocabulary.size})
+    codec = codec_of(codec_settings(config))
+    model = MODEL.model_copy(update={"vocab_size": codec.vocabulary.size})
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
     (checkpoint / "config.json").write_text(json.dumps(model.to_hf_config()))
     save_file(weights_of(1, model), checkpoint / "model.safetensors")
 
     hello = [ParsedMessage("final", None, None, "Hello")]
-    says = json.dumps(harmony.render_assistant(hello, "<|return|>"))
+    says = json.dumps(codec.render_assistant(hello, "<|return|>"))
     env = config.rollout.engine.env | {"SAYS": says}
     engine = config.rollout.engine.model_copy(update={"env": env, "servers": 1})
     rollout = config.rollout.model_copy(update={"engine": engine})

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,9 @@ def test_lines_tensorboard_and_listeners_get_the_same_numbers_and_a_resume_drops
     with open(run.metrics, "a") as file:
         file.write('{"step": 5, "rew')  # what a killed process leaves
 
+    # Its files are read in the order of their names, which begin with the second; within one the
+    # tenth file of a process comes before the ninth.
+    time.sleep(1.1)
     heard: list[tuple[int, dict[str, float]]] = []
     resumed = MetricsWriter(
         run, resume_after=2, listeners=[lambda step, values: heard.append((step, values))]
