@@ -34,10 +34,10 @@ demo: setup
 	$(GPTOSS) sft configs/sft/tiny_retool.yaml --overwrite
 	$(GPTOSS) rl configs/rl/tiny_retool.yaml --overwrite
 
-# One thread per process: the models are tiny and several tests start two processes. Three at a time, for many wait; shared out by
+# One thread per process: the models are tiny and several tests start two processes. Two at a time, shared out by
 # tests/conftest.py. The time limit counts the wait for processors that both use.
 test: setup
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not gpu and not slurm and not slow and not browser" -n 3 \
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not gpu and not slurm and not slow and not browser" -n 2 \
 		--timeout=600 --durations=10
 
 # The same with GPTOSS_TEST_LOAD busy loops (tests/load.py); make test-busy BUSY_TESTS=tests runs them all.

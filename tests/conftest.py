@@ -1,4 +1,4 @@
-"""Which tests share a process when several run at a time (`make test`: three), and that none leaves one behind."""
+"""Which tests share a process when several run at a time (`make test`: two), and that none leaves one behind."""
 
 from __future__ import annotations
 
