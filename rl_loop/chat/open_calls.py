@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rl_loop.chat.tools import FUNCTIONS
+
 
 @dataclass
 class OpenCall:
@@ -24,7 +26,7 @@ def answered_call(
     if call_id is not None:
         candidates = [call for call in candidates if call.call_id == call_id]
     if name is not None:
-        candidates = [call for call in candidates if call.recipient in (name, f"functions.{name}")]
+        candidates = [call for call in candidates if call.recipient in (name, f"{FUNCTIONS}{name}")]
 
     if not candidates:
         description = "open call"

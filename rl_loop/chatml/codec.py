@@ -30,7 +30,7 @@ from typing import Any
 from rl_loop.chat.codec import Effort, without_surrogates
 from rl_loop.chat.messages import FormatError, ParsedMessage, ToolOutput
 from rl_loop.chat.open_calls import OpenCall
-from rl_loop.chat.tools import BuiltinTool, PythonTool, Tool, check_names
+from rl_loop.chat.tools import FUNCTIONS, BuiltinTool, PythonTool, Tool, check_names
 from rl_loop.chatml.chat_template import CHAT_TEMPLATE
 from rl_loop.chatml.conversation import (
     Call,
@@ -421,7 +421,7 @@ def _call_of(message: ParsedMessage) -> Call:
     assert message.recipient is not None
     if message.recipient == PYTHON:
         return Call(PYTHON, json.dumps({"code": message.text}, ensure_ascii=False))
-    name = message.recipient.removeprefix("functions.")
+    name = message.recipient.removeprefix(FUNCTIONS)
     return Call(name, json.dumps(json.loads(message.text), ensure_ascii=False))
 
 
@@ -463,5 +463,5 @@ def _environment_call(call: _SampledCall) -> ParsedMessage:
 def _function_call(call: _SampledCall) -> ParsedMessage:
     text = json.dumps(call.arguments, ensure_ascii=False)
     return ParsedMessage(
-        "commentary", f"functions.{call.name}", "<|constrain|>json", without_surrogates(text)
+        "commentary", f"{FUNCTIONS}{call.name}", "<|constrain|>json", without_surrogates(text)
     )

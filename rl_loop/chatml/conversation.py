@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl_loop.chat.open_calls import OpenCall, answered_call
+from rl_loop.chat.tools import FUNCTIONS
 from rl_loop.harmony.conversation import content_text, describe_message
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -126,7 +127,7 @@ def _open_calls(message: dict[str, Any]) -> list[OpenCall]:
     calls = message.get("tool_calls") or []
     return [
         OpenCall(
-            call.get("id"), f"functions.{(call.get('function') or call)['name']}", "commentary"
+            call.get("id"), f"{FUNCTIONS}{(call.get('function') or call)['name']}", "commentary"
         )
         for call in calls
     ]

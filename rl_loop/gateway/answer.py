@@ -7,12 +7,9 @@ from typing import Any
 
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.chat.messages import FormatError, ParsedMessage
-from rl_loop.chat.tools import Tool
+from rl_loop.chat.tools import FUNCTIONS, Tool
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.engines.protocol import GenerateResult
-
-FUNCTIONS = "functions."
-"""How the recipients of function calls begin."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.chat.open_calls import OpenCall
+from rl_loop.chat.tools import FUNCTIONS
 from rl_loop.config.episode import EpisodeLimits
 from rl_loop.data.trajectory import FinishReason, InvalidReason, Trajectory
 from rl_loop.engines.protocol import GenerateResult, ModelShape, RolloutEngine, SamplingParams
@@ -315,7 +316,7 @@ class Session:
             finish_reason = FinishReason.FORMAT_ERROR
 
         calls = [
-            OpenCall(call.call_id, f"functions.{call.name}", call.channel)
+            OpenCall(call.call_id, f"{FUNCTIONS}{call.name}", call.channel)
             for call in turn.answer.calls
         ]
         new_role = "prompt"

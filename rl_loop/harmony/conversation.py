@@ -26,6 +26,7 @@ from typing import Any
 from openai_harmony import Author, DeveloperContent, Message, Role, TextContent
 
 from rl_loop.chat.open_calls import OpenCall, answered_call
+from rl_loop.chat.tools import FUNCTIONS
 
 CHANNELS = ("analysis", "commentary", "final")
 CONSTRAIN = "<|constrain|>"
@@ -245,7 +246,7 @@ def _usual_channel(recipient: str | None, before_calls: bool) -> str:
     if recipient is None:
         # Text before calls is a preamble for the user.
         return "commentary" if before_calls else "final"
-    is_function = recipient.startswith("functions.")
+    is_function = recipient.startswith(FUNCTIONS)
     return "commentary" if is_function else "analysis"
 
 
@@ -268,7 +269,7 @@ def _function_call(tool_call: Any) -> _FunctionCall:
             'a tool call must be like {"id": ..., "function": {"name": ..., "arguments": ...}}'
         )
 
-    name = function["name"].removeprefix("functions.")
+    name = function["name"].removeprefix(FUNCTIONS)
     if not HEADER_WORD.fullmatch(name):
         raise ValueError(f"a function is called {name!r}, which no header can carry")
 
@@ -280,7 +281,7 @@ def _function_call(tool_call: Any) -> _FunctionCall:
         arguments = json.dumps(arguments, ensure_ascii=False)
     return _FunctionCall(
         call_id=tool_call.get("id"),
-        recipient=f"functions.{name}",
+        recipient=f"{FUNCTIONS}{name}",
         arguments=_text(arguments, "arguments"),
     )
 
