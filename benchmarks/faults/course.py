@@ -131,15 +131,16 @@ class Attempt:
     def kill_everything(self) -> int:
         """Kill all processes of the attempt as if their machine had lost its power, and return how
         many there were. What one of them was about to start is killed, too."""
-        killed = 0
+        killed = set()
         while alive := self.processes():
             for process in alive:
                 with suppress(psutil.Error):
                     process.kill()
-                    killed += 1
+                    # A process can be seen again between its kill and its end.
+                    killed.add(process.pid)
             self.driver.poll()
         self.driver.wait()
-        return killed
+        return len(killed)
 
     def stop_after_step(self, seconds: float) -> bool:
         """Ask for an end after the step under way. Returns whether the run has ended so."""
