@@ -37,6 +37,7 @@ from megatron.core import parallel_state
 from random_adapters import draw_adapted_model
 
 from gptoss_kernels import mxfp4
+from gptoss_kernels.adapter_merge import KERNEL_NAME
 from megatron_gptoss import distributed
 from megatron_gptoss.config import AdapterConfig, OptimizerConfig, ParallelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
@@ -62,8 +63,6 @@ TINY = {
 """Sizes of ``--tiny``."""
 Base = Literal["bf16", "mxfp4"]
 """How the frozen weights of the experts are kept."""
-MERGE_KERNEL = "_merge_kernel"
-"""What the kernel that dequantises and merges is called in profiles."""
 
 
 def argument_parser() -> argparse.ArgumentParser:
@@ -275,6 +274,8 @@ def profiled_merge_seconds(
     """Return the device seconds of merging in one step; None without a GPU.
 
     With a directory all kernels are written to DIRECTORY/CASE.txt, longest first.
+
+    Raises RuntimeError if adapters were merged by another kernel than is looked for.
     """
     if not torch.cuda.is_available():
         return None
@@ -292,8 +293,10 @@ def profiled_merge_seconds(
             lines.append(f"{milliseconds:9.2f} ms {kernel.count:6d} x {kernel.key[:160]}")
         (directory / f"{case}.txt").write_text("\n".join(lines) + "\n")
 
-    microseconds = sum(k.self_device_time_total for k in kernels if MERGE_KERNEL in k.key)
-    return microseconds / 1e6
+    merging = [kernel for kernel in kernels if KERNEL_NAME in kernel.key]
+    if not merging and case != "full":
+        raise RuntimeError(f"no kernel of the step is called {KERNEL_NAME}")
+    return sum(kernel.self_device_time_total for kernel in merging) / 1e6
 
 
 def release(trainer: PolicyTrainer) -> None:

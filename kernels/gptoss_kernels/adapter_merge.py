@@ -29,6 +29,8 @@ THREADS = 128
 """Of a block."""
 ALIGNMENT = 16
 """Bytes that a thread reads at once."""
+KERNEL_NAME = "merge_adapters"
+"""In the source, and in profiles."""
 
 
 def merge_dense(weight: Tensor, a: Tensor, b: Tensor, scale: float, out: Tensor) -> None:
@@ -130,7 +132,7 @@ def _readable(tensor: Tensor) -> Tensor:
 def _kernel(packed: int, rows: int, architecture: str) -> nvrtc.Kernel:
     """Compile and load the kernel with these macros."""
     cubin = nvrtc.compile_cubin(SOURCE, {"PACKED": packed, "ROWS": rows}, architecture)
-    return nvrtc.Kernel(cubin, "merge_adapters", shared_bytes=0)
+    return nvrtc.Kernel(cubin, KERNEL_NAME, shared_bytes=0)
 
 
 def macros(*, is_packed: bool, rank: int) -> dict[str, int]:

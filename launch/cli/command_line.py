@@ -21,9 +21,9 @@ app = typer.Typer(
 def print_version(wanted: bool) -> None:
     """Print the installed version, and end."""
     if wanted:
-        from importlib.metadata import version
+        from megatron_gptoss.package_version import package_version
 
-        print(f"gptoss {version('megatron-gptoss')}")
+        print(f"gptoss {package_version()}")
         raise typer.Exit()
 
 

@@ -12,11 +12,13 @@ nobody, and the driver waits for as long as control store and raylet live."""
 import logging
 import os
 import select
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -110,8 +112,9 @@ def naming_their_death(processes: RayProcesses | None) -> Iterator[None]:
     and its Ray at once.
 
     Ray ends a driver whose raylet is gone from its C++: no handler of ours runs, and the last that
-    a user would read is a dump of the raylet's state. Without its control store a run goes on for a
-    minute, in which no actor can be started, and ends in the same way. Neither is waited for."""
+    a user would read is a dump of the raylet's state. It does so within milliseconds, so another
+    process has to say it (``death_notice``). Without its control store a run goes on for a minute,
+    in which no actor can be started, and ends in the same way. Neither is waited for."""
     if processes is None:
         yield
         return
@@ -119,15 +122,18 @@ def naming_their_death(processes: RayProcesses | None) -> Iterator[None]:
     raylet = os.pidfd_open(processes.raylet)
     control_store = os.pidfd_open(processes.control_store)
     block_ends, end_block = os.pipe()
+    notice = _start_notice(raylet, death_of("node", "raylet", processes.raylet))
 
     def watch() -> None:
         ended, _, _ = select.select([raylet, control_store, block_ends], [], [])
         if block_ends in ended:
             return
         if raylet in ended:
-            _name_death("node", "raylet", processes.raylet)
+            notice.wait()
         else:
-            _name_death("control store", "gcs_server", processes.control_store)
+            notice.kill()
+            message = death_of("control store", "gcs_server", processes.control_store)
+            os.write(sys.stderr.fileno(), f"{message}\n".encode())
             kill_tree(processes.raylet)
         os._exit(1)
 
@@ -138,18 +144,32 @@ def naming_their_death(processes: RayProcesses | None) -> Iterator[None]:
     finally:
         os.close(end_block)
         watching.join()
+        # It has read the end of its input before Ray is asked to end.
+        notice.communicate()
         for descriptor in (raylet, control_store, block_ends):
             os.close(descriptor)
 
 
-def _name_death(part: str, program: str, process: int) -> None:
-    """Write the line that a user reads last."""
-    sys.stderr.write(
+def _start_notice(process: int, message: str) -> subprocess.Popen[bytes]:
+    """Start what writes ``message`` when the process of a descriptor ends, unless its input is
+    closed before.
+
+    In a session of its own: what a terminal sends to the run is not meant for it."""
+    program = Path(__file__).with_name("death_notice.py")
+    # -S, -E: nothing but the standard library, and at once.
+    command = [sys.executable, "-S", "-E", str(program), str(process), message]
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, pass_fds=[process], start_new_session=True
+    )
+
+
+def death_of(part: str, program: str, process: int) -> str:
+    """Return the line that a user reads last."""
+    return (
         f"gptoss: Ray's {part} on this machine ({program}, process {process}) has died, and the "
         "run with it: killed, perhaps by the kernel for want of memory (dmesg). Go on with "
-        "--resume\n"
+        "--resume"
     )
-    sys.stderr.flush()
 
 
 def _local_processes() -> RayProcesses | None:

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
 from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.package_version import package_version
 from rl_loop.tracking.run_directory import RunDirectory, atomic_write_text, read_json
 
 KINDS = {"rl": "on-policy reinforcement learning", "sft": "supervised fine-tuning"}
@@ -102,7 +102,7 @@ def _origin(training: Training) -> str:
 
     made = (
         f"Architecture {_family(training)}, {training.model.num_parameters:,} parameters, made from {base} by "
-        f"{KINDS[training.command]} with megatron-gptoss {version('megatron-gptoss')}. {what}, in "
+        f"{KINDS[training.command]} with megatron-gptoss {package_version()}. {what}, in "
         f"{training.dtype}, seed {training.seed}."
     )
     return "\n\n".join(filter(None, [made, training.algorithm]))

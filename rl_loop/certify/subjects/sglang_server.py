@@ -11,6 +11,7 @@ import numpy as np
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.certify.subject import Generated, NotOffered, Scored, Subject, SubjectFailed
 from rl_loop.engines.sglang.client import RequestRejected, ServerFailed, SglangClient
+from rl_loop.engines.sglang.scored_tokens import log_probs_of
 
 TOGETHER = 8
 """Requests at a time: so many that the server batches them."""
@@ -67,10 +68,7 @@ class SglangServer(Subject):
         async with self._slots:
             answer = await self._client.call("/generate", body)
         meta = answer["meta_info"]
-        entries = meta["input_token_logprobs"]
-        if [entry[1] for entry in entries] != text:
-            raise ServerFailed(f"{self._url}: the scored tokens are not those that were sent")
-        log_probs = [float(entry[0]) for entry in entries[1:]]
+        log_probs = log_probs_of(meta["input_token_logprobs"], text, self._url)
         return Scored(log_probs, self._routes(meta, len(text)))
 
     def _routes(self, meta: dict[str, Any], tokens: int) -> np.ndarray | None:

@@ -202,6 +202,9 @@ class SglangConfig(EngineConfig):
             mends.append("sleeping_cache")
         if self.packs_experts:
             mends.append("mxfp4_experts")
+        if not self.colocated:
+            # Syncs of colocated servers find no request running.
+            mends.append("quick_pause")
         return mends
 
     def describe_model(self, model: ModelConfig, dtype: str) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from rl_loop.engines.protocol import (
     fault_in_log_probs,
 )
 from rl_loop.engines.sglang.client import RequestRejected, ServerFailed, SglangClient
+from rl_loop.engines.sglang.scored_tokens import log_probs_of
 from rl_loop.engines.sglang.server import ServerState, ServerStatus
 from rl_loop.infrastructure import EngineFault, describe
 
@@ -462,10 +463,7 @@ async def score_on(
         "logprob_start_len": 0,
     }
     answer = await client.call("/generate", body)
-    entries = answer["meta_info"]["input_token_logprobs"]
-    if [entry[1] for entry in entries] != input_ids:
-        raise ServerFailed(f"{client.url}: the scored tokens are not those that were sent")
-    return [float(entry[0]) for entry in entries[1:]]
+    return log_probs_of(answer["meta_info"]["input_token_logprobs"], input_ids, client.url)
 
 
 def _check_routes_came(turn: _Turn, server: ServerStatus) -> None:

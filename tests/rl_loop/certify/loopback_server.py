@@ -64,10 +64,12 @@ class LoopbackServer:
         (scored,) = self.model.score([ids])
         tokens = body["sampling_params"]["max_new_tokens"]
         generated = self.model.generate(ids, tokens)
-        first: list[Any] = [[None, ids[0], None]]
+        # As SGLang 0.5.17, which never tells the last id of a vocabulary.
+        told = [0 if i == self.model.model.config.vocab_size - 1 else i for i in ids]
         meta: dict[str, Any] = {
-            "input_token_logprobs": first
-            + [[p, i, None] for p, i in zip(scored.log_probs, ids[1:], strict=True)],
+            "input_token_logprobs": [
+                [p, i, None] for p, i in zip([None, *scored.log_probs], told, strict=True)
+            ],
             "output_token_logprobs": [
                 [p, i, None] for p, i in zip(generated.log_probs, generated.ids, strict=True)
             ],

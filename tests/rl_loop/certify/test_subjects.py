@@ -26,6 +26,7 @@ from rl_loop.certify.subjects.completions_server import CompletionsServer
 from rl_loop.certify.subjects.sglang_server import SglangServer
 from rl_loop.certify.subjects.transformers_model import TransformersModel
 from rl_loop.certify.texts import Texts
+from rl_loop.engines.sglang.config import PLUGIN
 from rl_loop.harmony.vocabulary import harmony_encoding
 from tests.rl_loop.certify.conftest import Prepared, causes, failed
 from tests.rl_loop.certify.loopback_server import LoopbackServer, serving
@@ -82,10 +83,10 @@ def test_the_benchmark_starts_a_server_of_sglang_and_certifies_it(
 
     seen = json.loads(seen_by_server.read_text())
     assert seen["arguments"][seen["arguments"].index("--attention-backend") + 1] == attention
-    has_plugin = attention == "triton"
-    assert ("GPTOSS_SGLANG_MENDS" in seen["environment"]) == has_plugin
+    mends = seen["environment"]["GPTOSS_SGLANG_MENDS"].split(",")
+    assert ("triton_window" in mends) == (attention == "triton")
     path = seen["environment"]["PYTHONPATH"].removeprefix(f"{paths}:").split(":")
-    assert path[-1] == "/of/sglang" and len(path) == 1 + has_plugin
+    assert path == [str(PLUGIN), "/of/sglang"]
 
 
 def test_a_server_whose_routes_are_zero_fails_by_that_name(prepared: Prepared) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -209,6 +210,24 @@ def test_the_death_of_a_part_of_ray_is_named_and_its_end_with_the_session_is_not
     named = [line.partition(" on this machine")[0] for line in lines if "has died" in line]
     assert named == ([] if killed is None else [f"gptoss: Ray's {killed}"])
     assert statuses == ([] if killed is None else [1])
+
+
+def test_the_death_of_a_node_is_named_after_a_driver_that_died_of_it(tmp_path: Path) -> None:
+    """Ray's C++ ends a driver as this one ends itself, without leaving its threads the time."""
+    program = """
+        import ctypes, signal, subprocess
+        from rl_loop.cluster.ray_session import RayProcesses, naming_their_death
+        node = subprocess.Popen(["sleep", "30"], stderr=subprocess.DEVNULL)
+        with naming_their_death(RayProcesses(node.pid, os.getppid())):
+            sys.setswitchinterval(3600)
+            sleep_with_the_interpreter_locked = ctypes.PyDLL(None).usleep
+            node.kill()
+            sleep_with_the_interpreter_locked(500_000)
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    done = start_program(program, tmp_path)
+    assert done.returncode == -signal.SIGKILL
+    assert "gptoss: Ray's node on this machine (raylet, process" in done.stderr
 
 
 def test_a_run_without_its_control_store_ends_at_once_and_says_why(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The plugin that servers with triton attention get, as SGLang finds and runs it."""
+"""The plugin that servers get, as SGLang finds and runs it."""
 
 from __future__ import annotations
 
@@ -39,6 +39,62 @@ backends = [TritonAttnBackend(127, decoding=False), TritonAttnBackend(None)]
 print([(b.sliding_window_size, b.decoding) for b in backends])
 """
 
+MANAGER = """
+import asyncio
+
+
+class Lock:
+    held = True
+
+    async def is_locked(self):
+        return self.held
+
+
+class TokenizerManager:
+    def __init__(self):
+        self.is_pause, self.is_pause_cond = False, asyncio.Condition()
+        self.model_update_lock, self.aborts, self.sent = Lock(), 0, []
+
+    def abort_request(self, abort_all):
+        assert abort_all
+        self.aborts += 1
+
+    async def pause_generation(self, request):
+        async with self.is_pause_cond:
+            self.is_pause = True
+            if request.mode != "abort":
+                self.sent.append(request.mode)
+                return
+            while True:
+                self.abort_request(abort_all=True)
+                if not await self.model_update_lock.is_locked():
+                    break
+                await asyncio.sleep(1.0)
+"""
+PAUSE = """
+import asyncio, time
+from importlib.metadata import entry_points
+from types import SimpleNamespace
+(plugin,) = entry_points(group="sglang.srt.plugins")
+plugin.load()()
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+async def pause():
+    manager = TokenizerManager()
+    began = time.monotonic()
+    pausing = asyncio.create_task(manager.pause_generation(SimpleNamespace(mode="abort")))
+    await asyncio.sleep(0.1)
+    still_running = not pausing.done()
+    manager.model_update_lock.held = False  # the last request has ended
+    await pausing
+    seconds = time.monotonic() - began
+    other = TokenizerManager()
+    await other.pause_generation(SimpleNamespace(mode="retract"))
+    print(manager.is_pause, manager.aborts > 1, still_running, seconds < 0.9, other.sent)
+
+asyncio.run(pause())
+"""
+
 TRITON: dict[str, object] = {"attention_backend": "triton"}
 COLOCATED: dict[str, object] = {"colocated": True, "weight_sync": "cuda_ipc"}
 
@@ -46,7 +102,11 @@ COLOCATED: dict[str, object] = {"colocated": True, "weight_sync": "cuda_ipc"}
 def run(
     tmp_path: Path, version: str, settings: dict[str, object], code: str
 ) -> subprocess.CompletedProcess[str]:
-    modules = {"layers/attention/triton_backend.py": BACKEND, "mem_cache/swa_memory_pool.py": POOL}
+    modules = {
+        "layers/attention/triton_backend.py": BACKEND,
+        "mem_cache/swa_memory_pool.py": POOL,
+        "managers/tokenizer_manager.py": MANAGER,
+    }
     for name, source in modules.items():
         path = tmp_path / "sglang/srt" / name
         path.parent.mkdir(parents=True)
@@ -85,9 +145,26 @@ def test_a_server_of_its_own_gpus_keeps_its_cache_as_sglang_makes_it(tmp_path: P
     assert "False" in done.stdout, done.stderr
 
 
-def test_other_backends_are_left_alone() -> None:
-    assert "PYTHONPATH" not in SglangConfig(attention_backend="fa3").environment
-    assert SglangConfig(attention_backend="triton").environment["PYTHONPATH"] == str(PLUGIN)
+def test_a_pause_ends_with_the_last_request_and_not_a_second_later(tmp_path: Path) -> None:
+    done = run(tmp_path, "0.5.17", {}, PAUSE)
+    assert done.stdout == "True True True True ['retract']\n", done.stderr
+
+
+def test_a_server_of_another_version_pauses_as_it_does_and_serves(tmp_path: Path) -> None:
+    """Nothing but time is lost, so that is no reason to refuse."""
+    done = run(tmp_path, "0.5.18", {}, PAUSE)
+    assert done.stdout.split()[3] == "False", done.stderr
+    assert "without quick_pause, which is for SGLang 0.5.17" in done.stderr
+
+
+def test_servers_get_what_their_settings_need() -> None:
+    def mends(**settings: object) -> str:
+        return SglangConfig(**settings).environment["GPTOSS_SGLANG_MENDS"]
+
+    assert mends(attention_backend="fa3") == "quick_pause"
+    assert mends(**TRITON) == "triton_window,quick_pause"
+    assert mends(**COLOCATED) == "sleeping_cache"
+    assert SglangConfig(**TRITON).environment["PYTHONPATH"] == str(PLUGIN)
 
 
 @pytest.mark.slow

@@ -12,13 +12,33 @@
   ``/release_memory_occupation`` answers "success" and frees none of it.
 * ``mxfp4_experts``: servers that hold MXFP4 experts take those of a weight sync, tell checksums of
   them and record routes (``gptoss_mxfp4_experts``). SGLang loses them without a word.
+* ``quick_pause``: a pause by abort ends as soon as the last request has. SGLang looks once, and if
+  anything runs then, again after a whole second.
 """
 
+import asyncio
+import logging
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 VERSION = "0.5.17"
+PAUSE_INTERVAL = 0.02
+"""Seconds between two looks whether aborted requests have ended: about one decoding step."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Mend:
+    """A change of SGLang's code."""
+
+    apply: Callable[[], None]
+    advice: str | None = None
+    """How a run does without; None if servers of another version may go without it, as only time
+    is lost."""
 
 
 def register() -> None:
@@ -26,14 +46,18 @@ def register() -> None:
     from sglang.version import __version__
 
     for name in os.environ["GPTOSS_SGLANG_MENDS"].split(","):
-        mend, advice = MENDS[name]
-        # SystemExit, because SGLang only logs an Exception of a plugin and would serve unpatched.
-        if __version__ != VERSION:
+        mend = MENDS[name]
+        if __version__ == VERSION:
+            mend.apply()
+        elif mend.advice is None:
+            logger.warning("without %s, which is for SGLang %s", name, VERSION)
+        else:
+            # SystemExit, because SGLang only logs an Exception of a plugin and would serve
+            # unpatched.
             raise SystemExit(
-                f"{name} is mended for SGLang {VERSION} and this is {__version__}: {advice}, or "
-                "see whether it still needs mending, and if not, set SGLANG_PLUGINS=none"
+                f"{name} is mended for SGLang {VERSION} and this is {__version__}: {mend.advice}, "
+                "or see whether it still needs mending, and if not, set SGLANG_PLUGINS=none"
             )
-        mend()
 
 
 def decode_with_whole_window() -> None:
@@ -76,8 +100,34 @@ def sync_mxfp4_experts() -> None:
     gptoss_mxfp4_experts.install()
 
 
+def pause_without_waiting() -> None:
+    """Look every ``PAUSE_INTERVAL`` whether aborted requests have ended."""
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    original_pause = TokenizerManager.pause_generation
+
+    @wraps(original_pause)
+    async def pause_at_once(self: Any, request: Any) -> None:
+        if request.mode != "abort":
+            await original_pause(self, request)
+            return
+
+        async with self.is_pause_cond:
+            self.is_pause = True
+            while True:
+                # Again and again, as SGLang does: a request may be on its way to the scheduler,
+                # which does not know it yet. Whoever is answered holds the lock for reading.
+                self.abort_request(abort_all=True)
+                if not await self.model_update_lock.is_locked():
+                    break
+                await asyncio.sleep(PAUSE_INTERVAL)
+
+    TokenizerManager.pause_generation = pause_at_once
+
+
 MENDS = {
-    "triton_window": (decode_with_whole_window, "use attention_backend fa3"),
-    "sleeping_cache": (free_cache_while_sleeping, "give servers GPUs of their own"),
-    "mxfp4_experts": (sync_mxfp4_experts, "leave rollout.engine.quantization out"),
+    "triton_window": Mend(decode_with_whole_window, "use attention_backend fa3"),
+    "sleeping_cache": Mend(free_cache_while_sleeping, "give servers GPUs of their own"),
+    "mxfp4_experts": Mend(sync_mxfp4_experts, "leave rollout.engine.quantization out"),
+    "quick_pause": Mend(pause_without_waiting),
 }

@@ -1,0 +1,26 @@
+"""Answers of SGLang to a prompt that it has scored."""
+
+from __future__ import annotations
+
+import pytest
+
+from rl_loop.engines.sglang.client import ServerFailed
+from rl_loop.engines.sglang.scored_tokens import log_probs_of
+
+SENT = [5, 511, 0, 511]
+
+
+def entries(ids: list[int]) -> list[list[float | int | None]]:
+    """As /generate has them: the first token has no log-prob."""
+    return [[-0.5 * i if i else None, token, None] for i, token in enumerate(ids)]
+
+
+@pytest.mark.parametrize("told", [SENT, [5, 0, 0, 0]], ids=["every id", "0 for the last id"])
+def test_the_tokens_that_were_sent_have_their_log_probs(told: list[int]) -> None:
+    assert log_probs_of(entries(told), SENT, "http://server") == [-0.5, -1.0, -1.5]
+
+
+@pytest.mark.parametrize("told", [[0, 511, 0, 511], [5, 0, 0, 511], [5, 511, 0], [5, 0, 1, 0]])
+def test_other_tokens_are_refused(told: list[int]) -> None:
+    with pytest.raises(ServerFailed, match="http://server: the scored tokens are not those"):
+        log_probs_of(entries(told), SENT, "http://server")
