@@ -126,7 +126,7 @@ class FullSizeRun:
             return attempt, kill
 
         kill.seconds_to_end = time.monotonic() - began
-        kill.error = attempt.last_error()
+        kill.error = attempt.last_error(seconds=2.0)
         if not kill.error and victim != "driver":
             raise SystemExit(f"the run ended without saying why:\n{tail(attempt)}")
         if left := attempt.leftovers(LEFTOVER_SECONDS):

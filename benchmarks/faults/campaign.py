@@ -198,7 +198,7 @@ class Campaign:
                     self._put_off(injection, "the run came to its end before it could be told")
             elif attempt.has_ended:
                 injection.outcome = "ended"
-                injection.said = attempt.last_error()
+                injection.said = attempt.last_error(seconds=2.0)
             elif len(steps_after) >= enough:
                 injection.outcome = "healed"
             elif time.time() > began + injection.limit:

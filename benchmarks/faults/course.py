@@ -98,10 +98,15 @@ class Attempt:
     def said(self) -> str:
         return self._log.read_text(errors="replace")
 
-    def last_error(self) -> str:
-        """Return the line with which a failed command names its cause; empty if there is none."""
-        lines = [line for line in self.said.splitlines() if line.startswith("gptoss: ")]
-        return lines[-1] if lines else ""
+    def last_error(self, seconds: float = 0.0) -> str:
+        """Return the line with which a failed command names its cause; empty if there is none
+        within ``seconds``: the death of a node is named by a process that outlives the driver."""
+        deadline = time.monotonic() + seconds
+        while True:
+            lines = [line for line in self.said.splitlines() if line.startswith("gptoss: ")]
+            if lines or time.monotonic() > deadline:
+                return lines[-1] if lines else ""
+            time.sleep(0.1)
 
     def processes(self, name: str = "") -> list[psutil.Process]:
         """List living processes of the attempt whose command line contains ``name``."""
