@@ -132,8 +132,8 @@ def naming_their_death(processes: RayProcesses | None) -> Iterator[None]:
             notice.wait()
         else:
             notice.kill()
-            message = death_of("control store", "gcs_server", processes.control_store)
-            os.write(sys.stderr.fileno(), f"{message}\n".encode())
+            sys.stderr.write(death_of("control store", "gcs_server", processes.control_store) + "\n")
+            sys.stderr.flush()
             kill_tree(processes.raylet)
         os._exit(1)
 
