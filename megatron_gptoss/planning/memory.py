@@ -20,7 +20,14 @@ the router."""
 
 CONTEXT_BYTES = 2.7e9
 """What a process holds of its GPU outside of torch's allocator: CUDA's context, libraries and their
-workspaces, kernels. 2.7 GB from the first forward pass on, 1.3 before it, on one H200."""
+workspaces, kernels, from the first forward pass on, on one H200."""
+
+FIRST_CONTEXT_BYTES = 1.3e9
+"""The same before the first forward pass."""
+
+PHASES_BEFORE_A_FORWARD_PASS = ("start", "sync")
+"""A run begins with a weight sync, which is the fullest: servers hold all that they allocate when
+they start, and in later ones only their weights."""
 
 COMMUNICATION_BYTES = 1.5e9
 """NCCL's buffers where there is more than one rank. An allowance, not measured by itself: Megatron
@@ -164,7 +171,7 @@ def account(inputs: MemoryInputs, gigabytes: float, stage: int = 0) -> Account:
     needs = [_Need("start", memory.weights + memory.gradients + _copied_weights(inputs, stage), 0)]
     if inputs.engine is not None:
         needs += [
-            _Need("sync", memory.resting, awake + engine.sync_bytes),
+            _Need("sync", memory.resting, awake - engine.working_bytes + engine.sync_bytes),
             _Need("rollout", memory.resting, awake),
         ]
     needs += [
@@ -204,10 +211,7 @@ class _Need:
 
 def _phases(inputs: MemoryInputs, needs: Sequence[_Need]) -> list[Phase]:
     """Add to what phases need, in their order, what lies around their tensors."""
-    outside_of_torch = CONTEXT_BYTES
-    if inputs.parallel.world_size > 1:
-        outside_of_torch += COMMUNICATION_BYTES
-
+    communication = COMMUNICATION_BYTES if inputs.parallel.world_size > 1 else 0.0
     with_cache = _phases_that_begin_with_a_cache(inputs)
     reserved = 0.0
     phases = []
@@ -217,7 +221,9 @@ def _phases(inputs: MemoryInputs, needs: Sequence[_Need]) -> list[Phase]:
         gaps = GAP_BYTES if need.phase in PHASES_WITH_GAPS else 0.0
         reserved = max(reserved, need.trainer + gaps)
 
-        around = outside_of_torch + reserved - need.trainer
+        is_early = need.phase in PHASES_BEFORE_A_FORWARD_PASS
+        context = FIRST_CONTEXT_BYTES if is_early else CONTEXT_BYTES
+        around = context + communication + reserved - need.trainer
         phases.append(Phase(need.phase, need.trainer, need.engine, around))
     return phases
 

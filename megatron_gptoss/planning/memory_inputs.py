@@ -29,6 +29,9 @@ class EngineMemory:
     sync_bytes: int
     """Buffers of a weight sync, the trainer's and the server's together, besides what is held
     awake; freed after it."""
+    working_bytes: int = 0
+    """Of the awake share, what servers take only when they are first asked for something: graphs'
+    inputs and activations."""
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,9 @@ def naming_their_death(processes: RayProcesses | None) -> Iterator[None]:
             notice.wait()
         else:
             notice.kill()
-            sys.stderr.write(death_of("control store", "gcs_server", processes.control_store) + "\n")
+            sys.stderr.write(
+                death_of("control store", "gcs_server", processes.control_store) + "\n"
+            )
             sys.stderr.flush()
             kill_tree(processes.raylet)
         os._exit(1)

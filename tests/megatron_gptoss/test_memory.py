@@ -225,13 +225,15 @@ def test_half_of_the_20b_on_two_gpus_updates_as_measured() -> None:
 def test_servers_are_counted_where_they_are_awake_asleep_and_synced() -> None:
     optimizer = OptimizerConfig(moment_dtype="bf16", gradient_dtype="bf16", offload=1)
     alone = MemoryInputs(GPT_OSS_20B, TWO_GPUS, optimizer, 16_384)
-    engine = EngineMemory(awake_fraction=0.5, asleep_bytes=7 * 10**9, sync_bytes=3 * 10**9)
+    engine = EngineMemory(
+        awake_fraction=0.5, asleep_bytes=7 * 10**9, sync_bytes=3 * 10**9, working_bytes=6 * 10**9
+    )
     shared = account(replace(alone, engine=engine), 100.0)
 
     held = {phase.name: phase.engine / 1e9 for phase in shared.phases}
     assert held == {
         "start": 0,
-        "sync": 53,
+        "sync": 47,
         "rollout": 50,
         "scoring": 7,
         "update": 7,

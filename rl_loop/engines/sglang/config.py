@@ -14,7 +14,12 @@ from megatron_gptoss.config import ModelConfig, Quantization
 from megatron_gptoss.families.registry import read_hf_config
 from megatron_gptoss.planning.memory_inputs import EngineMemory
 from rl_loop.engines.backend import EngineConfig, EngineUnavailable, ServerProcesses
-from rl_loop.engines.sglang.gpu_memory import ServerNeeds, settled_gpus, static_fraction
+from rl_loop.engines.sglang.gpu_memory import (
+    WORKING_BYTES,
+    ServerNeeds,
+    settled_gpus,
+    static_fraction,
+)
 
 Command = Callable[[str, int], list[str]]
 """(host, port) -> the argument vector of a server, built where and when it starts."""
@@ -132,6 +137,7 @@ class SglangConfig(EngineConfig):
             asleep_bytes=ASLEEP_BYTES,
             # A bucket in the server, and in the trainer the one that is sent and the next.
             sync_bytes=3 * self.bucket_bytes,
+            working_bytes=WORKING_BYTES,
         )
 
     @property
