@@ -200,9 +200,9 @@ def test_servers_on_the_trainers_gpus_must_fit_beside_what_the_trainer_keeps() -
         plan = memory_plan(training, Hardware(H200))
         return len(layouts_that_fit(training, H200)), plan.splitlines()[0]
 
-    (many, good), (few, bad) = plan_with(0.4), plan_with(0.6)
-    assert good.endswith("in the sync, of its 150.1 GB")
-    assert bad.endswith("in the sync, more than its 150.1 GB")
+    (many, good), (few, bad) = plan_with(0.4), plan_with(0.65)
+    assert good.endswith("in the rollout, of its 150.1 GB")
+    assert bad.endswith("in the rollout, more than its 150.1 GB")
     assert few < many
 
 
