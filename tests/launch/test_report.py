@@ -119,6 +119,9 @@ def test_every_colour_of_a_chart_has_one_for_dark_systems() -> None:
     assert style.count("--c0: #") == 2 and "prefers-color-scheme: dark" in style
     assert re.findall(r"#[0-9a-f]{6}\b", body.replace("url(#", "")) == []
     assert "var(--c0)" in body and ">accuracy</text>" in body
+    # Matplotlib leaves out what is black.
+    texts = re.findall(r"<text [^>]*>", body)
+    assert len(texts) > 10 and all("fill: var(" in text for text in texts)
 
 
 def test_a_chart_of_many_steps_is_no_larger_than_its_pixels_need() -> None:
