@@ -37,19 +37,27 @@ TOKENS_SHOWN = 4096
 """Of an episode, half of them from its beginning and half from its end: a page has some 100 bytes for each, and
 browsers are slow with millions."""
 COLOURS = ("#2f7d3e", "#2f6fde", "#d1603d", "#8a5cc2", "#b8860b", "#0e8a8a")
+IN_THE_DARK = dict(
+    zip(COLOURS, ("#5fc174", "#7aa5f5", "#ec8a6b", "#b794e6", "#d9ad3f", "#4cc0c0"), strict=True)
+) | {"#1f2933": "#e3e8ed", "#66727f": "#9aa7b4", "#c3ccd5": "#4a545e", "#e1e6eb": "#343d46"}
+"""What takes the place of COLOURS and of those in STYLE where a reader's system is dark."""
 STYLE: dict[Any, Any] = {
     "font.size": 8,
     "axes.titlesize": 10,
+    "text.color": "#1f2933",
     "axes.titlecolor": "#1f2933",
     "axes.labelcolor": "#66727f",
     "xtick.labelcolor": "#66727f",
     "ytick.labelcolor": "#66727f",
+    "xtick.color": "#c3ccd5",
+    "ytick.color": "#c3ccd5",
     "axes.edgecolor": "#c3ccd5",
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "grid.color": "#e1e6eb",
     "legend.frameon": False,
+    "svg.fonttype": "none",
 }
 """Matplotlib's settings, in the colours of the page."""
 
@@ -134,23 +142,18 @@ def build_report(run_dir: Path | str) -> Path:
     if run.config.exists():
         config = run.config.read_text(errors="replace")
 
-    outcome = draw_figure([OUTCOME_CHART], records, columns=1, chart_inches=(9.0, 3.6))
-    charts = [*DETAIL_CHARTS, reward_parts_chart(records)]
-    details = draw_figure(charts, records, columns=3, chart_inches=(3.6, 2.5))
-    # curve.png is for a README or a message; the page has its own copy embedded.
-    if outcome is not None:
+    # curve.png is for a README or a message; the page draws the same chart in its own size.
+    if outcome := draw_chart(OUTCOME_CHART, records, inches=(9.0, 3.6), file_format="png"):
         atomic_write_bytes(run.curve, outcome)
 
-    figures = {}
-    for name, value in summary.items():
-        if isinstance(value, int | float | str):
-            figures[name] = value
+    charts = [OUTCOME_CHART, *DETAIL_CHARTS, reward_parts_chart(records)]
+    images = {chart.title: draw_for_page(chart, records) for chart in charts}
     shown, recorded = select_episodes(run.episodes)
     page = TEMPLATES.get_template("report_template.html").render(
         title=run.path.resolve().name,
         subtitle=describe_progress(records, finished=bool(summary)),
-        figures=figures,
-        curves=[base64.b64encode(png).decode() for png in (outcome, details) if png is not None],
+        figures=summary_figures(summary),
+        charts={title: image for title, image in images.items() if image},
         episodes=shown,
         recorded=recorded,
         metrics=metric_rows(records, descriptions),
@@ -188,7 +191,9 @@ def reward_parts_chart(records: Records) -> Chart:
     """Return the chart of what rewards were made of, as many parts as there are colours."""
     names = {name for record in records for name in record if name.startswith(REWARD_PART)}
     parts = [(name, name.removeprefix(REWARD_PART)) for name in sorted(names)]
-    return Chart("parts of the reward", tuple(parts[: len(COLOURS)]))
+    # A chart of one curve has no legend.
+    title = "parts of the reward" if len(parts) != 1 else f"part of the reward: {parts[0][1]}"
+    return Chart(title, tuple(parts[: len(COLOURS)]))
 
 
 def format_number(value: object) -> str:
@@ -223,31 +228,54 @@ def metric_rows(
     return rows
 
 
-def draw_figure(
-    charts: Sequence[Chart],
-    records: Records,
-    columns: int,
-    chart_inches: tuple[float, float],
-) -> bytes | None:
-    """Draw the charts that have data in a grid, as a PNG; None without any data.
+def summary_figures(summary: dict[str, Any]) -> dict[str, int | float | str]:
+    """Return what the page shows large: label -> figure.
 
-    ``chart_inches`` is the width and height of one chart."""
-    curves = {chart.title: chart_curves(chart, records) for chart in charts}
-    present = [chart for chart in charts if curves[chart.title]]
-    if not present:
+    The time of a whole run is longer than that of its steps, which the subtitle has, so it says what it is."""
+    figures: dict[str, int | float | str] = {}
+    for name, value in summary.items():
+        if name == "seconds":
+            figures["whole run, with start and evaluations"] = format_seconds(value)
+        elif isinstance(value, int | float | str):
+            figures[name.replace("_", " ")] = value
+    return figures
+
+
+def draw_for_page(chart: Chart, records: Records) -> str:
+    """Draw a chart as SVG, in the colours of the reader's theme; return it in base64, empty without any data.
+
+    Small enough to be read on a telephone, and as sharp on a large screen."""
+    drawn = draw_chart(chart, records, inches=(3.8, 2.6), file_format="svg")
+    if drawn is None:
+        return ""
+
+    image = drawn.decode()
+    light, dark = "", ""
+    for number, (by_day, by_night) in enumerate(IN_THE_DARK.items()):
+        image = image.replace(by_day, f"var(--c{number})")
+        light += f"--c{number}: {by_day}; "
+        dark += f"--c{number}: {by_night}; "
+    themes = f":root {{ {light}}} @media (prefers-color-scheme: dark) {{ :root {{ {dark}}} }}"
+    image = image.replace("<defs>", f"<style>{themes}</style><defs>", 1)
+    return base64.b64encode(image.encode()).decode()
+
+
+def draw_chart(
+    chart: Chart, records: Records, inches: tuple[float, float], file_format: str
+) -> bytes | None:
+    """Draw a chart of ``inches`` (width, height) as "png" or "svg"; None without any data."""
+    curves = chart_curves(chart, records)
+    if not curves:
         return None
 
-    # A run that has measured little gets a smaller figure, not empty axes.
-    columns = min(columns, len(present))
-    rows = math.ceil(len(present) / columns)
-    width, height = chart_inches
     buffer = io.BytesIO()
+    is_svg = file_format == "svg"
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(width * columns, height * rows), dpi=130, layout="constrained")
-        for number, chart in enumerate(present, start=1):
-            axes = figure.add_subplot(rows, columns, number)
-            draw_chart(axes, chart, curves[chart.title], recorded_steps=len(records))
-        figure.savefig(buffer, format="png")
+        figure = Figure(figsize=inches, dpi=130, layout="constrained")
+        draw_curves(figure.add_subplot(), chart, curves, recorded_steps=len(records))
+        # The page has a background of its own, and what it says of itself stays the same from call to call.
+        no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type")) if is_svg else None
+        figure.savefig(buffer, format=file_format, transparent=is_svg, metadata=no_metadata)
     return buffer.getvalue()
 
 
@@ -261,14 +289,16 @@ def chart_curves(chart: Chart, records: Records) -> list[Curve]:
     return curves
 
 
-def draw_chart(axes: Axes, chart: Chart, curves: Sequence[Curve], recorded_steps: int) -> None:
-    """Draw one chart; ``recorded_steps`` is the number of steps of the run so far."""
+def draw_curves(axes: Axes, chart: Chart, curves: Sequence[Curve], recorded_steps: int) -> None:
+    """Draw the curves of one chart; ``recorded_steps`` is the number of steps of the run so far."""
+    step_label = "step"
     for curve in curves:
         # Metrics of rare evaluations are not noise from step to step, and a log scale shows orders
         # of magnitude.
         is_measured_often = 2 * len(curve.values) > recorded_steps
         if len(curve.values) >= FEW_STEPS and is_measured_often and not chart.log_scale:
             draw_smoothed(axes, curve)
+            step_label = f"step (bold: mean of up to {2 * SMOOTHING_REACH + 1})"
         else:
             marker = "o" if len(curve.steps) < FEW_STEPS else ""
             axes.plot(
@@ -285,7 +315,7 @@ def draw_chart(axes: Axes, chart: Chart, curves: Sequence[Curve], recorded_steps
     if chart.log_scale and all(value > 0 for curve in curves for value in curve.values):
         axes.set_yscale("log")
     axes.set_title(chart.title, loc="left")
-    axes.set_xlabel("step")
+    axes.set_xlabel(step_label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     if len(curves) > 1:
         axes.legend()
@@ -299,7 +329,7 @@ def draw_smoothed(axes: Axes, curve: Curve) -> None:
         moving_mean(curve.values, SMOOTHING_REACH),
         color=curve.colour,
         linewidth=1.8,
-        label=f"{curve.label} (mean of up to {2 * SMOOTHING_REACH + 1} steps)",
+        label=curve.label,
     )
 
 

@@ -1,5 +1,6 @@
 """The report is one safe, self-contained page, also for a run that has not finished."""
 
+import base64
 import math
 import re
 from html.parser import HTMLParser
@@ -10,11 +11,15 @@ import numpy as np
 import pytest
 
 from launch.report import (
+    DETAIL_CHARTS,
+    OUTCOME_CHART,
     build_report,
     describe_progress,
+    draw_for_page,
     format_number,
     moving_mean,
     reward_parts_chart,
+    summary_figures,
 )
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup, Turn
 from rl_loop.tracking.episode_recorder import EpisodeRecorder
@@ -23,6 +28,7 @@ from rl_loop.tracking.metrics import MetricsWriter, Name, StepMetrics
 from rl_loop.tracking.run_directory import RunDirectory, RunDirectoryError, start_run
 from tests.recorded_episodes import Words
 
+SVG = "data:image/svg+xml;base64,"
 ATTACK = "</pre><script>alert(1)</script><img src=x onerror='alert(2)'>\" onmouseover=\"alert(3)\udc80\x00"
 
 
@@ -102,10 +108,31 @@ def test_the_page_shows_the_run_and_loads_nothing(tmp_path: Path) -> None:
         and "finished" in text
     )
     sources = [value or "" for name, value in page.attributes if name in ("src", "href")]
-    assert len(sources) == 2 and all(
-        source.startswith("data:image/png;base64,") for source in sources
-    )
+    assert len(sources) == 2 and all(source.startswith(SVG) for source in sources)
     assert run.curve.read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_colour_of_a_chart_has_one_for_dark_systems() -> None:
+    records = [{"step": step, "reward": float(step), "accuracy": 0.5} for step in range(40)]
+    drawn = base64.b64decode(draw_for_page(OUTCOME_CHART, records)).decode()
+    style, body = drawn.split("</style><defs>")
+    assert style.count("--c0: #") == 2 and "prefers-color-scheme: dark" in style
+    assert re.findall(r"#[0-9a-f]{6}\b", body.replace("url(#", "")) == []
+    assert "var(--c0)" in body and ">accuracy</text>" in body
+    # Matplotlib leaves out what is black.
+    texts = re.findall(r"<text [^>]*>", body)
+    assert len(texts) > 10 and all("fill: var(" in text for text in texts)
+
+
+def test_a_chart_of_many_steps_is_no_larger_than_its_pixels_need() -> None:
+    noise = np.random.default_rng(0).normal(size=50_000)
+    records = [{"step": step, "loss": float(value)} for step, value in enumerate(noise)]
+    assert len(draw_for_page(DETAIL_CHARTS[0], records)) < 400_000
+
+
+def test_the_time_of_the_whole_run_is_told_from_that_of_its_steps() -> None:
+    figures = summary_figures({"seconds": 861.9, "held_out_reward_rl": 0.5, "versions": {}})
+    assert figures == {"whole run, with start and evaluations": "14:22", "held out reward rl": 0.5}
 
 
 def test_nothing_a_model_wrote_becomes_markup(tmp_path: Path) -> None:
@@ -153,6 +180,7 @@ def test_parts_of_the_reward_are_drawn() -> None:
     chart = reward_parts_chart(records)
     assert chart.metrics == (("reward/correct", "correct"), ("reward/format", "format"))
     assert not reward_parts_chart([]).metrics
+    assert reward_parts_chart([{"reward/score": 1.0}]).title == "part of the reward: score"
 
 
 def test_at_most_eight_episodes_are_shown_and_they_span_the_run(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ The picture of the README is of a run of the demo, made by one of these tests (d
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from launch.report import build_report
 from rl_loop.tracking.episode_files import list_files
@@ -174,6 +176,17 @@ def test_the_report_is_legible_at_any_width(
     assert (first > 128) == (theme == "light")
     assert fits(page)
     assert barriers(page) == []
+
+    # Charts are never so small that their words cannot be read, and have the colours of the page.
+    sizes = page.eval_on_selector_all(
+        ".charts img", "images => images.map(image => image.clientWidth / image.naturalWidth)"
+    )
+    assert len(sizes) >= 5 and min(sizes) > 0.85
+    chart = Image.open(io.BytesIO(page.locator(".charts img").first.screenshot())).convert("L")
+    darkest, lightest = chart.getextrema()
+    is_dark = np.median(np.asarray(chart)) < 128
+    assert is_dark == (theme == "dark")
+    assert lightest - darkest > 150
     context.close()
 
 
