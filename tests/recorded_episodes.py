@@ -79,6 +79,7 @@ def solved(task: str, *, reward: float = 1.0, version: int = 0, digit: int = 4) 
         tool_errors=int(reward <= 0),
         finish_reason=FinishReason.STOP if reward > 0 else FinishReason.MAX_TURNS,
         answer=str(digit),
+        expected_answer="4",
     )
 
 

@@ -118,6 +118,8 @@ class Trajectory:
     """What the engine computed again because turns were interrupted, by a weight sync mostly."""
     answer: str | None = None
     """The final answer in a form in which equal answers are equal text."""
+    expected_answer: str | None = None
+    """What the task has as the right one; None if it has none."""
     invalid: InvalidReason | None = None
     """Set if an infrastructure failure ended it; it must not be trained on. Its tokens are those
     from before."""

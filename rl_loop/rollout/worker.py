@@ -109,6 +109,9 @@ class RolloutWorker:
 
         # Invalid episodes say nothing about the policy: they enter no baseline and no mean.
         episodes = [finished.result() for finished in tasks]
+        for episode in episodes:
+            for sequence in episode.sequences:
+                sequence.expected_answer = task.ground_truth or None
         valid = [episode for episode in episodes if episode.invalid is None]
         invalid = [episode for episode in episodes if episode.invalid is not None]
         return TrajectoryGroup(task.task_id, valid, invalid)

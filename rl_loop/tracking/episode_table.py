@@ -35,6 +35,7 @@ FIGURES = pa.schema(
         pa.field("invalid", pa.string()),  # which component failed; null if none did
         pa.field("invalid_reason", pa.string()),
         pa.field("answer", pa.string()),
+        pa.field("expected_answer", pa.string()),
         pa.field("assistant_turns", pa.int32(), nullable=False),
         pa.field("tool_calls", pa.int32(), nullable=False),
         pa.field("tool_errors", pa.int32(), nullable=False),
@@ -277,6 +278,11 @@ def _answer(row: _Row) -> str | None:
     return None if row.trajectory.answer is None else _utf8(row.trajectory.answer)
 
 
+def _expected_answer(row: _Row) -> str | None:
+    expected = row.trajectory.expected_answer
+    return None if expected is None else _utf8(expected)
+
+
 FIGURE_OF: dict[str, Callable[[_Row], Any]] = {
     "split": lambda row: row.split,
     "group": lambda row: row.group,
@@ -291,6 +297,7 @@ FIGURE_OF: dict[str, Callable[[_Row], Any]] = {
     "invalid": _invalid_component,
     "invalid_reason": _invalid_reason,
     "answer": _answer,
+    "expected_answer": _expected_answer,
     "assistant_turns": lambda row: row.trajectory.assistant_turns,
     "tool_calls": lambda row: row.trajectory.tool_calls,
     "tool_errors": lambda row: row.trajectory.tool_errors,

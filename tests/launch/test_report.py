@@ -75,6 +75,8 @@ def record_episodes(run: RunDirectory, texts: list[str], steps: int = 1) -> None
         ],
         reward=1.0,
         reward_parts={"<b>correct</b>": 1.0},
+        answer="6",
+        expected_answer="<7>",
     )
     group = TrajectoryGroup("task <7>", [trajectory])
     with EpisodeRecorder(run.episodes, Words(texts), "all") as recorder:
@@ -154,6 +156,13 @@ def test_a_sampled_token_shows_its_log_prob(tmp_path: Path) -> None:
     assert page.spans[-3:] == [("s", "b"), ("g", "c"), ("s", "d")]
     titles = [value for name, value in page.attributes if name == "title"]
     assert titles[0] == "log p rollout -0.5000 (p 0.607)"
+
+
+def test_an_episode_shows_its_answer_and_the_right_one(tmp_path: Path) -> None:
+    run = start_run(tmp_path / "tiny", "")
+    record_episodes(run, ["a", "b", "c", "d"])
+    report = build_report(run.path).read_text()
+    assert "answered 6<" in report and "expected &lt;7&gt;<" in report
 
 
 def test_a_run_without_a_finished_step_has_a_report(tmp_path: Path) -> None:

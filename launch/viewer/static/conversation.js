@@ -46,6 +46,7 @@ export function outcome(episode) {
     pill(`tool calls ${episode.tool_calls}, failed ${episode.tool_errors}`),
     pill(`${number(episode.sampled_tokens)} of ${number(episode.tokens)} tokens sampled`),
     (episode.answer ?? null) === null ? null : pill(`answer ${episode.answer.slice(0, 80)}`),
+    (episode.expected_answer ?? null) === null ? null : pill(`expected ${episode.expected_answer.slice(0, 80)}`),
   );
 }
 

@@ -21,6 +21,7 @@ const COLUMNS = [
   ["sampled_tokens", "Sampled", true, (row) => number(row.sampled_tokens)],
   ["logprob_gap", "Gap (nats)", true, (row) => number(row.logprob_gap, 2)],
   ["answer", "Answer", false, (row) => (row.answer ?? "").slice(0, 60)],
+  ["expected_answer", "Expected", false, (row) => (row.expected_answer ?? "").slice(0, 60)],
 ];
 
 function toolCalls(row) {

@@ -278,7 +278,8 @@ def test_a_reader_filters_opens_and_colours_an_episode(chromium: Any, viewer: Se
         page.locator(".episodes tbody tr").nth(1).click()
         page.wait_for_selector(".message.final")
         assert page.locator(".message").count() == 4
-        assert "reward -1" in page.locator(".outcome").inner_text()
+        outcome = page.locator(".outcome").inner_text()
+        assert "reward -1" in outcome and "answer 5" in outcome and "expected 4" in outcome
 
         page.get_by_role("button", name="Tokens").click()
         assert page.locator(".token.more").count() > 0

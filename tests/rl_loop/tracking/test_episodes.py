@@ -376,6 +376,12 @@ def test_the_loop_records_every_episode_and_a_resume_continues(tmp_path: Path) -
     assert [row is not None and max(row) > 1 for row in entropy] == is_train
 
     settings = config(tmp_path)
+    truths = {task.task_id: task.ground_truth for task in build_tasks(settings).train(0, 3)}
+    expected = reader_of(episodes).figures.select(["task_id", "expected_answer"]).to_pylist()
+    known = [row for row in expected if row["task_id"] in truths]
+    assert known and all(row["expected_answer"] == truths[row["task_id"]] for row in known)
+    assert all(row["expected_answer"] for row in expected)
+
     per_step = settings.rollout.tasks_per_step * settings.rollout.samples_per_task
     of_training = [row["step"] for row in whole if row["split"] == "train"]
     assert of_training == [step for step in range(4) for _ in range(per_step)]
