@@ -45,12 +45,33 @@ START_RAY = {
 """One after the other: on two cores, two clusters take turns at starving the sandbox and each other's workers."""
 
 
+LONGEST = [
+    "tests/rl_loop/algorithms/test_algorithms_end_to_end.py",
+    "tests/megatron_gptoss/test_parallel_layouts.py",
+    "tests/megatron_gptoss/test_dense_layouts.py",
+    "tests/megatron_gptoss/test_adapter_layouts.py",
+    "tests/megatron_gptoss/test_routing_replay.py",
+    "tests/rl_loop/rollout/test_concurrent_episodes.py",
+    "tests/megatron_gptoss/test_context_parallel_models.py",
+    "tests/rl_loop/agents/test_programs.py",
+    "tests/rl_loop/certify/test_planted_faults.py",
+    "tests/megatron_gptoss/test_checkpoint.py",
+    "tests/megatron_gptoss/test_distributed_optimizer.py",
+    "tests/rl_loop/gateway/test_agents_sdk.py",
+]
+"""Files that take 15 s or more, the longest first. Those with few tests would come last otherwise, and at the end one
+process would wait while the other is in the middle of such a file."""
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file's tests stay together, for they share what is costly to start."""
+    """A file's tests stay together, for they share what is costly to start; Ray's come first, then LONGEST."""
     from xdist.scheduler import (
         LoadFileScheduling,
     )  # only here: without -n the tests do not need xdist
+
+    # in the order of the collection, and not by the number of their tests
+    config.option.loadscopereorder = False
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
@@ -58,3 +79,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "Ray" if file in START_RAY else file
 
     return Scheduling(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Bring what takes long to the front where several processes share the tests."""
+    if not hasattr(config, "workerinput"):
+        return
+    rank = {file: number for number, file in enumerate([*sorted(START_RAY), *LONGEST])}
+    items.sort(key=lambda item: rank.get(item.nodeid.partition("::")[0], len(rank)))

@@ -64,6 +64,12 @@ AGENT_PORTS = (
     ("runtime_env_agent_port", "RUNTIME_ENV_AGENT_PORT_NAME"),
 )
 
+IDLE_PARTS = ("start_monitor", "start_log_monitor", "start_api_server")
+"""Of Ray's Node: each starts a Python program that does nothing for a run on one machine. The autoscaler's monitor has
+no nodes to ask for, the log monitor sends what ``log_to_driver=False`` refuses, and the dashboard's server, which Ray
+starts and waits for with ``include_dashboard=False`` too, would only report usage to Ray's makers. Together they take
+2 s of processor time at every start, about a third of what Ray takes."""
+
 
 class RayStartError(UserError):
     """Ray did not start on this machine; the message says where its logs are."""
@@ -212,7 +218,7 @@ def start_local_ray(
     import ray
 
     os.environ.update(local_environment())
-    with patient_start(seconds):
+    with patient_start(seconds), _without_idle_parts():
         ray.init(
             address="local",
             num_cpus=num_cpus or os.cpu_count(),
@@ -221,6 +227,22 @@ def start_local_ray(
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
+
+
+@contextmanager
+def _without_idle_parts() -> Iterator[None]:
+    """While inside, a Ray that starts in this process leaves IDLE_PARTS out."""
+    import ray
+
+    node_class: Any = ray._private.node.Node
+    replaced = {name: getattr(node_class, name) for name in IDLE_PARTS}
+    for name in IDLE_PARTS:
+        setattr(node_class, name, lambda node, **options: None)
+    try:
+        yield
+    finally:
+        for name, start in replaced.items():
+            setattr(node_class, name, start)
 
 
 @contextmanager

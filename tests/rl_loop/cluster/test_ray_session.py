@@ -138,7 +138,9 @@ def test_a_part_that_never_comes_is_an_error_in_one_sentence_and_leaves_no_proce
     assert left == "[]"
 
 
-def test_workers_of_a_local_ray_run_at_the_priority_of_who_started_them(tmp_path: Path) -> None:
+def test_a_local_ray_starts_no_idle_programs_and_workers_at_the_priority_of_who_started_them(
+    tmp_path: Path,
+) -> None:
     program = """
         from rl_loop.cluster.ray_session import ray_session
 
@@ -155,8 +157,12 @@ def test_workers_of_a_local_ray_run_at_the_priority_of_who_started_them(tmp_path
 
             actor = ray.remote(Worker).remote()
             print(niceness(ray.get(actor.pid.remote())) - niceness(os.getpid()))
+            commands = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+            idle = ("monitor.py", "dashboard.py")
+            print([name for name in idle if any(name in command for command in commands)])
+            print(any("raylet" in command for command in commands))
     """
-    assert run_program(program, tmp_path).strip() == "0"
+    assert run_program(program, tmp_path).splitlines() == ["0", "[]", "True"]
 
 
 def test_nothing_starts_a_ray_but_ray_session() -> None:
