@@ -295,6 +295,7 @@ def test_a_leak_is_told_from_noise_and_from_a_warm_up() -> None:
     assert slopes(list(hours[: 2 * BLOCKS]), samples[: 2 * BLOCKS]) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(6 * PATIENCE_SECONDS)
 def test_a_short_campaign_loses_and_doubles_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
