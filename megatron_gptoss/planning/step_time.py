@@ -13,12 +13,11 @@ from megatron_gptoss.config import (
     ParallelConfig,
     Quantization,
 )
+from megatron_gptoss.planning.activation_memory import EXPERT_LOAD, expert_load
 from megatron_gptoss.planning.flops import forward_flops, training_flops
-from megatron_gptoss.planning.memory import (
-    EXPERT_LOAD,
+from megatron_gptoss.planning.parameter_counts import (
     MXFP4_BYTES,
     bytes_of,
-    expert_load,
     trained_parameters_per_gpu,
 )
 

@@ -16,8 +16,9 @@ from launch.placement import place
 from launch.plan import attention_plan, step_plan
 from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.packing import schedule
-from megatron_gptoss.planning.memory import parameters_per_gpu, worst_account
+from megatron_gptoss.planning.memory import worst_account
 from megatron_gptoss.planning.memory_advice import Hardware, layouts_that_fit, memory_plan
+from megatron_gptoss.planning.parameter_counts import parameters_per_gpu
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
 
