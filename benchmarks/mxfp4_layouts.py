@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import gptoss_hopper_layout as layout
 import torch
-from gptoss_mxfp4_experts import compare_layouts
+from gptoss_expert_layers import compare_layouts
 from sglang.srt.layers.quantization.mxfp4 import _swizzle_mxfp4
 
 SHAPES = {"gate_up_proj": (32, 5760, 1440), "down_proj": (32, 2880, 1440)}

@@ -45,8 +45,8 @@ from sglang_servers import (
     wait_until_healthy,
 )
 
+from converters.gathering import WeightGathering
 from converters.hf_directory import write_hf_directory
-from converters.live import WeightGathering
 from megatron_gptoss import distributed
 from megatron_gptoss.config import ParallelConfig, Quantization
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig

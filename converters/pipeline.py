@@ -36,7 +36,7 @@ def ordered_map[Item, Result](
     not_started = iter(items)
     pending: deque[Future[Result]] = deque()
 
-    # torch's own threads would compete with these for the cores
+    # torch's own threads would compete with these for the cores.
     with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
 
         def start_next() -> None:

@@ -13,11 +13,13 @@ from megatron_gptoss.context_parallel import (
 )
 from megatron_gptoss.context_parallel.cost_model import SchemeCost
 from megatron_gptoss.planning.flops import MATMUL_CEILING, training_flops
-from megatron_gptoss.planning.memory_advice import describe_layout, layouts_that_fit
+from megatron_gptoss.planning.memory_advice import Hardware, describe_layout, layouts_that_fit
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.planning.step_time import StepTime, predict_step
 
 LAYOUTS_SHOWN = 5
+MEASURED_GPU = "H200"
+"""The GPU of all rates that times are predicted from, here and in ``rollout_plan``."""
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -82,6 +84,16 @@ def predict_update(inputs: MemoryInputs) -> UpdatePrediction:
         tokens_per_second=tokens / gpu_seconds,
         mfu=flops / gpu_seconds / MATMUL_CEILING,
     )
+
+
+def speed_notes(hardware: Hardware) -> list[str]:
+    """Say that times are of another GPU than the one a plan is made for; nothing if they are not."""
+    if MEASURED_GPU in hardware.gpu:
+        return []
+    return [
+        f"times are those of {MEASURED_GPU}s, whose rates were measured; memory is that of the GPU planned for "
+        f"({hardware.gpu}, {hardware.gigabytes:g} GB)"
+    ]
 
 
 def step_plan(inputs: MemoryInputs, gigabytes: float) -> str:

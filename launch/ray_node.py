@@ -101,6 +101,7 @@ def ray_start_command(node: RayNode, head: HeadAddress) -> list[str]:
         f"--resources={json.dumps(node.resources)}",
         f"--temp-dir={node.scratch}",
     ]
+
     if node.is_head:
         command += [
             "--head",

@@ -113,33 +113,45 @@ class SlurmJob:
 
     def _executor(self, nodes: int) -> nemo_run.SlurmExecutor:
         """Return how nemo-run is to run one part of the job."""
-        cluster = self.cluster
         return nemo_run.SlurmExecutor(
-            **cluster.model_dump(include=set(SBATCH_FIELDS)),
+            **self.cluster.model_dump(include=set(SBATCH_FIELDS)),
             **self._container_options(),
-            # Size and time.
-            nodes=nodes,
-            ntasks_per_node=1,
-            gres=self._gres(),
-            cpus_per_task=cluster.cpus_per_node,
-            mem=cluster.memory_per_node,
-            exclusive=cluster.exclusive or None,
-            time=cluster.time_limit,
-            signal=f"USR1@{cluster.stop_before_end}",
-            heterogeneous=cluster.rollout_nodes > 0,
-            # Name: jobs of one name run one after the other in a chain.
+            **self._size_options(nodes),
+            **self._time_options(),
             job_name_prefix="gptoss.",
-            additional_parameters={"dependency": "singleton"} if cluster.chain > 1 else None,
-            # What runs.
             env_vars=self._environment(),
             setup_lines=(Path(__file__).parent / "job_setup.sh").read_text(),
             packager=SnapshotPackager(texts=self.files),
-            # How nemo-run reaches the cluster; it is not to wait for anything.
             tunnel=self._tunnel(),
+            # ``gptoss launch`` returns when the job is queued: nemo-run is not to wait for it.
             poll_estimated_start_time=False,
             wait_time_for_group_job=0,
             monitor_group_job_wait_time=5,
         )
+
+    def _size_options(self, nodes: int) -> dict[str, Any]:
+        cluster = self.cluster
+        return {
+            "nodes": nodes,
+            # The node's program starts all further processes itself.
+            "ntasks_per_node": 1,
+            "gres": self._gres(),
+            "cpus_per_task": cluster.cpus_per_node,
+            "mem": cluster.memory_per_node,
+            "exclusive": cluster.exclusive or None,
+            "heterogeneous": cluster.rollout_nodes > 0,
+        }
+
+    def _time_options(self) -> dict[str, Any]:
+        cluster = self.cluster
+        # The jobs of a chain have one name, and run one after the other.
+        order = {"dependency": "singleton"} if cluster.chain > 1 else None
+        return {
+            "time": cluster.time_limit,
+            # Early enough for a checkpoint.
+            "signal": f"USR1@{cluster.stop_before_end}",
+            "additional_parameters": order,
+        }
 
     def _gres(self) -> str | None:
         """Return the GPUs of a node as Slurm writes them: gpu:TYPE:COUNT or gpu:COUNT."""

@@ -81,6 +81,7 @@ def export_policy(
             files = [*files, template]
         else:
             files = _tokenizer_files(tokenizer_source)
+
         # Gathered once: what is written and what it is compared with are the same tensors.
         is_quantized = quantization is not None
         weights = trainer.packed_weights() if is_quantized else trainer.weights()

@@ -192,6 +192,7 @@ class RlLoop:
                 abandon=abandon,
                 on_ended=self._show_episodes,
             )
+
         finished: FinishedGroups = {}
         if self.group_store is not None:
             finished = self.group_store.load(self.state.step)

@@ -15,7 +15,7 @@ TAKES_ADDRESSES = {
     # The address is returned inside an object that holds the tensor.
     "kernels/gptoss_kernels/nvrtc.py:tensor_map",
     # Compares the storages of two tensors that the caller holds.
-    "converters/live.py:_shares_memory",
+    "converters/gathering.py:_shares_memory",
     # Compares where the tensors of a list lie, which the caller holds.
     "megatron_gptoss/layers/adapted_grouped_experts.py:_as_stack",
     # The caller holds the tensors until the kernel is launched; memory that is freed later is used again in the order

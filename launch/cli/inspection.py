@@ -70,7 +70,7 @@ def plan(
     rl = None if sft else load_rl_config(path, overrides)
     config = rl or load_run_config(path, "sft", overrides)
     from launch.gpus import planned_hardware
-    from launch.plan import attention_plan, step_plan
+    from launch.plan import attention_plan, speed_notes, step_plan
     from launch.rollout_plan import run_ahead_plan
     from megatron_gptoss.planning.memory_advice import is_too_much, memory_plan
 
@@ -78,6 +78,7 @@ def plan(
     inputs = config.memory_inputs
     print(
         memory_plan(inputs, hardware),
+        *speed_notes(hardware),
         attention_plan(inputs, config.dtype),
         step_plan(inputs, hardware.gigabytes),
         sep="\n",

@@ -184,15 +184,21 @@ def _chatml_message(
     mask: Sequence[bool],
 ) -> Message:
     text = "".join(texts[body:body_end])
-    recipient = content_type = None
-    said = text.strip()
+    recipient = None
+    content_type = None
     if role == "assistant" and TOOL_CALL in texts[body:body_end]:
-        text = said.removeprefix(TOOL_CALL).removesuffix(TOOL_CALL_END).strip()
+        text = text.strip().removeprefix(TOOL_CALL).removesuffix(TOOL_CALL_END).strip()
+        # What was sampled need not be JSON.
         name = re.search(r'"name"\s*:\s*"([^"]*)"', text)
         recipient = name[1] if name else "a tool"
         content_type = "json"
-    elif role == "user" and (responses := RESPONSES.findall(text)) and not RESPONSES.sub("", text):
-        role, text = "tool", "\n".join(responses)
+    elif role == "user":
+        # ChatML brings what tools answer as a user's message of nothing else.
+        responses = RESPONSES.findall(text)
+        if responses and not RESPONSES.sub("", text):
+            role = "tool"
+            text = "\n".join(responses)
+
     return Message(
         start=start,
         body=body,

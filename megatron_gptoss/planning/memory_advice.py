@@ -57,26 +57,26 @@ def _complexity(layout: ParallelConfig) -> tuple[int, ...]:
 def _possible_layouts(inputs: MemoryInputs) -> Iterator[ParallelConfig]:
     """Yield the layouts of powers of two that the model allows and the sequences fill."""
     powers = (1, 2, 4, 8)
-    for tensor, pipeline, context in product(powers, powers, powers):
-        for expert in (*powers, 16, 32, 64):
-            layout = inputs.parallel.model_copy(
-                update={
-                    "tensor": tensor,
-                    "pipeline": pipeline,
-                    "context": context,
-                    "expert": expert,
-                    "virtual_pipeline": inputs.parallel.virtual_pipeline if pipeline > 1 else 1,
-                    # It fits one pipeline size only.
-                    "last_stage_layers": None,
-                }
-            )
-            # Most combinations split something unevenly.
-            try:
-                layout.check_layout(inputs.model, inputs.adapter)
-            except ValueError:
-                continue
-            if inputs.sequences >= layout.data * inputs.mini_batches:
-                yield layout
+    expert_sizes = (*powers, 16, 32, 64)
+    for tensor, pipeline, context, expert in product(powers, powers, powers, expert_sizes):
+        sizes = {
+            "tensor": tensor,
+            "pipeline": pipeline,
+            "context": context,
+            "expert": expert,
+            "virtual_pipeline": inputs.parallel.virtual_pipeline if pipeline > 1 else 1,
+            # It fits one pipeline size only.
+            "last_stage_layers": None,
+        }
+        layout = inputs.parallel.model_copy(update=sizes)
+
+        # Most combinations split something unevenly.
+        try:
+            layout.check_layout(inputs.model, inputs.adapter)
+        except ValueError:
+            continue
+        if inputs.sequences >= layout.data * inputs.mini_batches:
+            yield layout
 
 
 def smaller_settings(inputs: MemoryInputs, gigabytes: float) -> list[tuple[str, Account]]:

@@ -13,12 +13,11 @@ from megatron_gptoss.config import (
     ParallelConfig,
     Quantization,
 )
+from megatron_gptoss.planning.activation_memory import EXPERT_LOAD, expert_load
 from megatron_gptoss.planning.flops import forward_flops, training_flops
-from megatron_gptoss.planning.memory import (
-    EXPERT_LOAD,
+from megatron_gptoss.planning.parameter_counts import (
     MXFP4_BYTES,
     bytes_of,
-    expert_load,
     trained_parameters_per_gpu,
 )
 
@@ -132,9 +131,6 @@ def predict_step(
     reduction = _data_parallel_seconds(parallel, trained, gradient_bytes)
     hidden = arithmetic * (1 - 1 / passes) / micro_batches
 
-    merging = _weight_making_seconds(model, parallel, adapter, quantization)
-    factor_gradients = _factor_gradient_seconds(model, parallel, adapter, local_tokens)
-
     return StepTime(
         arithmetic=arithmetic,
         experts=experts,
@@ -143,8 +139,8 @@ def predict_step(
         gradients=max(0.0, reduction - hidden),
         parameters=_data_parallel_seconds(parallel, trained, 2),
         optimizer=_optimizer_seconds(parallel, trained, optimizer),
-        merging=layer_passes * merging,
-        adapters=layer_passes * factor_gradients,
+        merging=layer_passes * _weight_making_seconds(model, parallel, adapter, quantization),
+        adapters=layer_passes * _factor_gradient_seconds(model, parallel, adapter, local_tokens),
     )
 
 

@@ -1,6 +1,7 @@
 """Known faults of GPT-OSS implementations: what each does, and where it was seen."""
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.certify.reference import EVERY_LAYER, Variant
@@ -201,13 +202,10 @@ def update_faults(config: GptOssModelConfig) -> tuple[Fault, ...]:
         Fault("biases were not updated", Variant(stale="bias"), unnamed),
         Fault("the routers were not updated", Variant(stale=".router."), unnamed),
     ]
-    for layer in range(config.num_layers):
-        for expert in range(config.num_experts):
-            faults.append(
-                Fault(
-                    f"expert {expert} of layer {layer} kept its old weights",
-                    Variant(stale_expert=(layer, expert)),
-                    "a rank that sends only its own experts: verl-project/verl#7195",
-                )
-            )
+
+    own_experts_only = "a rank that sends only its own experts: verl-project/verl#7195"
+    for layer, expert in product(range(config.num_layers), range(config.num_experts)):
+        name = f"expert {expert} of layer {layer} kept its old weights"
+        variant = Variant(stale_expert=(layer, expert))
+        faults.append(Fault(name, variant, own_experts_only))
     return (*faults, *orientation_faults(config), *INTERLEAVING)

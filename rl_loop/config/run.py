@@ -117,15 +117,14 @@ class RunConfig(StrictModel):
     @property
     def memory_inputs(self) -> MemoryInputs:
         """What ``megatron_gptoss.planning.memory`` predicts from."""
-        row, longest = self.training.max_tokens_per_micro_batch, self.rollout.max_tokens
         return MemoryInputs(
             self.model,
             self.parallel,
             self.optimizer,
-            row,
+            self.training.max_tokens_per_micro_batch,
             adapter=self.adapter,
             quantization=self.quantization,
-            longest_sequence=longest,
+            longest_sequence=self.rollout.max_tokens,
         )
 
     @model_validator(mode="after")
@@ -135,7 +134,7 @@ class RunConfig(StrictModel):
         return self
 
     @model_validator(mode="after")
-    def _check_layout(self) -> Self:
+    def _check_sections_together(self) -> Self:
         # Found out here rather than by an engine or a rank, hours into a run.
         self.parallel.check_layout(self.model, self.adapter)
         check_quantization(self.quantization, self.model, self.adapter)
@@ -154,6 +153,7 @@ class RunConfig(StrictModel):
                     "adapters to train: take over those that it was trained with"
                 )
             return
+
         self.adapter.check_ranks(self.model)
 
         frozen = self.ablation.freeze
@@ -167,18 +167,21 @@ class RunConfig(StrictModel):
         """Refuse what a model without experts and sinks has nothing for."""
         if self.model.num_experts > 0:
             return
-        ablation, family = self.ablation, self.model.model_type
+
+        ablation = self.ablation
+        family = self.model.model_type
         if self.rollout.routed_experts:
             raise ValueError(f"rollout.routed_experts: a {family} model has no experts")
         if ablation.router_noise > 0:
             raise ValueError(f"ablation.router_noise: a {family} model has no router")
-        has_sinks_off = not (
+
+        has_all_sinks = (
             ablation.engine_sinks
             and ablation.trainer_sinks
             and ablation.sink_gradient
             and ablation.sink_backward
         )
-        if has_sinks_off:
+        if not has_all_sinks:
             raise ValueError(f"ablation: a {family} model has no attention sinks to switch off")
 
     def _check_lengths(self) -> None:
@@ -195,13 +198,13 @@ class RunConfig(StrictModel):
             )
 
     def _check_engine(self) -> None:
-        engine, temperature = self.rollout.engine, self.rollout.temperature
-        has_engine_faults = self.ablation.changes_engine_weights
-        if has_engine_faults and not engine.takes_tensors:
+        engine = self.rollout.engine
+        if self.ablation.changes_engine_weights and not engine.takes_tensors:
             raise ValueError(
                 "ablation.engine_sinks, engine_noise and engine_quantization alter tensors on their way to the engine, "
                 f"and engine {engine.type} takes them elsewhere: set rollout.engine.type=transformers"
             )
+
         if engine.packs_experts and self.quantization is None:
             raise ValueError(
                 "rollout.engine.quantization packs the experts that quantization trains: set quantization=mxfp4, too, "
@@ -209,6 +212,8 @@ class RunConfig(StrictModel):
             )
         if self.quantization is not None:
             self._check_engine_quantization()
+
+        temperature = self.rollout.temperature
         if self.rollout.purification and temperature != 1 and not engine.scores_at_any_temperature:
             raise ValueError(
                 f"rollout.purification scores at rollout.temperature ({temperature}), and engine {engine.type} scores "
@@ -270,45 +275,55 @@ class RlConfig(RunConfig):
         return inputs.with_sequences(self.rollout.tasks_per_step * self.rollout.samples_per_task)
 
     @model_validator(mode="after")
-    def _check_algorithm_with_rollouts(self) -> Self:
+    def _check_rl_sections_together(self) -> Self:
         self._check_groups()
+        self._check_dynamic_sampling()
         self._check_staleness()
         self._check_algorithm_needs()
         self._check_programs()
         return self
 
     def _check_groups(self) -> None:
-        algorithm, rollout = self.algorithm, self.rollout
+        algorithm = self.algorithm
+        rollout = self.rollout
         episodes = rollout.tasks_per_step * rollout.samples_per_task
         if episodes < self.parallel.data * algorithm.mini_batches:
             raise ValueError(
                 f"rollout.tasks_per_step x samples_per_task ({episodes}) gives fewer episodes than data-parallel ranks "
                 f"x algorithm.mini_batches ({self.parallel.data} x {algorithm.mini_batches})"
             )
+
         if algorithm.advantage in GROUP_ADVANTAGES and rollout.samples_per_task == 1:
             raise ValueError(
                 f"algorithm.advantage {algorithm.advantage} compares the samples of a task, and "
                 "rollout.samples_per_task is 1: use 2 or more, or advantage gae or reinforce"
             )
 
-    def _check_staleness(self) -> None:
+    def _check_dynamic_sampling(self) -> None:
+        """Sampling in rounds takes tasks in order, and knows late how many."""
         algorithm = self.algorithm
-        samples_dynamically = algorithm.dynamic_sampling_rounds > 1
-        if samples_dynamically and algorithm.max_staleness > 1:
+        if algorithm.dynamic_sampling_rounds == 1:
+            return
+
+        if algorithm.max_staleness > 1:
             raise ValueError(
                 f"algorithm.max_staleness {algorithm.max_staleness} with dynamic_sampling_rounds "
                 f"{algorithm.dynamic_sampling_rounds}: how many tasks a step takes is known when its last round has "
                 "ended, so a step is begun one ahead at most; use max_staleness 1, or dynamic_sampling_rounds 1"
             )
-        if samples_dynamically and algorithm.order != "in_order":
+        if algorithm.order != "in_order":
             raise ValueError(
                 f"algorithm.order {algorithm.order} with dynamic_sampling_rounds "
                 f"{algorithm.dynamic_sampling_rounds}, whose rounds take tasks in order: use order in_order, or "
                 "dynamic_sampling_rounds 1"
             )
-        if algorithm.max_staleness > 0 and self.rollout.engine.shares_trainer_gpus:
+
+    def _check_staleness(self) -> None:
+        """Stale tokens are those that engines sample while the trainer learns."""
+        staleness = self.algorithm.max_staleness
+        if staleness > 0 and self.rollout.engine.shares_trainer_gpus:
             raise ValueError(
-                f"algorithm.max_staleness {algorithm.max_staleness} generates while the trainer learns, and "
+                f"algorithm.max_staleness {staleness} generates while the trainer learns, and "
                 "rollout.engine.colocated gives its GPUs to one of them at a time: use 0, or servers on GPUs of their "
                 "own"
             )
@@ -318,6 +333,7 @@ class RlConfig(RunConfig):
         for name, source in self.tasks.sources.items():
             if not environment_class(source.environment).IS_PLAYED_BY_PROGRAM:
                 continue
+
             if self.vocabulary == "tiny" and self.vocabulary_data is None:
                 raise ValueError(
                     f"vocabulary tiny: what the agent of tasks.sources.{name} says cannot be known here; name the "
@@ -330,7 +346,8 @@ class RlConfig(RunConfig):
                 )
 
     def _check_algorithm_needs(self) -> None:
-        algorithm, rollout = self.algorithm, self.rollout
+        algorithm = self.algorithm
+        rollout = self.rollout
         if algorithm.routing_replay != "none" and self.model.num_experts == 0:
             raise ValueError(
                 f"algorithm.routing_replay {algorithm.routing_replay}: a {self.model.model_type} model has no experts"

@@ -24,6 +24,7 @@ from rl_loop.environments.base import (
     UnknownTool,
     arguments_of,
     function_call,
+    function_of,
 )
 
 USERS = ("ana", "ben", "cleo", "dan", "eva", "finn", "gus", "hana", "ivo", "jil")
@@ -173,7 +174,7 @@ class IncidentEnvironment(Environment):
         )
 
     async def call(self, tool: str, arguments: str) -> str | StepResult:
-        name = tool.removeprefix("functions.")
+        name = function_of(tool)
         if name not in TOOLS:
             raise UnknownTool
 

@@ -48,11 +48,13 @@ def check_what_a_run_needs(config: RunConfig, has_own_ray: bool = False) -> None
     check_chat_format(config)
     if not has_own_ray:
         check_ray_address()
+
     if config.initial_weights is not None:
         check_weights("initial_weights", config.initial_weights, config.model)
     if config.initial_adapter is not None and config.adapter is not None:
         check_initial_adapter(config.initial_adapter, config.adapter, config.model)
     check_newest_checkpoint(RunDirectory(config.directory))
+
     if isinstance(config, SftConfig) and config.data is not None:
         check_conversations(config.data)
     else:
@@ -60,11 +62,14 @@ def check_what_a_run_needs(config: RunConfig, has_own_ray: bool = False) -> None
     if isinstance(config, RlConfig):
         check_rollouts(config)
     check_tracking()
+
     has_critic = isinstance(config, RlConfig) and config.algorithm.critic is not None
     checkpoint = checkpoint_bytes(
         config.model, config.dtype, adapter=config.adapter, has_critic=has_critic
     )
     check_disk(config.directory, config.training, checkpoint)
+
+    # A Ray that runs already keeps the store that it has: checked is one that this run starts.
     if has_own_ray or not os.environ.get("RAY_ADDRESS"):
         check_local_store(store_need(config))
 

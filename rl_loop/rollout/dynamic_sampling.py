@@ -119,28 +119,20 @@ class DynamicCollector:
                 groups = self._run(requests)
 
             for position, group in enumerate(groups, start=next_task):
-                counts = has_signal(group, self._algorithm)
-                (with_signal if counts else silent).append(PlacedGroup(position, group))
+                kind = with_signal if has_signal(group, self._algorithm) else silent
+                kind.append(PlacedGroup(position, group))
             next_task += count
             if len(with_signal) >= count:
                 break
 
-        # The position after the last task that was used: tasks behind it come again in the next
-        # step.
         chosen = (with_signal + silent)[:count]
         if len(with_signal) >= count:
+            # Tasks behind the last one that was used come again in the next step.
             next_task = chosen[-1].position + 1
-        used = {placed.position for placed in chosen}
-        left_out = [
-            placed
-            for placed in silent
-            if placed.position < next_task and placed.position not in used
-        ]
         return RolloutBatch(
             train=[placed.group for placed in chosen],
             held_out=evaluated,
-            # Their routes would stay in Ray's store until the step is recorded.
-            replaced=[placed.group.without_routes() for placed in left_out],
+            replaced=_replaced_groups(silent, chosen, next_task),
             next_task=next_task,
         )
 
@@ -149,3 +141,16 @@ class DynamicCollector:
             return self._is_closed or self._abandon()
 
         return run_groups(self._runner, requests, self._rollout, is_abandoned, self._on_ended)
+
+
+def _replaced_groups(
+    silent: Sequence[PlacedGroup], chosen: Sequence[PlacedGroup], next_task: int
+) -> list[TrajectoryGroup]:
+    """Return the groups without signal whose tasks are over and that nothing is trained on."""
+    used = {placed.position for placed in chosen}
+    replaced = []
+    for placed in silent:
+        if placed.position < next_task and placed.position not in used:
+            # Their routes would stay in Ray's store until the step is recorded.
+            replaced.append(placed.group.without_routes())
+    return replaced

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from converters.errors import GatheringBroken, GatheringRefused
-from converters.live import GatheredWeights, WeightGathering
+from converters.gathering import GatheredWeights, WeightGathering
 from converters.mapping import NamedTensor
 from converters.mxfp4_tensors import Digests
 from megatron_gptoss import distributed

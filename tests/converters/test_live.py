@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from converters.errors import ConversionError
-from converters.live import WeightGathering, export_hf_weights, load_hf_weights
+from converters.gathering import WeightGathering
+from converters.live import export_hf_weights, load_hf_weights
 from converters.names import hf_shapes
 from converters.random_weights import random_hf_weights
 from megatron_gptoss import distributed
@@ -185,7 +186,8 @@ def break_gathering(gathering: WeightGathering, fault: str) -> None:
     if fault == "buffer":
         gathering.plan = fail(gathering.plan, 1)  # type: ignore[method-assign]
     elif fault.startswith("read"):
-        gathering.read = fail(gathering.read, int(fault[4:]))  # type: ignore[method-assign]
+        local = gathering.local
+        local.read = fail(local.read, int(fault[4:]))  # type: ignore[method-assign]
 
 
 def gather_with_faults(rank: int, world_size: int, port: int, faults: list[Any]) -> list[Any]:

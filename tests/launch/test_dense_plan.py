@@ -17,7 +17,7 @@ from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.families.dense.config import DenseModelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.planning.flops import forward_flops
-from megatron_gptoss.planning.memory import parameters_per_gpu
+from megatron_gptoss.planning.parameter_counts import parameters_per_gpu
 from rl_loop.config.errors import CannotStart, ConfigError
 from rl_loop.config.load import dump_config, load_config
 from rl_loop.config.run import SftConfig

@@ -16,8 +16,9 @@ from launch.placement import place
 from launch.plan import attention_plan, step_plan
 from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.packing import schedule
-from megatron_gptoss.planning.memory import parameters_per_gpu, worst_account
+from megatron_gptoss.planning.memory import worst_account
 from megatron_gptoss.planning.memory_advice import Hardware, layouts_that_fit, memory_plan
+from megatron_gptoss.planning.parameter_counts import parameters_per_gpu
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
 
@@ -397,3 +398,25 @@ def test_the_command_ends_with_1_if_the_configuration_does_not_fit(
     assert ended.value.code == status
     out, err = capfd.readouterr()
     assert said in out + err
+
+
+@pytest.mark.parametrize(
+    ("options", "note"),
+    [
+        (["--gpu", "h100"], "the GPU planned for (H100 80GB, 84.9 GB)"),
+        (["--gpu-gb", "75"], "the GPU planned for (GPU, 75 GB)"),
+        (["--gpu", "h200"], None),
+    ],
+)
+def test_a_plan_for_another_gpu_says_that_its_times_are_those_of_h200s(
+    options: list[str], note: str | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        app(["plan", str(CONFIGS / "rl/gpt-oss-20b_1x2.yaml"), *options])
+    said = capfd.readouterr().out
+    assert "an update on H200s" in said
+    assert (note is None) == ("times are those of H200s" not in said)
+    if note is not None:
+        assert note in said
+        # Whoever reads the times has read it before.
+        assert said.index(note) < said.index("an update on H200s")

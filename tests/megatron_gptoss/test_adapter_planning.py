@@ -14,14 +14,9 @@ from megatron_gptoss.config import AdapterConfig, AdapterTarget, OptimizerConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.layers.adapters import LowRank, named_adapters
 from megatron_gptoss.model import build_model
+from megatron_gptoss.planning.activation_memory import activation_bytes
 from megatron_gptoss.planning.flops import forward_flops, training_flops
-from megatron_gptoss.planning.memory import (
-    account,
-    activation_bytes,
-    adapter_parameters_per_gpu,
-    merged_weight_bytes,
-    predict,
-)
+from megatron_gptoss.planning.memory import account, predict
 from megatron_gptoss.planning.memory_advice import (
     Hardware,
     layouts_that_fit,
@@ -29,6 +24,8 @@ from megatron_gptoss.planning.memory_advice import (
     smaller_settings,
 )
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
+from megatron_gptoss.planning.parameter_counts import adapter_parameters_per_gpu
+from megatron_gptoss.planning.state_memory import merged_weight_bytes
 from megatron_gptoss.planning.step_time import (
     MEMORY_BANDWIDTH,
     MERGE_RATE,

@@ -11,11 +11,11 @@ import torch
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.layers.transformer_engine_block import NoRecomputeLayer
+from megatron_gptoss.optimizer_offload import PART_ELEMENTS
 from megatron_gptoss.planning import memory
 from megatron_gptoss.planning.memory import (
     account,
     fits,
-    parameters_per_gpu,
     predict,
     worst_account,
 )
@@ -28,6 +28,7 @@ from megatron_gptoss.planning.memory_advice import (
     smaller_settings,
 )
 from megatron_gptoss.planning.memory_inputs import EngineMemory, MemoryInputs
+from megatron_gptoss.planning.parameter_counts import parameters_per_gpu
 from megatron_gptoss.transformer_settings import build_transformer_config
 
 GPT_OSS_20B = GptOssModelConfig(num_layers=24, num_experts=32)
@@ -256,7 +257,7 @@ def test_offloaded_state_is_counted_on_the_host_and_in_parts_on_the_gpu() -> Non
     assert account(inputs, H200).host == 0
     assert account(half, H200).host == pytest.approx(0.5 * state * memory.HOST_ROUNDING)
     step = account(half, H200).phase("optimizer").trainer
-    part = 6 * max(memory.PART_ELEMENTS, 201_088 * 2880 / 2)
+    part = 6 * max(PART_ELEMENTS, 201_088 * 2880 / 2)
     assert step - predict(half).resting == pytest.approx(part)
 
 
@@ -374,7 +375,7 @@ def test_a_part_of_offloaded_state_takes_the_place_of_activations(tokens: int, r
         for share in (0.0, 1.0)
     )
     assert offloaded.optimizer == 0 and (offloaded.fetched == 0) == room
-    part = 0 if room else 10 * memory.PART_ELEMENTS - plain.activations - plain.working
+    part = 0 if room else 10 * PART_ELEMENTS - plain.activations - plain.working
     assert offloaded.fetched == pytest.approx(part)
     assert offloaded.total == pytest.approx(plain.total - plain.optimizer + part)
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from converters.gathering import WeightGathering
 from converters.hf_layouts import is_expert_matrix
-from converters.live import WeightGathering, load_hf_weights
+from converters.live import load_hf_weights
 from converters.mxfp4_tensors import stack_digests, stored_names
 from gptoss_kernels import mxfp4
 from megatron_gptoss import distributed

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
-from megatron_gptoss.planning.memory import parameters_per_gpu
+from megatron_gptoss.planning.parameter_counts import parameters_per_gpu
 from megatron_gptoss.planning.step_time import HOST_BANDWIDTH, predict_step
 
 GPT_OSS_120B = GptOssModelConfig(num_layers=36, num_experts=128)

@@ -21,8 +21,11 @@ from rl_loop.engines.sglang.config import PLUGIN
 from tests.rl_loop.sglang_protocol import LocalServer, _bytes_hash, server_parameters
 
 sys.path.insert(0, str(PLUGIN))
+import gptoss_expert_storage as expert_storage
 import gptoss_hopper_layout as layout
-import gptoss_mxfp4_experts as experts_plugin
+from gptoss_expert_layers import take_over
+from gptoss_mxfp4_experts import BEGIN_SYNC, END_SYNC
+from gptoss_synced_model import SyncedModel
 
 
 class HopperMXValueLayout:
@@ -89,7 +92,7 @@ class ServedModel(torch.nn.Module):
 
         for index in range(model.num_layers):
             layer, method = create_layer(model, rank, ranks)
-            method.gptoss_experts = experts_plugin.take_over(layer, method)
+            method.gptoss_experts = take_over(layer, method)
             layer.quant_method = method
             self._module_at(f"model.layers.{index}.mlp").add_module("experts", layer)
 
@@ -109,14 +112,14 @@ class PackedServer(LocalServer):
         super().__init__(**options)
         self.ranks = ranks
         self.models = [ServedModel(model, rank, ranks) for rank in range(ranks)]
-        self.synced = [experts_plugin.SyncedModel(served) for served in self.models]
+        self.synced = [SyncedModel(served) for served in self.models]
 
     def _load(self, tensors: dict[str, torch.Tensor]) -> web.Response:
         try:
             for synced in self.synced:
                 for _ in synced.load_experts(tensors.items()):
                     pass
-        except experts_plugin.WrongWeights as error:
+        except expert_storage.WrongWeights as error:
             message = f"Failed to update parameter online: {error}."
             return web.json_response({"success": False, "message": message}, status=400)
         self.weights |= tensors  # of all of which the model's next token is a function
@@ -136,12 +139,12 @@ class PackedServer(LocalServer):
             return await super().weights_checker(request)
         try:
             for synced in self.synced:
-                if action == experts_plugin.BEGIN_SYNC:
+                if action == BEGIN_SYNC:
                     synced.begin_sync()
                 else:
-                    assert action == experts_plugin.END_SYNC
+                    assert action == END_SYNC
                     synced.end_sync()
-        except experts_plugin.WrongWeights as error:
+        except expert_storage.WrongWeights as error:
             return web.json_response({"success": False, "message": str(error)}, status=400)
         return web.json_response({"success": True, "message": "Success."})
 

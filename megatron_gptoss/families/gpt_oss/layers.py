@@ -51,12 +51,18 @@ def transformer_settings(
     model: GptOssModelConfig, parallel: ParallelConfig, dtype: torch.dtype
 ) -> dict[str, Any]:
     """Return the fields of the TransformerConfig that make it GPT-OSS."""
-    # DeepEP is the default implementation of Megatron's flex dispatcher.
-    dispatchers = {"alltoall": "alltoall", "deepep": "flex"}
-    on_gpu = torch.cuda.is_available()
     return {
         # This flag also creates the biases of the router, the experts and the output projection.
         "add_bias_linear": True,
+        **_attention_settings(model),
+        **_activation_settings(model),
+        **_router_settings(model, dtype),
+        **_expert_settings(model, parallel),
+    }
+
+
+def _attention_settings(model: GptOssModelConfig) -> dict[str, Any]:
+    return {
         "add_qkv_bias": True,
         # One learned sink per head.
         "softmax_type": "learnable",
@@ -64,20 +70,41 @@ def transformer_settings(
         # skips the window: it is the even 0-based layers that have it.
         "window_size": (model.sliding_window - 1, 0),
         "window_attn_skip_freq": 2,
-        # Clamped SwiGLU: swish(clamp(gate)) * (clamp(up) + 1). None of Megatron's fusions are on:
-        # some need CUDA, and bias_activation_fusion would clamp before it adds the bias.
+    }
+
+
+def _activation_settings(model: GptOssModelConfig) -> dict[str, Any]:
+    """Return the clamped SwiGLU: swish(clamp(gate)) * (clamp(up) + 1)."""
+    # None of Megatron's fusions are on: some need CUDA, and bias_activation_fusion would clamp
+    # before it adds the bias.
+    return {
         "activation_func": swish_1702,
         "glu_linear_offset": 1.0,
         "activation_func_clamp_value": model.swiglu_limit,
-        # The softmax is taken over the chosen experts only. There is no balancing loss: the
-        # policy gradient is the loss.
-        "moe_ffn_hidden_size": model.intermediate_size,
-        "num_moe_experts": model.num_experts,
+    }
+
+
+def _router_settings(model: GptOssModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    return {
         "moe_router_topk": model.experts_per_token,
+        # The softmax is taken over the chosen experts only.
         "moe_router_pre_softmax": False,
         "moe_router_score_function": "softmax",
+        # There is no balancing loss: the policy gradient is the loss.
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp64" if dtype == torch.float64 else "fp32",
+    }
+
+
+def _expert_settings(model: GptOssModelConfig, parallel: ParallelConfig) -> dict[str, Any]:
+    # DeepEP is the default implementation of Megatron's flex dispatcher.
+    dispatchers = {"alltoall": "alltoall", "deepep": "flex"}
+
+    # Grouped products and the fused permutation are Transformer Engine's, which CPUs do not have.
+    on_gpu = torch.cuda.is_available()
+    return {
+        "num_moe_experts": model.num_experts,
+        "moe_ffn_hidden_size": model.intermediate_size,
         "moe_token_dispatcher_type": dispatchers[parallel.expert_dispatcher],
         "moe_grouped_gemm": on_gpu,
         "moe_permute_fusion": on_gpu,
@@ -94,9 +121,11 @@ def cpu_layer(config: PolicyTransformerConfig) -> TransformerLayerSubmodules:
     )
     moe_submodules = MoESubmodules(experts=_cpu_experts(config), router=choose_router(config))
     submodules.mlp = partial(CpuMoELayer, submodules=moe_submodules)
+
     attention = submodules.self_attention.submodules
     attention.core_attention = SinkAttention
     choose_projections(attention, config)
+
     submodules.input_layernorm = CpuRMSNorm
     submodules.pre_mlp_layernorm = CpuRMSNorm
     submodules.sharded_state_dict_keys_map = SEPARATE_NORM_KEYS
@@ -130,8 +159,10 @@ def gpu_layer(config: PolicyTransformerConfig) -> TransformerLayerSubmodules:
         moe_grouped_gemm=True,
     )
     submodules.mlp = partial(TimedMoELayer, submodules=_gpu_experts(config, submodules))
-    submodules.self_attention.submodules.core_attention = config.core_attention or SinkAttention
-    choose_projections(submodules.self_attention.submodules, config)
+
+    attention = submodules.self_attention.submodules
+    attention.core_attention = config.core_attention or SinkAttention
+    choose_projections(attention, config)
     if has_adapted_qkv(config):
         # Transformer Engine's projection includes the norm before it.
         submodules.input_layernorm = TENorm

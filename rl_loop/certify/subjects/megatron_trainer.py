@@ -96,6 +96,8 @@ class MegatronTrainer(Subject):
         batches = [build_batch(_samples([text])) for text in texts]
         self.trainer.train_step(batches, loss, learning_rate=IDLE_RATE)
 
+        # The converters read a parameter's ``data``: for a moment that is its gradient, so that
+        # gradients get Hugging Face's names and layouts as weights do.
         parameters: list[Any] = list(self.trainer.module.parameters())
         weights = [parameter.data for parameter in parameters]
         for parameter in parameters:
@@ -119,23 +121,11 @@ class MegatronTrainer(Subject):
         vocabulary = vocabulary_of(self._directory, self.config.vocab_size)
         if vocabulary is None:
             raise NotOffered("the vocabulary is not known")
+
         harmony = Harmony(vocabulary, PromptConfig())
-        header = harmony.assistant_header
         ids: list[int] = []
         for message in messages:
-            if message.role == "user":
-                ids += _without_header(harmony.render_observation([], message.content), header)
-            elif message.role == "assistant":
-                said = ParsedMessage(
-                    channel=message.channel or "final",
-                    recipient=message.recipient,
-                    content_type=message.content_type,
-                    text=message.content,
-                )
-                ids += header + harmony.render_sampled(said, message.end)  # type: ignore[arg-type]
-            else:
-                output = ToolOutput(message.role, message.channel or "", message.content)
-                ids += _without_header(harmony.render_observation([output]), header)
+            ids += _render_message(harmony, message)
         return ids
 
     def close(self) -> None:
@@ -156,6 +146,22 @@ def _samples(
     return TrainingSamples.join(samples)
 
 
-def _without_header(ids: list[int], header: list[int]) -> list[int]:
-    """Cut off the assistant's header, with which a rendered observation ends."""
-    return ids[: len(ids) - len(header)]
+def _render_message(harmony: Harmony, message: HarmonyMessage) -> list[int]:
+    if message.role == "assistant":
+        sampled = ParsedMessage(
+            channel=message.channel or "final",
+            recipient=message.recipient,
+            content_type=message.content_type,
+            text=message.content,
+        )
+        body = harmony.render_sampled(sampled, message.end)  # type: ignore[arg-type]
+        return harmony.assistant_header + body
+
+    if message.role == "user":
+        observation = harmony.render_observation([], message.content)
+    else:
+        output = ToolOutput(message.role, message.channel or "", message.content)
+        observation = harmony.render_observation([output])
+
+    # An observation ends with the header of the assistant's answer, which is a message of its own.
+    return observation[: len(observation) - len(harmony.assistant_header)]

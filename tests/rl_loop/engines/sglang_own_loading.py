@@ -7,8 +7,11 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import gptoss_mxfp4_experts as plugin
 import torch
+from gptoss_expert_layers import take_over
+from gptoss_expert_storage import WrongWeights
+from gptoss_mxfp4_experts import install
+from gptoss_synced_model import is_starting, synced
 from sglang.srt.layers.quantization import mxfp4
 from sglang.srt.models import gpt_oss
 from triton_kernels.tensor_details import layout
@@ -102,7 +105,7 @@ def load_by_sglang(
     model, layer, method = build(rank, ranks)
     Model._load_mxfp4_experts_weights(model, list(weights.items()))
     method.process_weights_after_loading(layer)
-    return {name: t.clone() for name, t in plugin.take_over(layer, method).storage.items()}
+    return {name: t.clone() for name, t in take_over(layer, method).storage.items()}
 
 
 def check_ours(
@@ -111,7 +114,7 @@ def check_ours(
     model, layer, method = build(rank, ranks)
     # Beside what the server computes with, and fp32 biases, there is nothing.
     assert {name for name, _ in layer.named_parameters()} == {"w13_weight_bias", "w2_weight_bias"}
-    assert plugin.is_starting(model)
+    assert is_starting(model)
 
     lacking = dict(list(weights.items())[1:])
     expect_refusal(f"the first is {PREFIX}gate_up_proj_blocks", model.load_weights, lacking.items())
@@ -123,8 +126,8 @@ def check_ours(
             tensor.view(torch.uint8).fill_(0xA5)
 
         method.process_weights_after_loading(layer)
-        assert not plugin.is_starting(model)
-        known = plugin.synced(model)
+        assert not is_starting(model)
+        known = synced(model)
         assert known is not None
         known.begin_sync()
 
@@ -136,7 +139,7 @@ def check_ours(
 def expect_refusal(message: str, function: Callable[..., Any], *arguments: Any) -> None:
     try:
         function(*arguments)
-    except plugin.WrongWeights as error:
+    except WrongWeights as error:
         assert message in str(error), error
     else:
         raise AssertionError(f"not raised: {message}")
@@ -149,7 +152,7 @@ def main() -> None:
     weights = random_weights()
     places = [(rank, ranks) for ranks in (1, 2, 3) for rank in range(ranks)]
     expected = {place: load_by_sglang(weights, *place) for place in places}
-    plugin.install()
+    install()
     for place in places:
         check_ours(expected[place], weights, *place)
     print(f"{len(places)} ranks")

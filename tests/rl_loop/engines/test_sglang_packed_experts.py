@@ -31,7 +31,13 @@ from rl_loop.engines.sglang import weight_sender
 from rl_loop.engines.sglang.config import PLUGIN, SglangConfig
 from rl_loop.engines.sglang.gpu_memory import ServerNeeds
 from rl_loop.engines.sglang.weight_sender import SyncPlan, WeightMismatch, send_weights
-from tests.rl_loop.packed_server import PackedServer, ServedModel, experts_plugin, layout
+from tests.rl_loop.packed_server import (
+    PackedServer,
+    ServedModel,
+    SyncedModel,
+    expert_storage,
+    layout,
+)
 from tests.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[3]
@@ -195,21 +201,21 @@ def test_the_ranks_parts_of_all_experts_make_the_whole(ranks: int) -> None:
     weights = packed_weights(1)
     parts: list[dict[str, torch.Tensor]] = []
     for rank in range(ranks):
-        synced = experts_plugin.SyncedModel(ServedModel(MODEL, rank, ranks))
+        synced = SyncedModel(ServedModel(MODEL, rank, ranks))
         for _ in synced.load_experts(weights.items()):
             pass
         experts = synced.experts[0]
-        read = {name: experts.read(name) for name in experts_plugin.SOURCES}
+        read = {name: experts.read(name) for name in expert_storage.SOURCES}
         assert all(stale == 0 for _, stale in read.values())
         parts.append({name: tensor for name, (tensor, _) in read.items()})
 
     prefix = "model.layers.0.mlp.experts."
     for name, dimension in {"w13_weight": 1, "w2_weight": 2}.items():
-        source = experts_plugin.SOURCES[name]
+        source = expert_storage.SOURCES[name]
         whole = torch.cat([part[name] for part in parts], dimension)
         assert torch.equal(whole, weights[prefix + source].flatten(-2))
         whole = torch.cat([part[f"{name}_scale"] for part in parts], dimension)
-        assert torch.equal(whole, weights[prefix + experts_plugin.SOURCES[f"{name}_scale"]])
+        assert torch.equal(whole, weights[prefix + expert_storage.SOURCES[f"{name}_scale"]])
     biases = torch.cat([part["w13_weight_bias"] for part in parts], 1)
     assert torch.equal(biases, weights[f"{prefix}gate_up_proj_bias"].float())
     # The ranks' outputs are added up.
@@ -219,7 +225,7 @@ def test_the_ranks_parts_of_all_experts_make_the_whole(ranks: int) -> None:
 
 
 def test_five_blocks_on_two_ranks_are_three_and_two() -> None:
-    shards = [experts_plugin.Shard.of(rank, 2, 160) for rank in range(2)]
+    shards = [expert_storage.Shard.of(rank, 2, 160) for rank in range(2)]
     assert [(shard.first, shard.last) for shard in shards] == [(0, 96), (96, 160)]
 
 
@@ -353,7 +359,7 @@ def test_a_swapped_scale_is_named_and_the_server_does_not_serve(
     run_with_server(1, work)
 
 
-@pytest.mark.parametrize("name", list(experts_plugin.SOURCES))
+@pytest.mark.parametrize("name", list(expert_storage.SOURCES))
 def test_a_stale_byte_of_padding_is_named(name: str) -> None:
     weights = packed_weights(1)
 
@@ -374,7 +380,7 @@ def test_a_stale_byte_of_padding_is_named(name: str) -> None:
             padded[0, -1, -1] = 1
             layout.swizzle_values(padded, tensor)
         plan = plan_for(server.url, ranks=2, transport="none")
-        source = experts_plugin.SOURCES[name]
+        source = expert_storage.SOURCES[name]
         with pytest.raises(WeightMismatch, match=rf"{source} \(stale padding: 1 elements\)"):
             await send_weights(weights.items(), MODEL, plan)
 
@@ -399,22 +405,22 @@ def cut_rows(weights: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor],
 @pytest.mark.parametrize("change", [change_dtype, send_bf16, cut_rows])
 def test_a_tensor_that_the_server_has_no_place_for_is_refused(change: Any) -> None:
     sent, message = change(packed_weights(1))
-    synced = experts_plugin.SyncedModel(ServedModel(MODEL))
-    with pytest.raises(experts_plugin.WrongWeights, match=message):
+    synced = SyncedModel(ServedModel(MODEL))
+    with pytest.raises(expert_storage.WrongWeights, match=message):
         list(synced.load_experts(sent.items()))
 
 
 def test_a_tensor_that_comes_twice_is_refused_until_the_next_sync_begins() -> None:
     weights = packed_weights(1)
-    synced = experts_plugin.SyncedModel(ServedModel(MODEL))
+    synced = SyncedModel(ServedModel(MODEL))
     others = [name for name, _ in synced.load_experts(weights.items())]
     assert others == [name for name in weights if ".experts." not in name]
     synced.end_sync()
     list(synced.load_experts(weights.items()))
-    with pytest.raises(experts_plugin.WrongWeights, match="came twice"):
+    with pytest.raises(expert_storage.WrongWeights, match="came twice"):
         list(synced.load_experts(weights.items()))
     synced.begin_sync()
-    with pytest.raises(experts_plugin.WrongWeights, match=f"{len(weights)} tensors have not come"):
+    with pytest.raises(expert_storage.WrongWeights, match=f"{len(weights)} tensors have not come"):
         synced.end_sync()
 
 

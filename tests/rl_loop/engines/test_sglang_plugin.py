@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -181,3 +182,23 @@ def test_the_real_sglang_runs_the_plugin() -> None:
         [python, "-c", code], env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.stdout.splitlines()[-1] == "with_the_query", done.stderr
+
+
+def imported_packages(source: str) -> set[str]:
+    """Return what modules import, in functions too, by the first part of the name."""
+    packages = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            packages |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            packages.add((node.module or "").partition(".")[0])
+    return packages
+
+
+def test_the_plugin_needs_nothing_that_a_servers_environment_does_not_have() -> None:
+    modules = {path.stem: path.read_text() for path in PLUGIN.glob("*.py")}
+    assert "gptoss_mxfp4_experts" in modules
+    available = {"torch", "triton", "triton_kernels", "sglang"} | set(modules)
+    for name, source in modules.items():
+        missing = imported_packages(source) - available - sys.stdlib_module_names
+        assert not missing, f"{name} imports {', '.join(missing)}"

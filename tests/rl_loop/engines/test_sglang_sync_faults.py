@@ -277,7 +277,7 @@ def _plant(fault: Fault, once: bool) -> Callable[[Any], None]:
     def plant(worker: Any) -> None:
         gathering = worker._gathering
         original_begin = gathering.begin
-        original_read = gathering.read
+        original_read = gathering.local.read
         worker.met = False
         reads = 0
 
@@ -313,7 +313,7 @@ def _plant(fault: Fault, once: bool) -> Callable[[Any], None]:
             case "begin":
                 gathering.plan = lambda receivers: fail()
             case "read":
-                gathering.read = read
+                gathering.local.read = read
             case "send":
                 worker._in_own_dtype = in_own_dtype
             case "assemble":
@@ -323,8 +323,9 @@ def _plant(fault: Fault, once: bool) -> Callable[[Any], None]:
 
 
 def _heal_rank(worker: Any) -> None:
-    for name in ("begin", "read", "plan"):
+    for name in ("begin", "plan"):
         vars(worker._gathering).pop(name, None)
+    vars(worker._gathering.local).pop("read", None)
     vars(worker).pop("_in_own_dtype", None)
 
 

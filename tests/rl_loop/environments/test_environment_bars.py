@@ -21,6 +21,7 @@ from rl_loop.environments import (
     make_environment,
 )
 from rl_loop.environments.base import final, function_call, think
+from rl_loop.environments.incident import IncidentEnvironment
 from rl_loop.harmony.codec import Harmony, ParsedMessage
 from rl_loop.tasks.demonstrations import demonstrate
 
@@ -192,6 +193,21 @@ def test_a_format_error_does_not_undo_the_harm_done_before() -> None:
     illegal, harm = [function_call("x")], [function_call("reset_user", user="nobody")]
     assert asyncio.run(reward(illegal)) == pytest.approx(-5.0)
     assert asyncio.run(reward(harm, illegal)) == pytest.approx(-5.0 - 5.0 * 0.5 / 9)
+
+
+def test_a_function_is_called_by_its_namespace_and_name_only() -> None:
+    async def call(recipient: str) -> tuple[StepResult, list[dict[str, Any]]]:
+        environment = make_environment(task_of("incident", {}, 0), arithmetic.interpret, REWARD)
+        assert isinstance(environment, IncidentEnvironment)
+        message = ParsedMessage("commentary", recipient, "json", '{"user": "ana"}')
+        result = await environment.step([message])
+        return result, [event for event in environment.log if event["actor"] == "agent"]
+
+    result, done = asyncio.run(call("functions.reset_user"))
+    assert (result.format_error, len(done)) == (None, 1)
+
+    result, done = asyncio.run(call("reset_user"))
+    assert (result.format_error, len(done)) == ("unknown_tool", 0)
 
 
 @pytest.mark.parametrize(("name", "options"), [kind for kind in KINDS if kind[0] != "retool"])

@@ -1,0 +1,135 @@
+"""The weights of a Megatron model that this rank holds, by the entries of the name table.
+
+Megatron numbers layers and experts by their place on the rank; the table knows the whole model.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core import parallel_state
+
+from converters.errors import ConversionError
+from converters.mapping import ParameterMapping
+from converters.mxfp4_tensors import (
+    Digests,
+    join,
+    matrices_at_once,
+    matrix_digest,
+    matrix_name,
+    pack_stack,
+    packed_parts,
+    row_order,
+    stacked_in_bf16,
+)
+from converters.names import global_name, parameter_mappings
+from gptoss_kernels import mxfp4
+from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.model import chunks_of
+from megatron_gptoss.weights import QuantizedWeight, Weight, named_weights
+
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT_LAYER = "output_layer.weight"
+
+
+def find_local_weights(
+    model: torch.nn.Module, config: ModelConfig
+) -> list[tuple[ParameterMapping, Weight]]:
+    """Return what this rank holds, in the order of the name table."""
+    table = parameter_mappings(config)
+    experts = config.num_experts // parallel_state.get_expert_model_parallel_world_size()
+    first_expert = experts * parallel_state.get_expert_model_parallel_rank()
+
+    local = {}
+    for chunk in chunks_of(model):
+        first_layer = chunk.decoder.layers[0].layer_number - 1  # Megatron counts from 1
+        for name, weight in named_weights(chunk):
+            full_name = global_name(name, first_layer, first_expert)
+            if config.tied_embeddings and full_name == OUTPUT_LAYER:
+                # The copy of the embedding on a last pipeline stage.
+                full_name = EMBEDDING
+            if full_name not in table:
+                raise ConversionError(
+                    f"parameter {name} ({full_name} of the whole model) has no counterpart in "
+                    f"Hugging Face's {config.model_type} of {config.num_layers} layers and "
+                    f"{config.num_experts} experts"
+                )
+            local[full_name] = weight
+    return [(mapping, local[name]) for name, mapping in table.items() if name in local]
+
+
+class LocalWeights:
+    """Reads this rank's weights in the form in which they are sent to other ranks."""
+
+    def __init__(self, model: torch.nn.Module, config: ModelConfig) -> None:
+        local = find_local_weights(model, config)
+        self._mappings = [mapping for mapping, _ in local]
+        self._weights = {mapping.name: weight for mapping, weight in local}
+        self._places = {mapping.name: i for i, mapping in enumerate(self._mappings)}
+
+    def sent_dtypes(self) -> dict[str, torch.dtype]:
+        """Return the dtype in which every weight is sent, by global parameter name; uint8 for
+        experts that are trained through MXFP4."""
+        # dtypes differ within a model: the router's bias stays fp32.
+        dtypes = {}
+        for name, weight in self._weights.items():
+            dtypes[name] = torch.uint8 if isinstance(weight, QuantizedWeight) else weight.dtype
+        return dtypes
+
+    def read(self, name: str) -> dict[str, torch.Tensor]:
+        """Return this rank's shard of a parameter as it is sent; it may share the parameter's
+        memory.
+
+        Experts that are trained through MXFP4 are quantized several at once: those of this rank
+        that follow in the order of the table come with it.
+        """
+        if not isinstance(self._weights[name], QuantizedWeight):
+            return {name: self._weights[name].read().contiguous()}
+
+        first = self._places[name]
+        last = first + matrices_at_once(self._weights[name].shape)
+        names = []
+        for mapping in self._mappings[first:last]:
+            if mapping.hf_names == self._mappings[first].hf_names:
+                names.append(mapping.name)
+        joined = join(*mxfp4.quantize(stacked_in_bf16(self._unrounded(names))))
+        return dict(zip(names, joined, strict=True))
+
+    def read_stack(
+        self, mappings: Sequence[ParameterMapping], *, quantized: bool
+    ) -> dict[str, torch.Tensor]:
+        """Return complete Hugging Face tensors of all experts, every one of which is on this rank.
+
+        A GPU gets a handful of kernels, and not some for every expert.
+
+        Args:
+            mappings: of one matrix or bias of each expert, in order.
+            quantized: whether it is trained through MXFP4, and comes as blocks and scales.
+        """
+        names = [mapping.name for mapping in mappings]
+        if quantized:
+            return pack_stack(mappings[0], self._unrounded(names))
+
+        stack = torch.stack([self._weights[name].read() for name in names])
+        order = row_order(mappings[0], stack.device)
+        return {mappings[0].hf_names[0]: stack[:, order]}
+
+    def packed_digests(self) -> Digests:
+        """Compute digests of this rank's experts that are trained through MXFP4."""
+        digests: Digests = {}
+        for mapping in self._mappings:
+            weight = self._weights[mapping.name]
+            if isinstance(weight, QuantizedWeight):
+                assert mapping.expert is not None
+                blocks, scales = packed_parts(mapping, *weight.read_packed()).values()
+                name = matrix_name(mapping.hf_names[0], mapping.expert)
+                digests[name] = matrix_digest(blocks, scales)
+        return digests
+
+    def _unrounded(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """Return the weights of experts that are trained through MXFP4."""
+        unrounded = []
+        for name in names:
+            weight = self._weights[name]
+            assert isinstance(weight, QuantizedWeight)
+            unrounded.append(weight.unrounded())
+        return unrounded

@@ -1,0 +1,222 @@
+"""The parallel layout, and which layouts a model can have."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from megatron_gptoss.config.adapter import AdapterConfig
+from megatron_gptoss.config.model import ModelConfig
+from megatron_gptoss.config.quantization import check_blocks
+from megatron_gptoss.config.strict_model import StrictModel
+
+
+class ParallelConfig(StrictModel):
+    """How the policy is spread over trainer ranks."""
+
+    world_size: int = Field(1, gt=0)
+    """Trainer ranks in all; what tensor, pipeline and context parallelism leave over is data
+    parallel."""
+    tensor: int = Field(1, gt=0)
+    """Tensor parallel size. Above 1, sequence parallelism is on (Megatron requires it for
+    mixtures of experts)."""
+    pipeline: int = Field(1, gt=0)
+    """Pipeline stages."""
+    last_stage_layers: int | None = Field(None, gt=0)
+    """Layers of the last pipeline stage, the others share the rest evenly; null for equally
+    many in all. The last stage also has the output layer, as much work as about four layers."""
+    virtual_pipeline: int = Field(1, gt=0)
+    """Model chunks per pipeline rank. Above 1, the interleaved schedule runs them: its bubble
+    is that many times shorter, it sends that many times more between stages, and each rank's
+    number of micro-batches is rounded up to a multiple of pipeline."""
+    context: int = Field(1, gt=0)
+    """Context parallel size: ranks that share the tokens of one packed batch. Any size; a power
+    of two if in doubt."""
+    context_scheme_full: Literal["auto", "all_to_all", "all_gather"] = "auto"
+    """How full-attention layers communicate under context parallelism; auto takes what the cost
+    model finds cheapest for each row (``gptoss plan`` prints it)."""
+    context_scheme_window: Literal["auto", "all_to_all", "halo"] = "auto"
+    """The same for sliding-window layers."""
+    context_bandwidth: float = Field(300.0, gt=0)
+    """GB/s that a GPU sends to its context-parallel peers, for the cost model. The default is
+    NVLink between H200s; set it to what the network between nodes gives where context-parallel
+    ranks are spread over nodes."""
+    attention_tflops: float = Field(525.0, gt=0)
+    """TFLOP/s of full attention on one GPU, for the cost model. The default is flash-attn-4 on
+    an H200."""
+    expert: int = Field(1, gt=0)
+    """Expert parallel size: ranks among which the experts of a layer are shared out."""
+    expert_dispatcher: Literal["alltoall", "deepep"] = "alltoall"
+    """What sends tokens to their experts and back. deepep
+    (https://github.com/deepseek-ai/DeepEP), which you install yourself, permutes and sends in
+    one kernel; it needs GPUs and is meant for experts spread over nodes."""
+    base: Literal["bf16", "mxfp4"] = "bf16"
+    """How the experts' weights are held while adapters are trained: in the model's dtype, or packed
+    in MXFP4, a quarter of the memory, to be dequantised for every product. Only frozen weights can
+    be packed."""
+    recompute: tuple[Literal["moe_act", "layernorm", "core_attn", "moe"], ...] = ()
+    """On GPUs: what the backward pass computes again instead of keeping it. moe_act (the expert
+    activation) costs next to nothing and saves a sixth of the activations, layernorm likewise
+    less; moe is the last resort."""
+    recompute_layers: int | None = Field(None, ge=0)
+    """The layers of a pipeline stage's chunk that do so, its first ones; null: all."""
+
+    @property
+    def data(self) -> int:
+        """Data-parallel size."""
+        return self.world_size // (self.tensor * self.pipeline * self.context)
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """Each data-parallel rank takes a multiple of so many micro-batches.
+
+        The interleaved schedule asks for it.
+        """
+        return self.pipeline if self.virtual_pipeline > 1 else 1
+
+    @property
+    def sizes(self) -> str:
+        """The layout as people write it: "tensor 2, pipeline 1, context 1, expert 8"."""
+        names = ("tensor", "pipeline", "context", "expert")
+        return ", ".join(f"{name} {getattr(self, name)}" for name in names)
+
+    def layers_of_stage(self, stage: int, model: ModelConfig) -> int:
+        """Return how many layers a pipeline stage has."""
+        # The stages before the last share the remaining layers evenly (see check_layout).
+        last = self.last_stage_layers or model.num_layers // self.pipeline
+        if stage == self.pipeline - 1:
+            return last
+        return (model.num_layers - last) // (self.pipeline - 1)
+
+    def check_layout(self, model: ModelConfig, adapter: AdapterConfig | None = None) -> None:
+        """Raise ValueError naming the key that makes the layout impossible for ``model``.
+
+        ``adapter``: what is trained; None for all parameters.
+        """
+        self._check_ranks()
+        self._check_options(model)
+        _check_divides("tensor", self.tensor, "num_key_value_heads", model.num_key_value_heads)
+        _check_divides("tensor", self.tensor, "vocab_size", model.vocab_size)
+        self._check_pipeline(model)
+        self._check_experts(model)
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise ValueError(
+                f"parallel.virtual_pipeline ({self.virtual_pipeline}) needs parallel.pipeline above 1"
+            )
+        self._check_context_schemes(model)
+        self._check_base(model, adapter)
+        if adapter is not None:
+            self._check_stages(adapter)
+
+    def _check_ranks(self) -> None:
+        """Every dimension must split the ranks evenly."""
+        dense_ranks = self.tensor * self.pipeline * self.context
+        if self.world_size % dense_ranks:
+            usable_ranks = max(1, self.world_size // dense_ranks) * dense_ranks
+            raise ValueError(
+                f"parallel.world_size ({self.world_size}) must be a multiple of "
+                f"tensor x pipeline x context "
+                f"({self.tensor} x {self.pipeline} x {self.context} = {dense_ranks}): use "
+                f"{usable_ranks} ranks, or another context; any context size can be split"
+            )
+
+        # Experts are spread over all ranks of a stage, whatever else those share.
+        stage_ranks = self.world_size // self.pipeline
+        if stage_ranks % self.expert:
+            raise ValueError(
+                f"parallel.expert ({self.expert}) must divide world_size / pipeline ({stage_ranks})"
+            )
+
+    def _check_experts(self, model: ModelConfig) -> None:
+        """What is about experts needs a model that has them."""
+        if model.num_experts:
+            _check_divides("expert", self.expert, "num_experts", model.num_experts)
+            return
+
+        if self.expert > 1:
+            raise ValueError(
+                f"parallel.expert ({self.expert}) must be 1: a {model.model_type} model has no experts"
+            )
+        without_effect = [part for part in self.recompute if part != "core_attn"]
+        if without_effect:
+            raise ValueError(
+                f"parallel.recompute {', '.join(without_effect)} has no effect: a "
+                f"{model.model_type} model has no experts, and its norms are part of its linear layers"
+            )
+
+    def _check_options(self, model: ModelConfig) -> None:
+        """No option may be set that cannot have an effect."""
+        if self.recompute_layers is not None and not self.recompute:
+            raise ValueError(
+                "parallel.recompute_layers has no effect: parallel.recompute does not say what they do"
+            )
+        if self.expert_dispatcher == "deepep" and self.expert == 1:
+            raise ValueError(
+                "parallel.expert_dispatcher deepep has nobody to send to: parallel.expert is 1"
+            )
+
+        last = self.last_stage_layers
+        layers = model.num_layers
+        if last is not None and (self.pipeline == 1 or self.virtual_pipeline > 1 or last >= layers):
+            raise ValueError(
+                f"parallel.last_stage_layers ({last}) needs parallel.pipeline above 1, "
+                f"virtual_pipeline 1 and to be less than num_layers ({layers})"
+            )
+
+    def _check_pipeline(self, model: ModelConfig) -> None:
+        """All chunks must have equally many layers, but for a last stage that is set apart."""
+        layers = model.num_layers
+        if self.last_stage_layers is None:
+            chunks = self.pipeline * self.virtual_pipeline
+            _check_divides("pipeline", self.pipeline, "num_layers", layers)
+            _check_divides("pipeline x virtual_pipeline", chunks, "num_layers", layers)
+        else:
+            _check_divides(
+                "pipeline less the last stage",
+                self.pipeline - 1,
+                "num_layers - last_stage_layers",
+                layers - self.last_stage_layers,
+            )
+
+    def _check_context_schemes(self, model: ModelConfig) -> None:
+        """all_to_all gives every context-parallel rank equally many heads."""
+        heads = model.num_attention_heads // self.tensor
+        if heads % self.context == 0:
+            return
+
+        alternatives = {"full": "all_gather", "window": "halo"}
+        for kind, alternative in alternatives.items():
+            if getattr(self, f"context_scheme_{kind}") != "all_to_all":
+                continue
+            divisors = [size for size in range(1, self.context + 1) if heads % size == 0]
+            sizes = ", ".join(str(size) for size in divisors)
+            raise ValueError(
+                f"parallel.context_scheme_{kind} all_to_all needs parallel.context "
+                f"({self.context}) to divide num_attention_heads / tensor ({heads}): "
+                f"use context {sizes}, or {alternative}, which takes any"
+            )
+
+    def _check_stages(self, adapter: AdapterConfig) -> None:
+        """Every pipeline stage must have something to train."""
+        if self.pipeline > 1 and set(adapter.targets) <= {"embedding", "head"}:
+            raise ValueError(
+                f"adapter.targets ({', '.join(adapter.targets)}) leave pipeline stages with nothing "
+                f"to train: use parallel.pipeline 1 instead of {self.pipeline}, or add a target of "
+                "the layers, such as q"
+            )
+
+    def _check_base(self, model: ModelConfig, adapter: AdapterConfig | None) -> None:
+        """MXFP4 holds frozen weights only, in blocks of 32 values."""
+        if self.base == "bf16":
+            return
+        if adapter is None:
+            raise ValueError(
+                f"parallel.base {self.base} needs an adapter: weights in four bits are frozen, and "
+                "without an adapter all weights are trained (quantization: mxfp4 trains them through "
+                "four bits)"
+            )
+        check_blocks("parallel.base", self.base, model)
+
+
+def _check_divides(key: str, size: int, name: str, count: int) -> None:
+    if count % size:
+        raise ValueError(f"parallel.{key} ({size}) must divide {name} ({count})")

@@ -1,0 +1,223 @@
+"""The MoE layers of SGLang 0.5.17, and their experts in the layouts of triton_kernels."""
+
+from typing import Any
+
+import gptoss_hopper_layout as layout
+import torch
+from gptoss_expert_storage import BLOCK, Experts, Shard
+from torch import Tensor
+
+WARPS = 8
+"""Of a program of the expert kernels, which the scales' layout is made for."""
+
+
+def allocate(layer: Any, method: Any, device: torch.device) -> Experts:
+    """Allocate the layouts of a layer's experts in place of the parameters that SGLang has made.
+
+    Weights are zero until they come: padding is counted as stale till then.
+
+    Args:
+        layer: whose parameters have shapes only, on the meta device.
+        method: of the layer, which gets what it computes with.
+        device: of the layouts.
+    """
+    from triton_kernels.matmul_ogs import FlexCtx, PrecisionConfig
+    from triton_kernels.numerics import InFlexData
+
+    for name in ("w13", "w2"):
+        experts, rows, row_bytes = getattr(layer, f"{name}_weight").shape
+        blocks = row_bytes // (BLOCK // 2)
+        place: Any = {"dtype": torch.uint8, "device": device}
+        values = torch.zeros(experts, *layout.value_storage_shape(rows, row_bytes), **place)
+        scales = torch.zeros(experts, *layout.scale_storage_shape(rows, blocks), **place)
+
+        # What SGLang's forward pass looks for, under the names that its own loading gives.
+        values, scales = wrap(values, scales, (experts, rows, row_bytes))
+        config = PrecisionConfig(weight_scale=scales, flex_ctx=FlexCtx(rhs_data=InFlexData()))
+        setattr(method, f"{name}_weight_triton_tensor", values)
+        setattr(method, f"{name}_precision_config", config)
+
+        delattr(layer, f"{name}_weight")
+        delattr(layer, f"{name}_weight_bias")
+        bias = torch.zeros(experts, rows, dtype=torch.float32, device=device)
+        parameter = torch.nn.Parameter(bias, requires_grad=False)
+        layer.register_parameter(f"{name}_weight_bias", parameter)
+    return take_over(layer, method)
+
+
+def wrap(values: Tensor, scales: Tensor, shape: tuple[int, int, int]) -> tuple[Any, Any]:
+    """Return layouts in memory as triton_kernels' tensors, the same as ``_swizzle_mxfp4`` of SGLang does.
+
+    Args:
+        values: uint8 [experts, *value_storage_shape].
+        scales: uint8 [experts, *scale_storage_shape].
+        shape: experts, rows and bytes of a row of the matrices.
+    """
+    from triton_kernels.tensor import FP4, Storage
+    from triton_kernels.tensor import Tensor as KernelTensor
+    from triton_kernels.tensor_details.layout import HopperMXScaleLayout, HopperMXValueLayout
+
+    experts, rows, row_bytes = shape
+    packed_shape = torch.Size((experts, row_bytes, rows))
+    scale_shape = torch.Size((experts, row_bytes // (BLOCK // 2), rows))
+    value_layout = HopperMXValueLayout(packed_shape, mx_axis=1)
+    scale_layout = HopperMXScaleLayout(scale_shape, mx_axis=1, num_warps=WARPS)
+    # Two values to a byte: triton_kernels counts values.
+    wrapped_values = KernelTensor(
+        Storage(values.mT, value_layout), dtype=FP4, shape=[experts, 2 * row_bytes, rows]
+    )
+    wrapped_scales = KernelTensor(Storage(scales.mT, scale_layout), shape=list(scale_shape))
+    return wrapped_values, wrapped_scales
+
+
+def take_over(layer: Any, method: Any) -> Experts:
+    """Describe the experts of a layer that has its layouts, and free the scales that SGLang makes
+    beside them.
+
+    Raises:
+        RuntimeError: naming what is otherwise than in SGLang 0.5.17.
+    """
+    matrices = {
+        "w13_weight": method.w13_weight_triton_tensor,
+        "w13_weight_scale": method.w13_precision_config.weight_scale,
+        "w2_weight": method.w2_weight_triton_tensor,
+        "w2_weight_scale": method.w2_precision_config.weight_scale,
+    }
+    storage = {name: _storage_of(name, tensor) for name, tensor in matrices.items()}
+    for name in ("w13_weight_bias", "w2_weight_bias"):
+        storage[name] = getattr(layer, name).data
+
+    if layer.moe_ep_size != 1:
+        raise RuntimeError(f"MXFP4 experts are synced with --ep-size 1, not {layer.moe_ep_size}")
+    experts = Experts(
+        prefix="",
+        storage=storage,
+        shard=Shard.of(layer.moe_tp_rank, layer.moe_tp_size, _intermediate_size(layer)),
+        intermediate_size=_intermediate_size(layer),
+        hidden_size=method.hidden_size,
+        padded_intermediate_size=method.intermediate_size_per_partition,
+    )
+    for name in ("w13_weight", "w2_weight"):
+        rows, inputs = experts.shape(name, padded=True)
+        _check_shape(name, storage[name], layout.value_storage_shape(rows, inputs // 2))
+        scale_shape = layout.scale_storage_shape(rows, inputs // BLOCK)
+        _check_shape(f"{name}_scale", storage[f"{name}_scale"], scale_shape)
+
+    # SGLang does not read them, and would load into them without a word.
+    del layer.w13_weight_scale, layer.w2_weight_scale
+    return experts
+
+
+def _intermediate_size(layer: Any) -> int:
+    size: int = layer.intermediate_size_per_partition * layer.moe_tp_size
+    return size
+
+
+def _storage_of(name: str, tensor: Any) -> Tensor:
+    """Return the memory of a tensor of triton_kernels, output-major as the layouts make it."""
+    kind = type(tensor.storage.layout).__name__
+    expected = "HopperMXScaleLayout" if name.endswith("_scale") else "HopperMXValueLayout"
+    memory: Tensor = tensor.storage.data.mT
+    if kind != expected or not memory.is_contiguous() or memory.dtype != torch.uint8:
+        raise RuntimeError(
+            f"{name} has layout {kind} in {memory.mT.dtype} {list(memory.mT.shape)} with strides "
+            f"{memory.mT.stride()}, expected {expected} in uint8, the transpose contiguous: MXFP4 experts are "
+            "synced on Hopper GPUs only"
+        )
+    return memory
+
+
+def _check_shape(name: str, storage: Tensor, expected: tuple[int, int]) -> None:
+    if tuple(storage.shape[1:]) != expected:
+        raise RuntimeError(
+            f"{name} has storage {list(storage.shape[1:])} per expert, expected {list(expected)}"
+        )
+
+
+def compare_layouts(swizzle: Any, device: torch.device) -> None:
+    """Compare SGLang's own layouts with ours, of odd sizes.
+
+    Args:
+        swizzle: ``_swizzle_mxfp4`` of SGLang.
+        device: of the server.
+
+    Raises:
+        RuntimeError: if a byte differs.
+    """
+    # SGLang makes models with another default device.
+    generator = torch.Generator("cpu").manual_seed(0)
+    for rows, row_bytes in ((160, 176), (2880, 1440)):
+        shape = (2, rows, row_bytes)
+        packed = torch.randint(
+            0, 256, shape, dtype=torch.uint8, device="cpu", generator=generator
+        ).to(device)
+        # Any bytes do for scales.
+        scales = packed[:, :, : row_bytes // 16].contiguous()
+        their_values, _, their_scales = swizzle(packed, scales, WARPS)
+
+        our_values = _compare_values(packed, their_values)
+        our_scales = _compare_scales(scales, their_scales)
+
+        wrapped_values, wrapped_scales = wrap(our_values, our_scales, shape)
+        _compare_descriptions(f"values {list(shape)}", wrapped_values, their_values)
+        _compare_descriptions(f"scales {list(scales.shape)}", wrapped_scales, their_scales)
+
+
+def _compare_values(packed: Tensor, theirs: Any) -> Tensor:
+    """Compare the layout of values [experts, rows, row_bytes] with SGLang's, and return ours."""
+    experts, rows, row_bytes = packed.shape
+    name = f"values {list(packed.shape)}"
+
+    # Filled with ones: padding that is not written shows.
+    ours = packed.new_full((experts, *layout.value_storage_shape(rows, row_bytes)), 1)
+    layout.swizzle_values(packed, ours)
+    _compare_bytes(name, ours, theirs)
+
+    back, stale = layout.unswizzle_values(ours, rows, row_bytes)
+    if stale or not torch.equal(back, packed):
+        raise RuntimeError(f"{name} do not come back from their layout")
+    return ours
+
+
+def _compare_scales(scales: Tensor, theirs: Any) -> Tensor:
+    """Compare the layout of scales [experts, rows, blocks] with SGLang's, and return ours."""
+    experts, rows, blocks = scales.shape
+    name = f"scales {list(scales.shape)}"
+
+    ours = scales.new_full((experts, *layout.scale_storage_shape(rows, blocks)), 1)
+    layout.swizzle_scales(scales, (rows, blocks), ours)
+    _compare_bytes(name, ours, theirs)
+
+    back, stale = layout.unswizzle_scales(ours, rows, blocks, (rows, blocks))
+    if stale or not torch.equal(back, scales):
+        raise RuntimeError(f"{name} do not come back from their layout")
+    return ours
+
+
+def _compare_bytes(name: str, ours: Tensor, theirs: Any) -> None:
+    memory = theirs.storage.data.mT
+    place = f"{type(theirs.storage.layout).__name__}, {list(memory.shape)}, {memory.stride()}"
+    if ours.shape != memory.shape:
+        raise RuntimeError(f"{name} are stored as {place}, expected {list(ours.shape)}")
+    differing = (ours != memory).nonzero()
+    if len(differing):
+        raise RuntimeError(
+            f"{name} are stored as {place}: {len(differing)} bytes are not where they should be, "
+            f"the first at {differing[0].tolist()}: {int(memory[tuple(differing[0])])} for "
+            f"{int(ours[tuple(differing[0])])}"
+        )
+
+
+def _compare_descriptions(name: str, ours: Any, theirs: Any) -> None:
+    our_description = _describe(ours)
+    their_description = _describe(theirs)
+    if our_description != their_description:
+        raise RuntimeError(
+            f"{name} are described as {their_description}, expected {our_description}"
+        )
+
+
+def _describe(tensor: Any) -> tuple[Any, ...]:
+    """Return what triton_kernels chooses its kernels by."""
+    shape, largest_shape = list(tensor.shape), list(tensor.shape_max)
+    return tensor.dtype, shape, largest_shape, tensor.stride(), tensor.storage.layout
