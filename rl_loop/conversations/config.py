@@ -93,12 +93,14 @@ class DataConfig(BaseModel):
         if not of_source:
             return values
 
-        if "sources" in values:
+        # Errors call it by its full name, so that an override may, too.
+        named = values.get("sources", {})
+        if not isinstance(named, dict) or set(named) - {ONLY_SOURCE}:
             raise ValueError(
                 f"{', '.join(of_source)} belongs to a source: give it below data.sources.NAME"
             )
         others = {key: value for key, value in values.items() if key not in of_source}
-        return {**others, "sources": {ONLY_SOURCE: of_source}}
+        return {**others, "sources": {ONLY_SOURCE: of_source | named.get(ONLY_SOURCE, {})}}
 
     @model_validator(mode="after")
     def _check_validation(self) -> Self:

@@ -22,6 +22,10 @@ def test_a_path_alone_is_a_source_and_survives_being_written(tmp_path: Path) -> 
     assert list(config.data.sources) == ["data"]
     assert config.data.sources["data"].format == "sharegpt"
 
+    # As errors call it, beside the short form of the file.
+    by_name = load_config(SHOP, SftConfig, ["data.sources.data.format=sharegpt"])
+    assert by_name == config
+
     (tmp_path / "config.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "config.yaml", SftConfig) == config
 
