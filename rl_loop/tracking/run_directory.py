@@ -125,6 +125,13 @@ class RunDirectory:
         """List what there is of the paths above."""
         return [path for path in vars(self).values() if path != self.path and os.path.lexists(path)]
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is more than what a start writes that fails before the first step, of
+        which nothing is lost."""
+        of_a_start = {self.config, self.metric_descriptions, self.tensorboard, self.refused}
+        return not of_a_start.issuperset(self.existing())
+
     def append_refusals(self, records: Sequence[dict[str, Any]]) -> None:
         """Add conversations that were left out."""
         append_lines(self.refused, [json.dumps(record) for record in records])
@@ -150,13 +157,12 @@ def check_start(path: Path | str, how: Start) -> RunDirectory:
     if run.path.exists() and not run.path.is_dir():
         raise RunDirectoryError(f"{run.path} is a file; a run needs a directory")
 
-    existing = run.existing()
-    if how is Start.NEW and existing:
+    if how is Start.NEW and run.has_begun:
         steps = len(read_json_lines(run.metrics))
         raise RunDirectoryError(
             f"{run.path} already holds a run ({steps} steps); add --resume to continue it or --overwrite to delete it"
         )
-    if how is Start.RESUME and not existing:
+    if how is Start.RESUME and not run.existing():
         raise RunDirectoryError(f"{run.path}: there is no run to resume{_runs_beside(run.path)}")
     return run
 
@@ -165,7 +171,7 @@ def start_run(path: Path | str, config_yaml: str, how: Start = Start.NEW) -> Run
     """Make or reopen the directory of a run and write its resolved config. Raises
     RunDirectoryError."""
     run = check_start(path, how)
-    if how is Start.OVERWRITE:
+    if how in (Start.NEW, Start.OVERWRITE):
         for old in run.existing():
             if old.is_dir() and not old.is_symlink():
                 shutil.rmtree(old)

@@ -21,6 +21,7 @@ from rl_loop.tracking.run_directory import (
     Start,
     append_lines,
     atomic_write_text,
+    check_start,
     metric_curve,
     read_json,
     read_json_lines,
@@ -99,7 +100,23 @@ def test_resume_begins_no_run_under_a_mistyped_name(tmp_path: Path) -> None:
 def test_what_a_failed_start_leaves_is_no_run(tmp_path: Path) -> None:
     for name in ("run.lock", "error.log", "output.log"):
         (tmp_path / name).touch()
-    start_run(tmp_path, "lr: 1\n")
+    run = start_run(tmp_path, "lr: 1\n")
+    assert not run.has_begun
+
+    run.tensorboard.mkdir()
+    append_lines(run.refused, ["{}"])
+    start_run(tmp_path, "lr: 2\n")
+    assert run.config.read_text() == "lr: 2\n"
+    assert run.existing() == [run.config], "what the first start wrote is of another configuration"
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints", "episodes", "export"])
+def test_what_a_step_or_the_end_of_a_run_leaves_is_one(tmp_path: Path, name: str) -> None:
+    run = start_run(tmp_path, "lr: 1\n")
+    (tmp_path / name).touch()
+    assert run.has_begun
+    with pytest.raises(RunDirectoryError, match="already holds a run"):
+        check_start(tmp_path, Start.NEW)
 
 
 def test_a_run_that_is_in_use_is_refused_and_its_holder_named(tmp_path: Path) -> None:
