@@ -11,7 +11,7 @@ from rl_loop.cluster.ray_session import ray_session
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.engines.registry import build_backend
 from rl_loop.gateway.serve import OwnEngine, ServeOptions, serve, served_settings
-from rl_loop.heap import keep_freed_memory
+from rl_loop.heap import exempt_from_collection, keep_freed_memory
 from rl_loop.lifecycle.start_checks import evaluation_need, store_need
 from rl_loop.lifecycle.store_size import check_running_store, store_bytes
 from rl_loop.session import (
@@ -140,6 +140,8 @@ def run_rl(
         # The trainer is ready by now; engines have been starting beside it.
         session.progress.note("waiting for the rollout engines")
         session.rollouts.ready()
+        # What is there by now stays, and would be searched in the middle of a step.
+        exempt_from_collection()
 
         with session.finishing_steps():
             done = loop.train()
