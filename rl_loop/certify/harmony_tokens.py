@@ -6,6 +6,7 @@ contents as plain text.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from rl_loop.harmony.vocabulary import SPECIAL_TOKENS, Vocabulary, harmony_encoding
 
@@ -21,7 +22,7 @@ class HarmonyMessage:
     recipient: str | None = None
     content_type: str | None = None
     """With "<|constrain|>" before it, if that token is."""
-    end: str = "<|end|>"
+    end: Literal["<|end|>", "<|return|>", "<|call|>"] = "<|end|>"
 
     @property
     def header(self) -> str:

@@ -259,15 +259,22 @@ def test_two_trainer_ranks_give_the_curve_of_one(
 
 
 def test_an_interrupted_run_saves_and_continues_the_same_curve(
-    trained: Path, whole: RlConfig, tmp_path: Path
+    trained: Path, whole: RlConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = rl_config(tmp_path, f"initial_weights={trained}", "training.steps=3")
-    stopping = Quiet(
-        on_step=lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 0 else None
-    )
+    happened: list[str] = []
+    # The driver's objects are exempt from garbage collection before the first step.
+    monkeypatch.setattr("rl_loop.run.exempt_from_collection", lambda: happened.append("exempted"))
+
+    def stop(step: int) -> None:
+        happened.append(f"step {step}")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    stopping = Quiet(on_step=stop)
     with pytest.raises(Interrupted, match="saved after step 1 of 3"):
         run_rl(config, stopping)
     assert stopping.notes
+    assert happened == ["exempted", "step 0"]
     resumed = run_rl(config, Quiet(), resume=True)
     assert curve(resumed) == pytest.approx(curve(whole.directory), rel=1e-4, abs=1e-6)
 

@@ -154,8 +154,7 @@ def _render_message(harmony: Harmony, message: HarmonyMessage) -> list[int]:
             content_type=message.content_type,
             text=message.content,
         )
-        body = harmony.render_sampled(sampled, message.end)  # type: ignore[arg-type]
-        return harmony.assistant_header + body
+        return harmony.assistant_header + harmony.render_sampled(sampled, message.end)
 
     if message.role == "user":
         observation = harmony.render_observation([], message.content)

@@ -30,6 +30,7 @@ from rl_loop.engines.backend import SyncFailed
 from rl_loop.engines.sglang import weight_sender
 from rl_loop.engines.sglang.config import PLUGIN, SglangConfig
 from rl_loop.engines.sglang.gpu_memory import ServerNeeds
+from rl_loop.engines.sglang.weight_checksums import PACKED_EXPERT_PARAMETERS
 from rl_loop.engines.sglang.weight_sender import SyncPlan, WeightMismatch, send_weights
 from tests.rl_loop.packed_server import (
     PackedServer,
@@ -194,6 +195,10 @@ def test_the_plugin_loads_what_sglang_itself_loads() -> None:
 
 
 # -- ranks ----------------------------------------------------------------------------------------
+
+
+def test_trainer_and_server_have_the_same_names_for_experts() -> None:
+    assert expert_storage.SOURCES == PACKED_EXPERT_PARAMETERS
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -20,7 +20,8 @@ SOURCES = {
     "w2_weight_scale": "down_proj_scales",
     "w2_weight_bias": "down_proj_bias",
 }
-"""SGLang's name of a tensor of the experts -> Hugging Face's."""
+"""SGLang's name of a tensor of the experts -> Hugging Face's. The trainer's side has the same table
+(``weight_checksums``), which this process cannot import."""
 
 
 class WrongWeights(ValueError):
