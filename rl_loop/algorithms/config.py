@@ -316,22 +316,33 @@ class AlgorithmConfig(StrictModel):
             )
 
     def _check_ratio_of_one(self) -> None:
-        """Refuse what ``old_log_probs: detach`` would silently get wrong."""
+        """Refuse what ``old_log_probs: detach`` would silently get wrong.
+
+        The old log-probs are then the trainer's own, taken from the pass that is trained on: right
+        as long as that pass has the weights that the tokens were sampled with."""
+        # From the second mini-batch on the weights have moved, and the clipping that should notice
+        # sees a ratio of 1.
         if self.mini_batches > 1:
             raise ValueError(
                 f"old_log_probs detach makes the ratio 1 in all {self.mini_batches} "
-                "mini-batches, though only the first is on-policy: use forward, or mini_batches "
-                "1"
+                "mini-batches, though only the first is on-policy: use forward, or mini_batches 1"
             )
+
+        # The same for tokens of earlier weights.
         if self.max_staleness > 0:
             raise ValueError(
                 "max_staleness above 0 with old_log_probs detach calls stale tokens on-policy: "
                 "use rollout, or forward with a correction"
             )
+
+        # A limit that nothing can exceed would look like a guard and be none.
         if self.correction.off_policy_limit:
             raise ValueError(
                 "correction.off_policy_limit looks at pi_old / pi, which is 1 with old_log_probs detach"
             )
+
+        # Rejections compare the trainer's log-probs with the engine's. With detach they are known
+        # in the policy's update only, and the critic's comes before it.
         if self.critic and self.correction.rejects:
             raise ValueError(
                 "a correction that rejects must reject for the critic too, which learns before "

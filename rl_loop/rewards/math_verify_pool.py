@@ -143,16 +143,21 @@ class MathVerifyPool:
     def _start_server(self) -> None:
         """Start a server in place of the last one. Raises CheckerFailure."""
         self._stop_server()
-        self._requests, their_end = socket.socketpair()
+        command = [sys.executable, "-m", "rl_loop.rewards.math_verify_server", str(self._seconds)]
+
         # sympy's order of terms depends on the hashes of texts: verdicts must not differ between
         # runs.
         environment = os.environ | {"PYTHONHASHSEED": "0"}
-        command = [sys.executable, "-m", "rl_loop.rewards.math_verify_server", str(self._seconds)]
+
+        # The server's standard input is its end of the socket: when ours is closed, or this process
+        # dies, it reads the end of its input and goes, and its workers with it.
+        self._requests, servers_end = socket.socketpair()
         try:
+            # A file and no pipe: nobody reads while the server runs, and a full pipe would stop it.
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - it stays as long as the server
             self._server = subprocess.Popen(
                 command,
-                stdin=their_end.fileno(),
+                stdin=servers_end.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
                 env=environment,
@@ -162,7 +167,9 @@ class MathVerifyPool:
                 f"math-verify does not start: {' '.join(command)}: {error}"
             ) from None
         finally:
-            their_end.close()
+            # The child has its copy. With another one open here the server's death would not be
+            # seen on the socket.
+            servers_end.close()
 
     def _stop_server(self) -> None:
         """End the server, and with it its workers, and keep its last error."""

@@ -141,26 +141,43 @@ def run_code(source: str, main: types.ModuleType) -> int:
     traceback of an exception.
 
     Returns 0, or 1 after an exception. SystemExit goes through: it ends the interpreter."""
-    linecache.cache[PROGRAM_NAME] = (
-        len(source),
-        None,
-        source.splitlines(keepends=True),
-        PROGRAM_NAME,
-    )
+    show_source_in_tracebacks(source)
+    namespace = main.__dict__
     try:
         tree = ast.parse(source, PROGRAM_NAME)
-        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-        exec(compile(tree, PROGRAM_NAME, "exec"), main.__dict__)
-        if isinstance(last, ast.Expr):
-            value = eval(compile(ast.Expression(last.value), PROGRAM_NAME, "eval"), main.__dict__)
+        last_expression = take_last_expression(tree)
+        exec(compile(tree, PROGRAM_NAME, "exec"), namespace)
+
+        if last_expression is not None:
+            value = eval(compile(last_expression, PROGRAM_NAME, "eval"), namespace)
             if value is not None:
                 print(repr(value))
     except SystemExit:
         raise
     except BaseException as error:
+        # Whatever it is, KeyboardInterrupt and MemoryError too, it is the program's and not ours.
         print_traceback(error)
         return 1
     return 0
+
+
+def show_source_in_tracebacks(source: str) -> None:
+    """Let tracebacks quote the program's lines, which are in no file.
+
+    An entry of linecache is size, time of change, lines and name; without a time it is never
+    compared with a file."""
+    lines = source.splitlines(keepends=True)
+    linecache.cache[PROGRAM_NAME] = (len(source), None, lines, PROGRAM_NAME)
+
+
+def take_last_expression(tree: ast.Module) -> ast.Expression | None:
+    """Remove a program's last statement and return it, if it is an expression: as in a notebook,
+    its value is shown."""
+    if not tree.body or not isinstance(tree.body[-1], ast.Expr):
+        return None
+    last = tree.body[-1]
+    tree.body.pop()
+    return ast.Expression(last.value)
 
 
 @contextlib.contextmanager

@@ -71,9 +71,15 @@ def swizzle_values(packed: Tensor, storage: Tensor) -> None:
     experts, rows, row_bytes = packed.shape
     padded = packed.new_zeros(experts, storage.shape[1] * 4, storage.shape[2] // 4)
     padded[:, :rows, :row_bytes] = packed
-    # [experts, m / 16, w0, t0, s0, k / 32, t1', w1, t1] -> the order of the words and their bytes
+
+    # The formulas at the top of this file, as digits of the row m and the byte k:
+    #     m = 16 m2 + 8 upper + 2 pair + odd        upper and right: which of a word's four bytes
+    #     k = 32 k2 + 8 octet + 4 right + byte
+    # -> [experts, m2, upper, pair, odd, k2, octet, right, byte]
     bytes_of = padded.view(experts, -1, 2, 4, 2, padded.shape[2] // 32, 4, 2, 4)
+    # -> [experts, (m2, pair), (k2, odd, byte, octet), (right, upper)]: rows, words, bytes of a word
     bytes_of = bytes_of.permute(0, 1, 3, 5, 4, 8, 6, 7, 2).reshape(*storage.shape[:2], -1, 4)
+
     word = bytes_of.new_zeros(bytes_of.shape[:-1], dtype=torch.int64)
     for place in range(4):
         word |= _spread(bytes_of[..., place].long(), place)
@@ -93,12 +99,19 @@ def unswizzle_values(storage: Tensor, rows: int, row_bytes: int) -> tuple[Tensor
         _launch(_unswizzle_kernel, packed, storage, stale)
         return packed, int(stale)
 
+    # int64, so that shifts bring in zeros and not copies of a sign
     word = storage.view(torch.int32).long() & 0xFFFFFFFF
     bytes_of = torch.stack([_gather(word, place) for place in range(4)], -1).to(torch.uint8)
+
+    # The digits of swizzle_values, from the storage's order back to the matrix's: [experts, m2,
+    # pair, k2, odd, byte, octet, right, upper] -> rows (m2, upper, pair, odd), bytes (k2, octet,
+    # right, byte)
     row_words = storage.shape[2] // 4
     bytes_of = bytes_of.view(experts, storage.shape[1] // 4, 4, row_words // 32, 2, 4, 4, 2, 2)
     padded = bytes_of.permute(0, 1, 8, 2, 4, 3, 6, 7, 5).reshape(experts, -1, row_words)
     packed.copy_(padded[:, :rows, :row_bytes])
+
+    # What is not zero outside the matrix was not written by swizzle_values.
     stale_bytes = int(padded.count_nonzero()) - int(packed.count_nonzero())
     return packed, stale_bytes
 
@@ -133,25 +146,32 @@ def _as_int32(word: Tensor) -> Tensor:
 
 
 def _launch(kernel, packed: Tensor, storage: Tensor, result: Tensor) -> None:
-    """Run a kernel over all words of ``storage``."""
+    """Run a kernel over all words of ``storage``.
+
+    ``result`` is the kernel's third argument: where ``_unswizzle_kernel`` counts stale bytes. The
+    other kernel ignores it, and is given any pointer."""
     experts, rows, row_bytes = packed.shape
     if packed.stride(2) != 1 or not storage.is_contiguous():
         raise ValueError(
             f"packed has strides {packed.stride()} and storage {storage.stride()}: bytes of a row must be side by side"
         )
+
     words = storage.view(torch.int32)
-    count = words.shape[1] * words.shape[2]
-    grid = (triton.cdiv(count, WORDS), experts)
+    _, storage_rows, row_words = words.shape
+    words_per_expert = storage_rows * row_words
+    expert_stride, row_stride, _ = packed.stride()
+
+    grid = (triton.cdiv(words_per_expert, WORDS), experts)
     kernel[grid](
         packed,
         words,
         result,
         rows,
         row_bytes,
-        packed.stride(0),
-        packed.stride(1),
-        words.shape[2],
-        count,
+        expert_stride,
+        row_stride,
+        row_words,
+        words_per_expert,
         WORDS,
     )
 
