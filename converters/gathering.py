@@ -89,6 +89,7 @@ class WeightGathering:
         except RuntimeError as error:  # CUDA out of memory
             reason = f"rank {dist.get_rank()} has no memory for weights of others: {error}"
 
+        # All ranks learn of it before the first message: whoever went on alone would wait for ever.
         for refusal in self._gather_on_hosts(reason):
             if refusal:
                 raise GatheringRefused(refusal)
@@ -192,6 +193,8 @@ class GatheredWeights(Iterator[NamedTensor]):
         for step in self._steps:
             mapping = step.mapping
             if self._packed and step.stack:
+                # Every receiver holds all experts of this stack: they are read in one go, and the
+                # steps of the others, which have no messages, are skipped.
                 for _ in step.stack[1:]:
                     next(self._steps)  # without messages
                 complete = replace(mapping, expert=None)
@@ -203,6 +206,8 @@ class GatheredWeights(Iterator[NamedTensor]):
             if self.failure is not None:
                 raise self.failure
 
+            # In the order of the tensor-parallel ranks, each [out / tensor, in] or [out, in /
+            # tensor]. What every receiver holds itself was not sent.
             shards = []
             for shard in arrived:
                 shards.append(self._read(mapping.name) if shard is None else shard)

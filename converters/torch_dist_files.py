@@ -66,6 +66,7 @@ class TorchDistWriter:
         Raises:
             ConversionError: if its dtype is not that of the elements before it.
         """
+        # [1, 1, *shape] for an expert's tensor: Megatron's chunks have the leading axes.
         chunk = tensor.detach().cpu().contiguous()[(None,) * len(leading_shape)]
         if chunk.untyped_storage().nbytes() != chunk.nbytes:
             # torch.save would write all of the storage that a view shares
@@ -97,6 +98,8 @@ class TorchDistWriter:
         self._write(dcp.MetadataIndex(unique_key), [value])
 
     def _write(self, index: dcp.MetadataIndex, value: Any) -> FileRange:
+        # Every chunk is a zip archive of its own, as torch's FileSystemWriter writes them one
+        # behind the other.
         start = self._file.tell()
         sink = _ErrorKeepingFile(self._file, self._hash)
 
@@ -243,6 +246,7 @@ class TorchDistReader:
         filled = 0
         for chunk in self._chunks(key, leading_index):
             part = self._read(key, chunk)[(0,) * axes]
+            # One chunk has it all, as after an import.
             if tuple(part.shape) == shape:
                 return part
 
@@ -286,6 +290,8 @@ class TorchDistReader:
         length = math.prod(shape) * dtype.itemsize
         try:
             with open(path, "rb") as file:
+                # torch.save puts a tensor's values into the record "data/0" of its archive,
+                # uncompressed.
                 view = cast(Any, _create_file_view(file, place.offset, place.length))
                 archive: Any = torch._C.PyTorchFileReader(view)
                 start = place.offset + archive.get_record_offset("data/0")

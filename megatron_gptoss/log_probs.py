@@ -80,6 +80,9 @@ class _LogProbsAndEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Any, ...]:
+        # hidden [tokens, hidden_size]; all others but weight [tokens]. With vocabulary parallelism
+        # the normalizer and the entropy are those of all shares, so this rank's columns need no
+        # message here.
         hidden, weight, labels, normalizer, entropy = ctx.saved_tensors
         dtype = normalizer.dtype
         first_id = _first_id(weight, ctx.group)
@@ -94,6 +97,8 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight = weight.main_grad if in_place else torch.zeros_like(weight, dtype=dtype)
 
+        # Rows outside: the gradient of a chunk of hidden states is summed up over all columns in
+        # fp32 and rounded once. The weight's has a buffer that all blocks add to.
         for rows in _spans(len(hidden), CHUNK_TOKENS):
             chunk = hidden[rows]
             chunk_statistics = row_statistics[:, rows].contiguous()
@@ -172,6 +177,7 @@ def _reduce_statistics(
 
         # Every rank took its exponentials relative to its peak. The third sum, the label's score,
         # is no exponential.
+        # exp(score - own peak) * exp(own peak - peak) = exp(score - peak)
         sums[:2] *= (statistics[0] - peak).exp()
         dist.all_reduce(sums, group=group)
 
@@ -196,6 +202,7 @@ def _accumulate(
         vocabulary_softmax.accumulate(logits, labels, statistics, first_id, temperature)
         return
 
+    # scores [rows, columns of the block]; statistics are [rows] each, views into ``statistics``.
     scores = logits / temperature
     peak, total, weighted, label_score = statistics
 
@@ -207,6 +214,7 @@ def _accumulate(
     weighted.mul_(rescale).add_((exponentials * scores).sum(dim=-1))
     peak.copy_(new_peak)
 
+    # A label lies in one block of one rank; all other blocks leave what is there.
     is_inside, columns = _columns_of_labels(labels, first_id, logits.shape[-1])
     scores_at_labels = scores.gather(-1, columns[:, None])[:, 0]
     label_score.copy_(torch.where(is_inside, scores_at_labels, label_score))
@@ -236,6 +244,7 @@ def _logit_gradient(
         vocabulary_softmax.gradient(logits, labels, row_statistics, first_id, temperature, out)
         return
 
+    # [rows, 1] each, against logits [rows, columns].
     normalizer, entropy, grad_log_prob, grad_entropy = row_statistics[:, :, None]
     log_p = logits / temperature - normalizer
     grad_scores = -log_p.exp() * (grad_log_prob + (log_p + entropy) * grad_entropy)
@@ -261,6 +270,7 @@ def greedy_tokens(
     ids = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
     for rows in _spans(len(hidden), CHUNK_TOKENS):
         for columns in _column_spans(weight):
+            # Greater, not greater or equal: of equal logits the earlier block keeps the token.
             block_best, index = _matmul(hidden[rows], weight[columns].t(), dtype).max(dim=-1)
             is_better = block_best > best[rows]
             best[rows] = torch.where(is_better, block_best, best[rows])
@@ -274,6 +284,8 @@ def greedy_tokens(
     local = torch.stack([best.double(), global_ids.double()])
     everyone = [torch.empty_like(local) for _ in range(group.size())]
     dist.all_gather(everyone, local, group=group)
+    # [ranks, 2, tokens] -> two of [ranks, tokens]. argmax takes the first of equal values, and
+    # ranks come in the order of the vocabulary.
     values, candidates = torch.stack(everyone).unbind(1)
     winner = values.argmax(dim=0, keepdim=True)
     return candidates.gather(0, winner)[0].long()

@@ -45,7 +45,8 @@ def wrap_data_parallel(
         _move_to_host(chunks)
     wrapped = [DistributedDataParallel(model_config, reduction, chunk) for chunk in chunks]
 
-    # Gradients are reduced after the last micro-batch only.
+    # Gradients are reduced after the last micro-batch only: Megatron's schedules enter this context
+    # for all others. The interleaved one takes a list, those of one chunk a function.
     no_sync = [chunk.no_sync for chunk in wrapped]
     model_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return wrapped

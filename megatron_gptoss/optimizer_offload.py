@@ -126,6 +126,8 @@ def _restored_groups(
             group["params"] = [parameter for parameter in everything if is_chosen(parameter)]
             _set_count(group, count)
         step()
+        # A group that has parameters but none in this part keeps the count of a part that had some:
+        # this step may have counted it, or not.
         for number, group in enumerate(groups):
             if group["params"] or not parameters[number]:
                 counts_after[number] = group.get("step")
@@ -152,6 +154,7 @@ def _first_parameters(inner: Any, fraction: float) -> list[torch.Tensor]:
     for group in inner.param_groups:
         parameters += group["params"]
 
+    # Of the distributed optimizer these are the shards that this rank updates, not whole weights.
     elements_left = fraction * sum(parameter.numel() for parameter in parameters)
     first = []
     for parameter in parameters:

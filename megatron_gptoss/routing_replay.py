@@ -54,6 +54,9 @@ class LayerReplay:
 
     def take(self) -> Tensor | None:
         """Return the routes of the micro-batch that now passes; None: the router chooses."""
+        # Megatron's checkpointing runs the layer without gradients first, and with them when the
+        # backward pass needs what it threw away: that tells the two calls apart. In evaluation
+        # nothing is checkpointed.
         runs_twice = self.is_recomputed and self.router.training
         self.is_recomputing = runs_twice and torch.is_grad_enabled()
 
@@ -62,6 +65,10 @@ class LayerReplay:
             raise RuntimeError(
                 f"routing replay: the router of layer {self.layer} routes a micro-batch twice"
             )
+
+        # The recomputation must take the same experts, or its activations would not be those whose
+        # gradients come back. Where the router chose by itself it does so again, from the same
+        # scores.
         routes = queue.popleft()
         if runs_twice and not self.is_recomputing:
             self.pending_recompute.append(routes)
@@ -89,11 +96,14 @@ class LayerReplay:
             if not self.is_recomputing:
                 self._count_agreement(chosen, prescribed, is_prescribed[:, 0])
 
+        # What was used, not what the router would have chosen.
         if self.recorded is not None and not self.is_recomputing:
             self.recorded.append(routes.to(torch.int16))
         return routes
 
     def _count_agreement(self, chosen: Tensor, prescribed: Tensor, is_prescribed: Tensor) -> None:
+        # As sets, since experts come in the order of their scores and the order changes no output.
+        # Counters stay on the GPU; reading one here would make every layer wait.
         chosen_sets = chosen.sort(dim=-1).values
         prescribed_sets = prescribed.sort(dim=-1).values
         is_same = (chosen_sets == prescribed_sets).all(dim=-1)
@@ -106,6 +116,8 @@ class RoutingReplay:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.layers: list[LayerReplay] = []
+        # In the order of the layers. On a pipeline rank these are some of the model's layers, which
+        # is why each knows its number in the whole model.
         for module in model.modules():
             if isinstance(module, TopKRouter):
                 module.replay = LayerReplay(module, module.layer_number - 1)
@@ -126,6 +138,8 @@ class RoutingReplay:
                 layer.pending.append(torch.where(is_padding, -1, recorded))
             return
 
+        # [tokens of this context-parallel rank, layers, top_k] -> those that this tensor-parallel
+        # rank routes; the padding's entries say -1.
         routes = batch.routed_experts
         if routes is not None:
             routes = expert_numbers(_share_of_tokens(routes))
@@ -167,6 +181,7 @@ class RoutingReplay:
     def recorded(self) -> list[RecordedRoutes]:
         """Return what this rank's routers chose for every micro-batch since ``start_recording``,
         and stop."""
+        # [layer][micro-batch] -> [micro-batch][layer]
         by_layer = [layer.recorded or [] for layer in self.layers]
         for layer in self.layers:
             layer.recorded = None

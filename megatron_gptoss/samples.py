@@ -130,6 +130,7 @@ class TrainingSamples:
     def loss_tokens(self) -> np.ndarray:
         """Labels of every sequence that are in the loss, int64 [n]: those of the mask but for the
         first token, which is nobody's label."""
+        # Row by row, because the mask's first entry is unused and may say anything.
         labels = [np.count_nonzero(row[1:]) for row in self.rows("loss_mask")]
         return np.array(labels, dtype=np.int64)
 
@@ -150,6 +151,7 @@ class TrainingSamples:
 
     def rows(self, name: str) -> list[np.ndarray]:
         """Cut a per-token column into views, one per sequence."""
+        # np.split makes one piece of what is cut nowhere, also of nothing.
         return np.split(getattr(self, name), self.offsets[1:-1]) if len(self) else []
 
     # -- others made of them ----------------------------------------------------------------------
@@ -167,6 +169,8 @@ class TrainingSamples:
             name: _join_column(name, dtype, samples, names, lengths)
             for name, dtype in TOKEN_COLUMNS.items()
         }
+
+        # 0 would be an expert: routes that are missing cannot be filled up as other columns are.
         routes = [sample.routed_experts for sample in samples]
         has_routes = [row is not None for row in routes]
         if any(has_routes) and not all(has_routes):
@@ -174,6 +178,7 @@ class TrainingSamples:
             raise ColumnError(
                 f"{without} has no routed_experts and others have; a batch needs all or none"
             )
+
         return cls(
             offsets=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
             routed_experts=routes if any(has_routes) else None,
@@ -260,6 +265,7 @@ class TrainingSamples:
             raise ColumnError(f"routed_experts of {len(routes)} sequences, expected {len(self)}")
         for i, (row, length) in enumerate(zip(routes, self.lengths, strict=True)):
             check_route_array(row, int(length), self.name_of(i))
+            # Rows of one batch are joined, so they agree in all but their length.
             first = routes[0]
             if row.dtype != first.dtype or row.shape[1:] != first.shape[1:]:
                 raise ColumnError(
@@ -309,6 +315,8 @@ def as_column(name: str, values: Any, tokens: int, whose: str) -> np.ndarray:
     if array.dtype == dtype:
         return np.ascontiguousarray(array)
 
+    # numpy's kinds: i and u are whole numbers, b truth values, f floats. It takes an empty list for
+    # floats, so the kind of no tokens says nothing.
     is_whole = array.dtype.kind in "iub"
     if tokens > 0 and dtype.kind != "f" and not is_whole:
         raise ColumnError(f"column {name} of {whose} holds {array.dtype}, expected whole numbers")
@@ -316,6 +324,7 @@ def as_column(name: str, values: Any, tokens: int, whose: str) -> np.ndarray:
         raise ColumnError(f"column {name} of {whose} holds {array.dtype}, expected numbers")
     if dtype.kind == "b" and not np.isin(array, (0, 1)).all():
         raise ColumnError(f"column {name} of {whose} holds values other than 0 and 1")
+    # astype would wrap around: id 2^32 would become token 0.
     if dtype.kind == "i" and tokens > 0:
         limits = np.iinfo(dtype)
         if array.min() < limits.min or array.max() > limits.max:

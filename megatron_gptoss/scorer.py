@@ -59,6 +59,7 @@ class Scorer:
 
     @torch.no_grad()
     def _evaluate(self, batches: Sequence[PackedBatch], head: Head) -> list[Tensor]:
+        # Also turns off recomputation, of which routing replay would expect a second pass.
         self.module.eval()
 
         # What Megatron's schedule takes for a loss: the loss itself, a number of tokens by which
@@ -119,6 +120,7 @@ class Scorer:
             data_iterator=[iter(batches) for _ in self.model],
             model=self.model,
             num_microbatches=len(batches),
+            # Only for Megatron's own shapes of messages, which StaticShapeP2P replaces.
             seq_length=max(batch.tokens for batch in batches),
             micro_batch_size=1,
             forward_only=forward_only,
@@ -142,6 +144,8 @@ class Scorer:
         if group.size() == 1:
             return values
 
+        # As objects: stages before the last know neither how many values there are nor their
+        # shapes.
         box = [values]
         last_rank = parallel_state.get_pipeline_model_parallel_last_rank()
         dist.broadcast_object_list(box, src=last_rank, group=group)
@@ -186,6 +190,7 @@ def gather_context_parallel(shards: list[Tensor], batches: Sequence[PackedBatch]
         everyone = [torch.empty_like(shard) for _ in range(group.size())]
         dist.all_gather(everyone, shard.contiguous(), group=group)
         order = batch.context_layout_over(group.size()).inverse.to(shard.device)
+        # [ranks * T / ranks] in the order of the ranks -> [T] in that of the row
         rows.append(torch.cat(everyone)[order])
     return rows
 
@@ -215,6 +220,9 @@ def gather_parameters(
         for parameter in chunk.params_with_grad if parameters is None else parameters:
             bucket_group = chunk.param_to_bucket_group.get(parameter)
             if bucket_group is not None:
+                # Without dispatching the next bucket, which Megatron does for the module that is
+                # called after this one: no module is called here. A bucket that has been gathered
+                # since the step is not gathered again.
                 bucket_group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 

@@ -26,6 +26,8 @@ class StaticShapeP2P(P2PCommunicator):
             chunks: the model chunks of this stage.
             tokens: of every micro-batch, as many as this rank holds of it.
         """
+        # Megatron asks ``_communicate_shapes`` for every message as long as the configuration says
+        # ``variable_seq_lengths``: that is the one method that is replaced here.
         config = chunks[0].config
         super().__init__(parallel_state.get_pipeline_model_parallel_group(), config)
         table = get_schedule_table(
@@ -44,6 +46,11 @@ class StaticShapeP2P(P2PCommunicator):
                 if chunk > 0 or not starts_pass:
                     yield [tokens[micro_batch], 1, config.hidden_size]
 
+        # Forward passes begin on the first stage and come from the previous one; backward passes
+        # begin on the last stage and come from the next one. Both take the micro-batches in the
+        # same order. Of a stage's chunks a backward pass takes the last one first; Megatron counts
+        # them from there then (get_model_chunk_id), so the table's chunk 0 is still the one that
+        # the pass starts with.
         self._shapes_from_previous = message_shapes(starts_pass=self.is_pp_first_stage)
         self._shapes_from_next = message_shapes(starts_pass=self.is_pp_last_stage)
 

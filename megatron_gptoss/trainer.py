@@ -137,6 +137,7 @@ class PolicyTrainer(Scorer):
         self.memory.enter("update")
         outputs = self._compute_gradients(batches, loss_function, temperature)
 
+        # Before the optimizer step: a step that is skipped has these figures, too.
         sums, maxima = self._reduce_outputs(outputs)
         if self.replay is not None:
             sums |= self.replay.agreement()

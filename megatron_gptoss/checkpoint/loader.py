@@ -41,6 +41,7 @@ def find_damage(path: Path) -> str | None:
         The same on every rank: which file differs, and how; None if none does, or the checkpoint
         has no checksums.
     """
+    # Ranks share the files out; what one of them finds all must know, or they would part ways here.
     own = damage_in(path, dist.get_rank(), dist.get_world_size())
     damages: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(damages, own)

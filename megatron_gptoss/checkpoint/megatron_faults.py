@@ -92,11 +92,13 @@ def exact_optimizer_state(optimizer: Any, offloaded: OffloadedState) -> Iterator
     ]
     for adam in adams:
         _exchange_whole_master_weights(adam, offloaded)
-        # Megatron makes empty state for an Adam that has none at all.
+        # DistributedOptimizer.load_state_dict makes empty state for all parameters of an Adam that
+        # has no state at all. One empty entry is enough to keep it from that.
         for group in adam.param_groups:
             if group["params"]:
                 adam.state.setdefault(group["params"][0], {})
 
+    # Only the distributed optimizer has buffers; Megatron's for CPUs keeps tensors by themselves.
     buffers: list[Any] = []
     for chained in optimizer.chained_optimizers:
         buffers += getattr(chained, "buffers", ())
@@ -134,10 +136,13 @@ def _exchange_whole_master_weights(adam: Any, offloaded: OffloadedState) -> None
             return master_weight(weight, state.to(weight.device))
         return state
 
+    # The upper half needs no writing: the model's weights are loaded from the same checkpoint, and
+    # a bf16 weight is the upper half of its master. Parameters of other dtypes have whole masters.
     def set_whole(weight: torch.Tensor, name: str, state: torch.Tensor) -> None:
         if name == "master_param" and weight.dtype == torch.bfloat16:
             state = lower_half(state)
         set_state(weight, name, state)
+        # Before the next parameter's state is made, not at the end: it would all be on the GPU then.
         offloaded.rest(weight)
 
     adam.get_unscaled_state = get_whole
@@ -155,6 +160,8 @@ def _places_without_gaps(buffer: Any) -> dict[torch.nn.Parameter, tuple[int, int
 
     As Megatron's map has it: first element, end and bucket.
     """
+    # A bucket ends with padding, which makes it divisible among the ranks. Bucket n is moved back by
+    # the padding of all buckets before it.
     paddings = (len(bucket.grad_data) - bucket.numel_unpadded for bucket in buffer.buckets)
     gaps_before = list(accumulate(paddings, initial=0))
 
@@ -179,6 +186,7 @@ def master_weight(weight: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
 
 def lower_half(master: torch.Tensor) -> torch.Tensor:
     """Return the int16 half of fp32 ``master`` that ``master_weight`` needs."""
+    # Narrowing an integer drops its upper bits: the other half is the bf16 weight's.
     return master.contiguous().view(torch.int32).to(torch.int16)
 
 
@@ -192,6 +200,8 @@ def keep_settings(optimizer: Any, saved_state: Any) -> None:
     if not isinstance(saved_state, dict):
         return
 
+    # A chained optimizer's state is a dictionary of its optimizers' states, at whatever depth: the
+    # groups are looked for by their key.
     for key, value in saved_state.items():
         if key != "param_groups":
             keep_settings(optimizer, value)

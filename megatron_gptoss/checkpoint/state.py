@@ -26,6 +26,10 @@ EXPERTS_APART = "experts_have_an_optimizer_of_their_own"
 def sharding_metadata() -> dict[str, Any]:
     """Return the settings of sharded state dicts; they decide the names of what is saved."""
     return {
+        # Megatron's checkpoints hold every parameter's state under the parameter's name
+        # ("fully_reshardable"), so that another layout finds it. The prefix of chained optimizers
+        # would put the number of an optimizer into the names, and experts have one of their own in
+        # some layouts only.
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "chained_optim_avoid_prefix": True,
         "distrib_optim_sharding_type": "fully_reshardable",

@@ -140,8 +140,10 @@ class _PendingSave:
         """Copy this rank's share to host memory and give it to the writing thread."""
         try:
             with fail_together(self.partial):
+                # Before ``save``, which would make Megatron's queue if there were none, and which
+                # reads what rests in host memory.
                 keep_results_in_this_process()
-                trainer.offloaded.wait()  # what rests in host memory is read there
+                trainer.offloaded.wait()
                 state = trainer_state(trainer, is_loading=False)
                 state[EXPERTS_APART] = experts_apart(trainer)
                 request = dist_checkpointing.save(
@@ -154,6 +156,9 @@ class _PendingSave:
 
                 # None: replicas elsewhere write all that this rank holds.
                 if request.async_fn is not None:
+                    # Megatron would run this function in a process that it forks. In a thread it
+                    # shares our CUDA context, and tensors need no other place than memory of this
+                    # process.
                     rank, files, self.results = request.async_fn_args
                     host_files = [_copy_to_host(file) for file in files]
                     self.written = WRITER.submit(
@@ -175,6 +180,8 @@ class _PendingSave:
             with fail_together(self.partial):
                 if self.written is not None:
                     own = self.written.result()
+                # Only now, on the main thread: they are collective, and two threads that talk over
+                # one process group may meet in another order on every rank.
                 for collect in self.collect_results:
                     collect()
         except CheckpointError:
@@ -205,6 +212,8 @@ class _PendingSave:
         if self.adapters is not None:
             (directory / ADAPTER_FILE).write_text(json.dumps(self.adapters, indent=1))
 
+        # The training state says that a checkpoint is complete, so it is written last, after the
+        # checksums, which have its own already.
         training_state = json.dumps(self.training_state).encode()
         write_checksums(directory, {**known, TRAINING_STATE_FILE: checksum_of(training_state)})
         (directory / TRAINING_STATE_FILE).write_bytes(training_state)

@@ -60,6 +60,8 @@ def head_groups(tokens: int, kv_heads: int, bytes_per_token_and_head: int) -> li
         kv_heads: of the layer.
         bytes_per_token_and_head: of a key and a value.
     """
+    # The widest group that stays below GATHERED_BYTES, leaves two groups, and divides the heads:
+    # groups of equal width share one size of buffer.
     most = max(1, GATHERED_BYTES // max(1, tokens * bytes_per_token_and_head))
     widest = min(most, kv_heads // 2)
     widths = [width for width in range(1, kv_heads + 1) if kv_heads % width == 0]
@@ -83,6 +85,7 @@ class AllGatherAttention(torch.autograd.Function):
     ) -> Tensor:
         plan = _cached_plan(layout, group.rank(), q.device)
         o = torch.empty_like(q)
+        # [tokens, heads]
         lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
 
         # The first keys and values are under way while this rank's own sequences are computed.
@@ -98,6 +101,9 @@ class AllGatherAttention(torch.autograd.Function):
             if plan.shared == 0:
                 continue
             heads = head_group.heads
+            # A rank's shared tokens are its first ones. q[rows] is [shared tokens, heads of the
+            # group, head_size]; keys and values are [keys of all its spans, kv heads of the group,
+            # head_size].
             rows = (slice(0, plan.shared), heads)
             o[rows], lse[rows] = attention_forward(
                 q[rows], keys, values, sinks[heads], plan.split, settings
@@ -134,6 +140,8 @@ class AllGatherAttention(torch.autograd.Function):
         returning: _ReturningGradients | None = None
         for head_group, keys, values in gathering:
             gathered_shape = (group.size() * plan.contributed, 2, *keys.shape[1:])
+            # dK and dV of all gathered keys, 0 where no query of this rank sees them; what the
+            # ranks send must have the same size, and the sum over ranks is taken where it arrives.
             partial = torch.zeros(gathered_shape, dtype=lse.dtype, device=q.device)
             if plan.shared:
                 heads = head_group.heads
@@ -204,6 +212,9 @@ class _Gather:
         self, k: Tensor, v: Tensor, heads: slice, plan: GatherPlan, group: ProcessGroup
     ) -> None:
         rows = slice(0, plan.contributed)
+        # [contributed, 2, kv heads of the group, head_size] of this rank, then of all ranks below
+        # one another. A rank that shares less than ``contributed`` sends other tokens of its own
+        # besides, which nobody reads.
         local = torch.stack((k[rows, heads], v[rows, heads]), dim=1)
         self.everyone = local.new_empty(group.size() * len(local), *local.shape[1:])
         self.work = dist.all_gather_into_tensor(self.everyone, local, group=group, async_op=True)
@@ -212,6 +223,8 @@ class _Gather:
     def wait(self) -> tuple[Tensor, Tensor]:
         """Return keys and values, [keys, group's kv heads, head_size] as in ``plan.split``."""
         self.work.wait()
+        # From the order of the ranks to that of each span's sequence; a key is there once per span
+        # that sees it.
         keys = self.everyone[:, 0].index_select(0, self.keys)
         values = self.everyone[:, 1].index_select(0, self.keys)
         del self.everyone
@@ -230,6 +243,8 @@ class _ReturningGradients:
     def add_up(self, dk: Tensor, dv: Tensor, plan: GatherPlan) -> None:
         """Add up what all ranks computed for this rank's keys, in the order of the ranks."""
         self.work.wait()
+        # [ranks, contributed, 2, kv heads, head_size]; summed over the first in a fixed order, so
+        # that two runs give the same bits.
         by_rank = self.received.view(-1, plan.contributed, *self.received.shape[1:])
         total = by_rank.sum(0)[: plan.shared]
         dk[: plan.shared, self.kv_heads] = total[:, 0]

@@ -44,6 +44,8 @@ def all_to_all_attention(
         )
 
     # every rank needs whole kv heads: copy them when there are fewer than ranks
+    # Copies are neighbours, so that a rank's query heads find theirs. autograd adds up the
+    # gradients of copies.
     copies = size // math.gcd(size, kv_heads)
     k = k.repeat_interleave(copies, dim=1)
     v = v.repeat_interleave(copies, dim=1)
@@ -96,6 +98,8 @@ class _Exchange(torch.autograd.Function):
 def _to_heads(x: Tensor, group: ProcessGroup, layout: ContextLayout) -> Tensor:
     """Trade [tokens / size, heads, d], rank's order, for [tokens, heads / size, d], row's."""
     tokens, _, head_size = x.shape
+    # [ranks, tokens / size, heads / size, d]: one message of equal size for each rank, no counts
+    # needed.
     by_rank = x.view(tokens, group.size(), -1, head_size).transpose(0, 1).contiguous()
     received = torch.empty_like(by_rank)
     dist.all_to_all_single(received, by_rank, group=group)
@@ -108,6 +112,7 @@ def _to_sequence(x: Tensor, group: ProcessGroup, layout: ContextLayout) -> Tenso
     """Undo ``_to_heads``."""
     tokens, heads, head_size = x.shape
     order, _ = _permutations(layout, x.device)
+    # [tokens, heads / size, d] in the order of the ranks -> [ranks, tokens / size, heads / size, d]
     by_rank = x.index_select(0, order).view(group.size(), -1, heads, head_size)
     received = torch.empty_like(by_rank)
     dist.all_to_all_single(received, by_rank, group=group)

@@ -76,6 +76,9 @@ class HaloAttention(torch.autograd.Function):
             raise ValueError("the halo scheme serves layers with a window only")
         plan = _cached_plan(layout, group.rank(), settings.window, q.device)
 
+        # [tokens, 2, kv_heads, head_size], keys and values in one message; what arrives is sorted
+        # by the rank that sent it, as ``plan.halo`` is. All ranks take part, also those that need
+        # nothing.
         received = q.new_empty(len(plan.halo), 2, *k.shape[1:])
         sent = torch.stack((k[plan.sent], v[plan.sent]), dim=1)
         work = dist.all_to_all_single(
@@ -90,6 +93,9 @@ class HaloAttention(torch.autograd.Function):
         with torch.cuda.stream(border_stream):
             work.wait()
             if plan.has_border:
+                # [border tokens, heads, head_size]: per span its halo, then its first rows. The
+                # halo's queries are stand-ins (token 0) whose results nobody reads; a query for
+                # every key is what the kernels take.
                 queries, keys, values = (x.index_select(0, plan.border_sources) for x in (q, k, v))
                 keys.index_copy_(0, plan.halo, received[:, 0])
                 values.index_copy_(0, plan.halo, received[:, 1])
@@ -99,6 +105,7 @@ class HaloAttention(torch.autograd.Function):
                 border = (queries, keys, values, border_o, border_lse)
         _join(border_stream)
 
+        # After the join, because the first pass writes these rows, too, without the halo's keys.
         if border:
             o.index_copy_(0, plan.local_rows, border_o[plan.border_rows])
             lse.index_copy_(0, plan.local_rows, border_lse[plan.border_rows])
@@ -117,6 +124,8 @@ class HaloAttention(torch.autograd.Function):
         settings: AttentionSettings = ctx.settings
         grad_o = grad_o.contiguous()
 
+        # The counts of the forward message, exchanged: gradients of what was received are sent
+        # back.
         # The border first, on a stream of its own: its gradients have the way home before them
         # while the large pass runs.
         returned = q.new_empty(len(plan.sent), 2, *k.shape[1:])
@@ -144,6 +153,7 @@ class HaloAttention(torch.autograd.Function):
         if border_dq is not None:
             dq.index_copy_(0, plan.local_rows, border_dq[plan.border_rows])
         work.wait()
+        # A token may be in the halos of several ranks, so ``sent`` may name it more than once.
         dk.index_add_(0, plan.sent, returned[:, 0])
         dv.index_add_(0, plan.sent, returned[:, 1])
         return dq, dk, dv, dsinks, None, None, None
@@ -181,6 +191,7 @@ def _plan(layout: ContextLayout, rank: int, window: int, device: torch.device) -
     lengths = [span.tokens for span in layout.spans[rank]]
 
     # What each rank needs, as places in `layout.order`; place // share is the rank that holds it.
+    # Every rank derives this from the layout alone: who needs what is never asked for.
     needed = [_halo_tokens(layout, other, window) for other in range(layout.size)]
     sent = [tokens[tokens // share == rank] - rank * share for tokens in needed]
     owners = needed[rank] // share

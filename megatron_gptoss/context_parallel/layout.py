@@ -37,6 +37,7 @@ class Span(NamedTuple):
     @property
     def pairs(self) -> int:
         """Pairs of a query and a key in causal attention."""
+        # The query at position p sees p + 1 keys: the sum over p from start to end - 1.
         return (self.end * (self.end + 1) - self.start * (self.start + 1)) // 2
 
 
@@ -138,6 +139,8 @@ def balanced_layout(offsets: tuple[int, ...], size: int) -> ContextLayout:
             f"context-parallel size that divides {tokens}"
         )
 
+    # The coarsest cut that balances: every sequence that stays whole needs no messages. Where none
+    # balances, the finest is taken.
     for fraction in CUT_FRACTIONS:
         layout = _share_out(offsets, size, fraction)
         work = [layout.pairs(rank) for rank in range(size)]
@@ -191,6 +194,7 @@ def _share_out(offsets: tuple[int, ...], size: int, fraction: int) -> ContextLay
             _give_mirrored_chunks(ranks, sequence, length)
             continue
 
+        # Without a cut: to whoever has least attention to compute, tokens permitting.
         rank = ranks.least_busy_with_room(length, capacity)
         if rank is not None:
             ranks.give(rank, Span(sequence, 0, length))
@@ -203,6 +207,8 @@ def _share_out(offsets: tuple[int, ...], size: int, fraction: int) -> ContextLay
             ranks.give(rank, Span(sequence, start, end))
             start = end
 
+    # Shared spans first, so that what a rank contributes to an all-gather is a slice from its first
+    # token.
     ordered = [_in_order(spans, lengths) for spans in ranks.spans]
     return ContextLayout(
         offsets=offsets,

@@ -86,6 +86,8 @@ class AdaptedQkv(AdaptedLinear, ColumnParallelLinear):
         **options: Any,
     ) -> None:
         ColumnParallelLinear.__init__(self, input_size, output_size, config=config, **options)
+        # Tensor parallelism cuts whole key/value groups, so that each rank has the heads that
+        # belong together.
         settings = adapter_settings(config)
         ranks = config.tensor_model_parallel_size
         self.groups = config.architecture.num_key_value_heads // ranks

@@ -112,6 +112,7 @@ class SinkAttention(DotProductAttention):
         key = apply_rotary(key, cos, sin)
 
         sinks = self._sinks(query)
+        # [tokens, heads, head_size]
         output = self._attend(query, key, value, sinks, row)
         if self.softmax_offset is not None and not self.config.sink_backward:
             # The value of one, the gradient of the other.

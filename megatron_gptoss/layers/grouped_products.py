@@ -88,6 +88,7 @@ def outer_products(left: Tensor, right: Tensor, row_counts: Sequence[int]) -> Te
     Returns:
         [experts, m, n].
     """
+    # offs cuts the dimension that is summed over here: one product [m, n] for each expert's rows.
     if _is_grouped(left):
         products = torch.nn.functional.grouped_mm(
             left.t(), right, offs=_ends(row_counts, left.device)
@@ -123,6 +124,9 @@ def add_outer_products(
     if _is_grouped(left):
         from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm
 
+        # In cuBLAS's column-major terms: "NT" of (right, left) is left^T right in ours. accumulate
+        # adds to what is in ``sums``; the split accumulator keeps sums in fp32 as Transformer
+        # Engine's own weight gradients do.
         general_grouped_gemm(
             list(right.split(list(row_counts))),
             list(left.split(list(row_counts))),
@@ -156,6 +160,7 @@ def _transformer_engine(
     """Multiply as Transformer Engine's GroupedLinear does: "TN" by W^T, "NN" by W."""
     from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm
 
+    # The letters are cuBLAS's, column-major, weight first: "TN" is x W^T for rows x, "NN" is x W.
     columns = weights.shape[1] if layout == "TN" else weights.shape[2]
     out = x.new_empty(len(x), columns)
     options: dict[str, Any] = {}

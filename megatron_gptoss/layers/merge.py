@@ -63,10 +63,12 @@ def merge(
     update = torch.zeros(weight.shape, dtype=compute_dtype, device=weight.device)
     term = torch.empty_like(update)
     for i in range(a.shape[-2]):
+        # [..., out, 1] * [..., 1, in]: the outer product of column i of B and row i of A.
         torch.mul(b[..., :, i, None], a[..., i, None, :], out=term)
         update += term
     update *= scale
 
+    # Where nothing is added the weight is kept as it is: -0 + 0 would be +0, another bit.
     wide_weight = weight.to(compute_dtype)
     return out.copy_(torch.where(update == 0, wide_weight, wide_weight + update))
 
@@ -195,6 +197,7 @@ class _MergedLinear(torch.autograd.Function):
 
         if needs_x:
             grad_x = grad @ merge(ctx.read_weight(), a, b, ctx.scale, dtype=x.dtype)
+        # Through the narrow side: [rows, rank] in between, never a gradient [out, in] of W'.
         if needs_a:
             grad_a = ctx.scale * ((grad @ b).t() @ x)
         if needs_b:

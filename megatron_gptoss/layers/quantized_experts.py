@@ -194,6 +194,9 @@ class _QuantizedProduct(torch.autograd.Function):
         x = x.contiguous()
         weights = parameters[: len(row_counts)]
         biases = parameters[len(row_counts) :]
+        # The weights themselves are saved, not their rounded copies: these are made again for the
+        # backward pass unless the memory still holds them, which it does for a layer that was
+        # recomputed just before.
         rounded = stack.round(weights)
 
         ctx.save_for_backward(x, *weights)

@@ -53,12 +53,16 @@ class GptOssRouter(TopKRouter):
         if self.replay is None and logits.dtype != torch.float64:
             return super().routing(logits, padding_mask)
 
+        # Megatron routes [tokens, experts]; with a sequence and a batch dimension the logits come
+        # as [tokens, 1, experts].
         logits = logits.flatten(0, -2)
         experts = logits.topk(self.topk, dim=-1).indices
         if self.replay is not None:
             experts = self.replay.replace_routes(experts, self.replay.take())
 
-        # The gate values are the trainer's own: gradients reach the scores of the chosen experts.
+        # The gate values are the trainer's own: gradients reach the scores of the chosen experts. The
+        # softmax is over these alone, [tokens, top_k], as GPT-OSS defines it; over all experts first
+        # would give other values than the engine's.
         gates = logits.gather(1, experts).softmax(dim=-1)
         probabilities = torch.zeros_like(logits).scatter(1, experts, gates)
         is_chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)

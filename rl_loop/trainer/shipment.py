@@ -103,6 +103,8 @@ class Shipment:
     def column_of(self, values: Sequence[torch.Tensor], dtype: np.dtype) -> np.ndarray:
         """Put what was computed for the labels of every micro-batch, [T] each in the order of
         ``rows``, behind one another: [tokens of ``samples``], 0 for the first of each sequence."""
+        # A row of m tokens has m - 1 labels, so each sequence's answers go one place to the right
+        # of its start. What follows the sequences in a row is padding, and is left out.
         column = np.zeros(self.samples.tokens, dtype)
         offsets = self.samples.offsets
         for rows, row_values in zip(self.rows, values, strict=True):
@@ -171,6 +173,7 @@ class StepPlan:
         ``answers``: of each rank, ``dtype`` [tokens of its sequences]. Returns ``dtype``
         [tokens]. Raises ColumnError naming the column and the first sequence of a rank whose
         answer is not that."""
+        # Not zeros: every sequence is some rank's, so every entry is written.
         column = np.empty(samples.tokens, dtype)
         for rank, answer in enumerate(answers):
             sequences = self.sequences_of(rank)
@@ -287,6 +290,7 @@ def _load(values: list[Any]) -> list[Any]:
 
 def load_routes(rows: Sequence[Any]) -> list[np.ndarray]:
     """Return the routes of sequences as arrays: views into Ray's store of those that are there."""
+    # All in one ``get``: one for each sequence would ask Ray's store thousands of times.
     references = [row.reference for row in rows if isinstance(row, StoredRoutes)]
     if not references:
         return list(rows)

@@ -60,6 +60,7 @@ def folded_forward(
     from gptoss_kernels.sink_attention.epilogue import fold_sink
 
     options = packing_options(segments, window, kernels.unbounded)
+    # Both packages keep LSE as [heads, tokens]; ours is [tokens, heads].
     o, lse = kernels.forward(q, k, v, window is None, softmax_scale=scale, **options)
     fold_sink(o, lse, sinks)
     return o, lse.t()

@@ -82,6 +82,8 @@ def attention_forward(
         )[:2]
         return o, lse.t()
 
+    # The other kernels know one length per sequence: zero queries before the real ones fill up the
+    # difference, at the price of attention that nobody reads.
     if not segments.square:
         rows, square = _square_segments(segments)
         o, lse = attention_forward(_pad_rows(q, rows, len(k)), k, v, sinks, square, settings)

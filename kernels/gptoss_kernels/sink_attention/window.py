@@ -200,6 +200,8 @@ def _query_gradients(
 
     blocks = count * heads // shape.group
     launch = _kernel(name, shape, q.device)
+    # The window's kernel reads keys with plain copies into shared memory. Full attention's lets TMA
+    # bring them, by descriptors ("maps") instead of pointers, and takes the scale in base 2, too.
     inputs = (sinks, o, lse, grad_o)
     outputs = (grad_q, row_stats, shares)
     if window is None:
@@ -229,6 +231,8 @@ def _key_gradients(
 
     grad_k = torch.empty_like(k)
     grad_v = torch.empty_like(v)
+    # One block per item and kv head. The kernel also adds up the items' shares of the sinks'
+    # gradient, which saves a launch. The arguments are those of backward_kv.cu, in its order.
     grad_sinks = torch.empty(heads, dtype=torch.float32, device=q.device)
     _kernel("backward_kv", shape, q.device)(
         count * k.shape[1],

@@ -74,9 +74,12 @@ def gpu_hash(parts: list[torch.Tensor]) -> int:
         ).view_as(tiles)
         first += tiles.numel()
 
+        # [tiles, TILE] throughout; the sum over a tile's words is [tiles].
         for half in HALVES:
             words = index * half.factor
             words += _as_int32(half.seed)
+            # Rotation by shifts. The right one brings in copies of the sign, which is 0: an index
+            # reaches 2^31 with tensors of 8 GB only.
             words ^= (index << half.rotation) | (index >> (32 - half.rotation))
             words ^= tiles
 

@@ -173,6 +173,8 @@ class WeightSample:
         named: Iterable[tuple[str, torch.Tensor]],
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the same tensors; those of the sample are hashed as they pass."""
+        # On the way to the servers and not in a second pass: gathering the weights costs more than
+        # hashing.
         for name, tensor in named:
             parameter = self._parameters.get(name)
             if parameter is not None:
@@ -256,6 +258,8 @@ class WeightSample:
 
     def _shard_packed(self, parameter: str, part: torch.Tensor, rank: int) -> torch.Tensor:
         """Cut out a rank's experts, in whole blocks of their intermediate size."""
+        # As the plugin's Shard.of cuts, which follows SGLang: the last ranks may have less, but all
+        # have whole blocks. 2,880 / 32 = 90 blocks over 4 ranks are 23, 23, 23 and 21.
         per_rank = -(-self._intermediate_size // BLOCK // self._ranks) * BLOCK
         first = rank * per_rank
         last = min(first + per_rank, self._intermediate_size)
@@ -271,6 +275,8 @@ class WeightSample:
 
         With more ranks than key/value heads, neighbouring ranks have the same one.
         """
+        # SGLang's QKVParallelLinear replicates a key/value head where ranks are more than heads:
+        # with 8 heads and 16 ranks, ranks 0 and 1 have head 0.
         q, k, v = parts
         kv_shards = min(self._ranks, self._kv_heads)
         kv_shard = rank * kv_shards // self._ranks

@@ -118,11 +118,14 @@ async def _sync(named: NamedTensors, config: ModelConfig, servers: "Servers") ->
     # By abort: in the other modes requests stay, and /flush_cache refuses for as long as they do.
     await servers.call("/pause_generation", {"mode": "abort"})
 
+    # A chain of generators: tensors are gathered, checked, hashed and sent one bucket at a time, and
+    # none of it happens before ``_transfer`` asks for the first.
     tensors: NamedTensors = _check_names_and_shapes(named, config, packed=plan.packed)
     sample: WeightSample | None = None
     if plan.compare:
         sample = await _choose_sample(config, servers)
         tensors = sample.watch(tensors)
+
     # Servers with packed experts count what comes: SGLang itself would not miss a bucket.
     counted = plan.packed and plan.transport != "none"
     if counted:
@@ -130,6 +133,8 @@ async def _sync(named: NamedTensors, config: ModelConfig, servers: "Servers") ->
     await _transfer(tensors, config, servers)
     if counted:
         await servers.call("/weights_checker", {"action": END_SYNC})
+
+    # A server may have answered "success" and hold something else: this looks at what it holds.
     if sample is not None:
         await _compare(sample, servers)
 
@@ -227,6 +232,8 @@ class Servers:
         """
         async with asyncio.TaskGroup() as tasks:
             self._ask_all(tasks, path, bodies)
+            # In a thread, because ``work`` blocks, in a broadcast or while weights are gathered,
+            # and the requests to the servers need the event loop meanwhile.
             return await asyncio.to_thread(work)
 
     def _ask_all(
@@ -349,6 +356,7 @@ class ServerGroup:
 
     def _send(self, bucket: Bucket, following: Iterator[Bucket]) -> Bucket | None:
         """Broadcast a bucket and return the next one."""
+        # All begin before the first is waited for; servers receive them in the order of ``names``.
         for work in [self._group.broadcast(tensor, 0) for _, tensor in bucket]:
             work.wait()
 
@@ -369,6 +377,7 @@ class ServerGroup:
         world = 1 + len(plan.urls) * plan.tensor_parallel
         self._name = f"weights_{uuid.uuid4().hex}"  # a server takes no name twice
 
+        # Rank 0 is this process; server n has the tensor-parallel ranks from rank_offset on.
         bodies = [
             {
                 "rank_offset": 1 + number * plan.tensor_parallel,
@@ -444,6 +453,7 @@ async def _share_memory(parts: Iterator[Bucket], servers: Servers) -> None:
         ForkingPickler(buffer).dump(handles)
         payload = base64.b64encode(buffer.getvalue()).decode()
         body = {
+            # One for each rank of the server: all get whole tensors and cut out their own shard.
             "serialized_named_tensors": [payload] * plan.tensor_parallel,
             "flush_cache": False,
         }
@@ -453,6 +463,8 @@ async def _share_memory(parts: Iterator[Bucket], servers: Servers) -> None:
                 [body] * len(plan.urls),
                 partial(next, parts, None),
             )
+        # A server that died in the middle never gives its share back (``disown``). One that
+        # answered has.
         except BaseException:
             for _, handle in handles:
                 handle.disown()

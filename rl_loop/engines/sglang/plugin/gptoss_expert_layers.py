@@ -58,6 +58,8 @@ def wrap(values: Tensor, scales: Tensor, shape: tuple[int, int, int]) -> tuple[A
     from triton_kernels.tensor_details.layout import HopperMXScaleLayout, HopperMXValueLayout
 
     experts, rows, row_bytes = shape
+    # triton_kernels names matrices input-major, [experts, inputs, outputs], and keeps the storage
+    # transposed: ``.mT`` is a view, no byte moves.
     packed_shape = torch.Size((experts, row_bytes, rows))
     scale_shape = torch.Size((experts, row_bytes // (BLOCK // 2), rows))
     value_layout = HopperMXValueLayout(packed_shape, mx_axis=1)

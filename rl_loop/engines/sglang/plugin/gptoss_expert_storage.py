@@ -124,6 +124,7 @@ class Experts:
 
         storage = self.storage[name]
         part = self.shard.cut(source, whole.to(storage.device))
+        # Padding, too: memory that a sleeping server gave back comes back with anything in it.
         if is_bias:
             storage.zero_()
             storage[:, : part.shape[1]].copy_(part)
@@ -136,6 +137,7 @@ class Experts:
     def read(self, name: str) -> tuple[Tensor, int]:
         """Return this rank's part of a tensor as it came, and how many elements of its padding are
         not what ``load`` writes there."""
+        # Not from a copy that was kept: what is hashed has to be what the kernels compute with.
         storage = self.storage[name]
         rows, inputs = self.shape(name)
         if name.endswith("_bias"):

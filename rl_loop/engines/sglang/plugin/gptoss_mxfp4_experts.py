@@ -60,9 +60,13 @@ def _install_loading() -> None:
         if not self.use_triton_kernels:
             raise RuntimeError("MXFP4 experts are synced with --moe-runner-backend triton_kernel")
         device = torch.empty(0).device  # on which SGLang makes the model
+        # SGLang's own parameters, as shapes without memory: ``allocate`` reads the shapes, and
+        # replaces or deletes every one of them.
         with torch.device("meta"):
             original_create(self, layer, *arguments, **options)
 
+        # In every rank of a server. A triton_kernels with other layouts ends the start here, before
+        # a token is sampled from scrambled experts.
         if layer.layer_id == 0:
             compare_layouts(mxfp4._swizzle_mxfp4, device)
         self.gptoss_experts = allocate(layer, self, device)
@@ -82,6 +86,8 @@ def _install_loading() -> None:
             return original_load(self, weights, *arguments, **options)
         try:
             with torch.no_grad():
+                # SGLang iterates over what it is given: experts' tensors are taken out on the way,
+                # and it sees the rest.
                 result = original_load(self, known.load_experts(weights), *arguments, **options)
             if is_starting(self):
                 known.end_sync()  # a checkpoint has all
@@ -145,6 +151,8 @@ def _install_routes() -> None:
 
     @wraps(original_forward)
     def forward(self: Any, *arguments: Any, **options: Any) -> Any:
+        # By way of a list: the choice is made in a function inside, which knows neither the layer
+        # nor its configuration.
         chosen.clear()
         result = original_forward(self, *arguments, **options)
         # [tokens, top_k] int16, by number of the expert. Inside a CUDA graph this becomes a part of it.
