@@ -34,3 +34,10 @@ def name_file_in_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         error.filename = str(path)
         raise
+
+
+def count_tensors(names: list[str]) -> str:
+    """Name the first tensor and count the others, as the subject of a sentence."""
+    if len(names) == 1:
+        return f"tensor {names[0]} is"
+    return f"tensor {names[0]} and {len(names) - 1} more are"

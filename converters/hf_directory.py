@@ -8,7 +8,7 @@ asked for except headers.
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,18 @@ import torch
 
 from converters import hf_layouts
 from converters.bits import FileRange, TensorRange
-from converters.errors import ConversionError
+from converters.errors import ConversionError, count_tensors
 from converters.hf_layouts import BLOCK, Shape, StoredTensor, is_expert_matrix, mxfp4_shapes
+from converters.hf_shards import INDEX_FILE, SINGLE_FILE, ShardWriter, write_json
 from converters.mapping import NamedTensor
 from converters.names import hf_shapes
 from converters.new_directory import new_directory, refuse_missing, refuse_partial
-from converters.safetensors_files import Entry, SafetensorsFile, SafetensorsWriter
+from converters.safetensors_files import Entry, SafetensorsFile
 from gptoss_kernels import mxfp4
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.families.registry import read_hf_config
 from megatron_gptoss.untrusted_files import is_plain_name
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILES = (
@@ -207,7 +206,7 @@ class HfDirectory:
             unlisted = [name for name in content.entries if name not in self._file_of]
             if unlisted:
                 raise ConversionError(
-                    f"{self.path / file}: {_count_tensors(unlisted)} in it, but not in {INDEX_FILE}"
+                    f"{self.path / file}: {count_tensors(unlisted)} in it, but not in {INDEX_FILE}"
                 )
 
     def _check_tensors(self) -> None:
@@ -222,13 +221,13 @@ class HfDirectory:
         missing = [name for name in expected if name not in self._file_of]
         if missing:
             raise ConversionError(
-                f"{where}: {_count_tensors(missing)} missing, but config.json describes a model "
+                f"{where}: {count_tensors(missing)} missing, but config.json describes a model "
                 "with it"
             )
         unknown = [name for name in self._file_of if name not in expected]
         if unknown:
             raise ConversionError(
-                f"{where}: {_count_tensors(unknown)} unknown to a {self.config.model_type} model as "
+                f"{where}: {count_tensors(unknown)} unknown to a {self.config.model_type} model as "
                 "config.json describes it"
             )
         for name in self._file_of:
@@ -362,7 +361,7 @@ def write_hf_directory(
             before stays as it was.
     """
     with new_directory(Path(directory), overwrite) as partial:
-        shards = _ShardWriter(
+        shards = ShardWriter(
             partial,
             expected=written_shapes(config, quantized),
             max_bytes=max_shard_bytes,
@@ -393,7 +392,7 @@ def _write_settings(
 ) -> None:
     """Write config.json, and generation_config.json unless ``generation`` is empty."""
     if generation:
-        _write_json(directory / GENERATION_FILE, generation)
+        write_json(directory / GENERATION_FILE, generation)
 
     extra: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
     if quantized:
@@ -402,7 +401,7 @@ def _write_settings(
     for key in ("eos_token_id", "pad_token_id"):
         if key in generation:
             extra[key] = generation[key]
-    _write_json(directory / CONFIG_FILE, config.to_hf_config(**extra))
+    write_json(directory / CONFIG_FILE, config.to_hf_config(**extra))
 
 
 def written_shapes(config: ModelConfig, quantized: bool) -> dict[str, Shape]:
@@ -435,79 +434,6 @@ def written_shapes(config: ModelConfig, quantized: bool) -> dict[str, Shape]:
     return shapes
 
 
-class _ShardWriter:
-    """Writes tensors to files of a limited size, and the index when there are several."""
-
-    def __init__(self, directory: Path, expected: Mapping[str, Shape], max_bytes: int) -> None:
-        self._directory = directory
-        self._expected = expected
-        self._max_bytes = max_bytes
-        self._writer: SafetensorsWriter | None = None
-        self._shards: list[list[str]] = []
-        """Names of the tensors of each file."""
-        self._sizes: dict[str, int] = {}
-        """Bytes of each tensor so far."""
-        self._dtype: torch.dtype | None = None
-
-    def add(self, name: str, tensor: torch.Tensor) -> FileRange:
-        """Append a tensor to the last file, or to a new one if that would grow too large."""
-        if name in self._sizes:
-            raise ConversionError(f"tensor {name} was given twice")
-        expected_shape = self._expected.get(name)
-        if tuple(tensor.shape) != expected_shape:
-            raise ConversionError(
-                f"tensor {name} has shape {list(tensor.shape)}, expected {expected_shape}"
-            )
-
-        self._sizes[name] = tensor.nbytes
-        self._dtype = self._dtype or tensor.dtype
-        return self._writer_with_room(tensor.nbytes).add(name, tensor)
-
-    def _writer_with_room(self, tensor_bytes: int) -> SafetensorsWriter:
-        if self._writer is not None and self._writer.size + tensor_bytes > self._max_bytes:
-            self._writer.close()
-            self._writer = None
-        if self._writer is None:
-            # How many files there will be, which is part of their names, shows only at the end.
-            path = self._directory / f"shard-{len(self._shards)}"
-            self._writer = SafetensorsWriter(path, self._expected)
-            self._shards.append(self._writer.names)
-        return self._writer
-
-    def finish(self) -> torch.dtype:
-        """Close and name the files; return the dtype of the weights.
-
-        Raises:
-            ConversionError: if a tensor is missing.
-        """
-        # What is unknown was refused as it came, so that only absence is left to check.
-        missing = [name for name in self._expected if name not in self._sizes]
-        if missing or self._writer is None or self._dtype is None:
-            raise ConversionError(f"{_count_tensors(missing)} missing from the weights to write")
-        self._writer.close()
-
-        if len(self._shards) == 1:
-            (self._directory / "shard-0").rename(self._directory / SINGLE_FILE)
-            return self._dtype
-
-        weight_map: dict[str, str] = {}
-        for number, names in enumerate(self._shards):
-            file = f"model-{number + 1:05d}-of-{len(self._shards):05d}.safetensors"
-            (self._directory / f"shard-{number}").rename(self._directory / file)
-            weight_map |= dict.fromkeys(names, file)
-        total_bytes = sum(self._sizes.values())
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-        _write_json(self._directory / INDEX_FILE, index)
-        return self._dtype
-
-
-def _count_tensors(names: list[str]) -> str:
-    """Name the first tensor and count the others, as the subject of a sentence."""
-    if len(names) == 1:
-        return f"tensor {names[0]} is"
-    return f"tensor {names[0]} and {len(names) - 1} more are"
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
@@ -516,7 +442,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConversionError(f"{path}: holds no JSON object")
     return content
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")

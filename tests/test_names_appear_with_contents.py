@@ -14,7 +14,7 @@ SYNCING = {"fsync", "sync_directory", "sync_names", "write_atomically"}
 NOT_NEEDED = {
     "kernels/gptoss_kernels/mxfp4/cpu.py:_build": "a library that is cut short does not load",
     "megatron_gptoss/checkpoint/directory.py:clean_up_after_crash": "the checkpoint has been on the disk before",
-    "converters/hf_directory.py:finish": "in a directory that is synced before it gets its name",
+    "converters/hf_shards.py:finish": "in a directory that is synced before it gets its name",
     "converters/new_directory.py:_restore": "the directory has been on the disk before",
 }
 

@@ -9,8 +9,8 @@ from openai_harmony import DeveloperContent, Message, ReasoningEffort, Role
 
 from rl_loop.chat.tools import FUNCTIONS
 from rl_loop.conversations.errors import ConversationError
-from rl_loop.harmony.codec import Tool, message_text
-from rl_loop.harmony.conversation import MessageTranslator, describe_message
+from rl_loop.harmony.codec import Tool
+from rl_loop.harmony.conversation import MessageTranslator, describe_message, message_text
 
 CONTROL_KEYS = ("weight", "finish_reason")
 """Of the assistant's messages: what says how they are learned, and is not rendered."""

@@ -18,8 +18,8 @@ from rl_loop.conversations.config import Format
 from rl_loop.conversations.conversation import Conversation, Statement
 from rl_loop.conversations.errors import ConversationError
 from rl_loop.conversations.formats import read_conversation
-from rl_loop.harmony.codec import Harmony, ParsedMessage, message_text
-from rl_loop.harmony.conversation import without_finished_analysis
+from rl_loop.harmony.codec import Harmony, ParsedMessage
+from rl_loop.harmony.conversation import message_text, without_finished_analysis
 
 REMEMBERED_OPENINGS = 256
 """Most conversations of a file have the same instructions and tools."""

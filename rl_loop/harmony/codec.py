@@ -14,7 +14,6 @@ from openai_harmony import (
     ChannelConfig,
     Conversation,
     DeveloperContent,
-    HarmonyError,
     Message,
     ReasoningEffort,
     RenderConversationConfig,
@@ -30,6 +29,7 @@ from rl_loop.harmony import chat_template
 from rl_loop.harmony.conversation import (
     CHANNELS,
     CONSTRAIN,
+    message_text,
     prompt_messages,
     tool_message,
     user_message,
@@ -38,8 +38,8 @@ from rl_loop.harmony.conversation import (
 from rl_loop.harmony.history import History
 from rl_loop.harmony.openings import Openings
 from rl_loop.harmony.prompt_config import PromptConfig
+from rl_loop.harmony.sampled_turn import parse_turn
 from rl_loop.harmony.tool_descriptions import described_builtin, described_function
-from rl_loop.harmony.turn_headers import split_headers, split_texts
 from rl_loop.harmony.vocabulary import Vocabulary, harmony_encoding, special_id
 
 __all__ = [
@@ -56,8 +56,6 @@ __all__ = [
 
 REMEMBERED_HEADERS = 4096
 """Headers of which the tokens are kept: there are few different ones."""
-LONGEST_FRAME = 128
-"""Tokens of a turn without its texts, beyond which what it parses to is not kept."""
 
 
 class Harmony:
@@ -348,32 +346,7 @@ class Harmony:
         ``ids`` are those after ``<|start|>assistant``, the stop token included. A recipient is
         whatever the policy wrote: the environment says which tools there are.
         """
-        harmony_ids = self.vocabulary.to_harmony(ids)
-
-        # Stricter than openai-harmony's parser, which reads nonsense into some illegal turns.
-        headers = split_headers(harmony_ids)
-        if headers is None:
-            return FormatError("structure")
-        # openai-harmony takes the *name* of a special token, spelled in ordinary tokens, for the
-        # token.
-        if any("<|" in harmony_encoding().decode(header) for header in headers):
-            return FormatError("header")
-
-        # The parser takes 0.3 ms for the shortest turn, most of it for headers, of which there are
-        # few different ones. What it says of a turn does not depend on what stands in the texts.
-        frame, texts = split_texts(harmony_ids)
-        try:
-            decoded = [harmony_encoding().decode_utf8(text) for text in texts]
-        except HarmonyError:
-            # Bytes that are not UTF-8, of which the parser makes what it does.
-            return _parsed_turn(tuple(harmony_ids))
-        messages = _parsed_frame(frame)
-        if isinstance(messages, FormatError):
-            return messages
-        return [
-            ParsedMessage(message.channel, message.recipient, message.content_type, text)
-            for message, text in zip(messages, decoded, strict=True)
-        ]
+        return parse_turn(self.vocabulary.to_harmony(ids))
 
     def parse_for_client(self, ids: Sequence[int]) -> list[ParsedMessage] | FormatError:
         """Parse a turn as ``parse`` does: channels say what is whose."""
@@ -422,40 +395,6 @@ class Harmony:
         return self.vocabulary.decode([token_id])
 
 
-def _parsed_frame(frame: tuple[int, ...]) -> list[ParsedMessage] | FormatError:
-    """Parse a turn without its texts, in Harmony ids."""
-    # A policy that writes nonsense writes long headers: they would fill the memory.
-    if len(frame) > LONGEST_FRAME:
-        return _parsed_turn(frame)
-    return _remembered_frame(frame)
-
-
-def _parsed_turn(harmony_ids: tuple[int, ...]) -> list[ParsedMessage] | FormatError:
-    """Parse a turn whose special tokens are in order."""
-    try:
-        parsed = harmony_encoding().parse_messages_from_completion_tokens(
-            harmony_ids, Role.ASSISTANT
-        )
-    except (HarmonyError, ValueError):
-        return FormatError("header")
-
-    messages: list[ParsedMessage] = []
-    for message in parsed:
-        if message.author.role is not Role.ASSISTANT:
-            return FormatError("role")
-        if message.channel not in CHANNELS:
-            return FormatError("channel")
-        messages.append(_parsed_message(message))
-
-    ends_with_call_token = harmony_ids[-1] == special_id("<|call|>")
-    if not _calls_are_legal(messages, ends_with_call_token):
-        return FormatError("recipient")
-    return messages
-
-
-_remembered_frame = lru_cache(maxsize=REMEMBERED_HEADERS)(_parsed_turn)
-
-
 @lru_cache(maxsize=REMEMBERED_HEADERS)
 def _frame(
     role: Role,
@@ -472,11 +411,6 @@ def _frame(
     return tuple(harmony_encoding().render(message))
 
 
-def message_text(message: Message) -> str:
-    """Return the text of a message."""
-    return "".join(getattr(part, "text", "") for part in message.content)
-
-
 def _with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
     """Describe functions in the first developer message, or in one before all others."""
     rendered = list(messages)
@@ -490,27 +424,3 @@ def _with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Mess
     content = content.with_function_tools([described_function(tool) for tool in tools])
     rendered.insert(place, Message.from_role_and_content(Role.DEVELOPER, content))
     return rendered
-
-
-def _parsed_message(message: Message) -> ParsedMessage:
-    recipient = message.recipient
-    content_type = message.content_type
-
-    # openai-harmony takes the only word of a header for a recipient. In "final <|constrain|>json",
-    # which GPT-OSS writes before structured output, it is the content type.
-    if recipient is not None and recipient.startswith(CONSTRAIN):
-        content_type = recipient
-        recipient = None
-
-    return ParsedMessage(message.channel or "", recipient, content_type, message_text(message))
-
-
-def _calls_are_legal(messages: Sequence[ParsedMessage], ends_with_call_token: bool) -> bool:
-    """Whether calls come last in a turn, end with <|call|>, and exclude a final answer."""
-    ends_with_call = messages[-1].recipient is not None
-    if ends_with_call_token != ends_with_call:
-        return False
-
-    has_call = any(message.recipient is not None for message in messages)
-    has_answer = any(message.channel == "final" for message in messages)
-    return not has_call or (ends_with_call and not has_answer)

@@ -353,3 +353,8 @@ def _content_type(message: dict[str, Any]) -> str | None:
             f"content_type is {value!r}; it is one word, which {CONSTRAIN} may precede"
         )
     return value
+
+
+def message_text(message: Message) -> str:
+    """Return the text of a message."""
+    return "".join(getattr(part, "text", "") for part in message.content)

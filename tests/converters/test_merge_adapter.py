@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from converters import hf_directory, mxfp4_export
+from converters import mxfp4_export
 from converters.adapter_checkpoint import export_adapter
 from converters.bits import FileRange
 from converters.errors import ConversionError
@@ -178,7 +178,7 @@ def test_what_is_written_wrongly_is_not_kept(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter = save_adapter(tmp_path, ("experts",))
-    write = hf_directory.SafetensorsWriter.add
+    write = SafetensorsWriter.add
 
     def add_damaged(self: SafetensorsWriter, name: str, tensor: torch.Tensor) -> FileRange:
         if name == "model.layers.1.mlp.experts.down_proj_blocks":
@@ -186,7 +186,7 @@ def test_what_is_written_wrongly_is_not_kept(
             tensor[3, 7, 1, 5] ^= 1
         return write(self, name, tensor)
 
-    monkeypatch.setattr(hf_directory.SafetensorsWriter, "add", add_damaged)
+    monkeypatch.setattr(SafetensorsWriter, "add", add_damaged)
     with pytest.raises(ConversionError, match=r"1.mlp.experts.down_proj_blocks does not come back"):
         merge_adapter(base, adapter, tmp_path / "mxfp4", dtype="mxfp4")
     assert not (tmp_path / "mxfp4").exists()

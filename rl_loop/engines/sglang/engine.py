@@ -1,44 +1,26 @@
-"""RolloutEngine over many SGLang servers: routing, faults, exact tokens, log-probs and versions.
+"""RolloutEngine over many SGLang servers: routing, faults and aborts.
 
 A turn is streamed. Whatever ends the stream early, the tokens that came are kept: after an
 ``abort`` they are the answer, and after the death of a server the turn goes on from them on
-another one.
+another one. What a turn asks of a server and how the answer is read is in ``turn``.
 """
 
 import asyncio
-import base64
 import math
-import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
 import torch
 
-from megatron_gptoss.routes import route_dtype
-from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
-from rl_loop.engines.protocol import (
-    GenerateRequest,
-    GenerateResult,
-    check_routes,
-    fault_in_ids,
-    fault_in_log_probs,
-)
-from rl_loop.engines.sglang.client import RequestRejected, ServerFailed, SglangClient
+from rl_loop.data.trajectory import FinishReason
+from rl_loop.engines.protocol import GenerateRequest, GenerateResult
+from rl_loop.engines.sglang.client import ServerFailed, SglangClient
 from rl_loop.engines.sglang.scored_tokens import log_probs_of
 from rl_loop.engines.sglang.server import ServerState, ServerStatus
-from rl_loop.infrastructure import EngineFault, describe
+from rl_loop.engines.sglang.turn import AnswerReader, Turn, check_routes_came, end_turn
+from rl_loop.infrastructure import EngineFault
 
-FINISH_REASONS = {
-    "stop": FinishReason.STOP,
-    "length": FinishReason.LENGTH,
-    "abort": FinishReason.ABORT,
-}
-STREAM_INTERVAL = 32
-"""Tokens per chunk: what the death of a server can cost a turn."""
 MAX_FAULTS = 20
 """Faults of one request; more are not the servers' bad luck."""
 MAX_PAUSE = 1.0
@@ -47,62 +29,6 @@ REMEMBERED_EPISODES = 100_000
 """Episodes whose server is remembered, the latest ones."""
 REFRESH_SECONDS = 1.0
 """How long the states of the servers are taken to hold."""
-
-
-@dataclass(eq=False)
-class _Turn:
-    """A request under way, and what it has so far."""
-
-    request: GenerateRequest
-    result: GenerateResult = field(
-        default_factory=lambda: GenerateResult([], [], FinishReason.ABORT)
-    )
-    aborted: bool = False
-    limit: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
-    """Ends the turn some time after an abort, whatever its server does."""
-    failures: Counter[str] = field(default_factory=Counter)
-    """Faults that this turn met, by the server's address."""
-    client: SglangClient | None = None
-    """Of the server that works on the turn."""
-    server_request_id: str = ""
-    """The id of the turn's latest request to a server, which an abort names."""
-
-    def next_body(self) -> dict[str, object]:
-        """Build the body of a request that goes on from the tokens so far."""
-        sampling = self.request.sampling
-        output_ids = self.result.output_ids
-
-        # Another id for every attempt: the one before may still run under the old one.
-        self.server_request_id = f"{self.request.request_id}#{uuid.uuid4().hex[:12]}"
-        return {
-            "rid": self.server_request_id,
-            "input_ids": self.request.input_ids + output_ids,
-            "sampling_params": {
-                "max_new_tokens": sampling.max_new_tokens - len(output_ids),
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "stop_token_ids": list(sampling.stop_token_ids),
-                "sampling_seed": sampling.seed,
-                "stream_interval": STREAM_INTERVAL,
-            },
-            "return_logprob": True,
-            "return_routed_experts": self.request.return_routed_experts,
-            "stream": True,
-        }
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """What one chunk of a stream adds to a turn, checked."""
-
-    ids: list[int]
-    log_probs: list[float]
-    version: int
-    """Of the weights that sampled the tokens."""
-    finish: dict[str, Any] | None
-    """Why the stream ends, ``{"type": ...}``; None if it goes on."""
-    meta: dict[str, Any]
-    """``meta_info`` as the server sent it."""
 
 
 class SglangEngine:
@@ -134,9 +60,12 @@ class SglangEngine:
             abort_seconds: longest that a turn lives on after it was aborted.
         """
         self.oldest_version = 0
-        self._routes_shape = (-1, num_layers, top_k)
-        self._num_experts = num_experts
-        self._vocab_size = vocab_size
+        self._reader = AnswerReader(
+            num_layers=num_layers,
+            top_k=top_k,
+            num_experts=num_experts,
+            vocab_size=vocab_size,
+        )
         self._wait_seconds = wait_seconds
         self._abort_seconds = abort_seconds
 
@@ -152,7 +81,7 @@ class SglangEngine:
 
         self._homes: OrderedDict[str, str] = OrderedDict()
         """Episode -> address of the server that has its prefix cached."""
-        self._turns: dict[str, _Turn] = {}
+        self._turns: dict[str, Turn] = {}
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Sample one continuation.
@@ -166,7 +95,7 @@ class SglangEngine:
             name = f"request {request.request_id}"
             raise ValueError(f"{name} is already running: request ids must be unique")
 
-        turn = _Turn(request)
+        turn = Turn(request)
         self._turns[request.request_id] = turn
         try:
             async with turn.limit:
@@ -179,7 +108,7 @@ class SglangEngine:
             del self._turns[request.request_id]
         return turn.result
 
-    async def _sample(self, turn: _Turn) -> None:
+    async def _sample(self, turn: Turn) -> None:
         """Let one server after another work on a turn, until one ends it."""
         while True:
             server = await self._route(turn.request.episode, turn.failures)
@@ -190,7 +119,7 @@ class SglangEngine:
             self._load[server.url] += 1
             try:
                 await self._stream(turn, server)
-                _check_routes_came(turn, server)
+                check_routes_came(turn, server.url)
                 return
             except ServerFailed as failure:
                 # The tokens so far are kept. The server may be dead: its state is asked for anew.
@@ -265,7 +194,7 @@ class SglangEngine:
     def _client(self, url: str) -> SglangClient:
         return self._clients.setdefault(url, SglangClient(url))
 
-    async def _stream(self, turn: _Turn, server: ServerStatus) -> None:
+    async def _stream(self, turn: Turn, server: ServerStatus) -> None:
         """Let ``server`` go on with the turn to its end.
 
         Raises ServerFailed; what came before is kept.
@@ -280,119 +209,22 @@ class SglangEngine:
                 if turn.request.on_begin is not None:
                     turn.request.on_begin()
 
-                try:
-                    chunk = self._read_chunk(content, turn, start, server)
-                except (LookupError, TypeError, ValueError, AttributeError) as error:
-                    fault = f"a chunk cannot be read: {describe(error)}"
-                    raise ServerFailed(f"{server.url}: {fault}") from error
-
-                self._append(turn, chunk, server)
+                chunk = self._reader.read(
+                    content,
+                    turn,
+                    start=start,
+                    url=server.url,
+                    oldest_version=self.oldest_version,
+                )
+                self._reader.append(turn, chunk, server.url)
                 if start == 0:
                     # Later attempts also find what the turn itself has sampled.
                     cached_tokens = chunk.meta.get("cached_tokens", turn.result.cached_tokens)
                     turn.result.cached_tokens = cached_tokens
                 if chunk.finish is not None:
-                    _end(turn, chunk.finish["type"], server)
+                    end_turn(turn, chunk.finish["type"], server.url)
                     return
         raise ServerFailed(f"{server.url}: the answer has no finish reason")
-
-    def _read_chunk(
-        self,
-        content: dict[str, Any],
-        turn: _Turn,
-        start: int,
-        server: ServerStatus,
-    ) -> _Chunk:
-        """Read one chunk of a stream that began when the turn had ``start`` tokens.
-
-        Raises ServerFailed for one that cannot be true, or whatever reading nonsense raises.
-        """
-        meta = content["meta_info"]
-        version = str(meta.get("weight_version"))
-        if not version.isdigit() or not self._is_fresh(int(version)):
-            raise ServerFailed(
-                f"{server.url} answered with weights {version!r}, the policy is {self.oldest_version} or later"
-            )
-
-        if meta.get("id", turn.server_request_id) != turn.server_request_id:
-            raise ServerFailed(f"{server.url} sent the answer to request {meta['id']!r}")
-
-        # Checked in every chunk, also in one without tokens: _end looks the reason up.
-        finish = meta.get("finish_reason")
-        if finish is not None and finish["type"] not in FINISH_REASONS:
-            raise ServerFailed(
-                f"{server.url}: the answer ended by {finish['type']!r}, which is no reason"
-            )
-
-        ids = content["output_ids"]
-        total = meta["completion_tokens"]
-        received = len(turn.result.output_ids) - start
-        if total == received:
-            # A request that is aborted while it waits repeats its last token.
-            return _Chunk([], [], int(version), finish, meta)
-
-        # With --incremental-streaming-output a chunk has the new tokens only, and
-        # completion_tokens counts those of all chunks: a lost or repeated chunk shows here.
-        entries = meta["output_token_logprobs"]
-        log_probs = [entry[0] for entry in entries]
-        if received + len(ids) != total or [entry[1] for entry in entries] != ids:
-            raise ServerFailed(
-                f"{server.url}: {len(ids)} tokens and {len(entries)} log-probs after {received} "
-                f"of {total} do not fit: does it run with --incremental-streaming-output?"
-            )
-        room = turn.request.sampling.max_new_tokens - len(turn.result.output_ids)
-        if len(ids) > room:
-            raise ServerFailed(f"{server.url}: {len(ids)} tokens came back, {room} were asked for")
-
-        if ids:
-            fault = fault_in_ids(ids, self._vocab_size) or fault_in_log_probs(log_probs)
-            if fault is not None:
-                raise ServerFailed(f"{server.url}, weights {version}: {fault}")
-        return _Chunk(
-            ids=[int(token) for token in ids],
-            log_probs=[float(log_prob) for log_prob in log_probs],
-            version=int(version),
-            finish=finish,
-            meta=meta,
-        )
-
-    def _append(self, turn: _Turn, chunk: _Chunk, server: ServerStatus) -> None:
-        """Add a chunk to what the turn has. Raises ServerFailed if the server gave up in it."""
-        result = turn.result
-        if chunk.finish is not None:
-            # The server's own failures come as an abort with the status that they would have had.
-            is_abort = chunk.finish["type"] == "abort"
-            if is_abort and (chunk.finish.get("status_code") or 0) >= 500:
-                raise ServerFailed(f"{server.url}: {chunk.finish.get('message')}")
-
-            if turn.request.return_routed_experts:
-                tokens = len(turn.request.input_ids) + len(result.output_ids) + len(chunk.ids) - 1
-                result.routed_experts = self._read_routes(chunk.meta, tokens)
-
-        result.output_ids += chunk.ids
-        result.output_log_probs += chunk.log_probs
-        _extend_versions(result.weight_versions, len(chunk.ids), chunk.version)
-
-    def _read_routes(self, meta: dict[str, Any], tokens: int) -> np.ndarray | None:
-        """Decode the routes of so many tokens, uint8 or int16 [tokens, layers, top_k]; None if none
-        came.
-
-        Raises RuntimeError if there are routes that no router chose.
-        """
-        if tokens == 0 or "routed_experts" not in meta:
-            return None
-
-        try:
-            data = base64.b64decode(meta["routed_experts"])
-            routes = np.frombuffer(data, dtype=np.int32).reshape(self._routes_shape)
-        except (TypeError, ValueError) as error:
-            raise ServerFailed(f"routed experts cannot be read: {describe(error)}") from error
-        if len(routes) != tokens:
-            raise ServerFailed(
-                f"routed experts of {len(routes)} tokens came back, expected {tokens}"
-            )
-        # Checked as they came: a smaller dtype would make experts of numbers that are none.
-        return check_routes(routes, self._num_experts).astype(route_dtype(self._num_experts))
 
     async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
         """Score on any server that holds the policy; see ``score_on``."""
@@ -464,32 +296,3 @@ async def score_on(
     }
     answer = await client.call("/generate", body)
     return log_probs_of(answer["meta_info"]["input_token_logprobs"], input_ids, client.url)
-
-
-def _check_routes_came(turn: _Turn, server: ServerStatus) -> None:
-    """Raise RequestRejected if routes were asked for and tokens came without them."""
-    asked = turn.request.return_routed_experts and turn.result.output_ids
-    if asked and turn.result.routed_experts is None:
-        raise RequestRejected(
-            f"{server.url} returned no routed experts for request {turn.request.request_id}: "
-            "does it run with --enable-return-routed-experts?"
-        )
-
-
-def _end(turn: _Turn, reason: str, server: ServerStatus) -> None:
-    """Set the turn's finish reason. Raises ServerFailed if it has no token and was not aborted."""
-    turn.result.finish_reason = FINISH_REASONS[reason]
-    if not turn.result.output_ids and turn.result.finish_reason is not FinishReason.ABORT:
-        raise ServerFailed(f"{server.url}: the answer has no token and ended by {reason!r}")
-
-
-def _extend_versions(spans: list[WeightVersionSpan], tokens: int, version: int) -> None:
-    """Add so many tokens of weights ``version`` to spans that follow one another."""
-    if tokens == 0:
-        return
-    if spans and spans[-1].version == version:
-        last = spans.pop()
-        spans.append(WeightVersionSpan(last.start, last.end + tokens, version))
-    else:
-        start = spans[-1].end if spans else 0
-        spans.append(WeightVersionSpan(start, start + tokens, version))

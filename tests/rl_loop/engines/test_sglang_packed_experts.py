@@ -30,8 +30,9 @@ from rl_loop.engines.backend import SyncFailed
 from rl_loop.engines.sglang import weight_sender
 from rl_loop.engines.sglang.config import PLUGIN, SglangConfig
 from rl_loop.engines.sglang.gpu_memory import ServerNeeds
+from rl_loop.engines.sglang.sync_plan import Servers, SyncPlan
 from rl_loop.engines.sglang.weight_checksums import PACKED_EXPERT_PARAMETERS
-from rl_loop.engines.sglang.weight_sender import SyncPlan, WeightMismatch, send_weights
+from rl_loop.engines.sglang.weight_sender import WeightMismatch, send_weights
 from tests.rl_loop.packed_server import (
     PackedServer,
     ServedModel,
@@ -295,7 +296,7 @@ def test_the_memory_that_graphs_read_stays_and_is_whole_again_after_sleep() -> N
             return [tensor.data_ptr() for kept in stored for tensor in kept.values()]
 
         before = addresses()
-        servers = weight_sender.Servers(plan_for(server.url))
+        servers = Servers(plan_for(server.url))
         await send_weights(weights.items(), MODEL, plan_for(server.url))
         await servers.call("/release_memory_occupation", {})
         with pytest.raises(WeightMismatch, match="holds something else in model"):

@@ -34,15 +34,11 @@ from rl_loop.engines.protocol import GenerateRequest, SamplingParams
 from rl_loop.engines.sglang.engine import SglangEngine
 from rl_loop.engines.sglang.fleet import HeldWeights, SglangFleet, SglangSender, statuses
 from rl_loop.engines.sglang.server import ServerState, ServerStatus
+from rl_loop.engines.sglang.sync_plan import SyncPlan
 from rl_loop.engines.sglang.tensor_hash import gpu_hash
 from rl_loop.engines.sglang.weight_checksums import WeightSample, sampled_parameters
-from rl_loop.engines.sglang.weight_sender import (
-    SyncPlan,
-    WeightMismatch,
-    _SharedTensor,
-    buckets,
-    send_weights,
-)
+from rl_loop.engines.sglang.weight_sender import WeightMismatch, send_weights
+from rl_loop.engines.sglang.weight_transports import _SharedTensor, buckets
 from rl_loop.gateway.serve import ServeOptions
 from rl_loop.harmony.codec import ParsedMessage
 from rl_loop.rollout.collector import TrainingRequests

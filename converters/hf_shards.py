@@ -1,0 +1,87 @@
+"""The weight files of a new Hugging Face directory: one, or several of a limited size with an index."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from converters.bits import FileRange
+from converters.errors import ConversionError, count_tensors
+from converters.hf_layouts import Shape
+from converters.safetensors_files import SafetensorsWriter
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+class ShardWriter:
+    """Writes tensors to files of a limited size, and the index when there are several."""
+
+    def __init__(self, directory: Path, expected: Mapping[str, Shape], max_bytes: int) -> None:
+        self._directory = directory
+        self._expected = expected
+        self._max_bytes = max_bytes
+        self._writer: SafetensorsWriter | None = None
+        self._shards: list[list[str]] = []
+        """Names of the tensors of each file."""
+        self._sizes: dict[str, int] = {}
+        """Bytes of each tensor so far."""
+        self._dtype: torch.dtype | None = None
+
+    def add(self, name: str, tensor: torch.Tensor) -> FileRange:
+        """Append a tensor to the last file, or to a new one if that would grow too large."""
+        if name in self._sizes:
+            raise ConversionError(f"tensor {name} was given twice")
+        expected_shape = self._expected.get(name)
+        if tuple(tensor.shape) != expected_shape:
+            raise ConversionError(
+                f"tensor {name} has shape {list(tensor.shape)}, expected {expected_shape}"
+            )
+
+        self._sizes[name] = tensor.nbytes
+        self._dtype = self._dtype or tensor.dtype
+        return self._writer_with_room(tensor.nbytes).add(name, tensor)
+
+    def _writer_with_room(self, tensor_bytes: int) -> SafetensorsWriter:
+        if self._writer is not None and self._writer.size + tensor_bytes > self._max_bytes:
+            self._writer.close()
+            self._writer = None
+        if self._writer is None:
+            # How many files there will be, which is part of their names, shows only at the end.
+            path = self._directory / f"shard-{len(self._shards)}"
+            self._writer = SafetensorsWriter(path, self._expected)
+            self._shards.append(self._writer.names)
+        return self._writer
+
+    def finish(self) -> torch.dtype:
+        """Close and name the files; return the dtype of the weights.
+
+        Raises:
+            ConversionError: if a tensor is missing.
+        """
+        # What is unknown was refused as it came, so that only absence is left to check.
+        missing = [name for name in self._expected if name not in self._sizes]
+        if missing or self._writer is None or self._dtype is None:
+            raise ConversionError(f"{count_tensors(missing)} missing from the weights to write")
+        self._writer.close()
+
+        if len(self._shards) == 1:
+            (self._directory / "shard-0").rename(self._directory / SINGLE_FILE)
+            return self._dtype
+
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self._shards):
+            file = f"model-{number + 1:05d}-of-{len(self._shards):05d}.safetensors"
+            (self._directory / f"shard-{number}").rename(self._directory / file)
+            weight_map |= dict.fromkeys(names, file)
+        total_bytes = sum(self._sizes.values())
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        write_json(self._directory / INDEX_FILE, index)
+        return self._dtype
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write one of a directory's JSON files, indented as Hugging Face's are."""
+    path.write_text(json.dumps(content, indent=2) + "\n")

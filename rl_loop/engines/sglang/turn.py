@@ -1,0 +1,248 @@
+"""One turn at an SGLang server: what it is asked for, and what its streamed answer adds, checked.
+
+Servers are not trusted. Whatever cannot be true of an answer is a ServerFailed that names the
+server, and what the turn had before stays as it was.
+"""
+
+import asyncio
+import base64
+import uuid
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megatron_gptoss.routes import route_dtype
+from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
+from rl_loop.engines.protocol import (
+    GenerateRequest,
+    GenerateResult,
+    check_routes,
+    fault_in_ids,
+    fault_in_log_probs,
+)
+from rl_loop.engines.sglang.client import RequestRejected, ServerFailed, SglangClient
+from rl_loop.infrastructure import describe
+
+FINISH_REASONS = {
+    "stop": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "abort": FinishReason.ABORT,
+}
+STREAM_INTERVAL = 32
+"""Tokens per chunk: what the death of a server can cost a turn."""
+
+
+@dataclass(eq=False)
+class Turn:
+    """A request under way, and what has come of it so far."""
+
+    request: GenerateRequest
+    result: GenerateResult = field(
+        default_factory=lambda: GenerateResult([], [], FinishReason.ABORT)
+    )
+    aborted: bool = False
+    limit: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
+    """Ends the turn some time after an abort, whatever its server does."""
+    failures: Counter[str] = field(default_factory=Counter)
+    """Faults that this turn met, by the server's address."""
+    client: SglangClient | None = None
+    """Of the server that works on the turn."""
+    server_request_id: str = ""
+    """The id of the turn's latest request to a server, which an abort names."""
+
+    def next_body(self) -> dict[str, object]:
+        """Build the body of a request that goes on from the tokens so far."""
+        sampling = self.request.sampling
+        output_ids = self.result.output_ids
+
+        # Another id for every attempt: the one before may still run under the old one.
+        self.server_request_id = f"{self.request.request_id}#{uuid.uuid4().hex[:12]}"
+        return {
+            "rid": self.server_request_id,
+            "input_ids": self.request.input_ids + output_ids,
+            "sampling_params": {
+                "max_new_tokens": sampling.max_new_tokens - len(output_ids),
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "stop_token_ids": list(sampling.stop_token_ids),
+                "sampling_seed": sampling.seed,
+                "stream_interval": STREAM_INTERVAL,
+            },
+            "return_logprob": True,
+            "return_routed_experts": self.request.return_routed_experts,
+            "stream": True,
+        }
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one chunk of a stream adds to a turn, checked."""
+
+    ids: list[int]
+    log_probs: list[float]
+    version: int
+    """Of the weights that sampled the tokens."""
+    finish: dict[str, Any] | None
+    """Why the stream ends, ``{"type": ...}``; None if it goes on."""
+    meta: dict[str, Any]
+    """``meta_info`` as the server sent it."""
+
+
+class AnswerReader:
+    """Reads the chunks of streamed answers, for one model."""
+
+    def __init__(self, *, num_layers: int, top_k: int, num_experts: int, vocab_size: int) -> None:
+        """``vocab_size``: token ids are below this; the others: how routed experts are to be read."""
+        self._routes_shape = (-1, num_layers, top_k)
+        self._num_experts = num_experts
+        self._vocab_size = vocab_size
+
+    def read(
+        self,
+        content: dict[str, Any],
+        turn: Turn,
+        start: int,
+        url: str,
+        oldest_version: int,
+    ) -> Chunk:
+        """Read one chunk of a stream.
+
+        Args:
+            content: as the server sent it.
+            turn: with what came before.
+            start: tokens that the turn had when the stream began.
+            url: of the server.
+            oldest_version: of the weights that the tokens may be sampled with.
+
+        Raises:
+            ServerFailed: for a chunk that cannot be true, or that makes no sense.
+        """
+        try:
+            return self._read(content, turn, start, url, oldest_version)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            # Nonsense may fail anywhere.
+            raise ServerFailed(f"{url}: a chunk cannot be read: {describe(error)}") from error
+
+    def _read(
+        self,
+        content: dict[str, Any],
+        turn: Turn,
+        start: int,
+        url: str,
+        oldest_version: int,
+    ) -> Chunk:
+        meta = content["meta_info"]
+        version = str(meta.get("weight_version"))
+        if not version.isdigit() or int(version) < oldest_version:
+            raise ServerFailed(
+                f"{url} answered with weights {version!r}, the policy is {oldest_version} or later"
+            )
+
+        if meta.get("id", turn.server_request_id) != turn.server_request_id:
+            raise ServerFailed(f"{url} sent the answer to request {meta['id']!r}")
+
+        # Checked in every chunk, also in one without tokens: ``end_turn`` looks the reason up.
+        finish = meta.get("finish_reason")
+        if finish is not None and finish["type"] not in FINISH_REASONS:
+            raise ServerFailed(f"{url}: the answer ended by {finish['type']!r}, which is no reason")
+
+        ids = content["output_ids"]
+        total = meta["completion_tokens"]
+        received = len(turn.result.output_ids) - start
+        if total == received:
+            # A request that is aborted while it waits repeats its last token.
+            return Chunk([], [], int(version), finish, meta)
+
+        # With --incremental-streaming-output a chunk has the new tokens only, and
+        # completion_tokens counts those of all chunks: a lost or repeated chunk shows here.
+        entries = meta["output_token_logprobs"]
+        log_probs = [entry[0] for entry in entries]
+        if received + len(ids) != total or [entry[1] for entry in entries] != ids:
+            raise ServerFailed(
+                f"{url}: {len(ids)} tokens and {len(entries)} log-probs after {received} "
+                f"of {total} do not fit: does it run with --incremental-streaming-output?"
+            )
+        room = turn.request.sampling.max_new_tokens - len(turn.result.output_ids)
+        if len(ids) > room:
+            raise ServerFailed(f"{url}: {len(ids)} tokens came back, {room} were asked for")
+
+        if ids:
+            fault = fault_in_ids(ids, self._vocab_size) or fault_in_log_probs(log_probs)
+            if fault is not None:
+                raise ServerFailed(f"{url}, weights {version}: {fault}")
+        return Chunk(
+            ids=[int(token) for token in ids],
+            log_probs=[float(log_prob) for log_prob in log_probs],
+            version=int(version),
+            finish=finish,
+            meta=meta,
+        )
+
+    def append(self, turn: Turn, chunk: Chunk, url: str) -> None:
+        """Add a chunk to what the turn has. Raises ServerFailed if the server gave up in it."""
+        result = turn.result
+        if chunk.finish is not None:
+            # The server's own failures come as an abort with the status that they would have had.
+            is_abort = chunk.finish["type"] == "abort"
+            if is_abort and (chunk.finish.get("status_code") or 0) >= 500:
+                raise ServerFailed(f"{url}: {chunk.finish.get('message')}")
+
+            if turn.request.return_routed_experts:
+                tokens = len(turn.request.input_ids) + len(result.output_ids) + len(chunk.ids) - 1
+                result.routed_experts = self._read_routes(chunk.meta, tokens)
+
+        result.output_ids += chunk.ids
+        result.output_log_probs += chunk.log_probs
+        _extend_versions(result.weight_versions, len(chunk.ids), chunk.version)
+
+    def _read_routes(self, meta: dict[str, Any], tokens: int) -> np.ndarray | None:
+        """Decode the routes of so many tokens, uint8 or int16 [tokens, layers, top_k]; None if none
+        came.
+
+        Raises RuntimeError if there are routes that no router chose.
+        """
+        if tokens == 0 or "routed_experts" not in meta:
+            return None
+
+        try:
+            data = base64.b64decode(meta["routed_experts"])
+            routes = np.frombuffer(data, dtype=np.int32).reshape(self._routes_shape)
+        except (TypeError, ValueError) as error:
+            raise ServerFailed(f"routed experts cannot be read: {describe(error)}") from error
+        if len(routes) != tokens:
+            raise ServerFailed(
+                f"routed experts of {len(routes)} tokens came back, expected {tokens}"
+            )
+        # Checked as they came: a smaller dtype would make experts of numbers that are none.
+        return check_routes(routes, self._num_experts).astype(route_dtype(self._num_experts))
+
+
+def check_routes_came(turn: Turn, url: str) -> None:
+    """Raise RequestRejected if routes were asked for and tokens came without them."""
+    asked = turn.request.return_routed_experts and turn.result.output_ids
+    if asked and turn.result.routed_experts is None:
+        raise RequestRejected(
+            f"{url} returned no routed experts for request {turn.request.request_id}: "
+            "does it run with --enable-return-routed-experts?"
+        )
+
+
+def end_turn(turn: Turn, reason: str, url: str) -> None:
+    """Set the turn's finish reason. Raises ServerFailed if it has no token and was not aborted."""
+    turn.result.finish_reason = FINISH_REASONS[reason]
+    if not turn.result.output_ids and turn.result.finish_reason is not FinishReason.ABORT:
+        raise ServerFailed(f"{url}: the answer has no token and ended by {reason!r}")
+
+
+def _extend_versions(spans: list[WeightVersionSpan], tokens: int, version: int) -> None:
+    """Add so many tokens of weights ``version`` to spans that follow one another."""
+    if tokens == 0:
+        return
+    if spans and spans[-1].version == version:
+        last = spans.pop()
+        spans.append(WeightVersionSpan(last.start, last.end + tokens, version))
+    else:
+        start = spans[-1].end if spans else 0
+        spans.append(WeightVersionSpan(start, start + tokens, version))

@@ -1,0 +1,271 @@
+"""How weights get to SGLang's servers: through a process group, shared memory or a disk.
+
+Tensors travel in buckets. A server answers a request when it has taken in the bucket, and the next
+one is made, often gathered from other ranks, while it does.
+"""
+
+import asyncio
+import base64
+import io
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import reductions, set_sharing_strategy
+
+from converters.hf_directory import write_hf_directory
+from megatron_gptoss.config import ModelConfig
+from rl_loop.cluster.placement import free_address
+from rl_loop.engines.sglang.sync_plan import Servers, SyncPlan
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+Bucket = list[tuple[str, torch.Tensor]]
+
+
+def buckets(named: NamedTensors, limit: int) -> Iterator[Bucket]:
+    """Collect tensors, in order, into buckets of at most ``limit`` bytes.
+
+    A tensor that does not fit goes with others of up to an eighth of ``limit``: so a large one
+    does not leave a bucket of next to nothing behind.
+    """
+    bucket: Bucket = []
+    size = 0
+    for name, tensor in named:
+        if size > limit // 8 and size + tensor.nbytes > limit:
+            yield bucket
+            bucket = []
+            size = 0
+
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+        del tensor  # or it would outlive its bucket
+
+        # What is half full goes before the next tensor is made, which may take as much again.
+        if size > limit // 2:
+            yield bucket
+            bucket = []
+            size = 0
+
+    if bucket:
+        yield bucket
+
+
+async def send_by_disk(
+    tensors: NamedTensors,
+    config: ModelConfig,
+    servers: Servers,
+) -> None:
+    """Write a checkpoint and let servers load it, for machines that share nothing but a disk."""
+    directory = servers.plan.directory
+    await asyncio.to_thread(
+        write_hf_directory,
+        directory,
+        config,
+        tensors,
+        overwrite=True,
+        quantized=servers.plan.packed,
+    )
+    body = {
+        "model_path": str(directory),
+        # Servers start with --load-format dummy, which would hold here too.
+        "load_format": "auto",
+        "flush_cache": False,
+    }
+    await servers.call("/update_weights_from_disk", body)
+
+
+class ServerGroup:
+    """A process group of this process (rank 0) and every rank of every server.
+
+    Kept while the servers stay the same, as NCCL takes most of a second to make one. A server that
+    was started anew has another URL.
+    """
+
+    def __init__(self) -> None:
+        self._urls: tuple[str, ...] = ()
+        self._name = ""
+        self._group: Any = None
+
+    async def broadcast(self, parts: Iterator[Bucket], servers: Servers) -> None:
+        """Send all buckets. If anything fails the group is left, and made anew the next time."""
+        plan = servers.plan
+        try:
+            if self._urls != plan.urls:
+                await self._join(servers)
+
+            bucket = next(parts, None)
+            while bucket:
+                dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket]
+                body = {
+                    "names": [name for name, _ in bucket],
+                    "dtypes": dtypes,
+                    "shapes": [list(tensor.shape) for _, tensor in bucket],
+                    "flush_cache": False,
+                    "group_name": self._name,
+                }
+                # Servers answer when they have received everything, so both sides must go at once.
+                bucket = await servers.call_while(
+                    "/update_weights_from_distributed",
+                    [body] * len(plan.urls),
+                    partial(self._send, bucket, parts),
+                )
+        except BaseException:
+            # The others may be anywhere in the broadcast: this group is of no further use.
+            self._leave()
+            raise
+
+    def _send(self, bucket: Bucket, following: Iterator[Bucket]) -> Bucket | None:
+        """Broadcast a bucket and return the next one."""
+        # All begin before the first is waited for; servers receive them in the order of ``names``.
+        for work in [self._group.broadcast(tensor, 0) for _, tensor in bucket]:
+            work.wait()
+
+        # With NCCL, wait() only orders the stream behind the broadcast. The memory must not be
+        # reused before the last byte has left.
+        device = bucket[0][1].device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+        bucket.clear()  # servers have it, and the next one needs the room
+        return next(following, None)
+
+    async def _join(self, servers: Servers) -> None:
+        """Make a group with all ranks of the servers of this sync."""
+        self._leave()
+        plan = servers.plan
+        host, port = free_address()
+        world = 1 + len(plan.urls) * plan.tensor_parallel
+        self._name = f"weights_{uuid.uuid4().hex}"  # a server takes no name twice
+
+        # Rank 0 is this process; server n has the tensor-parallel ranks from rank_offset on.
+        bodies = [
+            {
+                "rank_offset": 1 + number * plan.tensor_parallel,
+                "world_size": world,
+                "backend": plan.transport,
+                "master_address": host,
+                "master_port": port,
+                "group_name": self._name,
+            }
+            for number in range(len(plan.urls))
+        ]
+        self._group = await servers.call_while(
+            "/init_weights_update_group",
+            bodies,
+            partial(_make_group, self._name, host, port, world, plan),
+        )
+        # What torch keeps of groups that it made itself; destroy_process_group looks for it.
+        dist.distributed_c10d._world.pg_group_ranks[self._group] = {r: r for r in range(world)}
+        self._urls = plan.urls
+
+    def _leave(self) -> None:
+        """Leave the group without asking the others.
+
+        One of them may be dead, and a thread of ours may wait for it in a broadcast.
+        """
+        if self._group is not None:
+            with suppress(RuntimeError, ValueError):  # gloo cannot abort
+                self._group.abort()
+            with suppress(RuntimeError, ValueError):  # all groups may be gone already
+                dist.destroy_process_group(self._group)
+        self._urls = ()
+        self._group = None
+
+
+def _make_group(name: str, host: str, port: int, world: int, plan: SyncPlan) -> Any:
+    """Make rank 0 of a process group that is not part of this process's default one."""
+    timeout = timedelta(seconds=plan.seconds)
+    store = dist.TCPStore(host, port, world, is_master=True, timeout=timeout)
+
+    # torch has no public call for processes that share no default group; SGLang's servers make
+    # theirs in the same way (init_custom_process_group in srt/utils/common.py).
+    new_group: Any = dist.distributed_c10d._new_process_group_helper
+    group, _ = new_group(
+        world,
+        0,  # our rank
+        [],
+        dist.Backend(plan.transport),
+        dist.PrefixStore(name, store),
+        group_name=name,
+        timeout=timeout,
+    )
+    return group
+
+
+server_group = ServerGroup()
+"""That of this process, which has one."""
+
+
+async def share_memory(parts: Iterator[Bucket], servers: Servers) -> None:
+    """Let servers open the memory of the tensors: GPU memory of the same node, or host memory."""
+    # With the default, file descriptors, a server would have to be our child.
+    set_sharing_strategy("file_system")
+    plan = servers.plan
+
+    bucket = next(parts, None)
+    while bucket:
+        # Tensors must live until all servers have answered; the next bucket is made meanwhile.
+        shared = bucket
+        if plan.transport != "cuda_ipc":
+            shared = [(name, tensor.cpu()) for name, tensor in bucket]
+
+        handles = [(name, _SharedTensor(tensor)) for name, tensor in shared]
+        buffer = io.BytesIO()
+        ForkingPickler(buffer).dump(handles)
+        payload = base64.b64encode(buffer.getvalue()).decode()
+        body = {
+            # One for each rank of the server: all get whole tensors and cut out their own shard.
+            "serialized_named_tensors": [payload] * plan.tensor_parallel,
+            "flush_cache": False,
+        }
+        try:
+            bucket = await servers.call_while(
+                "/update_weights_from_tensor",
+                [body] * len(plan.urls),
+                partial(next, parts, None),
+            )
+        # A server that died in the middle never gives its share back (``disown``). One that
+        # answered has.
+        except BaseException:
+            for _, handle in handles:
+                handle.disown()
+            raise
+
+
+@dataclass
+class _SharedTensor:
+    """Pickles as a handle of its tensor's memory, for ``rebuild_cuda_tensor`` in another process.
+
+    The device is named by UUID, because processes that see other GPUs number them differently.
+    """
+
+    tensor: torch.Tensor
+    use_count: tuple[bytes, int] | None = None
+    """Where torch counts the processes that use the memory: a file of such counts, and which of
+    them."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rebuild, arguments = reductions.reduce_tensor(self.tensor)
+        if self.tensor.is_cuda:
+            # Argument 6 of rebuild_cuda_tensor is the device's number. SGLang takes a UUID there
+            # too (srt/utils/patch_torch.py).
+            device = str(torch.cuda.get_device_properties(self.tensor.device).uuid)
+            arguments = (*arguments[:6], device, *arguments[7:])
+            self.use_count = (arguments[11], arguments[12])
+        return rebuild, arguments
+
+    def disown(self) -> None:
+        """Let the memory be freed although a server that ended counts as a user of it.
+
+        torch frees what it shared when the other process has said that it is done, which one that
+        was killed never does.
+        """
+        if self.use_count is not None:
+            torch.UntypedStorage._release_ipc_counter(*self.use_count, device=self.tensor.device)

@@ -1,0 +1,111 @@
+"""Parsing what the policy sampled: a turn in Harmony ids, into thoughts, calls and an answer.
+
+openai-harmony's parser does it, behind checks that are stricter than its own. What a turn is made of
+stays its sampled ids; nobody renders it again from what is parsed here.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from openai_harmony import HarmonyError, Message, Role
+
+from rl_loop.chat.messages import FormatError, ParsedMessage
+from rl_loop.harmony.conversation import CHANNELS, CONSTRAIN, message_text
+from rl_loop.harmony.turn_headers import split_headers, split_texts
+from rl_loop.harmony.vocabulary import harmony_encoding, special_id
+
+REMEMBERED_FRAMES = 4096
+"""Turns without their texts of which it is kept what they parse to: there are few different ones."""
+LONGEST_FRAME = 128
+"""Tokens of a turn without its texts, beyond which what it parses to is not kept."""
+
+
+def parse_turn(harmony_ids: Sequence[int]) -> list[ParsedMessage] | FormatError:
+    """Parse an assistant's turn, in Harmony ids.
+
+    They are those after ``<|start|>assistant``, the token included that ends the turn.
+    """
+    # Stricter than openai-harmony's parser, which reads nonsense into some illegal turns.
+    headers = split_headers(harmony_ids)
+    if headers is None:
+        return FormatError("structure")
+
+    # openai-harmony takes the *name* of a special token, spelled in ordinary tokens, for the
+    # token.
+    if any("<|" in harmony_encoding().decode(header) for header in headers):
+        return FormatError("header")
+
+    # The parser takes 0.3 ms for the shortest turn, most of it for headers, of which there are
+    # few different ones. What it says of a turn does not depend on what stands in the texts.
+    frame, texts = split_texts(harmony_ids)
+    try:
+        decoded = [harmony_encoding().decode_utf8(text) for text in texts]
+    except HarmonyError:
+        # Bytes that are not UTF-8, of which the parser makes what it does.
+        return _parse_checked_turn(tuple(harmony_ids))
+
+    messages = _parse_frame(frame)
+    if isinstance(messages, FormatError):
+        return messages
+    return [
+        ParsedMessage(message.channel, message.recipient, message.content_type, text)
+        for message, text in zip(messages, decoded, strict=True)
+    ]
+
+
+def _parse_frame(frame: tuple[int, ...]) -> list[ParsedMessage] | FormatError:
+    """Parse a turn without its texts, in Harmony ids."""
+    # A policy that writes nonsense writes long headers: they would fill the memory.
+    if len(frame) > LONGEST_FRAME:
+        return _parse_checked_turn(frame)
+    return _remembered_frame(frame)
+
+
+def _parse_checked_turn(harmony_ids: tuple[int, ...]) -> list[ParsedMessage] | FormatError:
+    """Parse a turn whose special tokens are in order."""
+    try:
+        parsed = harmony_encoding().parse_messages_from_completion_tokens(
+            harmony_ids, Role.ASSISTANT
+        )
+    except (HarmonyError, ValueError):
+        return FormatError("header")
+
+    messages: list[ParsedMessage] = []
+    for message in parsed:
+        if message.author.role is not Role.ASSISTANT:
+            return FormatError("role")
+        if message.channel not in CHANNELS:
+            return FormatError("channel")
+        messages.append(_read_message(message))
+
+    ends_with_call_token = harmony_ids[-1] == special_id("<|call|>")
+    if not _calls_are_legal(messages, ends_with_call_token):
+        return FormatError("recipient")
+    return messages
+
+
+_remembered_frame = lru_cache(maxsize=REMEMBERED_FRAMES)(_parse_checked_turn)
+
+
+def _read_message(message: Message) -> ParsedMessage:
+    recipient = message.recipient
+    content_type = message.content_type
+
+    # openai-harmony takes the only word of a header for a recipient. In "final <|constrain|>json",
+    # which GPT-OSS writes before structured output, it is the content type.
+    if recipient is not None and recipient.startswith(CONSTRAIN):
+        content_type = recipient
+        recipient = None
+
+    return ParsedMessage(message.channel or "", recipient, content_type, message_text(message))
+
+
+def _calls_are_legal(messages: Sequence[ParsedMessage], ends_with_call_token: bool) -> bool:
+    """Whether calls come last in a turn, end with <|call|>, and exclude a final answer."""
+    ends_with_call = messages[-1].recipient is not None
+    if ends_with_call_token != ends_with_call:
+        return False
+
+    has_call = any(message.recipient is not None for message in messages)
+    has_answer = any(message.channel == "final" for message in messages)
+    return not has_call or (ends_with_call and not has_answer)
