@@ -405,12 +405,13 @@ def training_of(config: RunConfig) -> "Training":
             f"{config.rollout.tasks_per_step} tasks with {config.rollout.samples_per_task} episodes each "
             f"per step; learning rate {config.optimizer.lr:g}."
         )
-    data_kind, data = "Tasks", config.tasks.model_dump(mode="json", exclude_defaults=True)
+
+    data_kind = "Tasks"
+    data = config.tasks.model_dump(mode="json", exclude_defaults=True)
     if isinstance(config, SftConfig) and config.data is not None:
-        data_kind, data = (
-            "Conversations",
-            config.data.model_dump(mode="json", exclude_defaults=True),
-        )
+        data_kind = "Conversations"
+        data = config.data.model_dump(mode="json", exclude_defaults=True)
+
     return Training(
         name=config.name,
         command=config.command,

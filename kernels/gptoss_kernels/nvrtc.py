@@ -125,11 +125,13 @@ def _encode(address: int, shape: torch.Size, box: tuple[int, int]) -> ctypes.Arr
     offset = -ctypes.addressof(raw) % TENSOR_MAP_ALIGNMENT
     encoded = (ctypes.c_char * TENSOR_MAP_BYTES).from_buffer(raw, offset)
 
+    # The innermost dimension first: head_size, heads, tokens.
     dimensions = 3
     sizes = (ctypes.c_uint64 * 3)(size, heads, tokens)
     strides = (ctypes.c_uint64 * 2)(2 * size, 2 * size * heads)  # bytes; the innermost is implied
     box_sizes = (ctypes.c_uint32 * 3)(size, box_heads, positions)
     steps = (ctypes.c_uint32 * 3)(1, 1, 1)
+
     status = _driver().cuTensorMapEncodeTiled(
         encoded,
         TENSOR_MAP_BFLOAT16,

@@ -59,6 +59,8 @@ def messages_of(texts: Sequence[str], mask: Sequence[bool]) -> list[Message]:
 
 def _message_at(start: int, texts: Sequence[str], mask: Sequence[bool]) -> Message:
     header_begin = start + 1 if texts[start] == "<|start|>" else start
+
+    # The end is behind the token that ends the message, or where the next one starts without it.
     end = header_begin
     body = None
     while end < len(texts):
@@ -73,12 +75,14 @@ def _message_at(start: int, texts: Sequence[str], mask: Sequence[bool]) -> Messa
 
     ended_by = texts[end - 1] if texts[end - 1] in ENDS else None
     body_end = end - 1 if ended_by else end
+
     if body is None:
         # A header without a message: where sampling was cut short, or nonsense.
         header, body = "assistant", min(header_begin, body_end)
     else:
         header = "".join(texts[header_begin : body - 1])
     role, channel, recipient, content_type = _read_header(header)
+
     return Message(
         start=start,
         body=body,
@@ -186,6 +190,7 @@ def _chatml_message(
     text = "".join(texts[body:body_end])
     recipient = None
     content_type = None
+
     if role == "assistant" and TOOL_CALL in texts[body:body_end]:
         text = text.strip().removeprefix(TOOL_CALL).removesuffix(TOOL_CALL_END).strip()
         # What was sampled need not be JSON.

@@ -150,6 +150,8 @@ def _matches(figures: pa.Table, query: EpisodeQuery) -> np.ndarray:
     """Say which rows match all filters but that of the text: bool [rows]."""
     column = figures.column
     conditions: list[pa.ChunkedArray] = []
+
+    # where an episode comes from
     if query.split:
         conditions.append(pc.equal(column("split"), query.split))
     if query.step_from is not None:
@@ -160,6 +162,8 @@ def _matches(figures: pa.Table, query: EpisodeQuery) -> np.ndarray:
         conditions.append(pc.equal(column("group"), query.group))
     if query.task:
         conditions.append(pc.match_substring(column("task_id"), query.task, ignore_case=True))
+
+    # what became of it
     if query.reward_from is not None:
         conditions.append(pc.greater_equal(column("reward"), query.reward_from))
     if query.reward_to is not None:
@@ -168,6 +172,7 @@ def _matches(figures: pa.Table, query: EpisodeQuery) -> np.ndarray:
         conditions.append(pc.is_valid(column("invalid")))
     elif query.finish:
         conditions.append(pc.equal(column("finish_reason"), query.finish))
+
     if query.tools == "errors":
         conditions.append(pc.greater(column("tool_errors"), 0))
     elif query.tools == "calls":

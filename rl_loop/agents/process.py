@@ -102,6 +102,7 @@ class AgentProcess:
         number = next(self._numbers)
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._calls[number] = answer
+
         try:
             self._send(
                 {
@@ -122,6 +123,8 @@ class AgentProcess:
                 # The episode itself was cancelled: nobody waits for what it comes to.
                 with suppress(InfrastructureFailure):
                     self._send({"cancel": number})
+
+            # A process that is given up ends with its last episode.
             if not self.is_usable and not self._calls:
                 self.kill()
 

@@ -309,6 +309,7 @@ class Session:
         room: Room,
     ) -> Node:
         """Make the node of a sampled turn."""
+        # The engine says that the tokens were used up, and ``room`` which limit had counted them.
         finish_reason = sampled.finish_reason
         if finish_reason is FinishReason.LENGTH:
             finish_reason = room.limit
@@ -322,6 +323,7 @@ class Session:
         new_role = "prompt"
         if prompt.parent is not None:
             new_role = "tool" if place.new_messages[0]["role"] == "tool" else "user"
+
         return Node(
             response_id=response_id,
             parent=prompt.parent,

@@ -181,6 +181,7 @@ class ServerProcess:
         # a lone surrogate is no UTF-8
         programs = [program.encode("utf-8", "replace").decode() for program in (*history, code)]
         call = Call(code=programs[-1], history=programs[:-1])
+
         size = len(call.code.encode())
         if size > self._config.code_bytes:
             reason = (
@@ -188,6 +189,7 @@ class ServerProcess:
             )
             return ExecutionResult(output="", exit_code=1, error=reason)
 
+        # Of a server that is lost the caller must know whether the program may be the cause.
         started = False
         seconds = self._config.timeout_seconds * call.programs + GRACE_SECONDS
         try:
@@ -196,6 +198,7 @@ class ServerProcess:
             if kind == STARTED:
                 started = True
                 kind, payload = self._receive(seconds)
+
             if kind == FAILED:
                 reason = payload.decode("utf-8", "replace")
                 raise ServerLost(f"a call failed in the sandbox: {reason}", started)

@@ -74,6 +74,7 @@ def _explain_scores(exam: Examination) -> Explanation:
     start = EXACT
     found: tuple[Fault, ...] = ()
     before = gap(exam.log_probs(exam.texts.all), exam.expected(exam.texts.all, EXACT))
+
     if not _agrees(exam, near, EXACT):
         explanation = explain(
             exam.log_probs(near),
@@ -84,6 +85,8 @@ def _explain_scores(exam: Examination) -> Explanation:
         )
         start = explanation.variant
         found = explanation.faults
+
+    # What only long texts show is in the positions: YaRN's, or the windows'.
     if not _agrees(exam, exam.texts.long, start):
         far = explain(
             exam.log_probs(exam.texts.long),

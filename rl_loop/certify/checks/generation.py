@@ -76,6 +76,8 @@ def check_determinism(exam: Examination) -> CheckResult:
     texts = [*exam.texts.short, *exam.texts.window]
     ids = [text.ids for text in texts]
     first = exam.log_probs(texts)
+
+    # Other neighbours in the batch, or none: kernels that choose by the batch's size show here.
     alone = []
     for text in ids:
         (scored,) = checked_scores(exam.subject, exam.subject.score([text]), [text])
@@ -86,8 +88,11 @@ def check_determinism(exam: Examination) -> CheckResult:
         "alone": (joined(alone) - first).abs(),
         "in another order": (joined([s.log_probs for s in backwards]) - first).abs(),
     }
+
+    # Who claims to be deterministic is held to equal bits, others to the noise of their precision.
     noise = exam.noise(texts)
     limit = 0.0 if exam.subject.is_deterministic else exam.mean_limit(noise)
+
     is_equal = {name: not bool(gaps.any()) for name, gaps in differences.items()}
     figures = ", ".join(
         f"{name} equal bits" if is_equal[name] else f"{name} {gaps.mean():.1e} nats on average"
@@ -96,6 +101,7 @@ def check_determinism(exam: Examination) -> CheckResult:
     worst = max(float(gaps.mean()) for gaps in differences.values())
     if worst <= limit:
         return CheckResult("determinism", title, Status.PASSED, figures)
+
     summary = f"{figures}; allowed are {limit:.1e}"
     source = ""
     if exam.subject.is_deterministic:

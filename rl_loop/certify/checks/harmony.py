@@ -20,8 +20,7 @@ def check_harmony(exam: Examination) -> CheckResult:
     if exam.vocabulary is None:
         raise NotOffered(f"{exam.first_directory} has a vocabulary that is not known here")
 
-    done = []
-    wrong = []
+    # A subject need not offer all of these; one of them is enough for a verdict.
     attempts: list[tuple[str, Callable[[], list[int]], tuple[HarmonyMessage, ...]]] = [
         ("a tool call", lambda: exam.subject.render(CONVERSATION), CONVERSATION),
         ("a tool that quotes", lambda: exam.subject.render(QUOTING), QUOTING),
@@ -31,11 +30,15 @@ def check_harmony(exam: Examination) -> CheckResult:
             CONVERSATION,
         ),
     ]
+
+    done = []
+    wrong = []
     for name, answer, messages in attempts:
         try:
             ids = answer()
         except NotOffered:
             continue
+
         done.append(name)
         difference = describe_difference(messages, ids, exam.vocabulary)
         if difference is not None:
@@ -46,6 +49,7 @@ def check_harmony(exam: Examination) -> CheckResult:
     if not wrong:
         summary = f"{', '.join(done)}: the ids are those of openai-harmony"
         return CheckResult("harmony", title, Status.PASSED, summary)
+
     source = "openai/harmony#27, openai/harmony#53"
     causes = tuple(Cause(difference, source) for difference in dict.fromkeys(wrong))
     return CheckResult("harmony", title, Status.FAILED, wrong[0], causes)

@@ -253,6 +253,7 @@ class SglangConfig(EngineConfig):
             "--sampling-backend": "pytorch",
             "--grammar-backend": "none",
         }
+
         flags = ["--incremental-streaming-output", "--skip-tokenizer-init"]
         if routed_experts:
             flags.append("--enable-return-routed-experts")
