@@ -75,6 +75,7 @@ def _backward_kernel(
         share += g * swish * (up + 1.0)
 
         # a clamped input has no gradient
+        # d/dz (z s(a z)) = s + a z s (1 - s), with s the sigmoid and swish = z s
         to_gate = g * p * (up + 1.0) * (sigmoid + ALPHA * swish * (1.0 - sigmoid))
         to_gate = tl.where(x_gate > limit, 0.0, to_gate)
         to_up = tl.where((x_up > limit) | (x_up < -limit), 0.0, g * p * swish)

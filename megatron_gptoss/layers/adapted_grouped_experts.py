@@ -61,6 +61,8 @@ class ExpertStack:
         self.target = target
         self.linears = linears
         self.adapters = adapters
+        # Now and not with the first pass: for a moment a layer's bases are there twice, which a GPU
+        # has room for before there are activations.
         for tensors in self._tensors():
             _arrange(tensors)
 
@@ -150,6 +152,9 @@ def _arrange(tensors: Sequence[Tensor]) -> None:
     """Move tensors of one shape so that they lie behind one another in memory."""
     if _as_stack(tensors) is not None:
         return
+    # The tensors stay parameters of their modules, of the same names, and become views of one piece
+    # of memory. ``data`` is set, as a parameter that is replaced would be lost to who holds it
+    # already.
     stack = torch.stack([tensor.detach() for tensor in tensors])
     for tensor, place in zip(tensors, stack, strict=True):
         tensor.data = place
@@ -160,6 +165,7 @@ def _as_stack(tensors: Sequence[Tensor]) -> Tensor | None:
     first = tensors[0].detach()
     storage = first.untyped_storage().data_ptr()
     for i, tensor in enumerate(tensors):
+        # Of one storage, too: two that happen to be neighbours in memory cannot be one view.
         is_next = tensor.data_ptr() == first.data_ptr() + i * first.nbytes
         if not is_next or tensor.untyped_storage().data_ptr() != storage:
             return None
@@ -200,6 +206,8 @@ class _MergedGroupedLinear(torch.autograd.Function):
         grad_a = None
         grad_b = None
 
+        # The loan still has this layer's weights if no other was merged since, as when the layer
+        # was recomputed just before.
         if needs_x:
             weights = ctx.merged.read()
             if weights is None:
@@ -231,6 +239,7 @@ def _factor_gradients(
         a = torch.nn.functional.pad(a, (0, 0, 0, missing))
         b = torch.nn.functional.pad(b, (0, missing))
 
+    # dA = (dY B)^T x and dB = dY^T (x A^T), expert by expert; [rows, rank] in between.
     grad_a = outer_products(project(grad, b, row_counts), x, row_counts)
     grad_b = outer_products(grad, project(x, a.mT, row_counts), row_counts)
     return grad_a[:, :rank], grad_b[:, :, :rank]

@@ -96,6 +96,8 @@ class AdaptedEmbedding(AdaptedVocabulary):
             [1, tokens, hidden_size]; under sequence parallelism, this rank's share
             [tokens / tensor, 1, hidden_size].
         """
+        # As Megatron's VocabParallelEmbedding: ids of other ranks look up row 0 here, which is
+        # masked below.
         is_elsewhere = (input_ids < self._first_id) | (input_ids >= self._end_id)
         local_ids = (input_ids - self._first_id).masked_fill(is_elsewhere, 0)
         a, b = self.factors()

@@ -106,6 +106,7 @@ def predict_step(
         adapter: what is trained of it; None for all parameters.
         quantization: what experts are trained through; None for their weights as they are.
     """
+    # Ranks that share a micro-batch: its arithmetic is divided among them.
     sharers = parallel.tensor * parallel.context
     stage_seconds = _forward_seconds(model, parallel, lengths)
     slowest = max(stage_seconds)
@@ -164,6 +165,7 @@ def _forward_seconds(
     layer = (forward_flops(model, lengths) - output_layer) / model.num_layers
 
     rows = _rows_per_mlp(model, parallel, sum(lengths))
+    # A product of few rows does not reach the GPU's rate: at HALF_SPEED_ROWS it has half of it.
     rate = ARITHMETIC * rows / (rows + HALF_SPEED_ROWS)
 
     seconds = []
@@ -210,6 +212,7 @@ def _tensor_exchange_seconds(
     There are eight: around attention and around the experts, forward and backward.
     """
     activation_bytes = 2 * local_tokens * model.hidden_size
+    # ``local_tokens`` are a rank's share; what is gathered and scattered is the whole of them.
     return _message_seconds(
         8 * activation_bytes * parallel.tensor,
         ranks=parallel.tensor,
@@ -256,6 +259,7 @@ def _merging_seconds(
     expert_rank = adapter.rank_of_experts(model) if "experts" in targets else 0
     if expert_rank or parallel.base == "mxfp4":
         experts = model.num_experts / parallel.expert
+        # Gate, up and down: three matrices of [intermediate, hidden].
         matrices = experts * 3 * model.intermediate_size * hidden
         seconds += _merge_seconds(matrices, expert_rank, parallel.base)
     return 2 * seconds

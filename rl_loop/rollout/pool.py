@@ -141,6 +141,7 @@ class RolloutPool:
     def _create_worker(self, index: int) -> Any:
         actor_class: Any = ray.remote(with_logging(self._worker_class))
         actor = actor_class.options(
+            # Workers are placed by resources of our own; Ray counts no CPUs of theirs.
             num_cpus=0,
             max_concurrency=self._settings.rollout.concurrent_tasks + CONTROL_CALLS,
             **placement_options(ROLLOUT_WORKER, index),
@@ -177,6 +178,7 @@ class RolloutPool:
                 answers.append(ray.get(reference))
             except ACTOR_DEATHS as death:
                 self._replace(index, workers[index], death)
+                # The others have answered or go on meanwhile: only the successor is asked again.
                 answers.append(self._call(index, method, *arguments))
         return answers
 
@@ -184,6 +186,8 @@ class RolloutPool:
         """Start another worker in place of a dead one and bring it to the current weights, unless
         the other thread has done so already."""
         with self._changing_workers:
+            # A loop, because a successor may die while it starts; each death counts against
+            # MAX_RESTARTS.
             while self._workers[index] is dead:
                 if self._is_closed:
                     raise PoolClosed
@@ -205,9 +209,12 @@ class RolloutPool:
         and PlaceLost if the node where it belongs has died."""
         self._successor = self._create_worker(index)
         start = self._successor.start.remote()
+        # Where the node has died, Ray would wait for another one with its resources for ever.
         while not ray.wait([start], timeout=PLACE_SECONDS)[0]:
             check_place(ROLLOUT_WORKER, index)
         ray.get(start)
+        # Before anybody sees it: a worker that gave out episodes with initial weights would mix
+        # policies.
         if self._weights is not None:
             ray.get(self._successor.sync_weights.remote(*self._weights))
         return self._successor
