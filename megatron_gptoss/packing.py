@@ -316,9 +316,8 @@ def schedule(
         count += step
         micro_batches = _fill(inputs, count, max_tokens, work)
     # They come sorted by cost and are dealt out like cards: what ranks take at the same time is
-    # adjacent in that order, hence of about equal cost. Ranks wait for each other in every micro-
-    # batch (experts' messages), so this counts for more than equal sums.
-
+    # adjacent in that order, hence of about equal cost. Ranks wait for each other in every
+    # micro-batch (experts' messages), so this counts for more than equal sums.
     return Schedule([micro_batches[rank::data_parallel_size] for rank in range(data_parallel_size)])
 
 
