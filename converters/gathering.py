@@ -96,6 +96,29 @@ class WeightGathering:
         assert buffer is not None
         return GatheredWeights(self, plan, buffer, transposed=transposed, packed=packed)
 
+    def confirmed(self, weights: "GatheredWeights") -> Iterator[NamedTensor]:
+        """Yield what ``weights`` yields, and fail at the end if any rank could not read its own
+        weights: nonsense came in their place. Collective; every rank must run it to its end.
+
+        Raises:
+            ConversionError: on every rank, naming the rank and what kept it.
+            GatheringBroken: if the ranks can exchange no more messages.
+        """
+        failure: Exception | None = None
+        try:
+            yield from weights
+        except GatheringBroken:
+            raise
+        except Exception as error:
+            failure = error
+
+        # A receiver that had no use for its tensors has not met what kept it from its own.
+        failure = failure or weights.failure
+        reasons = self._gather_on_hosts("" if failure is None else str(failure) or repr(failure))
+        for rank, reason in enumerate(reasons):
+            if reason:
+                raise ConversionError(f"rank {rank} could not read its weights: {reason}")
+
     def unpacked(self, joined: torch.Tensor) -> torch.Tensor:
         """Return the values of a parameter that came as MXFP4, in the model's dtype."""
         return mxfp4.dequantize(*split(joined)).to(self._dtype)

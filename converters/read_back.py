@@ -38,8 +38,8 @@ from converters.mxfp4_tensors import stored_names
 from converters.names import parameter_mappings
 from converters.new_directory import final_name
 from converters.pipeline import Progress, ordered_map
-from converters.reports import Check, ExportReport, QuantizationLoss, ReadBack
-from converters.sample import Selection, remember_layer, select_parameters
+from converters.reports import ExportReport, QuantizationLoss, ReadBack
+from converters.sample import Selection, remember_layer
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.durable_files import directory_syncing
 
@@ -274,21 +274,22 @@ class _ExportComparison:
 def check_weights(
     weights: Mapping[str, torch.Tensor],
     partial: Path,
-    check: Check,
+    selection: Selection,
     progress: Progress | None = None,
 ) -> ReadBack:
     """Compare an unfinished Hugging Face directory with the weights that it was written from.
 
     Args:
-        weights: by Hugging Face name; experts that were written as MXFP4 as blocks and scales.
+        weights: by Hugging Face name, at least those selected; experts that were written as MXFP4
+            as blocks and scales.
         partial: the directory, which has not got its name yet.
-        check: what to compare.
+        selection: what to compare.
         progress: told how far it is.
 
     Raises:
         ConversionError: naming tensor, expert and file of a difference.
     """
-    written = HfDirectory(partial, unfinished=True, from_disk=check == "all")
+    written = HfDirectory(partial, unfinished=True, from_disk=selection.check == "all")
 
     def compare(mapping: ParameterMapping) -> None:
         for name in mapping.hf_names:
@@ -307,7 +308,7 @@ def check_weights(
         kind="weights",
         config=written.config,
         partial=partial,
-        selection=select_parameters("weights", written.config, check),
+        selection=selection,
         progress=progress,
     )
 

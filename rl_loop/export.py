@@ -4,7 +4,6 @@ policy that was trained."""
 import logging
 import shutil
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,14 +13,14 @@ import torch
 
 from converters.adapter_checkpoint import export_adapter
 from converters.errors import ConversionError
-from converters.hf_directory import HfDirectory, tokenizer_and_generation, write_hf_directory
+from converters.hf_directory import HfDirectory, tokenizer_and_generation
 from converters.mxfp4_tensors import Digests, directory_digests, first_difference
-from converters.read_back import check_weights
 from megatron_gptoss.checkpoint.directory import latest_checkpoint
-from megatron_gptoss.config import ModelConfig, Quantization
+from megatron_gptoss.config import Quantization
 from megatron_gptoss.samples import Sample, TrainingSamples
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.tasks.source import TaskSource
+from rl_loop.trainer.weight_export import WeightExport
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +37,7 @@ COMPARED_TOKENS = 64
 class Trainer(Protocol):
     """Has the policy: a TrainerGroup."""
 
-    def weights(self) -> Mapping[str, torch.Tensor]: ...
-
-    def packed_weights(self) -> Mapping[str, torch.Tensor]: ...
+    def export(self, export: WeightExport) -> None: ...
 
     def packed_digests(self) -> Digests: ...
 
@@ -60,14 +57,13 @@ class GreedyAgreement:
 def export_policy(
     trainer: Trainer,
     codec: ChatCodec,
-    model: ModelConfig,
     directory: Path,
     *,
     tokenizer_source: Path | None = None,
     quantization: Quantization | None = None,
 ) -> None:
-    """Write the trainer's weights, config.json, tokenizer and generation settings to
-    ``directory``.
+    """Have the trainer's weights, config.json, tokenizer and generation settings written to
+    ``directory``, by rank 0 of the trainer.
 
     ``tokenizer_source``: a Hugging Face directory, or a run with an export, whose tokenizer and
     chat template are taken if the vocabulary is not our own. ``quantization``: experts are written
@@ -81,20 +77,18 @@ def export_policy(
             files = [*files, template]
         else:
             files = _tokenizer_files(tokenizer_source)
+        contents = {file.name: file.read_bytes() for file in files}
 
-        # Gathered once: what is written and what it is compared with are the same tensors.
-        is_quantized = quantization is not None
-        weights = trainer.packed_weights() if is_quantized else trainer.weights()
-        write_hf_directory(
+    # Rank 0 writes what all ranks gather there, a tensor at a time: the whole weights of a large
+    # model fit neither into its GPU nor into Ray's store.
+    trainer.export(
+        WeightExport(
             directory,
-            model,
-            weights.items(),
-            tokenizer_files=files,
-            eos_token_ids=codec.stop_token_ids,
-            overwrite=True,
-            quantized=is_quantized,
-            check=lambda partial: check_weights(weights, partial, "sample"),
+            files=contents,
+            eos_token_ids=tuple(codec.stop_token_ids),
+            packed=quantization is not None,
         )
+    )
 
 
 def _tokenizer_files(source: Path | None) -> list[Path]:

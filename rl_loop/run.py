@@ -275,7 +275,6 @@ def _export(config: RunConfig, session: Session) -> None:
     export_policy(
         session.trainer,
         session.codec,
-        config.model,
         session.run.export,
         tokenizer_source=config.tokenizer or config.initial_weights,
         quantization=config.quantization,

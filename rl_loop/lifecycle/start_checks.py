@@ -247,8 +247,6 @@ def store_need(config: RunConfig) -> StoreNeed:
         )
     assert isinstance(config, SftConfig)
     return sft_store_need(
-        config.model,
-        config.dtype,
         sequences=config.sequences_per_step,
         longest=config.training.max_tokens_per_micro_batch,
     )

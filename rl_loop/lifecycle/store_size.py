@@ -32,10 +32,6 @@ HEAD_ROOM = 1.5
 (RAY_object_spilling_threshold). Besides, what nobody wants any more is freed within a second or
 two, and leaves gaps."""
 
-RAY_SHARE_OF_MEMORY = 0.3
-"""Ray's own default. The whole weights, which go through the store once, for the export at the
-end, get as much and spill to the disk beyond."""
-
 EPISODE_COLUMNS = ("token_ids", "loss_mask", "rollout_log_probs")
 """What an episode brings of every token, besides its routes."""
 
@@ -69,8 +65,6 @@ class StoreNeed:
     """The experts of every token, where the engine records them."""
     weights: int
     """On their way to embedded engines."""
-    exported: int = 0
-    """The whole weights, when the run is over and nothing else is there."""
     keys: list[str] = field(default_factory=list)
     """What to lower in the configuration if this is too much."""
 
@@ -99,7 +93,7 @@ class StoreNeed:
 # -- from the configuration -----------------------------------------------------------------------
 
 
-def sft_store_need(model: ModelConfig, dtype: str, *, sequences: int, longest: int) -> StoreNeed:
+def sft_store_need(*, sequences: int, longest: int) -> StoreNeed:
     """Compute what a step of supervised fine-tuning holds in the store: so many sequences of at
     most ``longest`` tokens."""
     return StoreNeed(
@@ -108,7 +102,6 @@ def sft_store_need(model: ModelConfig, dtype: str, *, sequences: int, longest: i
         columns=sequences * longest * _bytes_of(INPUT_COLUMNS),
         routes=0,
         weights=0,
-        exported=_weight_bytes(model, dtype),
         keys=["sequences_per_step", "training.max_tokens_per_micro_batch"],
     )
 
@@ -140,7 +133,6 @@ def rl_store_need(
     if held_out > trained:
         keys.append("tasks.held_out_tasks")
 
-    weights = _weight_bytes(model, dtype)
     weight_copies = WEIGHT_COPIES if rollout.engine.takes_tensors else 0
     shipped = trained * _shipped_bytes(rollout, algorithm)
     if returns_tokens:
@@ -151,8 +143,7 @@ def rl_store_need(
         columns=rollout.max_tokens * (episodes * _episode_bytes() + shipped),
         # An evaluation replays nothing.
         routes=rollout.max_tokens * (episodes - held_out) * _route_bytes(model, rollout),
-        weights=weight_copies * weights,
-        exported=weights,
+        weights=weight_copies * _weight_bytes(model, dtype),
         keys=keys,
     )
 
@@ -174,11 +165,7 @@ def evaluation_store_need(
 
 def store_bytes(need: StoreNeed) -> int:
     """Return the size of the store to start on this machine."""
-    wanted = max(need.step, min(need.exported, int(memory_bytes() * RAY_SHARE_OF_MEMORY)))
-
-    # Never more than there is, but what a step needs (``check_local_store``).
-    wanted = max(need.step, min(wanted, shared_memory_bytes()))
-    return max(wanted, SMALLEST_STORE)
+    return max(need.step, SMALLEST_STORE)
 
 
 def _episode_bytes() -> int:

@@ -17,6 +17,7 @@ from rl_loop.data.trained_tokens import TrainedTokens
 from rl_loop.engines.backend import WeightSender
 from rl_loop.trainer.settings import TrainerSettings
 from rl_loop.trainer.shipment import SCORED_COLUMNS, Shipper, StepPlan, plan_step
+from rl_loop.trainer.weight_export import WeightExport
 from rl_loop.trainer.worker import RankPlace, Resumed
 
 
@@ -73,6 +74,9 @@ class TrainerGroup:
 
     def packed_digests(self) -> Digests:
         return self._all("packed_digests")
+
+    def export(self, export: WeightExport) -> None:
+        self._all("export", export)
 
     def release_memory(self) -> None:
         self._all("release_memory")

@@ -52,6 +52,7 @@ from rl_loop.trainer.initial_weights import load_initial_weights
 from rl_loop.trainer.memory_metrics import max_over_ranks, memory_metrics
 from rl_loop.trainer.settings import TrainerSettings
 from rl_loop.trainer.shipment import MiniBatch, Shipment
+from rl_loop.trainer.weight_export import WeightExport, export_weights
 
 
 @dataclass(frozen=True)
@@ -371,6 +372,17 @@ class TrainerWorker:
         """Return digests of all quantized experts, as the ranks hold them."""
         gather_parameters(self.trainer.model)
         return self._gathering.packed_digests()
+
+    def export(self, export: WeightExport) -> None:
+        """Write all weights to a Hugging Face directory, from rank 0. The ranks gather them together,
+        one tensor at a time.
+
+        Raises:
+            ConversionError: as ``export_weights`` does.
+            GatheringRefused: if a rank has no memory for its part.
+        """
+        gather_parameters(self.trainer.model)
+        export_weights(self._gathering, export)
 
     def release_memory(self) -> None:
         """Give back what only torch's allocator holds, before engines on this GPU wake."""

@@ -96,7 +96,7 @@ def test_every_step_of_rl_has_a_ratio_of_exactly_1_and_the_export_is_the_policy(
         loop.train()
         codec = loop.tasks.codec
         assert isinstance(codec, ChatMl)
-        export_policy(loop.trainer, codec, settings.model, tmp_path / "hf")
+        export_policy(loop.trainer, codec, tmp_path / "hf")
         agreement = greedy_agreement(
             loop.trainer, build_tasks(settings), tmp_path / "hf", settings.dtype
         )

@@ -86,7 +86,7 @@ def test_the_export_has_the_bits_that_were_sampled_and_so_has_that_of_the_checkp
         loop.checkpointer.save_finished_steps()
         loop.evaluate()
         harmony = loop.tasks.codec
-        export_policy(loop.trainer, harmony, settings.model, tmp_path / "hf", quantization="mxfp4")
+        export_policy(loop.trainer, harmony, tmp_path / "hf", quantization="mxfp4")
         assert check_exported_bits(loop.trainer, loop.sampled_bits, tmp_path / "hf") == EXPERTS
         agreement = greedy_agreement(
             loop.trainer, build_tasks(settings), tmp_path / "hf", settings.dtype, "mxfp4"
@@ -118,9 +118,7 @@ def test_the_export_has_the_bits_that_were_sampled_and_so_has_that_of_the_checkp
 def test_a_damaged_export_is_found(tmp_path: Path, rollouts: LocalRollouts) -> None:
     settings = config(tmp_path, "quantization=mxfp4", "training.steps=1")
     with local_loop(settings, rollouts) as loop:
-        export_policy(
-            loop.trainer, loop.tasks.codec, settings.model, tmp_path / "hf", quantization="mxfp4"
-        )
+        export_policy(loop.trainer, loop.tasks.codec, tmp_path / "hf", quantization="mxfp4")
         place = HfDirectory(tmp_path / "hf").file_ranges("model.layers.1.mlp.experts.down_proj")[1]
         with place.path.open("r+b") as file:
             file.seek(place.offset + 3)

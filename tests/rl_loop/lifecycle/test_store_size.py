@@ -153,20 +153,7 @@ def need_of(step: int) -> StoreNeed:
         columns=columns,
         routes=0,
         weights=0,
-        exported=1 << 50,
         keys=["rollout.max_tokens"],
-    )
-
-
-def test_a_store_is_no_larger_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else Ray puts it on the disk, or does not start."""
-    monkeypatch.setattr(store_size, "memory_bytes", lambda: 100 << 30)
-    monkeypatch.setattr(store_size, "shared_memory_bytes", lambda: 8 << 30)
-    assert store_bytes(need_of(1 << 30)) == 8 << 30, "the export's weights get what there is"
-
-    monkeypatch.setattr(store_size, "shared_memory_bytes", lambda: 80 << 30)
-    assert store_bytes(need_of(1 << 30)) == int(0.3 * (100 << 30)), (
-        "or Ray's usual share of the memory"
     )
 
 

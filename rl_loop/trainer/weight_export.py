@@ -1,0 +1,104 @@
+"""Writing the policy as a Hugging Face directory, from the rank that the weights are gathered on."""
+
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from converters.gathering import WeightGathering
+from converters.hf_directory import write_hf_directory
+from converters.mapping import NamedTensor
+from converters.mxfp4_tensors import stored_names
+from converters.names import parameter_mappings
+from converters.read_back import check_weights
+from converters.sample import Selection, select_parameters
+from megatron_gptoss.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class WeightExport:
+    """What is written, and where. A node's disk will not do where the driver is on another node:
+    as checkpoints are, exports are written by the trainer's ranks."""
+
+    directory: Path
+    """Replaced if it exists, once the new one is complete."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Tokenizer and chat template, by the names of their files."""
+    eos_token_ids: tuple[int, ...] = ()
+    """That end a turn, for ``generation_config.json``."""
+    packed: bool = False
+    """Whether experts come, and are written, as MXFP4 blocks and scales."""
+
+    def write(self, model: ModelConfig, weights: Iterable[NamedTensor]) -> None:
+        """Write all weights of ``model`` as they come, one tensor in memory at a time.
+
+        A sample of what is on the disk is compared with what was written: what belongs to no
+        expert, and the experts of one layer, of which copies are kept until then.
+
+        Args:
+            model: the configuration of the weights.
+            weights: all Hugging Face tensors in any order, on any device.
+
+        Raises:
+            ConversionError: naming the tensor that is missing, unknown or of another shape, the file
+                when the disk is full, or what was read back otherwise than it was written. Whatever
+                was in the directory before stays.
+        """
+        selection = select_parameters("weights", model, "sample")
+        compared = _names_of(model, selection)
+        kept: dict[str, torch.Tensor] = {}
+
+        def on_their_way() -> Iterator[NamedTensor]:
+            for name, tensor in weights:
+                # A tensor of the gathering may share memory with the next one.
+                on_host = tensor.detach().cpu()
+                if name in compared:
+                    kept[name] = on_host.clone()
+                yield name, on_host
+
+        with tempfile.TemporaryDirectory() as scratch:
+            for name, content in self.files.items():
+                (Path(scratch) / name).write_bytes(content)
+            write_hf_directory(
+                self.directory,
+                model,
+                on_their_way(),
+                tokenizer_files=sorted(Path(scratch).iterdir()),
+                eos_token_ids=self.eos_token_ids,
+                overwrite=True,
+                quantized=self.packed,
+                check=lambda partial: check_weights(kept, partial, selection),
+            )
+
+
+def export_weights(gathering: WeightGathering, export: WeightExport) -> None:
+    """Gather all weights on rank 0, which writes them. Collective.
+
+    A rank 0 that cannot write goes on with the messages that the others wait for, and nothing is
+    replaced if a rank could not read its own weights.
+
+    Raises:
+        ConversionError: on rank 0, as ``WeightExport.write`` does; on every rank, as
+            ``WeightGathering.confirmed`` does.
+        GatheringRefused: on every rank, if one has no memory for its part.
+    """
+    weights = gathering.confirmed(gathering.begin(packed=export.packed))
+    try:
+        if dist.get_rank() == 0:
+            export.write(gathering.config, weights)
+    finally:
+        for _ in weights:
+            pass  # all of it on other ranks, and what a failure has left on this one
+
+
+def _names_of(model: ModelConfig, selection: Selection) -> set[str]:
+    """Return the names of the tensors that hold what is selected, packed or not."""
+    names = set()
+    for mapping in parameter_mappings(model).values():
+        if selection.includes(mapping):
+            for name in mapping.hf_names:
+                names |= {name, *stored_names(name)}
+    return names

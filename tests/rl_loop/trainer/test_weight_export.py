@@ -1,0 +1,114 @@
+"""Exports are written by the trainer's first rank, a tensor at a time, and a failure leaves no rank waiting."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from converters.errors import ConversionError
+from converters.gathering import WeightGathering
+from converters.hf_directory import HfDirectory
+from converters.live import load_hf_weights
+from converters.names import hf_shapes
+from megatron_gptoss import distributed
+from megatron_gptoss.config import ParallelConfig
+from megatron_gptoss.model import build_model
+from rl_loop.trainer.weight_export import WeightExport, export_weights
+from tests.converters.test_live import TINY, tiny_weights
+from tests.distributed import free_port, run_distributed
+
+FILES = {"tokenizer.json": b"{}"}
+
+
+def every_tensor_alone(alive: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield random weights, and count how many of the earlier ones are still held."""
+    memories: list[weakref.ref[np.ndarray]] = []
+    for name, shape in hf_shapes(TINY).items():
+        alive.append(sum(memory() is not None for memory in memories))
+        # The array lives as long as any tensor that looks at its memory.
+        memory = np.random.default_rng(0).random(shape, np.float32)
+        memories.append(weakref.ref(memory))
+        yield name, torch.from_numpy(memory)
+
+
+def test_one_tensor_is_held_at_a_time(tmp_path: Path) -> None:
+    alive: list[int] = []
+    WeightExport(tmp_path / "export", FILES, (3, 5)).write(TINY, every_tensor_alone(alive))
+    assert max(alive) <= 1, "the one that is being written"
+    assert (tmp_path / "export/tokenizer.json").read_bytes() == b"{}"
+    assert set(HfDirectory(tmp_path / "export").names()) == set(hf_shapes(TINY))
+
+
+def test_what_is_read_back_is_compared_with_what_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what belongs to no expert, and of one layer's experts."""
+    read = HfDirectory.get
+
+    def damaged(self: HfDirectory, name: str, expert: int | None = None) -> torch.Tensor:
+        tensor = read(self, name, expert)
+        return tensor + 1 if name == "model.norm.weight" else tensor
+
+    monkeypatch.setattr(HfDirectory, "get", damaged)
+    with pytest.raises(ConversionError, match=r"model\.norm\.weight"):
+        WeightExport(tmp_path / "export").write(TINY, every_tensor_alone([]))
+    assert not (tmp_path / "export").exists()
+
+
+def export_with_faults(rank: int, port: int, directory: Path) -> list[str]:
+    """Export with a fault in either rank, and then without; return what each attempt said."""
+    torch.set_num_threads(1)
+    parallel = ParallelConfig(world_size=2, expert=2)
+    distributed.initialize(parallel, rank, port=port)
+    model = build_model(TINY, parallel)
+    load_hf_weights(model, TINY, tiny_weights().__getitem__)
+    gathering = WeightGathering(model, TINY)
+
+    def attempt(export: WeightExport) -> str:
+        try:
+            export_weights(gathering, export)
+        except ConversionError as error:
+            return str(error)
+        return "exported"
+
+    (directory / "file").touch()
+    said = [attempt(WeightExport(directory / "file/export"))]
+
+    reads = 0
+    read = gathering.local.read
+
+    def read_badly(*arguments: Any) -> Any:
+        nonlocal reads
+        reads += 1
+        if reads == 3:
+            raise RuntimeError("CUDA out of memory")
+        return read(*arguments)
+
+    if rank == 1:
+        gathering.local.read = read_badly  # type: ignore[method-assign]
+    said.append(attempt(WeightExport(directory / "export")))
+    assert not (directory / "export").exists()
+    if rank == 1:
+        gathering.local.read = read  # type: ignore[method-assign]
+
+    said.append(attempt(WeightExport(directory / "export", FILES)))
+    distributed.shutdown()
+    return said
+
+
+def test_a_rank_that_fails_leaves_nothing_written_and_no_other_waiting(tmp_path: Path) -> None:
+    first, second = run_distributed(export_with_faults, 2, free_port(), tmp_path, timeout=120)
+    assert "file" in first[0] and first[0] != "exported"
+    assert second[0] == "exported", "it has nothing to write"
+    assert first[1] == second[1] == "rank 1 could not read its weights: CUDA out of memory"
+    assert first[2] == second[2] == "exported"
+
+    written = HfDirectory(tmp_path / "export")
+    for name, tensor in tiny_weights().items():
+        assert torch.equal(written.get(name), tensor), name
