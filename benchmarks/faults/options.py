@@ -34,6 +34,11 @@ class Options:
     deterministic: bool = True
     """Whether the engine's numbers do not depend on timing; without it, tolerate 1e-7."""
 
+    reference_follows: bool = False
+    """Whether the undisturbed run begins when the first course has ended, and takes no step more than are
+    compared, rather than beside it: half the processor time of a short campaign. A fault that changes a
+    loss is then seen at the end, and not after the fault."""
+
     def limit(self) -> float:
         """Return the patience in seconds that the machine's load asks for now: twice as much where
         two processes wait for each core."""
