@@ -12,6 +12,7 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
+from rl_loop.cluster.ray_session import _local_processes
 from tests import forked_workers
 from tests.waiting import wait_until
 
@@ -45,9 +46,14 @@ def test_a_worker_is_forked_with_its_imports_and_has_an_environment_and_a_title_
         assert "ray::Actor" in psutil.Process(pid).cmdline()[0]
 
     # What Ray gives a worker, and nobody the server.
-    jobs = {ray.get(actor.variable.remote("RAY_JOB_ID")) for actor in actors}
-    assert jobs == {ray.get_runtime_context().get_job_id()}
-    assert "RAY_JOB_ID" not in psutil.Process(server.pid).environ()
+    raylets = {ray.get(actor.variable.remote("RAY_RAYLET_PID")) for actor in actors}
+    processes_of_ray = _local_processes()
+    assert processes_of_ray is not None and raylets == {str(processes_of_ray.raylet)}
+
+    # OpenMP has read what it finds in the server's.
+    servers = psutil.Process(server.pid).environ()
+    for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT"):
+        assert servers[name] == ray.get(actors[0].variable.remote(name))
 
 
 @pytest.mark.parametrize("ended_by", ["a signal", "Ray"])

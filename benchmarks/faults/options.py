@@ -35,9 +35,8 @@ class Options:
     """Whether the engine's numbers do not depend on timing; without it, tolerate 1e-7."""
 
     reference_follows: bool = False
-    """Whether the undisturbed run begins when the first course has ended, and takes no step more than are
-    compared, rather than beside it: half the processor time of a short campaign. A fault that changes a
-    loss is then seen at the end, and not after the fault."""
+    """Whether the undisturbed run begins when the first course has ended, instead of going on beside it.
+    It then takes no step more than are compared; what a fault does to a loss is seen only at the end."""
 
     def limit(self) -> float:
         """Return the patience in seconds that the machine's load asks for now: twice as much where

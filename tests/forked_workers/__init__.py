@@ -22,7 +22,7 @@ import ray
 import torch
 
 from rl_loop.cluster.placement import end_with_parent
-from rl_loop.cluster.ray_session import start_local_ray
+from rl_loop.cluster.ray_session import local_environment, start_local_ray
 
 HERE = Path(__file__).parent
 ADDRESS = "GPTOSS_TEST_FORKED_WORKERS"
@@ -77,6 +77,8 @@ def _start_server() -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             [sys.executable, str(HERE / "server.py"), str(listener.fileno())],
             pass_fds=[listener.fileno()],
+            # What Ray gives a worker. OpenMP reads it when torch is loaded, which is here.
+            env={"OMP_NUM_THREADS": "1", **os.environ, **local_environment()},
             preexec_fn=end_with_parent,
             start_new_session=True,
         )
