@@ -36,7 +36,7 @@ class Options:
 
     reference_follows: bool = False
     """Whether the undisturbed run begins when the first course has ended, instead of going on beside it.
-    It then takes no step more than are compared; what a fault does to a loss is seen only at the end."""
+    It then ends where the course did; what a fault does to a loss is seen only at the end."""
 
     def limit(self) -> float:
         """Return the patience in seconds that the machine's load asks for now: twice as much where
