@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -57,7 +58,13 @@ def accept(events: selectors.BaseSelector, listener: socket.socket) -> None:
     client, _ = listener.accept()
     message, streams, _, _ = socket.recv_fds(client, 1 << 20, maxfds=3)
     while not message.endswith(b"\n"):
-        message += client.recv(1 << 20)
+        more = client.recv(1 << 20)
+        if not more:  # who asked has been killed
+            client.close()
+            for stream in streams:
+                os.close(stream)
+            return
+        message += more
 
     worker = os.fork()
     if worker == 0:
@@ -68,14 +75,16 @@ def accept(events: selectors.BaseSelector, listener: socket.socket) -> None:
     end_of_worker = os.pidfd_open(worker)
 
     def stop(events: selectors.BaseSelector, client: socket.socket) -> None:
-        events.unregister(client)
-        os.kill(worker, signal.SIGKILL)
+        if client.fileno() != -1:  # otherwise its end has just been reported
+            events.unregister(client)
+            os.kill(worker, signal.SIGKILL)
 
     def report(events: selectors.BaseSelector, end_of_worker: int) -> None:
         _, status = os.waitpid(worker, 0)
         if client in events.get_map():
             events.unregister(client)
-            client.send(b"%d" % os.waitstatus_to_exitcode(status))
+            with suppress(OSError):  # who asked may end at the same moment
+                client.send(b"%d" % os.waitstatus_to_exitcode(status))
         client.close()
         events.unregister(end_of_worker)
         os.close(end_of_worker)
