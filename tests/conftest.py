@@ -41,6 +41,7 @@ START_RAY = {
     "tests/rl_loop/rollout/test_stored_routes.py",
     "tests/rl_loop/trainer/test_data_plane_benchmark.py",
     "tests/rl_loop/trainer/test_shipment.py",
+    "tests/test_forked_workers.py",
 }
 """One after the other: on two cores, two clusters take turns at starving the sandbox and each other's workers."""
 

@@ -34,6 +34,10 @@ class Options:
     deterministic: bool = True
     """Whether the engine's numbers do not depend on timing; without it, tolerate 1e-7."""
 
+    reference_follows: bool = False
+    """Whether the undisturbed run begins when the first course has ended, instead of going on beside it.
+    It then ends where the course did; what a fault does to a loss is seen only at the end."""
+
     def limit(self) -> float:
         """Return the patience in seconds that the machine's load asks for now: twice as much where
         two processes wait for each core."""

@@ -1,10 +1,10 @@
-"""The undisturbed run, which goes on beside the disturbed ones."""
+"""The undisturbed run, which goes on beside the disturbed ones or follows the first."""
 
 import time
 from pathlib import Path
 
 from benchmarks.faults.checks import compare_episodes
-from benchmarks.faults.course import Course, Numbers
+from benchmarks.faults.course import Attempt, Course, Numbers
 from benchmarks.faults.options import Options
 
 
@@ -14,12 +14,14 @@ class Reference:
     def __init__(self, options: Options, directory: Path) -> None:
         self._options = options
         self._course = Course(options, directory / "undisturbed")
-        self._attempt = self._course.start()
+        self._attempt: Attempt | None = None
+        if not options.reference_follows:
+            self._attempt = self._course.start()
         self._curve: dict[int, Numbers] = {}
 
     def curve(self) -> dict[int, Numbers]:
         """Return the numbers of the steps that are done, by step. Raises SystemExit if it failed."""
-        if self._curve:
+        if self._curve or self._attempt is None:
             return self._curve
         if not self._attempt.has_ended:
             return self._course.curve()
@@ -34,6 +36,8 @@ class Reference:
 
     def up_to(self, step: int) -> dict[int, Numbers]:
         """Wait until ``step`` is recorded, and return all numbers."""
+        if self._attempt is None:
+            self._attempt = self._course.start()
         while step not in self.curve():
             if self._attempt.has_ended and step not in self.curve():
                 raise SystemExit(f"the undisturbed run has no step {step}")
@@ -42,4 +46,5 @@ class Reference:
 
     def close(self) -> None:
         """End the run, if it goes on."""
-        self._attempt.kill_everything()
+        if self._attempt is not None:
+            self._attempt.kill_everything()

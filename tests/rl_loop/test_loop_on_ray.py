@@ -22,7 +22,6 @@ from converters.hf_directory import HfDirectory
 from converters.merge_adapter import merge_adapter
 from megatron_gptoss.user_error import UserError
 from rl_loop.canary import CanaryError, check_canary
-from rl_loop.cluster.ray_session import start_local_ray
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
@@ -33,6 +32,7 @@ from rl_loop.rollout.group_stream import GroupRequest
 from rl_loop.run import Interrupted, run_engine_report, run_rl, run_sft
 from rl_loop.session import build_rollouts, build_tasks, build_trainer
 from rl_loop.tracking.run_directory import read_json_lines
+from tests.forked_workers import local_ray
 from tests.waiting import wait_until
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -81,9 +81,8 @@ class Quiet:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_ray() -> Iterator[None]:
-    start_local_ray(num_cpus=2, object_store_bytes=200 << 20)
-    yield
-    ray.shutdown()
+    with local_ray(num_cpus=2, object_store_bytes=200 << 20):
+        yield
 
 
 def rl_config(tmp_path: Path, *overrides: str) -> RlConfig:

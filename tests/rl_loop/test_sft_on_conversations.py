@@ -14,12 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ray
 import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from rl_loop.cluster.ray_session import start_local_ray
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import SftConfig
@@ -27,6 +25,7 @@ from rl_loop.conversations.errors import DataError
 from rl_loop.lifecycle.start_checks import check_chat_format
 from rl_loop.run import Interrupted, run_sft
 from rl_loop.tracking.run_directory import read_json, read_json_lines
+from tests.forked_workers import local_ray
 from tests.rl_loop.conversations.written_by_hand import chat, said, user
 from tests.rl_loop.test_loop_on_ray import SMALL, Quiet
 
@@ -42,9 +41,8 @@ TINY = [
 
 @pytest.fixture(scope="module", autouse=True)
 def one_ray() -> Iterator[None]:
-    start_local_ray(num_cpus=2, object_store_bytes=200 << 20)
-    yield
-    ray.shutdown()
+    with local_ray(num_cpus=2, object_store_bytes=200 << 20):
+        yield
 
 
 def write_chats(folder: Path, count: int, bad: int = 0) -> Path:

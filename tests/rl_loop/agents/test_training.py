@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
-from rl_loop.cluster.ray_session import start_local_ray
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.infrastructure import InfrastructureOutage
 from rl_loop.run import Interrupted, run_rl
 from rl_loop.tracking.episode_reader import EpisodeReader
 from rl_loop.tracking.run_directory import read_json_lines
+from tests.forked_workers import local_ray
 from tests.rl_loop.conversations.written_by_hand import chat, said, user
 from tests.rl_loop.test_loop_on_ray import RL, Quiet, curve
 
@@ -27,9 +26,8 @@ PROGRAMS = "tests.rl_loop.agents.programs"
 
 @pytest.fixture(scope="module", autouse=True)
 def one_ray() -> Iterator[None]:
-    start_local_ray(num_cpus=2, object_store_bytes=200 << 20)
-    yield
-    ray.shutdown()
+    with local_ray(num_cpus=2, object_store_bytes=200 << 20):
+        yield
 
 
 def config(folder: Path, agent: str, *overrides: str) -> RlConfig:

@@ -26,7 +26,6 @@ from converters.names import hf_shapes
 from converters.random_weights import random_hf_weights
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.canary import CanaryError, check_canary
-from rl_loop.cluster.ray_session import start_local_ray
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.engines.backend import BackendContext
@@ -50,6 +49,7 @@ from rl_loop.session import (
     codec_settings,
 )
 from rl_loop.tasks.codec import codec_of
+from tests.forked_workers import local_ray
 from tests.megatron_gptoss.dense_reference import MODELS as DENSE_MODELS
 from tests.rl_loop.sglang_protocol import (
     VOCAB,
@@ -342,9 +342,8 @@ def test_memory_that_a_killed_server_was_shown_is_freed() -> None:
 
 @pytest.fixture(scope="module")
 def one_ray() -> Iterator[None]:
-    start_local_ray(num_cpus=2, object_store_bytes=100 << 20)
-    yield
-    ray.shutdown()
+    with local_ray(num_cpus=2, object_store_bytes=100 << 20):
+        yield
 
 
 class Trainer:

@@ -17,7 +17,6 @@ import pytest
 import ray
 import torch
 
-from rl_loop.cluster.ray_session import start_local_ray
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.engines.backend import BackendContext, SyncFailed
@@ -26,6 +25,7 @@ from rl_loop.engines.sglang.server import ServerState
 from rl_loop.lifecycle.failures import explain
 from rl_loop.session import build_trainer
 from rl_loop.trainer.group import TrainerGroup
+from tests.forked_workers import local_ray
 from tests.rl_loop.engines.test_sglang_sync import MODEL, ROOT, TEXT, scores_under
 from tests.waiting import wait_until
 
@@ -86,9 +86,8 @@ def choose_fault(seed: int, transport: str, asleep: bool) -> Fault:
 
 @pytest.fixture(scope="module")
 def one_ray() -> Iterator[None]:
-    start_local_ray(num_cpus=2, object_store_bytes=100 << 20)
-    yield
-    ray.shutdown()
+    with local_ray(num_cpus=2, object_store_bytes=100 << 20):
+        yield
 
 
 @dataclass

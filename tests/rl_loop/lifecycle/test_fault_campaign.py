@@ -295,7 +295,6 @@ def test_a_leak_is_told_from_noise_and_from_a_warm_up() -> None:
     assert slopes(list(hours[: 2 * BLOCKS]), samples[: 2 * BLOCKS]) == {}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(6 * PATIENCE_SECONDS)
 def test_a_short_campaign_loses_and_doubles_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -315,7 +314,13 @@ def test_a_short_campaign_loses_and_doubles_nothing(
     )
     half = len(kinds) // 2
     options = Options(
-        seed=1, kinds=kinds, steps=40, patience=PATIENCE_SECONDS, minutes=1.5, fewest=half
+        seed=1,
+        kinds=kinds,
+        steps=40,
+        patience=PATIENCE_SECONDS,
+        minutes=1.5,
+        fewest=half,
+        reference_follows=True,
     )
     found = Campaign(options, tmp_path).run()
     assert found.failures == []

@@ -7,13 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import ray
 
 from benchmarks.concurrent_episodes import Ledger, Load, Outcome, configuration, report, run
 from benchmarks.slow_tools import calls_of
-from rl_loop.cluster.ray_session import start_local_ray
 from rl_loop.data.trajectory import InvalidReason, Trajectory, TrajectoryGroup, WeightVersionSpan
 from rl_loop.session import build_tasks
+from tests.forked_workers import local_ray
 
 LOAD = Load(
     tasks=8,
@@ -29,9 +28,8 @@ LOAD = Load(
 
 @pytest.fixture
 def one_ray() -> Iterator[None]:
-    start_local_ray(num_cpus=2, object_store_bytes=100 << 20)
-    yield
-    ray.shutdown()
+    with local_ray(num_cpus=2, object_store_bytes=100 << 20):
+        yield
 
 
 def test_episodes_are_trained_on_once_or_invalid_while_every_part_fails(

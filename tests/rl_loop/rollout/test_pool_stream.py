@@ -15,7 +15,6 @@ import pytest
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError
 
-from rl_loop.cluster.ray_session import start_local_ray
 from rl_loop.config.run import RlConfig
 from rl_loop.data.trajectory import Trajectory
 from rl_loop.engines.backend import (
@@ -29,6 +28,7 @@ from rl_loop.rollout.collector import TrainingRequests
 from rl_loop.rollout.group_stream import GroupRequest, GroupStream
 from rl_loop.rollout.pool import RolloutPool
 from rl_loop.session import build_tasks, worker_settings
+from tests.forked_workers import local_ray
 from tests.rl_loop.algorithms.test_algorithms_end_to_end import config as small_config
 from tests.rl_loop.timeless_engine import TimelessEngine
 from tests.waiting import wait_until
@@ -64,9 +64,8 @@ class TimelessBackend(RolloutBackend):
 
 @pytest.fixture(scope="module", autouse=True)
 def one_ray() -> Iterator[None]:
-    start_local_ray(num_cpus=2, object_store_bytes=100 << 20)
-    yield
-    ray.shutdown()
+    with local_ray(num_cpus=2, object_store_bytes=100 << 20):
+        yield
 
 
 class Running:

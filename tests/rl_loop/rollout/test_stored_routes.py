@@ -15,7 +15,6 @@ import pytest
 import ray
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
-from rl_loop.cluster.ray_session import start_local_ray
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.data.rollout_batch import RolloutBatch
@@ -27,6 +26,7 @@ from rl_loop.rollout.collector import RolloutCollector, held_out_requests
 from rl_loop.rollout.pool import RolloutPool
 from rl_loop.session import build_tasks, worker_settings
 from rl_loop.trainer.shipment import load_routes
+from tests.forked_workers import local_ray
 from tests.waiting import wait_until
 
 CONFIG = Path(__file__).parents[3] / "configs/rl/tiny_retool.yaml"
@@ -78,9 +78,8 @@ class RoutedBackend(RolloutBackend):
 
 @pytest.fixture(scope="module", autouse=True)
 def one_ray() -> Iterator[None]:
-    start_local_ray(num_cpus=2, object_store_bytes=200 << 20)
-    yield
-    ray.shutdown()
+    with local_ray(num_cpus=2, object_store_bytes=200 << 20):
+        yield
 
 
 def settings(tmp_path: Path, *overrides: str) -> RlConfig:

@@ -1,0 +1,141 @@
+"""Imports what workers import, and forks a worker for each ``ask_for_fork.py`` that connects.
+
+    python server.py LISTENING_DESCRIPTOR
+
+A fork goes on as Ray's worker program, with the arguments, the environment, the directory and the standard streams of
+who asked. It is killed when who asked ends before: then Ray wants the worker to end.
+"""
+
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+IMPORTED = (
+    "megatron_gptoss.trainer",
+    "converters.gathering",
+    "rl_loop.algorithms.objectives",
+    "rl_loop.rollout.agent",
+    "rl_loop.tasks.codec",
+    "rl_loop.engines.embedded.engine",
+    "transformers.models.gpt_oss.modeling_gpt_oss",
+)
+"""What takes long of what trainer ranks and rollout workers import. None of it imports Ray, which would keep the
+settings that are in the environment of this process: every worker has its own there."""
+
+
+def main() -> None:
+    # The directory of this program: none of its modules is for workers.
+    sys.path.remove(str(Path(__file__).parent))
+    for module in IMPORTED:
+        importlib.import_module(module)
+    if "ray" in sys.modules:
+        sys.exit(f"one of {IMPORTED} imports Ray")
+    if len(os.listdir("/proc/self/task")) > 1:
+        sys.exit(f"one of {IMPORTED} has started a thread, which a fork would not have")
+
+    serve(socket.socket(fileno=int(sys.argv[1])))
+
+
+def serve(listener: socket.socket) -> NoReturn:
+    """Fork workers and report their ends, until this process is killed."""
+    events = selectors.DefaultSelector()
+    events.register(listener, selectors.EVENT_READ, accept)
+    while True:
+        for key, _ in events.select():
+            key.data(events, key.fileobj)
+
+
+def accept(events: selectors.BaseSelector, listener: socket.socket) -> None:
+    client, _ = listener.accept()
+    message, streams, _, _ = socket.recv_fds(client, 1 << 20, maxfds=3)
+    while not message.endswith(b"\n"):
+        more = client.recv(1 << 20)
+        if not more:  # who asked has been killed
+            client.close()
+            for stream in streams:
+                os.close(stream)
+            return
+        message += more
+
+    worker = os.fork()
+    if worker == 0:
+        run_worker(events, client, streams, json.loads(message))
+    for stream in streams:
+        os.close(stream)
+
+    end_of_worker = os.pidfd_open(worker)
+
+    def stop(events: selectors.BaseSelector, client: socket.socket) -> None:
+        if client.fileno() != -1:  # otherwise its end has just been reported
+            events.unregister(client)
+            os.kill(worker, signal.SIGKILL)
+
+    def report(events: selectors.BaseSelector, end_of_worker: int) -> None:
+        _, status = os.waitpid(worker, 0)
+        if client in events.get_map():
+            events.unregister(client)
+            with suppress(OSError):  # who asked may end at the same moment
+                client.send(b"%d" % os.waitstatus_to_exitcode(status))
+        client.close()
+        events.unregister(end_of_worker)
+        os.close(end_of_worker)
+
+    # It sends nothing more: it can be read from when it has ended.
+    events.register(client, selectors.EVENT_READ, stop)
+    events.register(end_of_worker, selectors.EVENT_READ, report)
+
+
+def run_worker(
+    events: selectors.BaseSelector,
+    client: socket.socket,
+    streams: list[int],
+    request: dict[str, Any],
+) -> NoReturn:
+    """Become the worker in a process that has just been forked."""
+    status = 1
+    try:
+        for key in list(events.get_map().values()):
+            os.close(key.fd)
+        events.close()
+        client.close()
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)
+
+        become_environment(request["environment"])
+        os.chdir(request["directory"])
+        program, *_ = sys.argv = request["arguments"]
+        sys.path.insert(0, str(Path(program).parent))
+        runpy.run_path(program, run_name="__main__")
+        status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def become_environment(environment: dict[str, str]) -> None:
+    """Change what differs only: Ray writes a worker's title over what the kernel shows of a process, which it finds
+    by the variables that a process was started with."""
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    for name, value in environment.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
+if __name__ == "__main__":
+    main()

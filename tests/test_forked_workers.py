@@ -1,0 +1,77 @@
+"""Workers of the tests' Ray are forks that behave as workers which Ray starts itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import ray
+from ray.exceptions import RayActorError
+
+from rl_loop.cluster.ray_session import _local_processes
+from tests import forked_workers
+from tests.waiting import wait_until
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_ray() -> Iterator[None]:
+    with forked_workers.local_ray(num_cpus=1, object_store_bytes=100 << 20):
+        yield
+
+
+@ray.remote(num_cpus=0)
+class Actor:
+    def process(self) -> tuple[int, int, set[str]]:
+        """Its id, its parent's, and what it has imported."""
+        return os.getpid(), os.getppid(), set(sys.modules)
+
+    def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+
+def test_a_worker_is_forked_with_its_imports_and_has_an_environment_and_a_title_of_its_own() -> (
+    None
+):
+    actors = [Actor.remote() for _ in range(2)]
+    processes = [ray.get(actor.process.remote()) for actor in actors]
+    (server,) = forked_workers._servers
+    assert len({pid for pid, _, _ in processes}) == 2
+    for pid, parent, modules in processes:
+        assert parent == server.pid
+        assert {"torch", "megatron.core", "transformers"} <= modules
+        assert "ray::Actor" in psutil.Process(pid).cmdline()[0]
+
+    # What Ray gives a worker, and nobody the server.
+    raylets = {ray.get(actor.variable.remote("RAY_RAYLET_PID")) for actor in actors}
+    processes_of_ray = _local_processes()
+    assert processes_of_ray is not None and raylets == {str(processes_of_ray.raylet)}
+
+    # OpenMP has read what it finds in the server's.
+    servers = psutil.Process(server.pid).environ()
+    for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT"):
+        assert servers[name] == ray.get(actors[0].variable.remote(name))
+
+
+@pytest.mark.parametrize("ended_by", ["a signal", "Ray"])
+def test_a_worker_that_ends_is_gone_and_so_is_what_stands_for_it(ended_by: str) -> None:
+    def standing_for_workers() -> set[int]:
+        processes = psutil.Process().children(recursive=True)
+        return {p.pid for p in processes if "ask_for_fork.py" in " ".join(p.cmdline())}
+
+    actor = Actor.remote()
+    pid, _, _ = ray.get(actor.process.remote())
+    before = standing_for_workers()
+    assert before
+
+    if ended_by == "Ray":
+        ray.kill(actor)
+    else:
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(RayActorError):
+        ray.get(actor.process.remote())
+    wait_until(lambda: not psutil.pid_exists(pid))
+    wait_until(lambda: before - standing_for_workers())
