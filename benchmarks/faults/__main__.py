@@ -41,7 +41,7 @@ from pathlib import Path
 
 from benchmarks.faults import results
 from benchmarks.faults.campaign import Campaign
-from benchmarks.faults.kinds import KINDS
+from benchmarks.faults.kinds import KINDS, SERVER_KINDS
 from benchmarks.faults.options import Options
 from benchmarks.faults.whole_run import kill_whole_runs
 
@@ -53,7 +53,9 @@ def main() -> None:
     add = parser.add_argument
     add("--seed", type=int, default=Options.seed)
     add("--count", type=int, default=Options.count, help="faults; one of each kind by default")
-    add("--kinds", nargs="+", choices=list(KINDS), default=[], help="all by default")
+    add("--kinds", nargs="+", choices=list(KINDS | SERVER_KINDS), default=[], help="all by default")
+    add("--servers", type=int, default=Options.servers, help="that sample, of SGLang's protocol")
+    add("--pairs", action="store_true", help="two faults at a time")
     add("--steps", type=int, default=Options.steps, help="of a course in which faults happen")
     add("--faults-per-course", type=int, default=Options.faults_per_course)
     add("--stopped", type=float, default=Options.stopped_seconds, help="seconds of SIGSTOP")
@@ -80,6 +82,8 @@ def main() -> None:
         seed=arguments.seed,
         count=arguments.count,
         kinds=tuple(arguments.kinds),
+        servers=arguments.servers,
+        pairs=arguments.pairs,
         steps=arguments.steps,
         faults_per_course=arguments.faults_per_course,
         stopped_seconds=arguments.stopped,

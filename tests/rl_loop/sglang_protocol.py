@@ -192,7 +192,7 @@ class LocalServer:
         if self.rejects:
             return web.json_response({"error": {"message": "input is too long"}}, status=400)
         if not body.get("stream"):
-            return web.json_response(self._scored(body["input_ids"]))
+            return web.json_response(await self.score(body["input_ids"]))
         fault = self._draw_fault()
         if fault:
             self.note_fault(fault)
@@ -218,7 +218,7 @@ class LocalServer:
             return self.says[len(ids) - len(body["input_ids"])]
         return next_token(state)
 
-    def _scored(self, ids: list[int]) -> dict[str, Any]:
+    async def score(self, ids: list[int]) -> dict[str, Any]:
         entries: list[list[Any]] = [[None, ids[0], None]]
         state = prefix_state(ids[:1], self.digest)
         for token in ids[1:]:
