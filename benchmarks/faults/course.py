@@ -35,7 +35,7 @@ CHECKPOINT_EVERY = 2
 RESERVED_STEPS = 60
 """Of a run, after those in which faults are injected. A fast machine takes as many during a SIGSTOP
 of 20 s that only one of two workers gets."""
-BUCKET_BYTES = 20_000
+BUCKET_BYTES = 40_000
 """Of weights on their way to servers, so that a sync has several."""
 FILE_SYSTEM_BYTES = 96 << 20
 ENVIRONMENT = MappingProxyType(
@@ -233,13 +233,19 @@ class Course:
         return max((step.time for step in self.recorded()), default=0.0)
 
     def episodes(self) -> dict[int, Counter[str]]:
-        """Count the episodes that every step was trained on, by task. Raises RunDirectoryError."""
+        """Count the episodes that every step was trained on, by task, and by weights if they were
+        sampled with others than the step's. Raises RunDirectoryError."""
         reader = EpisodeReader(self.run.episodes)
         reader.refresh()
         trained: dict[int, Counter[str]] = {}
         for row in reader.figures.to_pylist():
-            if row["split"] == "train" and row["invalid"] is None:
-                trained.setdefault(row["step"], Counter())[row["task_id"]] += 1
+            if row["split"] != "train" or row["invalid"] is not None:
+                continue
+            name = row["task_id"]
+            versions = (row["oldest_version"], row["newest_version"])
+            if versions != (row["step"], row["step"]):
+                name = f"{name} of weights {versions[0]} to {versions[1]}"
+            trained.setdefault(row["step"], Counter())[name] += 1
         return trained
 
     def expected_episodes(self, steps: int) -> dict[int, Counter[str]]:
@@ -310,7 +316,6 @@ def _server_overrides(servers: int, told: dict[str, Any]) -> list[str]:
         "bucket_bytes": BUCKET_BYTES,
     }
     return [
-        "dtype=bfloat16",
         "rollout.routed_experts=true",
         "algorithm.routing_replay=R3",
         f"rollout.engine={json.dumps(engine)}",

@@ -52,9 +52,10 @@ class ServerOptions(Options):
 class PolicyServer(LocalServer):
     """Answers with the deterministic embedded engine."""
 
-    def __init__(self, model: ModelConfig, settings: ServerOptions) -> None:
+    def __init__(self, model: ModelConfig, dtype: str, settings: ServerOptions) -> None:
         super().__init__()
-        engine = build_engine(model, "bfloat16", 16, deterministic=settings.deterministic)
+        self.dtype = dtype
+        engine = build_engine(model, dtype, 16, deterministic=settings.deterministic)
         self.fault_file = settings.orders / "fault"
         self._engine = FaultyEngine(engine, settings)
         self._model = model
@@ -216,6 +217,7 @@ def main() -> None:
     """Serve until the process is ended."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model-path", type=Path, required=True)
+    parser.add_argument("--dtype", required=True)
     arguments, _ = parser.parse_known_args()
     settings = ServerOptions(**json.loads(os.environ["POLICY_SERVER"]))
-    serve(PolicyServer(read_hf_config(arguments.model_path), settings))
+    serve(PolicyServer(read_hf_config(arguments.model_path), arguments.dtype, settings))
