@@ -134,7 +134,8 @@ def starve(moment: Moment) -> str:
 
 def cut(moment: Moment) -> str:
     """Close all TCP connections of a process from outside."""
-    name = moment.random.choice(["worker", "trainer", "driver"])
+    names = ["worker", "trainer", "driver", *["server"] * (moment.course.servers > 0)]
+    name = moment.random.choice(names)
     process = victim(moment, name)
     connections = [
         c for c in process.net_connections("tcp") if c.status == psutil.CONN_ESTABLISHED and c.raddr
