@@ -26,15 +26,23 @@ class OnlyFirst(Exception):
 
 
 def plan_pairs(kinds: Sequence[str], count: int, chance: random.Random) -> list[str]:
-    """Choose pairs of two kinds, each kind as often as any other."""
+    """Choose pairs of two kinds, each kind as often as any other. What ends a run at once is the
+    second of a pair: after that there is nothing that another fault could meet.
+
+    Raises ValueError if more than half of ``kinds`` are of that sort."""
+    last = [name for name in kinds if _all_kinds()[name].ends_at_once]
+    if 2 * len(last) > len(kinds):
+        raise ValueError(f"no pairs of kinds most of which end a run at once: {', '.join(last)}")
+
     pairs: list[str] = []
     while len(pairs) < count:
         firsts = chance.sample(kinds, len(kinds))
         seconds = chance.sample(kinds, len(kinds))
-        for pair in zip(firsts, seconds, strict=True):
-            # After the end of a run there is nothing that a second fault could meet.
-            ordered = sorted(pair, key=lambda name: _all_kinds()[name].ends_at_once)
-            pairs.append(SEPARATOR.join(ordered))
+        drawn = list(zip(firsts, seconds, strict=True))
+        if any(first in last and second in last for first, second in drawn):
+            continue
+        for pair in drawn:
+            pairs.append(SEPARATOR.join(sorted(pair, key=lambda name: name in last)))
     return pairs[:count]
 
 

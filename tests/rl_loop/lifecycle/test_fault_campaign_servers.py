@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
 from benchmarks.faults.campaign import Campaign
 from benchmarks.faults.checks import judge_outcome
-from benchmarks.faults.course import Attempt
+from benchmarks.faults.course import Attempt, Course
 from benchmarks.faults.engine import DAMAGED
 from benchmarks.faults.kinds import KINDS, SERVER_KINDS, Kind, Moment, NotPossibleYet
 from benchmarks.faults.options import Options
@@ -31,6 +32,7 @@ from rl_loop.engines.protocol import GenerateRequest, GenerateResult, SamplingPa
 from rl_loop.engines.sglang.engine import STREAM_INTERVAL, SglangEngine
 from rl_loop.engines.sglang.server import ServerState, ServerStatus
 from rl_loop.engines.sglang.weight_sender import SyncPlan, WeightMismatch, send_weights
+from rl_loop.tracking.run_directory import RunDirectory
 
 HEADER = [7, 8]
 PROMPT = [3, 4, 5, *HEADER]
@@ -199,6 +201,23 @@ def test_a_bit_that_flips_and_bytes_that_stay_are_named_by_the_sync(tmp_path: Pa
     asyncio.run(run())
 
 
+def test_an_episode_of_other_weights_is_not_one_of_its_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    row = {"step": 3, "split": "train", "invalid": None, "task_id": "a", "oldest_version": 3}
+    rows = [row | {"newest_version": version} for version in (3, 3, 4)]
+
+    class Reader:
+        figures = pa.Table.from_pylist(rows)
+
+        def refresh(self) -> None: ...
+
+    monkeypatch.setattr("benchmarks.faults.course.EpisodeReader", lambda path: Reader())
+    course = Course.__new__(Course)
+    course.run = RunDirectory(Path("runs/any"))
+    assert course.episodes() == {3: Counter({"a": 2, "a of weights 3 to 4": 1})}
+
+
 # -- two faults at once ----------------------------------------------------------------------------
 
 
@@ -208,9 +227,10 @@ def test_pairs_have_every_kind_equally_often_and_what_ends_a_run_comes_second() 
     assert pairs == plan_pairs(kinds, 2 * len(kinds), random.Random(3))
     assert pairs != plan_pairs(kinds, 2 * len(kinds), random.Random(4))
     assert Counter("+".join(pairs).split("+")) == dict.fromkeys(kinds, 4)
-    for pair in pairs:
-        first, second = (kind_of(name) for name in pair.split("+"))
-        assert second.ends_at_once or not first.ends_at_once
+    assert not any(kind_of(pair.split("+")[0]).ends_at_once for pair in pairs)
+
+    with pytest.raises(ValueError, match="end a run at once: kill_run, kill_node"):
+        plan_pairs(["kill_run", "stop", "kill_node"], 3, random.Random(3))
 
 
 def test_a_campaign_of_pairs_goes_on_with_those_that_its_file_does_not_have(tmp_path: Path) -> None:
