@@ -3,6 +3,8 @@
     python -m benchmarks.faults                       # one fault of every kind
     python -m benchmarks.faults --count 200 --seed 7 --minutes 120 --results faults.jsonl
     python -m benchmarks.faults --kinds kill_worker lie_nan --count 4
+    python -m benchmarks.faults --servers 2           # rollouts by servers of SGLang's protocol
+    python -m benchmarks.faults --pairs --count 50    # two faults at a time
     python -m benchmarks.faults --whole-run 20        # kill -9 of everything, 20 times
     python -m benchmarks.faults --table faults.jsonl  # of one or several files of results
 
@@ -20,13 +22,27 @@ answers, checkpoints, recorded episodes. At random moments something happens to 
     lie_*       an engine's answer has NaN log-probs, a weight version to come, or is that of
                 another request
 
+With --servers, servers sample: processes that speak SGLang's protocol and take the policy's weights
+from the trainer by gloo, with the embedded engine inside (server.py). All of the above is done to
+such a run, too, and besides:
+
+    kill_server*   SIGKILL of a server, or its end at some call of a weight sync
+    stop_server    SIGSTOP, and SIGCONT --stopped later
+    cut_server     a server closes its connections in the middle of an answer
+    keep_bucket    a server says it has taken a tensor, and keeps the old bytes
+    lie_old        an answer is of the weights before
+    lie_routes     all routed experts of an answer are 0
+
+With --pairs every fault is two, the second within three seconds of the first. What either may do to
+a run, the two may; they must heal if each must. A lie may be lost with the process that has told it.
+
 Then, within --patience seconds, either the run goes on with a further step, or it ends and says why
 in its last line, leaving no process. The patience is multiplied by the load average per core where
 that is above 1. A run that has ended is continued by ``--resume``. A fault fails if neither happens
 in time, if a step's loss is another one than that of the undisturbed run, or if nothing names the
 damage. A course, a run with --faults-per-course of them, fails if a step is missing or was recorded
-twice, or was trained on other episodes than its own or on one twice. The engine is deterministic,
-so losses must agree to the last bit; --tolerance allows them to differ.
+twice, or was trained on other episodes than its own, on one twice, or on one of other weights. The
+engine is deterministic, so losses must agree to the last bit; --tolerance allows them to differ.
 
 What is random comes from --seed, but for the moments within a step: how fast a machine is decides
 them. With --results every fault is written to that file as it goes, and the same command goes on
@@ -41,7 +57,7 @@ from pathlib import Path
 
 from benchmarks.faults import results
 from benchmarks.faults.campaign import Campaign
-from benchmarks.faults.kinds import KINDS
+from benchmarks.faults.kinds import KINDS, SERVER_KINDS
 from benchmarks.faults.options import Options
 from benchmarks.faults.whole_run import kill_whole_runs
 
@@ -53,7 +69,9 @@ def main() -> None:
     add = parser.add_argument
     add("--seed", type=int, default=Options.seed)
     add("--count", type=int, default=Options.count, help="faults; one of each kind by default")
-    add("--kinds", nargs="+", choices=list(KINDS), default=[], help="all by default")
+    add("--kinds", nargs="+", choices=list(KINDS | SERVER_KINDS), default=[], help="all by default")
+    add("--servers", type=int, default=Options.servers, help="that sample, of SGLang's protocol")
+    add("--pairs", action="store_true", help="two faults at a time")
     add("--steps", type=int, default=Options.steps, help="of a course in which faults happen")
     add("--faults-per-course", type=int, default=Options.faults_per_course)
     add("--stopped", type=float, default=Options.stopped_seconds, help="seconds of SIGSTOP")
@@ -76,10 +94,16 @@ def main() -> None:
         print(results.table(results.read(arguments.table)))
         return
 
+    of_servers = sorted(set(arguments.kinds) & set(SERVER_KINDS))
+    if of_servers and not arguments.servers:
+        parser.error(f"--kinds {' '.join(of_servers)}: these need --servers")
+
     options = Options(
         seed=arguments.seed,
         count=arguments.count,
         kinds=tuple(arguments.kinds),
+        servers=arguments.servers,
+        pairs=arguments.pairs,
         steps=arguments.steps,
         faults_per_course=arguments.faults_per_course,
         stopped_seconds=arguments.stopped,

@@ -18,8 +18,9 @@ from benchmarks.faults.checks import (
     judge_outcome,
 )
 from benchmarks.faults.course import Attempt, Course, small_file_system
-from benchmarks.faults.kinds import KINDS, Moment, NotPossibleYet, possible_kinds
+from benchmarks.faults.kinds import PROCESSES, Kind, Moment, NotPossibleYet, possible_kinds
 from benchmarks.faults.options import Options
+from benchmarks.faults.pairs import SEPARATOR, OnlyFirst, kind_of, plan_pairs
 from benchmarks.faults.reference import Reference
 from benchmarks.faults.results import CourseResult, Injection, Results
 
@@ -55,9 +56,11 @@ class Campaign:
         """Choose the kinds: every one as often as any other, in a random order, but for those that
         were done."""
         chance = random.Random(self.options.seed)
-        kinds = possible_kinds(self.options.kinds)
+        kinds = possible_kinds(self.options.kinds, servers=self.options.servers > 0)
         count = self.options.count or len(kinds)
         plan: list[str] = []
+        if self.options.pairs:
+            plan = plan_pairs(kinds, count, chance)
         while len(plan) < count:
             plan += chance.sample(kinds, len(kinds))
 
@@ -155,7 +158,11 @@ class Campaign:
         moment = Moment(course, attempt, self._random, self.options, self._end)
         with moment.undo:
             try:
-                injection.detail = KINDS[injection.kind].inject(moment)
+                injection.detail = kind_of(injection.kind).inject(moment)
+            except OnlyFirst as one:
+                self._put_back(injection.kind)
+                injection.kind = one.kind
+                injection.detail = one.detail
             except (NotPossibleYet, psutil.NoSuchProcess, FileNotFoundError) as error:
                 self._put_off(injection, str(error))
             except AssertionError as error:
@@ -176,14 +183,17 @@ class Campaign:
     def _put_off(self, injection: Injection, reason: str) -> None:
         injection.outcome = "not injected"
         injection.said = reason
-        self._retries[injection.kind] += 1
-        if self._retries[injection.kind] <= MOST_RETRIES:
-            self.left.insert(min(2, len(self.left)), injection.kind)
+        self._put_back(injection.kind)
+
+    def _put_back(self, kind: str) -> None:
+        self._retries[kind] += 1
+        if self._retries[kind] <= MOST_RETRIES:
+            self.left.insert(min(2, len(self.left)), kind)
 
     def _await_outcome(self, course: Course, attempt: Attempt, injection: Injection) -> None:
         """Wait until the run has recorded steps that began after the fault, or has ended."""
-        must_end = KINDS[injection.kind].must_end
-        enough = STEPS_UNNOTICED if must_end else STEPS_TO_HEAL
+        kind = kind_of(injection.kind)
+        enough = STEPS_UNNOTICED if kind.must_end else STEPS_TO_HEAL
         began = time.time()
         steps_after: set[float] = set()
         while not injection.outcome:
@@ -199,10 +209,14 @@ class Campaign:
             elif attempt.has_ended:
                 injection.outcome = "ended"
                 injection.said = attempt.last_error(seconds=2.0)
-            elif len(steps_after) >= enough:
+            elif len(steps_after) >= enough and _is_complete(course, attempt, kind):
                 injection.outcome = "healed"
             elif time.time() > began + injection.limit:
-                injection.outcome = "healed" if len(steps_after) >= STEPS_TO_HEAL else "hung"
+                has_healed = len(steps_after) >= STEPS_TO_HEAL
+                if has_healed and _is_complete(course, attempt, kind):
+                    injection.outcome = "healed"
+                else:
+                    injection.outcome = "hung"
                 if injection.outcome == "hung":
                     attempt.kill_everything()
             else:
@@ -219,7 +233,8 @@ class Campaign:
         if not course.wait_for_step(following, START_PATIENCE * self.options.limit()):
             problem = f"--resume did not go on: {following.last_error()}"
             injection.failure = injection.failure or problem
-        if injection.kind == "corrupt_checkpoint" and injection.outcome != "not injected":
+        has_damage = "corrupt_checkpoint" in injection.kind.split(SEPARATOR)
+        if has_damage and injection.outcome != "not injected":
             injection.said = find_named_damage(following, injection.detail.rpartition("/")[2])
             if not injection.said:
                 injection.failure = injection.failure or "--resume has not named the damage"
@@ -230,7 +245,14 @@ class Campaign:
         results.append(self._file, injection)
         verdict = f"FAILED: {injection.failure}" if injection.failure else "ok"
         print(
-            f"{injection.kind:<18} after {injection.step:>2} steps  {injection.outcome:<7}"
+            f"{injection.kind:<20} after {injection.step:>2} steps  {injection.outcome:<7}"
             f"{injection.seconds:6.1f} s  {verdict}  [{injection.detail}] {injection.said[:160]}",
             flush=True,
         )
+
+
+def _is_complete(course: Course, attempt: Attempt, kind: Kind) -> bool:
+    """Return whether as many processes are running as there were of what the fault has hit."""
+    if not kind.comes_back:
+        return True
+    return len(attempt.processes(PROCESSES[kind.comes_back])) >= course.servers

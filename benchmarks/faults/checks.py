@@ -3,8 +3,8 @@
 import re
 
 from benchmarks.faults.course import Attempt, Course, Numbers
-from benchmarks.faults.kinds import KINDS
 from benchmarks.faults.options import Options
+from benchmarks.faults.pairs import kind_of
 from benchmarks.faults.results import Injection
 from rl_loop.tracking.run_directory import RunDirectoryError
 
@@ -12,7 +12,7 @@ from rl_loop.tracking.run_directory import RunDirectoryError
 def judge_outcome(attempt: Attempt, injection: Injection) -> str:
     """Return what is wrong with how a run took a fault: empty if it healed, or ended and said
     why, whichever its kind must do."""
-    kind = KINDS[injection.kind]
+    kind = kind_of(injection.kind)
     if injection.outcome == "hung":
         return f"neither healed nor ended within {injection.limit:.0f} s"
     if injection.outcome == "healed":

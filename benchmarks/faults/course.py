@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -35,6 +35,8 @@ CHECKPOINT_EVERY = 2
 RESERVED_STEPS = 60
 """Of a run, after those in which faults are injected. A fast machine takes as many during a SIGSTOP
 of 20 s that only one of two workers gets."""
+BUCKET_BYTES = 40_000
+"""Of weights on their way to servers, so that a sync has several."""
 FILE_SYSTEM_BYTES = 96 << 20
 ENVIRONMENT = MappingProxyType(
     {
@@ -177,6 +179,7 @@ class Course:
         self.directory = directory
         self.orders = directory / "orders"
         self.orders.mkdir(parents=True, exist_ok=True)
+        self.servers = options.servers
         self._overrides = [*overrides(options, directory, self.orders), *further]
         self.config = load_config(CONFIG, RlConfig, self._overrides)
         self.run = RunDirectory(self.config.directory)
@@ -230,13 +233,19 @@ class Course:
         return max((step.time for step in self.recorded()), default=0.0)
 
     def episodes(self) -> dict[int, Counter[str]]:
-        """Count the episodes that every step was trained on, by task. Raises RunDirectoryError."""
+        """Count the episodes that every step was trained on, by task, and by weights if they were
+        sampled with others than the step's. Raises RunDirectoryError."""
         reader = EpisodeReader(self.run.episodes)
         reader.refresh()
         trained: dict[int, Counter[str]] = {}
         for row in reader.figures.to_pylist():
-            if row["split"] == "train" and row["invalid"] is None:
-                trained.setdefault(row["step"], Counter())[row["task_id"]] += 1
+            if row["split"] != "train" or row["invalid"] is not None:
+                continue
+            name = row["task_id"]
+            versions = (row["oldest_version"], row["newest_version"])
+            if versions != (row["step"], row["step"]):
+                name = f"{name} of weights {versions[0]} to {versions[1]}"
+            trained.setdefault(row["step"], Counter())[name] += 1
         return trained
 
     def expected_episodes(self, steps: int) -> dict[int, Counter[str]]:
@@ -280,11 +289,37 @@ def overrides(options: Options, directory: Path, orders: Path) -> list[str]:
         "call": tasks.codec.render_assistant([call], "<|call|>"),
         "answer": tasks.codec.render_assistant([answer], "<|return|>"),
     }
-    engine = {
-        "type": "benchmarks.faults.engine:FaultyBackend",
-        "options": {**scripts, "orders": str(orders), "deterministic": options.deterministic},
-    }
+    told = {**scripts, "orders": str(orders), "deterministic": options.deterministic}
+    if options.servers:
+        header = tasks.codec.assistant_header
+        return [*small, *_server_overrides(options.servers, {**told, "header": header})]
+    engine = {"type": "benchmarks.faults.engine:FaultyBackend", "options": told}
     return [*small, f"rollout.engine={json.dumps(engine)}"]
+
+
+def _server_overrides(servers: int, told: dict[str, Any]) -> list[str]:
+    """Return the settings of a run with servers, which are ``told`` what server.py wants to know."""
+    paths = [ROOT / "benchmarks/faults/sglang_process", ROOT, ROOT / "kernels"]
+    environment = {
+        "PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]),
+        "POLICY_SERVER": json.dumps(told),
+        "OMP_NUM_THREADS": "1",
+    }
+    engine = {
+        "type": "sglang",
+        "servers": servers,
+        "python": sys.executable,
+        "env": environment,
+        "arguments": ["--device", "cpu"],
+        "attention_backend": "intel_amx",
+        "weight_sync": "gloo",
+        "bucket_bytes": BUCKET_BYTES,
+    }
+    return [
+        "rollout.routed_experts=true",
+        "algorithm.routing_replay=R3",
+        f"rollout.engine={json.dumps(engine)}",
+    ]
 
 
 @contextmanager

@@ -5,16 +5,22 @@ one order, which the first that sees it carries out:
 
     nan      log-probs of an answer are NaN
     version  an answer is of weights that are yet to come
+    old      an answer is of weights before those that the policy has
     twice    an answer is the one that another request had
+    routes   all experts of an answer are 0, as in a buffer that nobody filled
     bucket   one bit of the weights flips on their way to the engines
+
+server.py has the same engine behind SGLang's protocol.
 """
 
 import os
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_gptoss.config import ModelConfig
@@ -29,8 +35,8 @@ from rl_loop.engines.protocol import (
     WeightVersionSpan,
 )
 
-EXPONENT_BIT = 30
-"""Of fp32: a bit whose flip changes a weight by many orders of magnitude."""
+DAMAGED = "model.layers.0.self_attn.q_proj.weight"
+"""The tensor whose bit flips."""
 
 
 class Options(EngineConfig):
@@ -44,6 +50,15 @@ class Options(EngineConfig):
     """Directory of orders."""
     deterministic: bool = True
     """As of the embedded engine."""
+
+
+def flip_exponent(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor in fp32 or bf16 and flip a bit of its first number, which is then another one
+    by many orders of magnitude: the one behind the sign's."""
+    damaged = tensor.clone()
+    bits = {4: torch.int32, 2: torch.int16}[tensor.element_size()]
+    damaged.view(bits).view(-1)[0] ^= 1 << (8 * tensor.element_size() - 2)
+    return damaged
 
 
 def take_order(orders: Path, name: str) -> bool:
@@ -76,7 +91,8 @@ class FaultyEngine:
         seed = int(request.episode.rpartition("/")[2])
         turn, done = request.request_id.removeprefix(request.episode).strip("/").split("/")[:2]
         script = self._scripts.get(seed % 4)
-        is_first = turn == "0" and done.split(".")[0] == "0"
+        # A server's requests have an id of their own behind "#".
+        is_first = turn == "0" and re.split("[.#]", done)[0] == "0"
         if script is None or not is_first or request.sampling.max_new_tokens < len(script):
             return await self._engine.generate(request)
 
@@ -90,8 +106,21 @@ class FaultyEngine:
             log_probs[-len(script) :],
             FinishReason.STOP,
             spans,
+            routed_experts=await self._routes(request, text),
             request_id=request.request_id,  # as the embedded engine's answers have
         )
+
+    async def _routes(self, request: GenerateRequest, text: list[int]) -> np.ndarray | None:
+        """Return the experts of all tokens of ``text`` but the last, if they are asked for."""
+        if not request.return_routed_experts:
+            return None
+        # An engine tells routes of what it samples: here of one token behind the text.
+        one_more = replace(
+            request, input_ids=text, sampling=replace(request.sampling, max_new_tokens=1)
+        )
+        result = await self._engine.generate(one_more)
+        assert result.routed_experts is not None
+        return result.routed_experts[:-1]
 
     def _lie(self, request: GenerateRequest, result: GenerateResult) -> GenerateResult:
         if not result.output_ids:
@@ -99,12 +128,19 @@ class FaultyEngine:
         if take_order(self._orders, "nan"):
             return replace(result, output_log_probs=[float("nan")] * len(result.output_ids))
         if take_order(self._orders, "version"):
-            spans = [WeightVersionSpan(0, len(result.output_ids), self._version + 3)]
-            return replace(result, weight_versions=spans)
+            return replace(result, weight_versions=self._spans(result, self._version + 3))
+        if self._version > 0 and take_order(self._orders, "old"):
+            return replace(result, weight_versions=self._spans(result, self._version - 1))
+        if result.routed_experts is not None and take_order(self._orders, "routes"):
+            return replace(result, routed_experts=np.zeros_like(result.routed_experts))
         if self._is_like_another(request, result) and take_order(self._orders, "twice"):
             assert self._last is not None
             return self._last
         return result
+
+    @staticmethod
+    def _spans(result: GenerateResult, version: int) -> list[WeightVersionSpan]:
+        return [WeightVersionSpan(0, len(result.output_ids), version)]
 
     def _is_like_another(self, request: GenerateRequest, result: GenerateResult) -> bool:
         """Return whether the answer before this one would pass for an answer to this request, and
@@ -146,8 +182,5 @@ class FaultyBackend(EmbeddedBackend):
     def sync_weights(self, source: WeightSource, version: int) -> None:
         if take_order(self.settings.orders, "bucket"):
             weights = dict(source.weights())
-            name = "model.layers.0.self_attn.q_proj.weight"
-            damaged = weights[name].clone()
-            damaged.view(torch.int32).view(-1)[0] ^= 1 << EXPONENT_BIT
-            source = LoadedWeights(weights | {name: damaged})
+            source = LoadedWeights(weights | {DAMAGED: flip_exponent(weights[DAMAGED])})
         super().sync_weights(source, version)

@@ -31,6 +31,7 @@ PROCESSES = {
     "sandbox": "rl_loop.sandbox.inside.server",
     "node": "raylet/raylet",
     "control store": "gcs_server",
+    "server": "sglang.launch_server",
 }
 """What the command lines of a run's processes contain; the driver is known by its id."""
 
@@ -68,6 +69,12 @@ class Kind:
     """Regular expression, found in the last error of a run that ends by it."""
     kills_driver: bool = False
     """Nobody is left who could say anything."""
+    ends_at_once: bool = False
+    """The run is over within a moment."""
+    is_order: bool = False
+    """Carried out by the engine, whose process may die with what it has done."""
+    comes_back: str = ""
+    """Of PROCESSES: the run has not healed before there are as many of them as before."""
     is_possible: Callable[[], bool] = lambda: True
     """Whether this user may cause it on this machine."""
 
@@ -103,12 +110,15 @@ def kill_run(moment: Moment) -> str:
 def stop(moment: Moment) -> str:
     """Send SIGSTOP to a process, and SIGCONT later."""
     name = moment.random.choice(["trainer", "worker", "checker", "sandbox", "driver"])
-    process = victim(moment, name)
+    return f"{name}, {_stop(victim(moment, name), moment)}"
+
+
+def _stop(process: psutil.Process, moment: Moment) -> str:
     process.suspend()
     time.sleep(moment.options.stopped_seconds)
     with suppress(psutil.NoSuchProcess):
         process.resume()
-    return f"{name}, {moment.options.stopped_seconds:g} s"
+    return f"{moment.options.stopped_seconds:g} s"
 
 
 def starve(moment: Moment) -> str:
@@ -124,7 +134,8 @@ def starve(moment: Moment) -> str:
 
 def cut(moment: Moment) -> str:
     """Close all TCP connections of a process from outside."""
-    name = moment.random.choice(["worker", "trainer", "driver"])
+    names = ["worker", "trainer", "driver", *["server"] * (moment.course.servers > 0)]
+    name = moment.random.choice(names)
     process = victim(moment, name)
     connections = [
         c for c in process.net_connections("tcp") if c.status == psutil.CONN_ESTABLISHED and c.raddr
@@ -185,6 +196,49 @@ def can_mount() -> bool:
     """Return whether this user may mount a file system."""
     with tempfile.TemporaryDirectory() as directory, small_file_system(Path(directory)) as mounted:
         return mounted
+
+
+# -- servers -------------------------------------------------------------------------------------
+
+SYNC_PATHS = {
+    "/pause_generation": 1,
+    "/update_weights_from_distributed": 4,
+    "/flush_cache": 1,
+    "/update_weight_version": 1,
+    "/continue_generation": 1,
+}
+"""Calls of a weight sync at which a server may end: at one of the first so many of each."""
+
+
+def server(moment: Moment) -> psutil.Process:
+    """Choose a server. Raises NotPossibleYet while one of them is missing: what an earlier fault
+    has done would be taken for the work of this one."""
+    running = moment.attempt.processes(PROCESSES["server"])
+    if len(running) < moment.course.servers:
+        raise NotPossibleYet(f"{len(running)} of {moment.course.servers} servers are running")
+    return victim(moment, "server")
+
+
+def kill_server(moment: Moment) -> str:
+    """Send SIGKILL to a server."""
+    process = server(moment)
+    process.kill()
+    return f"server {process.pid}"
+
+
+def stop_server(moment: Moment) -> str:
+    """Send SIGSTOP to a server, and SIGCONT later."""
+    process = server(moment)
+    return f"server {process.pid}, {_stop(process, moment)}"
+
+
+def kill_server_in_sync(moment: Moment) -> str:
+    """Have a server end, without another word, at one of the calls that a sync makes."""
+    server(moment)
+    path = moment.random.choice(list(SYNC_PATHS))
+    number = moment.random.randint(1, SYNC_PATHS[path])
+    order("fault", f"die {path}:{number}")(moment)
+    return f"at call {number} of {path}"
 
 
 # -- corrupted ------------------------------------------------------------------------------------
@@ -251,12 +305,12 @@ def corrupt_episodes(moment: Moment) -> str:
 # -- lied to --------------------------------------------------------------------------------------
 
 
-def order(name: str) -> Callable[[Moment], str]:
-    """Return what has the run's engine (engine.py) carry out an order."""
+def order(name: str, content: str = "") -> Callable[[Moment], str]:
+    """Return what has the run's engine (engine.py), or one of its servers, carry out an order."""
 
     def inject(moment: Moment) -> str:
         path = moment.course.orders / name
-        path.touch()
+        path.write_text(content)
         deadline = min(time.monotonic() + moment.options.limit(), moment.deadline)
         while path.exists():
             if moment.attempt.has_ended or time.monotonic() > deadline:
@@ -282,23 +336,52 @@ KINDS: dict[str, Kind] = {
     "kill_worker": Kind(kill("worker"), must_heal=True),
     "kill_checker": Kind(kill("checker"), must_heal=True),
     "kill_sandbox": Kind(kill("sandbox"), must_heal=True),
-    "kill_driver": Kind(kill("driver"), must_end=True, kills_driver=True),
-    "kill_node": Kind(kill("node"), must_end=True, named_by="node"),
-    "kill_control_store": Kind(kill("control store"), must_end=True, named_by="control store"),
-    "kill_run": Kind(kill_run, must_end=True, kills_driver=True),
+    "kill_driver": Kind(kill("driver"), must_end=True, kills_driver=True, ends_at_once=True),
+    "kill_node": Kind(kill("node"), must_end=True, named_by="node", ends_at_once=True),
+    "kill_control_store": Kind(
+        kill("control store"), must_end=True, named_by="control store", ends_at_once=True
+    ),
+    "kill_run": Kind(kill_run, must_end=True, kills_driver=True, ends_at_once=True),
     "stop": Kind(stop),
     "starve": Kind(starve, must_heal=True),
     "cut": Kind(cut, is_possible=can_close_connections),
     "fill": Kind(fill, is_possible=can_mount, named_by="[Nn]o space|disk|space"),
-    "corrupt_checkpoint": Kind(corrupt_checkpoint, must_end=True, kills_driver=True),
+    "corrupt_checkpoint": Kind(
+        corrupt_checkpoint, must_end=True, kills_driver=True, ends_at_once=True
+    ),
     "corrupt_episodes": Kind(corrupt_episodes, must_heal=True),
-    "corrupt_bucket": Kind(order("bucket"), must_end=True, named_by="canary prompt"),
-    "lie_nan": Kind(order("nan"), must_heal=True),
-    "lie_version": Kind(order("version"), must_end=True, named_by=r"weights \d+ sampled it"),
-    "lie_twice": Kind(order("twice"), must_heal=True),
+    "corrupt_bucket": Kind(
+        order("bucket"),
+        is_order=True,
+        must_end=True,
+        named_by="canary prompt|holds something else in",
+    ),
+    "lie_nan": Kind(order("nan"), is_order=True, must_heal=True),
+    "lie_version": Kind(
+        order("version"), is_order=True, must_end=True, named_by=r"weights \d+ sampled it"
+    ),
+    "lie_twice": Kind(order("twice"), is_order=True, must_heal=True),
 }
+"""Of every run, whichever engine it has."""
+
+SERVER_KINDS: dict[str, Kind] = {
+    "kill_server": Kind(kill_server, must_heal=True, comes_back="server"),
+    "kill_server_in_sync": Kind(kill_server_in_sync, must_heal=True, comes_back="server"),
+    "stop_server": Kind(stop_server, must_heal=True, comes_back="server"),
+    "cut_server": Kind(order("cut"), is_order=True, must_heal=True),
+    "keep_bucket": Kind(
+        order("keep"), is_order=True, must_end=True, named_by="holds something else in"
+    ),
+    "lie_old": Kind(order("old"), is_order=True, must_heal=True),
+    "lie_routes": Kind(
+        order("routes"), is_order=True, must_end=True, named_by="routed experts of layer"
+    ),
+}
+"""Of runs with servers."""
 
 
-def possible_kinds(names: tuple[str, ...] = ()) -> list[str]:
-    """Return those of the kinds, or of ``names``, that this user may cause."""
-    return [name for name in names or tuple(KINDS) if KINDS[name].is_possible()]
+def possible_kinds(names: tuple[str, ...] = (), servers: bool = False) -> list[str]:
+    """Return those of the kinds, or of ``names``, that this user may cause. ``servers``: in a run
+    with servers."""
+    kinds = KINDS | SERVER_KINDS if servers else KINDS
+    return [name for name in names or tuple(kinds) if kinds[name].is_possible()]

@@ -13,6 +13,10 @@ class Options:
     """Faults; 0 for one of each kind."""
     kinds: tuple[str, ...] = ()
     """Names of benchmarks.faults.kinds; all if empty."""
+    servers: int = 0
+    """Servers of SGLang's protocol that sample (server.py); 0 for the embedded engine."""
+    pairs: bool = False
+    """Whether faults come two at a time."""
     steps: int = 80
     """Of a course, after which no fault is injected any more. It has further ones in reserve
     (``course.RESERVED_STEPS``), and the schedule of the learning rate depends on both."""

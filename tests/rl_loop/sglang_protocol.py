@@ -77,6 +77,7 @@ class LocalServer:
         )
         self.weights: dict[str, torch.Tensor] = {}
         self.version = "default"
+        self.dtype = "bfloat16"
         self.drops = self.transposes = (
             ""  # a tensor that is not loaded, or loaded wrongly, with "success"
         )
@@ -177,7 +178,7 @@ class LocalServer:
     async def server_info(self, request: web.Request) -> web.Response:
         info = {
             "device": "cpu",
-            "dtype": "bfloat16",
+            "dtype": self.dtype,
             "attention_backend": "intel_amx",
             "tp_size": self.ranks,
         }
@@ -192,7 +193,7 @@ class LocalServer:
         if self.rejects:
             return web.json_response({"error": {"message": "input is too long"}}, status=400)
         if not body.get("stream"):
-            return web.json_response(self._scored(body["input_ids"]))
+            return web.json_response(await self.score(body["input_ids"]))
         fault = self._draw_fault()
         if fault:
             self.note_fault(fault)
@@ -218,7 +219,7 @@ class LocalServer:
             return self.says[len(ids) - len(body["input_ids"])]
         return next_token(state)
 
-    def _scored(self, ids: list[int]) -> dict[str, Any]:
+    async def score(self, ids: list[int]) -> dict[str, Any]:
         entries: list[list[Any]] = [[None, ids[0], None]]
         state = prefix_state(ids[:1], self.digest)
         for token in ids[1:]:
@@ -446,7 +447,7 @@ class LocalServer:
 
     def _held(self, rank: int) -> dict[str, str]:
         """Checksums of what a rank holds."""
-        held = server_parameters(self.weights, rank, self.ranks)
+        held = server_parameters(self.weights, rank, self.ranks, getattr(torch, self.dtype))
         return {name: _bytes_hash(tensor) for name, tensor in held.items()}
 
     async def release_memory_occupation(self, request: web.Request) -> web.Response:
@@ -459,9 +460,9 @@ class LocalServer:
 
 
 def server_parameters(
-    weights: dict[str, torch.Tensor], rank: int, ranks: int
+    weights: dict[str, torch.Tensor], rank: int, ranks: int, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, torch.Tensor]:
-    """What SGLang's GptOssForCausalLM makes of Hugging Face tensors in bfloat16 on one of ``ranks``."""
+    """What SGLang's GptOssForCausalLM makes of Hugging Face tensors in ``dtype`` on one of ``ranks``."""
 
     def shard(tensor: torch.Tensor, dim: int) -> torch.Tensor:
         size = tensor.shape[dim] // ranks
@@ -469,11 +470,11 @@ def server_parameters(
 
     parameters: dict[str, torch.Tensor] = {}
     for name, tensor in weights.items():
-        tensor = tensor.bfloat16()
+        tensor = tensor.bfloat16() if name.endswith("sinks") else tensor.to(dtype)
         if ".q_proj." in name:
             parts = [weights.get(name.replace(".q_proj.", f".{x}_proj.")) for x in "qkv"]
             if all(part is not None for part in parts):
-                fused = torch.cat([shard(part.bfloat16(), 0) for part in parts])
+                fused = torch.cat([shard(part.to(dtype), 0) for part in parts])
                 parameters[name.replace(".q_proj.", ".qkv_proj.")] = fused
         elif name.endswith("gate_up_proj"):
             parameters[name.replace("gate_up_proj", "w13_weight")] = shard(

@@ -47,6 +47,11 @@ MAX_SYNCS = 3
 """Attempts to bring the servers to one version; servers that failed are started
 anew between two of them."""
 
+MAX_SCORINGS = 3
+"""Attempts to have all servers score one text."""
+SCORING_PAUSE = 0.5
+"""Seconds between two of them."""
+
 SAME_WEIGHTS = 0.02
 """Nats per token by which two servers with the same weights may differ on one text."""
 
@@ -381,12 +386,37 @@ class SglangFleet:
     # -- scores -----------------------------------------------------------------------------------
 
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
-        """Return the log-probs of ``token_ids[1:]`` from every server that holds the policy;
-        raises as ``score_on`` does. The text is the canary of servers that are restarted later."""
-        urls = tuple(status.url for status in self._synced().values())
-        scores = self._at_all(urls, lambda client: score_on(client, token_ids, temperature))
-        self._canary = Canary(token_ids, scores[0])
-        return scores
+        """Return the log-probs of ``token_ids[1:]`` from every server that holds the policy, at
+        least one. The text is the canary of servers that are restarted later.
+
+        A server that ends meanwhile is left out, and one that lost its connection is asked again.
+        Raises as ``score_on`` does when that happened ``MAX_SCORINGS`` times."""
+
+        async def score(client: SglangClient) -> list[float] | ServerFailed:
+            try:
+                return await score_on(client, token_ids, temperature)
+            except ServerFailed as failure:
+                return failure
+
+        for attempt in range(MAX_SCORINGS):
+            synced = self._synced()
+            if not synced and self._held is not None:
+                # All have ended since the sync; their successors hold nothing yet.
+                self.sync(self._held.source, self._held.version)
+                synced = self._synced()
+
+            answers = self._at_all(tuple(status.url for status in synced.values()), score)
+            failures = [answer for answer in answers if isinstance(answer, ServerFailed)]
+            scores = [answer for answer in answers if not isinstance(answer, ServerFailed)]
+            if scores and not failures:
+                self._canary = Canary(token_ids, scores[0])
+                return scores
+            if failures and attempt + 1 == MAX_SCORINGS:
+                raise failures[0]
+            for failure in failures:
+                logger.warning("an SGLang server did not score and is asked again: %s", failure)
+            time.sleep(SCORING_PAUSE)
+        raise EngineUnavailable("no SGLang server lived long enough to score a text")
 
     def _compare_with_canary(self, urls: tuple[str, ...]) -> None:
         canary = self._canary

@@ -549,6 +549,23 @@ def test_a_server_or_trainer_that_dies_in_mid_sync_leaves_nothing_half_loaded_to
     assert again.compared[-2:] == [False, True]
 
 
+def test_the_canary_is_told_by_the_servers_that_live_and_by_successors_if_none_does(
+    fleet: SglangFleet, tmp_path: Path
+) -> None:
+    fleet.ready()
+    trainer = Trainer(1)
+    fleet.sync(trainer, 1)
+    (tmp_path / "fault").write_text("die /generate:1")
+    assert fleet.score(TEXT, 1.0) == [scores_under(trainer.named)]
+    assert not (tmp_path / "fault").exists()
+
+    for actor in fleet.actors:
+        ray.get(actor.__ray_call__.remote(lambda server: server._kill()))
+    scores = fleet.score(TEXT, 1.0)
+    assert scores and all(found == scores_under(trainer.named) for found in scores)
+    assert trainer.sends == 2
+
+
 def test_the_trainer_s_own_weights_arrive_and_the_canary_sees_that_a_server_computes_something_else(
     config: RlConfig,
 ) -> None:

@@ -1,0 +1,223 @@
+"""A server of SGLang's protocol that samples from the policy, and fails or lies when it is told to.
+
+``sglang_process/sglang`` runs it in the place of SGLang's. The protocol is that of the tests' local
+server; tokens, log-probs and routes are those of the embedded engine with the weights that the
+trainer has sent, so that the loop learns, and checks of log-probs mean something.
+
+An answer depends on the weights and its prompt alone: it is computed by itself and from its first
+token, also that of a turn which another server had begun. So runs are equal to the last bit,
+whatever becomes of their servers.
+
+Orders are files as for engine.py, whose lies this one tells, too:
+
+    bucket  one bit of a tensor flips on its way
+    keep    a tensor keeps its old bytes in a sync, which the server says it has carried out
+    cut     every connection is closed in the middle of an answer
+    fault   "die PATH:N": the process ends at the N-th call of a path (``FAULT_FILE``)
+"""
+
+import argparse
+import asyncio
+import base64
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from aiohttp import web
+
+from benchmarks.faults.engine import DAMAGED, FaultyEngine, Options, flip_exponent, take_order
+from converters.names import hf_shapes
+from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.families.registry import read_hf_config
+from rl_loop.data.trajectory import FinishReason
+from rl_loop.engines.embedded.backend import build_engine
+from rl_loop.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
+from rl_loop.engines.sglang.fleet import COMPARED_EVERY
+from tests.rl_loop.sglang_protocol import LocalServer
+from tests.rl_loop.sglang_protocol import main as serve
+
+ORDERS_EVERY = 0.05
+"""Seconds between two looks for an order that no request brings up."""
+
+
+class ServerOptions(Options):
+    """What the campaign tells its servers, in the environment variable POLICY_SERVER."""
+
+    header: list[int]
+    """Tokens with which the prompt of a turn ends."""
+
+
+class PolicyServer(LocalServer):
+    """Answers with the deterministic embedded engine."""
+
+    def __init__(self, model: ModelConfig, dtype: str, settings: ServerOptions) -> None:
+        super().__init__()
+        self.dtype = dtype
+        engine = build_engine(model, dtype, 16, deterministic=settings.deterministic)
+        self.fault_file = settings.orders / "fault"
+        self._engine = FaultyEngine(engine, settings)
+        self._model = model
+        self._orders = settings.orders
+        self._header = settings.header
+        # Whether the engine computes with what has come. It is loaded when it is asked next.
+        self._is_current = True
+        self._loading = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        url = await super().start(host, port)
+        self._tasks.add(asyncio.create_task(self._follow_orders()))
+        return url
+
+    async def _follow_orders(self) -> None:
+        """Close all connections on order, once there is an answer under way."""
+        while True:
+            await asyncio.sleep(ORDERS_EVERY)
+            if not self.running or not take_order(self._orders, "cut"):
+                continue
+            assert self.runner is not None and self.runner.server is not None
+            for connection in self.runner.server.connections:
+                if connection.transport is not None:
+                    connection.transport.abort()
+
+    # -- generation -------------------------------------------------------------------------------
+
+    async def score(self, ids: list[int]) -> dict[str, Any]:
+        await self._load_engine()
+        log_probs = await self._engine.score(ids)
+        entries = [
+            [log_prob, token, None] for log_prob, token in zip([None, *log_probs], ids, strict=True)
+        ]
+        meta = {"input_token_logprobs": entries, "weight_version": self.version}
+        return {"output_ids": [], "meta_info": meta}
+
+    async def _stream(
+        self, request: web.Request, body: dict[str, Any], fault: str
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        aborted = self.running[body["rid"]] = asyncio.Event()
+        try:
+            start, result = await self._answer(body)
+            interval = body["sampling_params"]["stream_interval"]
+            sent = start
+            while sent < len(result.output_ids) and not aborted.is_set():
+                end = min(sent + interval, len(result.output_ids))
+                is_last = end == len(result.output_ids)
+                await self._send(response, _chunk(body, result, start, sent, end, is_last), fault)
+                sent = end
+                await asyncio.sleep(self.token_seconds * interval)
+            if sent < len(result.output_ids):
+                chunk = _chunk(body, result, start, sent, sent, is_last=False)
+                chunk["meta_info"]["finish_reason"] = {"type": "abort"}
+                await self._send(response, chunk, fault)
+            await response.write(b"data: [DONE]\n\n")
+        except ConnectionError:  # the client has gone
+            pass
+        finally:
+            del self.running[body["rid"]]
+        return response
+
+    async def _answer(self, body: dict[str, Any]) -> tuple[int, GenerateResult]:
+        """Compute the turn from its beginning. Returns how many of its tokens the client has."""
+        await self._load_engine()
+        params = body["sampling_params"]
+        ids = body["input_ids"]
+        start = self._sampled_of_turn(ids)
+        request = GenerateRequest(
+            request_id=body["rid"],
+            input_ids=ids[: len(ids) - start],
+            sampling=SamplingParams(
+                max_new_tokens=params["max_new_tokens"] + start,
+                temperature=params["temperature"],
+                top_p=params["top_p"],
+                stop_token_ids=tuple(params["stop_token_ids"]),
+                seed=params["sampling_seed"],
+            ),
+            return_routed_experts=body["return_routed_experts"],
+        )
+        result = await self._engine.generate(request)
+        is_same = result.output_ids[:start] == ids[len(ids) - start :]
+        assert is_same or result.request_id != body["rid"], "a turn goes on as it has not begun"
+        return start, result
+
+    def _sampled_of_turn(self, ids: list[int]) -> int:
+        """Count the tokens behind the last header."""
+        width = len(self._header)
+        for end in range(len(ids), 0, -1):
+            if ids[end - width : end] == self._header:
+                return len(ids) - end
+        raise ValueError("the prompt does not end with the header of a turn")
+
+    # -- weights ----------------------------------------------------------------------------------
+
+    async def update_weight_version(self, request: web.Request) -> web.Response:
+        self._is_current = False
+        return await super().update_weight_version(request)
+
+    def _load(self, tensors: dict[str, torch.Tensor]) -> web.Response:
+        self._is_current = False
+        if DAMAGED in tensors and take_order(self._orders, "bucket"):
+            tensors[DAMAGED] = flip_exponent(tensors[DAMAGED])
+        kept = self._compared_tensor()
+        if kept in tensors and kept in self.weights and take_order(self._orders, "keep"):
+            del tensors[kept]
+        return super()._load(tensors)
+
+    def _compared_tensor(self) -> str:
+        """Name a tensor whose checksum is compared after the sync under way; "" if none is."""
+        if not self.version.isdigit():
+            return ""
+        coming = int(self.version) + 1
+        if coming % COMPARED_EVERY:
+            return ""
+        layer = coming % self._model.num_layers
+        return f"model.layers.{layer}.self_attn.q_proj.weight"
+
+    async def _load_engine(self) -> None:
+        """Have the engine compute with what the server holds, half of a sync's weights included."""
+        async with self._loading:
+            if self._is_current or set(self.weights) != set(hf_shapes(self._model)):
+                return
+            self._is_current = True
+            version = int(self.version) if self.version.isdigit() else 0
+            await self._engine.sync_weights(self.weights.items(), version)
+
+
+def _chunk(
+    body: dict[str, Any], result: GenerateResult, start: int, sent: int, end: int, is_last: bool
+) -> dict[str, Any]:
+    """Make the chunk with tokens [sent, end) of a turn of which the client had ``start``."""
+    ids = result.output_ids[sent:end]
+    log_probs = result.output_log_probs[sent:end]
+    version = result.weight_versions[0].version if result.weight_versions else 0
+    meta: dict[str, Any] = {
+        "id": result.request_id,
+        "finish_reason": None,
+        "prompt_tokens": len(body["input_ids"]),
+        "completion_tokens": end - start,
+        "cached_tokens": 0,
+        "weight_version": str(version),
+        "output_token_logprobs": [
+            [log_prob, token, None] for log_prob, token in zip(log_probs, ids, strict=True)
+        ],
+    }
+    if is_last:
+        reason = "stop" if result.finish_reason is FinishReason.STOP else "length"
+        meta["finish_reason"] = {"type": reason}
+        if result.routed_experts is not None:
+            routes = result.routed_experts.astype("int32")
+            meta["routed_experts"] = base64.b64encode(routes.tobytes()).decode()
+    return {"output_ids": ids, "meta_info": meta}
+
+
+def main() -> None:
+    """Serve until the process is ended."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model-path", type=Path, required=True)
+    parser.add_argument("--dtype", required=True)
+    arguments, _ = parser.parse_known_args()
+    settings = ServerOptions(**json.loads(os.environ["POLICY_SERVER"]))
+    serve(PolicyServer(read_hf_config(arguments.model_path), arguments.dtype, settings))
