@@ -14,13 +14,13 @@ from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory
 from converters.mapping import Shape
 from converters.megatron_checkpoint import read_model_config
-from converters.new_directory import final_name, new_directory
+from converters.new_directory import final_name, new_directory, refuse_missing
 from converters.peft_format import WEIGHTS_FILE, AdapterMapping, PeftDirectory, adapter_mappings
 from converters.peft_settings import CONFIG_FILE, peft_config
 from converters.pipeline import Progress
 from converters.safetensors_files import SafetensorsWriter
 from converters.torch_dist import DTYPES, Precision
-from converters.torch_dist_files import TorchDistReader, TorchDistWriter
+from converters.torch_dist_files import TorchDistReader, TorchDistWriter, refuse_run
 from megatron_gptoss.checkpoint.base_digest import base_digest
 from megatron_gptoss.checkpoint.checksums import write_checksums
 from megatron_gptoss.checkpoint.directory import ADAPTER_FILE, MODEL_CONFIG_FILE
@@ -40,6 +40,8 @@ class CheckpointAdapters:
         Raises:
             ConversionError: naming what is missing.
         """
+        refuse_missing(path, "a torch_dist checkpoint of adapters")
+        refuse_run(path)
         self.path = path
         self.model = read_model_config(path / MODEL_CONFIG_FILE)
         self.adapter, self.base = _read_adapter_file(path / ADAPTER_FILE)
@@ -83,7 +85,9 @@ def open_adapters(path: Path, base: HfDirectory) -> Adapters:
     Raises:
         ConversionError: naming the file, setting or tensor that does not fit.
     """
+    refuse_missing(path, "a torch_dist checkpoint of adapters, or an adapter in PEFT's format")
     if not (path / MODEL_CONFIG_FILE).exists():
+        refuse_run(path)
         peft = PeftDirectory(path, base.config)
         peft.check_base_copies(base.get)
         return peft

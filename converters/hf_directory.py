@@ -322,6 +322,14 @@ def tokenizer_and_generation(directory: Path) -> tuple[list[Path], dict[str, Any
     return files, _read_json(generation)
 
 
+def vocabulary_size(directory: Path) -> int | None:
+    """Return vocab_size of config.json; None where a directory has no such file or key."""
+    path = Path(directory) / CONFIG_FILE
+    if not path.exists():
+        return None
+    return _read_json(path).get("vocab_size")
+
+
 # -- writing -----------------------------------------------------------------------------------
 
 

@@ -24,6 +24,7 @@ from converters.families.registry import tensors_of
 from converters.hf_directory import (
     HfDirectory,
     tokenizer_and_generation,
+    vocabulary_size,
     write_hf_directory,
     written_shapes,
 )
@@ -228,6 +229,13 @@ def _read_reference(
         return _Reference()
 
     tokenizer_files, generation_config = tokenizer_and_generation(path)
+    # A tokenizer of other tokens would make nonsense of every text, and nothing would say so.
+    vocab_size = vocabulary_size(path)
+    if vocab_size not in (None, checkpoint.config.vocab_size):
+        raise ConversionError(
+            f"--reference {path}: vocab_size is {vocab_size}, and {checkpoint.config.vocab_size} in "
+            f"{checkpoint.path}; give the model that it was trained from"
+        )
     # Kept scales would give other bytes than those that were trained and sampled.
     if not quantized or checkpoint.is_quantized:
         return _Reference(tokenizer_files, generation_config)

@@ -29,7 +29,8 @@ from converters.bits import FileRange, TensorRange
 from converters.errors import ConversionError, name_file_in_errors
 from converters.new_directory import refuse_missing, refuse_partial
 from megatron_gptoss.checkpoint.checksums import FileChecksum, damage_in
-from megatron_gptoss.checkpoint.directory import offer_earlier
+from megatron_gptoss.checkpoint.directory import latest_checkpoint, offer_earlier
+from megatron_gptoss.checkpoint.errors import CheckpointError
 from megatron_gptoss.checkpoint.pickled_metadata import METADATA_FILE, read_metadata
 
 DATA_FILE = "__0_0.distcp"
@@ -169,6 +170,19 @@ class _ErrorKeepingFile:
         """Do nothing; torch.save calls it at the end."""
 
 
+def refuse_run(path: Path) -> None:
+    """Raise ConversionError if ``path`` is a run or its checkpoints; the newest one is named."""
+    for root in (path / "checkpoints", path):
+        try:
+            newest = latest_checkpoint(root)
+        except CheckpointError as error:
+            raise ConversionError(str(error)) from None
+        if newest is not None:
+            raise ConversionError(
+                f"{path}: expected one checkpoint; the newest of this run is {newest}"
+            )
+
+
 class TorchDistReader:
     """Tensors of a checkpoint by key and leading index, whichever layer spec wrote it."""
 
@@ -194,6 +208,7 @@ class TorchDistReader:
         self.directory = Path(directory)
         self._from_disk = from_disk
         refuse_missing(self.directory, "a torch_dist checkpoint")
+        refuse_run(self.directory)
         if not unfinished:
             refuse_partial(self.directory)
         for name in (FORMAT_FILE, METADATA_FILE):

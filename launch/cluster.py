@@ -49,9 +49,9 @@ class ClusterConfig(StrictModel):
     """GPUs of each node; 0 for runs on CPUs."""
     gpu_type: str | None = None
     """The type as ``sinfo -o %G`` shows it, such as h200; null takes any."""
-    gpu_memory: float = Field(150.1, gt=0)
-    """GB (1e9 bytes) of one GPU, all of it, for the memory plan of a dry run. The default is an
-    H200's."""
+    gpu_memory: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """GB (1e9 bytes) of one GPU, all of it, for the memory plan of a dry run; null takes what the
+    run's configuration is made for (``parallel.gpu_memory``)."""
     cpus_per_node: int | None = Field(None, gt=0)
     """CPUs of each node; null leaves it to Slurm (which gives one, unless exclusive)."""
     memory_per_node: str | None = None

@@ -1,8 +1,9 @@
-"""Which GPU a plan is made for: one that is named, or that of this machine."""
+"""Which GPU a plan is made for: one that is named, that of this machine, or of the configuration."""
 
+import math
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 
@@ -74,19 +75,21 @@ def planned_hardware(
     gpu: str | None = None,
     gigabytes: float | None = None,
     host_gigabytes: float | None = None,
+    configured_gigabytes: float | None = None,
 ) -> Hardware:
-    """Return what a plan has to fit: what is given, else this machine's GPU, else an H200.
+    """Return what a plan has to fit: what is given, else this machine's GPU, else the configuration's.
 
     Args:
         gpu: a name of KNOWN_GPUS.
         gigabytes: of one GPU, in units of 1e9 bytes; wins over ``gpu``.
         host_gigabytes: of a node; without it this machine's, if the GPU is this machine's.
+        configured_gigabytes: ``parallel.gpu_memory``; None takes an H200.
 
     Raises:
         ConfigError: for an unknown name, or sizes that are none.
     """
     for option, size in (("--gpu-gb", gigabytes), ("--host-gb", host_gigabytes)):
-        if size is not None and size <= 0:
+        if size is not None and not 0 < size < math.inf:
             raise ConfigError(f"{option} {size:g}: give a size above 0, in GB")
 
     if gigabytes is not None:
@@ -97,11 +100,18 @@ def planned_hardware(
 
     here = local_gpu()
     if here is None:
-        chosen = KNOWN_GPUS[DEFAULT_GPU]
-        return Hardware(_gb(chosen), chosen.name, host_gigabytes)
+        return replace(configured_hardware(configured_gigabytes), host_gigabytes=host_gigabytes)
     if host_gigabytes is None:
         host_gigabytes = psutil.virtual_memory().total / 1e9
     return Hardware(_gb(here), f"{here.name} of this machine", host_gigabytes)
+
+
+def configured_hardware(gigabytes: float | None) -> Hardware:
+    """Return the GPU that a configuration is made for (``parallel.gpu_memory``); for None an H200."""
+    if gigabytes is None:
+        default = KNOWN_GPUS[DEFAULT_GPU]
+        return Hardware(_gb(default), default.name)
+    return Hardware(gigabytes, "GPU of parallel.gpu_memory")
 
 
 def _gb(gpu: Gpu) -> float:

@@ -52,7 +52,7 @@ class UpdatePrediction:
 
 
 def predict_update(inputs: MemoryInputs) -> UpdatePrediction:
-    """Predict an update on H200s in which every episode is as long as it may be."""
+    """Predict an update at the rates of H200s in which every episode is as long as it may be."""
     parallel = inputs.parallel
     lengths = full_row(inputs)
     # Supervised runs do not bound the sequences of a step here: one fills the fewest micro-batches.
@@ -105,8 +105,8 @@ def step_plan(inputs: MemoryInputs, gigabytes: float) -> str:
     seconds = asdict(configured.step)
     parts = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items() if value >= 0.005)
     lines = [
-        f"an update on H200s, {configured.tokens} tokens in {configured.micro_batches} micro-batches per "
-        f"data-parallel rank: {configured} ({parts})",
+        f"an update at the rates of {MEASURED_GPU}s, {configured.tokens} tokens in "
+        f"{configured.micro_batches} micro-batches per data-parallel rank: {configured} ({parts})",
         "the fastest layouts that fit, as predicted:",
     ]
 

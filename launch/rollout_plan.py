@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from launch.plan import predict_update
+from launch.plan import MEASURED_GPU, predict_update
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from rl_loop.config.rollout import RolloutConfig
@@ -121,7 +121,7 @@ def run_ahead_plan(
     prediction = predict_run_ahead(rollout, trainer, tool_seconds)
     least = prediction.least_that_pays
     lines = [
-        f"rollouts on H200s, episodes of up to {rollout.max_response_tokens} sampled tokens, "
+        f"rollouts at the rates of {MEASURED_GPU}s, episodes of up to {rollout.max_response_tokens} sampled tokens, "
         f"{MEAN_LENGTH:g} of that on average, {tool_seconds:g} s per tool call: a step's episodes keep the engines "
         f"busy for {prediction.engines:.1f} s, the longest takes {prediction.longest_episode:.1f} s, the update "
         f"{prediction.training:.1f} s",

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +84,14 @@ def describe_launch(config: RunConfig, cluster: ClusterConfig) -> str:
     sections = {"placement": describe_placement(plans, config.rollout, config.sandbox)}
 
     if cluster.gpus_per_node:
+        from launch.gpus import configured_hardware
         from megatron_gptoss.planning.memory_advice import Hardware, memory_plan  # imports torch
 
-        hardware = Hardware(cluster.gpu_memory, gpus_per_node=cluster.gpus_per_node)
+        if cluster.gpu_memory is None:
+            hardware = configured_hardware(config.parallel.gpu_memory)
+        else:
+            hardware = Hardware(cluster.gpu_memory)
+        hardware = replace(hardware, gpus_per_node=cluster.gpus_per_node)
         sections["memory plan"] = memory_plan(config.memory_inputs, hardware)
 
     if cluster.kind == "slurm":

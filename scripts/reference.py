@@ -189,6 +189,8 @@ def _type_text(annotation: Any) -> str:
         return f"list of {_type_text(arguments[0])}"
     if origin is dict:
         return f"mapping of {_type_text(arguments[0])} to {_type_text(arguments[1])}"
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return f"list of {_type_text(arguments[0])}"
     if origin is tuple:
         return f"{len(arguments)} values: {', '.join(map(_type_text, arguments))}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):

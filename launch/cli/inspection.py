@@ -49,7 +49,10 @@ def plan(
     sft: OfSft = False,
     gpu: Annotated[
         str | None,
-        Option("--gpu", help="h100, h200 or b200. Without it this machine's, or an H200."),
+        Option(
+            "--gpu",
+            help="h100, h200 or b200. Without it this machine's, else parallel.gpu_memory or an H200.",
+        ),
     ] = None,
     gpu_gb: Annotated[
         float | None,
@@ -74,7 +77,7 @@ def plan(
     from launch.rollout_plan import run_ahead_plan
     from megatron_gptoss.planning.memory_advice import is_too_much, memory_plan
 
-    hardware = planned_hardware(gpu, gpu_gb, host_gb)
+    hardware = planned_hardware(gpu, gpu_gb, host_gb, config.parallel.gpu_memory)
     inputs = config.memory_inputs
     print(
         memory_plan(inputs, hardware),

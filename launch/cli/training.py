@@ -103,7 +103,9 @@ def rl(
         resume_or_new=resume_or_new,
         overwrite=overwrite,
     )
-    print(f"evaluate the exported checkpoint: gptoss eval {path} --weights {directory / 'export'}")
+    evaluation = ["gptoss", "eval", str(path), *(overrides or [])]
+    evaluation += ["--weights", str(directory / "export")]
+    print(f"evaluate the exported checkpoint: {shlex.join(evaluation)}")
 
 
 def evaluate(

@@ -59,6 +59,10 @@ class ParallelConfig(StrictModel):
     less; moe is the last resort."""
     recompute_layers: int | None = Field(None, ge=0)
     """The layers of a pipeline stage's chunk that do so, its first ones; null: all."""
+    gpu_memory: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """GB (1e9 bytes) of one GPU, all of it, that this layout is made for. ``gptoss plan`` judges it
+    for them where no option says otherwise and the machine has no GPU, ``gptoss launch --dry-run``
+    where the cluster does not say; null: an H200's 150.1. Training does not read it."""
 
     @property
     def data(self) -> int:

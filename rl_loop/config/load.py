@@ -263,6 +263,8 @@ def read_yaml(path: Path) -> Any:
         tree = OmegaConf.load(path)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: a directory; give the YAML file") from None
     except RecursionError:
         raise ConfigError(f"{path}: it is nested too deeply") from None
     except (YAMLError, OSError, ValueError) as error:

@@ -92,7 +92,7 @@ def changes_since(run: RunDirectory, config: RunConfig) -> list[Change]:
         listed = ", ".join(str(change) for change in refused)
         raise ConfigError(
             f"--resume cannot change {listed} ({'; '.join(reasons)}). Keep what {run.config} says, or start another "
-            f"run from these weights: name=ANOTHER initial_weights={run.path}"
+            f"run from these weights: name=ANOTHER {_beginning_from(run, before, refused)}"
         )
     return changes
 
@@ -177,6 +177,18 @@ def _refusal(
         if has_reference and (config.adapter is None or change.key == "initial_adapter"):
             return "they are the reference policy of algorithm.kl"
     return None
+
+
+def _beginning_from(run: RunDirectory, before: dict[str, Any], refused: list[Change]) -> str:
+    """Write the override with which another run begins with this one's weights."""
+    if before.get("adapter") is None:
+        return f"initial_weights={run.path}"
+    # Its checkpoints have no base; adapters with other settings begin on the merged model.
+    if not any(change.key.split(".")[0] in ("adapter", "model", "dtype") for change in refused):
+        return f"initial_adapter={run.path}"
+    if (run.export / "config.json").exists():
+        return f"initial_weights={run.export}"
+    return "initial_weights=MERGED (gptoss convert merge BASE CHECKPOINT MERGED writes it)"
 
 
 def _is_same_file(before: Any, now: Any) -> bool:

@@ -92,6 +92,8 @@ def check_chat_format(config: RunConfig) -> None:
             f"vocabulary gptoss is not that of a {family} model: set tokenizer, for the checkpoint's own, or tiny"
         )
     source = config.tokenizer or config.initial_weights
+    if config.vocabulary == "tokenizer" and source is not None and not source.exists():
+        raise CannotStart(f"vocabulary tokenizer: {source} does not exist")
     if config.vocabulary == "tokenizer" and tokenizer_directory(source) is None:
         raise CannotStart(
             f"vocabulary tokenizer: there is no tokenizer.json in {source or 'initial_weights, which is null'}; "

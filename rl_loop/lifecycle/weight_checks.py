@@ -5,6 +5,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from converters.errors import ConversionError
+from converters.peft_settings import read_settings
 from megatron_gptoss.checkpoint.directory import ADAPTER_FILE, MODEL_CONFIG_FILE
 from megatron_gptoss.config import AdapterConfig, ModelConfig
 from megatron_gptoss.families.registry import parse_model_config, read_hf_config
@@ -53,11 +55,12 @@ def check_initial_adapter(path: Path, adapter: AdapterConfig, model: ModelConfig
     """Raise CannotStart unless ``path`` holds adapters of ``model`` with the settings ``adapter``.
 
     ``path``: a run directory, a checkpoint of adapters, or an adapter in PEFT's format, of which the
-    trainer compares the settings."""
+    trainer compares targets and tensors."""
     key = "initial_adapter"
     if (path / PEFT_CONFIG_FILE).exists():
         if not (path / PEFT_WEIGHTS_FILE).exists():
             raise CannotStart(f"{key}: {path} has no {PEFT_WEIGHTS_FILE}")
+        _check_peft_settings(key, path / PEFT_CONFIG_FILE, adapter, model)
         return
 
     checkpoint = _checkpoint_of(path)
@@ -79,6 +82,29 @@ def check_initial_adapter(path: Path, adapter: AdapterConfig, model: ModelConfig
     if difference is not None:
         setting, here, there = difference
         raise CannotStart(f"{key}: {checkpoint} has {setting} {there}, and this run {here}")
+
+
+def _check_peft_settings(key: str, file: Path, adapter: AdapterConfig, model: ModelConfig) -> None:
+    """Raise CannotStart if adapters in PEFT's format have other ranks or another alpha."""
+    try:
+        settings = read_settings(file)
+    except ConversionError as error:
+        raise CannotStart(f"{key}: {error}") from None
+
+    if settings.alpha != adapter.alpha:
+        raise CannotStart(
+            f"{key}: {file} has lora_alpha {settings.alpha:g}, and this run adapter.alpha {adapter.alpha:g}"
+        )
+    for target in adapter.targets:
+        kind: str = target
+        rank = adapter.rank
+        if target == "experts":
+            kind = "gate_up"
+            rank = adapter.rank_of_experts(model)
+        if settings.rank_of(kind) != rank:
+            raise CannotStart(
+                f"{key}: {file} has rank {settings.rank_of(kind)} for {target}, and this run {rank}"
+            )
 
 
 def _checkpoint_of(path: Path) -> Path:

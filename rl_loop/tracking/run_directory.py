@@ -158,7 +158,9 @@ def check_start(path: Path | str, how: Start) -> RunDirectory:
         raise RunDirectoryError(f"{run.path} is a file; a run needs a directory")
 
     if how is Start.NEW and run.has_begun:
-        steps = len(read_json_lines(run.metrics))
+        records = read_json_lines(run.metrics)
+        # The last one may be of nothing but the evaluation at the end.
+        steps = sum("seconds/step" in record for record in records)
         raise RunDirectoryError(
             f"{run.path} already holds a run ({steps} steps); add --resume to continue it or --overwrite to delete it"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ from megatron.core import dist_checkpointing
 from transformers import GptOssForCausalLM
 
 from converters import names, torch_dist
+from converters.adapter_checkpoint import export_adapter
 from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory
 from converters.torch_dist import export_checkpoint, import_checkpoint
@@ -238,7 +240,38 @@ def test_verify_refuses_models_of_different_architecture(
         verify(other, megatron_dir)
 
 
+def test_a_tokenizer_for_another_vocabulary_is_refused(
+    tmp_path: Path, megatron_dir: Path, weights: Weights
+) -> None:
+    other = save_hf(tmp_path / "other", weights)
+    export_checkpoint(megatron_dir, tmp_path / "fits", reference=other)
+
+    config = json.loads((other / "config.json").read_text())
+    config["vocab_size"] += 1
+    (other / "config.json").write_text(json.dumps(config))
+    said = rf"--reference {other}: vocab_size is {TINY.vocab_size + 1}, and {TINY.vocab_size} in"
+    with pytest.raises(ConversionError, match=said):
+        export_checkpoint(megatron_dir, tmp_path / "exported", reference=other)
+    assert not (tmp_path / "exported").exists()
+
+
 # -- bad input loses nothing ------------------------------------------------------------------------------------------
+
+
+def test_of_a_run_the_newest_checkpoint_is_named(tmp_path: Path, megatron_dir: Path) -> None:
+    newest = tmp_path / "run/checkpoints/step_000002"
+    newest.parent.mkdir(parents=True)
+    megatron_dir.rename(newest)
+    (newest / "training_state.json").write_text("{}")
+    (newest.parent / "latest").write_text(newest.name)
+
+    for given in (tmp_path / "run", newest.parent):
+        with pytest.raises(ConversionError, match=f"newest of this run is {newest}$"):
+            export_checkpoint(given, tmp_path / "exported")
+        with pytest.raises(ConversionError, match=f"newest of this run is {newest}$"):
+            export_adapter(given, tmp_path / "exported")
+    with pytest.raises(ConversionError, match="missing: no such directory; expected a torch_dist"):
+        export_adapter(tmp_path / "missing", tmp_path / "exported")
 
 
 def test_a_full_disk_leaves_no_checkpoint(tmp_path: Path, hf_dir: Path) -> None:

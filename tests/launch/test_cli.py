@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 from launch.cli import app
 from rl_loop.config.load import load_config
-from rl_loop.config.run import SftConfig
+from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.tracking.run_lock import locked_run
 from tests.waiting import PATIENCE_SECONDS
 
@@ -199,6 +200,12 @@ def test_broken_yaml_names_the_file(tmp_path: Path) -> None:
     assert "broken.yaml: cannot be read as YAML" in result.stderr
 
 
+def test_a_directory_is_no_configuration(tmp_path: Path) -> None:
+    ended = CliRunner().invoke(app, ["config", str(tmp_path)])
+    assert ended.exit_code == 1
+    assert ended.output == f"gptoss: {tmp_path}: a directory; give the YAML file\n"
+
+
 def test_a_missing_config_is_named() -> None:
     result = gptoss("rl", "configs/rl/none.yaml")
     assert result.returncode == 1
@@ -339,3 +346,40 @@ def test_an_existing_run_is_not_overwritten(tmp_path: Path) -> None:
     assert "already holds a run" in result.stderr
     assert "--resume" in result.stderr
     assert (run / "metrics.jsonl").read_text() == '{"step": 0}\n'
+
+
+def test_the_hint_at_the_end_of_a_run_can_be_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The evaluation that it starts reads the configuration of the run, overrides included."""
+    trained, evaluated = [], []
+
+    def run_rl(config: RlConfig, *arguments: object, **options: object) -> Path:
+        trained.append(config)
+        return config.directory
+
+    def run_evaluation(config: RlConfig, *arguments: object) -> list[object]:
+        evaluated.append((config, *arguments))
+        return []
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("rl_loop.run.run_rl", run_rl)
+    monkeypatch.setattr("rl_loop.run.run_evaluation", run_evaluation)
+    monkeypatch.setattr("launch.output.outlive_output", lambda file: None)
+    monkeypatch.setattr("launch.outcome.describe_outcome", lambda directory: "")
+    monkeypatch.setattr("launch.report.build_report", lambda directory: "")
+    monkeypatch.setattr("launch.evaluation_table.print_evaluation", lambda *episodes: None)
+    # The weights are not looked at; whether they fit the model is a test of its own.
+    check = "rl_loop.lifecycle.start_checks.check_what_an_evaluation_needs"
+    monkeypatch.setattr(check, lambda *arguments: None)
+
+    overrides = [f"output_dir={tmp_path / 'my runs'}", "model.num_layers=2", "rollout={workers: 1}"]
+    ended = CliRunner().invoke(app, ["rl", RL, *overrides])
+    assert ended.exit_code == 0, ended.output
+    hint = ended.output.splitlines()[-1].removeprefix("evaluate the exported checkpoint: gptoss ")
+
+    copied = CliRunner().invoke(app, shlex.split(hint))
+    assert copied.exit_code == 0, copied.output
+    ((config, weights, _),) = evaluated
+    assert config == trained[0]
+    assert weights == config.directory / "export"

@@ -64,7 +64,7 @@ def test_published_sizes_can_be_planned(size: str) -> None:
     result = CliRunner().invoke(app, [*arguments, "dtype=bfloat16"])
     assert result.exit_code == 0, result.output
     assert "tensors of the update, GB: weights" in result.output
-    assert "an update on H200s" in result.output
+    assert "an update at the rates of H200s" in result.output
     assert "moe" not in result.output, "advice about experts that are not there"
 
 

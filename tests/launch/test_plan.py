@@ -14,6 +14,7 @@ from launch.cluster import ClusterConfig
 from launch.gpus import KNOWN_GPUS, local_gpu, planned_hardware
 from launch.placement import place
 from launch.plan import attention_plan, step_plan
+from launch.submit import describe_launch
 from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.packing import schedule
 from megatron_gptoss.planning.memory import worst_account
@@ -110,8 +111,8 @@ def test_the_longest_episodes_fill_as_many_micro_batches_as_the_plan_says(
 
 
 def gpu_of(path: Path) -> float:
-    """GB of the GPU that the first line of a shipped configuration names; the tiny ones need
-    none."""
+    """GB of the GPU that the first line of a shipped configuration names for people; the tiny ones
+    need none."""
     if path.stem.startswith("tiny"):
         return EIGHTY_GB
     comment = path.read_text().split("\nname:")[0]
@@ -134,6 +135,8 @@ def test_a_configuration_that_was_never_run_says_so() -> None:
 )
 def test_every_shipped_configuration_fits_the_gpu_that_it_names(path: Path) -> None:
     config = load_config(path, SftConfig if path.parent.name == "sft" else RlConfig)
+    if not path.stem.startswith("tiny"):
+        assert gpu_of(path) == (config.parallel.gpu_memory or H200), "comment and key disagree"
     needed = worst_account(config.memory_inputs, gpu_of(path))
     assert needed.peak.total / 1e9 <= gpu_of(path), needed.phases
 
@@ -366,11 +369,64 @@ def test_the_plan_knows_the_smallest_gpu_of_this_machine(
     assert hardware.host_gigabytes is not None and hardware.host_gigabytes > 1
     assert planned_hardware("h200").gigabytes == H200
     assert planned_hardware("b200", gigabytes=60).gigabytes == 60
+    # What this machine has comes before what a configuration was made for.
+    assert planned_hardware(configured_gigabytes=75).gigabytes == 84.9
 
     for answer in ("exit 9", "echo No devices were found"):
         program.write_text(f"#!/bin/sh\n{answer}\n")
         assert local_gpu() is None
         assert planned_hardware().gigabytes == H200
+
+
+def plan_command(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """The exit code of gptoss plan of a configuration for GPUs of 80 GB, and what it says."""
+    path = CONFIGS / "rl/gpt-oss-20b-adapter_1x1_80gb.yaml"
+    with pytest.raises(SystemExit) as ended:
+        app(["plan", str(path), *arguments])
+    out, err = capfd.readouterr()
+    return ended.value.code, out or err
+
+
+def test_a_configuration_says_for_which_gpu_it_is_planned_where_nothing_else_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # no GPU here
+    # More than a GPU of 80 GB has, and less than an H200.
+    larger = "training.max_tokens_per_micro_batch=32768"
+
+    status, said = plan_command(capfd)
+    assert status == 0
+    assert said.startswith("memory per GPU of parallel.gpu_memory, ")
+    assert "its 75 GB" in said.splitlines()[0]
+
+    assert plan_command(capfd, larger)[0] == 1
+    assert plan_command(capfd, larger, "--gpu", "h200")[0] == 0
+    assert plan_command(capfd, larger, "parallel.gpu_memory=null")[0] == 0
+
+    for wrong in ("0", ".inf"):
+        status, said = plan_command(capfd, f"parallel.gpu_memory={wrong}")
+        assert status == 1
+        assert "parallel.gpu_memory" in said
+
+
+@pytest.mark.parametrize(
+    ("cluster_memory", "said"),
+    [
+        (None, "memory per GPU of parallel.gpu_memory, .* 75 GB"),
+        (60, "memory per GPU, .* more than its 60 GB"),
+    ],
+)
+def test_a_dry_run_plans_for_the_clusters_gpu_else_for_the_configurations(
+    cluster_memory: float | None, said: str
+) -> None:
+    config = load_config(CONFIGS / "rl/gpt-oss-20b-adapter_1x1_80gb.yaml", RlConfig)
+    cluster = ClusterConfig(
+        kind="local",
+        python="python",
+        gpus_per_node=1,
+        gpu_memory=cluster_memory,
+    )
+    assert re.search(said, describe_launch(config, cluster))
 
 
 def test_h200s_as_nvidia_smi_shows_them_are_those_of_the_table() -> None:
@@ -414,9 +470,9 @@ def test_a_plan_for_another_gpu_says_that_its_times_are_those_of_h200s(
     with pytest.raises(SystemExit):
         app(["plan", str(CONFIGS / "rl/gpt-oss-20b_1x2.yaml"), *options])
     said = capfd.readouterr().out
-    assert "an update on H200s" in said
+    assert "an update at the rates of H200s" in said
     assert (note is None) == ("times are those of H200s" not in said)
     if note is not None:
         assert note in said
         # Whoever reads the times has read it before.
-        assert said.index(note) < said.index("an update on H200s")
+        assert said.index(note) < said.index("an update at the rates of H200s")

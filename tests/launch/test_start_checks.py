@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from converters.names import hf_shapes
+from converters.peft_settings import peft_config
 from launch.cluster import ClusterConfig
 from launch.node_checks import RAY_PORTS, busy_ports
 from megatron_gptoss.config import AdapterConfig
@@ -123,6 +124,16 @@ CASES: dict[str, tuple[list[str], dict[str, str], str]] = {
                                   "initial_adapter: .*gptoss_config.json does not describe a model"),
     "tensors of a PEFT adapter": (["rl", RL, RANDOM, "adapter={}", "initial_adapter=FILES/peft"], {},
                                   "initial_adapter: .*peft has no adapter_model.safetensors"),
+    "the rank of a PEFT adapter": (["rl", RL, RANDOM, "adapter={rank: 4}", "initial_adapter=FILES/peft_8"], {},
+                                   "initial_adapter: .*adapter_config.json has rank 8 for q, and this run 4"),
+    "the rank of its experts": (["rl", RL, RANDOM, "adapter={rank: 8, expert_rank: 2}", "initial_adapter=FILES/peft_8"],
+                                {}, "initial_adapter: .*adapter_config.json has rank 4 for experts, and this run 2"),
+    "the alpha of a PEFT adapter": (["rl", RL, RANDOM, "adapter={rank: 8, alpha: 3}", "initial_adapter=FILES/peft_8"],
+                                    {}, "initial_adapter: .*_config.json has lora_alpha 32, and this run .*alpha 3"),
+    "a PEFT adapter that can be read": (["rl", RL, RANDOM, "adapter={}", "initial_adapter=FILES/dora"], {},
+                                        "initial_adapter: .*use_dora is True, which cannot be read"),
+    "a tokenizer's directory": (["sft", "configs/sft/tiny_dense.yaml", "vocabulary=tokenizer", "tokenizer=/none"], {},
+                                "vocabulary tokenizer: /none does not exist"),
     "a whole model to evaluate": (["eval", RL, RANDOM, "adapter={}", "initial_adapter=FILES/rank_8"], {},
                                   "initial_adapter: evaluation takes whole models: give --weights"),
     "the right model of an evaluation": (["eval", RL, "--weights", "FILES/other"], {},
@@ -186,6 +197,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write(files / name / "gptoss_config.json", model.model_dump_json())
         write(files / name / "adapter.json", '{"base": "", "settings": {"rank": 8}}')
     write(files / "peft/adapter_config.json", "{}")
+    model = load_config(ROOT / RL, RlConfig, [RANDOM]).model
+    peft = peft_config(model, AdapterConfig(rank=8, alpha=32), base=None)
+    for name, settings in (("peft_8", peft), ("dora", {**peft, "use_dora": True})):
+        write(files / name / "adapter_config.json", json.dumps(settings))
+        write(files / name / "adapter_model.safetensors", "")
     write(files / "rows.jsonl", GOOD_ROW + '{"task_id": \n')
     write(files / "good.jsonl", GOOD_ROW)
     write(files / "failing/bwrap", "#!/bin/sh\necho 'bwrap: No permissions' >&2; exit 1\n").chmod(

@@ -105,6 +105,27 @@ def test_every_setting_that_is_not_fixed_was_thought_of() -> None:
     assert not fixed & changeable
 
 
+def test_what_is_refused_names_a_start_that_another_run_can_make(tmp_path: Path) -> None:
+    """A run of adapters has no whole model in its checkpoints."""
+
+    def offered(run: RunDirectory, *overrides: str) -> str:
+        with pytest.raises(ConfigError) as refused:
+            changes_since(run, config(tmp_path, *overrides))
+        return str(refused.value).partition("name=ANOTHER ")[2]
+
+    whole = run_of(config(tmp_path, "name=whole"))
+    assert offered(whole, "name=whole", "seed=1") == f"initial_weights={whole.path}"
+
+    adapters = run_of(config(tmp_path, "name=adapters", "adapter={rank: 4}"))
+    same = ["name=adapters", "adapter={rank: 4}", "seed=1"]
+    assert offered(adapters, *same) == f"initial_adapter={adapters.path}"
+    others = ["name=adapters", "adapter={rank: 8}"]
+    assert "gptoss convert merge BASE CHECKPOINT MERGED" in offered(adapters, *others)
+    adapters.export.mkdir()
+    (adapters.export / "config.json").write_text("{}")
+    assert offered(adapters, *others) == f"initial_weights={adapters.export}"
+
+
 def test_the_base_of_adapters_may_have_moved_and_be_packed(tmp_path: Path) -> None:
     """That it is the same base, its digest in the checkpoint tells."""
     options = ["adapter={rank: 4}", "algorithm.kl={coefficient: 0.1}"]

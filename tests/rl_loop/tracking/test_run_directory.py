@@ -69,7 +69,9 @@ def test_lines_that_do_not_fit_are_not_kept_in_part(tmp_path: Path) -> None:
 
 def test_a_second_run_over_the_first_is_refused_and_the_options_are_named(tmp_path: Path) -> None:
     run = start_run(tmp_path / "run", "lr: 1\n")
-    append_lines(run.metrics, ['{"step": 0}'])
+    append_lines(
+        run.metrics, ['{"step": 0, "seconds/step": 0.5}', '{"step": 1, "held_out/reward": 1}']
+    )
     with pytest.raises(
         RunDirectoryError, match=r"already holds a run \(1 steps\); add --resume .* or --overwrite"
     ):
