@@ -1042,7 +1042,8 @@ def table(lines: list[dict[str, Any]]) -> str:
         sequences = arguments["sequences"]
         if arguments["case"] == "stock" and not arguments.get("packed"):
             sequences = 1
-        tokens = sequences * arguments["length"] * arguments["micro_batches"]
+        sharers = arguments["context"] * arguments["tensor"] * arguments["pipeline"]
+        tokens = sequences * arguments["length"] * arguments["micro_batches"] // sharers
         cells = [
             case,
             str(line["gpus"]),

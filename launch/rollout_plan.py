@@ -102,7 +102,8 @@ def decoding_step_seconds(
 def predict_run_ahead(
     rollout: RolloutConfig, trainer: MemoryInputs, tool_seconds: float
 ) -> RunAheadPrediction:
-    """Predict the bounds of a loop with SGLang's servers on GPUs of their own.
+    """Predict the bounds of a loop with SGLang's servers. On the trainer's GPUs they take turns with
+    it, and syncs, sleeping and waking come on top.
 
     ``trainer``: model, layout and batch; ``tool_seconds``: of each tool call of the longest
     episode."""
@@ -116,7 +117,9 @@ def predict_run_ahead(
     step = decoding_step_seconds(trainer.model, running, context, engine.tensor_parallel)
     tokens_per_server = episodes * MEAN_LENGTH * longest / engine.servers
     update = predict_update(trainer)
-    gpus = trainer.parallel.world_size + engine.servers * engine.tensor_parallel
+    gpus = trainer.parallel.world_size
+    if not engine.shares_trainer_gpus:
+        gpus += engine.servers * engine.tensor_parallel
     return RunAheadPrediction(
         training=MEAN_LENGTH * update.step.total,
         engines=tokens_per_server / running * step,
@@ -135,10 +138,15 @@ def run_ahead_plan(
     engine = rollout.engine
     if not isinstance(engine, SglangConfig):
         return f"rollouts: nothing is predicted for engines of type {engine.type}"
-    if engine.shares_trainer_gpus:
-        return "rollouts: the engines share the trainer's GPUs and take turns with it (algorithm.max_staleness 0)"
-
     prediction = predict_run_ahead(rollout, trainer, tool_seconds)
+    if engine.shares_trainer_gpus:
+        seconds = prediction.step_seconds(0)
+        return (
+            "rollouts: the engines share the trainer's GPUs and take turns with it (algorithm.max_staleness 0); a step "
+            f"takes {seconds:.1f} s on H200s, {prediction.training:.1f} of them the update: "
+            f"{prediction.tokens_per_second(0):.0f} tokens/s/GPU"
+        )
+
     least = prediction.least_that_pays
     lines = [
         f"rollouts on H200s, episodes of up to {rollout.max_response_tokens} sampled tokens, "

@@ -100,6 +100,17 @@ def test_the_gpus_of_trainer_and_servers_share_the_tokens_of_a_step() -> None:
     assert prediction.tokens_per_gpu == 512 * 16_384 / 2 / 8
 
 
+def test_engines_on_the_trainers_gpus_need_none_of_their_own() -> None:
+    """Half of 128 episodes' 16,384 tokens over four GPUs, which decode and train in turns."""
+    config = load(CONFIGS / "rl/gpt-oss-120b-adapter_1x4.yaml")
+    prediction = predict_run_ahead(config.rollout, config.memory_inputs, tool_seconds=0.0)
+    assert prediction.tokens_per_gpu == 128 * 16_384 / 2 / 4
+    seconds = prediction.longest_episode + prediction.training
+    assert prediction.step_seconds(0) == seconds
+    speed = f"{prediction.tokens_per_gpu / seconds:.0f} tokens/s/GPU"
+    assert f"takes {seconds:.1f} s" in plan_of(config) and speed in plan_of(config)
+
+
 def test_the_command_says_what_the_configured_lengths_and_tools_make_of_it() -> None:
     def rows(*arguments: str) -> list[list[str]]:
         result = CliRunner().invoke(app, ["plan", str(OVERLAP), "--gpu", "h200", *arguments])

@@ -291,7 +291,6 @@ def test_values_of_staleness_run_after_one_start_of_trainer_and_servers(tmp_path
 
     steps = json.loads(out.with_suffix(".json").read_text())
     assert [step["loop/max_staleness"] for step in steps] == [0, 0, 0, 2, 2, 2]
-    # On-policy steps have no forward pass before the update, and a ratio of exactly 1.
     assert [step["ratio/deviation_max"] for step in steps[:3]] == [0, 0, 0]
     assert [step["rollout/staleness_max"] for step in steps] == [0, 0, 0, 0, 1, 2]
     assert all(0 <= step["servers/idle"] < 1 and step["servers/running"] > 0 for step in steps)
