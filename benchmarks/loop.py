@@ -211,7 +211,7 @@ def write_weights(config: RlConfig, turn_tokens: int) -> None:
 def packed_experts(
     named: Iterator[tuple[str, torch.Tensor]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Quantize the experts' matrices to MXFP4 blocks and scales: the 120B is 61 GB then instead of 234.
+    """Quantize the experts' matrices to MXFP4 blocks and scales: the 120B is 65 GB then instead of 234.
 
     Args:
         named: weights by Hugging Face name; matrices of experts are [experts, in, out].
