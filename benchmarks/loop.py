@@ -2,6 +2,7 @@
 
     python benchmarks/loop.py configs/rl/gpt-oss-20b_1x4.yaml --gpus 4 --steps 5
     python benchmarks/loop.py configs/rl/gpt-oss-20b_1x4.yaml --gpus 1 --layers 8 optimizer.lr=1e-6
+    python benchmarks/loop.py configs/rl/gpt-oss-20b_1x8.yaml --staleness 0 1 2 --steps 5 --seconds 570
     python benchmarks/loop.py configs/rl/tiny_retool.yaml --turn-tokens 12 --steps 2
 
 What runs is the product's own session, as ``gptoss rl`` builds it from the configuration and the
@@ -9,18 +10,28 @@ overrides: Ray, the trainer's ranks, the engines, rollout workers with the real 
 multi-turn ReTool, routing replay (R3). Nothing is saved, evaluated at the end or exported.
 
 Weights are drawn at random, on the GPU where there is one, and written as a Hugging Face directory
-that is deleted once the trainer has read it. ``random_policy.py`` says what they do: every turn is
+that is deleted once the trainer has read it; experts of a base in MXFP4 as the packed blocks that
+released weights have. ``random_policy.py`` says what they do: every turn is
 a call of Python that runs, of ``--turn-tokens`` random tokens on average, and episodes end by their
 limits. So rewards teach nothing (``reward.tool_use`` makes them differ), and what is measured is
 time, memory and agreement, not learning.
 
 The first step compiles, and alone measures the mismatch without routing replay; medians are those
-of the others. Memory is the most that ``nvidia-smi`` showed of each GPU in a phase of any step.
+of the others. Memory is the most that ``nvidia-smi`` showed of each GPU in a phase of any step, and
+what the trainer's ranks measured beside what the plan predicts.
+
+``--staleness`` compares values of ``algorithm.max_staleness``, in rising order, with one start of
+trainer and servers: each has ``--steps`` steps, of which the first k + 1 fill the pipeline (k: the
+value), and a table of its own. One more table compares them. What a value has begun beyond its last
+step runs on in the first step of the next and is trained on by nobody. The trainer is idle in what a
+step takes beyond syncs, estimates and updates. A server is idle while it has no request, as it says
+itself several times a second (``/v1/loads``).
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import math
 import multiprocessing
@@ -29,14 +40,16 @@ import shutil
 import subprocess
 import tempfile
 import time
+import urllib.request
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
-from threading import Thread
-from typing import Any
+from statistics import mean, median
+from threading import Event, Lock, Thread
+from typing import TYPE_CHECKING, Any
 
 from rl_loop.config.load import load_rl_config
 from rl_loop.config.run import RlConfig
@@ -46,12 +59,22 @@ from rl_loop.session import Session, build_loop, codec_settings
 from rl_loop.tracking.metrics import Name
 from rl_loop.tracking.run_directory import Start
 
+if TYPE_CHECKING:
+    import torch
+
+    from rl_loop.algorithms.config import AlgorithmConfig
+    from rl_loop.trainer.group import TrainerGroup
+
 MANY_STEPS = 1_000_000
 """More than are run, so that none is the last one, which is saved."""
 PHASES = ("rollout", "sync", "prepare", "estimate", "train")
 """That the loop times itself."""
 MEMORY_MILLISECONDS = 100
 """Between two looks at the GPUs' memory."""
+LOAD_SECONDS = 0.25
+"""Between two questions to every server of how many requests it has."""
+MAX_STALENESS = "loop/max_staleness"
+"""The value that a step was run with, among its metrics."""
 DECODE_LINE = re.compile(r"#running-req: (\d+).*gen throughput \(token/s\): ([0-9.]+)")
 
 
@@ -68,22 +91,42 @@ def main() -> None:
 
         watch = Watch()
         end = math.inf if options.seconds is None else began + options.seconds
+        values = options.staleness or [config.algorithm.max_staleness]
         try:
-            run(config, options.steps, watch, end)
+            run(config, values, options.steps, watch, end)
         finally:
             # A run that failed in its fourth step still has the figures of three.
             keep_server_logs(config, options.out)
             if watch.steps:
-                show_report(Report(config, watch, server_speeds(config)), options.out)
+                show_report(watch, report_text(config, watch, server_speeds(config)), options.out)
 
 
-def show_report(report: Report, out: Path | None) -> None:
-    """Print the table, and write it and the steps' metrics to ``out``."""
-    text = report.text()
+def report_text(config: RlConfig, watch: Watch, speeds: list[tuple[int, float]]) -> str:
+    """Return all tables: those of a run, or of each value of max_staleness and their comparison."""
+    by_value: dict[int, list[dict[str, float]]] = defaultdict(list)
+    for step in watch.steps:
+        by_value[int(step[MAX_STALENESS])].append(step)
+    if len(by_value) == 1:
+        return Report(config, watch.steps, watch.memory, speeds).text()
+
+    reports = {
+        value: Report(config, steps, watch.memory, speeds, warm_up=value + 1)
+        for value, steps in by_value.items()
+    }
+    first = next(iter(reports.values()))
+    parts = [first.title(), "", comparison(list(reports.values())), ""]
+    for value, report in reports.items():
+        parts += [f"algorithm.max_staleness {value}:", "", *report.step_table()]
+    parts += first.decoding() + Report(config, watch.steps, watch.memory, speeds).memory_tables()
+    return "\n".join(parts) + "\n"
+
+
+def show_report(watch: Watch, text: str, out: Path | None) -> None:
+    """Print the tables, and write them and the steps' metrics to ``out``."""
     print(text, flush=True)
     if out:
         out.write_text(text)
-        out.with_suffix(".json").write_text(json.dumps(report.steps, indent=1))
+        out.with_suffix(".json").write_text(json.dumps(watch.steps, indent=1))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -98,11 +141,22 @@ def parse_arguments() -> argparse.Namespace:
     add(
         "--seconds", type=float, help="start no step that would end later, by the last one's length"
     )
+    add(
+        "--staleness",
+        type=int,
+        nargs="+",
+        help="values of algorithm.max_staleness, rising, each for --steps steps; overrides of the "
+        "configuration come before it",
+    )
     add("--turn-tokens", type=int, default=300, help="mean length of a turn's text")
     add("--scratch", type=Path, help="directory for weights and the run, deleted afterwards")
     add("--out", type=Path, help="Markdown file for the table; the steps' metrics lie beside it")
     add("overrides", nargs="*", help="key=value of the configuration")
-    return parser.parse_intermixed_args()
+    options = parser.parse_intermixed_args()
+    if options.staleness and options.staleness != sorted(set(options.staleness)):
+        # What a larger value has begun would fill the servers in the steps of a smaller one.
+        parser.error("--staleness: values must rise, such as 0 1 2")
+    return options
 
 
 def read_config(options: argparse.Namespace, scratch: Path) -> RlConfig:
@@ -122,6 +176,9 @@ def read_config(options: argparse.Namespace, scratch: Path) -> RlConfig:
         # Random weights agree less than trained ones; what is measured is reported.
         "canary_tolerance=10",
     ]
+    if options.staleness is not None:
+        # The largest decides how much room there must be for episodes.
+        overrides.append(f"algorithm.max_staleness={max(options.staleness)}")
     if options.layers is not None:
         overrides.append(f"model.num_layers={options.layers}")
     if options.gpus is not None:
@@ -137,7 +194,6 @@ def write_weights(config: RlConfig, turn_tokens: int) -> None:
     from random_policy import next_tokens, policy_weights
 
     from converters.hf_directory import write_hf_directory
-    from converters.mxfp4_tensors import rounded_to_mxfp4
     from rl_loop.tasks.codec import codec_of
 
     assert config.initial_weights is not None
@@ -145,16 +201,45 @@ def write_weights(config: RlConfig, turn_tokens: int) -> None:
     following = next_tokens(codec_of(codec_settings(config)), turn_tokens)
     dtype = getattr(torch, config.dtype)
     tensors = policy_weights(config.model, following, dtype, device, config.seed)
-    if config.parallel.base == "mxfp4":
-        tensors = ((name, rounded_to_mxfp4(name, tensor)) for name, tensor in tensors)
+    packed = config.parallel.base == "mxfp4"
+    if packed:
+        tensors = packed_experts(tensors)
     on_host = ((name, tensor.cpu()) for name, tensor in tensors)
-    write_hf_directory(config.initial_weights, config.model, on_host)
+    write_hf_directory(config.initial_weights, config.model, on_host, quantized=packed)
 
 
-def run(config: RlConfig, steps: int, watch: Watch, end: float) -> None:
-    """Run the steps, which ``watch`` collects the metrics of.
+def packed_experts(
+    named: Iterator[tuple[str, torch.Tensor]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Quantize the experts' matrices to MXFP4 blocks and scales: the 120B is 65 GB then instead of 234.
 
-    ``end``: seconds of ``time.monotonic`` that no step shall pass, by the length of the last one."""
+    Args:
+        named: weights by Hugging Face name; matrices of experts are [experts, in, out].
+    """
+    import torch
+
+    from converters.hf_layouts import is_expert_matrix
+    from converters.mxfp4_tensors import stored_names
+    from gptoss_kernels import mxfp4
+
+    for name, tensor in named:
+        if not is_expert_matrix(name):
+            yield name, tensor
+            continue
+
+        # One expert at a time: transposed copies of all of them would double the memory.
+        packed = [mxfp4.quantize(expert.mT.contiguous().bfloat16()) for expert in tensor]
+        blocks, scales = (torch.stack(parts) for parts in zip(*packed, strict=True))
+        blocks_name, scales_name = stored_names(name)
+        yield blocks_name, blocks
+        yield scales_name, scales
+
+
+def run(config: RlConfig, values: Sequence[int], steps: int, watch: Watch, end: float) -> None:
+    """Run ``steps`` steps with each of ``values`` of max_staleness; ``watch`` collects their metrics.
+
+    ``end``: seconds of ``time.monotonic`` that no step shall pass, by the length of the last one.
+    Values share the time that is left evenly."""
     with ExitStack() as stack:
         stack.enter_context(no_checkpoints())
         stack.enter_context(timed_waking(watch))
@@ -170,14 +255,65 @@ def run(config: RlConfig, steps: int, watch: Watch, end: float) -> None:
             "sleep", session.rollouts.pause
         )
 
-        loop = build_loop(config, session)
-        stack.callback(loop.collector.close)
-        for step in range(steps):
+        urls = server_urls(session)
+        if urls:
+            watch.loads = stack.enter_context(ServerLoads(urls))
+
+        for place, value in enumerate(values):
+            now = time.monotonic()
+            watch.max_staleness = value
+            run_value(
+                config, value, session, steps, watch, now + (end - now) / (len(values) - place)
+            )
+
+
+def run_value(
+    config: RlConfig, value: int, session: Session, steps: int, watch: Watch, end: float
+) -> None:
+    """Run steps with one value of max_staleness, from the step that the session has come to."""
+    algorithm = config.algorithm
+    if algorithm.max_staleness != value:
+        # Validated anew: on-policy steps need no log-probs before the update, stale ones do.
+        changed = algorithm.model_dump() | {"max_staleness": value}
+        algorithm = type(algorithm).model_validate(changed)
+    train_with(session.trainer, algorithm)
+    loop = build_loop(config.model_copy(update={"algorithm": algorithm}), session)
+
+    try:
+        for done in range(steps):
             if watch.steps and time.monotonic() + watch.steps[-1][Name.STEP_SECONDS] > end:
-                watch.note(f"stopped after {step} steps: the time is up")
+                watch.note(f"stopped after {done} steps: the time is up")
                 break
-            loop.run_step(step)
+            loop.run_step(loop.state.step)
             loop.state.step += 1
+    finally:
+        loop.collector.close()
+
+
+def train_with(trainer: TrainerGroup, algorithm: AlgorithmConfig) -> None:
+    """Let all ranks of a running trainer go on with another ``algorithm`` section."""
+    import ray
+
+    from rl_loop.trainer.ray_ranks import RayRanks
+
+    def change(worker: Any, algorithm: AlgorithmConfig) -> None:
+        worker.algorithm = algorithm
+
+    assert isinstance(trainer.ranks, RayRanks)
+    ray.get([actor.__ray_call__.remote(change, algorithm) for actor in trainer.ranks.actors])
+    trainer._settings = replace(trainer._settings, algorithm=algorithm)
+
+
+def server_urls(session: Session) -> list[str]:
+    """Return the addresses of SGLang's servers; none for other engines."""
+    from rl_loop.engines.sglang.backend import SglangBackend
+    from rl_loop.engines.sglang.fleet import statuses
+
+    assert session.rollouts is not None
+    backend = session.rollouts.backend
+    if not isinstance(backend, SglangBackend):
+        return []
+    return [status.url for status in asyncio.run(statuses(backend.fleet.actors))]
 
 
 @contextmanager
@@ -213,12 +349,82 @@ def timed_waking(watch: Watch) -> Iterator[None]:
         SglangFleet._change_memory = original  # type: ignore[method-assign]
 
 
+@dataclass(frozen=True)
+class LoadSample:
+    """What one server said once."""
+
+    running: int
+    """Requests in its batch."""
+    waiting: int
+    """Requests in its queue."""
+
+    @property
+    def is_idle(self) -> bool:
+        return self.running + self.waiting == 0
+
+
+class ServerLoads:
+    """Asks servers of SGLang all the time how many requests they have. A context."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self._urls = urls
+        self._samples: list[LoadSample] = []
+        self._lock = Lock()
+        self._stop = Event()
+        self._threads = [Thread(target=self._ask, args=(url,), daemon=True) for url in urls]
+
+    def __enter__(self) -> ServerLoads:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def take(self) -> dict[str, float]:
+        """Return metrics of all servers since the last call; none if no server has answered."""
+        with self._lock:
+            samples, self._samples = self._samples, []
+        if not samples:
+            return {}
+        return {
+            "servers/idle": mean(sample.is_idle for sample in samples),
+            "servers/running": mean(sample.running for sample in samples),
+        }
+
+    def _ask(self, url: str) -> None:
+        while not self._stop.wait(LOAD_SECONDS):
+            try:
+                with urllib.request.urlopen(f"{url}/v1/loads?include=core", timeout=5) as answer:
+                    sample = load_sample(json.load(answer))
+            except OSError:
+                # A server that is being started again says nothing.
+                continue
+            with self._lock:
+                self._samples.append(sample)
+
+
+def load_sample(answer: dict[str, Any]) -> LoadSample:
+    """Read the answer of ``/v1/loads`` (SGLang 0.5.17), which has an entry per data-parallel rank."""
+    return LoadSample(
+        running=sum(rank["num_running_reqs"] for rank in answer["loads"]),
+        waiting=sum(rank["num_waiting_reqs"] for rank in answer["loads"]),
+    )
+
+
 class Watch:
     """The run's display: prints, collects the steps' metrics, and looks at the GPUs' memory."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
-        """Metrics of every finished step, and ``seconds/sleep`` and ``seconds/wake``."""
+        """Metrics of every finished step, and ``seconds/sleep``, ``seconds/wake``, MAX_STALENESS and
+        what ``ServerLoads`` takes."""
+        self.max_staleness = 0
+        """Of the steps under way."""
+        self.loads: ServerLoads | None = None
+        """None until there are servers that can be asked."""
         self.memory: dict[str, dict[int, int]] = defaultdict(dict)
         """By phase and GPU: the most MiB in use."""
         self.seconds: dict[str, float] = defaultdict(float)
@@ -257,6 +463,9 @@ class Watch:
 
     def step(self, step: int, values: dict[str, float]) -> None:
         """Take the metrics of a finished step."""
+        values = {**values, MAX_STALENESS: self.max_staleness}
+        if self.loads is not None:
+            values |= self.loads.take()
         for name, seconds in self.seconds.items():
             values = {**values, f"seconds/{name}": seconds}
         self.seconds.clear()
@@ -294,32 +503,43 @@ class Report:
     def __init__(
         self,
         config: RlConfig,
-        watch: Watch,
+        steps: list[dict[str, float]],
+        memory: dict[str, dict[int, int]],
         speeds: list[tuple[int, float]],
+        warm_up: int = 1,
     ) -> None:
         """Args:
-        watch: with the metrics of the finished steps.
-        speeds: running requests and tokens per second, from the servers' logs."""
+        steps: metrics of the finished steps.
+        memory: by phase and GPU, the most MiB in use.
+        speeds: running requests and tokens per second, from the servers' logs.
+        warm_up: the first steps, which medians leave out."""
         self.config = config
-        self.steps = watch.steps
-        self.memory = watch.memory
+        self.steps = steps
+        self.memory = memory
         self.speeds = speeds
+        self.warm_up = warm_up
         self.episodes = config.rollout.tasks_per_step * config.rollout.samples_per_task
 
     def text(self) -> str:
         """Return everything as Markdown."""
-        model = self.config.model
-        rollout = self.config.rollout
         lines = [
-            f"{model.num_layers} layers, {model.num_experts} experts, GPUs: {self.gpus}, engine "
-            f"{rollout.engine.type}, {self.episodes} episodes of at most {rollout.max_tokens} tokens "
-            f"and {rollout.max_turns} turns",
+            self.title(),
             "",
-            *self._step_table(),
-            *self._decoding(),
-            *self._memory_table(),
+            *self.step_table(),
+            *self.decoding(),
+            *self.memory_tables(),
         ]
         return "\n".join(lines) + "\n"
+
+    def title(self) -> str:
+        """Say what was run."""
+        model = self.config.model
+        rollout = self.config.rollout
+        return (
+            f"{model.num_layers} layers, {model.num_experts} experts, GPUs: {self.gpus}, engine "
+            f"{rollout.engine.type}, {self.episodes} episodes of at most {rollout.max_tokens} tokens "
+            f"and {rollout.max_turns} turns"
+        )
 
     @property
     def gpus(self) -> int:
@@ -329,17 +549,28 @@ class Report:
             return self.config.parallel.world_size
         return self.config.parallel.world_size + processes.count * processes.gpus_each
 
-    def _step_table(self) -> list[str]:
+    def step_table(self) -> list[str]:
+        """Return the lines of a table with a column for every step."""
         numbers = [f"step {number}" for number in range(1, len(self.steps) + 1)]
+        after = "the first" if self.warm_up == 1 else f"the first {self.warm_up}"
         columns = len(numbers) + 2
-        lines = [f"| | {' | '.join(numbers)} | median after the first |", "|---" * columns + "|"]
+        lines = [f"| | {' | '.join(numbers)} | median after {after} |", "|---" * columns + "|"]
         for title, read, form in self._rows():
-            values = [read(step) for step in self.steps]
-            known = [value for value in values[1:] if value is not None]
-            cells = [*values, median(known) if known else None]
-            shown = ["-" if value is None else format(value, form) for value in cells]
+            cells = [*(read(step) for step in self.steps), self.median_of(read)]
+            shown = [shown_value(value, form) for value in cells]
             lines.append(f"| {title} | {' | '.join(shown)} |")
         return [*lines, ""]
+
+    def median_of(self, read: Callable[[dict[str, float]], float | None]) -> float | None:
+        """Return the median over the steps that are warm and have the value; None without any."""
+        values = [read(step) for step in self.steps[self.warm_up :]]
+        known = [value for value in values if value is not None]
+        return median(known) if known else None
+
+    def row(self, title: str) -> tuple[Callable[[dict[str, float]], float | None], str]:
+        """Return value and format of the row of this title."""
+        [found] = [(read, form) for name, read, form in self._rows() if name == title]
+        return found
 
     def _rows(self) -> list[tuple[str, Callable[[dict[str, float]], float | None], str]]:
         """Return title, value and format of every row."""
@@ -356,6 +587,11 @@ class Report:
             ("update, s", metric("seconds/train"), ".2f"),
             ("rest, s", self._rest, ".2f"),
             ("whole step, s", metric(Name.STEP_SECONDS), ".2f"),
+            ("trainer idle", self._trainer_idle, ".1%"),
+            ("servers idle", metric("servers/idle"), ".1%"),
+            ("requests running on a server", metric("servers/running"), ".1f"),
+            ("age of a trained token, versions", metric("rollout/staleness_mean"), ".2f"),
+            ("oldest trained token, versions", metric("rollout/staleness_max"), ".0f"),
             ("tokens of a step", self._tokens, ",.0f"),
             ("**tokens/s/GPU**", lambda step: step[Name.TOKENS_PER_SECOND] / self.gpus, ",.0f"),
             ("sampled tokens", self._sampled_tokens, ",.0f"),
@@ -379,6 +615,12 @@ class Report:
         return step[Name.STEP_SECONDS] - sum(step.get(f"seconds/{name}", 0) for name in counted)
 
     @staticmethod
+    def _trainer_idle(step: dict[str, float]) -> float:
+        """Return the share of a step in which the trainer neither syncs nor computes."""
+        works = sum(step.get(f"seconds/{name}", 0) for name in ("sync", "estimate", "train"))
+        return 1 - works / step[Name.STEP_SECONDS]
+
+    @staticmethod
     def _tokens(step: dict[str, float]) -> float:
         return step[Name.TOKENS_PER_SECOND] * step[Name.STEP_SECONDS]
 
@@ -391,7 +633,7 @@ class Report:
     def _update_speed(self, step: dict[str, float]) -> float:
         return self._tokens(step) / step["seconds/train"] / self.gpus
 
-    def _decoding(self) -> list[str]:
+    def decoding(self) -> list[str]:
         """Say how fast the servers decoded when they were full, by their own logs."""
         if not self.speeds:
             return []
@@ -403,12 +645,8 @@ class Report:
             "",
         ]
 
-    def _memory_table(self) -> list[str]:
-        metrics = {
-            name: [step[name] for step in self.steps if name in step]
-            for name in sorted({name for step in self.steps for name in step})
-            if name.startswith("memory/")
-        }
+    def memory_tables(self) -> list[str]:
+        """Return the lines of what nvidia-smi showed, and of what ranks measured beside the plan."""
         lines = []
         if self.memory:
             indices = sorted({index for most in self.memory.values() for index in most})
@@ -417,9 +655,78 @@ class Report:
             for phase, most in self.memory.items():
                 cells = [f"{most.get(index, 0) * 2**20 / 1e9:.1f}" for index in indices]
                 lines.append(f"| {phase} | {' | '.join(cells)} |")
-        for name, values in metrics.items():
-            lines.append(f"- {name}: {', '.join(f'{value:.4g}' for value in values)}")
+            lines.append("")
+
+        phases = {name.split("/")[1] for step in self.steps for name in step if is_memory(name)}
+        if phases:
+            lines += [
+                "| phase, most of all steps, GB | allocated | plan | off | reserved | whole GPU | plan | off |",
+                "|---" * 8 + "|",
+            ]
+            lines += [f"| {phase} | {self._memory_cells(phase)} |" for phase in sorted(phases)]
         return lines
+
+    def _memory_cells(self, phase: str) -> str:
+        def most(figure: str) -> float | None:
+            name = f"memory/{phase}/{figure}_gb"
+            return max((step[name] for step in self.steps if name in step), default=None)
+
+        cells = []
+        for measured, predicted in (
+            ("allocated", "predicted_allocated"),
+            ("reserved", None),
+            ("gpu", "predicted_gpu"),
+        ):
+            value = most(measured)
+            cells.append(shown_value(value, ".1f"))
+            if predicted is None:
+                continue
+            plan = most(predicted)
+            off = None if value is None or plan is None else value / plan - 1
+            cells += [shown_value(plan, ".1f"), shown_value(off, "+.1%")]
+        return " | ".join(cells)
+
+
+COMPARED = (
+    "whole step, s",
+    "rollout, s",
+    "update, s",
+    "**tokens/s/GPU**",
+    "trainer idle",
+    "servers idle",
+    "requests running on a server",
+    "age of a trained token, versions",
+    "oldest trained token, versions",
+    "mismatch k3 with R3",
+)
+"""Rows of a run's table that ``comparison`` has as columns."""
+
+
+def comparison(reports: Sequence[Report]) -> str:
+    """Return a table with a line of medians for every value of max_staleness."""
+    titles = ["max_staleness", "steps", *COMPARED]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for report in reports:
+        steps = len(report.steps)
+        cells = [
+            f"{report.steps[0][MAX_STALENESS]:.0f}",
+            f"{max(0, steps - report.warm_up)} of {steps}",
+        ]
+        for title in COMPARED:
+            read, form = report.row(title)
+            cells.append(shown_value(report.median_of(read), form))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def shown_value(value: float | None, form: str) -> str:
+    """Format a figure; a dash for one that is not known."""
+    return "-" if value is None else format(value, form)
+
+
+def is_memory(name: str) -> bool:
+    """Return whether a metric is of the memory of a phase."""
+    return name.startswith("memory/") and name.count("/") == 2
 
 
 def keep_server_logs(config: RlConfig, out: Path | None) -> None:

@@ -9,11 +9,16 @@
     python benchmarks/train.py table --out FILE
     python benchmarks/train.py memory --layers 12 --moments bf16 --gradients bf16 --offload 1 \
         --recompute moe_act layernorm --sequences 4 --micro-batches 4
+    torchrun --nproc_per_node 8 benchmarks/train.py step --tiny --layers 2 --experts 8 --expert 8   # on CPUs
 
 Weights are random (normal with std 0.02, biases and sinks 0, norms 1), tokens uniform, routing
 what follows from them. ``--also "step ARGUMENTS"`` runs a further case in the same processes.
 Prints a JSON object per case; ``--out FILE`` appends them as lines, and ``table`` makes a Markdown
 table of these. MFU is taken against a matrix product measured beforehand.
+
+A ``step`` says besides what share of it the computing stream waits for the experts' all-to-all, slower
+ranks included, and what ``gptoss plan`` predicts: seconds, that share, tensors of the update. ``--tiny``
+runs it with small sizes on CPUs, to see that a command works; there is no MFU and no memory then.
 
 ``stock`` is Megatron with its own layers and Transformer Engine's attention; ``--packed`` gives it
 ``--sequences`` sequences in one row instead of one. A baseline on one GPU that cannot run, for
@@ -33,6 +38,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -54,12 +60,35 @@ from megatron_gptoss.packing import PackedBatch, build_batch
 from megatron_gptoss.planning.flops import forward_flops, matmul_ceiling
 from megatron_gptoss.planning.memory import Account, Phase, account
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
+from megatron_gptoss.planning.step_time import predict_step
 from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.scorer import gather_parameters
 from megatron_gptoss.static_shape_p2p import StaticShapeP2P
+from megatron_gptoss.step_clock import ALL_TO_ALL, PARTS, StepClock, TimedMoELayer
 from megatron_gptoss.trainer import LossOutput, PolicyTrainer
 
 VOCAB = 201_088
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_size": 16,
+    "vocab_size": 128,
+    "sliding_window": 8,
+}
+"""Sizes of ``--tiny``."""
+
+
+class AllToAllClock(StepClock):
+    """Times the experts' all-to-all apart from all other communication."""
+
+    parts = (*PARTS, ALL_TO_ALL)
+
+    def __call__(self, name: str, log_level: int = 0) -> Any:
+        if name != ALL_TO_ALL:
+            return super().__call__(name, log_level)
+        return SimpleNamespace(start=lambda barrier=False: self.enter(name), stop=self.leave)
 
 
 def milliseconds(call: Callable[[], Any], rounds: int = 5) -> float:
@@ -147,8 +176,9 @@ def random_weights(model: torch.nn.Module) -> None:
     # for experts.
     stage = parallel_state.get_pipeline_model_parallel_rank()
     expert_rank = parallel_state.get_expert_model_parallel_rank()
-    dense_generator = torch.Generator("cuda").manual_seed(stage)
-    expert_generator = torch.Generator("cuda").manual_seed(1000 * (expert_rank + 1) + stage)
+    device = next(model.parameters()).device.type
+    dense_generator = torch.Generator(device).manual_seed(stage)
+    expert_generator = torch.Generator(device).manual_seed(1000 * (expert_rank + 1) + stage)
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -162,11 +192,13 @@ def random_weights(model: torch.nn.Module) -> None:
                 parameter.normal_(0, 0.02, generator=dense_generator)
 
 
-def random_batches(count: int, sequences: int, length: int, seed: int) -> list[PackedBatch]:
+def random_batches(
+    count: int, sequences: int, length: int, seed: int, vocabulary: int = VOCAB
+) -> list[PackedBatch]:
     """Build ``count`` micro-batches of ``sequences`` sequences of ``length`` tokens."""
     generator = torch.Generator().manual_seed(seed)
     shape = (count, sequences, length + 1)
-    token_ids = torch.randint(0, VOCAB, shape, generator=generator)
+    token_ids = torch.randint(0, vocabulary, shape, generator=generator)
 
     samples = TrainingSamples(
         offsets=np.arange(count * sequences + 1, dtype=np.int64) * (length + 1),
@@ -245,25 +277,48 @@ def measure_steps(
             gc.collect()
             gc.freeze()
         # All ranks begin together, so that none counts another's lateness.
-        torch.cuda.synchronize()
+        synchronize()
         dist.barrier()
         start = time.perf_counter()
         step()
-        torch.cuda.synchronize()
+        synchronize()
         times.append(time.perf_counter() - start)
 
     seconds = median(times[2:])
     tflops = flops / seconds / 1e12
-    return {
+    figures = {
         "seconds": seconds,
         "all_seconds": [round(x, 4) for x in times],
         "tokens_per_second_per_gpu": tokens_per_gpu / seconds,
         "tflops_per_gpu": tflops,
-        "mfu": tflops / ceiling,
-        "ceiling_tflops": ceiling,
-        "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
-        "reserved_gb": torch.cuda.max_memory_reserved() / 1e9,
     }
+    if torch.cuda.is_available():
+        figures |= {
+            "mfu": tflops / ceiling,
+            "ceiling_tflops": ceiling,
+            "peak_gb": largest(torch.cuda.max_memory_allocated() / 1e9),
+            "reserved_gb": largest(torch.cuda.max_memory_reserved() / 1e9),
+        }
+    return figures
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def reset_peak() -> None:
+    """Begin to measure the peak of memory, if there is a GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def largest(value: float) -> float:
+    """Return the largest of all ranks' values. Collective."""
+    values: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return max(values)
 
 
 def profile_step(step: Callable[[], Any], path: Path) -> None:
@@ -293,7 +348,8 @@ def release(trainer: PolicyTrainer) -> None:
     for chunk in trainer.model:
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:
             tensors += [buffer.grad_data, buffer.param_data]
-    for chained in trainer.optimizer.chained_optimizers:
+    # Without distributed optimizer, on CPUs, Megatron has one that is not chained.
+    for chained in getattr(trainer.optimizer, "chained_optimizers", []):
         for state in chained.optimizer.state.values():
             tensors += state.values()
 
@@ -348,7 +404,8 @@ def parallel_config(args: argparse.Namespace) -> ParallelConfig:
 
 def build_trainer(args: argparse.Namespace) -> PolicyTrainer:
     """Build the trainer of ``step_case`` with random weights."""
-    model_config = GptOssModelConfig(num_layers=args.layers, num_experts=args.experts)
+    sizes = TINY if args.tiny else {}
+    model_config = GptOssModelConfig(num_layers=args.layers, num_experts=args.experts, **sizes)
 
     # Megatron waits for the GPU after every message, which only its own messages need.
     model = build_model(
@@ -378,10 +435,17 @@ def step_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
     """Time training steps and scoring of the layout that the arguments describe."""
     trainer = build_trainer(args)
     model_config = trainer.chunks[0].config.architecture
+    use_clock(trainer, AllToAllClock())
 
     data_rank = parallel_state.get_data_parallel_rank()
     data_size = parallel_state.get_data_parallel_world_size()
-    batches = random_batches(args.micro_batches, args.sequences, args.length, seed=data_rank)
+    batches = random_batches(
+        args.micro_batches,
+        args.sequences,
+        args.length,
+        seed=data_rank,
+        vocabulary=model_config.vocab_size,
+    )
     tokens = data_size * sum(batch.tokens for batch in batches)
     tokens_per_gpu = tokens // dist.get_world_size()
 
@@ -406,7 +470,7 @@ def step_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
     # Counting costs time, so it has a pass of its own.
     load = ExpertLoad(trainer.module)
     trainer.score(batches)
-    torch.cuda.reset_peak_memory_stats()
+    reset_peak()
     score = measure_steps(lambda: trainer.score(batches), 3, tokens_per_gpu, flops / 3, ceiling)
 
     parameters = sum(parameter.numel() for parameter in trainer.module.parameters())
@@ -418,11 +482,46 @@ def step_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
     return {
         **result,
         **load.result(args.expert),
+        **predicted_step(args, trainer, batches),
         "score_seconds": score["seconds"],
-        "score_peak_gb": score["peak_gb"],
+        "score_peak_gb": score.get("peak_gb"),
         "parameters_per_gpu": parameters,
         "seconds_of": seconds_of,
+        "all_to_all_share": seconds_of[ALL_TO_ALL] / sum(seconds_of.values()),
         "losses": losses,
+    }
+
+
+def use_clock(trainer: PolicyTrainer, clock: StepClock) -> None:
+    """Let ``clock`` take the place of the trainer's in everything that was given it."""
+    for chunk in trainer.chunks:
+        chunk.config.timers = clock
+        for module in chunk.modules():
+            if isinstance(module, TimedMoELayer):
+                module.clock = clock
+    trainer.clock = clock
+
+
+def predicted_step(
+    args: argparse.Namespace, trainer: PolicyTrainer, batches: list[PackedBatch]
+) -> dict[str, float]:
+    """Return what ``gptoss plan`` predicts of the step: time on H200s, the experts' share, and the
+    tensors of the fullest pipeline stage in GB."""
+    time_of = predict_step(
+        trainer.chunks[0].config.architecture,
+        parallel_config(args),
+        trainer.config,
+        [args.length] * args.sequences,
+        args.micro_batches,
+        quantization=args.quantization,
+    )
+    phases = {
+        phase.name: phase for phase in account(memory_inputs(args, trainer, batches), 1e3).phases
+    }
+    return {
+        "predicted_seconds": time_of.total,
+        "predicted_all_to_all_share": time_of.experts / time_of.total,
+        "predicted_peak_gb": phases["update"].trainer / 1e9,
     }
 
 
@@ -531,7 +630,17 @@ def memory_account(
 ) -> Account:
     """Predict what the trainer of the arguments holds on this GPU."""
     _, total = torch.cuda.mem_get_info()
-    inputs = MemoryInputs(
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    return account(memory_inputs(args, trainer, batches), total / 1e9, stage)
+
+
+def memory_inputs(
+    args: argparse.Namespace,
+    trainer: PolicyTrainer,
+    batches: list[PackedBatch],
+) -> MemoryInputs:
+    """Return what a prediction of memory needs to know of the arguments' trainer."""
+    return MemoryInputs(
         trainer.chunks[0].config.architecture,
         parallel_config(args),
         trainer.config,
@@ -539,7 +648,6 @@ def memory_account(
         quantization=args.quantization,
         micro_batches=len(batches),
     )
-    return account(inputs, total / 1e9, parallel_state.get_pipeline_model_parallel_rank())
 
 
 def phase_row(step: int, name: str, peak: PhasePeak, predicted: Phase | None) -> dict[str, Any]:
@@ -856,6 +964,7 @@ def argument_parser() -> argparse.ArgumentParser:
         choices=["ours", "megatron"],
         help="between pipeline stages",
     )
+    add("--tiny", action="store_true", help="step: small sizes, for a run without a GPU")
     add("--config", default="{}", help="JSON of further TransformerConfig fields")
 
     # The measurement.
@@ -871,7 +980,7 @@ def run_case(args: argparse.Namespace) -> dict[str, Any]:
     """Run the case that the arguments name. Collective."""
     if args.case == "memory":
         return memory_case(args)
-    ceiling = matmul_ceiling()
+    ceiling = 0.0 if args.tiny and not torch.cuda.is_available() else matmul_ceiling()
     if args.case == "step":
         return step_case(args, ceiling)
     if args.case == "stock":
@@ -895,7 +1004,7 @@ def run(args: argparse.Namespace, port: int) -> None:
         virtual_pipeline=args.virtual_pipeline,
     )
     distributed.initialize(parallel, rank, port=port)
-    torch.cuda.reset_peak_memory_stats()
+    reset_peak()
     result = run_case(args)
 
     if rank == 0:
@@ -921,8 +1030,9 @@ def run(args: argparse.Namespace, port: int) -> None:
 def table(lines: list[dict[str, Any]]) -> str:
     """Return a Markdown table of what ``--out`` collected."""
     rows = [
-        "| case | GPUs | layers | tokens of a step and GPU | attention | seconds | tokens/s/GPU | MFU | peak GB |",
-        "|---" * 9 + "|",
+        "| case | GPUs | layers | tokens of a step and GPU | attention | seconds | predicted | tokens/s/GPU | MFU "
+        "| all-to-all | predicted | peak GB | predicted |",
+        "|---" * 13 + "|",
     ]
     for line in lines:
         arguments = line["arguments"]
@@ -932,7 +1042,8 @@ def table(lines: list[dict[str, Any]]) -> str:
         sequences = arguments["sequences"]
         if arguments["case"] == "stock" and not arguments.get("packed"):
             sequences = 1
-        tokens = sequences * arguments["length"] * arguments["micro_batches"]
+        sharers = arguments["context"] * arguments["tensor"] * arguments["pipeline"]
+        tokens = sequences * arguments["length"] * arguments["micro_batches"] // sharers
         cells = [
             case,
             str(line["gpus"]),
@@ -940,14 +1051,23 @@ def table(lines: list[dict[str, Any]]) -> str:
             f"{tokens:,}",
             line.get("last_attention") or arguments["attention"],
         ]
-        if "failed" in line:
-            cells += [line["failed"], "-", "-"]
-        else:
-            speed = f"{line['tokens_per_second_per_gpu']:,.0f}"
-            cells += [f"{line['seconds']:.3f}", speed, f"{100 * line['mfu']:.1f} %"]
-        cells.append(f"{line['peak_gb']:.1f}")
+        cells += [line["failed"]] if "failed" in line else [figure(line, "seconds", ".3f")]
+        cells += [
+            figure(line, "predicted_seconds", ".3f"),
+            figure(line, "tokens_per_second_per_gpu", ",.0f"),
+            figure(line, "mfu", ".1%"),
+            figure(line, "all_to_all_share", ".1%"),
+            figure(line, "predicted_all_to_all_share", ".1%"),
+            figure(line, "peak_gb", ".1f"),
+            figure(line, "predicted_peak_gb", ".1f"),
+        ]
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
+
+
+def figure(line: dict[str, Any], name: str, form: str) -> str:
+    """Format a figure of a case; a dash if the case has none of this name."""
+    return format(line[name], form) if name in line else "-"
 
 
 def main() -> None:

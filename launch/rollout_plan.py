@@ -31,6 +31,8 @@ class RunAheadPrediction:
     """That engines need for a step's episodes, if they decode all the time."""
     longest_episode: float
     """From its first token to its last."""
+    tokens_per_gpu: float
+    """Trained tokens of a step over the GPUs of trainer and engines."""
 
     def step_seconds(self, staleness: int) -> float:
         """Predict the wall clock of a step, in order.
@@ -47,6 +49,21 @@ class RunAheadPrediction:
         if seconds == self.training:
             return "trainer"
         return "engines" if seconds == self.engines else "longest episode"
+
+    def trainer_idle(self, staleness: int) -> float:
+        """Predict the share of a step in which the trainer waits for episodes."""
+        return 1 - self.training / self.step_seconds(staleness)
+
+    def engines_idle(self, staleness: int) -> float:
+        """Predict the share of a step that engines would not need if their batches were always full.
+
+        They are less idle than that: the last episodes of a step run in batches that are nearly empty.
+        """
+        return 1 - self.engines / self.step_seconds(staleness)
+
+    def tokens_per_second(self, staleness: int) -> float:
+        """Predict the trained tokens per second of the whole loop and GPU."""
+        return self.tokens_per_gpu / self.step_seconds(staleness)
 
     @property
     def least_that_pays(self) -> int:
@@ -85,7 +102,8 @@ def decoding_step_seconds(
 def predict_run_ahead(
     rollout: RolloutConfig, trainer: MemoryInputs, tool_seconds: float
 ) -> RunAheadPrediction:
-    """Predict the bounds of a loop with SGLang's servers on GPUs of their own.
+    """Predict the bounds of a loop with SGLang's servers. On the trainer's GPUs they take turns with
+    it, and syncs, sleeping and waking come on top.
 
     ``trainer``: model, layout and batch; ``tool_seconds``: of each tool call of the longest
     episode."""
@@ -98,10 +116,15 @@ def predict_run_ahead(
     context = MEAN_LENGTH * rollout.max_tokens
     step = decoding_step_seconds(trainer.model, running, context, engine.tensor_parallel)
     tokens_per_server = episodes * MEAN_LENGTH * longest / engine.servers
+    update = predict_update(trainer)
+    gpus = trainer.parallel.world_size
+    if not engine.shares_trainer_gpus:
+        gpus += engine.servers * engine.tensor_parallel
     return RunAheadPrediction(
-        training=MEAN_LENGTH * predict_update(trainer).step.total,
+        training=MEAN_LENGTH * update.step.total,
         engines=tokens_per_server / running * step,
         longest_episode=longest * step + (rollout.max_turns - 1) * tool_seconds,
+        tokens_per_gpu=MEAN_LENGTH * update.tokens / gpus,
     )
 
 
@@ -115,22 +138,32 @@ def run_ahead_plan(
     engine = rollout.engine
     if not isinstance(engine, SglangConfig):
         return f"rollouts: nothing is predicted for engines of type {engine.type}"
-    if engine.shares_trainer_gpus:
-        return "rollouts: the engines share the trainer's GPUs and take turns with it (algorithm.max_staleness 0)"
-
     prediction = predict_run_ahead(rollout, trainer, tool_seconds)
+    if engine.shares_trainer_gpus:
+        seconds = prediction.step_seconds(0)
+        return (
+            "rollouts: the engines share the trainer's GPUs and take turns with it (algorithm.max_staleness 0); a step "
+            f"takes {seconds:.1f} s on H200s, {prediction.training:.1f} of them the update: "
+            f"{prediction.tokens_per_second(0):.0f} tokens/s/GPU"
+        )
+
     least = prediction.least_that_pays
     lines = [
         f"rollouts at the rates of {MEASURED_GPU}s, episodes of up to {rollout.max_response_tokens} sampled tokens, "
         f"{MEAN_LENGTH:g} of that on average, {tool_seconds:g} s per tool call: a step's episodes keep the engines "
         f"busy for {prediction.engines:.1f} s, the longest takes {prediction.longest_episode:.1f} s, the update "
         f"{prediction.training:.1f} s",
-        f"  {'max_staleness':>13}{'s/step':>10}{'times':>8}  bound by",
+        f"  {'max_staleness':>13}{'s/step':>10}{'times':>8}{'tokens/s/GPU':>14}"
+        f"{'trainer idle':>14}{'engines idle':>14}  bound by",
     ]
     in_turns = prediction.step_seconds(0)
     for staleness in STALENESS:
         seconds = prediction.step_seconds(staleness)
-        line = f"  {staleness:13}{seconds:10.1f}{in_turns / seconds:8.2f}  {prediction.bound(staleness)}"
+        line = (
+            f"  {staleness:13}{seconds:10.1f}{in_turns / seconds:8.2f}"
+            f"{prediction.tokens_per_second(staleness):14.0f}{prediction.trainer_idle(staleness):14.0%}"
+            f"{prediction.engines_idle(staleness):14.0%}  {prediction.bound(staleness)}"
+        )
         if staleness == configured:
             line += "  <- configured"
         lines.append(line)

@@ -15,6 +15,9 @@ from torch import Tensor
 
 PARTS = ("forward", "backward", "optimizer", "communication", "other")
 
+ALL_TO_ALL = "all-to-all"
+"""Name of the timer around what sends tokens to their experts and back."""
+
 PART_OF_TIMER = {
     "forward-compute": "forward",
     "backward-compute": "backward",
@@ -29,6 +32,9 @@ class StepClock:
 
     A part that begins within another interrupts it.
     """
+
+    parts: tuple[str, ...] = PARTS
+    """What a step is divided into."""
 
     def __init__(self) -> None:
         self._marks: list[tuple[Any, str]] | None = None
@@ -51,7 +57,7 @@ class StepClock:
         self.enter("other")
 
     def enter(self, part: str) -> None:
-        """Begin a part, one of PARTS."""
+        """Begin a part, one of ``parts``."""
         self._parts.append(part)
         self._mark()
 
@@ -69,7 +75,7 @@ class StepClock:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
-        seconds = dict.fromkeys(PARTS, 0.0)
+        seconds = dict.fromkeys(self.parts, 0.0)
         for (start, part), (stop, _) in pairwise(marks):
             if isinstance(start, float):
                 seconds[part] += stop - start
@@ -124,12 +130,12 @@ class TimedMoELayer(MoELayer):
     def _start_timer(self, x: Tensor) -> Tensor:
         if self.clock is None:
             return x
-        return _StartTimer.apply(x, self.clock("all-to-all"))
+        return _StartTimer.apply(x, self.clock(ALL_TO_ALL))
 
     def _stop_timer(self, x: Tensor) -> Tensor:
         if self.clock is None:
             return x
-        return _StopTimer.apply(x, self.clock("all-to-all"))
+        return _StopTimer.apply(x, self.clock(ALL_TO_ALL))
 
 
 class _StartTimer(torch.autograd.Function):

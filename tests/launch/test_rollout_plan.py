@@ -10,7 +10,12 @@ from typer.testing import CliRunner
 
 from benchmarks.async_rollouts import Costs, Simulation, Workload, control_for, training_speed
 from launch.cli import app
-from launch.rollout_plan import RunAheadPrediction, decoding_step_seconds, run_ahead_plan
+from launch.rollout_plan import (
+    RunAheadPrediction,
+    decoding_step_seconds,
+    predict_run_ahead,
+    run_ahead_plan,
+)
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 
@@ -23,6 +28,10 @@ decoded (docs/performance.md)."""
 
 def load(path: Path) -> RlConfig:
     return load_config(path, RlConfig)
+
+
+def prediction_of(*, training: float, engines: float, longest_episode: float) -> RunAheadPrediction:
+    return RunAheadPrediction(training, engines, longest_episode, tokens_per_gpu=900.0)
 
 
 def plan_of(config: RlConfig) -> str:
@@ -49,6 +58,7 @@ def test_steps_are_about_as_fast_as_the_simulated_loop_makes_them() -> None:
         training=outcome.training_seconds / workload.steps,
         engines=0.0,  # idle for the most part
         longest_episode=turns.mean_rollout_seconds,
+        tokens_per_gpu=0.0,  # not looked at
     )
     errors = []
     for staleness in (0, 1, 2, 4, 8):
@@ -60,15 +70,45 @@ def test_steps_are_about_as_fast_as_the_simulated_loop_makes_them() -> None:
 
 
 def test_more_staleness_pays_until_trainer_or_engines_are_busy_all_the_time() -> None:
-    prediction = RunAheadPrediction(training=10.0, engines=4.0, longest_episode=35.0)
+    prediction = prediction_of(training=10.0, engines=4.0, longest_episode=35.0)
     assert [prediction.step_seconds(k) for k in range(6)] == [45.0, 22.5, 15.0, 11.25, 10.0, 10.0]
     assert prediction.bound(3) == "longest episode"
     assert prediction.bound(4) == "trainer"
     assert prediction.least_that_pays == 4
 
-    by_engines = RunAheadPrediction(training=10.0, engines=20.0, longest_episode=35.0)
+    by_engines = prediction_of(training=10.0, engines=20.0, longest_episode=35.0)
     assert by_engines.least_that_pays == 2
     assert by_engines.bound(2) == "engines"
+
+
+def test_trainer_and_engines_are_idle_for_what_a_step_takes_beyond_their_work() -> None:
+    prediction = prediction_of(training=10.0, engines=20.0, longest_episode=35.0)
+    # Steps of 45, 22.5 and 20 s, in which each GPU has 900 tokens.
+    idle = [(prediction.trainer_idle(k), prediction.engines_idle(k)) for k in range(3)]
+    assert idle == [
+        (pytest.approx(35 / 45), pytest.approx(25 / 45)),
+        (pytest.approx(12.5 / 22.5), pytest.approx(2.5 / 22.5)),
+        (0.5, 0.0),
+    ]
+    assert [prediction.tokens_per_second(k) for k in range(3)] == [20.0, 40.0, 45.0]
+
+
+def test_the_gpus_of_trainer_and_servers_share_the_tokens_of_a_step() -> None:
+    """Half of 512 episodes' 16,384 tokens over four trainer GPUs and four servers."""
+    config = load(CONFIGS / "rl/gpt-oss-20b_1x8.yaml")
+    prediction = predict_run_ahead(config.rollout, config.memory_inputs, tool_seconds=0.0)
+    assert prediction.tokens_per_gpu == 512 * 16_384 / 2 / 8
+
+
+def test_engines_on_the_trainers_gpus_need_none_of_their_own() -> None:
+    """Half of 128 episodes' 16,384 tokens over four GPUs, which decode and train in turns."""
+    config = load(CONFIGS / "rl/gpt-oss-120b-adapter_1x4.yaml")
+    prediction = predict_run_ahead(config.rollout, config.memory_inputs, tool_seconds=0.0)
+    assert prediction.tokens_per_gpu == 128 * 16_384 / 2 / 4
+    seconds = prediction.longest_episode + prediction.training
+    assert prediction.step_seconds(0) == seconds
+    speed = f"{prediction.tokens_per_gpu / seconds:.0f} tokens/s/GPU"
+    assert f"takes {seconds:.1f} s" in plan_of(config) and speed in plan_of(config)
 
 
 def test_the_command_says_what_the_configured_lengths_and_tools_make_of_it() -> None:

@@ -1,15 +1,19 @@
-"""benchmarks/train.py says of a baseline that cannot run why, and puts it into the table."""
+"""benchmarks/train.py says of a baseline that cannot run why, and of a step what it is made of and what
+was predicted."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+
+from megatron_gptoss import step_clock
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +46,7 @@ def test_a_baseline_without_memory_or_kernel_is_a_row_of_the_table(train: Module
     assert rows[0].startswith("| stock, packed | 1 | 24 | 8,192 |")
     assert "out of memory: CUDA out of memory. Tried to allocate 2 GiB. |" in rows[0]
     assert "ValueError: No dot product attention backend is available" in rows[1]
-    assert rows[0].endswith("| 7.5 |")
+    assert rows[0].endswith("| 7.5 | - |")
 
 
 def test_a_baseline_that_fails_on_one_of_several_ranks_ends_all(
@@ -57,7 +61,61 @@ def test_an_unpacked_row_is_one_sequence_whatever_the_others_pack(train: ModuleT
     arguments = vars(train.argument_parser().parse_args(["stock", "--micro-batches", "3"]))
     measured = {"seconds": 0.5, "tokens_per_second_per_gpu": 8192.0, "mfu": 0.25, "peak_gb": 12.0}
     (row,) = train.table([{"arguments": arguments, "gpus": 4, **measured}]).splitlines()[2:]
-    assert row == "| stock | 4 | 24 | 12,288 | auto | 0.500 | 8,192 | 25.0 % | 12.0 |"
+    assert (
+        row == "| stock | 4 | 24 | 12,288 | auto | 0.500 | - | 8,192 | 25.0% | - | - | 12.0 | - |"
+    )
+
+
+def test_ranks_that_share_a_row_have_a_part_of_its_tokens(train: ModuleType) -> None:
+    arguments = ["step", "--context", "4", "--pipeline", "2", "--length", "8192"]
+    line = {"arguments": vars(train.argument_parser().parse_args(arguments)), "gpus": 8}
+    (row,) = train.table([{**line, "seconds": 1.0}]).splitlines()[2:]
+    assert row.startswith("| step | 8 | 24 | 1,024 |")
+
+
+def test_all_to_all_is_timed_apart_from_other_communication(
+    train: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = iter(range(100))
+    monkeypatch.setattr(step_clock, "time", SimpleNamespace(perf_counter=lambda: float(next(now))))
+    clock = train.AllToAllClock()
+    clock.begin()
+    clock("forward-compute").start()
+    clock("all-to-all").start()
+    clock("all-to-all").stop()
+    clock("forward-compute").stop()
+    clock("all-grads-sync").start(barrier=True)
+    clock("all-grads-sync").stop()
+    # A second passes between two marks; the forward pass has one before and one after the exchange.
+    assert clock.end() == {
+        "forward": 2.0,
+        "backward": 0.0,
+        "optimizer": 0.0,
+        "communication": 1.0,
+        "other": 3.0,
+        "all-to-all": 1.0,
+    }
+
+
+def test_a_tiny_step_says_what_share_the_experts_exchange_has_and_what_is_predicted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    train = importlib.import_module("train")
+    out = tmp_path / "step.jsonl"
+    arguments = "step --tiny --layers 2 --experts 4 --length 24 --sequences 2 --steps 3"
+    monkeypatch.setattr("sys.argv", ["train.py", *arguments.split(), "--out", str(out)])
+    train.main()
+
+    (line,) = (json.loads(text) for text in out.read_text().splitlines())
+    parts = line["seconds_of"]
+    assert sum(parts.values()) == pytest.approx(line["seconds"], rel=0.3)
+    assert 0 < line["all_to_all_share"] == parts["all-to-all"] / sum(parts.values())
+    # One rank has all experts: the plan has no exchange. Its tensors are no more than a few MB.
+    assert line["predicted_all_to_all_share"] == 0
+    assert line["predicted_seconds"] > 0 and 0 < line["predicted_peak_gb"] < 0.1
+    # Random weights know nothing: the loss is that of guessing among 128 tokens.
+    assert line["losses"][0] == pytest.approx(4.85, abs=0.3)
 
 
 def test_segments_are_listed_with_what_keeps_them(train: ModuleType) -> None:

@@ -103,6 +103,7 @@ class LocalServer:
         app = web.Application(middlewares=[self._note], client_max_size=1 << 30)
         for path in ("/health_generate", "/model_info", "/server_info"):
             app.router.add_get(path, getattr(self, path[1:]))
+        app.router.add_get("/v1/loads", self.loads)
         posts = "generate abort_request pause_generation continue_generation flush_cache update_weight_version"
         posts += " init_weights_update_group update_weights_from_distributed"
         posts += " update_weights_from_tensor update_weights_from_disk release_memory_occupation"
@@ -186,6 +187,10 @@ class LocalServer:
         return web.json_response(
             info | {"ep_size": 1, "enable_dp_attention": False, "version": "0.5.17"}
         )
+
+    async def loads(self, request: web.Request) -> web.Response:
+        load = {"dp_rank": 0, "num_running_reqs": len(self.running), "num_waiting_reqs": 0}
+        return web.json_response({"version": "0.5.17", "loads": [load]})
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,16 +15,29 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, GptOssConfig
 
+from converters.hf_directory import HfDirectory
+from converters.mxfp4_tensors import rounded_to_mxfp4
 from rl_loop.config.load import load_rl_config
+from rl_loop.config.run import RlConfig
 from rl_loop.harmony.codec import Harmony, ParsedMessage
 from rl_loop.session import codec_settings
 from rl_loop.tasks.codec import codec_of
+from tests.rl_loop.sglang_protocol import LocalServer
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs/rl/tiny_retool.yaml"
 TURN_TOKENS = 12
+SCRIPTED_MODEL = [
+    "model.num_layers=2", "model.num_experts=4", "model.experts_per_token=2", "model.hidden_size=32",
+    "model.intermediate_size=48", "model.head_size=16", "dtype=bfloat16", "tasks.held_out_tasks=2",
+    "rollout.workers=1", "rollout.tasks_per_step=4", "rollout.samples_per_task=2",
+    "canary_tolerance=1e5",
+]  # fmt: skip
+"""A model whose layers, experts and routes are those of the scripted servers, which say something else
+than it would."""
 TEXT = "12+34-5*6/8"
 """Nothing of what a call begins with, whose tokens have certain successors."""
 
@@ -47,6 +62,38 @@ def policy(random_policy: ModuleType, harmony: Harmony) -> Any:
     model = AutoModelForCausalLM.from_config(GptOssConfig(**config.to_hf_config()))
     model.load_state_dict(dict(weights), strict=True)
     return model.eval()
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("loop")
+
+
+def loop_policy() -> ModuleType:
+    return importlib.import_module("random_policy")
+
+
+def scripted_engine(config: RlConfig, servers: int) -> dict[str, Any]:
+    """Settings of servers that speak SGLang's protocol, and whose every turn is a call of Python."""
+    call = ParsedMessage("analysis", "python", "code", "print(7)")
+    says = codec_of(codec_settings(config)).render_assistant([call], "<|call|>")
+    environment = {
+        "PYTHONPATH": f"{ROOT / 'tests/rl_loop/sglang_process'}:{ROOT}:{ROOT / 'kernels'}",
+        "OMP_NUM_THREADS": "1",
+        "SAYS": json.dumps(says),
+        "TOKEN_SECONDS": "0.02",
+    }
+    return {
+        "type": "sglang",
+        "servers": servers,
+        "weight_sync": "gloo",
+        "python": sys.executable,
+        "env": environment,
+        # On a busy machine a process is slow, not dead.
+        "health_seconds": 60.0,
+        "sync_seconds": 120.0,
+    }
 
 
 def call_of(harmony: Harmony) -> list[int]:
@@ -99,6 +146,157 @@ def test_a_header_with_a_repeated_token_is_refused(
     monkeypatch.setattr(random_policy, "PROGRAM", "((")
     with pytest.raises(ValueError, match="repeats"):
         random_policy.next_tokens(harmony, TURN_TOKENS)
+
+
+def step_of(
+    max_staleness: int, seconds: float, training: float, **figures: float
+) -> dict[str, Any]:
+    """Metrics of a step that had so many seconds, of which the trainer worked ``training`` + 1."""
+    return {
+        "loop/max_staleness": max_staleness,
+        "seconds/step": seconds,
+        "seconds/sync": 1.0,
+        "seconds/rollout": seconds - training - 1,
+        "seconds/train": training,
+        "tokens_per_second": 8000.0 / seconds,
+        "response_tokens": 10.0,
+        **figures,
+    }
+
+
+def cells(table: str, begin: str) -> list[str]:
+    """The cells of the one line that begins so."""
+    (line,) = (line for line in table.splitlines() if line.startswith(begin))
+    return [cell.strip() for cell in line.split("|")[1:-1]]
+
+
+def test_values_of_staleness_are_compared_without_the_steps_that_fill_the_pipeline(
+    loop: ModuleType,
+) -> None:
+    config = load_rl_config(TINY)
+    watch = loop.Watch()
+    watch.steps = [
+        step_of(0, 900.0, 300.0),
+        step_of(0, 40.0, 9.0, **{"servers/idle": 0.25, "servers/running": 12.0}),
+        step_of(1, 900.0, 300.0),
+        step_of(1, 800.0, 300.0),
+        step_of(1, 20.0, 9.0, **{"servers/idle": 0.0, "rollout/staleness_mean": 0.5}),
+    ]
+    table = loop.report_text(config, watch, [])
+    assert table.count("algorithm.max_staleness ") == 2
+
+    titles = cells(table, "| max_staleness")
+    in_turns = dict(zip(titles, cells(table, "| 0 |"), strict=True))
+    ahead = dict(zip(titles, cells(table, "| 1 |"), strict=True))
+    assert (in_turns["steps"], ahead["steps"]) == ("1 of 2", "1 of 3")
+    assert (in_turns["trainer idle"], ahead["trainer idle"]) == ("75.0%", "50.0%")
+    assert (in_turns["servers idle"], ahead["servers idle"]) == ("25.0%", "0.0%")
+    assert ahead["age of a trained token, versions"] == "0.50"
+    assert (in_turns["**tokens/s/GPU**"], ahead["**tokens/s/GPU**"]) == ("200", "400")
+
+
+def test_measured_memory_stands_beside_what_the_plan_says(loop: ModuleType) -> None:
+    def memory(allocated: float) -> dict[str, float]:
+        return {
+            "memory/update/allocated_gb": allocated,
+            "memory/update/predicted_allocated_gb": 100.0,
+            "memory/update/reserved_gb": 99.0,
+            "memory/update/gpu_gb": 120.0,
+            "memory/update/predicted_gpu_gb": 125.0,
+            "memory/other/gpu_gb": 7.0,
+        }
+
+    watch = loop.Watch()
+    watch.steps = [step_of(0, 40.0, 9.0, **memory(allocated)) for allocated in (90.0, 103.0, 95.0)]
+    table = loop.report_text(load_rl_config(TINY), watch, [])
+    assert cells(table, "| update |")[1:] == [
+        "103.0",
+        "100.0",
+        "+3.0%",
+        "99.0",
+        "120.0",
+        "125.0",
+        "-4.0%",
+    ]
+    assert cells(table, "| other |")[1:] == ["-", "-", "-", "-", "7.0", "-", "-"]
+
+
+def test_a_server_is_idle_while_it_has_no_request(loop: ModuleType) -> None:
+    async def ask() -> dict[str, float]:
+        server = LocalServer()
+        url = await server.start()
+        with loop.ServerLoads([url]) as loads:
+            while server.calls.count("/v1/loads") < 2:
+                await asyncio.sleep(0.01)
+            server.running = {"a": asyncio.Event(), "b": asyncio.Event()}
+            while server.calls.count("/v1/loads") < 5:
+                await asyncio.sleep(0.01)
+            # The last answer is on its way to the thread that asked.
+            await asyncio.sleep(0.1)
+            taken = loads.take()
+        await server.stop()
+        assert loads.take() == {}
+        return taken
+
+    loop.LOAD_SECONDS = 0.02
+    taken = asyncio.run(ask())
+    assert 0 < taken["servers/idle"] < 1
+    assert taken["servers/running"] == pytest.approx(2 * (1 - taken["servers/idle"]))
+
+
+def test_requests_of_all_ranks_of_a_server_count(loop: ModuleType) -> None:
+    ranks = [
+        {"dp_rank": 0, "num_running_reqs": 0, "num_waiting_reqs": 0},
+        {"dp_rank": 1, "num_running_reqs": 0, "num_waiting_reqs": 3},
+    ]
+    assert not loop.load_sample({"loads": ranks}).is_idle
+    assert loop.load_sample({"loads": ranks[:1]}).is_idle
+
+
+def test_experts_of_a_packed_base_are_written_as_their_blocks(
+    loop: ModuleType, tmp_path: Path
+) -> None:
+    """What is read from the directory are the drawn weights, rounded to MXFP4."""
+    options = ["model.num_layers=2", "model.hidden_size=64", "model.intermediate_size=96"]
+    options += ["dtype=bfloat16", f"initial_weights={tmp_path / 'weights'}", "parallel.base=mxfp4"]
+    config = load_rl_config(ROOT / "configs/rl/tiny_retool_adapter.yaml", options)
+    loop.write_weights(config, TURN_TOKENS)
+
+    following = loop_policy().next_tokens(codec_of(codec_settings(config)), TURN_TOKENS)
+    drawn = loop_policy().policy_weights(
+        config.model, following, torch.bfloat16, "cpu", config.seed
+    )
+    written = HfDirectory(tmp_path / "weights")
+    packed = 0
+    for name, tensor in drawn:
+        packed += written.read_mxfp4(name) is not None
+        assert torch.equal(written.get(name), rounded_to_mxfp4(name, tensor)), name
+    assert packed == 2 * 2
+
+
+@pytest.mark.slow
+def test_values_of_staleness_run_after_one_start_of_trainer_and_servers(tmp_path: Path) -> None:
+    config = yaml.safe_load(TINY.read_text())
+    config["rollout"]["engine"] = scripted_engine(load_rl_config(TINY), servers=2)
+    path = tmp_path / "servers.yaml"
+    path.write_text(yaml.safe_dump(config))
+    out = tmp_path / "loop.md"
+    program = [sys.executable, "benchmarks/loop.py", str(path), *SCRIPTED_MODEL, "--steps", "3"]
+    program += ["--turn-tokens", str(TURN_TOKENS), "--out", str(out), "--staleness", "0", "2"]
+    environment = {**os.environ, "RAY_memory_monitor_refresh_ms": "0", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        program, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+    steps = json.loads(out.with_suffix(".json").read_text())
+    assert [step["loop/max_staleness"] for step in steps] == [0, 0, 0, 2, 2, 2]
+    assert [step["ratio/deviation_max"] for step in steps[:3]] == [0, 0, 0]
+    assert [step["rollout/staleness_max"] for step in steps] == [0, 0, 0, 0, 1, 2]
+    assert all(0 <= step["servers/idle"] < 1 and step["servers/running"] > 0 for step in steps)
+    table = out.read_text()
+    assert cells(table, "| 0 |")[1] == "2 of 3"
+    assert cells(table, "| 2 |")[1] == "0 of 3"
 
 
 @pytest.mark.slow
