@@ -573,7 +573,12 @@ def main() -> None:
     training.add_argument("--gsm8k", type=Path, help="directory of GSM8K's files")
     training.add_argument("--cpu", action="store_true", help="tiny steps, as a test")
     training.add_argument("--out", type=Path, help="Markdown file for the table")
-    options = parser.parse_args()
+    options, rest = parser.parse_known_args()
+    # Overrides that stand behind options: argparse knows no command's in two places.
+    if options.command != "train" or not all("=" in word for word in rest):
+        parser.parse_args()
+    else:
+        options.overrides += rest
 
     if options.command == "prepare":
         prepare(options.gguf or find_gguf(), options.directory)

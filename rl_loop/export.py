@@ -33,6 +33,9 @@ COMPARED_PROMPTS = 32
 COMPARED_TOKENS = 64
 """Length of an answer."""
 
+LARGEST_DECODED = 2_000_000_000
+"""Parameters of the largest export that transformers decodes from, on the driver's CPU."""
+
 
 class Trainer(Protocol):
     """Has the policy: a TrainerGroup."""

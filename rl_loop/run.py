@@ -2,6 +2,7 @@
 what the ``gptoss`` commands call."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -40,6 +41,8 @@ from rl_loop.tracking.run_directory import (
 
 if TYPE_CHECKING:
     from rl_loop.sft import SupervisedData
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "Interrupted",
@@ -292,12 +295,21 @@ def _compare_export(
     that.
 
     ``sampled_bits``: digests of the quantized experts that engines held last."""
-    from rl_loop.export import check_exported_bits, greedy_agreement
+    from rl_loop.export import LARGEST_DECODED, check_exported_bits, greedy_agreement
 
     compared = {}
     if config.quantization is not None:
         count = check_exported_bits(session.trainer, sampled_bits, session.run.export)
         compared["packed_experts_equal"] = count
+
+    if config.model.num_parameters > LARGEST_DECODED:
+        logger.info(
+            "%s: a sample of its weights was compared with the trainer's, its answers were not: "
+            "%.1f billion parameters are too many for this machine's processors",
+            session.run.export,
+            config.model.num_parameters / 1e9,
+        )
+        return compared
 
     agreement = greedy_agreement(
         session.trainer, session.tasks, session.run.export, config.dtype, config.quantization

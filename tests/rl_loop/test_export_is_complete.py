@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
 from transformers import AutoTokenizer
 
+from rl_loop import run
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.environments.arithmetic import vocabulary_text
@@ -82,3 +85,17 @@ def test_the_card_says_what_was_trained_from_what_and_how_well() -> None:
 
     tiny = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig)
     assert "vllm" not in model_card(training_of(tiny), {}, has_template=True)
+
+
+def test_what_is_too_large_for_a_cpu_is_not_decoded_from(caplog: pytest.LogCaptureFixture) -> None:
+    config = load_config(CONFIGS / "rl/gpt-oss-20b_1x8.yaml", RlConfig)
+    # It has neither a trainer nor tasks: whoever decodes fails.
+    session: Any = SimpleNamespace(run=SimpleNamespace(export=Path("runs/large/export")))
+    with caplog.at_level(logging.INFO):
+        assert run._compare_export(config, session, {}) == {}
+    assert "runs/large/export: a sample of its weights was compared" in caplog.text
+    assert "20.9 billion parameters" in caplog.text
+
+    tiny = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig)
+    with pytest.raises(AttributeError):
+        run._compare_export(tiny, session, {})
