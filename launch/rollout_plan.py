@@ -143,7 +143,7 @@ def run_ahead_plan(
         seconds = prediction.step_seconds(0)
         return (
             "rollouts: the engines share the trainer's GPUs and take turns with it (algorithm.max_staleness 0); a step "
-            f"takes {seconds:.1f} s on H200s, {prediction.training:.1f} of them the update: "
+            f"takes {seconds:.1f} s at the rates of {MEASURED_GPU}s, {prediction.training:.1f} of them the update: "
             f"{prediction.tokens_per_second(0):.0f} tokens/s/GPU"
         )
 

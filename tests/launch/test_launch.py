@@ -60,7 +60,7 @@ def test_a_dry_run_of_each_example_is_as_reviewed(config: str, cluster: str, mor
     launching, _, configuration = done.stdout.partition("# configuration\n")
     placement = launching[: launching.index("# memory plan")]
     text = placement + launching[launching.index("# sbatch script") :]
-    assert "memory per GPU" in launching
+    assert "memory per H200" in launching
     assert "more than" not in launching, "the example does not fit its GPUs"
     golden = GOLDEN / f"{config}.txt"
     if os.environ.get("UPDATE_GOLDEN"):

@@ -29,8 +29,9 @@ from converters.random_weights import random_hf_weights
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.engines.embedded.backend import build_engine
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
-from rl_loop.engines.sglang.engine import STREAM_INTERVAL, SglangEngine
+from rl_loop.engines.sglang.engine import SglangEngine
 from rl_loop.engines.sglang.server import ServerState, ServerStatus
+from rl_loop.engines.sglang.turn import STREAM_INTERVAL
 from rl_loop.engines.sglang.weight_sender import SyncPlan, WeightMismatch, send_weights
 from rl_loop.tracking.run_directory import RunDirectory
 
