@@ -16,6 +16,7 @@ itself: then the table is of the time until then, and what the run said is print
 import argparse
 import json
 import math
+import re
 import sys
 import tempfile
 import time
@@ -33,6 +34,8 @@ from benchmarks.faults import CONFIG, Attempt, Course, Options
 BLOCKS = 10
 STEPS = "steps"
 """Under which samples hold how many were done."""
+NAMED = "threads named "
+"""How quantities begin that are only shown if they are not flat."""
 STUDENT_95 = 2.306
 """Quantile of Student's t for BLOCKS - 2 degrees of freedom."""
 NAMES = {
@@ -86,11 +89,11 @@ def sample(attempt: Attempt) -> dict[str, float]:
         with suppress(psutil.Error):
             line = " ".join(process.cmdline())
             name = next((name for part, name in NAMES.items() if part in line), "others")
-            # Its own pages: shares of common ones change with every program that starts or ends
-            # beside the run. Ray's store, which is shared, is counted by itself.
-            found[f"{name}: own memory, MB"] += process.memory_full_info().uss / 1e6
+            found[f"{name}: own memory, MB"] += own_memory(process.pid) / 1e6
             found[f"{name}: open files"] += process.num_fds()
             found[f"{name}: threads"] += process.num_threads()
+            for thread in thread_names(process.pid):
+                found[f"{name}: {NAMED}{thread}"] += 1
             for argument in process.cmdline():
                 if "raylet" in line and argument.startswith("--gcs-address="):
                     address = argument.partition("=")[2]
@@ -98,6 +101,30 @@ def sample(attempt: Attempt) -> dict[str, float]:
     if address:
         found |= ray_objects(address)
     return dict(found)
+
+
+def own_memory(pid: int) -> int:
+    """Return the bytes that a process has written itself, in memory and swapped out.
+
+    Pages of files are not counted, as of libraries: whether they are its own or common ones
+    (psutil's ``uss``) changes with every program that starts or ends beside the run. Ray's store,
+    which is shared, is counted by itself."""
+    kilobytes = 0
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key in ("RssAnon", "VmSwap"):
+                kilobytes += int(value.split()[0])
+    return 1024 * kilobytes
+
+
+def thread_names(pid: int) -> list[str]:
+    """Return the name of every thread of a process, without numbers, so that those of a pool have one."""
+    names = []
+    for thread in Path(f"/proc/{pid}/task").glob("*/comm"):
+        with suppress(OSError):  # it has ended
+            names.append(re.sub(r"\d+", "#", thread.read_text().strip()))
+    return names
 
 
 def ray_objects(address: str) -> dict[str, float]:
@@ -199,6 +226,8 @@ def report(fitted: dict[str, Slope], share: float, steps_per_hour: float = 0.0) 
     columns = ["quantity", "mean", "per hour", "95 %", *per_step, ""]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, slope in fitted.items():
+        if NAMED in name and slope.is_flat(share):
+            continue
         verdict = "flat" if slope.is_flat(share) else "**grows**"
         if slope.per_hour < 0 and verdict != "flat":
             verdict = "falls"

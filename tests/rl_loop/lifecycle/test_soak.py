@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import mmap
+import os
+import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.soak import STEPS, ray_objects, report, slopes
+from benchmarks.soak import NAMED, STEPS, own_memory, ray_objects, report, slopes, thread_names
 from rl_loop.cluster.ray_session import start_local_ray
 
 
@@ -41,3 +45,36 @@ def test_the_table_has_slopes_per_hour_and_per_step() -> None:
     assert row == "| memory | 106.3 | +10.00 | ± 0.00 | +5.000 | **grows** |"
     (row,) = report(fitted, 0.01).splitlines()[2:]
     assert row == "| memory | 106.3 | +10.00 | ± 0.00 | **grows** |"
+
+
+def test_own_memory_is_what_was_written_and_no_page_of_a_file(tmp_path: Path) -> None:
+    megabytes = 64
+    (tmp_path / "library").write_bytes(bytes(megabytes << 20))
+    before = own_memory(os.getpid())
+    with (tmp_path / "library").open("rb") as file:
+        library = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        assert sum(library[:: mmap.PAGESIZE]) == 0  # every page is there
+        assert own_memory(os.getpid()) - before < 8 << 20
+        library.close()
+
+    written = np.ones(megabytes << 20, np.uint8)
+    assert megabytes << 20 <= own_memory(os.getpid()) - before < (megabytes + 8) << 20
+    assert written.all()
+
+
+def test_threads_are_told_apart_only_where_they_grow() -> None:
+    stop = threading.Event()
+    threads = [threading.Thread(target=stop.wait) for _ in range(3)]
+    count = len(thread_names(os.getpid()))
+    for thread in threads:
+        thread.start()
+    assert len(thread_names(os.getpid())) == count + 3
+    stop.set()
+
+    hours = np.linspace(0, 1, 80)
+    samples = [
+        {f"driver: {NAMED}grpc#": 4 + 2 * hour, f"driver: {NAMED}python": 3.0, STEPS: hour}
+        for hour in hours
+    ]
+    table = report(slopes(list(hours), samples), 0.01)
+    assert "driver: threads named grpc#" in table and "python" not in table
