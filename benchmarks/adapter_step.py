@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from random_adapters import draw_adapted_model
+from timing import reset_peak, synchronize
 
 from gptoss_kernels import mxfp4
 from gptoss_kernels.adapter_merge import KERNEL_NAME
@@ -320,18 +321,6 @@ def release(trainer: PolicyTrainer) -> None:
             tensor.untyped_storage().resize_(0)
     gc.collect()
     torch.cuda.empty_cache()
-
-
-def synchronize() -> None:
-    """Wait for the GPU, if there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def reset_peak() -> None:
-    """Begin to measure the peak of memory."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
 
 
 def allocated() -> int:

@@ -66,3 +66,15 @@ def read_bandwidth() -> float:
     data.sum()
     times = [time_call(data.sum) for _ in range(5)]
     return data.nbytes / (median(times) / 1000)
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def reset_peak() -> None:
+    """Begin to measure the peak of memory, if there is a GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()

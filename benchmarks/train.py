@@ -47,6 +47,7 @@ import torch.distributed as dist
 from chosen_attention import chosen_attention
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from timing import reset_peak, synchronize
 
 from converters.live import export_hf_weights
 from megatron_gptoss import distributed
@@ -300,18 +301,6 @@ def measure_steps(
             "reserved_gb": largest(torch.cuda.max_memory_reserved() / 1e9),
         }
     return figures
-
-
-def synchronize() -> None:
-    """Wait for the GPU, if there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def reset_peak() -> None:
-    """Begin to measure the peak of memory, if there is a GPU."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
 
 
 def largest(value: float) -> float:

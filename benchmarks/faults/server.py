@@ -35,7 +35,7 @@ from rl_loop.data.trajectory import FinishReason
 from rl_loop.engines.embedded.backend import build_engine
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
 from rl_loop.engines.sglang.fleet import COMPARED_EVERY
-from tests.rl_loop.sglang_protocol import LocalServer
+from tests.rl_loop.sglang_protocol import LocalServer, sampled_of_turn
 from tests.rl_loop.sglang_protocol import main as serve
 
 ORDERS_EVERY = 0.05
@@ -125,7 +125,7 @@ class PolicyServer(LocalServer):
         await self._load_engine()
         params = body["sampling_params"]
         ids = body["input_ids"]
-        start = self._sampled_of_turn(ids)
+        start = sampled_of_turn(ids, self._header)
         request = GenerateRequest(
             request_id=body["rid"],
             input_ids=ids[: len(ids) - start],
@@ -142,14 +142,6 @@ class PolicyServer(LocalServer):
         is_same = result.output_ids[:start] == ids[len(ids) - start :]
         assert is_same or result.request_id != body["rid"], "a turn goes on as it has not begun"
         return start, result
-
-    def _sampled_of_turn(self, ids: list[int]) -> int:
-        """Count the tokens behind the last header."""
-        width = len(self._header)
-        for end in range(len(ids), 0, -1):
-            if ids[end - width : end] == self._header:
-                return len(ids) - end
-        raise ValueError("the prompt does not end with the header of a turn")
 
     # -- weights ----------------------------------------------------------------------------------
 

@@ -63,6 +63,14 @@ def log_prob(state: int) -> float:
     return -(state % 4096) / 1024
 
 
+def sampled_of_turn(ids: list[int], header: list[int]) -> int:
+    """Count the tokens of a turn that a prompt has already: those behind the last header."""
+    for end in range(len(ids), 0, -1):
+        if ids[end - len(header) : end] == header:
+            return len(ids) - end
+    raise ValueError("the prompt does not end with the header of a turn")
+
+
 class LocalServer:
     """``faults``: share of generate requests that meet one; ``token_seconds``: time per token."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.slow_tools import calls_of
-from tests.rl_loop.sglang_protocol import LocalServer, main
+from tests.rl_loop.sglang_protocol import LocalServer, main, sampled_of_turn
 
 
 class ScriptedServer(LocalServer):
@@ -29,15 +29,7 @@ class ScriptedServer(LocalServer):
         calls_so_far = ids.count(self._call[-1])
         episode = body["rid"].rsplit("/", 2)[0]
         turn = self._call if calls_so_far < calls_of(episode) else self._answer
-        return turn[self._sampled_of_turn(ids)]
-
-    def _sampled_of_turn(self, ids: list[int]) -> int:
-        """Count the tokens behind the last header."""
-        width = len(self._header)
-        for end in range(len(ids), 0, -1):
-            if ids[end - width : end] == self._header:
-                return len(ids) - end
-        raise ValueError("the prompt does not end with the header of a turn")
+        return turn[sampled_of_turn(ids, self._header)]
 
     def note_fault(self, fault: str) -> None:
         with self._fault_log.open("a") as log:

@@ -8,6 +8,8 @@ import asyncio
 import base64
 import uuid
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,66 +121,55 @@ class AnswerReader:
         Raises:
             ServerFailed: for a chunk that cannot be true, or that makes no sense.
         """
-        try:
-            return self._read(content, turn, start, url, oldest_version)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            # Nonsense may fail anywhere.
-            raise ServerFailed(f"{url}: a chunk cannot be read: {describe(error)}") from error
+        with _nonsense_is_a_fault(url):
+            meta = content["meta_info"]
+            version = str(meta.get("weight_version"))
+            if not version.isdigit() or int(version) < oldest_version:
+                raise ServerFailed(
+                    f"{url} answered with weights {version!r}, the policy is {oldest_version} or later"
+                )
 
-    def _read(
-        self,
-        content: dict[str, Any],
-        turn: Turn,
-        start: int,
-        url: str,
-        oldest_version: int,
-    ) -> Chunk:
-        meta = content["meta_info"]
-        version = str(meta.get("weight_version"))
-        if not version.isdigit() or int(version) < oldest_version:
-            raise ServerFailed(
-                f"{url} answered with weights {version!r}, the policy is {oldest_version} or later"
+            if meta.get("id", turn.server_request_id) != turn.server_request_id:
+                raise ServerFailed(f"{url} sent the answer to request {meta['id']!r}")
+
+            # Checked in every chunk, also in one without tokens: ``end_turn`` looks the reason up.
+            finish = meta.get("finish_reason")
+            if finish is not None and finish["type"] not in FINISH_REASONS:
+                raise ServerFailed(
+                    f"{url}: the answer ended by {finish['type']!r}, which is no reason"
+                )
+
+            ids = content["output_ids"]
+            total = meta["completion_tokens"]
+            received = len(turn.result.output_ids) - start
+            if total == received:
+                # A request that is aborted while it waits repeats its last token.
+                return Chunk([], [], int(version), finish, meta)
+
+            # With --incremental-streaming-output a chunk has the new tokens only, and
+            # completion_tokens counts those of all chunks: a lost or repeated chunk shows here.
+            entries = meta["output_token_logprobs"]
+            log_probs = [entry[0] for entry in entries]
+            if received + len(ids) != total or [entry[1] for entry in entries] != ids:
+                raise ServerFailed(
+                    f"{url}: {len(ids)} tokens and {len(entries)} log-probs after {received} "
+                    f"of {total} do not fit: does it run with --incremental-streaming-output?"
+                )
+            room = turn.request.sampling.max_new_tokens - len(turn.result.output_ids)
+            if len(ids) > room:
+                raise ServerFailed(f"{url}: {len(ids)} tokens came back, {room} were asked for")
+
+            if ids:
+                fault = fault_in_ids(ids, self._vocab_size) or fault_in_log_probs(log_probs)
+                if fault is not None:
+                    raise ServerFailed(f"{url}, weights {version}: {fault}")
+            return Chunk(
+                ids=[int(token) for token in ids],
+                log_probs=[float(log_prob) for log_prob in log_probs],
+                version=int(version),
+                finish=finish,
+                meta=meta,
             )
-
-        if meta.get("id", turn.server_request_id) != turn.server_request_id:
-            raise ServerFailed(f"{url} sent the answer to request {meta['id']!r}")
-
-        # Checked in every chunk, also in one without tokens: ``end_turn`` looks the reason up.
-        finish = meta.get("finish_reason")
-        if finish is not None and finish["type"] not in FINISH_REASONS:
-            raise ServerFailed(f"{url}: the answer ended by {finish['type']!r}, which is no reason")
-
-        ids = content["output_ids"]
-        total = meta["completion_tokens"]
-        received = len(turn.result.output_ids) - start
-        if total == received:
-            # A request that is aborted while it waits repeats its last token.
-            return Chunk([], [], int(version), finish, meta)
-
-        # With --incremental-streaming-output a chunk has the new tokens only, and
-        # completion_tokens counts those of all chunks: a lost or repeated chunk shows here.
-        entries = meta["output_token_logprobs"]
-        log_probs = [entry[0] for entry in entries]
-        if received + len(ids) != total or [entry[1] for entry in entries] != ids:
-            raise ServerFailed(
-                f"{url}: {len(ids)} tokens and {len(entries)} log-probs after {received} "
-                f"of {total} do not fit: does it run with --incremental-streaming-output?"
-            )
-        room = turn.request.sampling.max_new_tokens - len(turn.result.output_ids)
-        if len(ids) > room:
-            raise ServerFailed(f"{url}: {len(ids)} tokens came back, {room} were asked for")
-
-        if ids:
-            fault = fault_in_ids(ids, self._vocab_size) or fault_in_log_probs(log_probs)
-            if fault is not None:
-                raise ServerFailed(f"{url}, weights {version}: {fault}")
-        return Chunk(
-            ids=[int(token) for token in ids],
-            log_probs=[float(log_prob) for log_prob in log_probs],
-            version=int(version),
-            finish=finish,
-            meta=meta,
-        )
 
     def append(self, turn: Turn, chunk: Chunk, url: str) -> None:
         """Add a chunk to what the turn has. Raises ServerFailed if the server gave up in it."""
@@ -217,6 +208,15 @@ class AnswerReader:
             )
         # Checked as they came: a smaller dtype would make experts of numbers that are none.
         return check_routes(routes, self._num_experts).astype(route_dtype(self._num_experts))
+
+
+@contextmanager
+def _nonsense_is_a_fault(url: str) -> Iterator[None]:
+    """Raise ServerFailed for whatever reading nonsense raises, which may fail anywhere."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ServerFailed(f"{url}: a chunk cannot be read: {describe(error)}") from error
 
 
 def check_routes_came(turn: Turn, url: str) -> None:
