@@ -7,7 +7,8 @@
 A run is the directory that ``gptoss rl`` wrote, finished or not; runs of one label are seeds, of which lines are
 means and shades the range. What is compared has to be comparable: tasks, seeds, budget, reward and algorithm of all
 labels are equal, or the first difference is named and nothing is drawn. Models, vocabularies, prompts, learning
-rates and limits of tokens may differ, since one task has other lengths in other tokens.
+rates and limits of tokens may differ, since one task has other lengths in other tokens, and routing replay, which
+a dense model has no use for.
 
 The table has the mean of the last third of the steps, and of the last three metrics the largest of all steps:
 
@@ -116,6 +117,8 @@ def read_run(directory: Path) -> Run:
     }
 
     task_seed = config["tasks"].pop("seed")
+    # A dense model has no routes, and a mixture of experts is compared with and without them.
+    del config["algorithm"]["routing_replay"]
     settings = {key: value_of(config, key) for key in EQUAL}
     return Run(directory, (config["seed"], task_seed), settings, curves)
 

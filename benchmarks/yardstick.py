@@ -13,8 +13,8 @@ template. Neither package is a requirement of the project.
 in float64 and in float32, and a conversion to Megatron's weights and back, byte for byte.
 
 `train` runs `gptoss sft` once, and from there `gptoss rl` for every seed: ReTool on generated arithmetic, or with
---gsm8k DIR (its train.jsonl and test.jsonl) on the problems of GSM8K that take at most two steps. Columns, one
-row per run:
+--gsm8k DIR (its train.jsonl and test.jsonl) on the problems of GSM8K that take at most two steps, whose solutions
+say what the demonstrations compute. Columns, one row per run:
 
     before, after  accuracy on held-out problems before the first step of RL and after the last
     k3             largest of all steps: KL of engine and trainer, in nats per sampled token
@@ -427,6 +427,8 @@ class Plan:
             f"training.steps={self.sft_steps}",
             f"training.checkpoint_every={self.sft_steps}",
         ]
+        if self.gsm8k is not None:
+            arguments.append(self._gsm8k())
         if self.is_cpu:
             arguments += [*TINY_STEPS, "sequences_per_step=4"]
         return arguments
@@ -447,10 +449,7 @@ class Plan:
             "--resume-or-new",
         ]
         if self.gsm8k is not None:
-            files = f"train_path: {self.work}/train.jsonl, held_out_path: {self.work}/test.jsonl"
-            arguments.append(
-                f"tasks.sources={{gsm8k: {{environment: gsm8k, {files}, options: {{tools: true}}}}}}"
-            )
+            arguments.append(self._gsm8k())
         if self.is_cpu:
             arguments += [
                 *TINY_STEPS,
@@ -465,6 +464,11 @@ class Plan:
                 "rollout.max_tokens=1024",
             ]
         return [*arguments, *self.overrides]
+
+    def _gsm8k(self) -> str:
+        """Return the tasks of both: the easy part, with Python."""
+        files = f"train_path: {self.work}/train.jsonl, held_out_path: {self.work}/test.jsonl"
+        return f"tasks.sources={{gsm8k: {{environment: gsm8k, {files}, options: {{tools: true}}}}}}"
 
 
 def train(plan: Plan, seeds: Sequence[int]) -> str:

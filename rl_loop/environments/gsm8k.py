@@ -1,9 +1,12 @@
 r"""GSM8K (arXiv 2110.14168): word problems whose answer is an integer, from the head or with
 Python.
 
-Files and the hub have the real ones; without either, small word problems are generated."""
+Files and the hub have the real ones; without either, small word problems are generated. The real
+ones come with solutions whose calculations are marked, <<48/2=24>>: demonstrations compute them."""
 
+import re
 from collections.abc import Sequence
+from fractions import Fraction
 from random import Random
 from typing import Any
 
@@ -11,6 +14,13 @@ from rl_loop.chat.tools import PythonTool
 from rl_loop.environments import arithmetic
 from rl_loop.environments.base import Script, Split, Task, UnknownTool, final, text_in, think
 from rl_loop.environments.retool import ReToolEnvironment, ReToolOptions, prompt_of
+from rl_loop.sandbox import ExecutionResult
+
+CALCULATION = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")
+"""A calculation of a solution, and its result."""
+NUMBER = re.compile(r"\d+(?:\.\d+)?|\.\d+")
+ARITHMETIC = re.compile(r"[-+*/(). 0-9]{1,200}")
+"""What is computed here. No powers: ``evaluate`` leaves out two asterisks."""
 
 
 class Gsm8kOptions(ReToolOptions):
@@ -42,20 +52,35 @@ class Gsm8kEnvironment(ReToolEnvironment):
         ground_truth = answer.rpartition("####")[2].strip().replace(",", "")
         if not ground_truth:
             raise ValueError("'answer' has nothing after ####")
-        return Task(
+
+        task = Task(
             name, prompt_of(question, options), ground_truth, "gsm8k", {"tools": options.tools}
         )
+        expression = expression_of(answer, ground_truth)
+        if expression is not None:
+            task.metadata["expression"] = expression
+        return task
 
     @classmethod
     def solve(cls, task: Task, rng: Random, faulty: bool) -> Script:
-        """Work the problem out, with Python where it may be called; if ``faulty``, guess."""
-        if task.metadata["tools"]:
+        """Work the problem out, with Python where it may be called; if ``faulty``, guess.
+
+        Without Python where the task's solution says no calculation that Python could do."""
+        if task.metadata["tools"] and "expression" in task.metadata:
             yield from ReToolEnvironment.solve(task, rng, faulty)
         elif faulty:
-            guess = arithmetic.guess(int(task.ground_truth), rng)
+            guess = arithmetic.guess(int(float(task.ground_truth)), rng)
             yield [think("I guess."), final(rf"\boxed{{{guess}}}")]
         else:
             yield [think("I work it out."), final(rf"\boxed{{{task.ground_truth}}}")]
+
+    @classmethod
+    async def simulate_python(cls, code: str, history: Sequence[str] = (), /) -> ExecutionResult:
+        printed = re.fullmatch(r"print\((.*)\)", code)
+        value = None if printed is None else evaluate(printed[1])
+        if value is not None:
+            return ExecutionResult(f"{value}\n", 0)
+        return await ReToolEnvironment.simulate_python(code, history)
 
     @classmethod
     def vocabulary_text(cls) -> str:
@@ -69,3 +94,40 @@ class Gsm8kEnvironment(ReToolEnvironment):
         if not self.task.metadata.get("tools"):
             raise UnknownTool
         return await super().call(tool, arguments)
+
+
+def expression_of(solution: str, answer: str) -> str | None:
+    """Return one expression for what a solution of GSM8K calculates, None if there is none.
+
+    The last calculation, with earlier ones in place of their results: "48/2" and "48+24" make
+    "48+(48/2)". Python's value of it is exactly ``answer``."""
+    steps: dict[Fraction, str] = {}
+
+    def written_out(number: re.Match[str]) -> str:
+        earlier = steps.get(Fraction(number[0]))
+        return number[0] if earlier is None else f"({earlier})"
+
+    expression = ""
+    for calculation, result in CALCULATION.findall(solution):
+        expression = NUMBER.sub(written_out, calculation.replace(" ", ""))
+        if NUMBER.fullmatch(result.strip()):
+            steps[Fraction(result.strip())] = expression
+
+    value = evaluate(expression)
+    if value is None or not NUMBER.fullmatch(answer.lstrip("-")):
+        return None
+    return expression if value == float(answer) else None
+
+
+def evaluate(expression: str) -> int | float | None:
+    """Compute sums, differences, products and quotients of numbers as Python does.
+
+    Returns None for anything else, and for what Python refuses."""
+    if not ARITHMETIC.fullmatch(expression) or "**" in expression:
+        return None
+    try:
+        # Only digits, dots, brackets and the four operations can be in it.
+        value = eval(expression, {"__builtins__": {}})
+    except (ArithmeticError, SyntaxError, TypeError):
+        return None
+    return value if isinstance(value, int | float) else None

@@ -59,6 +59,13 @@ def test_seeds_of_one_label_are_averaged_up_to_the_last_common_step(tmp_path: Pa
     assert table(runs).splitlines()[2].startswith("| dense | 2 | 3 | 0.5 |")
 
 
+def test_routes_may_be_replayed_beside_a_model_that_has_none(tmp_path: Path) -> None:
+    overrides = ("algorithm.routing_replay=R3", "rollout.routed_experts=true")
+    replayed = write_run(tmp_path / "replayed", "tiny_retool", *overrides)
+    dense = write_run(tmp_path / "dense", "tiny_dense")
+    assert list(read_runs([f"GPT-OSS={replayed}", f"dense={dense}"])) == ["GPT-OSS", "dense"]
+
+
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
