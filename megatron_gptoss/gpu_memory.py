@@ -121,6 +121,14 @@ class PhaseMemory:
         if self._counters is not None:
             self._add_to_present_phase(self._counters.read())
 
+    def split(self) -> None:
+        """Measure the rest of the present phase apart from what was until now.
+
+        For the moment in which this process has given memory back: others may take it before the
+        phase ends, and it would be counted twice."""
+        if self._phase is not None:
+            self.enter(self._phase)
+
     def take(self) -> PhasePeaks | None:
         """Return the peaks by phase, the present one until now, and begin anew with it; None where
         nothing is measured."""

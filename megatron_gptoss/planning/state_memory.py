@@ -50,8 +50,7 @@ def weight_memory(inputs: MemoryInputs, stage: int) -> float:
     """Return the weights of all models, and the memory that merged or rounded ones share."""
     # Every auxiliary model has the policy's architecture, layout and adapters.
     weights = _model_weights(inputs, stage) * (1 + len(inputs.auxiliary_models))
-    if inputs.adapter is not None or inputs.quantization is not None:
-        weights += merged_weight_bytes(inputs.model, inputs.parallel)
+    weights += shared_weight_bytes(inputs)
 
     if stage == inputs.parallel.pipeline - 1:
         critics = [optimizer for optimizer in inputs.auxiliary_models if optimizer is not None]
@@ -74,6 +73,21 @@ def _model_weights(inputs: MemoryInputs, stage: int) -> float:
         matrices = experts * 3 * model.hidden_size * model.intermediate_size
         weights -= (2 - MXFP4_BYTES) * matrices
     return weights
+
+
+def shared_weight_bytes(inputs: MemoryInputs) -> float:
+    """Return the memory that all layers share for merged or rounded weights; 0 where there are none."""
+    if inputs.adapter is None and inputs.quantization is None:
+        return 0.0
+    return merged_weight_bytes(inputs.model, inputs.parallel)
+
+
+def dequantized_bytes(inputs: MemoryInputs) -> float:
+    """Return the memory in which a frozen matrix in four bits becomes bf16 before it is merged: the
+    largest of a layer, gate and up projections of a rank's experts."""
+    if inputs.adapter is None or inputs.parallel.base != "mxfp4":
+        return 0.0
+    return 2 / 3 * merged_weight_bytes(inputs.model, inputs.parallel)
 
 
 def merged_weight_bytes(model: ModelConfig, parallel: ParallelConfig) -> float:

@@ -130,6 +130,7 @@ class TrainerWorker:
         """Give back what torch's allocator keeps, if engines share this GPU."""
         if self.settings.memory_inputs.engine is not None:
             give_back_cache()
+            self.memory.split()
 
     def _memory_metrics(self) -> dict[str, float]:
         """Return the memory of the fullest GPU in each phase since the last call. Collective;

@@ -84,6 +84,20 @@ def test_a_phase_that_comes_again_keeps_its_largest_peak_until_it_is_taken() -> 
     assert second.peaks == {"resting": PhasePeak(allocated=50, reserved=50, gpu=550)}
 
 
+def test_what_was_given_back_is_not_counted_beside_the_servers_that_took_it() -> None:
+    gpu = ScriptedGpu()
+    memory = PhaseMemory(gpu)
+    memory.enter("resting")
+    gpu.allocate(6000)
+    gpu.allocate(-5000)
+    gpu.give_back_cache()
+    memory.split()
+    gpu.others = 5500  # of 10,000: both would be 11,500
+    measured = memory.take()
+    assert measured is not None
+    assert measured.peaks == {"resting": PhasePeak(allocated=6000, reserved=6000, gpu=6500)}
+
+
 def test_without_counters_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     memory = phase_memory()
