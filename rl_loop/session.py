@@ -161,6 +161,8 @@ class Session:
 
         self.tasks = build_tasks(config)
         self.codec = self.tasks.codec
+        if isinstance(config, SftConfig):
+            self.tasks.check_demonstrations()
         if isinstance(config, RlConfig):
             check_reward_parts(config, self.tasks.reward_parts())
 

@@ -69,6 +69,8 @@ class Gsm8kEnvironment(ReToolEnvironment):
         if task.metadata["tools"] and "expression" in task.metadata:
             yield from ReToolEnvironment.solve(task, rng, faulty)
         elif faulty:
+            if not NUMBER.fullmatch(task.ground_truth.lstrip("-")):
+                raise NotImplementedError(f"a guess at {task.ground_truth!r} needs a number")
             guess = arithmetic.guess(int(float(task.ground_truth)), rng)
             yield [think("I guess."), final(rf"\boxed{{{guess}}}")]
         else:

@@ -100,7 +100,9 @@ class ReToolEnvironment(Environment):
     @classmethod
     def solve(cls, task: Task, rng: Random, faulty: bool) -> Script:
         """Call Python, sometimes after a mistake; if ``faulty``, guess and be mostly wrong."""
-        expression = task.metadata["expression"]
+        expression = task.metadata.get("expression")
+        if expression is None:
+            raise NotImplementedError("tasks of files do not say how they are solved")
         answer = task.ground_truth
 
         if faulty:

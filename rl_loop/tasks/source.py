@@ -95,6 +95,23 @@ class TaskSource:
         answer = make_offline_environment(task).reference_answer()
         return self.prompt_ids(task) + self.codec.vocabulary.encode_text(answer)
 
+    def check_demonstrations(self) -> None:
+        """Demonstrate the first training task of every source, as an expert and as a faulty policy.
+
+        Raises TaskFileError for a source whose tasks no script can solve."""
+        for source in self.sources.values():
+            if source.config.weight == 0:
+                continue
+            for expert in (1.0, 0.0):
+                mixture = DemonstrationConfig(expert=expert)
+                try:
+                    demonstrations_of(source.train(0), self.codec, mixture, "check")
+                except NotImplementedError as error:
+                    raise TaskFileError(
+                        f"tasks.sources.{source.name}: no demonstrations can be made of its tasks: "
+                        f"{error}; learn from conversations instead (data)"
+                    ) from None
+
     def demonstrations(
         self, position: int, count: int, mixture: DemonstrationConfig
     ) -> TrainingSamples:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Literal
+from unittest.mock import Mock
 
 import pytest
 from openai_harmony import (
@@ -42,7 +44,7 @@ from rl_loop.harmony.codec import Harmony, PromptConfig, PythonTool
 from rl_loop.harmony.vocabulary import GptOssVocabulary
 from rl_loop.rollout.agent import run_episode
 from rl_loop.sandbox import PythonSandbox, SandboxConfig
-from rl_loop.session import build_tasks
+from rl_loop.session import Session, build_tasks
 from rl_loop.tasks.demonstrations import (
     Demonstration,
     Episode,
@@ -52,6 +54,8 @@ from rl_loop.tasks.demonstrations import (
     render_as_sampled,
     render_by_user_turn,
 )
+from rl_loop.tasks.task_file import TaskFileError
+from rl_loop.tracking.run_directory import Start
 from tests.rl_loop import harmony_reference as reference
 from tests.rl_loop.conftest import SHORT_PROMPT
 from tests.rl_loop.scripted_engine import ScriptedEngine
@@ -249,6 +253,40 @@ def test_the_system_message_describes_python_where_it_can_be_called_and_as_it_th
     assert ("## python" in text) == (wording is not None)
     assert ("time out after 3.0 seconds" in text) == (wording is not None)
     assert wording is None or wording in text
+
+
+def real_tasks(environment: str, tmp_path: Path, rows: list[dict[str, str]]) -> SftConfig:
+    """A run on tasks of files, held out those that ask in other words."""
+    files = []
+    for name, verb in (("train", "What is"), ("held_out", "Compute")):
+        path = tmp_path / f"{name}.jsonl"
+        asked = [{**row, "question": f"{verb} {row['question']}?"} for row in rows]
+        path.write_text("".join(json.dumps(row) + "\n" for row in asked))
+        files.append(f"{name}_path: {path}")
+    source = f"{{environment: {environment}, {', '.join(files)}, options: {{instructions: null}}}}"
+    overrides = [f"tasks.sources={{real: {source}}}", f"output_dir={tmp_path}"]
+    return load_config(Path("configs/sft/tiny_retool.yaml"), SftConfig, overrides)
+
+
+def test_tasks_of_files_that_no_script_solves_are_refused_before_a_run_starts(
+    tmp_path: Path,
+) -> None:
+    rows = [{"question": f"{i}+1", "answer": str(i + 1)} for i in range(3)]
+    reason = (
+        r"tasks\.sources\.real: no demonstrations can be made of its tasks: .*; learn from conv"
+    )
+    with pytest.raises(TaskFileError, match=reason):
+        Session(real_tasks("retool", tmp_path, rows), Mock(), Start.NEW).__enter__()
+
+
+def test_published_problems_are_samples_of_supervised_fine_tuning(tmp_path: Path) -> None:
+    rows = [
+        {"question": f"{i} and 1", "answer": f"So <<{i}+1={i + 1}>>{i + 1}.\n#### {i + 1}"}
+        for i in range(3)
+    ]
+    tasks = build_tasks(real_tasks("gsm8k", tmp_path, rows))
+    tasks.check_demonstrations()
+    assert len(tasks.demonstrations(0, 4, DemonstrationConfig())) == 4
 
 
 def test_prompts_of_a_run_state_the_limit_of_its_sandbox() -> None:
