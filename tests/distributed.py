@@ -16,6 +16,16 @@ import torch
 
 from rl_loop.cluster.placement import free_port as free_port
 
+PRELOADED = [
+    "megatron_gptoss.checkpoint.writer",
+    "megatron_gptoss.model",
+    "rl_loop.session",
+    "rl_loop.trainer.group",
+    "tests.megatron_gptoss.reference",
+]
+"""What modules with functions for ``run_distributed`` import: three seconds of processor time that
+every rank would spend."""
+
 
 def run_distributed(
     function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 480
@@ -26,9 +36,9 @@ def run_distributed(
     all are stopped and the test fails with that rank's traceback; likewise when they are not done after ``timeout``
     seconds.
     """
-    # a forkserver imports what takes seconds only once, but a process with CUDA cannot be forked
+    # A forkserver imports what takes seconds only once; a process with CUDA cannot be forked.
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-    context.set_forkserver_preload(["megatron_gptoss.checkpoint.writer", "megatron_gptoss.model"])
+    context.set_forkserver_preload(PRELOADED)
     channels, processes = {}, []
     for rank in range(world_size):
         receiver, sender = context.Pipe(duplex=False)
