@@ -56,9 +56,10 @@ from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.gpu_memory import PhasePeak, give_back_cache, phase_memory
 from megatron_gptoss.layers.router import GptOssRouter
 from megatron_gptoss.log_probs import log_probs_and_entropy
+from megatron_gptoss.matmul_ceiling import matmul_ceiling
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import PackedBatch, build_batch
-from megatron_gptoss.planning.flops import forward_flops, matmul_ceiling
+from megatron_gptoss.planning.flops import forward_flops
 from megatron_gptoss.planning.memory import Account, Phase, account
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.planning.step_time import predict_step

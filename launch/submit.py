@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from launch.cluster import ClusterConfig
+from launch.gpus import configured_hardware
 from launch.job_settings import JobSettings
 from launch.jobs import ACTIVE, Launch, known_launches, query, registry
 from launch.placement import describe_placement, place
 from launch.preflight import check_before_queue
 from launch.snapshot import node_arguments, write_snapshot
+from megatron_gptoss.planning.memory_advice import Hardware, memory_plan
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import dump_config
 from rl_loop.config.run import RlConfig, RunConfig
@@ -84,9 +86,6 @@ def describe_launch(config: RunConfig, cluster: ClusterConfig) -> str:
     sections = {"placement": describe_placement(plans, config.rollout, config.sandbox)}
 
     if cluster.gpus_per_node:
-        from launch.gpus import configured_hardware
-        from megatron_gptoss.planning.memory_advice import Hardware, memory_plan  # imports torch
-
         if cluster.gpu_memory is None:
             hardware = configured_hardware(config.parallel.gpu_memory)
         else:

@@ -18,10 +18,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-CHUNK_TOKENS = 8192
-CHUNK_COLUMNS = 12_800
-"""Large enough that adding to the gradients of hidden states and weights costs little beside the
-products, small enough for 0.4 GB of fp32 logits."""
+from megatron_gptoss.block_sizes import CHUNK_COLUMNS, CHUNK_TOKENS
 
 
 def log_probs_and_entropy(

@@ -11,10 +11,7 @@ from typing import Any
 
 import torch
 
-PART_ELEMENTS = 1 << 28
-"""Parameters whose state is on the GPU at a time, or one parameter if it has more. Their bf16
-moments and 16 bits of the master weight are 1.6 GB: long enough copies for the bus, and short of
-what activations need."""
+from megatron_gptoss.block_sizes import PART_ELEMENTS
 
 
 class OffloadedState:

@@ -16,10 +16,11 @@ from torch import Tensor
 from megatron_gptoss.config import OptimizerConfig
 from megatron_gptoss.gpu_memory import PhaseMemory, give_back_cache
 from megatron_gptoss.log_probs import log_probs_and_entropy
+from megatron_gptoss.matmul_ceiling import matmul_ceiling
 from megatron_gptoss.optimizer import build_optimizer, wrap_data_parallel
 from megatron_gptoss.optimizer_offload import OffloadedState
 from megatron_gptoss.packing import PackedBatch
-from megatron_gptoss.planning.flops import matmul_ceiling, training_flops
+from megatron_gptoss.planning.flops import training_flops
 from megatron_gptoss.scorer import Head, Scorer, gather_context_parallel
 from megatron_gptoss.step_clock import StepClock, TimedMoELayer
 

@@ -1,8 +1,8 @@
 """Memory that computing takes: activations kept for the backward pass, and what a layer or the
 output layer needs while it computes."""
 
+from megatron_gptoss.block_sizes import CHUNK_COLUMNS, CHUNK_TOKENS
 from megatron_gptoss.config import AdapterConfig, ModelConfig, ParallelConfig
-from megatron_gptoss.log_probs import CHUNK_COLUMNS, CHUNK_TOKENS
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.planning.parameter_counts import vocabulary_parameters
 

@@ -3,11 +3,7 @@
 Behind every TFLOP/s and MFU reported.
 """
 
-import functools
 from collections.abc import Iterable, Sequence
-from statistics import median
-
-import torch
 
 from megatron_gptoss.config import ModelConfig
 
@@ -71,23 +67,3 @@ def _attention_flops(model: ModelConfig, lengths: Sequence[int]) -> int:
         window = model.sliding_window if layer_type == "sliding_attention" else None
         pairs += sum(attended_pairs(length, window) for length in lengths)
     return 4 * model.query_size * pairs
-
-
-@functools.cache
-def matmul_ceiling(size: int = 8192, rounds: int = 10) -> float:
-    """Measure the TFLOP/s of a bf16 product of two random size x size matrices, once (0.05 s)."""
-    a = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
-    b = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
-
-    milliseconds = []
-    for _ in range(rounds + 2):
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        start.record()
-        a @ b
-        end.record()
-        end.synchronize()
-        milliseconds.append(start.elapsed_time(end))
-
-    # The first two warm up. FLOP per millisecond times 1e-9 is TFLOP/s.
-    return 2 * size**3 / median(milliseconds[2:]) / 1e9

@@ -2,11 +2,8 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-
-import torch
 
 from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.planning.memory import Account, worst_account
@@ -258,19 +255,3 @@ def describe_layout(layout: ParallelConfig, configured: ParallelConfig) -> str:
         if value != getattr(configured, name):
             text += f", {name} {'null' if value is None else value}"
     return text
-
-
-@contextmanager
-def out_of_memory_explained(inputs: MemoryInputs) -> Iterator[None]:
-    """Add to an OutOfMemoryError from inside what was predicted and what to set next."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        # The advice needs the GPU's size; without a GPU nothing fits.
-        gigabytes = 0.0
-        if torch.cuda.is_available():
-            _, total = torch.cuda.mem_get_info()
-            gigabytes = total / 1e9
-        first_line = str(error).splitlines()[0]
-        message = f"{first_line}\n{memory_plan(inputs, Hardware(gigabytes))}"
-        raise torch.OutOfMemoryError(message) from error

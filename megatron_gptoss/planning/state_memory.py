@@ -4,8 +4,8 @@ gathers."""
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_gptoss.block_sizes import PART_ELEMENTS
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_gptoss.optimizer_offload import PART_ELEMENTS
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.planning.parameter_counts import (
     MXFP4_BYTES,

@@ -30,9 +30,9 @@ from megatron_gptoss.critic import ValueTrainer, make_critic
 from megatron_gptoss.gpu_memory import give_back_cache, phase_memory
 from megatron_gptoss.layers.adapters import copy_factors, replaced_factors, without_adapters
 from megatron_gptoss.model import build_model, freeze
+from megatron_gptoss.out_of_memory import out_of_memory_explained
 from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.planning.memory import account
-from megatron_gptoss.planning.memory_advice import out_of_memory_explained
 from megatron_gptoss.routing_replay import RoutingReplay
 from megatron_gptoss.scorer import Scorer, alignment, gather_parameters
 from megatron_gptoss.trainer import LossFunction, PolicyTrainer, StepStatistics

@@ -138,20 +138,30 @@ def test_a_wrong_value_is_named_in_under_two_seconds(tmp_path: Path) -> None:
     ],
 )
 def test_reading_a_configuration_or_a_command_line_imports_nothing_heavy(doing: str) -> None:
+    assert imported_by(doing, {"torch", "ray", "transformers", "megatron", "matplotlib"}) == "set()"
+
+
+def test_a_plan_imports_torch_and_not_what_trains() -> None:
+    assert imported_by(f"main(['plan', '{RL}'])", {"ray", "transformers", "megatron"}) == "set()"
+
+
+def imported_by(doing: str, packages: set[str]) -> str:
+    """Which of ``packages`` a program has imported that did ``doing``, as Python writes a set."""
     code = f"""
 import sys
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
+from io import StringIO
 from pathlib import Path
 from launch.cli import app as main
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
-with suppress(SystemExit):
+with suppress(SystemExit), redirect_stdout(StringIO()):
     {doing}
-heavy = {{'torch', 'ray', 'transformers', 'megatron', 'matplotlib'}} & set(sys.modules)
-sys.exit(f'imported {{heavy}}' if heavy else 0)
+print({packages} & set(sys.modules))
 """
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_gptoss.block_sizes import PART_ELEMENTS
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.layers.transformer_engine_block import NoRecomputeLayer
-from megatron_gptoss.optimizer_offload import PART_ELEMENTS
+from megatron_gptoss.out_of_memory import out_of_memory_explained
 from megatron_gptoss.planning import memory
 from megatron_gptoss.planning.memory import (
     account,
@@ -24,7 +25,6 @@ from megatron_gptoss.planning.memory_advice import (
     is_too_much,
     layouts_that_fit,
     memory_plan,
-    out_of_memory_explained,
     smaller_settings,
 )
 from megatron_gptoss.planning.memory_inputs import EngineMemory, MemoryInputs
