@@ -17,7 +17,6 @@ from megatron_gptoss.planning.parameter_counts import (
     vocabulary_parameters,
 )
 
-
 BUCKET_PARAMETERS = 40_000_000
 BUCKET_PARAMETERS_PER_RANK = 1_000_000
 """A bucket of gradients is closed when it has so many parameters, or so many for each data-parallel

@@ -34,7 +34,7 @@ def bucket_sizes(stage: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def groups_of_stage(*arguments: Any) -> dict[str, Any]:
         return groups_of(*arguments) | {"pp_group": SimpleNamespace(rank=lambda: stage)}
 
-    class WrappedOnCpu(gptoss_optimizer.DistributedDataParallel):  # type: ignore[misc]
+    class WrappedOnCpu(gptoss_optimizer.DistributedDataParallel):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
             super().__init__(*arguments, **options)

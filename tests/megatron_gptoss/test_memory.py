@@ -266,17 +266,19 @@ def test_servers_are_counted_where_they_are_awake_asleep_and_synced() -> None:
     ids=["one", "experts", "pipeline", "chunks", "pipeline alone"],
 )
 @pytest.mark.parametrize("is_last_stage", [False, True], ids=["first stage", "last stage"])
+@pytest.mark.parametrize("vocab_size", [4096, 201_088])
 def test_a_checkpoint_gathers_the_largest_bucket_that_megatron_makes(
-    layout: ParallelConfig, is_last_stage: bool
+    layout: ParallelConfig, is_last_stage: bool, vocab_size: int
 ) -> None:
     stage = layout.pipeline - 1 if is_last_stage else 0
-    inputs = MemoryInputs(GPT_OSS_20B, layout, OptimizerConfig(), 16_384)
+    model = GPT_OSS_20B.model_copy(update={"vocab_size": vocab_size})
+    inputs = MemoryInputs(model, layout, OptimizerConfig(), 16_384)
     phase = account(inputs, H200, stage).phase("checkpoint")
     predicted = phase.trainer - predict(inputs, stage).resting
 
     gathered = 0.0
     for chunk in range(layout.virtual_pipeline):
-        parameters = chunk_parameters(GPT_OSS_20B, layout, stage, chunk)
+        parameters = chunk_parameters(model, layout, stage, chunk)
         layouts = DistributedOptimizer.compute_full_param_layout(
             parameters, 40_000_000, 1, DistributedDataParallelConfig()
         ).layouts
@@ -286,7 +288,8 @@ def test_a_checkpoint_gathers_the_largest_bucket_that_megatron_makes(
             bucket = max(buffer.per_bucket_numel_unpadded)
             gathered = max(gathered, 4 * bucket * (1 + 1 / ranks))
     assert gathered <= predicted * 1.0001
-    assert predicted == pytest.approx(gathered, rel=0.1)
+    # No more than the tensor that fills a bucket is counted too much.
+    assert predicted == pytest.approx(gathered, rel=0.25)
 
 
 def chunk_parameters(
