@@ -65,7 +65,7 @@ def _cut_into_buckets(chunk: torch.nn.Module, reduction: DistributedDataParallel
 
     By itself Megatron cuts on the first stage only, as the reductions of others are not on the
     critical path. But it also gathers optimizer state for a checkpoint a bucket at a time, in fp32
-    on the GPU: 58 GB of the 120B on two stages of eight ranks, if its experts are one bucket.
+    on the GPU: 57 GB of the 120B on two stages of eight ranks, if its experts are one bucket.
     """
     return DistributedOptimizer.compute_full_param_layout(
         [parameter for parameter in chunk.parameters() if parameter.requires_grad],
