@@ -120,7 +120,8 @@ class Scorer:
             data_iterator=[iter(batches) for _ in self.model],
             model=self.model,
             num_microbatches=len(batches),
-            # Only for Megatron's own shapes of messages, which StaticShapeP2P replaces.
+            # Required, but Megatron ignores it with ``variable_seq_lengths``: shapes of messages are
+            # what StaticShapeP2P says.
             seq_length=max(batch.tokens for batch in batches),
             micro_batch_size=1,
             forward_only=forward_only,

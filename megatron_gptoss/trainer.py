@@ -217,7 +217,7 @@ class PolicyTrainer(Scorer):
         return sums, maxima
 
     def _update_parameters(self, statistics: StepStatistics) -> None:
-        # In place of Megatron's OptimizerParamScheduler, which is the only reader of ``wd_mult``:
+        # In place of Megatron's OptimizerParamScheduler, which alone would apply ``wd_mult``:
         # 0 for biases, norms and sinks, whose decay would pull the model towards one without them.
         for group in self.optimizer.param_groups:
             group["lr"] = statistics.learning_rate

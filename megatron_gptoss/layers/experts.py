@@ -22,8 +22,9 @@ class GptOssGroupedMLP(TEGroupedMLP):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
 
-        # Transformer Engine marks these biases as sequence parallel. Megatron would then sum their
-        # gradients over tensor-parallel ranks, each of which has all of it already.
+        # Megatron sums gradients over tensor-parallel ranks where a parameter is marked so, and each
+        # rank has all of this one already. Transformer Engine 2.20 marks biases of layers only that
+        # several ranks split, as these are not; Megatron's own layers do always (``cpu_experts``).
         for name, parameter in self.named_parameters():
             if ".bias" in name:
                 mark(parameter, sequence_parallel=False)

@@ -125,8 +125,8 @@ def add_outer_products(
         from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm
 
         # In cuBLAS's column-major terms: "NT" of (right, left) is left^T right in ours. accumulate
-        # adds to what is in ``sums``; the split accumulator keeps sums in fp32 as Transformer
-        # Engine's own weight gradients do.
+        # adds to what is in ``sums``. The split accumulator is what Transformer Engine's own weight
+        # gradients ask for; it concerns products of fp8 only.
         general_grouped_gemm(
             list(right.split(list(row_counts))),
             list(left.split(list(row_counts))),

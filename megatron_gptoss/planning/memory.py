@@ -181,7 +181,7 @@ def account(inputs: MemoryInputs, gigabytes: float, stage: int = 0) -> Account:
         _Need("scoring", memory.resting + scoring_memory(inputs, stage), asleep),
         _Need("update", memory.resting + memory.activations + memory.working, asleep),
         _Need("optimizer", stepping, asleep),
-        _Need("checkpoint", memory.resting + gathered_for_checkpoint(inputs), asleep),
+        _Need("checkpoint", memory.resting + gathered_for_checkpoint(inputs, stage), asleep),
     ]
 
     host = 0.0

@@ -17,6 +17,11 @@ from megatron_gptoss.planning.parameter_counts import (
     vocabulary_parameters,
 )
 
+BUCKET_PARAMETERS = 40_000_000
+BUCKET_PARAMETERS_PER_RANK = 1_000_000
+"""A bucket of gradients is closed when it has so many parameters, or so many for each data-parallel
+rank if that is more: Megatron's defaults."""
+
 
 @dataclass(frozen=True)
 class TrainedModel:
@@ -121,25 +126,75 @@ def fetched_state(inputs: MemoryInputs, trained: TrainedModel) -> float:
     return min(part, trained.optimizer.offload * optimizer_state(trained, parallel))
 
 
-def gathered_for_checkpoint(inputs: MemoryInputs) -> float:
-    """Return what Megatron gathers of the largest parameter's state at a time, in fp32: every
-    rank's share, and its own once more."""
-    shares = inputs.parallel.data * inputs.parallel.context
-    return 4 * _largest_trained_parameter(inputs) * (1 + 1 / shares)
+def bucket_parameters(data_ranks: int) -> int:
+    """Return how many parameters fill a bucket of gradients, with so many data-parallel ranks."""
+    return max(BUCKET_PARAMETERS, BUCKET_PARAMETERS_PER_RANK * data_ranks)
 
 
-def _largest_trained_parameter(inputs: MemoryInputs) -> float:
-    """Return the values of the largest parameter of a rank that is trained."""
+def gathered_for_checkpoint(inputs: MemoryInputs, stage: int) -> float:
+    """Return the bytes that Megatron gathers at a time when it saves the optimizer: one tensor of
+    the state of one bucket of parameters, in fp32; every rank's share, and its own once more."""
+    gathered = 0.0
+    for trained in trained_models(inputs, stage):
+        for buffer in _buffers(inputs, stage, trained):
+            # The tensor that fills a bucket belongs to it.
+            full = bucket_parameters(inputs.parallel.data) + buffer.largest
+            bucket = min(buffer.parameters, full)
+            gathered = max(gathered, 4 * bucket * (1 + 1 / buffer.ranks))
+    return gathered
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    """What Megatron keeps together of a rank's trained parameters."""
+
+    parameters: float
+    """How many there are in it."""
+    largest: float
+    """The numbers of its largest tensor."""
+    ranks: int
+    """So many share their optimizer state out."""
+
+
+def _buffers(inputs: MemoryInputs, stage: int, trained: TrainedModel) -> list[_Buffer]:
+    """Return the buffers of the fullest chunk of a model."""
+    parallel = inputs.parallel
+    dense_ranks = parallel.world_size // (parallel.tensor * parallel.pipeline)
+    expert_ranks = parallel.world_size // (parallel.pipeline * parallel.expert)
+    largest, largest_of_experts = _largest_trained_tensors(inputs)
+
+    # Chunks have equally many layers; one of them has embedding or output layer besides.
+    vocabulary = 0.0
+    if stage in (0, parallel.pipeline - 1) and inputs.adapter is None:
+        vocabulary = min(trained.dense, vocabulary_parameters(inputs.model, parallel))
+    dense = (trained.dense - vocabulary) / parallel.virtual_pipeline + vocabulary
+    expert = trained.expert / parallel.virtual_pipeline
+
+    # Without expert and tensor parallelism experts have no buffer of their own.
+    if parallel.expert == 1 and parallel.tensor == 1:
+        return [_Buffer(dense + expert, max(largest, largest_of_experts), dense_ranks)]
+    return [
+        _Buffer(dense, largest, dense_ranks),
+        _Buffer(expert, largest_of_experts, expert_ranks),
+    ]
+
+
+def _largest_trained_tensors(inputs: MemoryInputs) -> tuple[float, float]:
+    """Return the numbers of a rank's largest trained tensor outside of experts, and of experts."""
     model = inputs.model
     adapter = inputs.adapter
     if adapter is None:
-        return max(vocabulary_parameters(model, inputs.parallel), model.expert_parameters)
+        vocabulary = vocabulary_parameters(model, inputs.parallel)
+        return vocabulary, 2 * model.intermediate_size * model.hidden_size
 
-    largest = max(model.query_size, model.hidden_size) * adapter.rank
+    rows = max(model.query_size, model.hidden_size)
+    if {"embedding", "head"} & set(adapter.targets):
+        rows = max(rows, model.vocab_size)
+    largest = rows * adapter.rank
     if "experts" not in adapter.targets:
-        return largest
+        return largest, 0.0
 
     # One parameter of all experts of the rank.
     experts = model.num_experts / inputs.parallel.expert
     widest = max(model.hidden_size, 2 * model.intermediate_size)
-    return max(largest, experts * widest * adapter.rank_of_experts(model))
+    return largest, experts * widest * adapter.rank_of_experts(model)

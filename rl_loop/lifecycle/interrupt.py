@@ -1,8 +1,9 @@
 """Stops a run on a signal, and keeps Ray's processes from hearing the same signal.
 
 A terminal sends Ctrl-C, and its own closing, to every process in its foreground. Only the driver
-may hear them: it finishes the step and saves. Ray's daemons and workers would drop what they are
-doing, so a local Ray is started in a session of its own, which no terminal signals. The kernel
+may hear them: it finishes the step and saves. Ray blocks Ctrl-C (SIGINT) in the daemons that it
+starts, but not the SIGHUP of a terminal that closes, which ends them and the workers. So a local Ray
+is started in a session of its own, which no terminal signals. The kernel
 still ends Ray's daemons when the driver is killed (Ray asks for that itself), workers end with
 their daemon, and servers and sandboxes with the worker that started them."""
 

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from converters.names import parameter_mappings
 from megatron_gptoss.block_sizes import PART_ELEMENTS
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
@@ -29,6 +32,7 @@ from megatron_gptoss.planning.memory_advice import (
 )
 from megatron_gptoss.planning.memory_inputs import EngineMemory, MemoryInputs
 from megatron_gptoss.planning.parameter_counts import parameters_per_gpu
+from megatron_gptoss.transformer_config import mark
 from megatron_gptoss.transformer_settings import build_transformer_config
 
 GPT_OSS_20B = GptOssModelConfig(num_layers=24, num_experts=32)
@@ -248,6 +252,69 @@ def test_servers_are_counted_where_they_are_awake_asleep_and_synced() -> None:
         assert phase.around == shared.phase(name).around
     assert shared.phase("rollout").trainer == predict(alone).resting
     assert shared.peak.total == max(phase.total for phase in shared.phases)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ParallelConfig(),
+        ParallelConfig(world_size=4, expert=4),
+        ParallelConfig(world_size=8, pipeline=2, expert=4),
+        ParallelConfig(world_size=8, pipeline=2, virtual_pipeline=2, expert=2),
+        ParallelConfig(world_size=4, pipeline=4),
+    ],
+    ids=["one", "experts", "pipeline", "chunks", "pipeline alone"],
+)
+@pytest.mark.parametrize("is_last_stage", [False, True], ids=["first stage", "last stage"])
+@pytest.mark.parametrize("vocab_size", [4096, 201_088])
+def test_a_checkpoint_gathers_the_largest_bucket_that_megatron_makes(
+    layout: ParallelConfig, is_last_stage: bool, vocab_size: int
+) -> None:
+    stage = layout.pipeline - 1 if is_last_stage else 0
+    model = GPT_OSS_20B.model_copy(update={"vocab_size": vocab_size})
+    inputs = MemoryInputs(model, layout, OptimizerConfig(), 16_384)
+    phase = account(inputs, H200, stage).phase("checkpoint")
+    predicted = phase.trainer - predict(inputs, stage).resting
+
+    gathered = 0.0
+    for chunk in range(layout.virtual_pipeline):
+        parameters = chunk_parameters(model, layout, stage, chunk)
+        layouts = DistributedOptimizer.compute_full_param_layout(
+            parameters, 40_000_000, 1, DistributedDataParallelConfig()
+        ).layouts
+        for key, buffer in layouts.items():
+            sharers = layout.world_size // layout.pipeline
+            ranks = sharers // layout.expert if key.is_expert_parallel else sharers
+            bucket = max(buffer.per_bucket_numel_unpadded)
+            gathered = max(gathered, 4 * bucket * (1 + 1 / ranks))
+    assert gathered <= predicted * 1.0001
+    # No more than the tensor that fills a bucket is counted too much.
+    assert predicted == pytest.approx(gathered, rel=0.25)
+
+
+def chunk_parameters(
+    model: GptOssModelConfig, layout: ParallelConfig, stage: int, chunk: int
+) -> list[torch.nn.Parameter]:
+    """Make the parameters of a chunk on one rank without tensor parallelism, as shapes only."""
+    layers = layout.layers_of_stage(stage, model) // layout.virtual_pipeline
+    first = (chunk * layout.pipeline + stage) * layers
+    is_first = stage == 0 and chunk == 0
+    is_last = stage == layout.pipeline - 1 and chunk == layout.virtual_pipeline - 1
+
+    parameters = []
+    for mapping in parameter_mappings(model).values():
+        is_here = is_first if mapping.name.startswith("embedding.") else is_last
+        if mapping.layer is not None:
+            is_here = mapping.layer in range(first, first + layers)
+        if mapping.expert is not None:
+            is_here = is_here and mapping.expert < model.num_experts // layout.expert
+        if is_here:
+            shape = torch.empty(mapping.shape, dtype=torch.bfloat16, device="meta")
+            parameter = torch.nn.Parameter(shape)
+            is_apart = mapping.expert is not None and layout.expert > 1
+            mark(parameter, allreduce=not is_apart)
+            parameters.append(parameter)
+    return parameters
 
 
 def test_offloaded_state_is_counted_on_the_host_and_in_parts_on_the_gpu() -> None:
