@@ -652,7 +652,9 @@ def parse_arguments() -> argparse.Namespace:
         "--rounds", type=int, default=5, help="decode, interruptions: of which the median counts"
     )
     option("--cache-gb", type=float, default=16.0, help="decode: of every server, for KV")
-    option("--out", type=Path, help="decode: file for the table")
+    option("--out", type=Path, help="decode: file for the tables")
+    option("--profile", action="store_true", help="decode: tell where the GPU's time goes")
+    option("--traces", type=Path, help="decode: keeps the traces of --profile, otherwise deleted")
 
     option("--python", default=sys.executable, help="interpreter that has SGLang")
     option("--pythonpath", default="", help="of the server")
