@@ -48,15 +48,15 @@ def test_every_microsecond_of_a_step_is_counted_once(profile: ModuleType, tmp_pa
         profile.NORMS: 2 + 1 + 1,
         profile.OUTPUT: 8 + 2,
         profile.SAMPLING: 6 + 3,  # the second stream's kernel after the first one's end
-        profile.COPIES: 3,  # two more are beside a kernel
+        profile.COPIES: 1 + 3,  # four more are beside a kernel
         profile.OTHER: 0.5,
         profile.IDLE_INSIDE: 1,
-        profile.IDLE_OUTSIDE: 2 + 33.5,
+        profile.IDLE_OUTSIDE: 1 + 33.5,
     }
     assert step.total == 100
     assert step.counts[profile.EXPERTS] == 2
-    assert step.counts[profile.COPIES] == 1
-    assert sum(step.counts.values()) == 15 + 2 + 1 + 0.5
+    assert step.counts[profile.COPIES] == 2
+    assert sum(step.counts.values()) == 15 + 2 + 2 + 0.5
 
 
 def test_the_same_kernel_belongs_to_where_it_stands_in_the_graph(profile: ModuleType) -> None:
@@ -147,10 +147,10 @@ def test_the_table_has_both_servers_side_by_side_and_lists_unknown_kernels(
     lines = profile.profile_table("A title", profiles, {"bf16": 0.09, "mxfp4": 0.08}).splitlines()
 
     assert lines[0] == "A title"
-    assert "| idle outside of it | 36.0 |  | 35.5 |  |" in lines
+    assert "| idle outside of it | 35.0 |  | 34.5 |  |" in lines
     assert "| experts' matrix products | 18.0 | 2.0 | 18.0 | 2.0 |" in lines
     assert "| the step as timed without it | 90.0 |  | 80.0 |  |" in lines
-    # Eleven names are in the trace of bf16: the ten longest are listed.
+    # More names are in the trace of bf16: the ten longest are listed.
     start = lines.index("bf16, longest kernels, mean of 2 steps")
     longest = lines[start + 4 : lines.index("", start + 2)]
     assert len(longest) == 10
