@@ -7,7 +7,8 @@
 A step lasts from the start of one CUDA graph to the start of the next. In it every microsecond is
 counted once: for the kernel that runs, if several do for the one that began first (the others wait
 for it, or share the GPU with it), for a copy only where no kernel runs, and otherwise as idle. So the
-rows of a table add up to the step.
+rows of a table add up to the step under the profiler, which makes kernels of a graph a little slower.
+A step as the client times it that is much longer goes into streaming: the GPU does not wait for that.
 
 A kernel belongs to a group by its name, as SGLang 0.5.17, its triton_kernels and torch 2.11 call it.
 Torch's elementwise kernels have names that say nothing of their purpose, and the output layer is a

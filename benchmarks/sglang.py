@@ -4,6 +4,7 @@
     python benchmarks/sglang.py --layers 24 sync --server-gpu 1 --transport nccl
     python benchmarks/sglang.py --layers 8 sync --transport cuda_ipc
     python benchmarks/sglang.py --layers 24 decode
+    python benchmarks/sglang.py --layers 12 decode --quantization mxfp4 --profile
     python benchmarks/sglang.py --layers 24 layouts sync faults sleep --quantization mxfp4
     python benchmarks/sglang.py --layers 24 interruptions --running 64 256 --tokens 512 --rounds 3
 
