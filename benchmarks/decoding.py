@@ -345,7 +345,7 @@ async def profile_row(
 ) -> str:
     """Profile all servers with the row's number of requests; print and return the tables.
 
-    The traces go into ``directory``. One that tells nothing is reported and left out.
+    The traces go into ``directory``. One without whole steps is reported and left out.
     """
     running = row["running"]
     generator = random.Random(f"profile/{running}")

@@ -8,7 +8,7 @@ A step lasts from the start of one CUDA graph to the start of the next. In it ev
 counted once: for the kernel that runs, if several do for the one that began first (the others wait
 for it, or share the GPU with it), for a copy only where no kernel runs, and otherwise as idle. So the
 rows of a table add up to the step under the profiler, which makes kernels of a graph a little slower.
-A step as the client times it that is much longer goes into streaming: the GPU does not wait for that.
+Where the client times much more than that, streaming the tokens takes it: the GPU does not wait for it.
 
 A kernel belongs to a group by its name, as SGLang 0.5.17, its triton_kernels and torch 2.11 call it.
 Torch's elementwise kernels have names that say nothing of their purpose, and the output layer is a
@@ -80,11 +80,13 @@ PLAIN = re.compile(r"at::native|at_cuda_detail|\bcub::|^triton_(poi|red|per)_|^M
 """Torch's own kernels and those that torch.compile makes."""
 COPY = re.compile(r"direct_copy_kernel|CatArray|^Memcpy ")
 """Those of ``PLAIN`` that copy."""
-BATCH = re.compile(r"alloc_decode|req_to_token|_kv_indices|swa_loc|murmur")
+BATCH = re.compile(r"alloc_decode|req_to_token|_kv_indices|_metadata_kernel|murmur_hash")
 """SGLang's own kernels between two graphs."""
 
 LONGEST = 10
+"""Kernels that are listed."""
 SHOWN_CHARACTERS = 110
+"""Of a kernel's name."""
 
 
 @dataclass(frozen=True)
@@ -385,7 +387,9 @@ def profile_table(title: str, profiles: dict[str, StepProfile], timed_ms: dict[s
 
 
 def _kernel_row(kernel: KernelTime) -> str:
-    name = kernel.name.replace("(anonymous namespace)::", "").replace("|", "\\|")
+    name = kernel.name.replace("|", "\\|")
+    for scope in ("(anonymous namespace)::", "at::native::"):  # in every second name, and long
+        name = name.replace(scope, "")
     if len(name) > SHOWN_CHARACTERS:
         name = name[:SHOWN_CHARACTERS] + "..."
     return f"| {kernel.microseconds:,.1f} | {kernel.count:.1f} | {kernel.group} | `{name}` |"
