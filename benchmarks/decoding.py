@@ -14,6 +14,10 @@ experts that each chose for its tokens.
 The limit is the bytes that a decoding step has to read, once, over the bandwidth that reading 4 GB
 reaches on this GPU: attention, router, the experts that the running requests are routed to
 (counted from the routes that the server returns), the head, and the keys and values in sight.
+
+With ``--profile`` a trace of some decoding steps is taken of both servers, for every number of
+requests, when all rounds have been timed (a process that was profiled may stay slower), and
+``decoding_profile.py`` tells where the GPU's time goes.
 """
 
 from __future__ import annotations
@@ -26,12 +30,14 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
+from decoding_profile import StepProfile, profile_steps, profile_table, read_trace
 from sglang_servers import (
     free_gpu_memory,
     make_engine,
@@ -46,6 +52,7 @@ from converters.mxfp4_tensors import pack_experts, rounded_to_mxfp4
 from converters.names import hf_shapes
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
+from rl_loop.engines.sglang.client import SglangClient
 from rl_loop.engines.sglang.engine import SglangEngine
 from rl_loop.engines.sglang.gpu_memory import ServerNeeds
 from rl_loop.engines.sglang.server import SglangServer
@@ -63,6 +70,10 @@ QUANTIZED_WAYS: dict[str, tuple[str, ...]] = {"bf16": (), "mxfp4": ()}
 """The same with ``--quantization mxfp4``."""
 COMPARED_TOKENS = 512
 """Of the text on which quantized servers are compared."""
+PROFILED_STEPS = 20
+"""Decoding steps of a trace, about."""
+PROFILED_TOKENS = 10 * PROFILED_STEPS
+"""That the requests sample which are profiled: all have to run until the trace ends."""
 
 
 @dataclass
@@ -116,6 +127,12 @@ async def measure_decoding(options: argparse.Namespace, scratch: Path) -> None:
         for running in options.running:
             rows.append(await measure_row(ways, running, options, config, bandwidth))
             print(table(rows, options, config), flush=True)
+
+        profiles = ""
+        if options.profile:
+            directory = (options.traces or scratch / "traces").absolute()
+            for row in rows:
+                profiles += await profile_row(ways, row, options, config, directory)
         for way in ways:
             await way.engine.close()
     finally:
@@ -123,7 +140,7 @@ async def measure_decoding(options: argparse.Namespace, scratch: Path) -> None:
             await way.server.stop()
 
     if options.out:
-        options.out.write_text(table(rows, options, config))
+        options.out.write_text(table(rows, options, config) + profiles)
 
 
 def prepare(
@@ -314,6 +331,89 @@ def random_prompts(
     if limit < 1000:
         limit = config.vocab_size - 100
     return [[generator.randrange(10, limit) for _ in range(length)] for _ in range(count)]
+
+
+# -- profiles -------------------------------------------------------------------------------------
+
+
+async def profile_row(
+    ways: list[Way],
+    row: dict[str, Any],
+    options: argparse.Namespace,
+    config: GptOssModelConfig,
+    directory: Path,
+) -> str:
+    """Profile all servers with the row's number of requests; print and return the tables.
+
+    The traces go into ``directory``. One without whole steps is reported and left out.
+    """
+    running = row["running"]
+    generator = random.Random(f"profile/{running}")
+    profiles: dict[str, StepProfile] = {}
+    for way in ways:
+        prompts = random_prompts(generator, running, options.prompt, config)
+        step_seconds = row[f"{way.name}_ms"] / 1e3
+        trace = await take_trace(way, prompts, step_seconds, directory)
+        try:
+            profiles[way.name] = profile_steps(read_trace(trace))
+        except ValueError as error:
+            emit("profile", way=way.name, running=running, error=str(error))
+
+    if not profiles:
+        return ""
+    title = f"{running} requests, {config.num_layers} layers, GPU microseconds per decoding step"
+    timed_ms = {name: row[f"{name}_ms"] for name in profiles}
+    tables = "\n" + profile_table(title, profiles, timed_ms)
+    print(tables, flush=True)
+    return tables
+
+
+async def take_trace(
+    way: Way, prompts: list[list[int]], step_seconds: float, directory: Path
+) -> Path:
+    """Let a server trace some decoding steps while all prompts are continued.
+
+    Returns the trace's path. Raises RuntimeError if a request ended before the trace did.
+    """
+    running = len(prompts)
+    begun: set[int] = set()
+    tasks = []
+    for number, prompt in enumerate(prompts):
+        request = GenerateRequest(
+            request_id=f"{running}/profile/{number}/0/0",
+            input_ids=prompt,
+            sampling=SamplingParams(PROFILED_TOKENS),
+            on_begin=partial(begun.add, number),
+        )
+        tasks.append(asyncio.create_task(way.engine.generate(request)))
+
+    # With its first token a request has left prefill behind.
+    while len(begun) < running and not any(task.done() for task in tasks):
+        await asyncio.sleep(0.005)
+
+    name = f"{way.name}_{running}"
+    client = SglangClient((await way.server.status()).url)
+    try:
+        # Without the processor's side, which would slow the server down.
+        request_body = {
+            "output_dir": str(directory),
+            "profile_id": name,
+            "activities": ["GPU"],
+            "with_stack": False,
+            "record_shapes": False,
+        }
+        await client.call("/start_profile", request_body)
+        await asyncio.sleep(PROFILED_STEPS * step_seconds)
+        # The answer comes when the trace is written; until then the server does nothing else.
+        await client.call("/stop_profile", {})
+        ended = sum(task.done() for task in tasks)
+    finally:
+        await client.close()
+        await asyncio.gather(*tasks)
+
+    if ended:
+        raise RuntimeError(f"{ended} of {running} requests ended before the trace of {name} did")
+    return directory / f"{name}-TP-0.trace.json.gz"
 
 
 # -- the limit ------------------------------------------------------------------------------------

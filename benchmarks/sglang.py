@@ -4,6 +4,7 @@
     python benchmarks/sglang.py --layers 24 sync --server-gpu 1 --transport nccl
     python benchmarks/sglang.py --layers 8 sync --transport cuda_ipc
     python benchmarks/sglang.py --layers 24 decode
+    python benchmarks/sglang.py --layers 12 decode --quantization mxfp4 --profile
     python benchmarks/sglang.py --layers 24 layouts sync faults sleep --quantization mxfp4
     python benchmarks/sglang.py --layers 24 interruptions --running 64 256 --tokens 512 --rounds 3
 
@@ -652,7 +653,9 @@ def parse_arguments() -> argparse.Namespace:
         "--rounds", type=int, default=5, help="decode, interruptions: of which the median counts"
     )
     option("--cache-gb", type=float, default=16.0, help="decode: of every server, for KV")
-    option("--out", type=Path, help="decode: file for the table")
+    option("--out", type=Path, help="decode: file for the tables")
+    option("--profile", action="store_true", help="decode: tell where the GPU's time goes")
+    option("--traces", type=Path, help="decode: keeps the traces of --profile, otherwise deleted")
 
     option("--python", default=sys.executable, help="interpreter that has SGLang")
     option("--pythonpath", default="", help="of the server")

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from aiohttp import web
 
 from megatron_gptoss.families.registry import read_hf_config
+from tests.rl_loop.decoding_trace import decoding_events, write_trace
 
 VOCAB = 1000
 LAYERS, TOP_K, EXPERTS = 2, 2, 4
@@ -103,6 +104,7 @@ class LocalServer:
         self.running: dict[str, asyncio.Event] = {}
         self.cache: set[int] = set()
         self.groups: dict[str, Any] = {}
+        self.profile: dict[str, Any] = {}  # what start_profile asked for
         self.runner: web.AppRunner | None = None
         self.url = ""
         self._digest: str | None = None
@@ -115,7 +117,7 @@ class LocalServer:
         posts = "generate abort_request pause_generation continue_generation flush_cache update_weight_version"
         posts += " init_weights_update_group update_weights_from_distributed"
         posts += " update_weights_from_tensor update_weights_from_disk release_memory_occupation"
-        posts += " resume_memory_occupation weights_checker"
+        posts += " resume_memory_occupation weights_checker start_profile stop_profile"
         for name in posts.split():
             app.router.add_post(f"/{name}", getattr(self, name))
         self.runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
@@ -348,6 +350,15 @@ class LocalServer:
             if body.get("abort_all") or rid == body["rid"]:
                 event.set()
         return web.Response()
+
+    async def start_profile(self, request: web.Request) -> web.Response:
+        self.profile = await request.json()
+        return web.Response(text="Start profiling.\n")
+
+    async def stop_profile(self, request: web.Request) -> web.Response:
+        name = f"{self.profile['profile_id']}-TP-0.trace.json.gz"
+        write_trace(Path(self.profile["output_dir"]) / name, decoding_events())
+        return web.Response(text="Stop profiling. This will take some time.\n")
 
     # weights
 

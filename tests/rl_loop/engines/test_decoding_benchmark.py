@@ -43,6 +43,8 @@ def test_both_servers_are_measured_in_turn_and_only_one_gets_our_settings(tmp_pa
     program += ["--layers", "2", "--transport", "gloo", "--attention", "intel_amx"]
     program += ["--pythonpath", stub, "--running", "1", "3", "--prompt", "20", "--tokens", "8"]
     program += ["--rounds", "2", "--log", str(tmp_path / "log"), "--out", str(tmp_path / "table")]
+    program += ["--profile", "--traces", str(tmp_path / "traces")]
+    program += ["--server-env", "TOKEN_SECONDS=0.005"]  # requests still run when the trace ends
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -53,7 +55,23 @@ def test_both_servers_are_measured_in_turn_and_only_one_gets_our_settings(tmp_pa
     for row in rows:
         assert len(row["as_it_comes_all_ms"]) == len(row["tuned_all_ms"]) == 2
         assert row["tuned_prefill_tokens_per_second"] > 0
-    assert (tmp_path / "table").read_text().count("\n| ") == 3
+    tables = (tmp_path / "table").read_text()
+    rounds, *profiles = tables.split("GPU microseconds per decoding step")
+    assert rounds.count("\n| ") == 3
+    assert len(profiles) == 2  # for 1 and 3 requests
+    for row, profile in zip(rows, profiles, strict=True):
+        assert "| group | as_it_comes us | kernels | tuned us | kernels |" in profile
+        timed = [float(cell.replace(",", "")) for cell in _cells(profile, "the step as timed")]
+        in_row = [row["as_it_comes_ms"] * 1e3, row["tuned_ms"] * 1e3]
+        assert timed == pytest.approx(in_row, rel=1e-3)  # rows are printed with four digits
+        assert _cells(profile, "the step under the profiler") == ["**100.0**", "**100.0**"]
+    assert len(list((tmp_path / "traces").iterdir())) == 4
+
+
+def _cells(table: str, head: str) -> list[str]:
+    """Return the microseconds of the row that begins with ``head``."""
+    (row,) = (line for line in table.splitlines() if line.startswith(f"| {head}"))
+    return [cell.strip() for cell in row.split("|")[2:-1:2]]
 
 
 def test_a_server_as_it_comes_does_not_know_our_settings(decoding: ModuleType) -> None:
