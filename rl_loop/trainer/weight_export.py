@@ -58,6 +58,7 @@ class WeightExport:
                 if name in compared:
                     kept[name] = on_host.clone()
                 yield name, on_host
+                del tensor, on_host  # or they would outlive their successor's gathering
 
         with tempfile.TemporaryDirectory() as scratch:
             for name, content in self.files.items():
@@ -77,7 +78,8 @@ class WeightExport:
 def export_weights(gathering: WeightGathering, export: WeightExport) -> None:
     """Gather all weights on rank 0, which writes them. Collective.
 
-    A rank 0 that cannot write goes on with the messages that the others wait for, and nothing is
+    All ranks begin every layer together, so that none waits longer for a message than rank 0 takes to
+    write one layer. A rank 0 that cannot write goes on with the messages that the others wait for, and nothing is
     replaced if a rank could not read its own weights.
 
     Raises:
@@ -85,7 +87,7 @@ def export_weights(gathering: WeightGathering, export: WeightExport) -> None:
             ``WeightGathering.confirmed`` does.
         GatheringRefused: on every rank, if one has no memory for its part.
     """
-    weights = gathering.confirmed(gathering.begin(packed=export.packed))
+    weights = gathering.confirmed(gathering.begin(packed=export.packed, paced=True))
     try:
         if dist.get_rank() == 0:
             export.write(gathering.config, weights)
