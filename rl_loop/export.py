@@ -2,7 +2,6 @@
 policy that was trained."""
 
 import logging
-import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,7 +134,7 @@ def export_trained_adapter(checkpoints: Path, directory: Path, base: Path | None
 
     Args:
         checkpoints: where a run that is done keeps its checkpoints.
-        directory: replaced if it exists.
+        directory: replaced if it exists, once the new one is complete.
         base: what the run began with; ``adapter_config.json`` names it if PEFT can load it.
 
     Raises:
@@ -148,8 +147,7 @@ def export_trained_adapter(checkpoints: Path, directory: Path, base: Path | None
     base_name = None
     if base is not None and (base / "config.json").exists():
         base_name = str(base)
-    shutil.rmtree(directory, ignore_errors=True)
-    export_adapter(checkpoint, directory, base_name)
+    export_adapter(checkpoint, directory, base_name, overwrite=True)
 
 
 def greedy_agreement(

@@ -81,10 +81,13 @@ def run_sft(
                 steps=steps,
                 sequences_per_step=config.sequences_per_step,
             )
-        if done < steps and not data.exhausted:
-            raise Interrupted(f"saved after step {done} of {steps} in {session.run.path}")
-        # Of adapters the checkpoints have no base: another run cannot begin with them.
-        if config.adapter is not None or config.data is not None:
+        # A request during the last step leaves the export to a resume: it may take minutes, in which
+        # no further request would be heard.
+        is_stopped = done < steps and not data.exhausted
+        if is_stopped or (session.interrupt.requested and config.exports):
+            saved = f"saved after step {done} of {steps} in {session.run.path}"
+            raise Interrupted(saved if is_stopped else f"{saved}; its export is left")
+        if config.exports:
             _export(config, session)
 
         figures = data.summary() | _last_losses(session.run)

@@ -167,9 +167,9 @@ class Session:
             check_reward_parts(config, self.tasks.reward_parts())
 
     def _start_ray(self) -> None:
-        # Checkpoints that were being written when their writers were ended are deleted after Ray
-        # is gone.
-        self._stack.callback(self._delete_half_checkpoints)
+        # Checkpoints and exports that were being written when their writers were ended are deleted
+        # after Ray is gone.
+        self._stack.callback(self._delete_unfinished)
         daemons = self._stack.enter_context(SeparateSessions())
         need = store_need(self._config)
         self._stack.enter_context(ray_session(store_bytes(need)))
@@ -300,10 +300,10 @@ class Session:
         saved = int(latest.read_text().rpartition("_")[2])
         return f"{run.path} goes on after step {saved} of {self._config.training.steps}, its newest checkpoint"
 
-    def _delete_half_checkpoints(self) -> None:
-        for root in (self.run.checkpoints, self.run.critic_checkpoints):
-            for unfinished in root.glob("*.partial"):
-                shutil.rmtree(unfinished, ignore_errors=True)
+    def _delete_unfinished(self) -> None:
+        """Delete what takes the room of a checkpoint or of an export, and is neither."""
+        for unfinished in self.run.unfinished():
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 # -- the parts, each from its sections of the configuration ---------------------------------------

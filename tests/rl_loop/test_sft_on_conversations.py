@@ -181,6 +181,28 @@ def test_an_interrupt_keeps_the_place_in_the_data(tmp_path: Path) -> None:
     assert losses(resumed) == losses(whole)
 
 
+def test_an_interrupt_in_the_last_step_leaves_the_export_to_a_resume(tmp_path: Path) -> None:
+    path = write_chats(tmp_path, 12)
+    whole = run_sft(config(path, "training.steps=1", "name=whole"), Quiet())
+    settings = config(path, "training.steps=1", "name=stopped")
+    unfinished = settings.directory / "export.partial"
+
+    def stop(step: int) -> None:
+        unfinished.mkdir()
+        (unfinished / "shard-0").write_bytes(b"as of a rank that was killed")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted, match=r"saved after step 1 of 1 .*; its export is left"):
+        run_sft(settings, Quiet(stop))
+    assert not (settings.directory / "export").exists()
+    assert not unfinished.exists(), "it takes the room of a whole model"
+
+    expected = weights(whole)
+    resumed = weights(run_sft(settings, Quiet(), resume=True))
+    assert resumed.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in resumed.items())
+
+
 def test_a_run_ends_with_its_data(tmp_path: Path) -> None:
     path = write_chats(tmp_path, 6)  # nine samples
     run = run_sft(config(path, "data.epochs=2", "training.steps=50"), Quiet())
