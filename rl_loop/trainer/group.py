@@ -78,9 +78,9 @@ class TrainerGroup:
     def export(self, export: WeightExport) -> None:
         """Have all weights written to a Hugging Face directory, by rank 0."""
         # A tokenizer of 28 MB would otherwise be in Ray's store once for every rank.
-        without_files = replace(export, files={})
+        gathered_only = replace(export, files={}, packed_digests={})
         others = self._settings.parallel.world_size - 1
-        arguments = [(export,), *[(without_files,)] * others]
+        arguments = [(export,), *[(gathered_only,)] * others]
         self.ranks.call("export", arguments, asked=[0])
 
     def release_memory(self) -> None:

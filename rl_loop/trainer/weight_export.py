@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from converters.errors import ConversionError
 from converters.gathering import WeightGathering
-from converters.hf_directory import write_hf_directory
+from converters.hf_directory import HfDirectory, write_hf_directory
 from converters.mapping import NamedTensor
-from converters.mxfp4_tensors import stored_names
+from converters.mxfp4_tensors import Digests, directory_digests, first_difference, stored_names
 from converters.names import parameter_mappings
 from converters.read_back import check_weights
 from converters.sample import Selection, select_parameters
@@ -31,12 +32,15 @@ class WeightExport:
     """That end a turn, for ``generation_config.json``."""
     packed: bool = False
     """Whether experts come, and are written, as MXFP4 blocks and scales."""
+    packed_digests: Mapping[str, Digests] = field(default_factory=dict)
+    """By the name of who holds them: digests that all packed experts on the disk must have."""
 
     def write(self, model: ModelConfig, weights: Iterable[NamedTensor]) -> None:
         """Write all weights of ``model`` as they come, one tensor in memory at a time.
 
         A sample of what is on the disk is compared with what was written: what belongs to no
-        expert, and the experts of one layer, of which copies are kept until then.
+        expert, and the experts of one layer, of which copies are kept until then. Of packed experts
+        all are compared with ``packed_digests``.
 
         Args:
             model: the configuration of the weights.
@@ -50,6 +54,10 @@ class WeightExport:
         selection = select_parameters("weights", model, "sample")
         compared = _names_of(model, selection)
         kept: dict[str, torch.Tensor] = {}
+
+        def check(partial: Path) -> None:
+            check_weights(kept, partial, selection)
+            check_packed_experts(self.directory, partial, self.packed_digests)
 
         def on_their_way() -> Iterator[NamedTensor]:
             for name, tensor in weights:
@@ -71,7 +79,32 @@ class WeightExport:
                 eos_token_ids=self.eos_token_ids,
                 overwrite=True,
                 quantized=self.packed,
-                check=lambda partial: check_weights(kept, partial, selection),
+                check=check,
+            )
+
+
+def check_packed_experts(
+    directory: Path, partial: Path, packed_digests: Mapping[str, Digests]
+) -> None:
+    """Check that the files hold the bits that others hold of all packed experts.
+
+    Args:
+        directory: the name that the files will get, for the message.
+        partial: where they are.
+        packed_digests: what to compare them with, by the name of who holds it.
+
+    Raises:
+        ConversionError: naming the first expert that differs.
+    """
+    if not packed_digests:
+        return
+    written = directory_digests(HfDirectory(partial, unfinished=True))
+    for side, digests in packed_digests.items():
+        name = first_difference(digests, written)
+        if name is not None:
+            raise ConversionError(
+                f"{directory}: {name} holds other bits ({written.get(name, 'none')}) than {side} "
+                f"({digests.get(name, 'none')}); nothing was kept"
             )
 
 
