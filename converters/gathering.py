@@ -157,7 +157,9 @@ class WeightGathering:
         try:
             dist.barrier(group=self._agreement)
         except Exception as error:
-            raise GatheringBroken(f"rank {dist.get_rank()} waited for the others: {error}") from error
+            raise GatheringBroken(
+                f"rank {dist.get_rank()} waited for the others: {error}"
+            ) from error
 
     def _gather_on_hosts[T](self, value: T) -> list[T]:
         """Return the value of every rank. Collective; needs no GPU."""

@@ -135,6 +135,9 @@ class Session:
         wait_seconds = LEASE_SECONDS if how is Start.RESUME_OR_NEW else 0.0
         stack.enter_context(locked_run(config.directory, wait_seconds))
         self.run = check_start(config.directory, how)
+        if how.may_resume:
+            # A driver that was killed has left what it was writing, and room may be short.
+            self._delete_unfinished()
 
         # Mistakes are found before anything heavy is started.
         changes = changes_since(self.run, config) if how.may_resume else []

@@ -3,6 +3,7 @@
 import math
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_gptoss.config import AdapterConfig, ModelConfig, Quantization
@@ -43,11 +44,12 @@ def check_disk(
     check_writable(directory)
     most = checkpoints_at_a_time(training)
     existing = len(list(RunDirectory(directory).checkpoints.glob("step_??????")))
-    # An earlier export is replaced only when the new one is complete.
+    # An earlier export is replaced only when the new one is complete; what a killed process has left
+    # half-written is deleted when the run goes on.
     needed = checkpoint * max(0, most - existing) + export
 
     folder = _nearest_existing(directory)
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(folder).free + _bytes_of(RunDirectory(directory).unfinished())
     if needed > free:
         and_export = f" and an export of {_size(export)}" if export else ""
         raise CannotStart(
@@ -89,6 +91,12 @@ def checkpoints_at_a_time(training: TrainingConfig) -> int:
     is complete."""
     saved = math.ceil(training.steps / training.checkpoint_every)
     return min(training.keep_checkpoints + 1, saved)
+
+
+def _bytes_of(directories: Iterable[Path]) -> int:
+    """Add up the sizes of all files in some directories."""
+    files = (file for directory in directories for file in directory.rglob("*"))
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _nearest_existing(directory: Path) -> Path:

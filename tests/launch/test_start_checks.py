@@ -331,8 +331,17 @@ def test_a_run_needs_room_for_its_export_too(
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: free)
     training = load_config(ROOT / RL, RlConfig, ["training.steps=1"]).training
     check_disk(tmp_path, training, checkpoint=50e9, export=50e9)
-    with pytest.raises(CannotStart, match=r"110\.0 GB for 1 checkpoints of 50\.0 GB and an export of 60\.0 GB"):
+    with pytest.raises(
+        CannotStart, match=r"110\.0 GB for 1 checkpoints of 50\.0 GB and an export of 60\.0 GB"
+    ):
         check_disk(tmp_path, training, checkpoint=50e9, export=60e9)
+
+    # What a killed export has left is deleted when the run goes on.
+    unfinished = tmp_path / "export.partial"
+    unfinished.mkdir()
+    with (unfinished / "shard-0").open("wb") as file:
+        file.truncate(20_000_000_000)
+    check_disk(tmp_path, training, checkpoint=50e9, export=60e9)
 
 
 @contextmanager
