@@ -140,7 +140,7 @@ class RunDirectory:
     def unfinished(self) -> list[Path]:
         """List checkpoints and exports that nobody has finished. Whoever holds the run's lock, and
         writes none, may delete them."""
-        found = []
+        found: list[Path] = []
         for root in (self.checkpoints, self.critic_checkpoints):
             found += root.glob(f"*{PARTIAL}")
         exports = [path for path in self._beside_exports() if path.name.endswith(PARTIAL)]
