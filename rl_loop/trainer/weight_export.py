@@ -111,9 +111,9 @@ def check_packed_experts(
 def export_weights(gathering: WeightGathering, export: WeightExport) -> None:
     """Gather all weights on rank 0, which writes them. Collective.
 
-    All ranks begin every layer together, so that none waits longer for a message than rank 0 takes to
-    write one layer. A rank 0 that cannot write goes on with the messages that the others wait for, and nothing is
-    replaced if a rank could not read its own weights.
+    All ranks begin every layer together, so that none waits longer for a message than rank 0 takes
+    to write one layer. A rank 0 that cannot write goes on with the messages that the others wait
+    for, and nothing is replaced if a rank could not read its own weights.
 
     Raises:
         ConversionError: on rank 0, as ``WeightExport.write`` does; on every rank, as
