@@ -106,13 +106,16 @@ def open_adapters(path: Path, base: HfDirectory) -> Adapters:
 # -- export ------------------------------------------------------------------------------------
 
 
-def export_adapter(checkpoint: Path, peft_dir: Path, base: str | None = None) -> None:
+def export_adapter(
+    checkpoint: Path, peft_dir: Path, base: str | None = None, *, overwrite: bool = False
+) -> None:
     """Write the adapters of a trainer's checkpoint in PEFT's format, and read them back.
 
     Args:
         checkpoint: a step of a run that trains adapters, or imported ones.
         peft_dir: the directory to write; it appears in one move at the end.
         base: Hugging Face name or directory of the base, for ``adapter_config.json``.
+        overwrite: replace a directory that exists, once the new one is complete.
 
     Raises:
         ConversionError: naming the file, key or tensor.
@@ -122,7 +125,7 @@ def export_adapter(checkpoint: Path, peft_dir: Path, base: str | None = None) ->
     for mapping in source.mappings:
         expected.update(zip(mapping.names, mapping.peft_shapes, strict=True))
 
-    with new_directory(peft_dir) as partial:
+    with new_directory(peft_dir, overwrite) as partial:
         settings = peft_config(source.model, source.adapter, base)
         (partial / CONFIG_FILE).write_text(json.dumps(settings, indent=2))
         writer = SafetensorsWriter(partial / WEIGHTS_FILE, expected)

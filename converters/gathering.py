@@ -1,6 +1,6 @@
 """Bringing the weights of a running Megatron model to some of its ranks, as Hugging Face tensors."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -69,6 +69,7 @@ class WeightGathering:
         *,
         transposed: bool = False,
         packed: bool = False,
+        paced: bool = False,
     ) -> "GatheredWeights":
         """Begin to bring all weights to the global ranks ``receivers``. Collective.
 
@@ -77,6 +78,8 @@ class WeightGathering:
             transposed: see ``names.hf_tensors``.
             packed: experts that are trained through MXFP4 come as blocks and scales, under the names
                 of ``hf_layouts.mxfp4_shapes``, and not as the values that these stand for.
+            paced: all ranks begin every layer together. For receivers that take long over what they
+                get, such as those that write it to a disk.
 
         Raises:
             GatheringRefused: on every rank, if one has no memory for its part.
@@ -94,7 +97,9 @@ class WeightGathering:
             if refusal:
                 raise GatheringRefused(refusal)
         assert buffer is not None
-        return GatheredWeights(self, plan, buffer, transposed=transposed, packed=packed)
+        return GatheredWeights(
+            self, plan, buffer, transposed=transposed, packed=packed, paced=paced
+        )
 
     def confirmed(self, weights: "GatheredWeights") -> Iterator[NamedTensor]:
         """Yield what ``weights`` yields, and fail at the end if any rank could not read its own
@@ -143,6 +148,19 @@ class WeightGathering:
             self._plans[receivers] = self._planner.plan(receivers)
         return self._plans[receivers]
 
+    def wait_for_all_ranks(self) -> None:
+        """Wait until every rank is here. Collective; needs no GPU.
+
+        Raises:
+            GatheringBroken: if a rank has gone, or does not come within the timeout of the group.
+        """
+        try:
+            dist.barrier(group=self._agreement)
+        except Exception as error:
+            raise GatheringBroken(
+                f"rank {dist.get_rank()} waited for the others: {error}"
+            ) from error
+
     def _gather_on_hosts[T](self, value: T) -> list[T]:
         """Return the value of every rank. Collective; needs no GPU."""
         if dist.get_world_size() == 1:
@@ -174,6 +192,7 @@ class GatheredWeights(Iterator[NamedTensor]):
         *,
         transposed: bool,
         packed: bool,
+        paced: bool,
     ) -> None:
         self._gathering = gathering
         self._receivers = plan.receivers
@@ -182,7 +201,7 @@ class GatheredWeights(Iterator[NamedTensor]):
         self._is_receiver = dist.get_rank() in plan.receivers
 
         # Shared by what assembles tensors and by ``finish``, which only exchanges messages.
-        self._steps = iter(plan.steps)
+        self._steps = self._in_pace(plan.steps) if paced else iter(plan.steps)
         self._read_ahead: dict[str, torch.Tensor] = {}
         self.failure: Exception | None = None
         """What kept this rank from reading its own weights. The others got nonsense instead, so
@@ -211,6 +230,18 @@ class GatheredWeights(Iterator[NamedTensor]):
         """Take part in the messages that are left, and drop what they bring."""
         for step in self._steps:
             self._exchange(step)
+
+    def _in_pace(self, steps: Iterable[GatheringStep]) -> Iterator[GatheringStep]:
+        """Yield ``steps``, the first of every layer when all ranks have come to it."""
+        # A message has a time limit that begins where it is posted, on NCCL without waiting for its
+        # receiver. Ranks with later layers would post theirs at once and be ended while the receiver
+        # still writes the earlier ones.
+        layer = None
+        for step in steps:
+            if step.mapping.layer != layer:
+                layer = step.mapping.layer
+                self._gathering.wait_for_all_ranks()
+            yield step
 
     def _received_parts(self) -> Iterator[NamedParts]:
         for step in self._steps:

@@ -378,6 +378,7 @@ def write_hf_directory(
             place = shards.add(name, tensor)
             if on_written is not None:
                 on_written(name, place)
+            del tensor  # or two would be held while the next one is made
         dtype = shards.finish()
 
         generation = dict(generation_config or {})

@@ -2,7 +2,6 @@
 policy that was trained."""
 
 import logging
-import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +12,8 @@ import torch
 
 from converters.adapter_checkpoint import export_adapter
 from converters.errors import ConversionError
-from converters.hf_directory import HfDirectory, tokenizer_and_generation
-from converters.mxfp4_tensors import Digests, directory_digests, first_difference
+from converters.hf_directory import tokenizer_and_generation
+from converters.mxfp4_tensors import Digests
 from megatron_gptoss.checkpoint.directory import latest_checkpoint
 from megatron_gptoss.config import Quantization
 from megatron_gptoss.samples import Sample, TrainingSamples
@@ -64,14 +63,19 @@ def export_policy(
     *,
     tokenizer_source: Path | None = None,
     quantization: Quantization | None = None,
-) -> None:
+    sampled: Digests | None = None,
+) -> int:
     """Have the trainer's weights, config.json, tokenizer and generation settings written to
     ``directory``, by rank 0 of the trainer.
 
     ``tokenizer_source``: a Hugging Face directory, or a run with an export, whose tokenizer and
     chat template are taken if the vocabulary is not our own. ``quantization``: experts are written
-    in it, the bits that were trained. A sample of what is on the disk is compared with the trainer's
-    weights; raises ConversionError naming the tensor that differs."""
+    in it, the bits that were trained. ``sampled``: digests of those that engines sampled from last;
+    empty or None if they held another form of them.
+
+    A sample of what is on the disk is compared with the trainer's weights, and of quantized experts
+    all bits with the trainer's and the engines'. Returns how many matrices these are. Raises
+    ConversionError naming the tensor that differs; the directory is then as it was."""
     with tempfile.TemporaryDirectory() as scratch:
         files = codec.vocabulary.save(Path(scratch))
         if files:
@@ -82,6 +86,12 @@ def export_policy(
             files = _tokenizer_files(tokenizer_source)
         contents = {file.name: file.read_bytes() for file in files}
 
+    packed_digests: dict[str, Digests] = {}
+    if quantization is not None:
+        packed_digests["the trainer"] = trainer.packed_digests()
+    if sampled:
+        packed_digests["the engines"] = sampled
+
     # Rank 0 writes what all ranks gather there, a tensor at a time: the whole weights of a large
     # model fit neither into its GPU nor into Ray's store.
     trainer.export(
@@ -90,8 +100,10 @@ def export_policy(
             files=contents,
             eos_token_ids=tuple(codec.stop_token_ids),
             packed=quantization is not None,
+            packed_digests=packed_digests,
         )
     )
+    return len(packed_digests.get("the trainer", {}))
 
 
 def _tokenizer_files(source: Path | None) -> list[Path]:
@@ -110,32 +122,12 @@ def _tokenizer_files(source: Path | None) -> list[Path]:
     return []
 
 
-def check_exported_bits(trainer: Trainer, sampled: Digests, directory: Path) -> int:
-    """Check that a directory holds the bits of the trainer's quantized experts, and of those that
-    engines sampled from last (none if they held another form of them).
-
-    Returns how many matrices were compared. Raises ConversionError naming the first that differs.
-    """
-    exported = directory_digests(HfDirectory(directory))
-    sides = {"the trainer": trainer.packed_digests()}
-    if sampled:
-        sides["the engines"] = sampled
-    for side, digests in sides.items():
-        name = first_difference(digests, exported)
-        if name is not None:
-            raise ConversionError(
-                f"{directory}: {name} holds other bits ({exported.get(name, 'none')}) than {side} "
-                f"({digests.get(name, 'none')})"
-            )
-    return len(exported)
-
-
 def export_trained_adapter(checkpoints: Path, directory: Path, base: Path | None) -> None:
     """Write the adapters of the newest checkpoint in PEFT's format to ``directory``.
 
     Args:
         checkpoints: where a run that is done keeps its checkpoints.
-        directory: replaced if it exists.
+        directory: replaced if it exists, once the new one is complete.
         base: what the run began with; ``adapter_config.json`` names it if PEFT can load it.
 
     Raises:
@@ -148,8 +140,7 @@ def export_trained_adapter(checkpoints: Path, directory: Path, base: Path | None
     base_name = None
     if base is not None and (base / "config.json").exists():
         base_name = str(base)
-    shutil.rmtree(directory, ignore_errors=True)
-    export_adapter(checkpoint, directory, base_name)
+    export_adapter(checkpoint, directory, base_name, overwrite=True)
 
 
 def greedy_agreement(

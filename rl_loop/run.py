@@ -81,10 +81,13 @@ def run_sft(
                 steps=steps,
                 sequences_per_step=config.sequences_per_step,
             )
-        if done < steps and not data.exhausted:
-            raise Interrupted(f"saved after step {done} of {steps} in {session.run.path}")
-        # Of adapters the checkpoints have no base: another run cannot begin with them.
-        if config.adapter is not None or config.data is not None:
+        # A request during the last step leaves the export to a resume: it may take minutes, in which
+        # no further request would be heard.
+        is_stopped = done < steps and not data.exhausted
+        if is_stopped or (session.interrupt.requested and config.exports):
+            saved = f"saved after step {done} of {steps} in {session.run.path}"
+            raise Interrupted(saved if is_stopped else f"{saved}; its export is left")
+        if config.exports:
             _export(config, session)
 
         figures = data.summary() | _last_losses(session.run)
@@ -154,16 +157,17 @@ def run_rl(
             raise Interrupted(_what_an_interrupt_left(config, session, done))
         evaluation = loop.evaluate()
         if config.rollout.engine.packs_experts:
-            # Their checksums, all of them. The export is compared with the trainer, too.
+            # Their checksums, all of them. The export is compared with them and the trainer, too.
             session.rollouts.compare_weights()
         session.rollouts.close()  # the export needs the memory
 
-        _export(config, session)
-        agreement = _compare_export(config, session, loop.sampled_bits)
+        compared = _export(config, session, loop.sampled_bits)
+        agreement = _compare_answers(config, session)
         seconds = session.checkpointer.seconds + _seconds_of_initial_run(config)
         session.run.write_summary(
             **_summary(session.run, config.training.steps, evaluation),
             seconds=round(seconds, 1),
+            **compared,
             **agreement,
         )
         write_model_card(session.run, training_of(config))
@@ -270,37 +274,35 @@ def _what_an_interrupt_left(config: RlConfig, session: Session, done: int) -> st
     return saved
 
 
-def _export(config: RunConfig, session: Session) -> None:
-    """Write the Hugging Face checkpoint, and adapters by themselves."""
+def _export(
+    config: RunConfig, session: Session, sampled_bits: dict[str, str] | None = None
+) -> dict[str, int]:
+    """Write the Hugging Face checkpoint, and adapters by themselves. Returns what the summary says
+    of that.
+
+    ``sampled_bits``: digests of the quantized experts that engines held last."""
     from rl_loop.export import export_policy, export_trained_adapter
 
     session.progress.phase("export")
-    export_policy(
+    packed_experts = export_policy(
         session.trainer,
         session.codec,
         session.run.export,
         tokenizer_source=config.tokenizer or config.initial_weights,
         quantization=config.quantization,
+        sampled=sampled_bits,
     )
     if config.adapter is not None:
         export_trained_adapter(
             session.run.checkpoints, session.run.adapter, base=config.initial_weights
         )
+    return {} if config.quantization is None else {"packed_experts_equal": packed_experts}
 
 
-def _compare_export(
-    config: RlConfig, session: Session, sampled_bits: dict[str, str]
-) -> dict[str, int]:
-    """Compare the Hugging Face checkpoint with the trainer. Returns what the summary says of
-    that.
-
-    ``sampled_bits``: digests of the quantized experts that engines held last."""
-    from rl_loop.export import LARGEST_DECODED, check_exported_bits, greedy_agreement
-
-    compared = {}
-    if config.quantization is not None:
-        count = check_exported_bits(session.trainer, sampled_bits, session.run.export)
-        compared["packed_experts_equal"] = count
+def _compare_answers(config: RlConfig, session: Session) -> dict[str, int]:
+    """Compare greedy answers of the Hugging Face checkpoint with the trainer's. Returns what the
+    summary says of that."""
+    from rl_loop.export import LARGEST_DECODED, greedy_agreement
 
     if config.model.num_parameters > LARGEST_DECODED:
         logger.info(
@@ -309,13 +311,12 @@ def _compare_export(
             session.run.export,
             config.model.num_parameters / 1e9,
         )
-        return compared
+        return {}
 
     agreement = greedy_agreement(
         session.trainer, session.tasks, session.run.export, config.dtype, config.quantization
     )
     return {
-        **compared,
         "greedy_answers_equal": agreement.equal,
         "greedy_answers_compared": agreement.compared,
     }

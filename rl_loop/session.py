@@ -135,6 +135,9 @@ class Session:
         wait_seconds = LEASE_SECONDS if how is Start.RESUME_OR_NEW else 0.0
         stack.enter_context(locked_run(config.directory, wait_seconds))
         self.run = check_start(config.directory, how)
+        if how.may_resume:
+            # A driver that was killed has left what it was writing, and room may be short.
+            self._delete_unfinished()
 
         # Mistakes are found before anything heavy is started.
         changes = changes_since(self.run, config) if how.may_resume else []
@@ -167,9 +170,9 @@ class Session:
             check_reward_parts(config, self.tasks.reward_parts())
 
     def _start_ray(self) -> None:
-        # Checkpoints that were being written when their writers were ended are deleted after Ray
-        # is gone.
-        self._stack.callback(self._delete_half_checkpoints)
+        # Checkpoints and exports that were being written when their writers were ended are deleted
+        # after Ray is gone.
+        self._stack.callback(self._delete_unfinished)
         daemons = self._stack.enter_context(SeparateSessions())
         need = store_need(self._config)
         self._stack.enter_context(ray_session(store_bytes(need)))
@@ -300,10 +303,10 @@ class Session:
         saved = int(latest.read_text().rpartition("_")[2])
         return f"{run.path} goes on after step {saved} of {self._config.training.steps}, its newest checkpoint"
 
-    def _delete_half_checkpoints(self) -> None:
-        for root in (self.run.checkpoints, self.run.critic_checkpoints):
-            for unfinished in root.glob("*.partial"):
-                shutil.rmtree(unfinished, ignore_errors=True)
+    def _delete_unfinished(self) -> None:
+        """Delete what takes the room of a checkpoint or of an export, and is neither."""
+        for unfinished in self.run.unfinished():
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 # -- the parts, each from its sections of the configuration ---------------------------------------

@@ -115,6 +115,11 @@ class RunConfig(StrictModel):
         return self.output_dir / self.name
 
     @property
+    def exports(self) -> bool:
+        """Whether the run ends with a Hugging Face checkpoint."""
+        return True
+
+    @property
     def memory_inputs(self) -> MemoryInputs:
         """What ``megatron_gptoss.planning.memory`` predicts from."""
         return MemoryInputs(
@@ -384,6 +389,12 @@ class SftConfig(RunConfig):
     """What the demonstrations are made of."""
     sequences_per_step: int = Field(64, gt=0)
     """Demonstrations (episodes), or samples of ``data``, of one optimizer step."""
+
+    @property
+    def exports(self) -> bool:
+        """Whether the run ends with a Hugging Face checkpoint: what has learned conversations, and
+        always adapters, whose checkpoints have no base to begin another run with."""
+        return self.adapter is not None or self.data is not None
 
     @property
     def longest_sample(self) -> int:

@@ -1,17 +1,24 @@
-"""Checks that a run can write its directory, and has room for its checkpoints."""
+"""Checks that a run can write its directory, and has room for its checkpoints and its export."""
 
 import math
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
-from megatron_gptoss.config import AdapterConfig, ModelConfig
+from megatron_gptoss.config import AdapterConfig, ModelConfig, Quantization
 from rl_loop.config.errors import CannotStart
 from rl_loop.config.training import TrainingConfig
 from rl_loop.tracking.run_directory import RunDirectory
 
 GB = 1e9
 MB = 1e6
+
+WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
+"""Of one parameter, by dtype."""
+
+MXFP4_BYTES = 17 / 32
+"""Of one parameter: 16 bytes for a block of 32 values, and one for its scale."""
 
 MOMENT_BYTES = 8
 """Of one parameter: Adam's two moments in fp32."""
@@ -26,21 +33,28 @@ def check_writable(directory: Path) -> None:
         raise CannotStart(f"output_dir: {nearest} may not be written by this user")
 
 
-def check_disk(directory: Path, training: TrainingConfig, checkpoint: float) -> None:
-    """Raise CannotStart unless there is room for the checkpoints that the run will hold at a time.
+def check_disk(
+    directory: Path, training: TrainingConfig, checkpoint: float, export: float = 0.0
+) -> None:
+    """Raise CannotStart unless there is room for the checkpoints that the run will hold at a time,
+    and for its export.
 
-    ``checkpoint``: bytes of one, from ``checkpoint_bytes``."""
+    ``checkpoint``: bytes of one, from ``checkpoint_bytes``. ``export``: from ``export_bytes``; 0 if
+    the run exports nothing."""
     check_writable(directory)
     most = checkpoints_at_a_time(training)
     existing = len(list(RunDirectory(directory).checkpoints.glob("step_??????")))
-    needed = checkpoint * max(0, most - existing)
+    # An earlier export is replaced only when the new one is complete; what a killed process has left
+    # half-written is deleted when the run goes on.
+    needed = checkpoint * max(0, most - existing) + export
 
     folder = _nearest_existing(directory)
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(folder).free + _bytes_of(RunDirectory(directory).unfinished())
     if needed > free:
+        and_export = f" and an export of {_size(export)}" if export else ""
         raise CannotStart(
             f"output_dir: {_size(free)} are free in {folder}, and the run needs {_size(needed)} for {most} "
-            f"checkpoints of {_size(checkpoint)}: make room, or lower training.keep_checkpoints"
+            f"checkpoints of {_size(checkpoint)}{and_export}: make room, or lower training.keep_checkpoints"
         )
 
 
@@ -53,11 +67,23 @@ def checkpoint_bytes(
 ) -> float:
     """Compute the size of one checkpoint: weights, two fp32 moments and fp32 master weights of
     what is trained of every model that learns."""
-    weight_bytes = {"float32": 4, "bfloat16": 2}[dtype]
+    weight_bytes = WEIGHT_BYTES[dtype]
     master_bytes = 0 if dtype == "float32" else 4
     models = 2 if has_critic else 1
     trained = model.num_parameters if adapter is None else adapter.num_parameters(model)
     return models * trained * (weight_bytes + master_bytes + MOMENT_BYTES)
+
+
+def export_bytes(model: ModelConfig, dtype: str, quantization: Quantization | None = None) -> float:
+    """Compute the size of the weights of an export; adapters are merged into it."""
+    plain = model.num_parameters
+    packed_bytes = 0.0
+    if quantization is not None:
+        matrices = 3 * model.hidden_size * model.intermediate_size
+        packed = model.num_layers * model.num_experts * matrices
+        plain -= packed
+        packed_bytes = packed * MXFP4_BYTES
+    return plain * WEIGHT_BYTES[dtype] + packed_bytes
 
 
 def checkpoints_at_a_time(training: TrainingConfig) -> int:
@@ -65,6 +91,12 @@ def checkpoints_at_a_time(training: TrainingConfig) -> int:
     is complete."""
     saved = math.ceil(training.steps / training.checkpoint_every)
     return min(training.keep_checkpoints + 1, saved)
+
+
+def _bytes_of(directories: Iterable[Path]) -> int:
+    """Add up the sizes of all files in some directories."""
+    files = (file for directory in directories for file in directory.rglob("*"))
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _nearest_existing(directory: Path) -> Path:

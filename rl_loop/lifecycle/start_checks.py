@@ -17,7 +17,12 @@ from rl_loop.data.hub import is_of_hub
 from rl_loop.environments import environment_class
 from rl_loop.harmony.o200k import ensure_o200k
 from rl_loop.lifecycle.address_checks import check_endpoint, check_ray_address
-from rl_loop.lifecycle.disk_checks import check_disk, check_writable, checkpoint_bytes
+from rl_loop.lifecycle.disk_checks import (
+    check_disk,
+    check_writable,
+    checkpoint_bytes,
+    export_bytes,
+)
 from rl_loop.lifecycle.store_size import (
     StoreNeed,
     check_local_store,
@@ -67,7 +72,10 @@ def check_what_a_run_needs(config: RunConfig, has_own_ray: bool = False) -> None
     checkpoint = checkpoint_bytes(
         config.model, config.dtype, adapter=config.adapter, has_critic=has_critic
     )
-    check_disk(config.directory, config.training, checkpoint)
+    export = 0.0
+    if config.exports:
+        export = export_bytes(config.model, config.dtype, config.quantization)
+    check_disk(config.directory, config.training, checkpoint, export)
 
     # A Ray that runs already keeps the store that it has: checked is one that this run starts.
     if has_own_ray or not os.environ.get("RAY_ADDRESS"):

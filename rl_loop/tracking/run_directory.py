@@ -14,6 +14,10 @@ from typing import Any
 from gptoss_kernels.cache import write_atomically
 from megatron_gptoss.user_error import UserError
 
+PARTIAL, OLD = ".partial", ".old"
+"""End the names of directories that are being written, and of exports that are being replaced
+(``converters.new_directory``)."""
+
 MOST_RUNS_SHOWN = 10
 """In the error of a run that is not there."""
 
@@ -122,8 +126,25 @@ class RunDirectory:
         """The figures that a script compares."""
 
     def existing(self) -> list[Path]:
-        """List what there is of the paths above."""
-        return [path for path in vars(self).values() if path != self.path and os.path.lexists(path)]
+        """List what there is of the paths above, and what a killed export has left beside them."""
+        listed = [path for path in vars(self).values() if path != self.path]
+        return [path for path in listed + self._beside_exports() if os.path.lexists(path)]
+
+    def _beside_exports(self) -> list[Path]:
+        return [
+            final.with_name(final.name + suffix)
+            for final in (self.export, self.adapter)
+            for suffix in (PARTIAL, OLD)
+        ]
+
+    def unfinished(self) -> list[Path]:
+        """List checkpoints and exports that nobody has finished. Whoever holds the run's lock, and
+        writes none, may delete them."""
+        found: list[Path] = []
+        for root in (self.checkpoints, self.critic_checkpoints):
+            found += root.glob(f"*{PARTIAL}")
+        exports = [path for path in self._beside_exports() if path.name.endswith(PARTIAL)]
+        return found + [path for path in exports if path.exists()]
 
     @property
     def has_begun(self) -> bool:

@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from converters.errors import ConversionError
 from converters.gathering import WeightGathering
-from converters.hf_directory import write_hf_directory
+from converters.hf_directory import HfDirectory, write_hf_directory
 from converters.mapping import NamedTensor
-from converters.mxfp4_tensors import stored_names
+from converters.mxfp4_tensors import Digests, directory_digests, first_difference, stored_names
 from converters.names import parameter_mappings
 from converters.read_back import check_weights
 from converters.sample import Selection, select_parameters
@@ -31,12 +32,15 @@ class WeightExport:
     """That end a turn, for ``generation_config.json``."""
     packed: bool = False
     """Whether experts come, and are written, as MXFP4 blocks and scales."""
+    packed_digests: Mapping[str, Digests] = field(default_factory=dict)
+    """By the name of who holds them: digests that all packed experts on the disk must have."""
 
     def write(self, model: ModelConfig, weights: Iterable[NamedTensor]) -> None:
         """Write all weights of ``model`` as they come, one tensor in memory at a time.
 
         A sample of what is on the disk is compared with what was written: what belongs to no
-        expert, and the experts of one layer, of which copies are kept until then.
+        expert, and the experts of one layer, of which copies are kept until then. Of packed experts
+        all are compared with ``packed_digests``.
 
         Args:
             model: the configuration of the weights.
@@ -51,6 +55,10 @@ class WeightExport:
         compared = _names_of(model, selection)
         kept: dict[str, torch.Tensor] = {}
 
+        def check(partial: Path) -> None:
+            check_weights(kept, partial, selection)
+            check_packed_experts(self.directory, partial, self.packed_digests)
+
         def on_their_way() -> Iterator[NamedTensor]:
             for name, tensor in weights:
                 # A tensor of the gathering may share memory with the next one.
@@ -58,6 +66,7 @@ class WeightExport:
                 if name in compared:
                     kept[name] = on_host.clone()
                 yield name, on_host
+                del tensor, on_host  # or they would outlive their successor's gathering
 
         with tempfile.TemporaryDirectory() as scratch:
             for name, content in self.files.items():
@@ -70,22 +79,48 @@ class WeightExport:
                 eos_token_ids=self.eos_token_ids,
                 overwrite=True,
                 quantized=self.packed,
-                check=lambda partial: check_weights(kept, partial, selection),
+                check=check,
+            )
+
+
+def check_packed_experts(
+    directory: Path, partial: Path, packed_digests: Mapping[str, Digests]
+) -> None:
+    """Check that the files hold the bits that others hold of all packed experts.
+
+    Args:
+        directory: the name that the files will get, for the message.
+        partial: where they are.
+        packed_digests: what to compare them with, by the name of who holds it.
+
+    Raises:
+        ConversionError: naming the first expert that differs.
+    """
+    if not packed_digests:
+        return
+    written = directory_digests(HfDirectory(partial, unfinished=True))
+    for side, digests in packed_digests.items():
+        name = first_difference(digests, written)
+        if name is not None:
+            raise ConversionError(
+                f"{directory}: {name} holds other bits ({written.get(name, 'none')}) than {side} "
+                f"({digests.get(name, 'none')}); nothing was kept"
             )
 
 
 def export_weights(gathering: WeightGathering, export: WeightExport) -> None:
     """Gather all weights on rank 0, which writes them. Collective.
 
-    A rank 0 that cannot write goes on with the messages that the others wait for, and nothing is
-    replaced if a rank could not read its own weights.
+    All ranks begin every layer together, so that none waits longer for a message than rank 0 takes
+    to write one layer. A rank 0 that cannot write goes on with the messages that the others wait
+    for, and nothing is replaced if a rank could not read its own weights.
 
     Raises:
         ConversionError: on rank 0, as ``WeightExport.write`` does; on every rank, as
             ``WeightGathering.confirmed`` does.
         GatheringRefused: on every rank, if one has no memory for its part.
     """
-    weights = gathering.confirmed(gathering.begin(packed=export.packed))
+    weights = gathering.confirmed(gathering.begin(packed=export.packed, paced=True))
     try:
         if dist.get_rank() == 0:
             export.write(gathering.config, weights)

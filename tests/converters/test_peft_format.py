@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -19,10 +20,12 @@ from converters.errors import ConversionError
 from converters.live import export_hf_weights
 from converters.peft_format import PREFIX, WEIGHTS_FILE, PeftDirectory
 from converters.peft_settings import CONFIG_FILE
+from converters.safetensors_files import SafetensorsWriter
 from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.layers.adapters import initialize_adapters, named_adapters
 from megatron_gptoss.trainer import PolicyTrainer
+from rl_loop.export import export_trained_adapter
 from tests.distributed import free_port, run_distributed
 from tests.megatron_gptoss.adapted import ADAPTER, MODEL, adapted_model, base_weights
 from tests.megatron_gptoss.reference import documents, hf_logits, save_checkpoint
@@ -52,6 +55,30 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     export_adapter(save_adapters(root), root / "adapter", base="openai/gpt-oss-20b")
     yield root / "adapter"
     distributed.shutdown()
+
+
+def test_an_earlier_adapter_stays_until_the_new_one_is_complete(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a run exports it a second time."""
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.mkdir()
+    (checkpoints / "step_000001").symlink_to(exported.parent / "step_000001")
+    (checkpoints / "latest").write_text("step_000001")
+    export_trained_adapter(checkpoints, tmp_path / "adapter", None)
+    earlier = (tmp_path / "adapter" / WEIGHTS_FILE).read_bytes()
+
+    def disk_is_full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SafetensorsWriter, "add", disk_is_full)
+        with pytest.raises(ConversionError, match="No space left"):
+            export_trained_adapter(checkpoints, tmp_path / "adapter", None)
+    assert (tmp_path / "adapter" / WEIGHTS_FILE).read_bytes() == earlier
+
+    export_trained_adapter(checkpoints, tmp_path / "adapter", None)
+    assert (tmp_path / "adapter" / WEIGHTS_FILE).read_bytes() == earlier
 
 
 def test_the_tensors_are_those_of_pefts_formula(exported: Path) -> None:

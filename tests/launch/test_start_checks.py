@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,18 +15,26 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from converters.hf_directory import written_shapes
 from converters.names import hf_shapes
 from converters.peft_settings import peft_config
 from launch.cluster import ClusterConfig
 from launch.node_checks import RAY_PORTS, busy_ports
 from megatron_gptoss.config import AdapterConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
+from rl_loop.config.errors import CannotStart
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
-from rl_loop.lifecycle.disk_checks import checkpoint_bytes, checkpoints_at_a_time
+from rl_loop.lifecycle.disk_checks import (
+    check_disk,
+    checkpoint_bytes,
+    checkpoints_at_a_time,
+    export_bytes,
+)
 from rl_loop.lifecycle.start_checks import check_data
 
 ROOT = Path(__file__).parents[2]
@@ -299,6 +308,40 @@ def test_the_predicted_checkpoint_is_that_of_the_model(tmp_path: Path) -> None:
     adapter = AdapterConfig(rank=8)
     trained = adapter.num_parameters(config.model)
     assert checkpoint_bytes(config.model, "bfloat16", adapter=adapter) == 14 * trained
+
+
+def test_the_predicted_export_is_that_of_the_model() -> None:
+    config = load_config(ROOT / RL, RlConfig).model
+    shapes = written_shapes(config, quantized=False)
+    values = sum(math.prod(shape) for shape in shapes.values())
+    assert export_bytes(config, "bfloat16") == 2 * values
+    assert export_bytes(config, "float32") == 4 * values
+
+    packed = written_shapes(config, quantized=True)
+    expected = 0
+    for name, shape in packed.items():
+        expected += math.prod(shape) * (1 if name.endswith(("_blocks", "_scales")) else 4)
+    assert export_bytes(config, "float32", quantization="mxfp4") == expected
+
+
+def test_a_run_needs_room_for_its_export_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = SimpleNamespace(free=100e9)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: free)
+    training = load_config(ROOT / RL, RlConfig, ["training.steps=1"]).training
+    check_disk(tmp_path, training, checkpoint=50e9, export=50e9)
+    with pytest.raises(
+        CannotStart, match=r"110\.0 GB for 1 checkpoints of 50\.0 GB and an export of 60\.0 GB"
+    ):
+        check_disk(tmp_path, training, checkpoint=50e9, export=60e9)
+
+    # What a killed export has left is deleted when the run goes on.
+    unfinished = tmp_path / "export.partial"
+    unfinished.mkdir()
+    with (unfinished / "shard-0").open("wb") as file:
+        file.truncate(20_000_000_000)
+    check_disk(tmp_path, training, checkpoint=50e9, export=60e9)
 
 
 @contextmanager

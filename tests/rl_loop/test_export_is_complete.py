@@ -92,10 +92,10 @@ def test_what_is_too_large_for_a_cpu_is_not_decoded_from(caplog: pytest.LogCaptu
     # It has neither a trainer nor tasks: whoever decodes fails.
     session: Any = SimpleNamespace(run=SimpleNamespace(export=Path("runs/large/export")))
     with caplog.at_level(logging.INFO):
-        assert run._compare_export(config, session, {}) == {}
+        assert run._compare_answers(config, session) == {}
     assert "runs/large/export: a sample of its weights was compared" in caplog.text
     assert "20.9 billion parameters" in caplog.text
 
     tiny = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig)
     with pytest.raises(AttributeError):
-        run._compare_export(tiny, session, {})
+        run._compare_answers(tiny, session)

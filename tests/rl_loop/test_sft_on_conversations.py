@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from rl_loop import session
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import SftConfig
@@ -179,6 +180,39 @@ def test_an_interrupt_keeps_the_place_in_the_data(tmp_path: Path) -> None:
     # How fast the data is rendered may change.
     resumed = run_sft(config(path, "name=stopped", "data.workers=0"), Quiet(), resume=True)
     assert losses(resumed) == losses(whole)
+
+
+def test_an_interrupt_in_the_last_step_leaves_the_export_to_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_chats(tmp_path, 12)
+    whole = run_sft(config(path, "training.steps=1", "name=whole"), Quiet())
+    settings = config(path, "training.steps=1", "name=stopped")
+    unfinished = settings.directory / "export.partial"
+
+    def stop(step: int) -> None:
+        unfinished.mkdir()
+        (unfinished / "shard-0").write_bytes(b"as of a rank that was killed")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted, match=r"saved after step 1 of 1 .*; its export is left"):
+        run_sft(settings, Quiet(stop))
+    assert not (settings.directory / "export").exists()
+    assert not unfinished.exists(), "it takes the room of a whole model"
+
+    # A driver that was killed has deleted nothing; the room may be needed to go on.
+    unfinished.mkdir()
+    check = session.check_what_a_run_needs
+
+    def check_with_room(*arguments: object) -> None:
+        assert not unfinished.exists()
+        check(*arguments)
+
+    monkeypatch.setattr(session, "check_what_a_run_needs", check_with_room)
+    expected = weights(whole)
+    resumed = weights(run_sft(settings, Quiet(), resume=True))
+    assert resumed.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in resumed.items())
 
 
 def test_a_run_ends_with_its_data(tmp_path: Path) -> None:

@@ -26,8 +26,9 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
 
     monkeypatch.setattr(run, "Session", lambda *arguments: session)
     monkeypatch.setattr(run, "build_loop", lambda *arguments: loop)
+    recorder.export.return_value = {}
     monkeypatch.setattr(run, "_export", recorder.export)
-    for name in ("_compare_export", "_summary"):
+    for name in ("_compare_answers", "_summary"):
         monkeypatch.setattr(run, name, lambda *arguments: {})
     for name in ("_seconds_of_initial_run", "write_model_card", "training_of"):
         monkeypatch.setattr(run, name, lambda *arguments: 0)

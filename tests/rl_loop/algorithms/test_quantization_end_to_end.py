@@ -18,9 +18,10 @@ from megatron_gptoss.checkpoint.directory import latest_checkpoint
 from rl_loop.canary import CanaryError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
-from rl_loop.export import check_exported_bits, export_policy, greedy_agreement
+from rl_loop.export import export_policy, greedy_agreement
 from rl_loop.session import build_tasks
 from rl_loop.tracking.run_directory import read_json_lines
+from rl_loop.trainer.weight_export import check_packed_experts
 from tests.rl_loop.algorithms.test_algorithms_end_to_end import SMALL
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -86,18 +87,28 @@ def test_the_export_has_the_bits_that_were_sampled_and_so_has_that_of_the_checkp
         loop.checkpointer.save_finished_steps()
         loop.evaluate()
         harmony = loop.tasks.codec
-        export_policy(loop.trainer, harmony, tmp_path / "hf", quantization="mxfp4")
-        assert check_exported_bits(loop.trainer, loop.sampled_bits, tmp_path / "hf") == EXPERTS
+
+        # Another version of the engines' bits is found before the directory has its name.
+        name = next(iter(loop.sampled_bits))
+        other = loop.sampled_bits | {name: "0" * 16}
+        with pytest.raises(ConversionError, match=r"expert 0 holds other bits .* than the engines"):
+            export_policy(
+                loop.trainer, harmony, tmp_path / "hf", quantization="mxfp4", sampled=other
+            )
+        assert list(tmp_path.glob("hf*")) == []
+
+        compared = export_policy(
+            loop.trainer,
+            harmony,
+            tmp_path / "hf",
+            quantization="mxfp4",
+            sampled=loop.sampled_bits,
+        )
+        assert compared == EXPERTS
         agreement = greedy_agreement(
             loop.trainer, build_tasks(settings), tmp_path / "hf", settings.dtype, "mxfp4"
         )
         assert agreement.equal == agreement.compared > 0
-
-        # Another version of the engine's bits is found.
-        name = next(iter(loop.sampled_bits))
-        other = loop.sampled_bits | {name: "0" * 16}
-        with pytest.raises(ConversionError, match=r"expert 0 holds other bits .* than the engines"):
-            check_exported_bits(loop.trainer, other, tmp_path / "hf")
 
     checkpoint = latest_checkpoint(settings.directory / "checkpoints")
     assert checkpoint is not None
@@ -119,6 +130,8 @@ def test_a_damaged_export_is_found(tmp_path: Path, rollouts: LocalRollouts) -> N
     settings = config(tmp_path, "quantization=mxfp4", "training.steps=1")
     with local_loop(settings, rollouts) as loop:
         export_policy(loop.trainer, loop.tasks.codec, tmp_path / "hf", quantization="mxfp4")
+        trained = {"the trainer": loop.trainer.packed_digests()}
+        check_packed_experts(tmp_path / "hf", tmp_path / "hf", trained)
         place = HfDirectory(tmp_path / "hf").file_ranges("model.layers.1.mlp.experts.down_proj")[1]
         with place.path.open("r+b") as file:
             file.seek(place.offset + 3)
@@ -129,7 +142,7 @@ def test_a_damaged_export_is_found(tmp_path: Path, rollouts: LocalRollouts) -> N
             r"layers\.1\.mlp\.experts\.down_proj, expert 0 holds other bits .* than the trainer"
         )
         with pytest.raises(ConversionError, match=message):
-            check_exported_bits(loop.trainer, {}, tmp_path / "hf")
+            check_packed_experts(tmp_path / "hf", tmp_path / "hf", trained)
 
 
 def test_a_resumed_run_continues_the_same_curve(tmp_path: Path, rollouts: LocalRollouts) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from converters.new_directory import OLD, PARTIAL
 from rl_loop.tracking.run_directory import (
     RunDirectoryError,
     RunWriteError,
@@ -178,6 +179,11 @@ def test_overwrite_deletes_the_run_and_nothing_else(tmp_path: Path) -> None:
     append_lines(run.metrics, ['{"step": 0}'])
     for checkpoints in (run.checkpoints, run.critic_checkpoints):
         (checkpoints / "step_1").mkdir(parents=True)
+    # Of exports that were killed: the next one would give the second its name back.
+    for final in (run.export, run.adapter):
+        for suffix in (PARTIAL, OLD):
+            final.with_name(final.name + suffix).mkdir()
+    assert run.unfinished() == [run.path / "export.partial", run.path / "adapter.partial"]
     (run.path / "notes.txt").write_text("mine")
     start_run(run.path, "lr: 2\n", Start.OVERWRITE)
     assert sorted(path.name for path in run.path.iterdir()) == ["config.yaml", "notes.txt"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from rl_loop.data.stored_routes import StoredRoutes
 from rl_loop.trainer import shipment as shipment_module
 from rl_loop.trainer.group import TrainerGroup
 from rl_loop.trainer.shipment import SCORED_COLUMNS, Shipment, Shipper, StepPlan, plan_step
+from rl_loop.trainer.weight_export import WeightExport
 from rl_loop.trainer.worker import RankPlace
 
 MODEL = GptOssModelConfig(num_layers=2, num_experts=8)
@@ -209,6 +211,19 @@ def test_neighbours_share_a_shipment_and_only_owners_answer() -> None:
         assert arguments[0][0] is not arguments[2][0]
     for first, second in zip(ranks.shipments[:2], ranks.shipments[2:], strict=True):
         assert first.samples.names == second.samples.names, "packing decides once"
+
+
+def test_only_the_rank_that_writes_an_export_gets_its_files() -> None:
+    ranks = RecordingRanks([RankPlace(data=0, answers=True), RankPlace(data=1, answers=True)])
+    export = WeightExport(Path("export"), files={"tokenizer.json": b"27 MB"}, packed=True)
+    trainer_settings = settings_of(2)
+    trainer_settings.parallel.world_size = 2
+    with contextlib.suppress(AttributeError):  # these ranks answer with shipments
+        TrainerGroup(trainer_settings, ranks).export(export)
+    [(method, [(first,), (second,)], _)] = ranks.calls
+    assert method == "export"
+    assert first == export
+    assert second == WeightExport(Path("export"), packed=True)
 
 
 def test_only_updates_are_cut_into_mini_batches() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,10 @@ from converters.errors import ConversionError
 from converters.gathering import WeightGathering
 from converters.hf_directory import HfDirectory
 from converters.live import load_hf_weights
+from converters.mapping import NamedTensor
 from converters.names import hf_shapes
 from megatron_gptoss import distributed
-from megatron_gptoss.config import ParallelConfig
+from megatron_gptoss.config import ModelConfig, ParallelConfig
 from megatron_gptoss.model import build_model
 from rl_loop.trainer.weight_export import WeightExport, export_weights
 from tests.converters.test_live import TINY, tiny_weights
@@ -35,12 +38,13 @@ def every_tensor_alone(alive: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
         memory = np.random.default_rng(0).random(shape, np.float32)
         memories.append(weakref.ref(memory))
         yield name, torch.from_numpy(memory)
+        del memory
 
 
 def test_one_tensor_is_held_at_a_time(tmp_path: Path) -> None:
     alive: list[int] = []
     WeightExport(tmp_path / "export", FILES, (3, 5)).write(TINY, every_tensor_alone(alive))
-    assert max(alive) <= 1, "the one that is being written"
+    assert max(alive) == 0, "what was written is gone when the next one comes"
     assert (tmp_path / "export/tokenizer.json").read_bytes() == b"{}"
     assert set(HfDirectory(tmp_path / "export").names()) == set(hf_shapes(TINY))
 
@@ -59,6 +63,19 @@ def test_what_is_read_back_is_compared_with_what_came(
     with pytest.raises(ConversionError, match=r"model\.norm\.weight"):
         WeightExport(tmp_path / "export").write(TINY, every_tensor_alone([]))
     assert not (tmp_path / "export").exists()
+
+
+@dataclass(frozen=True)
+class SlowExport(WeightExport):
+    """Takes a second over the last tensor of layer 0, and writes nothing."""
+
+    def write(self, model: ModelConfig, weights: Iterable[NamedTensor]) -> None:
+        *_, last = (name for name in hf_shapes(model) if ".layers.0." in name)
+        for name, _ in weights:
+            if name == last:
+                time.sleep(1)
+                ahead = (self.directory.parent / "rank 1 has come to layer 1").exists()
+                assert not ahead, "its message waits, and its time runs"
 
 
 def export_with_faults(rank: int, port: int, directory: Path) -> list[str]:
@@ -98,6 +115,16 @@ def export_with_faults(rank: int, port: int, directory: Path) -> list[str]:
         gathering.local.read = read  # type: ignore[method-assign]
 
     said.append(attempt(WeightExport(directory / "export", FILES)))
+
+    if rank == 1:
+
+        def read_and_tell(name: str) -> Any:
+            if ".layers.1." in name:
+                (directory / "rank 1 has come to layer 1").touch()
+            return read(name)
+
+        gathering.local.read = read_and_tell  # type: ignore[method-assign]
+    said.append(attempt(SlowExport(directory / "slow")))
     distributed.shutdown()
     return said
 
@@ -108,6 +135,8 @@ def test_a_rank_that_fails_leaves_nothing_written_and_no_other_waiting(tmp_path:
     assert second[0] == "exported", "it has nothing to write"
     assert first[1] == second[1] == "rank 1 could not read its weights: CUDA out of memory"
     assert first[2] == second[2] == "exported"
+    assert first[3] == second[3] == "exported"
+    assert (tmp_path / "rank 1 has come to layer 1").exists()
 
     written = HfDirectory(tmp_path / "export")
     for name, tensor in tiny_weights().items():
