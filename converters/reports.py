@@ -142,10 +142,12 @@ class MergeLoss:
         self.squared_update += other.squared_update
 
     def __str__(self) -> str:
-        return (
-            f"relative error {self.relative:.3g}, {self.relative_to_update:.3g} of what the adapter "
-            f"adds, {self.changed / max(1, self.values):.1%} of the values changed"
-        )
+        if self.squared_update == 0:
+            of_the_update = "where the adapter adds nothing"
+        else:
+            of_the_update = f"{self.relative_to_update:.3g} of what the adapter adds"
+        changed = self.changed / max(1, self.values)
+        return f"relative error {self.relative:.3g}, {of_the_update}, {changed:.1%} of the values changed"
 
 
 @dataclass

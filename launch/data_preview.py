@@ -40,14 +40,19 @@ def print_preview(
     sources: Sequence[str],
     samples: int,
     conversations: int,
-) -> None:
-    """Print the first ``samples`` of every source, and figures of its first ``conversations``."""
+) -> bool:
+    """Print the first ``samples`` of every source, and figures of its first ``conversations``.
+
+    Returns whether there was something to learn in every source."""
+    all_learn = True
     for source in sources:
         preview = data.preview(source, conversations)
+        all_learn = all_learn and bool(preview.samples)
         for number, sample in enumerate(preview.samples[:samples], start=1):
             _print_sample(number, sample, codec, console)
         for line in figures(preview):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return all_learn
 
 
 def _print_sample(number: int, sample: DataSample, codec: ChatCodec, console: Console) -> None:

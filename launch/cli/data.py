@@ -28,7 +28,8 @@ def data_preview(
         Option(min=1, help="How many to read of each source, for the figures."),
     ] = 1000,
 ) -> None:
-    """Samples token by token with what is learned of them, lengths, and what is refused and why."""
+    """Samples token by token with what is learned of them, lengths, and what is refused and why.
+    Exit code 1 if all of a source is refused."""
     from rich.console import Console
 
     from launch.data_preview import print_preview
@@ -36,7 +37,7 @@ def data_preview(
 
     codec, opened = open_conversations(load_run_config(path, "sft", overrides))
     with opened:
-        print_preview(
+        all_learn = print_preview(
             opened,
             codec,
             Console(),
@@ -44,3 +45,4 @@ def data_preview(
             samples=samples,
             conversations=conversations,
         )
+    raise typer.Exit(0 if all_learn else 1)

@@ -155,6 +155,15 @@ def test_a_codec_that_is_wrong_is_noticed(
     assert not (tmp_path / "mxfp4").exists()
 
 
+def test_an_adapter_that_adds_nothing_is_said_to() -> None:
+    loss = MergeLoss(values=8, changed=2, squared_error=0.5, squared=2.0)
+    assert str(loss) == (
+        "relative error 0.5, where the adapter adds nothing, 25.0% of the values changed"
+    )
+    loss.squared_update = 0.125
+    assert ", 2 of what the adapter adds, " in str(loss)
+
+
 def test_a_loss_that_is_reported_wrongly_is_noticed(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

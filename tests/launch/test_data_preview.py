@@ -127,6 +127,13 @@ def test_the_command_previews_a_configuration(chats: Path) -> None:
     assert "sample 1" in result.stdout
     assert "13 conversations read, 12 samples, 1 refused" in result.stdout
 
+    broken = chats.with_name("broken.jsonl")
+    broken.write_text("{}\n")
+    options[0] = f"data.path={broken}"
+    result = gptoss("data", "preview", "configs/sft/tiny_shop.yaml", *options)
+    assert result.returncode == 1
+    assert "1 conversations read, 0 samples, 1 refused" in result.stdout
+
     result = gptoss("data", "preview", "configs/sft/tiny_retool.yaml")
     assert result.returncode == 1
     assert "its configuration has no `data`" in result.stderr
