@@ -112,7 +112,8 @@ def expression_of(solution: str, answer: str) -> str | None:
     expression = ""
     for calculation, result in CALCULATION.findall(solution):
         expression = NUMBER.sub(written_out, calculation.replace(" ", ""))
-        if NUMBER.fullmatch(result.strip()):
+        # One that is too long to be computed is not put into others: each could double it.
+        if NUMBER.fullmatch(result.strip()) and ARITHMETIC.fullmatch(expression):
             steps[Fraction(result.strip())] = expression
 
     value = evaluate(expression)

@@ -74,6 +74,13 @@ def test_a_solution_is_one_expression_where_it_calculates_the_answer(
     assert expression_of(solution, answer) == expression
 
 
+def test_a_solution_that_doubles_itself_stays_short() -> None:
+    """Written out, the last one would have 2^60 numbers."""
+    doublings = "".join(f"<<{2**i}+{2**i}={2 ** (i + 1)}>>" for i in range(60))
+    expression = expression_of(doublings, str(2**60))
+    assert expression is None or len(expression) <= 200
+
+
 def demonstration(task: Task, seed: int, faulty: bool) -> Episode:
     environment = Gsm8kEnvironment(task, Gsm8kEnvironment.simulate_python, RewardConfig())
     return asyncio.run(play(environment, Gsm8kEnvironment.solve(task, Random(seed), faulty)))
