@@ -176,7 +176,8 @@ class Environment:
     def solve(cls, task: Task, rng: Random, faulty: bool) -> Script:
         """Solve ``task`` as an expert, or look like one and mostly fail if ``faulty``.
 
-        Episodes of such scripts are the demonstrations of supervised fine-tuning."""
+        Episodes of such scripts are the demonstrations of supervised fine-tuning. Raises
+        NotImplementedError, when the script begins, for a task that it cannot solve."""
         name = cls.__name__
         raise NotImplementedError(f"{name} has no scripted policy to make demonstrations with")
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_gptoss.config import AdapterConfig, ModelConfig, Quantization
+from megatron_gptoss.planning.parameter_counts import MXFP4_BYTES
 from rl_loop.config.errors import CannotStart
 from rl_loop.config.training import TrainingConfig
 from rl_loop.tracking.run_directory import RunDirectory
@@ -16,9 +17,6 @@ MB = 1e6
 
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 """Of one parameter, by dtype."""
-
-MXFP4_BYTES = 17 / 32
-"""Of one parameter: 16 bytes for a block of 32 values, and one for its scale."""
 
 MOMENT_BYTES = 8
 """Of one parameter: Adam's two moments in fp32."""

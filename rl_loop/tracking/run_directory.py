@@ -11,12 +11,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from converters.new_directory import OLD, PARTIAL
 from gptoss_kernels.cache import write_atomically
 from megatron_gptoss.user_error import UserError
-
-PARTIAL, OLD = ".partial", ".old"
-"""End the names of directories that are being written, and of exports that are being replaced
-(``converters.new_directory``)."""
 
 MOST_RUNS_SHOWN = 10
 """In the error of a run that is not there."""
