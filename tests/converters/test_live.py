@@ -174,12 +174,12 @@ def break_gathering(gathering: WeightGathering, fault: str) -> None:
     calls = 0
 
     def fail(original: Any, at: int) -> Any:
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
             nonlocal calls
             calls += 1
             if calls == at:
                 raise OutOfMemory(f"CUDA out of memory in {fault}")
-            return original(*arguments)
+            return original(*arguments, **options)
 
         return call
 
