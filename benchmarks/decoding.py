@@ -7,8 +7,9 @@ is three calls with the same prompts: one new token each (prefill), the same aga
 prefix cache (what a call costs besides), and ``--tokens`` more (decoding). A decoding step is the
 difference of the last two over the tokens. Requests go through the rollouts' own client.
 
-With ``--quantization mxfp4`` the servers are ``bf16``, with our settings, and ``mxfp4``. Both get the
-same weights, the values of MXFP4, and they are compared first: the log-probs of one text, and the
+With ``--quantization mxfp4`` the servers are ``bf16``, with our settings, and ``mxfp4``; ``--ways``
+adds ``mxfp4_slow_routing``, which routes and sums with triton_kernels' own kernels. All get the
+same weights, the values of MXFP4, and are compared first: the log-probs of one text, and the
 experts that each chose for its tokens.
 
 The limit is the bytes that a decoding step has to read, once, over the bandwidth that reading 4 GB
@@ -25,6 +26,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import sys
 import time
@@ -39,12 +41,14 @@ import numpy as np
 import torch
 from decoding_profile import StepProfile, profile_steps, profile_table, read_trace
 from sglang_servers import (
+    Withheld,
     free_gpu_memory,
     make_engine,
     make_server,
     model_config,
     server_settings,
     wait_until_healthy,
+    whole_gpu_memory,
 )
 from timing import read_bandwidth
 
@@ -64,9 +68,13 @@ PACKED_BYTES = 17 / 32
 ROUTED_TOKENS = 16
 """Decoding steps in which the experts are counted."""
 MOE_VARIABLE = "SGLANG_MOE_CONFIG_DIR"
-WAYS = {"as_it_comes": (MOE_VARIABLE,), "tuned": ()}
-"""By name: the variables of ours that the server does not get."""
-QUANTIZED_WAYS: dict[str, tuple[str, ...]] = {"bf16": (), "mxfp4": ()}
+WAYS = {"as_it_comes": Withheld(variables=(MOE_VARIABLE,)), "tuned": Withheld()}
+"""By name: what of ours the server does not get."""
+QUANTIZED_WAYS = {
+    "bf16": Withheld(),
+    "mxfp4": Withheld(),
+    "mxfp4_slow_routing": Withheld(mends=("quick_routing",)),
+}
 """The same with ``--quantization mxfp4``."""
 COMPARED_TOKENS = 512
 """Of the text on which quantized servers are compared."""
@@ -99,9 +107,17 @@ class Way:
     """Whether its experts are MXFP4."""
 
 
-def ways_of(options: argparse.Namespace) -> dict[str, tuple[str, ...]]:
-    """Return the servers to compare, by name."""
-    return QUANTIZED_WAYS if options.quantization else WAYS
+def ways_of(options: argparse.Namespace) -> dict[str, Withheld]:
+    """Return the servers to compare, by name.
+
+    Raises SystemExit if ``--ways`` names one that there is not.
+    """
+    known = QUANTIZED_WAYS if options.quantization else WAYS
+    names = options.ways or list(known)[:2]
+    for name in names:
+        if name not in known:
+            raise SystemExit(f"--ways {name}: there are {', '.join(known)}")
+    return {name: known[name] for name in names}
 
 
 async def measure_decoding(options: argparse.Namespace, scratch: Path) -> None:
@@ -156,6 +172,9 @@ def prepare(
         wanted_bytes = needs.weights + options.cache_gb * 1e9
         fraction = wanted_bytes / free_gpu_memory(options)
         arguments += ["--mem-fraction-static", f"{fraction:.3f}"]
+
+        # What servers are checked for before they start; of several on one GPU each has its own.
+        options.memory_fraction = math.ceil(100 * needs.all / whole_gpu_memory(options)) / 100
 
     attention = options.attention[0]
     log = scratch / f"{name}.log"
@@ -232,22 +251,26 @@ def quantized_weights(
 async def compare_ways(
     ways: list[Way], options: argparse.Namespace, config: GptOssModelConfig
 ) -> None:
-    """Tell how far log-probs and chosen experts of the two servers are apart on one text."""
+    """Tell how far log-probs and chosen experts of servers are apart from the first one's, on one
+    text."""
     (text,) = random_prompts(random.Random(0), 1, COMPARED_TOKENS, config)
-    scores = [await way.engine.score(text) for way in ways]
-    gaps = np.abs(np.subtract(*scores))
-    figures: dict[str, Any] = {"gap_mean": float(gaps.mean()), "gap_max": float(gaps.max())}
-
-    if options.device != "cpu":  # servers on CPUs return no routes
-        routes = []
-        for way in ways:
+    scores = []
+    routes = []
+    for way in ways:
+        scores.append(await way.engine.score(text))
+        if options.device != "cpu":  # servers on CPUs return no routes
             (result,) = await generate(way, "compared", [text], 1, with_routes=True)
             assert result.routed_experts is not None
             routes.append(np.sort(result.routed_experts[: len(text)], axis=-1))
-        agreeing = (routes[0] == routes[1]).all(axis=-1).mean(axis=0)  # by layer
-        figures["routes_agreeing_first_layer"] = float(agreeing[0])
-        figures["routes_agreeing"] = float(agreeing.mean())
-    emit("compared", ways=[way.name for way in ways], **figures)
+
+    for number, way in enumerate(ways[1:], start=1):
+        gaps = np.abs(np.subtract(scores[0], scores[number]))
+        figures: dict[str, Any] = {"gap_mean": float(gaps.mean()), "gap_max": float(gaps.max())}
+        if routes:
+            agreeing = (routes[0] == routes[number]).all(axis=-1).mean(axis=0)  # by layer
+            figures["routes_agreeing_first_layer"] = float(agreeing[0])
+            figures["routes_agreeing"] = float(agreeing.mean())
+        emit("compared", ways=[ways[0].name, way.name], **figures)
 
 
 # -- times ----------------------------------------------------------------------------------------
@@ -495,13 +518,20 @@ def bytes_of_step(
 def table(
     rows: list[dict[str, Any]], options: argparse.Namespace, config: GptOssModelConfig
 ) -> str:
-    """Return a Markdown table of what was measured."""
-    first, second = ways_of(options)
-    one, other = first.replace("_", " "), second
-    lines = [
+    """Return Markdown tables of what was measured: the first server beside each of the others."""
+    first, *others = ways_of(options)
+    parts = [
         f"{config.num_layers} layers, {options.attention[0]}, prompts of {options.prompt} tokens, "
-        f"{options.tokens} decoded, medians of {options.rounds} rounds",
-        "",
+        f"{options.tokens} decoded, medians of {options.rounds} rounds\n"
+    ]
+    parts += [table_of_two(rows, first, second) for second in others]
+    return "\n".join(parts)
+
+
+def table_of_two(rows: list[dict[str, Any]], first: str, second: str) -> str:
+    """Return the Markdown table of two servers, by their names."""
+    one, other = first.replace("_", " "), second.replace("_", " ")
+    lines = [
         f"| running | prefill tokens/s, {one} | {other} | times | decoding step ms, {one} | {other} "
         f"| times | tokens/s, {one} | {other} | experts used | limit ms | {other} over limit |",
         "|---" * 12 + "|",

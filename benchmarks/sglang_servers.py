@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_gptoss.config import Quantization
@@ -15,6 +16,22 @@ from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.engine import SglangEngine
 from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
+
+MENDS = "GPTOSS_SGLANG_MENDS"
+"""What the plugin mends in a server, with commas in between."""
+
+
+@dataclass(frozen=True)
+class Withheld:
+    """What of ours a server does not get, to see what it is good for."""
+
+    variables: tuple[str, ...] = ()
+    """Of its environment."""
+    mends: tuple[str, ...] = ()
+    """Of SGLang, by the plugin."""
+
+
+NOTHING = Withheld()
 
 
 def model_config(options: argparse.Namespace, max_length: int = 32_768) -> GptOssModelConfig:
@@ -78,11 +95,11 @@ def make_server(
     config: GptOssModelConfig,
     directory: Path,
     log: Path,
-    without_variables: tuple[str, ...] = (),
+    withheld: Withheld = NOTHING,
 ) -> SglangServer:
     """Prepare a server of ``config`` with dummy weights; the first question starts it.
 
-    ``without_variables``: those of the settings' environment that it does not get.
+    ``withheld``: what of the settings' environment it does not get.
     """
     hf_config = settings.describe_model(config, "bfloat16")
     (directory / "config.json").write_text(json.dumps(hf_config))
@@ -105,8 +122,11 @@ def make_server(
     else:
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
     environment |= settings.environment
-    for name in without_variables:
+    for name in withheld.variables:
         environment.pop(name, None)
+    if withheld.mends:
+        mends = environment[MENDS].split(",")
+        environment[MENDS] = ",".join(mend for mend in mends if mend not in withheld.mends)
     return SglangServer(command, environment, log, health_seconds=60)
 
 
@@ -153,6 +173,11 @@ def used_gpu_memory(options: argparse.Namespace) -> int:
 def free_gpu_memory(options: argparse.Namespace) -> int:
     """Return bytes that are free on each of the servers' GPUs."""
     return min(_gpu_memory(gpu, "memory.free") for gpu in server_gpus(options))
+
+
+def whole_gpu_memory(options: argparse.Namespace) -> int:
+    """Return bytes that each of the servers' GPUs has."""
+    return min(_gpu_memory(gpu, "memory.total") for gpu in server_gpus(options))
 
 
 def _gpu_memory(gpu: str, quantity: str) -> int:

@@ -25,6 +25,7 @@ Command = Callable[[str, int], list[str]]
 """(host, port) -> the argument vector of a server, built where and when it starts."""
 PLUGIN = Path(__file__).parent / "plugin"
 """Added to a server's PYTHONPATH, where SGLang looks for plugins."""
+PLUGIN_MODULE = "gptoss_sglang"
 MOE_CONFIGS = Path(__file__).parent / "moe_configs"
 """Settings of SGLang's mixture-of-experts kernel for GPT-OSS's shapes, by GPU; made by
 ``benchmarks/tune_moe.py``."""
@@ -149,14 +150,32 @@ class SglangConfig(EngineConfig):
         return False
 
     def check_machine(self) -> None:
-        """Raise EngineUnavailable if ``python`` is no interpreter that can import SGLang."""
+        """Raise EngineUnavailable if ``python`` is no interpreter that can import SGLang, and our
+        plugin where servers need it."""
         python = shutil.which(self.python)
         if python is None:
             raise EngineUnavailable(
                 f"rollout.engine.python: {self.python} is no program; give the interpreter that has SGLang installed"
             )
 
-        find = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
+        if not self._can_import(python, "sglang"):
+            raise EngineUnavailable(
+                f"rollout.engine.python: {python} has no SGLang; `gptoss doctor --install-engine DIR` installs it, "
+                "and prints what to write here"
+            )
+
+        # A wrapper that sets PYTHONPATH, instead of adding to it, would serve what is to be mended
+        # without a word.
+        uses_plugin = self._mends and self.environment.get("SGLANG_PLUGINS") != "none"
+        if uses_plugin and not self._can_import(python, PLUGIN_MODULE):
+            raise EngineUnavailable(
+                f"rollout.engine.python: {python} does not take PYTHONPATH, with which servers get the plugin for "
+                f"{', '.join(self._mends)}: a wrapper has to keep the PYTHONPATH that it is given"
+            )
+
+    def _can_import(self, python: str, module: str) -> bool:
+        """Tell whether a server's interpreter finds a module, with a server's environment."""
+        find = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
         finding = subprocess.run(
             [python, "-c", find],
             env=inherited_environment() | self.environment,
@@ -164,11 +183,7 @@ class SglangConfig(EngineConfig):
             timeout=60,
             check=False,
         )
-        if finding.returncode:
-            raise EngineUnavailable(
-                f"rollout.engine.python: {python} has no SGLang; `gptoss doctor --install-engine DIR` installs it, "
-                "and prints what to write here"
-            )
+        return finding.returncode == 0
 
     @property
     def environment(self) -> dict[str, str]:
@@ -208,6 +223,9 @@ class SglangConfig(EngineConfig):
             mends.append("sleeping_cache")
         if self.packs_experts:
             mends.append("mxfp4_experts")
+            if not self.deterministic:
+                # Its gates can differ in the last bit from those of a prefill.
+                mends.append("quick_routing")
         if not self.colocated:
             # Syncs of colocated servers find no request running.
             mends.append("quick_pause")

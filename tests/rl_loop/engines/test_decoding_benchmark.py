@@ -3,6 +3,7 @@ what a decoding step reads."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import subprocess
@@ -75,7 +76,53 @@ def _cells(table: str, head: str) -> list[str]:
 
 
 def test_a_server_as_it_comes_does_not_know_our_settings(decoding: ModuleType) -> None:
-    assert decoding.WAYS == {"as_it_comes": ("SGLANG_MOE_CONFIG_DIR",), "tuned": ()}
+    assert decoding.WAYS["as_it_comes"].variables == ("SGLANG_MOE_CONFIG_DIR",)
+    assert decoding.WAYS["tuned"] == decoding.Withheld()
+
+
+def test_each_server_stands_beside_the_first(decoding: ModuleType) -> None:
+    names = ["bf16", "mxfp4", "mxfp4_slow_routing"]
+    options = argparse.Namespace(
+        quantization="mxfp4", ways=names, attention=["fa3"], prompt=5, tokens=6, rounds=7
+    )
+    row = {"running": 2, "experts_used": 3.0}
+    for milliseconds, name in zip((8.0, 4.0, 2.0), names, strict=True):
+        row |= {f"{name}_ms": milliseconds, f"{name}_prefill_tokens_per_second": 1.0}
+    text = decoding.table([row], options, GptOssModelConfig(num_layers=2, **SIZES))
+    assert [line for line in text.splitlines() if "**" in line] == [
+        "| 2 | 1 | 1 | 1.00 | 8.00 | 4.00 | **2.00** | 250 | 500 | 3.0 | - | - |",
+        "| 2 | 1 | 1 | 1.00 | 8.00 | 2.00 | **4.00** | 250 | 1,000 | 3.0 | - | - |",
+    ]
+
+    options.ways = ["bf16", "int4"]
+    with pytest.raises(SystemExit, match="--ways int4: there are bf16, mxfp4, mxfp4_slow_routing"):
+        decoding.ways_of(options)
+
+
+def test_a_mend_can_be_withheld(decoding: ModuleType, tmp_path: Path) -> None:
+    servers = importlib.import_module("sglang_servers")
+    options = argparse.Namespace(
+        device="cuda",
+        server_gpu=0,
+        without=[],
+        pythonpath="",
+        server_arguments="",
+        server_env=[],
+        python=sys.executable,
+        memory_fraction=0.5,
+        transport="gloo",
+        cases=["decode"],
+    )
+    settings = servers.server_settings(options, "fa3", quantization="mxfp4")
+    config = GptOssModelConfig(num_layers=2, **SIZES)
+    mends = {}
+    for name in ("mxfp4", "mxfp4_slow_routing"):
+        server = servers.make_server(
+            options, settings, config, tmp_path, tmp_path / "log", decoding.QUANTIZED_WAYS[name]
+        )
+        mends[name] = server._environment[servers.MENDS]
+    assert mends["mxfp4"] == "mxfp4_experts,quick_routing,quick_pause"
+    assert mends["mxfp4_slow_routing"] == "mxfp4_experts,quick_pause"
 
 
 def test_a_step_of_all_experts_reads_all_matrices_but_the_embedding(decoding: ModuleType) -> None:

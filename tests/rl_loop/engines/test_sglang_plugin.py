@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rl_loop.engines.backend import EngineUnavailable
 from rl_loop.engines.sglang.config import PLUGIN, SglangConfig
 from tests.waiting import PATIENCE_SECONDS
 
@@ -166,6 +167,27 @@ def test_servers_get_what_their_settings_need() -> None:
     assert mends(**TRITON) == "triton_window,quick_pause"
     assert mends(**COLOCATED) == "sleeping_cache"
     assert SglangConfig(**TRITON).environment["PYTHONPATH"] == str(PLUGIN)
+
+
+def test_an_interpreter_that_hides_the_plugin_is_refused(tmp_path: Path) -> None:
+    packages = tmp_path / "packages"
+    (packages / "sglang").mkdir(parents=True)
+    (packages / "sglang/__init__.py").touch()
+    settings = {"attention_backend": "triton", "python": str(tmp_path / "python")}
+
+    def wrap(python_path: str) -> None:
+        wrapper = tmp_path / "python"
+        line = f'PYTHONPATH="{python_path}" exec {sys.executable} "$@"'
+        wrapper.write_text(f"#!/bin/sh\n{line}\n")
+        wrapper.chmod(0o755)
+
+    wrap(f"$PYTHONPATH:{packages}")
+    SglangConfig(**settings).check_machine()
+
+    wrap(str(packages))
+    with pytest.raises(EngineUnavailable, match="the plugin for triton_window, quick_pause: a wr"):
+        SglangConfig(**settings).check_machine()
+    SglangConfig(**settings, env={"SGLANG_PLUGINS": "none"}).check_machine()
 
 
 @pytest.mark.slow

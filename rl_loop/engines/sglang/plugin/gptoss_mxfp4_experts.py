@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from gptoss_expert_layers import allocate, compare_layouts
+from gptoss_expert_routing import EXPERTS
 from gptoss_expert_storage import WrongWeights
 from gptoss_synced_model import is_starting, synced
 from torch import Tensor
@@ -185,7 +186,11 @@ def _install_routes() -> None:
         # nor its configuration.
         chosen.clear()
         result = original_forward(self, *arguments, **options)
-        # [tokens, top_k] int16, by number of the expert. Inside a CUDA graph this becomes a part of it.
+        # What gptoss_expert_routing has routed, if it is installed, it tells with its answer.
+        routed = getattr(getattr(result, "routing_data", None), EXPERTS, None)
+        if routed is not None:
+            chosen.append(routed)
+        # [tokens, top_k], by number of the expert. Inside a CUDA graph this becomes a part of it.
         for indices in chosen:
             topk.capture_routed_experts_if_allowed(self.topk_config, self.layer_id, indices)
         chosen.clear()

@@ -12,6 +12,8 @@
   ``/release_memory_occupation`` answers "success" and frees none of it.
 * ``mxfp4_experts``: servers that hold MXFP4 experts take those of a weight sync, tell checksums of
   them and record routes (``gptoss_mxfp4_experts``). SGLang loses them without a word.
+* ``quick_routing``: a decoding step routes its tokens in one kernel instead of nine
+  (``gptoss_expert_routing``).
 * ``quick_pause``: a pause by abort ends as soon as the last request has. SGLang looks once, and if
   anything runs then, again after a whole second.
 """
@@ -100,6 +102,13 @@ def sync_mxfp4_experts() -> None:
     gptoss_mxfp4_experts.install()
 
 
+def route_in_one_kernel() -> None:
+    """Let servers with MXFP4 experts route few tokens, and sum over experts, in kernels of ours."""
+    import gptoss_expert_routing
+
+    gptoss_expert_routing.install()
+
+
 def pause_without_waiting() -> None:
     """Look every ``PAUSE_INTERVAL`` whether aborted requests have ended."""
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -129,5 +138,6 @@ MENDS = {
     "triton_window": Mend(decode_with_whole_window, "use attention_backend fa3"),
     "sleeping_cache": Mend(free_cache_while_sleeping, "give servers GPUs of their own"),
     "mxfp4_experts": Mend(sync_mxfp4_experts, "leave rollout.engine.quantization out"),
+    "quick_routing": Mend(route_in_one_kernel),
     "quick_pause": Mend(pause_without_waiting),
 }

@@ -1,0 +1,210 @@
+"""The plugin's routing and sums: in Triton's interpreter, in SGLang's place, and against triton_kernels."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from rl_loop.engines.sglang.config import PLUGIN
+from tests.waiting import PATIENCE_SECONDS
+
+ROOT = Path(__file__).parents[3]
+
+TOPK = """
+from dataclasses import dataclass
+from types import SimpleNamespace
+import torch
+
+calls = []
+recorded = []
+
+
+@dataclass
+class RoutingData:
+    gate_scal: torch.Tensor
+    expt_hist: torch.Tensor
+    n_expts_tot: int
+    n_expts_act: int
+    expt_data: object = None
+
+
+@dataclass
+class GatherIndx:
+    src_indx: torch.Tensor
+    dst_indx: torch.Tensor
+
+
+class ScatterIndx(GatherIndx):
+    pass
+
+
+def triton_kernels_topk(logits, k):
+    return SimpleNamespace(indx=logits.topk(k).indices.to(torch.int16).sort(-1).values)
+
+
+def routing(logits, n_expts_act, sm_first=False, n_rows=None):
+    calls.append((tuple(logits.shape), sm_first, n_rows))
+    triton_kernels_topk(logits, n_expts_act)
+    return None, None, None
+
+
+def capture_routed_experts_if_allowed(config, layer_id, indices):
+    recorded.append(indices.tolist())
+
+
+class TopK:
+    topk_config, layer_id = "config", 7
+
+    def forward_cuda(self, hidden, logits, **options):
+        data, gather, scatter = routing(logits, 2, **options)
+        return SimpleNamespace(routing_data=data, gather_indx=gather, scatter_indx=scatter)
+"""
+MATMUL = """
+reduced = []
+
+
+def reduce(x, dim, **options):
+    reduced.append((tuple(x.shape), dim))
+    return "theirs", None
+"""
+TENSOR = """
+from dataclasses import dataclass
+
+
+@dataclass
+class RaggedTensorMetadata:
+    slice_sizes: object
+    slice_offs: object
+    block_offs_data: object
+    block_schedule_data: object
+"""
+PROGRAM = """
+import torch
+import gptoss_expert_routing, gptoss_mxfp4_experts
+gptoss_mxfp4_experts._install_routes()
+gptoss_expert_routing.install()
+from sglang.srt.layers.moe import topk
+from triton_kernels import matmul_ogs
+
+logits = torch.tensor([[0.0, 3.0, 1.0, 2.0], [9.0, 0.0, 1.0, 5.0]])
+layer = topk.TopK()
+quick = layer.forward_cuda(None, logits, sm_first=False)
+data, metadata = quick.routing_data, quick.routing_data.expt_data
+print(topk.calls, data.n_expts_tot, data.n_expts_act, data.expt_hist.tolist())
+print(quick.gather_indx.src_indx.tolist(), quick.scatter_indx.src_indx.tolist())
+print(quick.gather_indx.dst_indx.tolist(), quick.scatter_indx.dst_indx.tolist())
+print(metadata.slice_sizes.tolist(), metadata.slice_offs.tolist())
+print(metadata.block_offs_data[0].tolist(), metadata.block_schedule_data[0].tolist())
+
+for options in ({"sm_first": True}, {"n_rows": 1}):
+    layer.forward_cuda(None, logits, **options)
+layer.forward_cuda(None, torch.zeros(4096, 4))
+print(topk.calls, topk.recorded[:3], len(topk.recorded))
+
+outputs = torch.tensor([[[1.0, 2.0], [3.0, 5.0]]]).bfloat16()
+sums = torch.zeros(1, 2).bfloat16()
+result, scales = matmul_ogs.reduce(outputs, dim=1, y=sums, mask=None, x_mxscale=None, y_has_mx=False)
+print(result.tolist(), result is sums, scales, matmul_ogs.reduced)
+matmul_ogs.reduce(outputs, dim=0, y=sums)
+matmul_ogs.reduce(outputs, dim=1, y=sums, y_has_mx=True)
+matmul_ogs.reduce(outputs.float(), dim=1, y=sums)
+print(len(matmul_ogs.reduced))
+"""
+
+
+def run_interpreted(path: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_kernels_route_and_sum_as_torch_does() -> None:
+    program = ROOT / "tests/rl_loop/engines/expert_routing_interpreted.py"
+    assert run_interpreted(str(PLUGIN), str(program)) == "6 shapes\n"
+
+
+def test_layers_route_few_tokens_with_it_and_others_as_before(tmp_path: Path) -> None:
+    modules = {
+        "sglang/srt/layers/moe/topk.py": TOPK,
+        "triton_kernels/matmul_ogs.py": MATMUL,
+        "triton_kernels/tensor.py": TENSOR,
+    }
+    for name, source in modules.items():
+        module = tmp_path / name
+        module.parent.mkdir(parents=True, exist_ok=True)
+        module.write_text(source)
+
+    printed = run_interpreted(os.pathsep.join([str(PLUGIN), str(tmp_path)]), "-c", PROGRAM)
+    # Experts 1 and 3 of the first token, 0 and 3 of the second: entries 0 and 1, 2 and 3.
+    assert printed.splitlines() == [
+        "[] 4 2 [1, 1, 0, 2]",
+        "[2, 0, 1, 3] [1, 2, 0, 3]",
+        "[1, 2, 0, 3] [2, 0, 1, 3]",
+        "[1, 1, 0, 2] [0, 1, 2, 2, 4]",
+        "[0, 1, 2, 2, 3] [0, 1, 3, -1]",
+        "[((2, 4), True, None), ((2, 4), False, 1), ((4096, 4), False, None)] "
+        "[[[1, 3], [0, 3]], [[1, 3], [0, 3]], [[1, 3], [0, 3]]] 4",
+        "[[4.0, 7.0]] True None []",
+        "3",
+    ]
+
+
+@pytest.fixture
+def routing(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    pytest.importorskip("triton_kernels", reason="sglang-kernel is not installed")
+    monkeypatch.syspath_prepend(str(PLUGIN))
+    return importlib.import_module("gptoss_expert_routing")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("experts", [32, 128])
+@pytest.mark.parametrize("tokens", [1, 2, 8, 63, 64])
+def test_routes_are_those_of_triton_kernels(routing: ModuleType, tokens: int, experts: int) -> None:
+    from triton_kernels.tensor import make_ragged_tensor_metadata
+    from triton_kernels.topk import topk
+
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    logits = torch.randn(tokens, experts, device="cuda", generator=generator).bfloat16()
+    logits[0] = logits[0].round()  # many are equal
+    theirs = topk(logits, 4, apply_softmax=True)
+    metadata = make_ragged_tensor_metadata(theirs.mask_metadata.col_sum, 4 * tokens)
+    by_expert = theirs.mask_metadata.col_sorted_indx
+
+    ours = routing.route(logits, 4)
+    assert torch.equal(ours.experts.short(), theirs.indx)
+    assert torch.equal(ours.by_expert, by_expert)
+    assert torch.equal(ours.places, theirs.mask_metadata.row_sorted_indx)
+    assert torch.equal(ours.sizes, metadata.slice_sizes)
+    assert torch.equal(ours.starts, metadata.slice_offs)
+    assert torch.equal(ours.block_starts, metadata.block_offs_data)
+    assert torch.equal(ours.schedule, metadata.block_schedule_data)
+    gates = theirs.vals.flatten()[by_expert].float()
+    # Summed in another order, so that one in many is rounded to the bf16 beside it.
+    assert ((ours.gates.float() - gates).abs() <= 2**-7 * gates).all()
+    assert (ours.gates == gates).float().mean() >= 0.95
+
+
+@pytest.mark.gpu
+def test_sums_are_those_of_triton_kernels_to_the_last_bit(routing: ModuleType) -> None:
+    from triton_kernels.reduce import reduce
+
+    outputs = torch.randn(37, 4, 2880, device="cuda").bfloat16()
+    expected, _ = reduce(outputs, dim=1)
+    sums = torch.empty_like(expected)
+    quick = routing.quick_reduce(lambda *unused, **options: SimpleNamespace())
+    quick(outputs, dim=1, y=sums)
+    assert torch.equal(sums, expected)
