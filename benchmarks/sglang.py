@@ -6,11 +6,13 @@
     python benchmarks/sglang.py --layers 24 decode
     python benchmarks/sglang.py --layers 12 decode --quantization mxfp4 --profile
     python benchmarks/sglang.py --layers 24 layouts sync faults sleep --quantization mxfp4
+    python benchmarks/sglang.py --layers 24 sync --server-tensor-parallel 2 --expert-parallel 2
     python benchmarks/sglang.py --layers 24 interruptions --running 64 256 --tokens 512 --rounds 3
 
 ``--quantization mxfp4``: trainer and server have MXFP4 experts. ``decode`` is described in
 ``decoding.py``, ``interruptions`` in ``interruptions.py``. The other cases run one after the other on one server.
-Without ``--server-gpu`` trainer and server share one GPU. The model has GPT-OSS-20B's widths and
+Without ``--server-gpu`` trainer and server share one GPU, or with ``--server-tensor-parallel`` and
+``--expert-parallel`` several. The model has GPT-OSS-20B's widths and
 random weights (normal with std 0.02, small enough that routing margins decide). SGLang runs in its
 own environment: ``--python`` and ``--pythonpath``. No Ray. Prints one JSON object per case.
 ``--device cpu --tiny`` is for an SGLang that serves on CPUs.
@@ -45,18 +47,13 @@ from sglang_servers import (
     used_gpu_memory,
     wait_until_healthy,
 )
+from sglang_trainer import RandomTrainer
 
-from converters.gathering import WeightGathering
 from converters.hf_directory import write_hf_directory
-from megatron_gptoss import distributed
-from megatron_gptoss.config import ParallelConfig, Quantization
-from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
-from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import pack
 from megatron_gptoss.routing_replay import RoutingReplay
 from megatron_gptoss.samples import Sample, TrainingSamples
 from megatron_gptoss.scorer import Scorer, alignment
-from rl_loop.cluster.placement import free_port
 from rl_loop.engines.backend import SyncFailed
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
 from rl_loop.engines.sglang import weight_sender
@@ -69,7 +66,6 @@ from rl_loop.engines.sglang.weight_sender import (
     NamedTensors,
     SyncPlan,
     WeightMismatch,
-    send_weights,
 )
 
 CASES = ["gap", "turns", "deterministic", "sync", "decode", "interruptions"]
@@ -78,20 +74,25 @@ TRANSPORTS = ["nccl", "cuda_ipc", "gloo", "shared_memory", "disk"]
 
 
 class Bench:
-    """One trainer in this process, one server in another."""
+    """One trainer, of which this process is rank 0, and one server."""
 
-    def __init__(self, arguments: argparse.Namespace, attention: str, scratch: Path) -> None:
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        trainer: RandomTrainer,
+        attention: str,
+        scratch: Path,
+    ) -> None:
         self.arguments = arguments
+        self.trainer = trainer
         self.attention = attention
         self.scratch = scratch
         self.on_gpu = arguments.device != "cpu"
-        self.model_config = model_config(arguments)
+        self.model_config = trainer.config
         self.random = random.Random(0)
         self.version = 0
         self.packed = arguments.quantization is not None
-        self.model = random_model(self.model_config, arguments.quantization)
-        self.gathering = WeightGathering(self.model, self.model_config)
-        self.scorer = Scorer(self.model)
+        self.scorer = Scorer(trainer.model)
 
     async def run(self) -> None:
         settings = server_settings(
@@ -139,7 +140,7 @@ class Bench:
 
         began = time.perf_counter()
         sent = 0
-        for _, tensor in self.named():
+        for _, tensor in self.trainer.weights():
             sent += tensor.nbytes
         if self.on_gpu:
             torch.cuda.synchronize()
@@ -148,6 +149,8 @@ class Bench:
         self.emit(
             "sync",
             transport=self.arguments.transport,
+            server_tensor_parallel=self.arguments.server_tensor_parallel,
+            expert_parallel=self.arguments.expert_parallel,
             bucket_mib=mebibytes,
             gigabytes=sent / 1e9,
             seconds_all=seconds,
@@ -186,7 +189,7 @@ class Bench:
         await server.begin_sync(status.incarnation)
         plan = self.plan(status.url, mebibytes, compare)
         began = time.perf_counter()
-        await send_weights(self.named(), self.model_config, plan)
+        await self.trainer.send(plan)
         seconds = time.perf_counter() - began
         await server.end_sync(status.incarnation, self.version)
         return seconds
@@ -196,6 +199,7 @@ class Bench:
             urls=(url,),
             version=self.version,
             transport=self.arguments.transport,
+            tensor_parallel=self.arguments.server_tensor_parallel,
             bucket_bytes=mebibytes << 20,
             directory=self.scratch / "weights",
             compare=compare,
@@ -207,7 +211,7 @@ class Bench:
         url = (await server.status()).url
         plan = replace(self.plan(url, 1), transport="none")
         began = time.perf_counter()
-        await send_weights(self.named(), self.model_config, plan)
+        await self.trainer.send(plan)
         seconds = time.perf_counter() - began
 
         client = SglangClient(url)
@@ -218,35 +222,27 @@ class Bench:
         self.emit(
             "checksums",
             equal=True,
-            parameters=len(answer["ranks"][0]["checksums"]),
+            parameters=[len(rank["checksums"]) for rank in answer["ranks"]],
             seconds=seconds,
             server_memory=states[0].get("memory_usage"),
         )
 
-    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the trainer's weights by Hugging Face name: bf16, or bytes of MXFP4."""
-        exported = self.gathering.begin(
-            transposed=self.arguments.transport == "cuda_ipc", packed=self.packed
-        )
-        for name, tensor in exported:
-            yield name, tensor if tensor.dtype == torch.uint8 else tensor.to(torch.bfloat16)
-            del tensor  # or it would outlive its bucket
-
     def server_memory(self) -> int:
-        """Return bytes in use on the server's GPU, the trainer's too if they share it."""
+        """Return bytes in use on the server's GPUs, the trainer's too if they share them."""
         if not self.on_gpu:
             return 0
         return used_gpu_memory(self.arguments)
 
     def link(self) -> float:
-        """Measure GB/s of a copy between the two GPUs, or within the one: no transport beats
-        it."""
+        """Measure GB/s of a copy from the sender's GPU to the server's last one, or within the
+        one: no transport beats it."""
         if not self.on_gpu:
             return 0.0
 
         peer = 0
-        if self.arguments.server_gpu < torch.cuda.device_count():
-            peer = self.arguments.server_gpu
+        last = self.arguments.server_gpu + self.arguments.server_tensor_parallel - 1
+        if last < torch.cuda.device_count():
+            peer = last
         source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda:0")
         target = torch.empty_like(source, device=f"cuda:{peer}")
         target.copy_(source)
@@ -269,7 +265,7 @@ class Bench:
             message = "none: THE FAULT WAS NOT SEEN"
             with fault(f"model.layers.{self.version % self.model_config.num_layers}."):
                 try:
-                    await send_weights(self.named(), self.model_config, plan)
+                    await self.trainer.send(plan)
                 except (SyncFailed, WeightMismatch) as error:
                     message = f"{type(error).__name__}: {error}"
             self.emit("fault", fault=fault.__name__, error=message[:400])
@@ -309,7 +305,9 @@ class Bench:
     async def from_disk(self, server: SglangServer, engine: SglangEngine) -> None:
         """Start another server from an export and compare its checksums with the trainer's."""
         directory = self.scratch / "export"
-        write_hf_directory(directory, self.model_config, self.named(), quantized=self.packed)
+        write_hf_directory(
+            directory, self.model_config, self.trainer.weights(), quantized=self.packed
+        )
         settings = server_settings(
             self.arguments,
             self.attention,
@@ -348,7 +346,7 @@ class Bench:
         samples = [as_sample(q, r) for q, r in zip(requests, results, strict=True)]
 
         for replayed in [False, True] if self.on_gpu else [False]:
-            self.scorer.replay = RoutingReplay(self.model) if replayed else None
+            self.scorer.replay = RoutingReplay(self.trainer.model) if replayed else None
             gaps = self.gaps(samples)
             figures = {f"p{q}": float(np.quantile(gaps, q / 100)) for q in (50, 95, 99)}
             if self.scorer.replay is not None:
@@ -533,23 +531,6 @@ class SyncMemory:
     sender: int
 
 
-def random_model(
-    config: GptOssModelConfig, quantization: Quantization | None = None
-) -> torch.nn.Module:
-    """Make a bf16 model with normal weights; norms are 1."""
-    model = build_model(config, ParallelConfig(), torch.bfloat16, quantization=quantization)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.fill_(1)
-            elif "softmax_offset" in name:
-                parameter.normal_(0, 1)
-            else:
-                parameter.normal_(0, 0.02)
-    return model
-
-
 @contextmanager
 def lose_a_bucket(layer: str) -> Iterator[None]:
     """Let the first bucket that begins with a tensor of ``layer`` not be sent."""
@@ -664,6 +645,13 @@ def parse_arguments() -> argparse.Namespace:
     option("--without", nargs="*", default=[], help="flags to leave out: disable-radix-cache")
     option("--server-env", nargs="*", default=[], metavar="NAME=VALUE", help="its variables")
     option("--server-gpu", type=int, default=0, help="of the visible ones; the trainer has 0")
+    option("--server-tensor-parallel", type=int, default=1, help="GPUs of the server, in a row")
+    option(
+        "--expert-parallel",
+        type=int,
+        default=1,
+        help="ranks of the trainer, on GPUs from 0 on, which share out the experts",
+    )
     option("--memory-fraction", type=float, default=0.4)
     option("--log", type=Path, help="file for what the server prints")
     option("--device", default="cuda", choices=["cuda", "cpu"])
@@ -673,6 +661,11 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
+    if arguments.expert_parallel > 1 and "gap" in arguments.cases:
+        raise SystemExit("gap is for a trainer of one rank, which scores alone")
+    if arguments.server_tensor_parallel > 1 and "decode" in arguments.cases:
+        raise SystemExit("decode is for servers of one GPU")
+
     with tempfile.TemporaryDirectory() as scratch:
         if "layouts" in arguments.cases:
             arguments.cases.remove("layouts")
@@ -684,10 +677,11 @@ def main() -> None:
             asyncio.run(measure_decoding(arguments, Path(scratch)))
 
     if arguments.cases:
-        distributed.initialize(ParallelConfig(), port=free_port())
+        trainer = RandomTrainer(arguments, model_config(arguments))
         for attention in arguments.attention:
             with tempfile.TemporaryDirectory() as scratch:
-                asyncio.run(Bench(arguments, attention, Path(scratch)).run())
+                asyncio.run(Bench(arguments, trainer, attention, Path(scratch)).run())
+        trainer.close()
     os._exit(0)  # shared-memory helpers of torch would keep a pipe of this process open
 
 

@@ -77,6 +77,7 @@ def server_settings(
 
     return SglangConfig(
         python=options.python,
+        tensor_parallel=options.server_tensor_parallel,
         attention_backend=attention,
         memory_fraction=options.memory_fraction,
         weight_sync=options.transport,
@@ -115,8 +116,10 @@ def make_server(
         words = full_command(host, port)
         return [word for word in words if word.removeprefix("--") not in options.without]
 
-    environment = {"OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": server_gpu(options)}
-    if not on_gpu:
+    environment = {"OMP_NUM_THREADS": "4"}
+    if on_gpu:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(server_gpus(options))
+    else:
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
     environment |= settings.environment
     for name in withheld.variables:
@@ -152,31 +155,35 @@ async def wait_until_healthy(server: SglangServer) -> float:
     return time.monotonic() - began
 
 
-def server_gpu(options: argparse.Namespace) -> str:
-    """Return the servers' GPU as the whole machine numbers it."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
-    return visible.split(",")[options.server_gpu]
+def server_gpus(options: argparse.Namespace) -> list[str]:
+    """Return a server's GPUs as the whole machine numbers them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")
+    first = options.server_gpu
+    gpus = visible[first : first + options.server_tensor_parallel]
+    if len(gpus) < options.server_tensor_parallel:
+        raise SystemExit(f"a server on GPUs from {first} on needs more than {len(visible)} of them")
+    return gpus
 
 
 def used_gpu_memory(options: argparse.Namespace) -> int:
-    """Return bytes in use on the servers' GPU, by all processes."""
-    return _gpu_memory(options, "memory.used")
+    """Return bytes in use on a server's GPUs together, by all processes."""
+    return sum(_gpu_memory(gpu, "memory.used") for gpu in server_gpus(options))
 
 
 def free_gpu_memory(options: argparse.Namespace) -> int:
-    """Return bytes that are free on the servers' GPU."""
-    return _gpu_memory(options, "memory.free")
+    """Return bytes that are free on each of the servers' GPUs."""
+    return min(_gpu_memory(gpu, "memory.free") for gpu in server_gpus(options))
 
 
 def whole_gpu_memory(options: argparse.Namespace) -> int:
-    """Return bytes that the servers' GPU has."""
-    return _gpu_memory(options, "memory.total")
+    """Return bytes that each of the servers' GPUs has."""
+    return min(_gpu_memory(gpu, "memory.total") for gpu in server_gpus(options))
 
 
-def _gpu_memory(options: argparse.Namespace, quantity: str) -> int:
+def _gpu_memory(gpu: str, quantity: str) -> int:
     command = [
         "nvidia-smi",
-        f"--id={server_gpu(options)}",
+        f"--id={gpu}",
         f"--query-gpu={quantity}",
         "--format=csv,noheader,nounits",
     ]

@@ -61,7 +61,7 @@ class WeightGathering:
             ranks=self._gather_on_hosts(own_contents),
             tensor_parallel=parallel_state.get_tensor_model_parallel_world_size(),
         )
-        self._plans: dict[tuple[int, ...], GatheringPlan] = {}
+        self._plans: dict[tuple[tuple[int, ...], bool], GatheringPlan] = {}
 
     def begin(
         self,
@@ -87,7 +87,7 @@ class WeightGathering:
         buffer = None
         reason = ""
         try:
-            plan = self.plan(tuple(receivers))
+            plan = self.plan(tuple(receivers), packed=packed)
             buffer = torch.empty(plan.buffer_bytes, dtype=torch.uint8, device=self.device)
         except RuntimeError as error:  # CUDA out of memory
             reason = f"rank {dist.get_rank()} has no memory for weights of others: {error}"
@@ -142,11 +142,12 @@ class WeightGathering:
                     raise ConversionError(f"{name}: two ranks hold different copies")
         return digests
 
-    def plan(self, receivers: tuple[int, ...]) -> GatheringPlan:
+    def plan(self, receivers: tuple[int, ...], *, packed: bool) -> GatheringPlan:
         """Return the plan for some receivers, which is made once."""
-        if receivers not in self._plans:
-            self._plans[receivers] = self._planner.plan(receivers)
-        return self._plans[receivers]
+        key = (receivers, packed)
+        if key not in self._plans:
+            self._plans[key] = self._planner.plan(receivers, packed=packed)
+        return self._plans[key]
 
     def wait_for_all_ranks(self) -> None:
         """Wait until every rank is here. Collective; needs no GPU.
@@ -203,6 +204,8 @@ class GatheredWeights(Iterator[NamedTensor]):
         # Shared by what assembles tensors and by ``finish``, which only exchanges messages.
         self._steps = self._in_pace(plan.steps) if paced else iter(plan.steps)
         self._read_ahead: dict[str, torch.Tensor] = {}
+        # A layer's experts as far as they have come, by Hugging Face name.
+        self._stack: dict[str, torch.Tensor] = {}
         self.failure: Exception | None = None
         """What kept this rank from reading its own weights. The others got nonsense instead, so
         whoever runs this must look at it when all messages are through."""
@@ -246,19 +249,15 @@ class GatheredWeights(Iterator[NamedTensor]):
     def _received_parts(self) -> Iterator[NamedParts]:
         for step in self._steps:
             mapping = step.mapping
-            if self._packed and step.stack:
-                # Every receiver holds all experts of this stack: they are read in one go, and the
-                # steps of the others, which have no messages, are skipped.
-                for _ in step.stack[1:]:
-                    next(self._steps)  # without messages
-                complete = replace(mapping, expert=None)
-                tensors = self._gathering.local.read_stack(step.stack, quantized=step.is_quantized)
-                yield complete, tensors
-                continue
-
             arrived = self._exchange(step)
             if self.failure is not None:
                 raise self.failure
+
+            if step.stack:
+                came = [tensor for tensor in arrived if tensor is not None]
+                if complete := self._add_to_stack(step, came):
+                    yield replace(mapping, expert=None), complete
+                continue
 
             # In the order of the tensor-parallel ranks, each [out / tensor, in] or [out, in /
             # tensor]. What every receiver holds itself was not sent.
@@ -274,6 +273,36 @@ class GatheredWeights(Iterator[NamedTensor]):
             if mapping.expert is None and _shares_memory(full, self._buffer):
                 full = full.clone()
             yield mapping, mapping.named_parts(full)
+
+    def _add_to_stack(
+        self, step: GatheringStep, arrived: Sequence[torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Put experts of a step to those of their layer. Returns all with the last, else nothing."""
+        experts = self._gathering.config.num_experts
+        if arrived:
+            tensors = dict(zip(step.stack_names, arrived, strict=True))
+        else:
+            tensors = self._gathering.local.read_stack(step.stack, quantized=step.is_quantized)
+            if len(step.stack) == experts:
+                return tensors  # without another copy
+
+        first = step.mapping.expert
+        assert first is not None
+        last = first + len(step.stack)
+        if first == 0:
+            self._stack = {
+                name: tensor.new_empty(experts, *tensor.shape[1:])
+                for name, tensor in tensors.items()
+            }
+        # The next step overwrites the buffer.
+        for name, tensor in tensors.items():
+            self._stack[name][first:last] = tensor
+        if last < experts:
+            return {}
+
+        complete = self._stack
+        self._stack = {}
+        return complete
 
     def _read(self, name: str) -> torch.Tensor:
         """Return this rank's shard of a parameter as it is sent."""
@@ -291,31 +320,47 @@ class GatheredWeights(Iterator[NamedTensor]):
         return mapping.named_parts(self._gathering.unpacked(joined))
 
     def _exchange(self, step: GatheringStep) -> list[torch.Tensor | None]:
-        """Send or receive the shards of one parameter. Returns them, None for those that every
+        """Send or receive what a step brings. Returns it by message, None for shards that every
         receiver has itself.
 
         Raises nothing but GatheringBroken: a rank that left here would let others wait.
         """
+        own = self._own_tensors(step)
         arrived: list[torch.Tensor | None] = []
-        for message in step.messages:
+        for number, message in enumerate(step.messages):
             if message is None:
                 arrived.append(None)
-            else:
-                arrived.append(self._send_or_receive(step.mapping.name, message))
+                continue
+            tensor = own.get(number)
+            if tensor is None:
+                tensor = message.room(self._buffer)
+            self._send_or_receive(step.mapping.name, message, tensor)
+            arrived.append(tensor)
         return arrived
 
-    def _send_or_receive(self, name: str, message: Message) -> torch.Tensor:
-        """Exchange one shard, which arrives in the buffer where it is not at hand already."""
+    def _own_tensors(self, step: GatheringStep) -> dict[int, torch.Tensor]:
+        """Return what this rank sends in a step, by the number of its message."""
         rank = dist.get_rank()
-        tensor = message.room(self._buffer)
-        if rank == message.source:
-            try:
-                tensor = self._read(name)
-            except Exception as error:
-                # The others wait for something of this size. They get it, and this rank's failure
-                # keeps it from being used.
-                self.failure = self.failure or error
+        numbers = [
+            i for i, message in enumerate(step.messages) if message and message.source == rank
+        ]
+        if not numbers:
+            return {}
+        try:
+            if not step.stack:
+                # One: tensor-parallel shards come from as many ranks.
+                return dict.fromkeys(numbers, self._read(step.mapping.name))
+            stack = self._gathering.local.read_stack(step.stack, quantized=step.is_quantized)
+            return dict(zip(numbers, stack.values(), strict=True))
+        except Exception as error:
+            # The others wait for something of this size. They get it, and this rank's failure keeps
+            # it from being used.
+            self.failure = self.failure or error
+            return {}
 
+    def _send_or_receive(self, name: str, message: Message, tensor: torch.Tensor) -> None:
+        """Exchange ``tensor``, which holds what is sent, or has room for it."""
+        rank = dist.get_rank()
         try:
             if len(self._receivers) > 1:
                 dist.broadcast(tensor, src=message.source)
@@ -325,7 +370,6 @@ class GatheredWeights(Iterator[NamedTensor]):
                 dist.recv(tensor, src=message.source)
         except Exception as error:
             raise GatheringBroken(f"rank {rank}, parameter {name}: {error}") from error
-        return tensor
 
 
 def _shares_memory(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:

@@ -5,15 +5,19 @@ Pure functions of what every rank holds, so that all ranks come to the same plan
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import batched, groupby, islice
 
 import torch
 
 from converters.errors import ConversionError
 from converters.mapping import ParameterMapping, Shape
-from converters.mxfp4_tensors import joined_shape
+from converters.mxfp4_tensors import joined_shape, packed_shapes, stored_names
 from converters.names import parameter_mappings
 from megatron_gptoss.config import ModelConfig
+
+STACK_BYTES = 1 << 28
+"""Of neighbouring experts that one message brings; a receiver has a buffer for them."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +62,24 @@ class Message:
 
 @dataclass(frozen=True)
 class GatheringStep:
-    """What is exchanged for one parameter."""
+    """What is exchanged for one parameter, or for that of neighbouring experts."""
 
     mapping: ParameterMapping
+    """The parameter; of several experts the first one's."""
     is_quantized: bool
     """Whether it is trained through MXFP4, and sent so."""
     messages: list[Message | None]
-    """By tensor-parallel shard; None if every receiver has it."""
+    """By tensor-parallel shard; None if every receiver has it. Of a ``stack``: by Hugging Face
+    tensor, none if every receiver has these experts."""
     stack: tuple[ParameterMapping, ...] = ()
-    """At the first expert: all experts' counterparts, if every receiver has all of them."""
+    """The counterparts of neighbouring experts that are read, and sent, in one piece; empty for a
+    parameter that goes by itself."""
+
+    @property
+    def stack_names(self) -> tuple[str, ...]:
+        """The Hugging Face tensors that a stack is part of, in the order of its messages."""
+        (name,) = self.mapping.hf_names
+        return stored_names(name) if self.is_quantized else (name,)
 
 
 @dataclass(frozen=True)
@@ -101,33 +114,74 @@ class GatheringPlanner:
         self._ranks = ranks
         self._tensor_parallel = tensor_parallel
 
-    def plan(self, receivers: tuple[int, ...]) -> GatheringPlan:
+    def plan(self, receivers: tuple[int, ...], *, packed: bool) -> GatheringPlan:
         """Return all messages that bring the weights to the global ranks ``receivers``.
+
+        ``packed``: experts that are trained through MXFP4 are wanted as blocks and scales.
 
         Raises:
             ConversionError: naming a parameter of which no rank holds a part.
         """
-        steps = []
-        for mapping in parameter_mappings(self._config).values():
+        steps: list[GatheringStep] = []
+        mappings = iter(parameter_mappings(self._config).values())
+        for mapping in mappings:
             is_quantized = self._is_quantized(mapping)
-            messages = self._messages(mapping, is_quantized, receivers)
-            steps.append(GatheringStep(mapping, is_quantized, messages))
-        return GatheringPlan(receivers, self._mark_stacks(steps))
+            if packed and self._is_stacked(mapping, is_quantized):
+                # The other experts' counterparts follow in the table.
+                experts = [mapping, *islice(mappings, self._config.num_experts - 1)]
+                steps += self._stack_steps(experts, is_quantized, receivers)
+            else:
+                messages = self._messages(mapping, is_quantized, receivers)
+                steps.append(GatheringStep(mapping, is_quantized, messages))
+        return GatheringPlan(receivers, steps)
 
-    def _mark_stacks(self, steps: list[GatheringStep]) -> list[GatheringStep]:
-        """Mark the first expert of every stack that every receiver can read in one piece."""
+    @staticmethod
+    def _is_stacked(mapping: ParameterMapping, is_quantized: bool) -> bool:
+        """Return whether this is the first of experts whose parameters go together."""
         # Matrices that are not quantized go one by one: merged with adapters, they take room.
-        experts = self._config.num_experts
-        marked = list(steps)
-        for i, step in enumerate(steps):
-            mapping = step.mapping
-            if mapping.expert != 0 or len(mapping.hf_names) != 1:
+        is_small = is_quantized or len(mapping.shape) == 1
+        return mapping.expert == 0 and len(mapping.hf_names) == 1 and is_small
+
+    def _stack_steps(
+        self,
+        experts: Sequence[ParameterMapping],
+        is_quantized: bool,
+        receivers: tuple[int, ...],
+    ) -> list[GatheringStep]:
+        """Return the steps of one parameter of all experts: a step for neighbours that have the same
+        source, which sends them in one piece, or that every receiver has."""
+        # Some forty kernels and messages for every expert take longer than the bytes do.
+        shapes = self._stacked_shapes(experts[0], is_quantized)
+        dtype = self._ranks[self._find_source(experts[0], None)].dtypes[experts[0].name]
+        expert_bytes = sum(map(math.prod, shapes)) * dtype.itemsize
+        most = max(1, STACK_BYTES // expert_bytes)
+
+        steps: list[GatheringStep] = []
+        for source, group in groupby(experts, lambda one: self._sender(one, receivers)):
+            neighbours = tuple(group)
+            if source is None:
+                steps.append(GatheringStep(neighbours[0], is_quantized, [], neighbours))
                 continue
-            stack = steps[i : i + experts]
-            is_local = not any(message for one in stack for message in one.messages)
-            if is_local and (step.is_quantized or len(mapping.shape) == 1):
-                marked[i] = replace(step, stack=tuple(one.mapping for one in stack))
-        return marked
+            for some in batched(neighbours, most):
+                messages: list[Message | None] = []
+                offset = 0
+                for shape in shapes:
+                    message = Message(source, dtype, (len(some), *shape), offset)
+                    messages.append(message)
+                    offset = message.end
+                steps.append(GatheringStep(some[0], is_quantized, messages, some))
+        return steps
+
+    def _sender(self, mapping: ParameterMapping, receivers: tuple[int, ...]) -> int | None:
+        """Return the rank that sends a whole parameter, None if every receiver has it."""
+        if all(self._ranks[rank].holds(mapping, None) for rank in receivers):
+            return None
+        return self._find_source(mapping, None)
+
+    @staticmethod
+    def _stacked_shapes(mapping: ParameterMapping, is_quantized: bool) -> list[Shape]:
+        """Return the shapes of an expert's part of the Hugging Face tensors."""
+        return packed_shapes(mapping.shape) if is_quantized else [mapping.shape]
 
     def _messages(
         self, mapping: ParameterMapping, is_quantized: bool, receivers: tuple[int, ...]

@@ -97,12 +97,12 @@ class LocalWeights:
     def read_stack(
         self, mappings: Sequence[ParameterMapping], *, quantized: bool
     ) -> dict[str, torch.Tensor]:
-        """Return complete Hugging Face tensors of all experts, every one of which is on this rank.
+        """Return the part that some experts, all on this rank, have of the Hugging Face tensors.
 
         A GPU gets a handful of kernels, and not some for every expert.
 
         Args:
-            mappings: of one matrix or bias of each expert, in order.
+            mappings: of one matrix or bias of neighbouring experts, in order.
             quantized: whether it is trained through MXFP4, and comes as blocks and scales.
         """
         names = [mapping.name for mapping in mappings]

@@ -46,6 +46,11 @@ def joined_shape(shape: Shape) -> Shape:
     return (*shape[:-1], shape[-1] // BLOCK, BLOCK_BYTES + 1)
 
 
+def packed_shapes(shape: Shape) -> list[Shape]:
+    """Return the shapes of the blocks and the scales of a matrix [out, in]."""
+    return [(*shape[:-1], shape[-1] // BLOCK, BLOCK_BYTES), (*shape[:-1], shape[-1] // BLOCK)]
+
+
 def packed_parts(
     mapping: ParameterMapping, blocks: torch.Tensor, scales: torch.Tensor
 ) -> dict[str, torch.Tensor]:
@@ -90,7 +95,7 @@ def stacked_in_bf16(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 def pack_stack(
     mapping: ParameterMapping, weights: Sequence[torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Quantize one matrix of all experts, by Hugging Face's names and in its order.
+    """Quantize one matrix of several experts, by Hugging Face's names and in its order.
 
     The bits are those of ``mxfp4.quantize`` of each. As many as fit into ``PIECE_BYTES`` are one
     launch.
@@ -99,10 +104,10 @@ def pack_stack(
         mapping: of the first expert's.
         weights: [out, in] of each expert, of any float dtype.
     """
-    rows, inputs = mapping.shape
     place: Any = {"dtype": torch.uint8, "device": weights[0].device}
-    blocks = torch.empty(len(weights), rows, inputs // BLOCK, BLOCK_BYTES, **place)
-    scales = torch.empty(len(weights), rows, inputs // BLOCK, **place)
+    blocks_shape, scales_shape = packed_shapes(mapping.shape)
+    blocks = torch.empty(len(weights), *blocks_shape, **place)
+    scales = torch.empty(len(weights), *scales_shape, **place)
 
     order = row_order(mapping, weights[0].device)
     at_once = matrices_at_once(mapping.shape)

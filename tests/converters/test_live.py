@@ -174,12 +174,12 @@ def break_gathering(gathering: WeightGathering, fault: str) -> None:
     calls = 0
 
     def fail(original: Any, at: int) -> Any:
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
             nonlocal calls
             calls += 1
             if calls == at:
                 raise OutOfMemory(f"CUDA out of memory in {fault}")
-            return original(*arguments)
+            return original(*arguments, **options)
 
         return call
 
@@ -188,6 +188,9 @@ def break_gathering(gathering: WeightGathering, fault: str) -> None:
     elif fault.startswith("read"):
         local = gathering.local
         local.read = fail(local.read, int(fault[4:]))  # type: ignore[method-assign]
+    elif fault.startswith("stack"):
+        local = gathering.local
+        local.read_stack = fail(local.read_stack, int(fault[5:]))  # type: ignore[method-assign]
 
 
 def gather_with_faults(rank: int, world_size: int, port: int, faults: list[Any]) -> list[Any]:

@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 import torch
 
+from converters import gathering_plan
 from converters.gathering import WeightGathering
 from converters.hf_layouts import is_expert_matrix
 from converters.live import load_hf_weights
-from converters.mxfp4_tensors import stack_digests, stored_names
+from converters.mxfp4_tensors import pack_experts, stack_digests, stored_names
 from gptoss_kernels import mxfp4
 from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.trainer import PolicyTrainer
+from tests.converters.test_live import OutOfMemory, break_gathering
 from tests.distributed import free_port, run_distributed
 from tests.megatron_gptoss.adapted import MODEL
 from tests.megatron_gptoss.reference import documents, hf_model, local_batches, mean_cross_entropy
@@ -135,3 +137,87 @@ def test_unpacked_weights_are_the_values_of_the_bits(
         else:
             expected = packed[name]
         assert torch.equal(tensor, expected), name
+
+
+RECEIVERS = ((0,), (1,), (0, 1))
+
+
+def gather_stacks(rank: int, port: int) -> list[dict[str, torch.Tensor]]:
+    """Gather from experts that two ranks share out, for each of RECEIVERS; first with neighbouring
+    experts in one message, then with a message for each."""
+    torch.set_num_threads(1)
+    parallel = ParallelConfig(world_size=2, expert=2)
+    distributed.initialize(parallel, rank, port=port)
+    model = build_model(MODEL, parallel, torch.float32, quantization="mxfp4")
+    load_hf_weights(model, MODEL, hf_model(MODEL, std=0.1).state_dict().__getitem__)
+
+    gathered = []
+    for limit in (gathering_plan.STACK_BYTES, 1):
+        gathering_plan.STACK_BYTES = limit
+        gathering = WeightGathering(model, MODEL)
+        for receivers in RECEIVERS:
+            weights = gathering.begin(receivers, packed=True)
+            gathered.append({name: tensor.clone() for name, tensor in weights})
+    distributed.shutdown()
+    return gathered
+
+
+def test_every_receiver_gets_all_experts_however_many_come_in_one_message() -> None:
+    expected = pack_experts(hf_model(MODEL, std=0.1).state_dict())
+    for rank, results in enumerate(run_distributed(gather_stacks, 2, free_port())):
+        for receivers, gathered in zip(2 * RECEIVERS, results, strict=True):
+            if rank not in receivers:
+                assert gathered == {}
+                continue
+            assert gathered.keys() == expected.keys()
+            for name, tensor in expected.items():
+                assert torch.equal(gathered[name], tensor), (rank, receivers, name)
+
+
+STACK_FAULTS = [
+    (fault, rank, receivers)
+    for fault in ("stack1", "stack4")
+    for rank in (0, 1)
+    for receivers in ((0,), (0, 1))
+]
+"""The read of experts that fails, on which rank, and who receives."""
+
+
+def gather_with_stack_faults(rank: int, port: int) -> list[Any]:
+    """Try each fault and then again: (error or None, names that came) of both tries."""
+    torch.set_num_threads(1)
+    parallel = ParallelConfig(world_size=2, expert=2)
+    distributed.initialize(parallel, rank, port=port)
+    model = build_model(MODEL, parallel, torch.float32, quantization="mxfp4")
+    load_hf_weights(model, MODEL, hf_model(MODEL, std=0.1).state_dict().__getitem__)
+    gathering = WeightGathering(model, MODEL)
+    results = []
+    for fault, broken_rank, receivers in STACK_FAULTS:
+        if rank == broken_rank:
+            break_gathering(gathering, fault)
+        for _ in range(2):
+            weights = gathering.begin(receivers, packed=True)
+            names = []
+            error = None
+            try:
+                names += [name for name, _ in weights]
+            except OutOfMemory as failure:
+                error = str(failure)
+            results.append((error, sorted(names)))
+    distributed.shutdown()
+    return results
+
+
+def test_a_rank_that_cannot_read_its_experts_leaves_all_where_the_next_gathering_can_begin() -> (
+    None
+):
+    names = sorted(pack_experts(hf_model(MODEL, std=0.1).state_dict()))
+    ranks = run_distributed(gather_with_stack_faults, 2, free_port(), timeout=120)
+    for number, (fault, broken_rank, receivers) in enumerate(STACK_FAULTS):
+        for rank, results in enumerate(ranks):
+            error, _ = results[2 * number]
+            expected = f"CUDA out of memory in {fault}" if rank == broken_rank else None
+            assert error == expected, (rank, STACK_FAULTS[number])
+
+            again = results[2 * number + 1]
+            assert again == (None, names if rank in receivers else [])

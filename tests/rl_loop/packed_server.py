@@ -23,8 +23,8 @@ from tests.rl_loop.sglang_protocol import LocalServer, _bytes_hash, server_param
 sys.path.insert(0, str(PLUGIN))
 import gptoss_expert_storage as expert_storage
 import gptoss_hopper_layout as layout
+import gptoss_mxfp4_experts as plugin
 from gptoss_expert_layers import take_over
-from gptoss_mxfp4_experts import BEGIN_SYNC, END_SYNC
 from gptoss_synced_model import SyncedModel
 
 
@@ -139,10 +139,10 @@ class PackedServer(LocalServer):
             return await super().weights_checker(request)
         try:
             for synced in self.synced:
-                if action == BEGIN_SYNC:
+                if action == plugin.BEGIN_SYNC:
                     synced.begin_sync()
                 else:
-                    assert action == END_SYNC
+                    assert action == plugin.END_SYNC
                     synced.end_sync()
         except expert_storage.WrongWeights as error:
             return web.json_response({"success": False, "message": str(error)}, status=400)

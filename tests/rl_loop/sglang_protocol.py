@@ -595,6 +595,7 @@ def main(server: LocalServer | None = None) -> None:
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model-path", type=Path, required=True)
+    parser.add_argument("--tp-size", type=int, default=1)
     arguments, _ = parser.parse_known_args()
     described = json.loads((arguments.model_path / "config.json").read_text())
     assert described["swiglu_limit"] == 7.0
@@ -603,7 +604,8 @@ def main(server: LocalServer | None = None) -> None:
         from tests.rl_loop.packed_server import PackedServer
 
         model = read_hf_config(arguments.model_path)
-        server = PackedServer(model, token_seconds=token_seconds)
+        server = PackedServer(model, arguments.tp_size, token_seconds=token_seconds)
     server = server or LocalServer(token_seconds=token_seconds)
+    server.ranks = arguments.tp_size
     server.says = json.loads(os.environ.get("SAYS", "[]"))
     asyncio.run(_main(server, arguments))

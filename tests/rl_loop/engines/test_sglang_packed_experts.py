@@ -14,10 +14,12 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from converters.mxfp4_tensors import pack_experts
 from converters.names import hf_shapes
@@ -33,12 +35,14 @@ from rl_loop.engines.sglang.gpu_memory import ServerNeeds
 from rl_loop.engines.sglang.sync_plan import Servers, SyncPlan
 from rl_loop.engines.sglang.weight_checksums import PACKED_EXPERT_PARAMETERS
 from rl_loop.engines.sglang.weight_sender import WeightMismatch, send_weights
+from tests.distributed import free_port, run_distributed
 from tests.rl_loop.packed_server import (
     PackedServer,
     ServedModel,
     SyncedModel,
     expert_storage,
     layout,
+    plugin,
 )
 from tests.waiting import PATIENCE_SECONDS
 
@@ -391,6 +395,93 @@ def test_a_stale_byte_of_padding_is_named(name: str) -> None:
             await send_weights(weights.items(), MODEL, plan)
 
     run_with_server(2, work)
+
+
+def stand_in_for_sglang() -> Any:
+    """Put the classes that the plugin changes into place. Returns the scheduler's, which answers as
+    SGLang's does: whatever goes wrong is this rank's answer."""
+    checker = ModuleType("weight_checker")
+    checker.WeightChecker = type(
+        "WeightChecker",
+        (),
+        {
+            "__init__": lambda self, model: setattr(self, "_get_model", lambda: model),
+            "handle": lambda self, action: None,
+            "_compute_checksum": lambda self: {"checksums": {}},
+        },
+    )
+
+    class SchedulerWeightUpdaterManager:
+        def __init__(self, model: Any, group: Any) -> None:
+            self.checker = checker.WeightChecker(model)
+            self.tp_cpu_group = group
+
+        def check_weights(self, request: Any) -> Any:
+            try:
+                self.checker.handle(request.action)
+            except Exception as error:
+                return SimpleNamespace(success=False, message=str(error))
+            return SimpleNamespace(success=True, message="Success.")
+
+    updater = ModuleType("weight_updater")
+    updater.SchedulerWeightUpdaterManager = SchedulerWeightUpdaterManager
+    packages = {
+        "sglang.srt.utils": {"weight_checker": checker},
+        "sglang.srt.managers.scheduler_components": {"weight_updater": updater},
+    }
+    for name, modules in packages.items():
+        parts = name.split(".")
+        for end in range(1, len(parts) + 1):
+            sys.modules.setdefault(".".join(parts[:end]), ModuleType(parts[end - 1]))
+        vars(sys.modules[name]).update(modules)
+    return SchedulerWeightUpdaterManager
+
+
+FAULTY_RANKS = (None, 0, 1)
+LAST = "model.layers.0.mlp.experts.down_proj_scales"
+
+
+def sync_on_two_ranks(rank: int, port: int) -> list[tuple[bool, str]]:
+    """Sync a rank of a server that loses nothing, and then with a fault on each rank. Returns the
+    answers to the ends of the syncs."""
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    manager_class = stand_in_for_sglang()
+    plugin._install_checker()
+    plugin._install_answers_of_all_ranks()
+
+    answers = []
+    for faulty_rank in FAULTY_RANKS:
+        model = ServedModel(MODEL, rank, 2)
+        manager = manager_class(model, dist.group.WORLD)
+        assert manager.check_weights(SimpleNamespace(action=plugin.BEGIN_SYNC)).success
+        load_with_fault(plugin.synced(model), rank == faulty_rank)
+        answer = manager.check_weights(SimpleNamespace(action=plugin.END_SYNC))
+        answers.append((answer.success, answer.message))
+    dist.destroy_process_group()
+    return answers
+
+
+def load_with_fault(known: SyncedModel, is_faulty: bool) -> None:
+    """Load a sync; the last tensor of a faulty rank fails, as when memory is short."""
+    weights = packed_weights(1)
+    weights[LAST] = weights.pop(LAST)
+    if is_faulty:
+        del known.experts[0].storage["w2_weight_scale"]
+    try:
+        list(known.load_experts(weights.items()))
+    except KeyError:
+        assert is_faulty
+
+
+def test_a_tensor_that_any_rank_of_a_server_could_not_load_ends_the_sync() -> None:
+    lost = f"1 tensors have not come, the first is {LAST}: a part of the sync was lost"
+    for answers in run_distributed(sync_on_two_ranks, 2, free_port()):
+        assert answers == [
+            (True, "Success."),
+            (False, f"tensor-parallel rank 0 of 2: {lost}"),
+            (False, f"tensor-parallel rank 1 of 2: {lost}"),
+        ]
 
 
 def change_dtype(weights: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], str]:

@@ -13,7 +13,7 @@ scales go into a copy that nobody reads. Here
   of that memory is written, padding too: a server that slept has lost it. A server that starts
   from a checkpoint loads it in the same way;
 * a tensor that is unknown, comes twice, has another shape or dtype, or has not come when a sync
-  ends is an error that names it;
+  ends is an error that names it, on whichever rank that is: SGLang tells the first rank's only;
 * ``/weights_checker`` hashes the experts as they came, read back from where they are computed with;
   stale padding takes the place of the hash;
 * experts that the router chose are recorded, as with other expert kernels.
@@ -45,6 +45,7 @@ def install() -> None:
     """Change SGLang's classes."""
     _install_loading()
     _install_checker()
+    _install_answers_of_all_ranks()
     _install_routes()
 
 
@@ -134,6 +135,35 @@ def _install_checker() -> None:
 
     checker.handle = handle
     checker._compute_checksum = compute_checksum
+
+
+def _install_answers_of_all_ranks() -> None:
+    """Let a sync begin and end well only if it does so on every tensor-parallel rank."""
+    from sglang.srt.managers.scheduler_components import weight_updater
+
+    manager = weight_updater.SchedulerWeightUpdaterManager
+    original_check = manager.check_weights
+
+    @wraps(original_check)
+    def check_weights(self: Any, request: Any) -> Any:
+        answer = original_check(self, request)
+        if request.action not in (BEGIN_SYNC, END_SYNC):
+            return answer
+
+        # Only the first rank's answer leaves the server, here as where weights arrive: what another
+        # rank could not load, nobody would hear of.
+        ranks = torch.distributed.get_world_size(group=self.tp_cpu_group)
+        failures = [""] * ranks
+        own_failure = "" if answer.success else answer.message
+        torch.distributed.all_gather_object(failures, own_failure, group=self.tp_cpu_group)
+        for rank, failure in enumerate(failures):
+            if failure:
+                answer.success = False
+                answer.message = f"tensor-parallel rank {rank} of {ranks}: {failure}"
+                break
+        return answer
+
+    manager.check_weights = check_weights
 
 
 def _install_routes() -> None:

@@ -60,13 +60,14 @@ class SyncedModel:
                 raise WrongWeights(f"the server's model has no tensor {name}")
             if name in self._received:
                 raise WrongWeights(f"tensor {name} came twice")
-            self._received.add(name)
 
             if name in self._destinations:
                 experts, own_name = self._destinations[name]
                 experts.load(own_name, tensor)
             else:
                 yield name, tensor
+            # Last: what could not be loaded has not come.
+            self._received.add(name)
 
     def checksums(self, hash_tensor: Any) -> dict[str, str]:
         """Hash the experts' tensors as they came, one after the other, by SGLang's names."""

@@ -1,0 +1,128 @@
+"""The trainer of ``benchmarks/sglang.py``: random weights on one rank or several, without Ray."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from converters.gathering import GatheredWeights, WeightGathering
+from converters.mapping import NamedTensor
+from megatron_gptoss import distributed
+from megatron_gptoss.config import ParallelConfig, Quantization
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
+from megatron_gptoss.model import build_model
+from rl_loop.cluster.placement import free_port
+from rl_loop.engines.sglang.sync_plan import SyncPlan
+from rl_loop.engines.sglang.weight_sender import send_weights
+
+
+class RandomTrainer:
+    """A model with random weights, whose experts ``--expert-parallel`` ranks share out.
+
+    Rank 0 is this process, on the first GPU, and sends. The others are processes on the GPUs behind
+    it, which take part in every gathering until ``close``.
+    """
+
+    def __init__(self, options: argparse.Namespace, config: GptOssModelConfig) -> None:
+        self.config = config
+        port = free_port()
+        spawn = multiprocessing.get_context("spawn")
+        self._others = [
+            spawn.Process(target=_take_part, args=(options, config, rank, port), daemon=True)
+            for rank in range(1, options.expert_parallel)
+        ]
+        for process in self._others:
+            process.start()
+        self._rank = _TrainerRank(options, config, 0, port)
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """What rank 0 holds of the model."""
+        return self._rank.model
+
+    async def send(self, plan: SyncPlan) -> None:
+        """Send all weights as the product's ranks do. Raises as ``send_weights`` does; the next
+        call may follow."""
+        weights = self._rank.begin_gathering()
+        try:
+            await send_weights(_in_bf16(weights), self.config, plan)
+        finally:
+            # The other ranks wait for the messages that a failure has left.
+            weights.finish()
+
+    def weights(self) -> Iterator[NamedTensor]:
+        """Yield all weights by Hugging Face name, in bf16 or as bytes of MXFP4. To be read to its
+        end."""
+        return _in_bf16(self._rank.begin_gathering())
+
+    def close(self) -> None:
+        """End the other ranks, which wait for the next gathering."""
+        for process in self._others:
+            process.kill()
+            process.join()
+
+
+class _TrainerRank:
+    """One rank of the trainer, in its own process."""
+
+    def __init__(
+        self, options: argparse.Namespace, config: GptOssModelConfig, rank: int, port: int
+    ) -> None:
+        """Join the others. Collective."""
+        ranks = options.expert_parallel
+        parallel = ParallelConfig(world_size=ranks, expert=ranks)
+        distributed.initialize(parallel, rank, port=port)
+        self.model = random_model(config, parallel, options.quantization)
+        self._gathering = WeightGathering(self.model, config)
+        self._transposed = options.transport == "cuda_ipc"
+        self._packed = options.quantization is not None
+
+    def begin_gathering(self) -> GatheredWeights:
+        """Begin to bring all weights to rank 0. Collective."""
+        return self._gathering.begin(transposed=self._transposed, packed=self._packed)
+
+
+def _take_part(
+    options: argparse.Namespace, config: GptOssModelConfig, rank: int, port: int
+) -> None:
+    """Be one of the ranks that send nothing to servers; ends when it is killed, or rank 0 is."""
+    os.environ["LOCAL_RANK"] = str(rank)  # the number of its GPU
+    trainer = _TrainerRank(options, config, rank, port)
+    while True:
+        trainer.begin_gathering().finish()
+
+
+def random_model(
+    config: GptOssModelConfig,
+    parallel: ParallelConfig,
+    quantization: Quantization | None,
+) -> torch.nn.Module:
+    """Make this rank's part of a bf16 model with normal weights; norms are 1."""
+    model = build_model(config, parallel, torch.bfloat16, quantization=quantization)
+
+    # What several ranks hold is drawn alike on all of them, and every rank's experts are others.
+    torch.manual_seed(0)
+    device = next(model.parameters()).device
+    of_experts = torch.Generator(device).manual_seed(1 + dist.get_rank())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.fill_(1)
+            elif "softmax_offset" in name:
+                parameter.normal_(0, 1)
+            elif ".experts." in name:
+                parameter.normal_(0, 0.02, generator=of_experts)
+            else:
+                parameter.normal_(0, 0.02)
+    return model
+
+
+def _in_bf16(weights: GatheredWeights) -> Iterator[NamedTensor]:
+    for name, tensor in weights:
+        yield name, tensor if tensor.dtype == torch.uint8 else tensor.to(torch.bfloat16)
+        del tensor  # or it would outlive its bucket

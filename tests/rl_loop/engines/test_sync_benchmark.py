@@ -1,0 +1,45 @@
+"""benchmarks/sglang.py sync, faults: a trainer of two ranks and a server of two, on CPUs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.waiting import PATIENCE_SECONDS
+
+ROOT = Path(__file__).parents[3]
+PARAMETERS = 33
+"""That a rank of the server tells checksums of: 3 outside the layers and 15 in each."""
+
+
+def test_all_ranks_of_a_server_get_what_two_trainer_ranks_hold_also_after_faults(
+    tmp_path: Path,
+) -> None:
+    stub = f"{ROOT / 'tests/rl_loop/sglang_process'}:{ROOT}:{ROOT / 'kernels'}"
+    program = [sys.executable, "benchmarks/sglang.py", "sync", "faults", "--device", "cpu"]
+    program += ["--tiny", "--layers", "2", "--quantization", "mxfp4"]
+    program += ["--transport", "shared_memory", "--bucket-mib", "1"]
+    program += ["--server-tensor-parallel", "2", "--expert-parallel", "2"]
+    program += ["--pythonpath", stub, "--log", str(tmp_path / "log")]
+    done = subprocess.run(
+        program,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    first, timed = (line for line in lines if line["case"] == "sync")
+    assert first["gigabytes"] > 0
+    assert len(timed["seconds_all"]) == 5
+    assert timed["server_tensor_parallel"] == timed["expert_parallel"] == 2
+
+    errors = [line["error"] for line in lines if line["case"] == "fault"]
+    assert [error.split(":")[0] for error in errors] == ["SyncFailed", "WeightMismatch"]
+    after_start, after_faults = (line for line in lines if line["case"] == "checksums")
+    assert after_start["parameters"] == after_faults["parameters"] == [PARAMETERS] * 2
