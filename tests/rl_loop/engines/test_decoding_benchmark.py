@@ -103,6 +103,7 @@ def test_a_mend_can_be_withheld(decoding: ModuleType, tmp_path: Path) -> None:
     servers = importlib.import_module("sglang_servers")
     options = argparse.Namespace(
         device="cuda",
+        server_tensor_parallel=1,
         server_gpu=0,
         without=[],
         pythonpath="",
