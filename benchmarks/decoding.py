@@ -174,7 +174,9 @@ def prepare(
         arguments += ["--mem-fraction-static", f"{fraction:.3f}"]
 
         # What servers are checked for before they start; of several on one GPU each has its own.
-        options.memory_fraction = math.ceil(100 * needs.all / whole_gpu_memory(options)) / 100
+        # SGLang's count of the whole differs a little: a per cent more.
+        needed = 100 * needs.all / whole_gpu_memory(options)
+        options.memory_fraction = (math.ceil(needed) + 1) / 100
 
     attention = options.attention[0]
     log = scratch / f"{name}.log"

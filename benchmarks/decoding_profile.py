@@ -59,15 +59,17 @@ PATTERNS = (
     # triton_kernels: matmul_ogs.py; SGLang: fused_moe_triton_kernels.py, marlin. A fused activation
     # is a part of the name, so these come first.
     (EXPERTS, r"_matmul_ogs|\bfused_moe_kernel|Marlin<"),
-    # triton_kernels: topk.py, tensor_details. SGLang: topk_softmax, moe_align_block_size.
+    # triton_kernels: topk.py, tensor_details. SGLang: topk_softmax, moe_align_block_size. Ours:
+    # gptoss_expert_routing.
     (
         ROUTING,
-        r"_topk_forward|_sum_bitmatrix_rows|_bitmatrix_metadata_compute|_ragged_tensor_metadata"
+        r"^_route_kernel|_topk_forward|_sum_bitmatrix_rows|_bitmatrix_metadata_compute|_ragged_tensor_metadata"
         r"|topkGating|moeTopK|moeSoftmax|topk_softmax|moe_fused_gate|fused_moe_router"
         r"|moe_align|count_and_sort_expert",
     ),
-    # triton_kernels: reduce.py. SGLang: moe_sum_reduce, activations that are not compiled.
-    (COMBINE, r"^_reduce|moe_sum|act_and_mul|swiglu"),
+    # triton_kernels: reduce.py. SGLang: moe_sum_reduce, activations that are not compiled. Ours:
+    # gptoss_expert_routing.
+    (COMBINE, r"^_reduce|^_sum_kernel|moe_sum|act_and_mul|swiglu"),
     # FlashAttention 3 and its plan of the work; SGLang's triton attention.
     (ATTENTION, r"flash::|FlashAttn|_fwd_(grouped_)?kernel|merge_state"),
     (NORMS, r"(?i)rms_?norm|layer_?norm|rotary|\brope|store_kv|store_cache|set_kv_buffer"),

@@ -89,6 +89,8 @@ def test_the_same_kernel_belongs_to_where_it_stands_in_the_graph(profile: Module
         ("ROUTING", "moe_align_block_size_small_batch_expert_kernel<int, 256>(int const*)"),
         ("ROUTING", "(anonymous namespace)::topkGatingSoftmaxPack<8, 32, 4, 16>(float const*)"),
         ("COMBINE", "_reduce"),
+        ("COMBINE", "_sum_kernel"),
+        ("ROUTING", "_route_kernel"),
         ("COMBINE", "moe_sum_reduce_warp_per_token_vec_kernel<16>(c10::BFloat16 const*)"),
         ("ATTENTION", "flash::prepare_varlen_num_blocks_kernel<1, true>(int, int)"),
         (

@@ -27,6 +27,8 @@ from torch import Tensor
 
 LARGEST_TABLE = 8192
 """Tokens times experts that one program holds in its registers."""
+FEWEST_ROWS = 16
+"""Of that table. Triton 3.6 does not compile the kernel for one or two."""
 SMALLEST_BLOCK_LOG2 = 4
 BLOCK_SIZES = 4
 """Blocks of 16, 32, 64 and 128 tokens: triton_kernels chooses one of these for each product."""
@@ -65,7 +67,8 @@ class Routes:
 def fits(logits: Tensor) -> bool:
     """Tell whether one program can route these logits [tokens, experts]."""
     tokens, experts = logits.shape
-    table = triton.next_power_of_2(max(tokens, 1)) * triton.next_power_of_2(experts)
+    rows = max(FEWEST_ROWS, triton.next_power_of_2(max(tokens, 1)))
+    table = rows * triton.next_power_of_2(experts)
     return tokens > 0 and table <= LARGEST_TABLE and logits.stride(1) == 1
 
 
@@ -111,7 +114,7 @@ def route(logits: Tensor, top_k: int) -> Routes:
         routes.starts,
         routes.block_starts,
         routes.schedule,
-        TOKENS=triton.next_power_of_2(tokens),
+        TOKENS=max(FEWEST_ROWS, triton.next_power_of_2(tokens)),
         EXPERTS=triton.next_power_of_2(experts),
         BLOCKS=triton.next_power_of_2(blocks),
         TOP_K=top_k,
