@@ -45,7 +45,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 from threading import Event, Lock, Thread
@@ -62,8 +62,6 @@ from rl_loop.tracking.run_directory import Start
 if TYPE_CHECKING:
     import torch
 
-    from rl_loop.algorithms.config import AlgorithmConfig
-    from rl_loop.trainer.group import TrainerGroup
 
 MANY_STEPS = 1_000_000
 """More than are run, so that none is the last one, which is saved."""
@@ -276,7 +274,7 @@ def run_value(
         # Validated anew: on-policy steps need no log-probs before the update, stale ones do.
         changed = algorithm.model_dump() | {"max_staleness": value}
         algorithm = type(algorithm).model_validate(changed)
-    train_with(session.trainer, algorithm)
+    session.trainer.change_algorithm(algorithm)
     loop = build_loop(config.model_copy(update={"algorithm": algorithm}), session)
 
     try:
@@ -288,20 +286,6 @@ def run_value(
             loop.state.step += 1
     finally:
         loop.collector.close()
-
-
-def train_with(trainer: TrainerGroup, algorithm: AlgorithmConfig) -> None:
-    """Let all ranks of a running trainer go on with another ``algorithm`` section."""
-    import ray
-
-    from rl_loop.trainer.ray_ranks import RayRanks
-
-    def change(worker: Any, algorithm: AlgorithmConfig) -> None:
-        worker.algorithm = algorithm
-
-    assert isinstance(trainer.ranks, RayRanks)
-    ray.get([actor.__ray_call__.remote(change, algorithm) for actor in trainer.ranks.actors])
-    trainer._settings = replace(trainer._settings, algorithm=algorithm)
 
 
 def server_urls(session: Session) -> list[str]:

@@ -299,8 +299,11 @@ class RlLoop:
         found = self._check.result()
         if self.settings.quantization is not None:
             self.sampled_bits = found.packed_experts
-            compared = len(found.packed_experts)
-            metrics.add("mismatch/packed_experts_compared", compared, "last")
+            # SGLang's servers tell no digests: their weights are compared by checksums, and a 0 would
+            # read as if nothing had been.
+            if found.packed_experts:
+                compared = len(found.packed_experts)
+                metrics.add("mismatch/packed_experts_compared", compared, "last")
         metrics.add("mismatch/canary_gap", found.canary_gap, "max", "tokens")
 
     def _check_has_failed(self) -> bool:

@@ -1,22 +1,26 @@
 """No test leaves a process behind: a pytest plugin that looks for them at the end of the session, names them and the
 test that started them, ends them, and fails the run.
 
+Where pytest is killed and can look for nothing, a program beside it ends them (``end_with_pytest``).
+
 Children inherit the environment, so a variable there says that a process is ours and not that of another run on the
 same machine, whoever its parent is by now; pytest's own PYTEST_CURRENT_TEST beside it says which test was running."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 import uuid
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-RUN = "GPTOSS_TEST_RUN"
-"""In the environment of whatever the suite starts: the id of the run, a slash and the worker of pytest-xdist."""
+from tests.end_with_pytest import RUN
 
 GRACE_SECONDS = 20.0
 """For processes that are ending, such as those of Ray after ``ray.shutdown``."""
@@ -114,8 +118,25 @@ def pytest_configure(config: pytest.Config) -> None:
     worker = getattr(config, "workerinput", None)
     run = worker["leftover_run"] if worker else uuid.uuid4().hex
     config.stash[RUN_KEY] = run
+    if not worker:
+        guardian = _start_guardian(run)
+        # At the very end of pytest, which has looked for leftovers by then.
+        config.add_cleanup(guardian.wait)
+        config.add_cleanup(guardian.kill)  # cleanups come last first
     config.stash[FOUND_KEY] = []
     os.environ[RUN] = f"{run}/{worker['workerid'] if worker else 'main'}"
+
+
+def _start_guardian(run: str) -> subprocess.Popen[bytes]:
+    """Start what ends the processes of ``run`` when this process is killed. It is none of them."""
+    environment = {name: value for name, value in os.environ.items() if name != RUN}
+    program = Path(__file__).with_name("end_with_pytest.py")
+    return subprocess.Popen(
+        [sys.executable, "-I", str(program), str(os.getpid()), run],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is for pytest, which ends it in order
+    )
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import psutil
 import pytest
 
 from tests.leftover_processes import RUN
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
 
@@ -29,13 +31,13 @@ def test_one_leaves_a_process():
 """
 
 
-def run_suite(folder: Path, code: str, *options: str) -> subprocess.CompletedProcess[str]:
+def start_suite(folder: Path, code: str, *options: str) -> subprocess.Popen[str]:
     (folder / "test_inner.py").write_text(code)
     (folder / "pytest.ini").write_text("[pytest]\n")
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", RUN))
     }
-    return subprocess.run(
+    return subprocess.Popen(
         [
             sys.executable,
             "-m",
@@ -47,10 +49,20 @@ def run_suite(folder: Path, code: str, *options: str) -> subprocess.CompletedPro
         ],
         cwd=folder,
         env={**environment, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
     )
+
+
+def run_suite(folder: Path, code: str, *options: str) -> subprocess.CompletedProcess[str]:
+    with start_suite(folder, code, *options) as suite:
+        output, errors = suite.communicate()
+    return subprocess.CompletedProcess(suite.args, suite.returncode, output, errors)
+
+
+def has_ended(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.fixture
@@ -75,7 +87,7 @@ def test_a_process_that_a_test_leaves_fails_the_run_and_is_ended(
         assert "2 passed" in done.stdout
         pid = int((quick / "pid").read_text())
         assert f"process {pid} of test_inner.py::test_one_leaves_a_process (call): " in done.stdout
-        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        assert has_ended(pid)
         assert bystander.poll() is None
     finally:
         bystander.kill()
@@ -94,3 +106,44 @@ def test_a_suite_that_leaves_nothing_passes(options: tuple[str, ...], quick: Pat
     done = run_suite(quick, clean, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "left behind" not in done.stdout
+
+
+KILLED = """
+import os, subprocess, sys, time
+from pathlib import Path
+
+START = '''
+import os, subprocess, sys
+command = [sys.executable, "-c", "import time; time.sleep(1000)"]
+child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+print(child.pid, flush=True)
+os._exit(0)
+'''
+
+def test_one_is_killed_beside_what_it_has_started():
+    # As a launch does: what was started in the background is nobody's child.
+    started = subprocess.run([sys.executable, "-c", START], stdout=subprocess.PIPE, text=True)
+    here = Path(__file__).parent
+    (here / "writing").write_text(started.stdout)
+    (here / "writing").rename(here / "pid")
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["one process", "two workers"])
+def test_what_tests_have_started_ends_when_pytest_is_killed(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
+    suite = start_suite(tmp_path, KILLED, *options)
+    try:
+        wait_until((tmp_path / "pid").exists, seconds=120)
+        pid = int((tmp_path / "pid").read_text())
+        assert not has_ended(pid)
+    finally:
+        suite.kill()
+        suite.communicate()  # its workers have these pipes, too
+    try:
+        wait_until(lambda: has_ended(pid), seconds=60)
+    finally:
+        if not has_ended(pid):
+            os.kill(pid, signal.SIGKILL)

@@ -46,7 +46,8 @@ engine is deterministic, so losses must agree to the last bit; --tolerance allow
 
 What is random comes from --seed, but for the moments within a step: how fast a machine is decides
 them. With --results every fault is written to that file as it goes, and the same command goes on
-with those of its seed that are not in it. Ends with status 1 if anything failed.
+with those of its seed that are not in it. Ends with status 1 if anything failed. Ctrl-C and SIGTERM
+end a campaign with all that it has started; faults of the course under way do not count.
 """
 
 import argparse
@@ -125,6 +126,13 @@ def main() -> None:
         sys.exit(1)
 
 
+def end_in_order(*_: object) -> None:
+    """End as by Ctrl-C: runs are killed and directories deleted on the way."""
+    # Once: a further signal would end that in the middle.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + signal.SIGTERM)
+
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, end_in_order)
     main()

@@ -5,7 +5,7 @@ import random
 import shutil
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import psutil
@@ -90,8 +90,11 @@ class Campaign:
             courses = len(self.results.courses)
             while not self._is_over:
                 directory = self._directory / f"course_{courses}"
-                with small_file_system(directory):
-                    self._run_course(Course(self.options, directory))
+                with (
+                    small_file_system(directory),
+                    closing(Course(self.options, directory)) as course,
+                ):
+                    self._run_course(course)
                 shutil.rmtree(directory, ignore_errors=True)
                 courses += 1
         finally:

@@ -195,6 +195,11 @@ class Course:
         self.attempts.append(Attempt(CONFIG, arguments, log, ENVIRONMENT))
         return self.attempts[-1]
 
+    def close(self) -> None:
+        """Kill what goes on of any attempt, as where the campaign is interrupted in the middle."""
+        for attempt in self.attempts:
+            attempt.kill_everything()
+
     def wait_for_step(self, attempt: Attempt, seconds: float) -> bool:
         """Wait until this attempt has recorded a step or has ended. Returns whether it has
         recorded one."""

@@ -46,5 +46,4 @@ class Reference:
 
     def close(self) -> None:
         """End the run, if it goes on."""
-        if self._attempt is not None:
-            self._attempt.kill_everything()
+        self._course.close()

@@ -2,6 +2,7 @@
 
 import random
 import time
+from contextlib import closing
 from pathlib import Path
 
 from benchmarks.faults import results
@@ -29,9 +30,9 @@ def kill_whole_runs(
     try:
         courses = 0
         while len(found.kills) < kills:
-            course = Course(options, directory / f"killed_{courses}")
-            result = CourseResult(course.directory.name, options.seed)
-            _run_course(course, options, chance, kills, found, file)
+            result = CourseResult(f"killed_{courses}", options.seed)
+            with closing(Course(options, directory / result.course)) as course:
+                _run_course(course, options, chance, kills, found, file)
             courses += 1
 
             recorded = course.recorded()

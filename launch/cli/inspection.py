@@ -60,7 +60,7 @@ def plan(
     ] = None,
     host_gb: Annotated[
         float | None,
-        Option("--host-gb", help="Memory of a node, for offloaded optimizer state."),
+        Option("--host-gb", help="Memory of a node, for offloaded optimizer state and saves."),
     ] = None,
     tool_seconds: Annotated[
         float,

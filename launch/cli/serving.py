@@ -1,5 +1,6 @@
 """The command that serves a checkpoint."""
 
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -7,6 +8,8 @@ from typing import Annotated, Literal
 from typer import Argument, Option
 
 from launch.cli.arguments import Overrides
+
+logger = logging.getLogger(__name__)
 
 
 def serve(
@@ -50,6 +53,8 @@ def serve(
     from rl_loop.config.load import load_served_config
 
     config = load_served_config(path, overrides)
+    if weights is None:
+        _say_which_weights(path, config.initial_weights)
 
     from rl_loop.lifecycle.start_checks import check_what_a_server_needs
 
@@ -69,6 +74,25 @@ def serve(
     )
 
     run_server(config, options, partial(_print_address, name), weights)
+
+
+def _say_which_weights(run: Path, source: Path | None) -> None:
+    """Log of which step weights are that come from the directory of a run, and how to have newer
+    ones. ``source``: where they are read."""
+    from rl_loop.config.load import read_yaml
+    from rl_loop.config.served_weights import served_weights
+
+    file = run / "config.yaml"
+    if not file.exists():
+        return
+    served = served_weights(run)
+    if served.source != source:  # an override names others
+        return
+
+    logger.info(served.description)
+    warning = served.warning(base=str(read_yaml(file).get("initial_weights") or "BASE"))
+    if warning is not None:
+        logger.warning(warning)
 
 
 def _print_address(name: str, base_url: str, keys: list[str]) -> None:

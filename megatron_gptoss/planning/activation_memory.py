@@ -149,5 +149,17 @@ def scoring_memory(inputs: MemoryInputs, stage: int) -> float:
     return max(layer, 8 * block + 2 * local_tokens * hidden)
 
 
+def attention_blocks(inputs: MemoryInputs) -> float:
+    """Return what torch's allocator keeps of a layer's attention while the layer's experts compute,
+    in a forward pass without a backward pass.
+
+    Queries, keys and values as they were projected and once more as they were rotated, and the
+    output. They are gone by then, but no tensor of the experts fits into one of their blocks.
+    """
+    model = inputs.model
+    per_token = 2 * (model.query_size + 2 * model.key_size) + model.query_size
+    return 2 * _local_tokens(inputs) * per_token
+
+
 def _local_tokens(inputs: MemoryInputs) -> float:
     return inputs.tokens / (inputs.parallel.context * inputs.parallel.tensor)

@@ -164,6 +164,7 @@ def memory_plan(inputs: MemoryInputs, hardware: Hardware) -> str:
     lines.append(f"tensors of the update, GB: {in_words}")
     if account.host:
         lines.append(_host_line(inputs, account, hardware))
+    lines.append(_save_line(inputs, account, hardware))
 
     gpus = inputs.parallel.world_size
     fitting = layouts_that_fit(inputs, gigabytes)
@@ -187,8 +188,8 @@ def memory_plan(inputs: MemoryInputs, hardware: Hardware) -> str:
 
 
 def is_too_much(inputs: MemoryInputs, hardware: Hardware) -> bool:
-    """Return whether the configuration does not fit: a phase the GPU, or offloaded optimizer state
-    the host."""
+    """Return whether the configuration does not fit: a phase the GPU, or optimizer state that is
+    offloaded or saved the host."""
     account = worst_account(inputs, hardware.gigabytes)
     if account.peak.total > hardware.gigabytes * 1e9:
         return True
@@ -228,23 +229,43 @@ def _phase_table(account: Account) -> list[str]:
     return lines
 
 
+def _ranks_of_node(inputs: MemoryInputs, hardware: Hardware) -> int:
+    return min(inputs.parallel.world_size, hardware.gpus_per_node)
+
+
 def _host_bytes(inputs: MemoryInputs, account: Account, hardware: Hardware) -> float:
-    """Return what offloaded state takes of a node's memory."""
-    return account.host * min(inputs.parallel.world_size, hardware.gpus_per_node)
+    """Return the most that offloaded state and checkpoints take of a node's memory."""
+    per_rank = account.host + account.host_of_save
+    return per_rank * _ranks_of_node(inputs, hardware)
 
 
 def _host_line(inputs: MemoryInputs, account: Account, hardware: Hardware) -> str:
-    gpus = min(inputs.parallel.world_size, hardware.gpus_per_node)
-    needed = _host_bytes(inputs, account, hardware) / 1e9
-    text = (
-        f"host memory: {needed:.1f} GB, pinned, for the optimizer state of a node's {gpus} ranks, "
+    needed = account.host * _ranks_of_node(inputs, hardware) / 1e9
+    return (
+        f"host memory: {needed:.1f} GB, pinned, for the optimizer state of {_node_in_words(inputs, hardware)}, "
         "besides what the run needs"
+    )
+
+
+def _save_line(inputs: MemoryInputs, account: Account, hardware: Hardware) -> str:
+    needed = account.host_of_save * _ranks_of_node(inputs, hardware) / 1e9
+    more = " more" if account.host else ""
+    text = (
+        f"host memory while a checkpoint is saved: {needed:.1f} GB{more}, for the optimizer state of "
+        f"{_node_in_words(inputs, hardware)} in fp32"
     )
     if hardware.host_gigabytes is None:
         return text
-    if needed > hardware.host_gigabytes:
-        return f"{text}: more than its {hardware.host_gigabytes:.0f} GB"
-    return f"{text}, of its {hardware.host_gigabytes:.0f} GB"
+
+    all_needed = _host_bytes(inputs, account, hardware) / 1e9
+    together = f"; together {all_needed:.1f} GB" if account.host else ""
+    relation = "more than" if all_needed > hardware.host_gigabytes else "of"
+    return f"{text}{together}, {relation} its {hardware.host_gigabytes:.0f} GB"
+
+
+def _node_in_words(inputs: MemoryInputs, hardware: Hardware) -> str:
+    ranks = _ranks_of_node(inputs, hardware)
+    return "a node's rank" if ranks == 1 else f"a node's {ranks} ranks"
 
 
 def describe_layout(layout: ParallelConfig, configured: ParallelConfig) -> str:

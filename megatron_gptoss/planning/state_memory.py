@@ -22,6 +22,9 @@ BUCKET_PARAMETERS_PER_RANK = 1_000_000
 """A bucket of gradients is closed when it has so many parameters, or so many for each data-parallel
 rank if that is more: Megatron's defaults."""
 
+SAVED_BYTES = 12
+"""What a checkpoint has of a parameter's optimizer state: master weight and two moments, in fp32."""
+
 
 @dataclass(frozen=True)
 class TrainedModel:
@@ -137,11 +140,36 @@ def gathered_for_checkpoint(inputs: MemoryInputs, stage: int) -> float:
     gathered = 0.0
     for trained in trained_models(inputs, stage):
         for buffer in _buffers(inputs, stage, trained):
-            # The tensor that fills a bucket belongs to it.
-            full = bucket_parameters(inputs.parallel.data) + buffer.largest
-            bucket = min(buffer.parameters, full)
+            bucket = _largest_bucket(inputs, buffer)
             gathered = max(gathered, 4 * bucket * (1 + 1 / buffer.ranks))
     return gathered
+
+
+def host_memory_of_save(inputs: MemoryInputs, stage: int) -> float:
+    """Return the bytes of host memory that a rank needs while it saves, besides offloaded state.
+
+    On every data-parallel rank Megatron gathers the optimizer's state of all the parameters that
+    the rank has, not of its share only, as one tensor for each buffer. They are there until the
+    rank has written its share, which are views of them.
+    """
+    gathered = 0.0
+    on_the_way = 0.0
+    for trained in trained_models(inputs, stage):
+        gathered += SAVED_BYTES * (trained.dense + trained.expert)
+
+        # Of a bucket on its way: the ranks' shares of one tensor and the same joined, beside this
+        # rank's shares of all three.
+        for buffer in _buffers(inputs, stage, trained):
+            bucket = _largest_bucket(inputs, buffer)
+            on_the_way = max(on_the_way, bucket * (8 + SAVED_BYTES / buffer.ranks))
+    return gathered + on_the_way
+
+
+def _largest_bucket(inputs: MemoryInputs, buffer: "_Buffer") -> float:
+    """Return the parameters of a buffer's largest bucket."""
+    # The tensor that fills a bucket belongs to it.
+    full = bucket_parameters(inputs.parallel.data) + buffer.largest
+    return min(buffer.parameters, full)
 
 
 @dataclass(frozen=True)

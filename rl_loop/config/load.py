@@ -15,6 +15,7 @@ from megatron_gptoss.config import StrictModel
 from megatron_gptoss.families.registry import read_hf_config
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+from rl_loop.config.served_weights import served_weights
 from rl_loop.config.shipped import find_config, find_section, section_names
 from rl_loop.config.suggestions import known_keys, similar_keys, similar_names
 from rl_loop.engines.registry import TAG
@@ -130,14 +131,13 @@ def load_served_config(path: Path, overrides: list[str] | None = None) -> RunCon
     or ``sft``, the directory of a run, or a Hugging Face directory, whose model is served with the
     default settings of its family.
 
-    ``initial_weights`` of a directory is where its weights are. Raises ConfigError."""
+    ``initial_weights`` of a directory is where its weights are, of a run those that
+    ``served_weights`` chooses. Raises ConfigError."""
     if path.is_file() or not path.exists():
         return _load_either(_find_either(path), overrides)
 
-    # The export of a run with adapters has them merged, its checkpoints have no base.
     if (path / "config.yaml").exists():
-        export = path / "export"
-        weights = export if (export / "config.json").exists() else path
+        weights = served_weights(path).source
         return _load_either(
             path / "config.yaml", [f"initial_weights={weights}", *(overrides or [])]
         )

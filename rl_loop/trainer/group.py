@@ -11,6 +11,7 @@ import torch
 from converters.mxfp4_tensors import Digests
 from megatron_gptoss.samples import INPUT_COLUMNS, TrainingSamples
 from megatron_gptoss.trainer import StepStatistics
+from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.data.rollout_batch import RlUpdates, TokenEstimates
 from rl_loop.data.tensor_bytes import StoredTensors
 from rl_loop.data.trained_tokens import TrainedTokens
@@ -19,6 +20,9 @@ from rl_loop.trainer.settings import TrainerSettings
 from rl_loop.trainer.shipment import SCORED_COLUMNS, Shipper, StepPlan, plan_step
 from rl_loop.trainer.weight_export import WeightExport
 from rl_loop.trainer.worker import RankPlace, Resumed
+
+SETTLED_AT_START = ("critic", "kl", "routing_replay")
+"""Settings of the algorithm that a trainer's ranks are built with."""
 
 
 class Ranks(Protocol):
@@ -97,6 +101,20 @@ class TrainerGroup:
 
     def enter_phase(self, phase: str) -> None:
         self._all("enter_phase", phase)
+
+    def change_algorithm(self, algorithm: AlgorithmConfig) -> None:
+        """Go on with other settings of the algorithm from the next step on.
+
+        Raises ValueError for those that decide which models there are, or how they are built."""
+        for name in SETTLED_AT_START:
+            before = getattr(self._settings.algorithm, name)
+            after = getattr(algorithm, name)
+            if before != after:
+                raise ValueError(
+                    f"algorithm.{name} cannot be changed while the trainer runs: it is {before!r}, not {after!r}"
+                )
+        self._all("change_algorithm", algorithm)
+        self._settings = replace(self._settings, algorithm=algorithm)
 
     def save(self, step: int, state: dict[str, Any], block: bool) -> None:
         self._all("save", step, state, block)

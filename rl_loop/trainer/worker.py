@@ -36,6 +36,7 @@ from megatron_gptoss.planning.memory import account
 from megatron_gptoss.routing_replay import RoutingReplay
 from megatron_gptoss.scorer import Scorer, alignment, gather_parameters
 from megatron_gptoss.trainer import LossFunction, PolicyTrainer, StepStatistics
+from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.algorithms.objectives import (
     RETURNED_VALUES,
     policy_objective,
@@ -125,6 +126,10 @@ class TrainerWorker:
     def enter_phase(self, phase: str) -> None:
         """Count memory towards ``phase`` from now on; for phases that begin outside of here."""
         self.memory.enter(phase)
+
+    def change_algorithm(self, algorithm: AlgorithmConfig) -> None:
+        """Use other settings from the next step on; which models there are stays."""
+        self.algorithm = algorithm
 
     def _make_room_for_engines(self) -> None:
         """Give back what torch's allocator keeps, if engines share this GPU."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 from transformers import GptOssConfig, Qwen2Config, Qwen2ForCausalLM
 
+from launch.cli import serving
 from rl_loop.chatml.vocabulary import tiny_vocabulary
 from rl_loop.config.errors import CannotStart, ConfigError
 from rl_loop.config.load import (
@@ -22,6 +25,7 @@ from rl_loop.config.load import (
     load_served_config,
 )
 from rl_loop.config.run import RlConfig
+from rl_loop.config.served_weights import served_weights
 from rl_loop.lifecycle.start_checks import check_what_a_server_needs
 from rl_loop.session import codec_settings
 from rl_loop.tasks.codec import codec_of
@@ -172,6 +176,74 @@ def test_a_run_is_served_from_its_export_or_else_its_checkpoints(
     supervised = load_run_config(ROOT / "configs/sft/tiny_retool.yaml", "sft")
     (tmp_path / "config.yaml").write_text(dump_config(supervised))
     assert load_served_config(tmp_path).model == supervised.model
+
+
+@pytest.fixture
+def resumed_run(config: RlConfig, tmp_path: Path) -> Path:
+    """The directory of a run that was exported after step 100 and went on to step 120."""
+    text = dump_config(config.model_copy(update={"initial_weights": Path("models/base")}))
+    (tmp_path / "config.yaml").write_text(text)
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export/config.json").write_text("{}")
+    (tmp_path / "summary.json").write_text('{"steps": 100}')
+    checkpoint = tmp_path / "checkpoints/step_000120"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "training_state.json").write_text("{}")
+    (tmp_path / "checkpoints/latest").write_text(checkpoint.name)
+    return tmp_path
+
+
+def test_a_checkpoint_of_more_steps_is_served_instead_of_the_export(resumed_run: Path) -> None:
+    served = served_weights(resumed_run)
+    assert load_served_config(resumed_run).initial_weights == served.source == resumed_run
+    assert served.description.endswith("what is served is its newest checkpoint, after step 120")
+    assert served.warning("BASE") is None
+
+    # When the new export is there it is preferred: it has been compared with what was trained.
+    (resumed_run / "summary.json").write_text('{"steps": 120}')
+    served = served_weights(resumed_run)
+    assert load_served_config(resumed_run).initial_weights == resumed_run / "export"
+    assert served.description.endswith("what is served is its export, after step 120")
+
+
+@pytest.mark.parametrize("summary", [None, "{", "[]", '{"steps": "many"}'])
+def test_a_checkpoint_is_served_where_nothing_says_how_old_the_export_is(
+    resumed_run: Path, summary: str | None
+) -> None:
+    (resumed_run / "summary.json").unlink()
+    if summary is not None:
+        (resumed_run / "summary.json").write_text(summary)
+    assert served_weights(resumed_run).source == resumed_run
+
+    # One that is gone is no reason to serve nothing.
+    (resumed_run / "checkpoints/latest").write_text("step_000140")
+    served = served_weights(resumed_run)
+    assert served.source == resumed_run / "export"
+    assert served.description.endswith("its export, of an unknown step")
+
+
+def test_newer_adapters_without_a_base_are_named_with_the_command_that_merges_them(
+    resumed_run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = resumed_run / "checkpoints/step_000120"
+    (checkpoint / "adapter.json").write_text("{}")
+    caplog.set_level(logging.INFO, "launch")
+
+    def say(**arguments: Any) -> list[str]:
+        """Return what the command logs until it ends, as no weights here can be read."""
+        caplog.clear()
+        with pytest.raises(CannotStart):
+            serving.serve(resumed_run, **arguments)
+        return caplog.messages
+
+    step, newer = say()
+    assert step == f"{resumed_run}: what is served is its export, after step 100"
+    assert newer.startswith(f"{checkpoint} is of step 120, but holds adapters without their base:")
+    assert f"gptoss convert merge models/base {checkpoint} DIR" in newer
+
+    # Weights from elsewhere are of no step of this run.
+    assert say(weights=resumed_run / "absent") == []
+    assert say(overrides=["initial_weights=absent"]) == []
 
 
 def test_a_hugging_face_directory_needs_no_configuration(tmp_path: Path) -> None:

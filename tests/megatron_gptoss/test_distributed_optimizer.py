@@ -17,6 +17,8 @@ from typing import Any
 import megatron.core.optimizer as megatron_optimizer
 import pytest
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer import distrib_optimizer, optimizer_config
 
 from converters.live import load_hf_weights
@@ -25,9 +27,13 @@ from megatron_gptoss import optimizer as gptoss_optimizer
 from megatron_gptoss.checkpoint.directory import latest_checkpoint
 from megatron_gptoss.checkpoint.loader import load_checkpoint
 from megatron_gptoss.checkpoint.megatron_faults import lower_half, master_weight
+from megatron_gptoss.checkpoint.state import trainer_state
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.optimizer_offload import OffloadedState
+from megatron_gptoss.planning.memory_inputs import MemoryInputs
+from megatron_gptoss.planning.parameter_counts import parameters_per_gpu
+from megatron_gptoss.planning.state_memory import SAVED_BYTES, host_memory_of_save
 from tests.distributed import free_port, run_distributed
 from tests.megatron_gptoss.reference import (
     TINY,
@@ -156,8 +162,9 @@ def train(
     save: Path | None = None,
     resume: Path | None = None,
     offload: float = 0.0,
-) -> tuple[list[float], int]:
-    """Losses of the steps, and how many buckets of the model have a gap behind them."""
+) -> tuple[list[float], int, int]:
+    """Losses of the steps, how many buckets of the model have a gap behind them, and the bytes that
+    a save holds of the optimizer."""
     distributed.initialize(parallel, rank, port=port)
     try:
         model = build_model(TINY, parallel, torch.bfloat16)
@@ -175,12 +182,15 @@ def train(
                 check_all_rests(policy)
 
         losses = []
+        held_by_save = 0
         for step in range(SAVED if resume else 0, STEPS):
             if save and step == SAVED:
+                held_by_save = storage_bytes(trainer_state(policy, is_loading=False)["optimizer"])
                 save_checkpoint(save, policy, step, {})
             losses.append(policy.train_step(batches, mean_cross_entropy(tokens), 3e-3).sums["loss"])
         buckets = [bucket for buffer in policy.model[0].buffers for bucket in buffer.buckets]
-        return losses, sum(len(bucket.grad_data) > bucket.numel_unpadded for bucket in buckets)
+        gaps = sum(len(bucket.grad_data) > bucket.numel_unpadded for bucket in buckets)
+        return losses, gaps, held_by_save
     finally:
         distributed.shutdown()
 
@@ -204,6 +214,16 @@ def counted_empty_tensors() -> Iterator[list[int]]:
         torch.empty = torch_empty
 
 
+def storage_bytes(state: Any) -> int:
+    """Return the bytes of all tensors of a sharded state dict, memory that they share once."""
+    storages = {}
+    for sharded in nested_values(state):
+        if isinstance(sharded, ShardedTensor):
+            storage = sharded.data.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
 def check_all_rests(policy: trainer.PolicyTrainer) -> None:
     """Check that all state is where it rests, before any step."""
     for chained in policy.optimizer.chained_optimizers:
@@ -218,7 +238,7 @@ def train_save_and_resume(rank: int, ports: list[int], root: Path) -> dict[str, 
     as_on_a_gpu()
     data = ParallelConfig(world_size=2)
     context = ParallelConfig(world_size=2, context=2)
-    losses, gaps = train(data, rank, ports[0], save=root)
+    losses, gaps, held_by_save = train(data, rank, ports[0], save=root)
     resumed = [train(parallel, rank, port, resume=latest_checkpoint(root))[0] for parallel, port in
                ((data, ports[1]), (context, ports[2]))]  # fmt: skip
     half = root.with_name(f"{root.name}_offloaded")
@@ -226,7 +246,13 @@ def train_save_and_resume(rank: int, ports: list[int], root: Path) -> dict[str, 
         train(data, rank, ports[3], save=half, offload=0.6)[0],
         train(data, rank, ports[4], resume=latest_checkpoint(half), offload=1.0)[0],
     ]
-    return {"losses": losses, "gaps": gaps, "resumed": resumed, "offloaded": offloaded}
+    return {
+        "losses": losses,
+        "gaps": gaps,
+        "held_by_save": held_by_save,
+        "resumed": resumed,
+        "offloaded": offloaded,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -255,3 +281,16 @@ def test_offloaded_state_learns_saves_and_resumes_as_any_other(
 def test_its_state_reshards(two_ranks: list[dict[str, Any]]) -> None:
     for rank in two_ranks:
         assert rank["resumed"][1] == pytest.approx(rank["losses"][SAVED:], rel=1e-2)  # bf16
+
+
+def test_a_save_holds_the_state_of_all_parameters_on_every_rank(
+    two_ranks: list[dict[str, Any]],
+) -> None:
+    """What the plan of a run counts, but for a bucket on its way."""
+    inputs = MemoryInputs(TINY, ParallelConfig(world_size=2), OptimizerConfig(), tokens=64)
+    parameters = sum(parameters_per_gpu(TINY, inputs.parallel, 0))
+    predicted = host_memory_of_save(inputs, 0)
+    # All of a model this small is one bucket of Megatron's usual size.
+    on_the_way = parameters * (8 + SAVED_BYTES / 2)
+    for rank in two_ranks:
+        assert rank["held_by_save"] == pytest.approx(predicted - on_the_way, rel=0.01)

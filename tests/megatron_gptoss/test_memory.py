@@ -494,15 +494,47 @@ def test_running_out_of_memory_prints_the_plan_and_what_to_set_next() -> None:
     assert "tensor 1, pipeline 1, context 4, expert 4" in memory_plan(training, Hardware(141))
 
 
-@pytest.mark.parametrize(("host", "too_much"), [(None, False), (140.0, False), (120.0, True)])
-def test_the_host_must_hold_what_is_offloaded(host: float | None, too_much: bool) -> None:
+@pytest.mark.parametrize(
+    ("host", "too_much"), [(None, False), (430.0, False), (415.0, True), (140.0, True)]
+)
+def test_the_host_must_hold_what_is_offloaded_and_saved(host: float | None, too_much: bool) -> None:
     optimizer = OptimizerConfig(moment_dtype="bf16", gradient_dtype="bf16", offload=1)
     inputs = MemoryInputs(GPT_OSS_20B, TWO_GPUS, optimizer, 16_384)
     hardware = Hardware(H200, host_gigabytes=host)
     assert is_too_much(inputs, hardware) == too_much
-    (line,) = [line for line in memory_plan(inputs, hardware).splitlines() if "host memory" in line]
-    assert line.startswith("host memory: 133.0 GB, pinned, for the optimizer state of a node's 2")
-    assert ("more than its 120 GB" in line) == too_much
+
+    plan = memory_plan(inputs, hardware).splitlines()
+    resting, saving = [line for line in plan if "host memory" in line]
+    assert resting.startswith(
+        "host memory: 133.0 GB, pinned, for the optimizer state of a node's 2"
+    )
+    # 12 bytes for each of the 11.0 billion parameters of a rank; and a bucket, that of the embedding.
+    more = "host memory while a checkpoint is saved: 289.9 GB more, for the optimizer state of a node's 2 ranks"
+    assert saving.startswith(more)
+    assert saving.endswith(
+        {
+            None: "in fp32",
+            430.0: "together 422.9 GB, of its 430 GB",
+            415.0: "together 422.9 GB, more than its 415 GB",
+            140.0: "together 422.9 GB, more than its 140 GB",
+        }[host]
+    )
+
+
+def test_a_save_needs_host_memory_where_nothing_is_offloaded_too() -> None:
+    inputs = MemoryInputs(GPT_OSS_20B, TWO_GPUS, OptimizerConfig(), 16_384)
+    needed = account(inputs, H200).host_of_save
+    plan = memory_plan(inputs, Hardware(H200, host_gigabytes=300, gpus_per_node=1)).splitlines()
+    (line,) = [line for line in plan if "host memory" in line]
+    assert line.endswith(
+        f"{needed / 1e9:.1f} GB, for the optimizer state of a node's rank in fp32, of its 300 GB"
+    )
+    assert is_too_much(inputs, Hardware(1000, host_gigabytes=200))
+    assert not is_too_much(inputs, Hardware(1000, host_gigabytes=200, gpus_per_node=1))
+
+    # A critic's checkpoint is still being written when the policy's state is gathered.
+    critic = replace(inputs, auxiliary_models=[OptimizerConfig(), None])
+    assert account(critic, H200).host_of_save == pytest.approx(2 * needed, rel=0.1)
 
 
 def test_the_table_shows_every_phase_and_which_needs_most() -> None:

@@ -162,6 +162,19 @@ def test_a_resumed_run_continues_the_same_curve(tmp_path: Path, rollouts: LocalR
         assert found == pytest.approx(expected, rel=1e-3, abs=1e-6), name
 
 
+def test_nothing_is_counted_of_engines_that_tell_no_digests(
+    tmp_path: Path, rollouts: LocalRollouts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's servers: their weights are compared by checksums."""
+    monkeypatch.setattr(rollouts, "packed_digests", list)
+    settings = config(tmp_path, "quantization=mxfp4", "training.steps=1")
+    with local_loop(settings, rollouts) as loop:
+        loop.train()
+    [step] = steps_of(settings)
+    assert "mismatch/canary_gap" in step
+    assert "mismatch/packed_experts_compared" not in step
+
+
 def test_sampling_four_bits_of_a_policy_that_was_trained_without_stops_the_run_or_shows(
     tmp_path: Path,
 ) -> None:

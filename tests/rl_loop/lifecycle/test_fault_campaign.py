@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import subprocess
+import uuid
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from benchmarks.faults import Attempt, Course, results
+from benchmarks.faults import Attempt, Course, results, whole_run
 from benchmarks.faults.campaign import Campaign
 from benchmarks.faults.checks import examine, find_named_damage, judge_outcome
 from benchmarks.faults.course import MARK, Numbers, RecordedStep, own_environment
@@ -92,6 +93,49 @@ def test_processes_of_another_attempt_are_neither_seen_nor_killed() -> None:
     finally:
         attempts[1].driver.kill()
         attempts[1].driver.wait()
+
+
+@pytest.mark.parametrize(
+    ("is_whole_run", "reason"),
+    [(False, SystemExit(143)), (True, KeyboardInterrupt())],
+    ids=["faults, SIGTERM", "whole runs, Ctrl-C"],
+)
+def test_a_campaign_that_is_interrupted_ends_what_it_has_started(
+    is_whole_run: bool, reason: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Attempt] = []
+
+    def start(self: Course, resume: bool = False) -> Attempt:
+        attempt = Attempt.__new__(Attempt)
+        attempt.mark = f"interrupted {uuid.uuid4().hex}"
+        # A run is several processes, not all of them in the driver's group.
+        program = "sleep 600 & setsid sleep 600 & wait"
+        environment = own_environment(attempt.mark)
+        attempt.driver = subprocess.Popen(["sh", "-c", program], env=environment)
+        attempt.began = 0.0
+        self.attempts.append(attempt)
+        started.append(attempt)
+        wait_until(lambda: len(attempt.processes()) == 3)
+        return attempt
+
+    def interrupt(*_: Any) -> Any:
+        raise reason
+
+    monkeypatch.setattr(Course, "start", start)
+    monkeypatch.setattr(Course, "newest_time", interrupt)
+    monkeypatch.setattr(whole_run, "_wait_for_moment", interrupt)
+    options = Options(kinds=("lie_nan",), count=1)
+    try:
+        with pytest.raises(type(reason)):
+            if is_whole_run:
+                whole_run.kill_whole_runs(options, tmp_path, kills=1)
+            else:
+                Campaign(options, tmp_path).run()
+        assert len(started) == 2  # the undisturbed run, too
+        assert [attempt.processes() for attempt in started] == [[], []]
+    finally:
+        for attempt in started:
+            attempt.kill_everything()
 
 
 def test_a_campaign_goes_on_with_what_its_file_does_not_have(tmp_path: Path) -> None:

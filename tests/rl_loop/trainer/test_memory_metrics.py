@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.in_process import LocalRank
+from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.gpu_memory import PhaseMemory, PhasePeak
+from megatron_gptoss.planning import memory
 from megatron_gptoss.planning.memory import account
 from megatron_gptoss.planning.memory_inputs import EngineMemory
 from rl_loop.config.load import load_config
@@ -181,13 +184,20 @@ def test_a_cpu_has_no_such_metrics(rank: LocalRank, settings: TrainerSettings) -
             "gpt-oss-20b-adapter_1x1",
             150.1,
             ["rollout.engine.memory_fraction=0.5"],
-            {"sync": 88.0, "rollout": 92.1, "update": 64.4, "optimizer": 65.3},
+            {"sync": 88.0, "rollout": 92.1, "scoring": 24.1, "update": 64.4, "optimizer": 65.3},
         ),
         (
             "gpt-oss-20b-adapter_1x1_80gb",
             84.9,
             [],
-            {"start": 16.4, "sync": 71.4, "rollout": 75.3, "update": 64.6, "optimizer": 64.6},
+            {
+                "start": 16.4,
+                "sync": 71.4,
+                "rollout": 75.3,
+                "scoring": 23.4,
+                "update": 64.6,
+                "optimizer": 64.6,
+            },
         ),
     ],
 )
@@ -201,3 +211,39 @@ def test_the_account_of_whole_loops_is_what_was_measured(
     predicted = account(config.memory_inputs, gigabytes)
     for phase, used in measured.items():
         assert predicted.phase(phase).total / 1e9 == pytest.approx(used, rel=0.05), phase
+
+
+@pytest.mark.parametrize(
+    ("name", "measured"),
+    [("gpt-oss-20b-adapter_1x1", 18.8), ("gpt-oss-20b-adapter_1x1_80gb", 18.6)],
+)
+def test_tensors_of_scoring_with_adapters_are_what_was_measured(name: str, measured: float) -> None:
+    """In the first step, the only one of these runs that scored: no optimizer has state by then."""
+    config = load_config(CONFIGS / f"rl/{name}.yaml", RlConfig)
+    predicted = account(config.memory_inputs, 150.1)
+    tensors = predicted.phase("scoring").trainer - predicted.memory.optimizer
+    assert tensors / 1e9 == pytest.approx(measured, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("change", "has_whole_allowance"),
+    [
+        ({}, False),
+        ({"adapter": None}, True),
+        ({"parallel": ParallelConfig(world_size=4, expert=4, base="mxfp4")}, True),
+    ],
+    ids=["one GPU", "all parameters", "experts over ranks"],
+)
+def test_gaps_of_scoring_are_attentions_blocks_where_all_layers_have_equal_tensors(
+    change: dict[str, Any], has_whole_allowance: bool
+) -> None:
+    config = load_config(CONFIGS / "rl/gpt-oss-20b-adapter_1x1.yaml", RlConfig)
+    inputs = replace(config.memory_inputs, **change)
+    around = account(inputs, 150.1).phase("scoring").around
+
+    gaps = around - memory.CONTEXT_BYTES
+    if inputs.parallel.world_size > 1:
+        gaps -= memory.COMMUNICATION_BYTES
+    # Queries of 4,096 channels three times, keys and values of 512 twice; bf16.
+    blocks = 2 * inputs.tokens * (3 * 4096 + 2 * 2 * 512)
+    assert gaps == pytest.approx(memory.GAP_BYTES if has_whole_allowance else blocks)

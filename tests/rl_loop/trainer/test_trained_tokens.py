@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.in_process import LocalRank
 from converters.hf_directory import write_hf_directory
 from megatron_gptoss import distributed
 from megatron_gptoss.config import ModelConfig
@@ -205,3 +206,24 @@ def test_nothing_comes_back_while_only_the_critic_learns(directory: Path) -> Non
     updates = update(settings, samples)
     assert updates.policy == [] and len(updates.critic) == 1
     assert updates.tokens is None
+
+
+def test_a_running_trainer_goes_on_with_other_settings_of_the_algorithm(directory: Path) -> None:
+    settings = settings_of(directory, "name=changed")
+    algorithm = settings.algorithm
+    samples = samples_of(settings.model)
+    rank = LocalRank(settings)
+    trainer = TrainerGroup(settings, rank)
+    trainer.ready()
+    try:
+        assert len(trainer.rl_step(samples, 0).policy) == 1
+        # Both must know: the group ships as many mini-batches as the ranks take.
+        trainer.change_algorithm(algorithm.model_copy(update={"mini_batches": 2}))
+        updates = trainer.rl_step(samples, 1)
+        assert (len(updates.policy), updates.skipped) == (2, 0)
+
+        with pytest.raises(ValueError, match=r"algorithm\.routing_replay cannot be changed"):
+            trainer.change_algorithm(algorithm.model_copy(update={"routing_replay": "R2"}))
+        assert len(trainer.rl_step(samples, 2).policy) == 2
+    finally:
+        trainer.close()
