@@ -10,7 +10,8 @@ difference of the last two over the tokens. Requests go through the rollouts' ow
 With ``--quantization mxfp4`` the servers are ``bf16``, with our settings, and ``mxfp4``; ``--ways``
 adds ``mxfp4_slow_routing``, which routes and sums with triton_kernels' own kernels. All get the
 same weights, the values of MXFP4, and are compared first: the log-probs of one text, and the
-experts that each chose for its tokens.
+experts that each chose for its tokens. With ``--apart`` each server has a GPU of its own, for models
+of which one GPU does not hold two.
 
 The limit is the bytes that a decoding step has to read, once, over the bandwidth that reading 4 GB
 reaches on this GPU: attention, router, the experts that the running requests are routed to
@@ -105,6 +106,8 @@ class Way:
     engine: SglangEngine
     packed: bool
     """Whether its experts are MXFP4."""
+    gpu: int
+    """Of the visible ones."""
 
 
 def ways_of(options: argparse.Namespace) -> dict[str, Withheld]:
@@ -133,6 +136,8 @@ async def measure_decoding(options: argparse.Namespace, scratch: Path) -> None:
     try:
         # One after the other: a server takes its share of what is free when it starts.
         for name in ways_of(options):
+            if options.apart:
+                options.server_gpu = len(ways)
             ways.append(prepare(name, options, config, scratch))
             emit("start", way=name, seconds=await wait_until_healthy(ways[-1].server))
         emit("weights", seconds=await send_random_weights(ways, options, config, scratch))
@@ -187,7 +192,7 @@ def prepare(
     quantization = options.quantization if packed else None
     settings = server_settings(options, attention, arguments, quantization)
     server = make_server(options, settings, config, directory, log, ways_of(options)[name])
-    return Way(name, server, make_engine(server, config), packed)
+    return Way(name, server, make_engine(server, config), packed, options.server_gpu)
 
 
 # -- weights --------------------------------------------------------------------------------------
@@ -214,9 +219,10 @@ async def send_random_weights(
     ways: list[Way], options: argparse.Namespace, config: GptOssModelConfig, scratch: Path
 ) -> float:
     """Give all servers the same weights; returns seconds."""
-    device = "cpu" if options.device == "cpu" else "cuda"
     began = time.perf_counter()
     for way in ways:
+        # On the server's own GPU, which hands them over by CUDA IPC.
+        device = "cpu" if options.device == "cpu" else f"cuda:{way.gpu}"
         status = await way.server.status()
         await way.server.begin_sync(status.incarnation)
         plan = SyncPlan(
@@ -234,7 +240,7 @@ async def send_random_weights(
         await send_weights(weights, config, plan)
         await way.server.end_sync(status.incarnation, 1)
 
-    if device == "cuda":
+    if options.device != "cpu":
         torch.cuda.empty_cache()
     return time.perf_counter() - began
 

@@ -635,6 +635,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     option("--cache-gb", type=float, default=16.0, help="decode: of every server, for KV")
     option("--out", type=Path, help="decode: file for the tables")
+    option("--apart", action="store_true", help="decode: each server on the next GPU")
     option("--ways", nargs="+", help="decode: servers to compare, the first with each other one")
     option("--profile", action="store_true", help="decode: tell where the GPU's time goes")
     option("--traces", type=Path, help="decode: keeps the traces of --profile, otherwise deleted")
