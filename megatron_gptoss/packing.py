@@ -7,6 +7,7 @@ its own and never enters loss or metrics.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import batched
 from typing import Any, Self
 
 import numpy as np
@@ -315,10 +316,16 @@ def schedule(
     while micro_batches is None:
         count += step
         micro_batches = _fill(inputs, count, max_tokens, work)
-    # They come sorted by cost and are dealt out like cards: what ranks take at the same time is
-    # adjacent in that order, hence of about equal cost. Ranks wait for each other in every
+    # They come sorted by cost and are dealt out like cards: what ranks take at the same time, a
+    # round, is adjacent in that order, hence of about equal cost. Ranks wait for each other in every
     # micro-batch (experts' messages), so this counts for more than equal sums.
-    return Schedule([micro_batches[rank::data_parallel_size] for rank in range(data_parallel_size)])
+    rounds = list(batched(micro_batches, data_parallel_size))
+
+    # The round with most tokens first: the memory of its tensors is what those of the others find.
+    # Where tensors grow from one micro-batch to the next, torch's allocator has to ask for new
+    # memory beside what it keeps of smaller ones: 16 GB beside 55 of the 20B with adapters.
+    rounds.sort(key=lambda taken: -max(int(inputs[one].sum()) if one else 0 for one in taken))
+    return Schedule([[taken[rank] for taken in rounds] for rank in range(data_parallel_size)])
 
 
 def pack(

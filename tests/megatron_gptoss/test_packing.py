@@ -131,6 +131,11 @@ def test_a_row_is_what_is_made_of_its_sequences_token_by_token(
             assert column is None
 
 
+def square(tokens: int) -> float:
+    """Costs that put micro-batches into another order than their tokens do."""
+    return float(tokens) ** 2
+
+
 def naive_schedule(
     lengths: list[int], limit: int, ranks: int, work: Callable[[int], float], multiple: int
 ) -> list[list[list[int]]]:
@@ -148,7 +153,9 @@ def naive_schedule(
             cheapest.append(i)
         else:
             rows.sort(key=lambda row: -sum(work(inputs[j]) for j in row))
-            return [rows[rank::ranks] for rank in range(ranks)]
+            rounds = [rows[first : first + ranks] for first in range(0, count, ranks)]
+            rounds.sort(key=lambda some: -max(sum(inputs[j] for j in row) for row in some))
+            return [[some[rank] for some in rounds] for rank in range(ranks)]
         count += ranks * multiple
 
 
@@ -156,7 +163,7 @@ def naive_schedule(
     lengths,
     st.integers(39, 90),
     st.integers(1, 8),
-    st.sampled_from([float, flops]),
+    st.sampled_from([float, flops, square]),
     st.integers(1, 3),
 )
 def test_the_schedule_is_that_of_plain_lists(
@@ -265,6 +272,18 @@ def test_unpack_splits_vectors_of_tokens_too() -> None:
     assert per_sample.keys() == {8, 5}
     assert per_sample[8].tolist() == [[0, 0], [0, 1]]
     assert per_sample[5].tolist() == [[0, 0], [2, 3], [4, 5]]
+
+
+def test_the_micro_batch_with_most_tokens_comes_first_and_not_the_most_costly() -> None:
+    """Later ones then fit into the memory that the first one has left."""
+    lengths = np.array([101, 61, 61])  # the last token of each is no input
+    (alone,) = schedule(lengths, 130, work=square).micro_batches
+    assert alone == [[1, 2], [0]]  # 120 tokens that cost 7,200, then 100 that cost 10,000
+
+    # Ranks still take at the same time what costs the same.
+    twice = np.tile(lengths, 2)
+    for rank in schedule(twice, 130, 2, work=square).micro_batches:
+        assert [twice[one].tolist() for one in rank] == [[61, 61], [101]]
 
 
 def test_a_long_tail_is_shared_out_by_work_at_every_micro_batch() -> None:
