@@ -48,6 +48,8 @@ from megatron_gptoss.trainer import PolicyTrainer
 WRITER = ThreadPoolExecutor(1, "checkpoint")
 """Writes all checkpoints of this process. One thread only: Megatron's results come through one
 queue, in the order in which they were written."""
+FULL_DISK_MIB = 16
+"""A disk with less room is called full."""
 
 
 class CheckpointWriter:
@@ -283,7 +285,11 @@ def fail_together(partial: Path) -> Iterator[None]:
         shutil.rmtree(partial, ignore_errors=True)
     volume = partial.parent if partial.parent.exists() else Path.cwd()
     free_mib = shutil.disk_usage(volume).free >> 20
+    space = f"{free_mib} MiB are free there"
+    if free_mib < FULL_DISK_MIB:
+        # What Megatron passes on of a thread's error may be its class alone.
+        space = f"its disk is full, {space}"
     raise CheckpointError(
         f"checkpoint {partial.with_suffix('')} could not be written ({failures[0]}); "
-        f"{free_mib} MiB are free there. The previous checkpoint is untouched."
+        f"{space}. The previous checkpoint is untouched."
     ) from error

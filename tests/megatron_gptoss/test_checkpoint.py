@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -184,6 +185,24 @@ def test_a_full_disk_leaves_the_previous_checkpoint_valid(
     assert not list(tmp_path.glob("*.partial"))
     load_checkpoint(latest_checkpoint(tmp_path), policy)
     assert steps(policy, 1) == expected
+
+
+def test_a_full_disk_is_named_whatever_megatron_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an error in one of its threads it may pass on the class alone."""
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("Worker failure: error: <class 'OSError'>")
+
+    monkeypatch.setattr(checkpoint_writer.dist_checkpointing, "save", fail)
+    for free, message in ((3 << 20, "its disk is full, 3 MiB"), (2 << 30, r"'>\"\)\); 2048 MiB")):
+        room = SimpleNamespace(free=free)
+        monkeypatch.setattr(
+            checkpoint_writer.shutil, "disk_usage", lambda directory, room=room: room
+        )
+        with pytest.raises(CheckpointError, match=f"{message} are free there"):
+            save_checkpoint(tmp_path, trainer(), 1, {})
 
 
 def test_a_disk_that_fills_up_while_training_goes_on_is_told_when_it_is_noticed(
