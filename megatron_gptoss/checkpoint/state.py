@@ -1,6 +1,7 @@
 """Which tensors of a trainer a checkpoint holds, as Megatron's sharded state dicts."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from megatron.core import parallel_state
 from megatron_gptoss.checkpoint.base_digest import base_digest
 from megatron_gptoss.checkpoint.directory import ADAPTER_FILE
 from megatron_gptoss.checkpoint.errors import CheckpointError
+from megatron_gptoss.checkpoint.gathered_state import gather_on_writing_ranks, separate_tensors
 from megatron_gptoss.checkpoint.megatron_faults import (
     exact_optimizer_state,
     number_fp32_parameters,
@@ -138,15 +140,21 @@ def trainer_state(trainer: PolicyTrainer, is_loading: bool) -> dict[str, Any]:
     if not trainer.updated:
         return {"model": model}
 
+    # To load, every rank needs memory for whole parameters.
+    gathering = nullcontext() if is_loading else gather_on_writing_ranks(trainer.optimizer)
     with (
         number_fp32_parameters(trainer.optimizer),
         exact_optimizer_state(trainer.optimizer, trainer.offloaded),
+        gathering,
     ):
         optimizer = trainer.optimizer.sharded_state_dict(
             model,
             is_loading=is_loading,
             metadata=sharding_metadata(),
         )
+
+    if not is_loading:
+        separate_tensors(optimizer)
     return {"model": model, "optimizer": optimizer}
 
 

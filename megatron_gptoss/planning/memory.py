@@ -21,7 +21,6 @@ from megatron_gptoss.planning.state_memory import (
     dequantized_bytes,
     fetched_state,
     gathered_for_checkpoint,
-    host_memory_of_save,
     optimizer_state,
     shared_weight_bytes,
     trained_models,
@@ -116,8 +115,6 @@ class Account:
     phases: Sequence[Phase]
     host: float
     """Bytes of host memory for the offloaded optimizer state of one GPU."""
-    host_of_save: float
-    """Bytes of host memory besides, for the GPU's rank, while a checkpoint is saved."""
 
     @property
     def peak(self) -> Phase:
@@ -200,7 +197,6 @@ def account(inputs: MemoryInputs, gigabytes: float, stage: int = 0) -> Account:
         memory=memory,
         phases=_phases(inputs, needs),
         host=host,
-        host_of_save=host_memory_of_save(inputs, stage),
     )
 
 

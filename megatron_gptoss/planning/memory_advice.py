@@ -8,6 +8,7 @@ from itertools import product
 from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.planning.memory import Account, worst_account
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
+from megatron_gptoss.planning.state_memory import host_memory_of_save
 
 ACCURACY = 0.05
 """A plan with less to spare than this share of the GPU is called tight: predictions are good to
@@ -235,8 +236,8 @@ def _ranks_of_node(inputs: MemoryInputs, hardware: Hardware) -> int:
 
 def _host_bytes(inputs: MemoryInputs, account: Account, hardware: Hardware) -> float:
     """Return the most that offloaded state and checkpoints take of a node's memory."""
-    per_rank = account.host + account.host_of_save
-    return per_rank * _ranks_of_node(inputs, hardware)
+    offloaded = account.host * _ranks_of_node(inputs, hardware)
+    return offloaded + host_memory_of_save(inputs, hardware.gpus_per_node)
 
 
 def _host_line(inputs: MemoryInputs, account: Account, hardware: Hardware) -> str:
@@ -248,11 +249,11 @@ def _host_line(inputs: MemoryInputs, account: Account, hardware: Hardware) -> st
 
 
 def _save_line(inputs: MemoryInputs, account: Account, hardware: Hardware) -> str:
-    needed = account.host_of_save * _ranks_of_node(inputs, hardware) / 1e9
+    needed = host_memory_of_save(inputs, hardware.gpus_per_node) / 1e9
     more = " more" if account.host else ""
     text = (
-        f"host memory while a checkpoint is saved: {needed:.1f} GB{more}, for the optimizer state of "
-        f"{_node_in_words(inputs, hardware)} in fp32"
+        f"host memory while a checkpoint is saved: {needed:.1f} GB{more} on the fullest node, for the "
+        "weights, and the optimizer's state in fp32, that its ranks write"
     )
     if hardware.host_gigabytes is None:
         return text

@@ -24,6 +24,8 @@ rank if that is more: Megatron's defaults."""
 
 SAVED_BYTES = 12
 """What a checkpoint has of a parameter's optimizer state: master weight and two moments, in fp32."""
+WEIGHT_BYTES = 2
+"""What it has of the weight itself, in bf16."""
 
 
 @dataclass(frozen=True)
@@ -145,24 +147,39 @@ def gathered_for_checkpoint(inputs: MemoryInputs, stage: int) -> float:
     return gathered
 
 
-def host_memory_of_save(inputs: MemoryInputs, stage: int) -> float:
+def host_memory_of_save(inputs: MemoryInputs, gpus_per_node: int) -> float:
+    """Return the bytes of host memory that saving takes on the fullest node, besides offloaded state."""
+    nodes: dict[int, float] = {}
+    for rank in range(inputs.parallel.world_size):
+        node = rank // gpus_per_node
+        nodes[node] = nodes.get(node, 0.0) + host_memory_of_rank(inputs, rank)
+    return max(nodes.values())
+
+
+def host_memory_of_rank(inputs: MemoryInputs, rank: int) -> float:
     """Return the bytes of host memory that a rank needs while it saves, besides offloaded state.
 
-    On every data-parallel rank Megatron gathers the optimizer's state of all the parameters that
-    the rank has, not of its share only, as one tensor for each buffer. They are there until the
-    rank has written its share, which are views of them.
+    The first rank of a data-parallel group gathers the optimizer's state of all the parameters
+    that the group shares, and holds it and a copy of their weights until it has written them.
     """
-    gathered = 0.0
-    on_the_way = 0.0
-    for trained in trained_models(inputs, stage):
-        gathered += SAVED_BYTES * (trained.dense + trained.expert)
+    parallel = inputs.parallel
+    stage, place = divmod(rank, parallel.world_size // parallel.pipeline)
+    # Ranks of a stage are numbered by tensor-parallel rank, and for experts by expert-parallel
+    # rank, before data-parallel rank.
+    writes_dense = place < parallel.tensor
+    writes_experts = place < parallel.expert
 
-        # Of a bucket on its way: the ranks' shares of one tensor and the same joined, beside this
-        # rank's shares of all three.
+    written = 0.0
+    shares = 0.0
+    for trained in trained_models(inputs, stage):
+        written += trained.dense * writes_dense + trained.expert * writes_experts
+
+        # Of a bucket on its way every rank has its own share first.
         for buffer in _buffers(inputs, stage, trained):
-            bucket = _largest_bucket(inputs, buffer)
-            on_the_way = max(on_the_way, bucket * (8 + SAVED_BYTES / buffer.ranks))
-    return gathered + on_the_way
+            shares = max(shares, SAVED_BYTES * _largest_bucket(inputs, buffer) / buffer.ranks)
+
+    # Weights are copied last.
+    return SAVED_BYTES * written + max(WEIGHT_BYTES * written, shares)
 
 
 def _largest_bucket(inputs: MemoryInputs, buffer: "_Buffer") -> float:

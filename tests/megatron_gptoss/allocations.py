@@ -28,7 +28,7 @@ class Allocations(TorchDispatchMode):
         }  # views and in-place operations allocate nothing
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self.known and storage._cdata not in before:
                     self.known.add(storage._cdata)

@@ -32,6 +32,7 @@ from megatron_gptoss.planning.memory_advice import (
 )
 from megatron_gptoss.planning.memory_inputs import EngineMemory, MemoryInputs
 from megatron_gptoss.planning.parameter_counts import parameters_per_gpu
+from megatron_gptoss.planning.state_memory import host_memory_of_rank, host_memory_of_save
 from megatron_gptoss.transformer_config import mark
 from megatron_gptoss.transformer_settings import build_transformer_config
 
@@ -495,7 +496,7 @@ def test_running_out_of_memory_prints_the_plan_and_what_to_set_next() -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "too_much"), [(None, False), (430.0, False), (415.0, True), (140.0, True)]
+    ("host", "too_much"), [(None, False), (430.0, False), (420.0, True), (140.0, True)]
 )
 def test_the_host_must_hold_what_is_offloaded_and_saved(host: float | None, too_much: bool) -> None:
     optimizer = OptimizerConfig(moment_dtype="bf16", gradient_dtype="bf16", offload=1)
@@ -508,33 +509,47 @@ def test_the_host_must_hold_what_is_offloaded_and_saved(host: float | None, too_
     assert resting.startswith(
         "host memory: 133.0 GB, pinned, for the optimizer state of a node's 2"
     )
-    # 12 bytes for each of the 11.0 billion parameters of a rank; and a bucket, that of the embedding.
-    more = "host memory while a checkpoint is saved: 289.9 GB more, for the optimizer state of a node's 2 ranks"
+    # 14 bytes for each of the 20.9 billion parameters, whichever rank writes them.
+    more = "host memory while a checkpoint is saved: 292.8 GB more on the fullest node, for the weights"
     assert saving.startswith(more)
     assert saving.endswith(
         {
-            None: "in fp32",
-            430.0: "together 422.9 GB, of its 430 GB",
-            415.0: "together 422.9 GB, more than its 415 GB",
-            140.0: "together 422.9 GB, more than its 140 GB",
+            None: "that its ranks write",
+            430.0: "together 425.8 GB, of its 430 GB",
+            420.0: "together 425.8 GB, more than its 420 GB",
+            140.0: "together 425.8 GB, more than its 140 GB",
         }[host]
     )
 
 
 def test_a_save_needs_host_memory_where_nothing_is_offloaded_too() -> None:
     inputs = MemoryInputs(GPT_OSS_20B, TWO_GPUS, OptimizerConfig(), 16_384)
-    needed = account(inputs, H200).host_of_save
+    first = host_memory_of_rank(inputs, 0)
     plan = memory_plan(inputs, Hardware(H200, host_gigabytes=300, gpus_per_node=1)).splitlines()
     (line,) = [line for line in plan if "host memory" in line]
-    assert line.endswith(
-        f"{needed / 1e9:.1f} GB, for the optimizer state of a node's rank in fp32, of its 300 GB"
-    )
+    assert f"saved: {first / 1e9:.1f} GB on the fullest node" in line
+    assert line.endswith("that its ranks write, of its 300 GB")
     assert is_too_much(inputs, Hardware(1000, host_gigabytes=200))
     assert not is_too_much(inputs, Hardware(1000, host_gigabytes=200, gpus_per_node=1))
 
     # A critic's checkpoint is still being written when the policy's state is gathered.
     critic = replace(inputs, auxiliary_models=[OptimizerConfig(), None])
-    assert account(critic, H200).host_of_save == pytest.approx(2 * needed, rel=0.1)
+    assert host_memory_of_rank(critic, 0) == pytest.approx(2 * first, rel=0.1)
+
+
+def test_the_ranks_that_write_a_checkpoint_need_host_memory() -> None:
+    """Four nodes of four: two stages of eight ranks, experts over four, so that two ranks have each."""
+    layout = ParallelConfig(world_size=16, pipeline=2, tensor=2, context=4, expert=4)
+    inputs = MemoryInputs(GPT_OSS_20B, layout, OptimizerConfig(), 16_384)
+    needed = [host_memory_of_rank(inputs, rank) for rank in range(16)]
+    dense, expert = parameters_per_gpu(GPT_OSS_20B, layout, 0)
+    assert needed[:4] == pytest.approx([14 * (dense + expert)] * 2 + [14 * expert] * 2, rel=0.01)
+
+    # The others hold their shares of a bucket for a moment: 12 bytes of a quarter of 330 million, as
+    # half of the embedding's 579 million end a bucket that 40 million fill.
+    assert all(0 < other < 1e9 for other in needed[4:8] + needed[12:])
+    assert host_memory_of_save(inputs, 4) == max(sum(needed[:4]), sum(needed[8:12]))
+    assert host_memory_of_save(inputs, 8) == max(sum(needed[:8]), sum(needed[8:]))
 
 
 def test_the_table_shows_every_phase_and_which_needs_most() -> None:
