@@ -239,7 +239,7 @@ def install() -> None:
     from sglang.srt.layers.moe import topk
 
     # The module, not the function in it that has its name.
-    matmul_ogs = import_module("triton_kernels.matmul_ogs")
+    matmul_ogs: Any = import_module("triton_kernels.matmul_ogs")
 
     topk.routing = quick_routing(topk)
     matmul_ogs.reduce = quick_reduce(matmul_ogs.reduce)
@@ -279,7 +279,7 @@ def quick_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def reduce(x: Tensor, dim: int, **options: Any) -> Any:
-        sums = options.get("y")
+        sums: Any = options.get("y")
         is_plain = (
             x.ndim == 3
             and dim == 1
