@@ -71,8 +71,10 @@ ROUTED_TOKENS = 16
 MOE_VARIABLE = "SGLANG_MOE_CONFIG_DIR"
 WAYS = {"as_it_comes": Withheld(variables=(MOE_VARIABLE,)), "tuned": Withheld()}
 """By name: what of ours the server does not get."""
+PLAIN = "bf16"
+"""The way that keeps the values of MXFP4 in bf16; all others of ``QUANTIZED_WAYS`` pack them."""
 QUANTIZED_WAYS = {
-    "bf16": Withheld(),
+    PLAIN: Withheld(),
     "mxfp4": Withheld(),
     "mxfp4_slow_routing": Withheld(mends=("quick_routing",)),
 }
@@ -136,9 +138,8 @@ async def measure_decoding(options: argparse.Namespace, scratch: Path) -> None:
     try:
         # One after the other: a server takes its share of what is free when it starts.
         for name in ways_of(options):
-            if options.apart:
-                options.server_gpu = len(ways)
-            ways.append(prepare(name, options, config, scratch))
+            gpu = len(ways) if options.apart else options.server_gpu
+            ways.append(prepare(name, gpu, options, config, scratch))
             emit("start", way=name, seconds=await wait_until_healthy(ways[-1].server))
         emit("weights", seconds=await send_random_weights(ways, options, config, scratch))
         if options.quantization:
@@ -165,10 +166,14 @@ async def measure_decoding(options: argparse.Namespace, scratch: Path) -> None:
 
 
 def prepare(
-    name: str, options: argparse.Namespace, config: GptOssModelConfig, scratch: Path
+    name: str, gpu: int, options: argparse.Namespace, config: GptOssModelConfig, scratch: Path
 ) -> Way:
-    """Prepare one of the servers."""
-    packed = options.quantization is not None and name == options.quantization
+    """Prepare one of the servers, on the visible GPU with the number ``gpu``."""
+    # Each server has its own GPU and share of it.
+    options = argparse.Namespace(**vars(options))
+    options.server_gpu = gpu
+
+    packed = options.quantization is not None and name != PLAIN
     arguments = []
     if options.device != "cpu":
         graphs = [str(count) for count in sorted(options.running)]
@@ -178,8 +183,8 @@ def prepare(
         fraction = wanted_bytes / free_gpu_memory(options)
         arguments += ["--mem-fraction-static", f"{fraction:.3f}"]
 
-        # What servers are checked for before they start; of several on one GPU each has its own.
-        # SGLang's count of the whole differs a little: a per cent more.
+        # What a server is checked for before it starts. nvidia-smi counts a little more memory than a
+        # process can have: a per cent more.
         needed = 100 * needs.all / whole_gpu_memory(options)
         options.memory_fraction = (math.ceil(needed) + 1) / 100
 
@@ -192,7 +197,7 @@ def prepare(
     quantization = options.quantization if packed else None
     settings = server_settings(options, attention, arguments, quantization)
     server = make_server(options, settings, config, directory, log, ways_of(options)[name])
-    return Way(name, server, make_engine(server, config), packed, options.server_gpu)
+    return Way(name, server, make_engine(server, config), packed, gpu)
 
 
 # -- weights --------------------------------------------------------------------------------------

@@ -321,10 +321,13 @@ def schedule(
     # micro-batch (experts' messages), so this counts for more than equal sums.
     rounds = list(batched(micro_batches, data_parallel_size))
 
-    # The round with most tokens first: the memory of its tensors is what those of the others find.
-    # Where tensors grow from one micro-batch to the next, torch's allocator has to ask for new
-    # memory beside what it keeps of smaller ones: 16 GB beside 55 of the 20B with adapters.
-    rounds.sort(key=lambda taken: -max(int(inputs[one].sum()) if one else 0 for one in taken))
+    def most_tokens(taken: Sequence[list[int]]) -> int:
+        return max((int(inputs[sequences].sum()) for sequences in taken if sequences), default=0)
+
+    # The round with most tokens first, so that the memory of its tensors has room for those of the
+    # others. Where tensors grow from one micro-batch to the next, torch's allocator asks for new
+    # memory beside what it keeps of smaller ones.
+    rounds.sort(key=most_tokens, reverse=True)
     return Schedule([[taken[rank] for taken in rounds] for rank in range(data_parallel_size)])
 
 

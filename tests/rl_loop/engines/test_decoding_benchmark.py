@@ -99,12 +99,17 @@ def test_each_server_stands_beside_the_first(decoding: ModuleType) -> None:
         decoding.ways_of(options)
 
 
-def test_a_mend_can_be_withheld(decoding: ModuleType, tmp_path: Path) -> None:
+def test_every_way_but_bf16_packs_experts_and_a_mend_can_be_withheld(
+    decoding: ModuleType, tmp_path: Path
+) -> None:
     servers = importlib.import_module("sglang_servers")
     options = argparse.Namespace(
-        device="cuda",
-        server_tensor_parallel=1,
+        device="cpu",
         server_gpu=0,
+        server_tensor_parallel=1,
+        quantization="mxfp4",
+        ways=list(decoding.QUANTIZED_WAYS),
+        attention=["fa3"],
         without=[],
         pythonpath="",
         server_arguments="",
@@ -113,17 +118,22 @@ def test_a_mend_can_be_withheld(decoding: ModuleType, tmp_path: Path) -> None:
         memory_fraction=0.5,
         transport="gloo",
         cases=["decode"],
+        log=None,
     )
-    settings = servers.server_settings(options, "fa3", quantization="mxfp4")
     config = GptOssModelConfig(num_layers=2, **SIZES)
+    packed = {}
     mends = {}
-    for name in ("mxfp4", "mxfp4_slow_routing"):
-        server = servers.make_server(
-            options, settings, config, tmp_path, tmp_path / "log", decoding.QUANTIZED_WAYS[name]
-        )
-        mends[name] = server._environment[servers.MENDS]
-    assert mends["mxfp4"] == "mxfp4_experts,quick_routing,quick_pause"
-    assert mends["mxfp4_slow_routing"] == "mxfp4_experts,quick_pause"
+    for name in decoding.QUANTIZED_WAYS:
+        way = decoding.prepare(name, 0, options, config, tmp_path)
+        packed[name] = way.packed
+        mends[name] = way.server._environment[servers.MENDS]
+
+    assert packed == {"bf16": False, "mxfp4": True, "mxfp4_slow_routing": True}
+    assert mends == {
+        "bf16": "quick_pause",
+        "mxfp4": "mxfp4_experts,quick_routing,quick_pause",
+        "mxfp4_slow_routing": "mxfp4_experts,quick_pause",
+    }
 
 
 def test_a_step_of_all_experts_reads_all_matrices_but_the_embedding(decoding: ModuleType) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -13,7 +10,7 @@ import pytest
 import torch
 
 from rl_loop.engines.sglang.config import PLUGIN
-from tests.waiting import PATIENCE_SECONDS
+from tests.rl_loop.plugin_process import run_with_plugin
 
 ROOT = Path(__file__).parents[3]
 
@@ -119,22 +116,9 @@ print(len(matmul_ogs.reduced))
 """
 
 
-def run_interpreted(path: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_kernels_route_and_sum_as_torch_does() -> None:
     program = ROOT / "tests/rl_loop/engines/expert_routing_interpreted.py"
-    assert run_interpreted(str(PLUGIN), str(program)) == "6 shapes\n"
+    assert run_with_plugin(str(program), interpreted=True) == "6 shapes\n"
 
 
 def test_layers_route_few_tokens_with_it_and_others_as_before(tmp_path: Path) -> None:
@@ -148,7 +132,7 @@ def test_layers_route_few_tokens_with_it_and_others_as_before(tmp_path: Path) ->
         module.parent.mkdir(parents=True, exist_ok=True)
         module.write_text(source)
 
-    printed = run_interpreted(os.pathsep.join([str(PLUGIN), str(tmp_path)]), "-c", PROGRAM)
+    printed = run_with_plugin("-c", PROGRAM, packages=tmp_path, interpreted=True)
     # Experts 1 and 3 of the first token, 0 and 3 of the second: entries 0 and 1, 2 and 3.
     assert printed.splitlines() == [
         "[] 4 2 [1, 1, 0, 2]",

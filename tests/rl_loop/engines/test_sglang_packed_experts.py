@@ -44,6 +44,7 @@ from tests.rl_loop.packed_server import (
     layout,
     plugin,
 )
+from tests.rl_loop.plugin_process import run_with_plugin
 from tests.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[3]
@@ -169,16 +170,7 @@ def test_what_is_read_back_is_what_was_written_and_padding_is_counted(
 
 def test_kernels_write_and_read_the_same_bytes_in_triton_s_interpreter() -> None:
     program = ROOT / "tests/rl_loop/engines/hopper_layout_interpreted.py"
-    done = subprocess.run(
-        [sys.executable, str(program)],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(PLUGIN)},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "2 shapes\n"
+    assert run_with_plugin(str(program), interpreted=True) == "2 shapes\n"
 
 
 def test_the_plugin_loads_what_sglang_itself_loads() -> None:
@@ -553,17 +545,7 @@ def run_in_stub(tmp_path: Path, source: str, code: str) -> str:
     module = tmp_path / "sglang/srt/layers/moe/topk.py"
     module.parent.mkdir(parents=True)
     module.write_text(source)
-    path = os.pathsep.join([str(PLUGIN), str(tmp_path)])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_with_plugin("-c", code, packages=tmp_path)
 
 
 def test_the_experts_of_every_token_are_recorded_where_sglang_records_none(tmp_path: Path) -> None:

@@ -289,6 +289,7 @@ def quick_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
             and x.dtype == sums.dtype == torch.bfloat16
             # Of bf16 nothing is scaled; and the mask hides entries of tokens that are not there,
             # which SGLang has none of.
+            and options.get("scale") is None
             and options.get("x_mxscale") is None
             and not options.get("y_has_mx")
         )

@@ -1,0 +1,36 @@
+"""Runs programs in processes that see the plugin of SGLang's servers, as a server does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from rl_loop.engines.sglang.config import PLUGIN
+from tests.waiting import PATIENCE_SECONDS
+
+
+def run_with_plugin(
+    *arguments: str, packages: Path | None = None, interpreted: bool = False
+) -> str:
+    """Run Python with ``arguments``, which has to succeed. Returns what it prints.
+
+    Args:
+        packages: a directory whose packages stand in for SGLang's.
+        interpreted: whether Triton's kernels run in its interpreter, without a GPU.
+    """
+    path = [str(PLUGIN)] if packages is None else [str(PLUGIN), str(packages)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
+    if interpreted:
+        environment["TRITON_INTERPRET"] = "1"
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
