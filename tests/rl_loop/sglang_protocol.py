@@ -409,10 +409,17 @@ class LocalServer:
         return self._load(dict(zip(body["names"], await asyncio.to_thread(receive), strict=True)))
 
     async def update_weights_from_tensor(self, request: web.Request) -> web.Response:
-        payload = (await request.json())["serialized_named_tensors"][0]
-        return self._load(
-            {name: tensor.clone() for name, tensor in pickle.loads(base64.b64decode(payload))}
-        )
+        payloads = (await request.json())["serialized_named_tensors"]
+        if len(payloads) != self.ranks:
+            message = f"{self.ranks} ranks got {len(payloads)} payloads"
+            return web.json_response({"success": False, "message": message}, status=400)
+
+        # Every rank opens its own, as SGLang's do. What they get is the same.
+        for payload in payloads:
+            tensors = {
+                name: tensor.clone() for name, tensor in pickle.loads(base64.b64decode(payload))
+            }
+        return self._load(tensors)
 
     async def update_weights_from_disk(self, request: web.Request) -> web.Response:
         from converters.hf_directory import HfDirectory

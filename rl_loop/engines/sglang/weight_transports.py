@@ -7,6 +7,7 @@ one is made, often gathered from other ranks, while it does.
 import asyncio
 import base64
 import io
+import struct
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -216,32 +218,47 @@ async def share_memory(parts: Iterator[Bucket], servers: Servers) -> None:
         if plan.transport != "cuda_ipc":
             shared = [(name, tensor.cpu()) for name, tensor in bucket]
 
-        handles = [(name, _SharedTensor(tensor)) for name, tensor in shared]
-        buffer = io.BytesIO()
-        ForkingPickler(buffer).dump(handles)
-        payload = base64.b64encode(buffer.getvalue()).decode()
-        body = {
-            # One for each rank of the server: all get whole tensors and cut out their own shard.
-            "serialized_named_tensors": [payload] * plan.tensor_parallel,
-            "flush_cache": False,
-        }
+        # One for each rank of each server: all get whole tensors and cut out their own shard. torch
+        # counts one user for every handle, so that no two processes may open the same one.
+        handles = [[_Handles(shared) for _ in range(plan.tensor_parallel)] for _ in plan.urls]
+        bodies = [
+            {
+                "serialized_named_tensors": [of_rank.payload for of_rank in of_server],
+                "flush_cache": False,
+            }
+            for of_server in handles
+        ]
         try:
             bucket = await servers.call_while(
                 "/update_weights_from_tensor",
-                [body] * len(plan.urls),
+                bodies,
                 partial(next, parts, None),
             )
-        # A server that died in the middle never gives its share back (``disown``). One that
-        # answered has.
         except BaseException:
-            for _, handle in handles:
-                handle.disown()
+            for of_server in handles:
+                for of_rank in of_server:
+                    of_rank.disown()
             raise
+
+
+class _Handles:
+    """Lets one other process open the tensors of a bucket."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._tensors = [(name, _SharedTensor(tensor)) for name, tensor in bucket]
+        buffer = io.BytesIO()
+        ForkingPickler(buffer).dump(self._tensors)
+        self.payload = base64.b64encode(buffer.getvalue()).decode()
+
+    def disown(self) -> None:
+        """Let the memory be freed, also if the process that was to open it has ended."""
+        for _, tensor in self._tensors:
+            tensor.disown()
 
 
 @dataclass
 class _SharedTensor:
-    """Pickles as a handle of its tensor's memory, for ``rebuild_cuda_tensor`` in another process.
+    """Pickles, once, as a handle of its tensor's memory for ``rebuild_cuda_tensor`` elsewhere.
 
     The device is named by UUID, because processes that see other GPUs number them differently.
     """
@@ -262,10 +279,30 @@ class _SharedTensor:
         return rebuild, arguments
 
     def disown(self) -> None:
-        """Let the memory be freed although a server that ended counts as a user of it.
+        """Let the memory be freed although a process that ended counts as a user of it.
 
         torch frees what it shared when the other process has said that it is done, which one that
         was killed never does.
         """
-        if self.use_count is not None:
-            torch.UntypedStorage._release_ipc_counter(*self.use_count, device=self.tensor.device)
+        if self.use_count is None or users(*self.use_count) == 0:
+            return
+        torch.UntypedStorage._release_ipc_counter(*self.use_count, device=self.tensor.device)
+
+
+COUNTS_BEGIN = 64
+"""Bytes of torch's own at the beginning of a file in shared memory (RefcountedMapAllocator)."""
+
+
+def users(counts: bytes, index: int) -> int:
+    """Return how many processes use some shared GPU memory, as torch counts.
+
+    torch's count is unsigned. One release too many makes it 2^64 - 1, and the memory is never
+    freed again.
+    """
+    try:
+        with (Path("/dev/shm") / counts.decode().lstrip("/")).open("rb") as file:
+            file.seek(COUNTS_BEGIN + 8 * index)
+            return int(struct.unpack("=Q", file.read(8))[0])
+    except FileNotFoundError:
+        # torch deletes the file once all that is counted there has been freed.
+        return 0

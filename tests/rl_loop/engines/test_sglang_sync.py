@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import math
 import os
@@ -12,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from threading import Thread
 
@@ -37,7 +35,7 @@ from rl_loop.engines.sglang.sync_plan import SyncPlan
 from rl_loop.engines.sglang.tensor_hash import gpu_hash
 from rl_loop.engines.sglang.weight_checksums import WeightSample, sampled_parameters
 from rl_loop.engines.sglang.weight_sender import WeightMismatch, send_weights
-from rl_loop.engines.sglang.weight_transports import _SharedTensor, buckets
+from rl_loop.engines.sglang.weight_transports import buckets
 from rl_loop.gateway.serve import ServeOptions
 from rl_loop.harmony.codec import ParsedMessage
 from rl_loop.rollout.collector import TrainingRequests
@@ -322,19 +320,6 @@ def test_the_hash_of_gpu_weights_is_that_of_sglang_s_kernel(
         == gpu_hash(list(values.split([length // 3, length - length // 3])))
         == expected
     )
-
-
-@pytest.mark.gpu
-def test_memory_that_a_killed_server_was_shown_is_freed() -> None:
-    tensor = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
-    before = torch.cuda.memory_allocated() - tensor.nbytes
-    handle = _SharedTensor(tensor)
-    ForkingPickler(io.BytesIO()).dump(handle)
-
-    handle.disown()
-    del tensor, handle
-    torch.cuda.ipc_collect()
-    assert torch.cuda.memory_allocated() == before
 
 
 # -- the fleet: server processes, Ray actors, gloo -------------------------------------------------------------------

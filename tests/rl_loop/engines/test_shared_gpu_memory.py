@@ -1,0 +1,160 @@
+"""Memory that servers open during a sync is free afterwards, by torch's own counts of its users.
+
+torch counts in a file of shared memory, which needs no GPU: here counts and releases are torch's,
+and only the memory that is counted is a host's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import itertools
+from collections.abc import Iterator
+from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+from torch.multiprocessing import reductions, set_sharing_strategy
+
+from converters.names import hf_shapes
+from converters.random_weights import random_hf_weights
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
+from rl_loop.engines.backend import SyncFailed
+from rl_loop.engines.sglang.sync_plan import SyncPlan
+from rl_loop.engines.sglang.weight_sender import send_weights
+from rl_loop.engines.sglang.weight_transports import _SharedTensor, users
+from tests.rl_loop.sglang_protocol import LocalServer
+
+MODEL = GptOssModelConfig(
+    num_layers=2, num_experts=2, experts_per_token=2, hidden_size=32, intermediate_size=48, num_attention_heads=4,
+    num_key_value_heads=2, head_size=16, vocab_size=640, max_length=1024,
+)  # fmt: skip
+COUNTS_OF_A_FILE = 10_000
+"""As in torch (CUDA_IPC_REF_COUNTER_FILE_SIZE)."""
+
+
+class Counts:
+    """What torch keeps of memory that other processes use."""
+
+    def __init__(self) -> None:
+        self.values = torch.zeros(COUNTS_OF_A_FILE, dtype=torch.int64)
+        _, self.file, _ = self.values.untyped_storage()._share_filename_cpu_()
+        self._next = itertools.count()
+
+    def new(self) -> int:
+        """Return the place of a new count, of one user, as for each handle that is made."""
+        index = next(self._next)
+        self.values[index] = 1
+        return index
+
+
+class OnGpu(torch.Tensor):
+    """Looks as if it were on a GPU."""
+
+    is_cuda = True
+
+
+def open_counted(tensor: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """Open what ``counts`` counts, as a server does, copy it and be done."""
+    file, index = rest[-2:]
+    copy = tensor.clone()
+    torch.UntypedStorage._release_ipc_counter(file, index, device=torch.device("cuda"))
+    return copy
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counts]:
+    set_sharing_strategy("file_system")
+    counts = Counts()
+
+    def reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
+        nothing = (None,) * 10
+        arguments = (tensor.as_subclass(torch.Tensor), *nothing, counts.file, counts.new())
+        return open_counted, arguments
+
+    monkeypatch.setattr(reductions, "reduce_tensor", reduce_tensor)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU"))
+    yield counts
+
+
+class Server(LocalServer):
+    """May refuse a bucket, before it has opened it or afterwards."""
+
+    refuses = ""
+
+    async def update_weights_from_tensor(self, request: web.Request) -> web.Response:
+        if self.refuses != "unopened":
+            answer = await super().update_weights_from_tensor(request)
+        if self.refuses:
+            return web.json_response({"success": False, "message": "no"}, status=400)
+        return answer
+
+
+async def sync(servers: list[Server], ranks: int) -> None:
+    get = random_hf_weights(MODEL, 1)
+    weights = {name: get(name).bfloat16().as_subclass(OnGpu) for name in hf_shapes(MODEL)}
+    for server in servers:
+        server.ranks = ranks
+    plan = SyncPlan(
+        urls=tuple([await server.start() for server in servers]),
+        version=2,
+        transport="cuda_ipc",
+        bucket_bytes=20_000,
+        tensor_parallel=ranks,
+        compare=False,
+    )
+    try:
+        await send_weights(weights.items(), MODEL, plan)
+    finally:
+        for server in servers:
+            await server.stop()
+
+    for server in servers:
+        assert server.version == "2"
+        assert all(torch.equal(server.weights[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize(("servers", "ranks"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_each_rank_of_each_server_is_counted_once(servers: int, ranks: int, counts: Counts) -> None:
+    asyncio.run(sync([Server() for _ in range(servers)], ranks))
+    handles = next(counts._next)
+    assert handles == len(hf_shapes(MODEL)) * servers * ranks
+    assert counts.values.tolist() == [0] * COUNTS_OF_A_FILE
+
+
+@pytest.mark.parametrize("refuses", ["unopened", "opened"])
+def test_nobody_is_counted_after_a_sync_that_failed(refuses: str, counts: Counts) -> None:
+    """A server that died has opened nothing, or all of it: its share must be given back, once."""
+    good, bad = Server(), Server()
+    bad.refuses = refuses
+    with pytest.raises(SyncFailed):
+        asyncio.run(sync([good, bad], ranks=2))
+    assert next(counts._next) > 0
+    assert counts.values.tolist() == [0] * COUNTS_OF_A_FILE
+
+
+def test_a_file_of_counts_that_torch_has_deleted_counts_nobody() -> None:
+    assert users(b"/torch_no_such_file", 3) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("opened", [False, True])
+def test_memory_that_a_killed_server_was_shown_is_freed(opened: bool) -> None:
+    tensor = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
+    before = torch.cuda.memory_allocated() - tensor.nbytes
+    handles = [_SharedTensor(tensor), _SharedTensor(tensor)]
+    for handle in handles:
+        ForkingPickler(io.BytesIO()).dump(handle)
+        assert users(*handle.use_count) == 1
+
+    for handle in handles:
+        if opened:
+            torch.UntypedStorage._release_ipc_counter(*handle.use_count, device=tensor.device)
+        handle.disown()
+        assert users(*handle.use_count) == 0
+    del tensor, handles, handle
+    torch.cuda.ipc_collect()
+    assert torch.cuda.memory_allocated() == before
