@@ -8,10 +8,11 @@ prefix cache (what a call costs besides), and ``--tokens`` more (decoding). A de
 difference of the last two over the tokens. Requests go through the rollouts' own client.
 
 With ``--quantization mxfp4`` the servers are ``bf16``, with our settings, and ``mxfp4``; ``--ways``
-adds ``mxfp4_slow_routing``, which routes and sums with triton_kernels' own kernels. All get the
-same weights, the values of MXFP4, and are compared first: the log-probs of one text, and the
-experts that each chose for its tokens. With ``--apart`` each server has a GPU of its own, for models
-of which one GPU does not hold two.
+adds ``mxfp4_slow_routing``, which routes and sums with triton_kernels' own kernels, and
+``mxfp4_slow_products``, whose expert products run one at a time on a processor. All get the same
+weights, the values of MXFP4, and are compared first: the log-probs of one text, and the experts
+that each chose for its tokens. With ``--apart`` each server has a GPU of its own, for models of which
+one GPU does not hold two.
 
 The limit is the bytes that a decoding step has to read, once, over the bandwidth that reading 4 GB
 reaches on this GPU: attention, router, the experts that the running requests are routed to
@@ -77,6 +78,7 @@ QUANTIZED_WAYS = {
     PLAIN: Withheld(),
     "mxfp4": Withheld(),
     "mxfp4_slow_routing": Withheld(mends=("quick_routing",)),
+    "mxfp4_slow_products": Withheld(mends=("quick_products",)),
 }
 """The same with ``--quantization mxfp4``."""
 COMPARED_TOKENS = 512

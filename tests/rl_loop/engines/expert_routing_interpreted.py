@@ -7,13 +7,13 @@ import gptoss_expert_routing as routing
 import torch
 from torch import Tensor
 
-SHAPES = [(1, 32, 4), (5, 4, 2), (64, 32, 4), (100, 32, 4), (37, 128, 4), (2, 5, 3)]
+SHAPES = [(1, 32, 4), (5, 4, 2), (64, 32, 4), (100, 32, 4), (256, 32, 4), (37, 128, 4), (2, 5, 3)]
 """Tokens, experts, experts of a token."""
 
 
-def compare_routes(tokens: int, experts: int, top_k: int) -> None:
+def compare_routes(tokens: int, experts: int, top_k: int, dtype: torch.dtype) -> None:
     # A part of wider rows, and logits of few values, so that many are equal.
-    whole = torch.randint(-6, 7, (tokens, experts + 3)).to(torch.bfloat16) / 4
+    whole = torch.randint(-6, 7, (tokens, experts + 3)).to(dtype) / 4
     logits = whole[:, :experts]
     routes = routing.route(logits, top_k)
 
@@ -69,7 +69,8 @@ def cut_off(numbers: Tensor) -> Tensor:
 if __name__ == "__main__":
     torch.manual_seed(0)
     for sizes in SHAPES:
-        compare_routes(*sizes)
+        for dtype in (torch.bfloat16, torch.float32):
+            compare_routes(*sizes, dtype)
     compare_sums(3, 4, 2880)
     compare_sums(2, 1, 96)
     print(f"{len(SHAPES)} shapes")

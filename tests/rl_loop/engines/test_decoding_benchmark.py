@@ -128,11 +128,17 @@ def test_every_way_but_bf16_packs_experts_and_a_mend_can_be_withheld(
         packed[name] = way.packed
         mends[name] = way.server._environment[servers.MENDS]
 
-    assert packed == {"bf16": False, "mxfp4": True, "mxfp4_slow_routing": True}
+    assert packed == {
+        "bf16": False,
+        "mxfp4": True,
+        "mxfp4_slow_routing": True,
+        "mxfp4_slow_products": True,
+    }
     assert mends == {
         "bf16": "quick_pause",
-        "mxfp4": "mxfp4_experts,quick_routing,quick_pause",
-        "mxfp4_slow_routing": "mxfp4_experts,quick_pause",
+        "mxfp4": "mxfp4_experts,quick_routing,quick_products,quick_pause",
+        "mxfp4_slow_routing": "mxfp4_experts,quick_products,quick_pause",
+        "mxfp4_slow_products": "mxfp4_experts,quick_routing,quick_pause",
     }
 
 

@@ -118,7 +118,14 @@ print(len(matmul_ogs.reduced))
 
 def test_kernels_route_and_sum_as_torch_does() -> None:
     program = ROOT / "tests/rl_loop/engines/expert_routing_interpreted.py"
-    assert run_with_plugin(str(program), interpreted=True) == "6 shapes\n"
+    assert run_with_plugin(str(program), interpreted=True) == "7 shapes\n"
+
+
+def test_kernels_compile_for_hopper_and_keep_to_their_registers() -> None:
+    """Without a GPU: the interpreter takes what the compiler may not. Tokens of the same power of two
+    share what has been compiled."""
+    program = "tests.rl_loop.engines.expert_routing_compiled"
+    assert run_with_plugin("-m", program) == "7 tables in 6 variants\n"
 
 
 def test_layers_route_few_tokens_with_it_and_others_as_before(tmp_path: Path) -> None:

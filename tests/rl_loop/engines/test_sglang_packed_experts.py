@@ -563,7 +563,10 @@ def test_a_run_with_quantization_may_have_servers_with_packed_experts(tmp_path: 
         load_config(path, RlConfig, options)
     engine = load_config(path, RlConfig, [*options, "quantization=mxfp4"]).rollout.engine
     assert isinstance(engine, SglangConfig)
-    assert engine.environment["GPTOSS_SGLANG_MENDS"] == "mxfp4_experts,quick_routing,quick_pause"
+    assert (
+        engine.environment["GPTOSS_SGLANG_MENDS"]
+        == "mxfp4_experts,quick_routing,quick_products,quick_pause"
+    )
 
     description = engine.describe_model(MODEL, "bfloat16")
     assert description["quantization_config"]["quant_method"] == "mxfp4"

@@ -30,6 +30,8 @@ LARGEST_TABLE = 8192
 FEWEST_ROWS = 16
 """Of that table. Triton 3.6 does not compile the kernel for one or two."""
 SMALLEST_BLOCK_LOG2 = 4
+VALUES_OF_A_THREAD = 8
+"""Of that table: with more, registers run out and a program waits for itself."""
 BLOCK_SIZES = 4
 """Blocks of 16, 32, 64 and 128 tokens: triton_kernels chooses one of these for each product."""
 SUMMED_VALUES = 1024
@@ -67,9 +69,13 @@ class Routes:
 def fits(logits: Tensor) -> bool:
     """Tell whether one program can route these logits [tokens, experts]."""
     tokens, experts = logits.shape
-    rows = max(FEWEST_ROWS, triton.next_power_of_2(max(tokens, 1)))
-    table = rows * triton.next_power_of_2(experts)
-    return tokens > 0 and table <= LARGEST_TABLE and logits.stride(1) == 1
+    rows, columns = _table(tokens, experts)
+    return tokens > 0 and rows * columns <= LARGEST_TABLE and logits.stride(1) == 1
+
+
+def _table(tokens: int, experts: int) -> tuple[int, int]:
+    """Return the rows and columns of a program's table."""
+    return max(FEWEST_ROWS, triton.next_power_of_2(max(tokens, 1))), triton.next_power_of_2(experts)
 
 
 def most_blocks(entries: int, experts: int) -> int:
@@ -88,6 +94,7 @@ def route(logits: Tensor, top_k: int) -> Routes:
     tokens, experts = logits.shape
     entries = tokens * top_k
     blocks = most_blocks(entries, experts)
+    rows, columns = _table(tokens, experts)
 
     chosen = logits.new_empty(tokens, top_k, dtype=torch.int32)
     routes = Routes(
@@ -114,18 +121,21 @@ def route(logits: Tensor, top_k: int) -> Routes:
         routes.starts,
         routes.block_starts,
         routes.schedule,
-        TOKENS=max(FEWEST_ROWS, triton.next_power_of_2(tokens)),
-        EXPERTS=triton.next_power_of_2(experts),
-        BLOCKS=triton.next_power_of_2(blocks),
+        TOKENS=rows,
+        EXPERTS=columns,
+        # Both follow from the rows: a server meets all numbers of tokens, and a program is compiled
+        # for a second or more.
+        BLOCKS=triton.next_power_of_2(most_blocks(rows * top_k, experts)),
+        BLOCKS_OF_EXPERT=rows >> SMALLEST_BLOCK_LOG2,  # an expert has a token once
         TOP_K=top_k,
         SMALLEST_BLOCK_LOG2=SMALLEST_BLOCK_LOG2,
         BLOCK_SIZES=BLOCK_SIZES,
-        num_warps=8,
+        num_warps=max(8, rows * columns // (32 * VALUES_OF_A_THREAD)),
     )
     return routes
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "blocks"])
 def _route_kernel(
     logits,
     logits_stride,
@@ -143,6 +153,7 @@ def _route_kernel(
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    BLOCKS_OF_EXPERT: tl.constexpr,
     TOP_K: tl.constexpr,
     SMALLEST_BLOCK_LOG2: tl.constexpr,
     BLOCK_SIZES: tl.constexpr,
@@ -155,10 +166,15 @@ def _route_kernel(
     value = logit.to(tl.float32)
 
     # Numbers that rise as the logits do, and of equal ones with the first expert: bits of a float,
-    # all of them turned over if it is negative, otherwise its sign alone.
+    # all of them turned over if it is negative, otherwise its sign alone. Those of a bf16 are the
+    # upper half of a register, which has room for the expert.
     bits = value.to(tl.uint32, bitcast=True)
     rising = tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits ^ 0x80000000)
-    left = (rising.to(tl.uint64) << 16) | (EXPERTS - column).to(tl.uint64)
+    first_is_larger = (EXPERTS - column).to(tl.uint32)
+    if logits.dtype.element_ty == tl.bfloat16:
+        left = (rising & 0xFFFF0000) | first_is_larger
+    else:
+        left = (rising.to(tl.uint64) << 16) | first_is_larger.to(tl.uint64)
     left = tl.where(inside, left, 0)
     is_chosen = inside & (token < 0)
     for _ in tl.static_range(TOP_K):
@@ -189,22 +205,22 @@ def _route_kernel(
     tl.store(starts_out + experts, tokens * TOP_K)
 
     block = tl.arange(0, BLOCKS)
+    of_expert = tl.arange(0, BLOCKS_OF_EXPERT)[None, :]
     for number in tl.static_range(BLOCK_SIZES):
         log2 = SMALLEST_BLOCK_LOG2 + number
         its_blocks = (size + ((1 << log2) - 1)) >> log2
-        end = tl.cumsum(its_blocks, 0)
-        first = end - its_blocks
+        first = tl.cumsum(its_blocks, 0) - its_blocks
         total = tl.sum(its_blocks, 0)
         of_size = block_starts_out + number * (experts + 1)
         tl.store(of_size + expert, first, mask=is_expert)
         tl.store(of_size + experts, total)
 
-        # A block belongs to the expert before which so many experts have ended.
-        owner = tl.sum((end[None, :] <= block[:, None]).to(tl.int32), 1)
-        first_of_owner = tl.sum(tl.where(column == owner[:, None], first[None, :], 0), 1)
-        planned = ((block - first_of_owner) << 16) + owner
-        planned = tl.where(block < total, planned, -1)
-        tl.store(schedule_out + number * blocks + block, planned, mask=block < blocks)
+        schedule = schedule_out + number * blocks
+        planned = (of_expert << 16) + expert[:, None]
+        tl.store(
+            schedule + first[:, None] + of_expert, planned, mask=of_expert < its_blocks[:, None]
+        )
+        tl.store(schedule + block, -1, mask=(block >= total) & (block < blocks))
 
 
 def sum_experts(outputs: Tensor, sums: Tensor) -> None:

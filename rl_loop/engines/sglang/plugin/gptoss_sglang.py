@@ -14,6 +14,8 @@
   them and record routes (``gptoss_mxfp4_experts``). SGLang loses them without a word.
 * ``quick_routing``: a decoding step routes its tokens in one kernel instead of nine
   (``gptoss_expert_routing``).
+* ``quick_products``: two programs of its expert products run at a time on each of the GPU's
+  processors instead of one (``gptoss_expert_products``).
 * ``quick_pause``: a pause by abort ends as soon as the last request has. SGLang looks once, and if
   anything runs then, again after a whole second.
 """
@@ -109,6 +111,13 @@ def route_in_one_kernel() -> None:
     gptoss_expert_routing.install()
 
 
+def multiply_two_at_a_time() -> None:
+    """Let servers with MXFP4 experts fill the GPU's processors while they decode."""
+    import gptoss_expert_products
+
+    gptoss_expert_products.install()
+
+
 def pause_without_waiting() -> None:
     """Look every ``PAUSE_INTERVAL`` whether aborted requests have ended."""
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -139,5 +148,6 @@ MENDS = {
     "sleeping_cache": Mend(free_cache_while_sleeping, "give servers GPUs of their own"),
     "mxfp4_experts": Mend(sync_mxfp4_experts, "leave rollout.engine.quantization out"),
     "quick_routing": Mend(route_in_one_kernel),
+    "quick_products": Mend(multiply_two_at_a_time),
     "quick_pause": Mend(pause_without_waiting),
 }

@@ -1,0 +1,58 @@
+"""Compiles kernels of Triton for a Hopper GPU, on a machine without one."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a thread of a compiled kernel takes, and which one it is."""
+
+    registers: int
+    spilled: int
+    """Bytes of memory for what found no register."""
+    variant: str
+    """The same for what is compiled once."""
+
+
+class HopperDriver:
+    """Says that there is a Hopper GPU, which is all that compiling asks a driver for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_kernel(kernel: Any, *arguments: Any, **constants: Any) -> Resources:
+    """Compile a kernel as if it were started with these arguments, tensors of the host."""
+    driver.set_active(HopperDriver())
+    compiled = kernel.run(*arguments, grid=(1,), warmup=True, **constants)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        used = subprocess.run(
+            [CUOBJDUMP, "--dump-resource-usage", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", used)
+    assert found is not None, used
+    return Resources(int(found[1]), int(found[2]), compiled.hash)

@@ -1,0 +1,41 @@
+"""Compiles the plugin's kernels for a Hopper GPU, for every table that a program can have:
+
+PYTHONPATH=rl_loop/engines/sglang/plugin python -m tests.rl_loop.engines.expert_routing_compiled
+"""
+
+import gptoss_expert_routing as routing
+import torch
+
+from tests.rl_loop.engines.compiled_for_hopper import Resources, compile_kernel
+
+TABLES = [(1, 32), (16, 32), (17, 32), (64, 32), (100, 32), (256, 32), (64, 128)]
+"""Tokens and experts."""
+
+
+class Compiling:
+    """Stands for a kernel: compiles it instead of starting it."""
+
+    def __init__(self, kernel: object) -> None:
+        self.kernel = kernel
+        self.resources: list[Resources] = []
+
+    def __getitem__(self, grid: object) -> object:
+        def start(*arguments: object, **constants: object) -> None:
+            self.resources.append(compile_kernel(self.kernel, *arguments, **constants))
+
+        return start
+
+
+if __name__ == "__main__":
+    route, add = Compiling(routing._route_kernel), Compiling(routing._sum_kernel)
+    routing._route_kernel, routing._sum_kernel = route, add
+    for tokens, experts in TABLES:
+        routing.route(torch.zeros(tokens, experts, dtype=torch.bfloat16), 4)
+    routing.sum_experts(
+        torch.zeros(2, 4, 2880, dtype=torch.bfloat16), torch.zeros(2, 2880, dtype=torch.bfloat16)
+    )
+    for kernel in (route, add):
+        for used in kernel.resources:
+            assert used.spilled == 0, used
+    variants = {used.variant for used in route.resources}
+    print(f"{len(route.resources)} tables in {len(variants)} variants")
