@@ -12,9 +12,10 @@ SHAPES = [(1, 32, 4), (5, 4, 2), (64, 32, 4), (100, 32, 4), (256, 32, 4), (37, 1
 
 
 def compare_routes(tokens: int, experts: int, top_k: int, dtype: torch.dtype) -> None:
-    # A part of wider rows, and logits of few values, so that many are equal.
-    whole = torch.randint(-6, 7, (tokens, experts + 3)).to(dtype) / 4
-    logits = whole[:, :experts]
+    # A part of wider rows. Half of the tokens have logits of few values, so that many are equal.
+    whole = torch.randn(tokens, experts + 3)
+    whole[::2] = torch.randint(-6, 7, whole[::2].shape) / 4
+    logits = whole.to(dtype)[:, :experts]
     routes = routing.route(logits, top_k)
 
     order = torch.argsort(logits.float(), dim=1, descending=True, stable=True)
