@@ -4,8 +4,10 @@ against what the GPU's memory allows: ``python benchmarks/sglang.py decode``.
 Two servers with the same random weights share one GPU, and rounds go to them in turn, so that a
 change of the clocks meets both: ``as_it_comes`` does not find our settings, ``tuned`` does. A round
 is three calls with the same prompts: one new token each (prefill), the same again, now from the
-prefix cache (what a call costs besides), and ``--tokens`` more (decoding). A decoding step is the
-difference of the last two over the tokens. Requests go through the rollouts' own client.
+prefix cache (what a call costs besides), and ``--tokens`` more (decoding). A decoding step is what
+the third call takes longer than the second, over the tokens. Now and then a call takes seconds
+longer, because a kernel is compiled for a batch of a new size; so the second calls count by their
+median, and the steps by that of theirs. Requests go through the rollouts' own client.
 
 With ``--quantization mxfp4`` the servers are ``bf16``, with our settings, and ``mxfp4``; ``--ways``
 adds ``mxfp4_slow_routing``, which routes and sums with triton_kernels' own kernels, and
@@ -95,10 +97,17 @@ class Times:
 
     prefill: list[float] = field(default_factory=list)
     """Of all prompts."""
-    step: list[float] = field(default_factory=list)
-    """Of one decoding step."""
+    one_token: list[float] = field(default_factory=list)
+    """Of a call for one token, with the prompts from the prefix cache."""
+    all_tokens: list[float] = field(default_factory=list)
+    """Of such a call for one token and those that are counted."""
     cached: list[float] = field(default_factory=list)
     """Not seconds, but the share of the prompts that came from the prefix cache."""
+
+    def steps(self, tokens: int) -> list[float]:
+        """Return the seconds of a decoding step in every round of ``tokens`` steps."""
+        besides = median(self.one_token)
+        return [(seconds - besides) / tokens for seconds in self.all_tokens]
 
 
 @dataclass(frozen=True)
@@ -325,8 +334,9 @@ async def measure_row(
         row[f"{name}_prefill_tokens_per_second"] = (
             running * options.prompt / median(measured.prefill)
         )
-        row[f"{name}_ms"] = median(measured.step) * 1e3
-        row[f"{name}_all_ms"] = [round(step * 1e3, 3) for step in measured.step]
+        steps = measured.steps(options.tokens)
+        row[f"{name}_ms"] = median(steps) * 1e3
+        row[f"{name}_all_ms"] = [round(step * 1e3, 3) for step in steps]
         row[f"{name}_cached_share"] = min(measured.cached)
     emit("decode", layers=config.num_layers, **row)
     return row
@@ -335,7 +345,7 @@ async def measure_row(
 async def time_round(
     way: Way, name: str, prompts: list[list[int]], tokens: int, times: Times
 ) -> None:
-    """Add the seconds of the prompts' prefill and of one decoding step to ``times``."""
+    """Add the seconds of a round's three calls to ``times``."""
     began = time.perf_counter()
     await generate(way, f"{name}/prefill", prompts, 1)
     prefilled = time.perf_counter()
@@ -345,7 +355,8 @@ async def time_round(
     ended = time.perf_counter()
 
     times.prefill.append(prefilled - began)
-    times.step.append(((ended - found) - (found - prefilled)) / tokens)
+    times.one_token.append(found - prefilled)
+    times.all_tokens.append(ended - found)
     cached_tokens = sum(result.cached_tokens for result in cached)
     times.cached.append(cached_tokens / sum(map(len, prompts)))
 

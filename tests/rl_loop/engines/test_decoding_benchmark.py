@@ -99,6 +99,15 @@ def test_each_server_stands_beside_the_first(decoding: ModuleType) -> None:
         decoding.ways_of(options)
 
 
+def test_calls_that_took_seconds_longer_do_not_count(decoding: ModuleType) -> None:
+    times = decoding.Times(
+        one_token=[3.5, 0.5, 0.5, 3.0, 0.5], all_tokens=[2.5, 4.5, 2.5, 2.5, 6.5]
+    )
+    steps = times.steps(tokens=100)
+    assert sorted(steps)[2] == pytest.approx(0.02)
+    assert steps == pytest.approx([0.02, 0.04, 0.02, 0.02, 0.06])
+
+
 def test_every_way_but_bf16_packs_experts_and_a_mend_can_be_withheld(
     decoding: ModuleType, tmp_path: Path
 ) -> None:
