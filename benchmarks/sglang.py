@@ -8,9 +8,11 @@
     python benchmarks/sglang.py --layers 24 layouts sync faults sleep --quantization mxfp4
     python benchmarks/sglang.py --layers 24 sync --server-tensor-parallel 2 --expert-parallel 2
     python benchmarks/sglang.py --layers 24 interruptions --running 64 256 --tokens 512 --rounds 3
+    python benchmarks/sglang.py --layers 24 rollouts --running 64 --tokens 190 --rounds 3
 
 ``--quantization mxfp4``: trainer and server have MXFP4 experts. ``decode`` is described in
-``decoding.py``, ``interruptions`` in ``interruptions.py``. The other cases run one after the other on one server.
+``decoding.py``, ``rollouts`` in ``rollout_load.py``, ``interruptions`` in ``interruptions.py``. The
+other cases run one after the other on one server.
 Without ``--server-gpu`` trainer and server share one GPU, or with ``--server-tensor-parallel`` and
 ``--expert-parallel`` several. The model has GPT-OSS-20B's widths and
 random weights (normal with std 0.02, small enough that routing margins decide). SGLang runs in its
@@ -39,6 +41,7 @@ import numpy as np
 import torch
 from decoding import measure_decoding
 from interruptions import Load, measure_interruptions
+from rollout_load import measure_rollouts
 from sglang_servers import (
     make_engine,
     make_server,
@@ -68,7 +71,7 @@ from rl_loop.engines.sglang.weight_sender import (
     WeightMismatch,
 )
 
-CASES = ["gap", "turns", "deterministic", "sync", "decode", "interruptions"]
+CASES = ["gap", "turns", "deterministic", "sync", "decode", "rollouts", "interruptions"]
 CASES += ["layouts", "faults", "sleep", "from_disk"]  # of MXFP4 experts
 TRANSPORTS = ["nccl", "cuda_ipc", "gloo", "shared_memory", "disk"]
 
@@ -627,16 +630,29 @@ def parse_arguments() -> argparse.Namespace:
         type=int,
         nargs="+",
         default=[1, 8, 64, 256],
-        help="decode, interruptions: requests",
+        help="decode, rollouts, interruptions: requests",
     )
-    option("--prompt", type=int, default=512, help="decode, interruptions: tokens of every prompt")
     option(
-        "--rounds", type=int, default=5, help="decode, interruptions: of which the median counts"
+        "--prompt",
+        type=int,
+        default=512,
+        help="decode, rollouts, interruptions: tokens of every prompt",
     )
-    option("--cache-gb", type=float, default=16.0, help="decode: of every server, for KV")
-    option("--out", type=Path, help="decode: file for the tables")
+    option(
+        "--rounds",
+        type=int,
+        default=5,
+        help="decode, rollouts, interruptions: of which the median counts",
+    )
+    option("--seconds", type=float, default=20.0, help="rollouts: of a round")
+    option("--cache-gb", type=float, default=16.0, help="decode, rollouts: of every server, for KV")
+    option("--out", type=Path, help="decode, rollouts: file for the tables")
     option("--apart", action="store_true", help="decode: each server on the next GPU")
-    option("--ways", nargs="+", help="decode: servers to compare, the first with each other one")
+    option(
+        "--ways",
+        nargs="+",
+        help="decode, rollouts: servers to compare, the first with each other one",
+    )
     option("--profile", action="store_true", help="decode: tell where the GPU's time goes")
     option("--traces", type=Path, help="decode: keeps the traces of --profile, otherwise deleted")
 
@@ -664,8 +680,8 @@ def main() -> None:
     arguments = parse_arguments()
     if arguments.expert_parallel > 1 and "gap" in arguments.cases:
         raise SystemExit("gap is for a trainer of one rank, which scores alone")
-    if arguments.server_tensor_parallel > 1 and "decode" in arguments.cases:
-        raise SystemExit("decode is for servers of one GPU")
+    if arguments.server_tensor_parallel > 1 and {"decode", "rollouts"} & set(arguments.cases):
+        raise SystemExit("decode and rollouts are for servers of one GPU")
 
     with tempfile.TemporaryDirectory() as scratch:
         if "layouts" in arguments.cases:
@@ -676,6 +692,10 @@ def main() -> None:
         if "decode" in arguments.cases:
             arguments.cases.remove("decode")
             asyncio.run(measure_decoding(arguments, Path(scratch)))
+    if "rollouts" in arguments.cases:
+        arguments.cases.remove("rollouts")
+        with tempfile.TemporaryDirectory() as scratch:
+            asyncio.run(measure_rollouts(arguments, Path(scratch)))
 
     if arguments.cases:
         trainer = RandomTrainer(arguments, model_config(arguments))

@@ -22,16 +22,18 @@ MENDS = "GPTOSS_SGLANG_MENDS"
 
 
 @dataclass(frozen=True)
-class Withheld:
-    """What of ours a server does not get, to see what it is good for."""
+class Variation:
+    """How a server differs from ours, to see what that is good for."""
 
-    variables: tuple[str, ...] = ()
+    without_variables: tuple[str, ...] = ()
     """Of its environment."""
-    mends: tuple[str, ...] = ()
+    without_mends: tuple[str, ...] = ()
     """Of SGLang, by the plugin."""
+    arguments: tuple[str, ...] = ()
+    """Further ones of its command."""
 
 
-NOTHING = Withheld()
+NONE = Variation()
 
 
 def model_config(options: argparse.Namespace, max_length: int = 32_768) -> GptOssModelConfig:
@@ -95,11 +97,12 @@ def make_server(
     config: GptOssModelConfig,
     directory: Path,
     log: Path,
-    withheld: Withheld = NOTHING,
+    variation: Variation = NONE,
 ) -> SglangServer:
     """Prepare a server of ``config`` with dummy weights; the first question starts it.
 
-    ``withheld``: what of the settings' environment it does not get.
+    ``variation``: what of the settings' environment it does not get. Its arguments are among those of
+    ``settings``.
     """
     hf_config = settings.describe_model(config, "bfloat16")
     (directory / "config.json").write_text(json.dumps(hf_config))
@@ -122,11 +125,11 @@ def make_server(
     else:
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
     environment |= settings.environment
-    for name in withheld.variables:
+    for name in variation.without_variables:
         environment.pop(name, None)
-    if withheld.mends:
+    if variation.without_mends:
         mends = environment[MENDS].split(",")
-        environment[MENDS] = ",".join(mend for mend in mends if mend not in withheld.mends)
+        environment[MENDS] = ",".join(mend for mend in mends if mend not in variation.without_mends)
     return SglangServer(command, environment, log, health_seconds=60)
 
 

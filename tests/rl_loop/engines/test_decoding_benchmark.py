@@ -76,8 +76,8 @@ def _cells(table: str, head: str) -> list[str]:
 
 
 def test_a_server_as_it_comes_does_not_know_our_settings(decoding: ModuleType) -> None:
-    assert decoding.WAYS["as_it_comes"].variables == ("SGLANG_MOE_CONFIG_DIR",)
-    assert decoding.WAYS["tuned"] == decoding.Withheld()
+    assert decoding.WAYS["as_it_comes"].without_variables == ("SGLANG_MOE_CONFIG_DIR",)
+    assert decoding.WAYS["tuned"] == decoding.Variation()
 
 
 def test_each_server_stands_beside_the_first(decoding: ModuleType) -> None:
@@ -132,8 +132,9 @@ def test_every_way_but_bf16_packs_experts_and_a_mend_can_be_withheld(
     config = GptOssModelConfig(num_layers=2, **SIZES)
     packed = {}
     mends = {}
-    for name in decoding.QUANTIZED_WAYS:
-        way = decoding.prepare(name, 0, options, config, tmp_path)
+    for name, variation in decoding.QUANTIZED_WAYS.items():
+        packs = name != decoding.PLAIN
+        way = decoding.prepare(name, variation, 0, options, config, tmp_path, packed=packs)
         packed[name] = way.packed
         mends[name] = way.server._environment[servers.MENDS]
 

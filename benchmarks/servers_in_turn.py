@@ -1,0 +1,195 @@
+"""Servers with the same random weights that are measured in turn: how they start, get their weights and
+are asked."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import random
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang_servers import (
+    Variation,
+    free_gpu_memory,
+    make_engine,
+    make_server,
+    server_settings,
+    whole_gpu_memory,
+)
+
+from converters.mxfp4_tensors import pack_experts, rounded_to_mxfp4
+from converters.names import hf_shapes
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
+from rl_loop.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
+from rl_loop.engines.sglang.engine import SglangEngine
+from rl_loop.engines.sglang.gpu_memory import ServerNeeds
+from rl_loop.engines.sglang.server import SglangServer
+from rl_loop.engines.sglang.weight_sender import SyncPlan, send_weights
+
+
+@dataclass(frozen=True)
+class Way:
+    """One of the servers."""
+
+    name: str
+    server: SglangServer
+    engine: SglangEngine
+    packed: bool
+    """Whether its experts are MXFP4."""
+    gpu: int
+    """Of the visible ones."""
+    log: Path
+    """What the server prints."""
+
+
+def chosen_ways(known: dict[str, Variation], names: list[str] | None) -> dict[str, Variation]:
+    """Return the servers of these names, or the first two.
+
+    Raises SystemExit if ``--ways`` names one that there is not.
+    """
+    names = names or list(known)[:2]
+    for name in names:
+        if name not in known:
+            raise SystemExit(f"--ways {name}: there are {', '.join(known)}")
+    return {name: known[name] for name in names}
+
+
+def prepare(
+    name: str,
+    variation: Variation,
+    gpu: int,
+    options: argparse.Namespace,
+    config: GptOssModelConfig,
+    scratch: Path,
+    *,
+    packed: bool,
+) -> Way:
+    """Prepare one of the servers, on the visible GPU with the number ``gpu``."""
+    # Each server has its own GPU and share of it.
+    options = argparse.Namespace(**vars(options))
+    options.server_gpu = gpu
+
+    arguments = list(variation.arguments)
+    if options.device != "cpu":
+        graphs = [str(count) for count in sorted(options.running)]
+        arguments += ["--cuda-graph-bs", *graphs]
+        needs = ServerNeeds.of(config, "bfloat16", 1, packed=packed)
+        wanted_bytes = needs.weights + options.cache_gb * 1e9
+        fraction = wanted_bytes / free_gpu_memory(options)
+        arguments += ["--mem-fraction-static", f"{fraction:.3f}"]
+
+        # What a server is checked for before it starts. nvidia-smi counts a little more memory than a
+        # process can have: a per cent more.
+        needed = 100 * needs.all / whole_gpu_memory(options)
+        options.memory_fraction = (math.ceil(needed) + 1) / 100
+
+    attention = options.attention[0]
+    log = scratch / f"{name}.log"
+    if options.log:
+        log = options.log.with_name(f"{name}_{options.log.name}")
+    directory = scratch / name
+    directory.mkdir()
+    quantization = options.quantization if packed else None
+    settings = server_settings(options, attention, arguments, quantization)
+    server = make_server(options, settings, config, directory, log, variation)
+    return Way(name, server, make_engine(server, config), packed, gpu, log)
+
+
+# -- weights --------------------------------------------------------------------------------------
+
+
+def random_weights(config: GptOssModelConfig, device: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Draw bf16 weights by Hugging Face name: normal with std 0.02, sinks with std 1, norms 1.
+
+    Tokens then differ enough to be routed to all experts.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    for name, shape in hf_shapes(config).items():
+        tensor = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        if "norm" in name:
+            tensor.fill_(1)
+        elif name.endswith("sinks"):
+            tensor.normal_(0, 1, generator=generator)
+        else:
+            tensor.normal_(0, 0.02, generator=generator)
+        yield name, tensor
+
+
+async def send_random_weights(
+    ways: list[Way], options: argparse.Namespace, config: GptOssModelConfig, scratch: Path
+) -> float:
+    """Give all servers the same weights; returns seconds."""
+    began = time.perf_counter()
+    for way in ways:
+        # On the server's own GPU, which hands them over by CUDA IPC.
+        device = "cpu" if options.device == "cpu" else f"cuda:{way.gpu}"
+        status = await way.server.status()
+        await way.server.begin_sync(status.incarnation)
+        plan = SyncPlan(
+            urls=(status.url,),
+            version=1,
+            transport=options.transport,
+            bucket_bytes=options.bucket_mib[0] << 20,
+            directory=scratch / "weights",
+            compare=way.packed,
+            packed=way.packed,
+        )
+        weights = random_weights(config, device)
+        if options.quantization:
+            weights = quantized_weights(weights, packed=way.packed)
+        await send_weights(weights, config, plan)
+        await way.server.end_sync(status.incarnation, 1)
+
+    if options.device != "cpu":
+        torch.cuda.empty_cache()
+    return time.perf_counter() - began
+
+
+def quantized_weights(
+    named: Iterator[tuple[str, torch.Tensor]], *, packed: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Round the experts' matrices to MXFP4: blocks and scales, or values in bf16."""
+    for name, tensor in named:
+        if packed:
+            yield from pack_experts({name: tensor}).items()
+        else:
+            yield name, rounded_to_mxfp4(name, tensor)
+
+
+async def generate(
+    way: Way, name: str, prompts: list[list[int]], tokens: int, with_routes: bool = False
+) -> list[GenerateResult]:
+    """Continue all prompts at once."""
+    requests = [
+        GenerateRequest(f"{name}/{i}/0/0", prompt, SamplingParams(tokens), with_routes)
+        for i, prompt in enumerate(prompts)
+    ]
+    return list(await asyncio.gather(*map(way.engine.generate, requests)))
+
+
+def random_prompts(
+    generator: random.Random, count: int, length: int, config: GptOssModelConfig
+) -> list[list[int]]:
+    """Draw prompts of uniform tokens, none of them special."""
+    limit = config.vocab_size - 1100
+    if limit < 1000:
+        limit = config.vocab_size - 100
+    return [[generator.randrange(10, limit) for _ in range(length)] for _ in range(count)]
+
+
+def emit(case: str, **figures: Any) -> None:
+    """Print one JSON object; numbers have four significant digits."""
+    line: dict[str, Any] = {"case": case}
+    for name, value in figures.items():
+        if isinstance(value, float):
+            value = float(f"{value:.4g}")
+        line[name] = value
+    print(json.dumps(line), file=sys.stdout, flush=True)
