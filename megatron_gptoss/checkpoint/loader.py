@@ -31,6 +31,11 @@ from megatron_gptoss.checkpoint.state import (
     model_state,
     trainer_state,
 )
+from megatron_gptoss.checkpoint.streamed_state import (
+    KeptState,
+    load_parameter_state,
+    take_out_parameter_state,
+)
 from megatron_gptoss.trainer import PolicyTrainer
 
 
@@ -97,7 +102,12 @@ def _load_trainer(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
     if trainer.updated:
         _check_same_optimizers(path, trainer, saved_apart=common[EXPERTS_APART])
 
-    state = dist_checkpointing.load(trainer_state(trainer, is_loading=True), str(path))
+    wanted = trainer_state(trainer, is_loading=True)
+    of_parameters: list[KeptState] = []
+    if trainer.updated:
+        of_parameters = take_out_parameter_state(trainer.optimizer, wanted["optimizer"])
+
+    state = dist_checkpointing.load(wanted, str(path))
     load_model_state(trainer.module, state["model"])
 
     if trainer.updated:
@@ -105,6 +115,7 @@ def _load_trainer(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
         keep_settings(trainer.optimizer, state["optimizer"])
         with exact_optimizer_state(trainer.optimizer, trainer.offloaded):
             trainer.optimizer.load_state_dict(state["optimizer"])
+            load_parameter_state(path, of_parameters)
         trainer.offloaded.rest_all()
     else:
         # Without saved state the optimizer's master weights have to come from the model.

@@ -1,7 +1,6 @@
 """Which tensors of a trainer a checkpoint holds, as Megatron's sharded state dicts."""
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from megatron_gptoss.checkpoint.megatron_faults import (
     exact_optimizer_state,
     number_fp32_parameters,
 )
+from megatron_gptoss.checkpoint.streamed_state import describe_without_memory
 from megatron_gptoss.config import AdapterConfig
 from megatron_gptoss.critic import ValueHead
 from megatron_gptoss.model import chunks_of
@@ -133,6 +133,8 @@ def _check_settings(path: Path, saved: dict[str, Any], model: torch.nn.Module) -
 def trainer_state(trainer: PolicyTrainer, is_loading: bool) -> dict[str, Any]:
     """Describe model and optimizer; the model alone as long as the optimizer has not taken a step.
 
+    To load, what a distributed optimizer has of parameters is described without memory.
+
     Before its first step the optimizer has no state. A checkpoint may well be saved then: a critic
     may be learning alone, or every token be masked.
     """
@@ -140,12 +142,14 @@ def trainer_state(trainer: PolicyTrainer, is_loading: bool) -> dict[str, Any]:
     if not trainer.updated:
         return {"model": model}
 
-    # To load, every rank needs memory for whole parameters.
-    gathering = nullcontext() if is_loading else gather_on_writing_ranks(trainer.optimizer)
+    if is_loading:
+        tensors = describe_without_memory(trainer.optimizer)
+    else:
+        tensors = gather_on_writing_ranks(trainer.optimizer)
     with (
         number_fp32_parameters(trainer.optimizer),
         exact_optimizer_state(trainer.optimizer, trainer.offloaded),
-        gathering,
+        tensors,
     ):
         optimizer = trainer.optimizer.sharded_state_dict(
             model,

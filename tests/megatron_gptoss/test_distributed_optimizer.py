@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import megatron.core.optimizer as megatron_optimizer
@@ -29,6 +29,7 @@ from converters.live import load_hf_weights
 from megatron_gptoss import distributed, trainer
 from megatron_gptoss import optimizer as gptoss_optimizer
 from megatron_gptoss.checkpoint import state as checkpoint_state
+from megatron_gptoss.checkpoint import streamed_state
 from megatron_gptoss.checkpoint import writer as checkpoint_writer
 from megatron_gptoss.checkpoint.directory import latest_checkpoint
 from megatron_gptoss.checkpoint.gathered_state import separate_tensors
@@ -57,6 +58,8 @@ STEPS = 5
 SAVED = 3
 BUCKET = 8000
 """Parameters that fill a bucket."""
+LOADED = 120_000
+"""Bytes of optimizer state that are loaded at a time: of a whole rank it is some megabytes."""
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -204,7 +207,7 @@ def train(
         tokens = int(SAMPLES.loss_tokens.sum())
         if resume:
             with counted_empty_tensors() as made:
-                load_checkpoint(resume, policy)
+                memory_of_load(resume, policy)
             assert sum(made) < 1000, "Megatron makes no empty state beside what was loaded"
             if offload:
                 check_all_rests(policy)
@@ -242,6 +245,24 @@ def counted_empty_tensors() -> Iterator[list[int]]:
         yield made
     finally:
         torch.empty = torch_empty
+
+
+def memory_of_load(checkpoint: Path, policy: trainer.PolicyTrainer) -> None:
+    """Load a checkpoint, and check that it takes little memory besides what is there afterwards."""
+    weights = sum(parameter.nbytes for parameter in policy.module.parameters())
+    gc.collect()
+    # The second rank has fewer parts than the first.
+    limit = LOADED * (1 + 2 * torch.distributed.get_rank())
+    streamed_state.LOADED_BYTES = limit
+    with Allocations() as loading:
+        load_checkpoint(checkpoint, policy)
+        gc.collect()
+        kept = loading.live
+
+    # The weights are loaded beside those that they replace; all of the optimizer's state were six
+    # times as much.
+    largest = max(12 * parameter.numel() for parameter in policy.module.parameters())
+    assert loading.peak - kept < weights + limit + largest
 
 
 def memory_of_save(policy: trainer.PolicyTrainer, root: Path) -> SaveMemory:
@@ -463,3 +484,19 @@ def test_two_gpus_gather_what_megatron_does_and_go_on_as_they_would_have(tmp_pat
             assert losses[-1] < losses[0] - 0.05, layout
             # Sums of gradients may come in another order on a GPU.
             assert resumed == pytest.approx(losses[3:], rel=1e-4), layout
+
+
+def test_state_is_loaded_in_parts_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streamed_state, "LOADED_BYTES", 100)
+    sizes = [40, 60, 10, 250, 30, 90, 5]
+    states = [SimpleNamespace(nbytes=size) for size in sizes]
+    parts = streamed_state._parts(states)
+    assert [state.nbytes for part in parts for state in part] == sizes
+    assert [[state.nbytes for state in part] for part in parts] == [
+        [40, 60],
+        [10],
+        [250],
+        [30],
+        [90, 5],
+    ]
+    assert streamed_state._parts([]) == []
