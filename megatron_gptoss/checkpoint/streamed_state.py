@@ -90,7 +90,7 @@ def take_out_parameter_state(optimizer: Any, state: dict[Any, Any]) -> list[Kept
     # Megatron has no numbers where there is a single optimizer.
     states = [state] if len(chained_optimizers) == 1 else list(state.values())
 
-    kept = []
+    kept: list[KeptState] = []
     for chained, its_state in zip(chained_optimizers, states, strict=True):
         if isinstance(chained, DistributedOptimizer):
             kept += _kept_states(chained, its_state.pop(PARAMETER_STATE))
