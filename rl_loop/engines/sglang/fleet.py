@@ -43,6 +43,9 @@ from rl_loop.logs import with_logging
 
 logger = logging.getLogger(__name__)
 
+NEWS_SECONDS = 30.0
+"""Between two lines about servers that are waited for."""
+
 MAX_SYNCS = 3
 """Attempts to bring the servers to one version; servers that failed are started
 anew between two of them."""
@@ -201,7 +204,8 @@ class SglangFleet:
 
     def _healthy(self, wait_for: Sequence[ServerState] = ()) -> dict[Any, ServerStatus]:
         """Return the healthy servers by actor, at least one, as soon as no server is in a
-        state of ``wait_for``."""
+        state of ``wait_for``. Says now and then how many are."""
+        began = told = time.monotonic()
         while True:
             known = dict(zip(self.actors, asyncio.run(statuses(self.actors)), strict=True))
             healthy = {actor: status for actor, status in known.items() if status.healthy}
@@ -213,6 +217,14 @@ class SglangFleet:
                     raise EngineUnavailable(f"an SGLang server does not start: {status.fault}")
             if healthy and not awaited:
                 return healthy
+
+            now = time.monotonic()
+            if now - told >= NEWS_SECONDS:
+                logger.info(
+                    "waiting for SGLang servers: %d of %d are ready after %.0f s; what they print is in %s",
+                    len(healthy), len(known), now - began, self._directory / "server_*.log",
+                )  # fmt: skip
+                told = now
             time.sleep(0.2)
 
     def _synced(self) -> dict[Any, ServerStatus]:

@@ -28,6 +28,7 @@ from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.engines.backend import BackendContext
 from rl_loop.engines.protocol import GenerateRequest, SamplingParams
+from rl_loop.engines.sglang import fleet as fleet_module
 from rl_loop.engines.sglang.engine import SglangEngine
 from rl_loop.engines.sglang.fleet import HeldWeights, SglangFleet, SglangSender, statuses
 from rl_loop.engines.sglang.server import ServerState, ServerStatus
@@ -319,6 +320,32 @@ def test_the_hash_of_gpu_weights_is_that_of_sglang_s_kernel(
         gpu_hash([values])
         == gpu_hash(list(values.split([length // 3, length - length // 3])))
         == expected
+    )
+
+
+def test_a_wait_for_servers_says_how_many_are_ready_and_where_they_print(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    starting = ServerStatus("http://b", ServerState.STARTING)
+    ready = ServerStatus("http://a", ServerState.STALE)
+    asked = 0
+
+    async def known(actors: list[str]) -> list[ServerStatus]:
+        nonlocal asked
+        asked += 1
+        return [ready, starting if asked < 4 else replace(ready, url="http://b")]
+
+    monkeypatch.setattr(fleet_module, "statuses", known)
+    monkeypatch.setattr(fleet_module, "NEWS_SECONDS", 0.3)
+    servers = object.__new__(SglangFleet)
+    servers.actors = ["a", "b"]
+    servers._directory = tmp_path
+    with caplog.at_level("INFO", logger=fleet_module.__name__):
+        servers.ready()
+    (line,) = caplog.messages
+    assert line == (
+        "waiting for SGLang servers: 1 of 2 are ready after 0 s; what they print is in "
+        f"{tmp_path / 'server_*.log'}"
     )
 
 
