@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -328,25 +329,28 @@ def test_a_wait_for_servers_says_how_many_are_ready_and_where_they_print(
 ) -> None:
     starting = ServerStatus("http://b", ServerState.STARTING)
     ready = ServerStatus("http://a", ServerState.STALE)
-    asked = 0
+    seconds = 0.0
 
     async def known(actors: list[str]) -> list[ServerStatus]:
-        nonlocal asked
-        asked += 1
-        return [ready, starting if asked < 4 else replace(ready, url="http://b")]
+        return [ready, starting if seconds < 70 else replace(ready, url="http://b")]
 
+    def sleep(waited: float) -> None:
+        nonlocal seconds
+        seconds += waited
+
+    clock = SimpleNamespace(monotonic=lambda: seconds, sleep=sleep)
     monkeypatch.setattr(fleet_module, "statuses", known)
-    monkeypatch.setattr(fleet_module, "NEWS_SECONDS", 0.3)
+    monkeypatch.setattr(fleet_module, "time", clock)
     servers = object.__new__(SglangFleet)
     servers.actors = ["a", "b"]
     servers._directory = tmp_path
     with caplog.at_level("INFO", logger=fleet_module.__name__):
         servers.ready()
-    (line,) = caplog.messages
-    assert line == (
-        "waiting for SGLang servers: 1 of 2 are ready after 0 s; what they print is in "
+    assert caplog.messages == [
+        f"waiting for SGLang servers: 1 of 2 are ready after {after} s; what they print is in "
         f"{tmp_path / 'server_*.log'}"
-    )
+        for after in (30, 60)
+    ]
 
 
 # -- the fleet: server processes, Ray actors, gloo -------------------------------------------------------------------
