@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -89,3 +90,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     rank = {file: number for number, file in enumerate([*sorted(START_RAY), *LONGEST])}
     items.sort(key=lambda item: rank.get(item.nodeid.partition("::")[0], len(rank)))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Have the garbage collector skip modules and tests, 800,000 objects, for good.
+
+    A trainer that leaves its process group has everything searched, for 0.6 s, after it has undone what it exempted
+    itself (megatron_gptoss/distributed.py). Both would be undone here by the first trainer, so only this call has an
+    effect in the process of the tests.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None
