@@ -20,9 +20,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 IMPORTED = (
+    "megatron_gptoss.checkpoint.writer",
     "megatron_gptoss.trainer",
     "converters.gathering",
     "rl_loop.algorithms.objectives",
+    "rl_loop.config.rollout",
+    "rl_loop.harmony.vocabulary",
     "rl_loop.rollout.agent",
     "rl_loop.tasks.codec",
     "rl_loop.engines.embedded.engine",
@@ -37,6 +40,8 @@ def main() -> None:
     sys.path.remove(str(Path(__file__).parent))
     for module in IMPORTED:
         importlib.import_module(module)
+    # Every worker encodes by it, and nearly all have it from the same file.
+    sys.modules["rl_loop.harmony.vocabulary"].harmony_encoding()
     if "ray" in sys.modules:
         sys.exit(f"one of {IMPORTED} imports Ray")
     if len(os.listdir("/proc/self/task")) > 1:
