@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
 import megatron_gptoss  # noqa: F401 (before any test imports Megatron: without a GPU it needs no compiler)
+from tests.frozen_heap import keep_frozen
 from tests.leftover_processes import (  # noqa: F401 (hooks of pytest)
     pytest_configure,
     pytest_configure_node,
@@ -94,12 +94,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """Have the garbage collector skip modules and tests, 800,000 objects, for good.
-
-    A trainer that leaves its process group has everything searched, for 0.6 s, after it has undone what it exempted
-    itself (megatron_gptoss/distributed.py). Both would be undone here by the first trainer, so only this call has an
-    effect in the process of the tests.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.freeze = gc.unfreeze = lambda: None
+    keep_frozen()

@@ -43,7 +43,8 @@ def threads_after_trainings(rank: int) -> tuple[int, int]:
 
 
 def test_a_process_that_joins_again_and_again_keeps_no_threads() -> None:
-    """Or a process of many runs, such as that of these tests, has thousands in the end. In another
-    process, for here nothing is frozen again (tests/conftest.py)."""
-    ((after_first, after_fourth),) = run_distributed(threads_after_trainings, 1)
+    """Or a process of many runs, such as that of these tests, has thousands in the end."""
+    ((after_first, after_fourth),) = run_distributed(
+        threads_after_trainings, 1, keeps_imports_frozen=False
+    )
     assert after_fourth <= after_first + 2
