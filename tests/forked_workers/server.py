@@ -118,6 +118,9 @@ def run_worker(
 
         become_environment(request["environment"])
         os.chdir(request["directory"])
+        # As the interpreter does when it starts.
+        folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        sys.path[:0] = [folder for folder in folders if folder and folder not in sys.path]
         program, *_ = sys.argv = request["arguments"]
         sys.path.insert(0, str(Path(program).parent))
         runpy.run_path(program, run_name="__main__")
