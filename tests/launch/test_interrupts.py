@@ -51,13 +51,13 @@ def steps_said(terminal: Terminal, count: int) -> None:
 
 
 SLOW = pytest.mark.slow
-# Each way to stop a run, and each kind of run before and after its first checkpoint, once; the other combinations are
-# slow.
+# Each signal once, and each kind of run; the other combinations are slow. tests/rl_loop/test_session.py has a second
+# interrupt in the process of the tests.
 CASES = [
     ("sft", False, "HUP", ()),
     ("sft", True, "TERM", ()),
     ("rl", True, "INT", ()),
-    ("rl", False, "INT twice", ()),
+    ("rl", False, "INT twice", SLOW),
     ("sft", False, "INT", SLOW),
     ("sft", False, "INT twice", SLOW),
     ("sft", False, "TERM", SLOW),
