@@ -20,6 +20,8 @@ from tests.frozen_heap import keep_frozen
 PRELOADED = [
     "megatron_gptoss.checkpoint.writer",
     "megatron_gptoss.model",
+    "rl_loop.gateway.server",
+    "rl_loop.rollout.group_stream",
     "rl_loop.session",
     "rl_loop.trainer.group",
     "tests.megatron_gptoss.reference",
