@@ -29,6 +29,7 @@ class Request:
     environment: dict[str, str]
     stdout: str
     stderr: str
+    heavy: str
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,9 @@ class Ended:
     seconds: float
     """Of processor time, but for the imports of the command itself."""
     stdout: str
-    """Its last line names what of HEAVY it has imported."""
     stderr: str
+    heavy: list[str]
+    """What of HEAVY it has imported."""
 
 
 class ForkedCommand:
@@ -59,13 +61,16 @@ class ForkedCommand:
 
     def run(self, *arguments: str, **environment: str) -> Ended:
         """Run ``gptoss`` with these arguments, and with these variables besides this process's."""
-        out, err = self._directory / "stdout", self._directory / "stderr"
-        request = Request([*arguments], {**os.environ, **environment}, str(out), str(err))
+        out, err, heavy = (self._directory / name for name in ("stdout", "stderr", "heavy"))
+        request = Request(
+            [*arguments], {**os.environ, **environment}, str(out), str(err), str(heavy)
+        )
         assert self._server.stdin is not None and self._server.stdout is not None
         self._server.stdin.write(json.dumps(asdict(request)) + "\n")
         self._server.stdin.flush()
         status, seconds = json.loads(self._server.stdout.readline())
-        return Ended(status, seconds, out.read_text(), err.read_text())
+        imported = heavy.read_text().split()
+        return Ended(status, seconds, out.read_text(), err.read_text(), imported)
 
     def close(self) -> None:
         self._server.communicate()
@@ -106,7 +111,9 @@ def run_command(request: Request) -> NoReturn:
 
     from launch.cli import main
 
-    atexit.register(lambda: print("heavy:", sorted(HEAVY & set(sys.modules))))
+    atexit.register(
+        lambda: Path(request.heavy).write_text("\n".join(sorted(HEAVY & set(sys.modules))))
+    )
     status = 1
     try:
         main()

@@ -28,6 +28,7 @@ from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.lifecycle.store_size import StoreNeed
 from rl_loop.tracking.run_directory import read_json
+from tests.launch.forked_command import ForkedCommand
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -49,12 +50,15 @@ def gptoss(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 
 
 @pytest.mark.parametrize(("config", "cluster", "more"), EXAMPLES)
-def test_a_dry_run_of_each_example_is_as_reviewed(config: str, cluster: str, more: tuple[str, ...],
-                                                  tmp_path: Path) -> None:  # fmt: skip
+def test_a_dry_run_of_each_example_is_as_reviewed(
+    config: str, cluster: str, more: tuple[str, ...], command: ForkedCommand, tmp_path: Path
+) -> None:
     """After a wanted change: ``UPDATE_GOLDEN=1 pytest tests/launch/test_launch.py`` and read the
     difference."""
-    done = gptoss("launch", f"configs/rl/{config}.yaml", "--cluster", cluster, *more, "--dry-run",
-                  XDG_STATE_HOME=str(tmp_path))  # fmt: skip
+    options = ["--cluster", cluster, *more, "--dry-run"]
+    done = command.run(
+        "launch", f"configs/rl/{config}.yaml", *options, XDG_STATE_HOME=str(tmp_path)
+    )
     assert done.returncode == 0, done.stderr
     assert list(tmp_path.iterdir()) == []
     launching, _, configuration = done.stdout.partition("# configuration\n")
@@ -206,9 +210,13 @@ def test_a_wrong_cluster_file_names_the_key(yaml: str, message: str, tmp_path: P
     with pytest.raises(ConfigError) as raised:
         load_cluster(str(file))
     assert message in str(raised.value)
-    assert "clusters in configs/cluster: local, single_node, slurm, slurm_container" in gptoss(
-        "launch", "configs/rl/tiny_retool.yaml", "--cluster", "mars"
-    ).stderr  # fmt: skip
+
+
+def test_a_cluster_that_there_is_not_is_answered_with_those_that_there_are(
+    command: ForkedCommand,
+) -> None:
+    ended = command.run("launch", "configs/rl/tiny_retool.yaml", "--cluster", "mars")
+    assert "clusters in configs/cluster: local, single_node, slurm, slurm_container" in ended.stderr
 
 
 FAILED, INTERRUPTED, BAD = Result.FAILED, Result.INTERRUPTED, Result.BAD_NODES
