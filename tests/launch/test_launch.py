@@ -102,7 +102,9 @@ def no_launch_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 @pytest.mark.usefixtures("no_launch_survives")
-def test_a_local_launch_runs_in_the_background_and_goes_on_after_a_cancel(tmp_path: Path) -> None:
+def test_a_local_launch_runs_in_the_background_and_goes_on_after_a_cancel(
+    command: ForkedCommand, tmp_path: Path
+) -> None:
     directory = tmp_path / "background"
     attempts = directory / "attempts"
     start = [
@@ -113,19 +115,23 @@ def test_a_local_launch_runs_in_the_background_and_goes_on_after_a_cancel(tmp_pa
         "training.max_tokens_per_micro_batch=512",
         "model.num_layers=2",
     ]
-    # Ray's dashboard, a dozen processes, starts with the first attempt, which runs as users start
-    # theirs.
-    without_dashboard = tmp_path / "local.yaml"
-    without_dashboard.write_text("kind: local\nmin_free_disk: 2\ndashboard: false\n")
+    # Ray's dashboard, a dozen processes, runs in the tests against Slurm.
+    cluster = tmp_path / "local.yaml"
+    cluster.write_text("kind: local\nmin_free_disk: 2\ndashboard: false\n")
+    start += ["--cluster", str(cluster)]
 
-    def run(*arguments: str) -> str:
+    def run(*arguments: str) -> None:
         result = gptoss("launch", *arguments, OMP_NUM_THREADS="1")
+        assert result.returncode == 0, result.stderr
+
+    def ask(*arguments: str) -> str:
+        result = command.run("launch", *arguments)
         assert result.returncode == 0, result.stderr
         return result.stdout
 
     def explain() -> tuple[str, list[str]]:
         logs = [log.read_text(errors="replace")[-800:] for log in tmp_path.rglob("*.log")]
-        return run("status", "background"), logs
+        return ask("status", "background"), logs
 
     def wait_for_outcome(count: int) -> None:
         # Not by asking for the status: that command takes processor time which the run needs.
@@ -138,7 +144,7 @@ def test_a_local_launch_runs_in_the_background_and_goes_on_after_a_cancel(tmp_pa
     wait_for_outcome(1)
     (launch,) = jobs.known_launches()
     wait_until(lambda: not psutil.pid_exists(int(launch.job)), explain)
-    status = run("status", "background")
+    status = ask("status", "background")
     assert "ENDED" in status
     assert "interrupted at step" in status
 
@@ -146,11 +152,11 @@ def test_a_local_launch_runs_in_the_background_and_goes_on_after_a_cancel(tmp_pa
     (first,) = attempts.iterdir()
     saved_steps = int(read_json(first / "outcome.json")["last_step"])
     assert saved_steps >= 1
-    run(*start, f"training.steps={saved_steps + 1}", "--cluster", str(without_dashboard))
+    run(*start, f"training.steps={saved_steps + 1}")
     wait_for_outcome(2)
-    assert f"finished at step {saved_steps + 1}" in run("status", "background")
-    assert "step 1/" in run("logs", "background", "--attempt", first.name, "--lines", "100000")
-    assert "background" in run("list")
+    assert f"finished at step {saved_steps + 1}" in ask("status", "background")
+    assert "step 1/" in ask("logs", "background", "--attempt", first.name, "--lines", "100000")
+    assert "background" in ask("list")
 
 
 @pytest.mark.parametrize(
