@@ -51,11 +51,12 @@ def steps_said(terminal: Terminal, count: int) -> None:
 
 
 SLOW = pytest.mark.slow
-# Each signal once, and each kind of run; the other combinations are slow. tests/rl_loop/test_session.py has a second
-# interrupt in the process of the tests.
+# Each kind of run once, before and after its first checkpoint; the other combinations are slow.
+# tests/rl_loop/test_session.py has a second interrupt in the process of the tests, and the fault campaign ends a run by
+# SIGTERM.
 CASES = [
     ("sft", False, "HUP", ()),
-    ("sft", True, "TERM", ()),
+    ("sft", True, "TERM", SLOW),
     ("rl", True, "INT", ()),
     ("rl", False, "INT twice", SLOW),
     ("sft", False, "INT", SLOW),

@@ -85,7 +85,14 @@ def test_every_named_algorithm_is_tried() -> None:
     assert set(ALGORITHMS) == {path.stem for path in CONFIGS.glob("algorithm/*.yaml")}
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+# Those that differ from others by options whose formulas test_algorithms.py has.
+SLOW = ("dr_grpo", "rloo", "reinforce", "gspo")
+TRAINED = [
+    pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in ALGORITHMS
+]
+
+
+@pytest.mark.parametrize("name", TRAINED)
 def test_an_algorithm_trains_without_nan(
     name: str, tmp_path: Path, rollouts: LocalRollouts
 ) -> None:
