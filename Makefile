@@ -1,6 +1,7 @@
 # make setup  makes .venv with the versions of requirements.txt; all others begin with it
 # make demo   sets everything up and trains a tiny GPT-OSS to use Python: SFT, then RL (runs/tiny_retool/report.html)
 # make test   sets everything up and runs the tests that need neither GPU nor Slurm
+# make test-slow    the tests that make test leaves out because they take long, or repeat another with variations
 # make test-busy    those tests that processes and clocks take part in, with two busy loops beside them
 # make test-slurm   as root: the launcher against a real Slurm of four nodes on this machine (installs it; several minutes)
 # make test-browser  the viewer in a real Chromium (installs it as root)
@@ -9,7 +10,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-busy test-slurm test-browser hub-environments lint clean-venv
+.PHONY: help setup demo test test-slow test-busy test-slurm test-browser hub-environments lint clean-venv
 
 GPTOSS := .venv/bin/gptoss
 # SLURM_TESTS="slurm and not slow" leaves out the one that takes three minutes.
@@ -35,12 +36,17 @@ demo: setup
 	$(GPTOSS) rl configs/rl/tiny_retool.yaml --overwrite
 
 # One thread per process: the models are tiny and several tests start two processes. Two at a time, shared out by
-# tests/conftest.py. The time limit counts the wait for processors that both use.
+# tests/conftest.py. The time limit counts the wait for processors that both use. Where PYTHONDONTWRITEBYTECODE is set,
+# every process that a test starts would compile our modules anew.
 test: setup
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not gpu and not slurm and not slow and not browser" -n 2 \
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not gpu and not slurm and not slow and not browser" -n 2 \
 		--timeout=600 --durations=10
 
-# The same with GPTOSS_TEST_LOAD busy loops (tests/load.py); make test-busy BUSY_TESTS=tests runs them all.
+test-slow: setup
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/python -m pytest \
+		-m "slow and not gpu and not slurm and not browser" -n 2 --timeout=1200 --durations=10
+
+# make test with GPTOSS_TEST_LOAD busy loops (tests/load.py); make test-busy BUSY_TESTS=tests runs them all.
 test-busy: setup
 	GPTOSS_TEST_LOAD=$(BUSY_LOOPS) OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(BUSY_TESTS) \
 		-m "not gpu and not slurm and not slow and not browser" -n 2 --timeout=1200 --durations=10

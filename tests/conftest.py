@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 
 import megatron_gptoss  # noqa: F401 (before any test imports Megatron: without a GPU it needs no compiler)
+from tests.frozen_heap import keep_frozen
 from tests.leftover_processes import (  # noqa: F401 (hooks of pytest)
     pytest_configure,
     pytest_configure_node,
@@ -48,16 +49,21 @@ START_RAY = {
 
 LONGEST = [
     "tests/rl_loop/algorithms/test_algorithms_end_to_end.py",
+    "tests/rl_loop/rollout/test_asynchronous_steps.py",
+    "tests/rl_loop/rollout/test_pool_stream.py",
     "tests/megatron_gptoss/test_parallel_layouts.py",
-    "tests/megatron_gptoss/test_dense_layouts.py",
-    "tests/megatron_gptoss/test_adapter_layouts.py",
-    "tests/megatron_gptoss/test_routing_replay.py",
     "tests/rl_loop/rollout/test_concurrent_episodes.py",
-    "tests/megatron_gptoss/test_context_parallel_models.py",
     "tests/rl_loop/agents/test_programs.py",
+    "tests/megatron_gptoss/test_routing_replay.py",
     "tests/rl_loop/certify/test_planted_faults.py",
+    "tests/rl_loop/trainer/test_trained_tokens.py",
+    "tests/megatron_gptoss/test_adapter_layouts.py",
+    "tests/megatron_gptoss/test_dense_layouts.py",
     "tests/megatron_gptoss/test_checkpoint.py",
+    "tests/rl_loop/tracking/test_loop_signals.py",
     "tests/megatron_gptoss/test_distributed_optimizer.py",
+    "tests/rl_loop/trainer/test_adapter_rank.py",
+    "tests/megatron_gptoss/test_context_parallel_models.py",
     "tests/rl_loop/gateway/test_agents_sdk.py",
 ]
 """Files that take 15 s or more, the longest first. Those with few tests would come last otherwise, and at the end one
@@ -89,3 +95,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     rank = {file: number for number, file in enumerate([*sorted(START_RAY), *LONGEST])}
     items.sort(key=lambda item: rank.get(item.nodeid.partition("::")[0], len(rank)))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    keep_frozen()

@@ -15,10 +15,13 @@ import pytest
 import torch
 
 from rl_loop.cluster.placement import free_port as free_port
+from tests.frozen_heap import keep_frozen
 
 PRELOADED = [
     "megatron_gptoss.checkpoint.writer",
     "megatron_gptoss.model",
+    "rl_loop.gateway.server",
+    "rl_loop.rollout.group_stream",
     "rl_loop.session",
     "rl_loop.trainer.group",
     "tests.megatron_gptoss.reference",
@@ -28,13 +31,18 @@ every rank would spend."""
 
 
 def run_distributed(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 480
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 480,
+    keeps_imports_frozen: bool = True,
 ) -> list[Any]:
     """``[function(rank, *args) for rank in range(world_size)]``, each in a new process, at the same time.
 
     ``function`` must be importable by name and joins whatever process group it wants by itself. When a rank raises,
     all are stopped and the test fails with that rank's traceback; likewise when they are not done after ``timeout``
-    seconds.
+    seconds. ``keeps_imports_frozen``: what was imported before is no concern of the garbage collector, whatever
+    ``function`` asks of it.
     """
     # A forkserver imports what takes seconds only once; a process with CUDA cannot be forked.
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
@@ -42,7 +50,8 @@ def run_distributed(
     channels, processes = {}, []
     for rank in range(world_size):
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_child, args=(sender, function, rank, args), daemon=False)
+        arguments = (sender, function, rank, args, keeps_imports_frozen)
+        process = context.Process(target=_child, args=arguments, daemon=False)
         process.start()
         sender.close()
         channels[receiver] = rank
@@ -84,8 +93,16 @@ def run_distributed(
     return [results[rank] for rank in range(world_size)]
 
 
-def _child(sender: Any, function: Callable[..., Any], rank: int, args: tuple[Any, ...]) -> None:
+def _child(
+    sender: Any,
+    function: Callable[..., Any],
+    rank: int,
+    args: tuple[Any, ...],
+    keeps_imports_frozen: bool,
+) -> None:
     torch.set_num_threads(1)
+    if keeps_imports_frozen:
+        keep_frozen()
     try:
         message = (function(rank, *args), None)
     except BaseException:

@@ -35,11 +35,8 @@ _servers: list[subprocess.Popen[bytes]] = []
 @contextmanager
 def local_ray(num_cpus: int, object_store_bytes: int) -> Iterator[None]:
     """Start a Ray on this machine whose workers are forked, and end it."""
-    if torch.cuda.is_available():  # a process that has used CUDA cannot be forked
+    with forking_workers():
         start_local_ray(num_cpus=num_cpus, object_store_bytes=object_store_bytes)
-    else:
-        with _forking_workers():
-            start_local_ray(num_cpus=num_cpus, object_store_bytes=object_store_bytes)
     try:
         yield
     finally:
@@ -47,8 +44,12 @@ def local_ray(num_cpus: int, object_store_bytes: int) -> Iterator[None]:
 
 
 @contextmanager
-def _forking_workers() -> Iterator[None]:
-    """While inside, a Ray that starts in this process asks the server for its workers."""
+def forking_workers() -> Iterator[None]:
+    """While inside, a Ray that starts in this process has forked workers."""
+    if torch.cuda.is_available():  # a process that has used CUDA cannot be forked
+        yield
+        return
+
     if not _servers:
         _servers.append(_start_server())
 

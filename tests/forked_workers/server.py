@@ -20,9 +20,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 IMPORTED = (
+    "megatron_gptoss.checkpoint.writer",
     "megatron_gptoss.trainer",
     "converters.gathering",
     "rl_loop.algorithms.objectives",
+    "rl_loop.config.rollout",
+    "rl_loop.harmony.vocabulary",
     "rl_loop.rollout.agent",
     "rl_loop.tasks.codec",
     "rl_loop.engines.embedded.engine",
@@ -37,6 +40,8 @@ def main() -> None:
     sys.path.remove(str(Path(__file__).parent))
     for module in IMPORTED:
         importlib.import_module(module)
+    # Every worker encodes by it, and nearly all have it from the same file.
+    sys.modules["rl_loop.harmony.vocabulary"].harmony_encoding()
     if "ray" in sys.modules:
         sys.exit(f"one of {IMPORTED} imports Ray")
     if len(os.listdir("/proc/self/task")) > 1:
@@ -113,6 +118,9 @@ def run_worker(
 
         become_environment(request["environment"])
         os.chdir(request["directory"])
+        # As the interpreter does when it starts.
+        folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        sys.path[:0] = [folder for folder in folders if folder and folder not in sys.path]
         program, *_ = sys.argv = request["arguments"]
         sys.path.insert(0, str(Path(program).parent))
         runpy.run_path(program, run_name="__main__")

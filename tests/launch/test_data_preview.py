@@ -19,7 +19,7 @@ from rl_loop.conversations.errors import DataError
 from rl_loop.conversations.source_stream import DataSample
 from rl_loop.harmony.codec import Harmony, PromptConfig
 from rl_loop.harmony.vocabulary import GptOssVocabulary
-from tests.launch.test_cli import gptoss
+from tests.launch.forked_command import ForkedCommand
 from tests.rl_loop.conversations.written_by_hand import chat, said, user
 
 NO_SYSTEM_MESSAGE = PromptConfig(
@@ -120,9 +120,11 @@ def test_a_source_that_there_is_not_is_named(chats: Path, harmony: Harmony) -> N
         data.preview("chat", 1)
 
 
-def test_the_command_previews_a_configuration(chats: Path) -> None:
+def test_the_command_previews_a_configuration(chats: Path, command: ForkedCommand) -> None:
     options = [f"data.path={chats}", "data.validation_path=null", "data.max_refused_share=0.1"]
-    result = gptoss("data", "preview", "configs/sft/tiny_shop.yaml", *options, "--samples", "1")
+    result = command.run(
+        "data", "preview", "configs/sft/tiny_shop.yaml", *options, "--samples", "1"
+    )
     assert result.returncode == 0, result.stderr
     assert "sample 1" in result.stdout
     assert "13 conversations read, 12 samples, 1 refused" in result.stdout
@@ -130,13 +132,13 @@ def test_the_command_previews_a_configuration(chats: Path) -> None:
     broken = chats.with_name("broken.jsonl")
     broken.write_text("{}\n")
     options[0] = f"data.path={broken}"
-    result = gptoss("data", "preview", "configs/sft/tiny_shop.yaml", *options)
+    result = command.run("data", "preview", "configs/sft/tiny_shop.yaml", *options)
     assert result.returncode == 1
     assert "1 conversations read, 0 samples, 1 refused" in result.stdout
 
-    result = gptoss("data", "preview", "configs/sft/tiny_retool.yaml")
+    result = command.run("data", "preview", "configs/sft/tiny_retool.yaml")
     assert result.returncode == 1
     assert "its configuration has no `data`" in result.stderr
-    result = gptoss("data", "preview", "configs/sft/tiny_shop.yaml", "data.path=none.jsonl")
+    result = command.run("data", "preview", "configs/sft/tiny_shop.yaml", "data.path=none.jsonl")
     assert result.returncode == 1
     assert "data.sources.data.path: none.jsonl does not exist" in result.stderr

@@ -28,6 +28,7 @@ from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.lifecycle.store_size import StoreNeed
 from rl_loop.tracking.run_directory import read_json
+from tests.launch.forked_command import ForkedCommand
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -49,12 +50,15 @@ def gptoss(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 
 
 @pytest.mark.parametrize(("config", "cluster", "more"), EXAMPLES)
-def test_a_dry_run_of_each_example_is_as_reviewed(config: str, cluster: str, more: tuple[str, ...],
-                                                  tmp_path: Path) -> None:  # fmt: skip
+def test_a_dry_run_of_each_example_is_as_reviewed(
+    config: str, cluster: str, more: tuple[str, ...], command: ForkedCommand, tmp_path: Path
+) -> None:
     """After a wanted change: ``UPDATE_GOLDEN=1 pytest tests/launch/test_launch.py`` and read the
     difference."""
-    done = gptoss("launch", f"configs/rl/{config}.yaml", "--cluster", cluster, *more, "--dry-run",
-                  XDG_STATE_HOME=str(tmp_path))  # fmt: skip
+    options = ["--cluster", cluster, *more, "--dry-run"]
+    done = command.run(
+        "launch", f"configs/rl/{config}.yaml", *options, XDG_STATE_HOME=str(tmp_path)
+    )
     assert done.returncode == 0, done.stderr
     assert list(tmp_path.iterdir()) == []
     launching, _, configuration = done.stdout.partition("# configuration\n")
@@ -98,7 +102,9 @@ def no_launch_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 @pytest.mark.usefixtures("no_launch_survives")
-def test_a_local_launch_runs_in_the_background_and_goes_on_after_a_cancel(tmp_path: Path) -> None:
+def test_a_local_launch_runs_in_the_background_and_goes_on_after_a_cancel(
+    command: ForkedCommand, tmp_path: Path
+) -> None:
     directory = tmp_path / "background"
     attempts = directory / "attempts"
     start = [
@@ -109,19 +115,23 @@ def test_a_local_launch_runs_in_the_background_and_goes_on_after_a_cancel(tmp_pa
         "training.max_tokens_per_micro_batch=512",
         "model.num_layers=2",
     ]
-    # Ray's dashboard, a dozen processes, starts with the first attempt, which runs as users start
-    # theirs.
-    without_dashboard = tmp_path / "local.yaml"
-    without_dashboard.write_text("kind: local\nmin_free_disk: 2\ndashboard: false\n")
+    # Ray's dashboard, a dozen processes, runs in the tests against Slurm.
+    cluster = tmp_path / "local.yaml"
+    cluster.write_text("kind: local\nmin_free_disk: 2\ndashboard: false\n")
+    start += ["--cluster", str(cluster)]
 
-    def run(*arguments: str) -> str:
+    def run(*arguments: str) -> None:
         result = gptoss("launch", *arguments, OMP_NUM_THREADS="1")
+        assert result.returncode == 0, result.stderr
+
+    def ask(*arguments: str) -> str:
+        result = command.run("launch", *arguments)
         assert result.returncode == 0, result.stderr
         return result.stdout
 
     def explain() -> tuple[str, list[str]]:
         logs = [log.read_text(errors="replace")[-800:] for log in tmp_path.rglob("*.log")]
-        return run("status", "background"), logs
+        return ask("status", "background"), logs
 
     def wait_for_outcome(count: int) -> None:
         # Not by asking for the status: that command takes processor time which the run needs.
@@ -134,7 +144,7 @@ def test_a_local_launch_runs_in_the_background_and_goes_on_after_a_cancel(tmp_pa
     wait_for_outcome(1)
     (launch,) = jobs.known_launches()
     wait_until(lambda: not psutil.pid_exists(int(launch.job)), explain)
-    status = run("status", "background")
+    status = ask("status", "background")
     assert "ENDED" in status
     assert "interrupted at step" in status
 
@@ -142,11 +152,11 @@ def test_a_local_launch_runs_in_the_background_and_goes_on_after_a_cancel(tmp_pa
     (first,) = attempts.iterdir()
     saved_steps = int(read_json(first / "outcome.json")["last_step"])
     assert saved_steps >= 1
-    run(*start, f"training.steps={saved_steps + 1}", "--cluster", str(without_dashboard))
+    run(*start, f"training.steps={saved_steps + 1}")
     wait_for_outcome(2)
-    assert f"finished at step {saved_steps + 1}" in run("status", "background")
-    assert "step 1/" in run("logs", "background", "--attempt", first.name, "--lines", "100000")
-    assert "background" in run("list")
+    assert f"finished at step {saved_steps + 1}" in ask("status", "background")
+    assert "step 1/" in ask("logs", "background", "--attempt", first.name, "--lines", "100000")
+    assert "background" in ask("list")
 
 
 @pytest.mark.parametrize(
@@ -206,9 +216,13 @@ def test_a_wrong_cluster_file_names_the_key(yaml: str, message: str, tmp_path: P
     with pytest.raises(ConfigError) as raised:
         load_cluster(str(file))
     assert message in str(raised.value)
-    assert "clusters in configs/cluster: local, single_node, slurm, slurm_container" in gptoss(
-        "launch", "configs/rl/tiny_retool.yaml", "--cluster", "mars"
-    ).stderr  # fmt: skip
+
+
+def test_a_cluster_that_there_is_not_is_answered_with_those_that_there_are(
+    command: ForkedCommand,
+) -> None:
+    ended = command.run("launch", "configs/rl/tiny_retool.yaml", "--cluster", "mars")
+    assert "clusters in configs/cluster: local, single_node, slurm, slurm_container" in ended.stderr
 
 
 FAILED, INTERRUPTED, BAD = Result.FAILED, Result.INTERRUPTED, Result.BAD_NODES

@@ -29,7 +29,7 @@ from rl_loop.config.served_weights import served_weights
 from rl_loop.lifecycle.start_checks import check_what_a_server_needs
 from rl_loop.session import codec_settings
 from rl_loop.tasks.codec import codec_of
-from tests.launch.test_cli import gptoss
+from tests.launch.forked_command import ForkedCommand
 from tests.rl_loop.gateway.policy import Script, learned_model
 
 ROOT = Path(__file__).parents[2]
@@ -142,7 +142,9 @@ def test_a_dense_directory_is_served_in_chatml(dense: Path) -> None:
     assert process.returncode == 0, errors
 
 
-def test_what_cannot_be_served_is_named(checkpoint: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_served_is_named(
+    command: ForkedCommand, checkpoint: Path, tmp_path: Path
+) -> None:
     for arguments, named in (
         ([str(CONFIG), "initial_weights=null"], "nothing to serve: give --weights"),
         ([str(CONFIG), "--weights", str(tmp_path)], f"--weights: {tmp_path} is neither"),
@@ -154,7 +156,7 @@ def test_what_cannot_be_served_is_named(checkpoint: Path, tmp_path: Path) -> Non
             "--max-tokens 5000: the model has 1024 positions",
         ),
     ):
-        result = gptoss("serve", *arguments)
+        result = command.run("serve", *arguments)
         assert result.returncode == 1
         assert named in result.stderr
         assert "Traceback" not in result.stderr

@@ -19,6 +19,7 @@ from rl_loop.config.run import RlConfig
 from rl_loop.run import Interrupted, run_rl
 from rl_loop.tracking.run_directory import read_json_lines
 from rl_loop.tracking.run_lock import locked_run
+from tests.forked_workers import forking_workers
 from tests.leftover_processes import RUN, leftovers
 from tests.rl_loop.test_loop_on_ray import RL, Quiet
 from tests.waiting import wait_until
@@ -62,7 +63,7 @@ def test_nothing_that_a_run_has_started_is_left_after_it(
     threads = set(threading.enumerate())
     processes = {leftover.pid for leftover in leftovers(os.environ[RUN], allow_helpers=True)}
 
-    with ending:
+    with forking_workers(), ending:
         run_rl(config, Quiet(on_step))
 
     def processes_left() -> list[Any]:

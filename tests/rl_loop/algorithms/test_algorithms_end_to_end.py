@@ -38,6 +38,7 @@ SMALL = [
     "evaluate_every=100",
     "training.checkpoint_every=100",
 ]
+STEPS = 12
 ALGORITHMS: dict[str, list[str]] = {
     "ppo": ["algorithm.critic.warmup_steps=2", "algorithm.critic.optimizer.lr=1e-3"],
     "grpo": ["algorithm.kl.coefficient=0.01", "algorithm.correction.weight=sequence_mis"],
@@ -84,19 +85,27 @@ def test_every_named_algorithm_is_tried() -> None:
     assert set(ALGORITHMS) == {path.stem for path in CONFIGS.glob("algorithm/*.yaml")}
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+# Those that differ from others by options whose formulas test_algorithms.py has.
+SLOW = ("dr_grpo", "rloo", "reinforce", "gspo")
+TRAINED = [
+    pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in ALGORITHMS
+]
+
+
+@pytest.mark.parametrize("name", TRAINED)
 def test_an_algorithm_trains_without_nan(
     name: str, tmp_path: Path, rollouts: LocalRollouts
 ) -> None:
-    settings = config(tmp_path, f"algorithm={name}", *ALGORITHMS[name], "training.steps=20")
+    options = [f"algorithm={name}", *ALGORITHMS[name], f"training.steps={STEPS}"]
+    settings = config(tmp_path, *options)
     steps = train(settings, rollouts)
-    assert len(steps) == 20
+    assert len(steps) == STEPS
     for step in steps:
         assert all(value is not None and math.isfinite(value) for value in step.values())
         assert step.get("skipped_updates", 0) == 0
     trained = [step for step in steps if "loss" in step]
-    assert len(trained) == (18 if name == "ppo" else 20)
-    assert sum(step["grad_norm"] > 0 for step in trained) > 10
+    assert len(trained) == (STEPS - 2 if name == "ppo" else STEPS)
+    assert sum(step["grad_norm"] > 0 for step in trained) > STEPS / 2
     if settings.algorithm.old_log_probs_from == "detach":
         assert {step["clip_fraction"] for step in trained} == {0}
         assert {step["ratio/mean"] for step in trained} == {1}

@@ -210,6 +210,7 @@ def test_a_loss_of_the_wrong_form_stops_the_run(
         objective(log_probs, log_probs.abs(), batch)
 
 
+@pytest.mark.slow  # tests/rl_loop/engines/test_outside_backend.py trains with a module that only workers import
 def test_the_guide_pasted_as_it_is_trains_in_processes_that_import_it_anew(workplace: Path) -> None:
     commands = re.search(r"```bash\n(export PYTHONPATH=\.\n.*?)```", GUIDE.read_text(), flags=re.S)[
         1

@@ -17,6 +17,7 @@ from rl_loop.config.run import RlConfig
 from rl_loop.run import run_rl
 from rl_loop.session import build_tasks
 from rl_loop.tracking.run_directory import read_json_lines
+from tests.forked_workers import forking_workers
 from tests.rl_loop.test_loop_on_ray import RL, Quiet
 
 CONFIG = Path(__file__).parents[3] / "configs/rl/tiny_retool.yaml"
@@ -112,7 +113,8 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "my_engine.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", ":".join(filter(None, sys.path)))
-    start_local_ray(num_cpus=2, object_store_bytes=200 << 20)
+    with forking_workers():
+        start_local_ray(num_cpus=2, object_store_bytes=200 << 20)
     yield tmp_path
     ray.shutdown()
 

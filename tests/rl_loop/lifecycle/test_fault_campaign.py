@@ -1,4 +1,4 @@
-"""The fault campaign and the soak: what they compute, and a short campaign with eight kinds of faults."""
+"""The fault campaign and the soak: what they compute, and short campaigns."""
 
 from __future__ import annotations
 
@@ -339,13 +339,46 @@ def test_a_leak_is_told_from_noise_and_from_a_warm_up() -> None:
     assert slopes(list(hours[: 2 * BLOCKS]), samples[: 2 * BLOCKS]) == {}
 
 
+def run_campaign(
+    directory: Path,
+    kinds: tuple[str, ...],
+    fewest: int,
+    minutes: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> set[str]:
+    """Run a campaign in which nothing may fail. Returns the kinds that were injected."""
+    # what other programs on this machine use of its memory ends no run
+    monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "0")
+    options = Options(
+        seed=1,
+        kinds=kinds,
+        steps=40,
+        patience=PATIENCE_SECONDS,
+        minutes=minutes,
+        fewest=fewest,
+        reference_follows=True,
+    )
+    found = Campaign(options, directory).run()
+    assert found.failures == []
+    return {fault.kind for fault in found.counted()}
+
+
 @pytest.mark.timeout(6 * PATIENCE_SECONDS)
 def test_a_short_campaign_loses_and_doubles_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With a process that dies, an engine that lies, and a file that is damaged, which ends an attempt."""
+    kinds = ("kill_worker", "lie_twice", "corrupt_checkpoint")
+    injected = run_campaign(tmp_path, kinds, len(kinds), 0.0, monkeypatch)
+    assert injected == set(kinds)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(6 * PATIENCE_SECONDS)
+def test_a_campaign_of_eight_kinds_loses_and_doubles_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bounded by time, so a slow machine tries fewer kinds; half of them in any case."""
-    # what other programs on this machine use of its memory ends no run
-    monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "0")
     kinds = (
         "kill_worker",
         "kill_checker",
@@ -357,16 +390,5 @@ def test_a_short_campaign_loses_and_doubles_nothing(
         "lie_version",
     )
     half = len(kinds) // 2
-    options = Options(
-        seed=1,
-        kinds=kinds,
-        steps=40,
-        patience=PATIENCE_SECONDS,
-        minutes=1.5,
-        fewest=half,
-        reference_follows=True,
-    )
-    found = Campaign(options, tmp_path).run()
-    assert found.failures == []
-    injected = {fault.kind for fault in found.counted()}
+    injected = run_campaign(tmp_path, kinds, half, 1.5, monkeypatch)
     assert injected <= set(kinds) and len(injected) >= half

@@ -153,7 +153,13 @@ def test_a_sync_interrupts_episodes_and_waits_for_none_even_where_workers_are_fu
 
 
 @pytest.mark.parametrize(
-    "moment", ["with no sync to come", "while groups run", "before a sync", "during a sync"]
+    "moment",
+    [
+        pytest.param("with no sync to come", marks=pytest.mark.slow),
+        "while groups run",
+        pytest.param("before a sync", marks=pytest.mark.slow),
+        "during a sync",
+    ],
 )
 def test_a_worker_that_dies_loses_no_group_and_doubles_none(running: Any, moment: str) -> None:
     mortal = running(seconds=0.5)

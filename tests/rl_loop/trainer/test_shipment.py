@@ -25,6 +25,7 @@ from rl_loop.trainer.group import TrainerGroup
 from rl_loop.trainer.shipment import SCORED_COLUMNS, Shipment, Shipper, StepPlan, plan_step
 from rl_loop.trainer.weight_export import WeightExport
 from rl_loop.trainer.worker import RankPlace
+from tests.forked_workers import local_ray
 
 MODEL = GptOssModelConfig(num_layers=2, num_experts=8)
 LAYERS = 2
@@ -352,15 +353,12 @@ def test_what_is_sent_is_arrays_and_no_number_by_itself(sizes: list[int]) -> Non
 
 
 @pytest.fixture(scope="module")
-def local_ray() -> Any:
-    from rl_loop.cluster.ray_session import start_local_ray
-
-    start_local_ray(num_cpus=1)
-    yield
-    ray.shutdown()
+def one_ray() -> Any:
+    with local_ray(num_cpus=1, object_store_bytes=100 << 20):
+        yield
 
 
-def test_ranks_read_routes_out_of_the_store(local_ray: Any, tmp_path: Path) -> None:
+def test_ranks_read_routes_out_of_the_store(one_ray: Any, tmp_path: Path) -> None:
     samples = samples_of([6, 4, 9], routes=True)
     assert samples.routed_experts is not None
     stored = [
@@ -378,7 +376,7 @@ def test_ranks_read_routes_out_of_the_store(local_ray: Any, tmp_path: Path) -> N
         samples.with_routes([stored[0], wrong, stored[2]])
 
 
-def test_ranks_read_columns_out_of_the_store(local_ray: Any) -> None:
+def test_ranks_read_columns_out_of_the_store(one_ray: Any) -> None:
     samples = samples_of([6, 4, 9])
     plan = plan_step(samples, settings_of(2))
     shipper = Shipper(ray.put)

@@ -94,10 +94,22 @@ def expected_of(model: ModelConfig, samples: TrainingSamples) -> tuple[np.ndarra
     return log_probs, entropy
 
 
+Answer = tuple[RankPlace, RlUpdates]
+
+
+def updates_on_rank(
+    rank: int, ports: list[int], trainers: list[TrainerSettings], samples: TrainingSamples
+) -> list[Answer]:
+    """Where the rank stands in each trainer, and what it answers to the driver."""
+    return [
+        update_on_rank(rank, port, settings, samples)
+        for port, settings in zip(ports, trainers, strict=True)
+    ]
+
+
 def update_on_rank(
     rank: int, port: int, settings: TrainerSettings, samples: TrainingSamples
-) -> tuple[RankPlace, RlUpdates]:
-    """Where the rank stands, and what it answers to the driver."""
+) -> Answer:
     worker = TrainerWorker(settings, rank, "127.0.0.1", port, 1)
     try:
         place = worker.place()
@@ -111,7 +123,7 @@ def update_on_rank(
 class AnsweredRanks:
     """Ranks that have answered already."""
 
-    def __init__(self, answers: list[tuple[RankPlace, RlUpdates]]) -> None:
+    def __init__(self, answers: list[Answer]) -> None:
         self.places = [place for place, _ in answers]
         self.updates = [updates for _, updates in answers]
 
@@ -127,13 +139,24 @@ class AnsweredRanks:
     def close(self) -> None: ...
 
 
+def updates_of(trainers: list[TrainerSettings], samples: TrainingSamples) -> list[RlUpdates]:
+    """Take a step with each of these trainers of one layout, in as many processes as it has ranks."""
+    world = trainers[0].parallel.world_size
+    ports = [free_port() for _ in trainers]
+    answers = run_distributed(updates_on_rank, world, ports, trainers, samples)
+
+    updates = []
+    for settings, of_ranks in zip(trainers, zip(*answers, strict=True), strict=True):
+        group = TrainerGroup(settings, AnsweredRanks(list(of_ranks)))
+        group.ready()
+        updates.append(group.rl_step(samples, 0))
+    return updates
+
+
 def update(settings: TrainerSettings, samples: TrainingSamples) -> RlUpdates:
     """Take a step with as many processes as the layout has ranks."""
-    world = settings.parallel.world_size
-    answers = run_distributed(update_on_rank, world, free_port(), settings, samples)
-    group = TrainerGroup(settings, AnsweredRanks(answers))
-    group.ready()
-    return group.rl_step(samples, 0)
+    (updates,) = updates_of([settings], samples)
+    return updates
 
 
 def statistics(updates: RlUpdates) -> list[tuple[Any, ...]]:
@@ -152,7 +175,7 @@ def test_every_layout_returns_the_log_probs_and_entropies_of_transformers(
 ) -> None:
     settings = settings_of(directory, *layout_options(layout))
     samples = samples_of(settings.model)
-    updates = update(settings, samples)
+    updates, without = updates_of([settings, replace(settings, returns_tokens=False)], samples)
 
     log_probs, entropy = expected_of(settings.model, samples)
     assert updates.tokens is not None
@@ -161,7 +184,6 @@ def test_every_layout_returns_the_log_probs_and_entropies_of_transformers(
     assert updates.tokens.entropy.dtype == updates.tokens.log_probs.dtype == np.float32
 
     assert not any(step.token_values for step in updates.policy), "sent once, and not by all"
-    without = update(replace(settings, returns_tokens=False), samples)
     assert without.tokens is None
     assert statistics(without) == statistics(updates)
     assert updates.policy[0].maxima["ratio/deviation_max"] == 0

@@ -1,0 +1,133 @@
+"""``gptoss`` as many processes that need its imports, a second of processor time, only once.
+
+    python -m tests.launch.forked_command
+
+Reads a request in a line, forks, and answers in a line when the fork has ended. What the command says is in files.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).parents[2]
+HEAVY = {"torch", "ray", "megatron"}
+
+
+@dataclass(frozen=True)
+class Request:
+    arguments: list[str]
+    environment: dict[str, str]
+    stdout: str
+    stderr: str
+    heavy: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that has ended."""
+
+    returncode: int
+    seconds: float
+    """Of processor time, but for the imports of the command itself."""
+    stdout: str
+    stderr: str
+    heavy: list[str]
+    """What of HEAVY it has imported."""
+
+
+class ForkedCommand:
+    """Runs commands one after the other."""
+
+    def __init__(self, directory: Path) -> None:
+        """``directory``: an empty one, for what commands say."""
+        self._directory = directory
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.launch.forked_command"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *arguments: str, **environment: str) -> Ended:
+        """Run ``gptoss`` with these arguments, and with these variables besides this process's."""
+        out, err, heavy = (self._directory / name for name in ("stdout", "stderr", "heavy"))
+        request = Request(
+            [*arguments], {**os.environ, **environment}, str(out), str(err), str(heavy)
+        )
+        assert self._server.stdin is not None and self._server.stdout is not None
+        self._server.stdin.write(json.dumps(asdict(request)) + "\n")
+        self._server.stdin.flush()
+        status, seconds = json.loads(self._server.stdout.readline())
+        imported = heavy.read_text().split()
+        return Ended(status, seconds, out.read_text(), err.read_text(), imported)
+
+    def close(self) -> None:
+        self._server.communicate()
+
+
+@contextmanager
+def forked_command(directory: Path) -> Iterator[ForkedCommand]:
+    command = ForkedCommand(directory)
+    try:
+        yield command
+    finally:
+        command.close()
+
+
+def serve() -> None:
+    from launch import cli  # noqa: F401 (for the forks)
+
+    for line in sys.stdin:
+        request = Request(**json.loads(line))
+        process = os.fork()
+        if process == 0:
+            run_command(request)
+        _, status, usage = os.wait4(process, 0)
+        answer = [os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime]
+        print(json.dumps(answer), flush=True)
+
+
+def run_command(request: Request) -> NoReturn:
+    """Be the command in a process that has just been forked."""
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    for number, path in ((1, request.stdout), (2, request.stderr)):
+        with open(path, "w") as file:
+            os.dup2(file.fileno(), number)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    sys.argv = ["gptoss", *request.arguments]
+
+    from launch.cli import main
+
+    atexit.register(
+        lambda: Path(request.heavy).write_text("\n".join(sorted(HEAVY & set(sys.modules))))
+    )
+    status = 1
+    try:
+        main()
+        status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    serve()
