@@ -183,7 +183,8 @@ async def _take_two_traces(decoding: ModuleType, profile: ModuleType, directory:
     engine = SglangEngine(
         statuses, num_layers=LAYERS, top_k=TOP_K, num_experts=EXPERTS, vocab_size=VOCAB
     )
-    way = decoding.Way("mxfp4", SimpleNamespace(status=one_status), engine, packed=True, gpu=0)
+    server = SimpleNamespace(status=one_status)
+    way = decoding.Way("mxfp4", server, engine, packed=True, gpu=0, log=directory / "log")
     prompts = [[1, 2, 3], [4, 5, 6]]
     try:
         local.token_seconds = 0.005
