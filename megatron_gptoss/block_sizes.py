@@ -11,7 +11,3 @@ PART_ELEMENTS = 1 << 28
 """Parameters whose offloaded state is on the GPU at a time, or one parameter if it has more. Their
 bf16 moments and 16 bits of the master weight are 1.6 GB: long enough copies for the bus, and short
 of what activations need."""
-
-LOADED_BYTES = 8 << 30
-"""Of whole parameters' optimizer state, in fp32, that a rank loads from a checkpoint at a time, or of one
-parameter if it has more. Each time all ranks plan what they read, which takes about a second."""

@@ -20,11 +20,12 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_gptoss.block_sizes import LOADED_BYTES
-
 type Sharded = ShardedTensor | ShardedTensorFactory
 """A tensor of a checkpoint, or what makes several of one."""
 
+LOADED_BYTES = 8 << 30
+"""Of whole parameters' state, in fp32, that a rank loads at a time, or of one parameter if it has more.
+Each time all ranks plan what they read."""
 PARAMETER_STATE = "param_state"
 """Under which Megatron has it in an optimizer's state."""
 
