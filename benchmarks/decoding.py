@@ -5,9 +5,9 @@ Two servers with the same random weights share one GPU, and rounds go to them in
 change of the clocks meets both: ``as_it_comes`` does not find our settings, ``tuned`` does. A round
 is three calls with the same prompts: one new token each (prefill), the same again, now from the
 prefix cache (what a call costs besides), and ``--tokens`` more (decoding). A decoding step is what
-the third call takes longer than the second, over the tokens. Now and then a call takes seconds
-longer, because a kernel is compiled for a batch of a new size; so the second calls count by their
-median, and the steps by that of theirs. Requests go through the rollouts' own client.
+the third call takes longer than the median of all rounds' second calls, over the tokens: now and
+then one of them takes seconds longer, perhaps because a kernel is compiled for a batch of a new size.
+Requests go through the rollouts' own client.
 
 With ``--quantization mxfp4`` the servers are ``bf16``, with our settings, and ``mxfp4``; ``--ways``
 adds ``mxfp4_slow_routing``, which routes and sums with triton_kernels' own kernels, and
@@ -48,6 +48,7 @@ from servers_in_turn import (
     prepare,
     random_prompts,
     send_random_weights,
+    servers_until_the_end,
 )
 from sglang_servers import Variation, model_config, wait_until_healthy
 from timing import read_bandwidth
@@ -114,8 +115,7 @@ async def measure_decoding(options: argparse.Namespace, scratch: Path) -> None:
         torch.cuda.empty_cache()
         emit("bandwidth", terabytes_per_second=bandwidth / 1e12)
 
-    ways: list[Way] = []
-    try:
+    async with servers_until_the_end() as ways:
         # One after the other: a server takes its share of what is free when it starts.
         for name, variation in ways_of(options).items():
             gpu = len(ways) if options.apart else options.server_gpu
@@ -136,11 +136,6 @@ async def measure_decoding(options: argparse.Namespace, scratch: Path) -> None:
             directory = (options.traces or scratch / "traces").absolute()
             for row in rows:
                 profiles += await profile_row(ways, row, options, config, directory)
-        for way in ways:
-            await way.engine.close()
-    finally:
-        for way in ways:
-            await way.server.stop()
 
     if options.out:
         options.out.write_text(table(rows, options, config) + profiles)

@@ -6,7 +6,7 @@
 ``--running`` episodes go on at a time. A turn samples ``--tokens`` tokens on average (geometric), a
 tool takes a while (exponential) and answers with a few, and after eight turns a new episode with a new
 prompt takes its place. So turns end one by one, and every continuation is a prefill of a few tokens,
-for which a server interrupts the decoding of all others: it costs about as much as two decoding steps.
+for which a server interrupts the decoding of all others.
 
 SGLang can wait until several continuations have come. ``gathered_N`` waits for N decoding steps at most,
 and no longer than until a quarter as many requests wait as run; ``mixed`` decodes in the same pass
@@ -35,6 +35,7 @@ from servers_in_turn import (
     prepare,
     random_prompts,
     send_random_weights,
+    servers_until_the_end,
 )
 from sglang_servers import Variation, model_config, wait_until_healthy
 
@@ -127,8 +128,7 @@ class Load:
 async def measure_rollouts(options: argparse.Namespace, scratch: Path) -> None:
     """Start the servers, measure, and print a table; ends all whatever happens."""
     config = model_config(options)
-    ways: list[Way] = []
-    try:
+    async with servers_until_the_end() as ways:
         # One after the other: a server takes its share of what is free when it starts.
         for name, variation in chosen_ways(WAYS, options.ways).items():
             packed = options.quantization is not None
@@ -144,11 +144,6 @@ async def measure_rollouts(options: argparse.Namespace, scratch: Path) -> None:
         for running in options.running:
             rows.append(await measure_row(ways, running, options, config))
             print(table(rows, ways), flush=True)
-        for way in ways:
-            await way.engine.close()
-    finally:
-        for way in ways:
-            await way.server.stop()
 
     if options.out:
         options.out.write_text(table(rows, ways))

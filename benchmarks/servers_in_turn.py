@@ -10,7 +10,8 @@ import math
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,18 @@ class Way:
     """Of the visible ones."""
     log: Path
     """What the server prints."""
+
+
+@asynccontextmanager
+async def servers_until_the_end() -> AsyncIterator[list[Way]]:
+    """Yield a list for the servers of the block, and end them all whatever happens."""
+    ways: list[Way] = []
+    try:
+        yield ways
+    finally:
+        for way in ways:
+            await way.engine.close()
+            await way.server.stop()
 
 
 def chosen_ways(known: dict[str, Variation], names: list[str] | None) -> dict[str, Variation]:

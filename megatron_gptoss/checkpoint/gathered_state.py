@@ -8,9 +8,7 @@ By itself megatron-core 0.19.2 gathers every buffer whole on all ranks, 12 bytes
 parameters, and copies what a rank writes out of it once more.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -23,27 +21,15 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megatron_gptoss.checkpoint.parameter_state import parameter_state_by
 
-@contextmanager
-def gather_on_writing_ranks(optimizer: Any) -> Iterator[None]:
+
+def gather_on_writing_ranks(optimizer: Any) -> AbstractContextManager[None]:
     """Let the distributed optimizer's ``sharded_state_dict`` gather on the ranks that write.
 
-    For saving only: to load, every rank needs memory for whole parameters. In the block, the
-    method by which Megatron gathers is covered by an attribute of the instance.
+    For saving only.
     """
-    distributed = [
-        chained
-        for chained in optimizer.chained_optimizers
-        if isinstance(chained, DistributedOptimizer)
-    ]
-    for chained in distributed:
-        chained.get_parameter_state_dp_zero = partial(_gather_state, chained)
-
-    try:
-        yield
-    finally:
-        for chained in distributed:
-            del chained.get_parameter_state_dp_zero
+    return parameter_state_by(_gather_state, optimizer)
 
 
 def separate_tensors(state: dict[str, Any]) -> None:

@@ -143,13 +143,13 @@ def trainer_state(trainer: PolicyTrainer, is_loading: bool) -> dict[str, Any]:
         return {"model": model}
 
     if is_loading:
-        tensors = describe_without_memory(trainer.optimizer)
+        of_parameters = describe_without_memory(trainer.optimizer)
     else:
-        tensors = gather_on_writing_ranks(trainer.optimizer)
+        of_parameters = gather_on_writing_ranks(trainer.optimizer)
     with (
         number_fp32_parameters(trainer.optimizer),
         exact_optimizer_state(trainer.optimizer, trainer.offloaded),
-        tensors,
+        of_parameters,
     ):
         optimizer = trainer.optimizer.sharded_state_dict(
             model,

@@ -8,9 +8,8 @@ ranks of the 20B.
 
 from collections import ChainMap
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,8 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron_gptoss.checkpoint.parameter_state import parameter_state_by
 
 type Sharded = ShardedTensor | ShardedTensorFactory
 """A tensor of a checkpoint, or what makes several of one."""
@@ -47,22 +48,12 @@ class KeptState:
         return sum(sharded.data.nbytes for sharded in self.tensors.values())
 
 
-@contextmanager
-def describe_without_memory(optimizer: Any) -> Iterator[None]:
+def describe_without_memory(optimizer: Any) -> AbstractContextManager[None]:
     """Let the distributed optimizer's ``sharded_state_dict`` describe what there is to load.
 
-    Its tensors are on the meta device. In the block, the method by which Megatron makes memory for all
-    of them is covered by an attribute of the instance.
+    Its tensors are on the meta device.
     """
-    distributed = _distributed(optimizer)
-    for chained in distributed:
-        chained.get_parameter_state_dp_zero = partial(_describe_state, chained)
-
-    try:
-        yield
-    finally:
-        for chained in distributed:
-            del chained.get_parameter_state_dp_zero
+    return parameter_state_by(_describe_state, optimizer)
 
 
 class _DescribedBuffer:
@@ -155,11 +146,3 @@ def _parts(states: Sequence[KeptState]) -> list[list[KeptState]]:
 
 def _with_memory(sharded: Sharded) -> Sharded:
     return replace(sharded, data=torch.empty_like(sharded.data, device="cpu"))
-
-
-def _distributed(optimizer: Any) -> list[DistributedOptimizer]:
-    return [
-        chained
-        for chained in optimizer.chained_optimizers
-        if isinstance(chained, DistributedOptimizer)
-    ]

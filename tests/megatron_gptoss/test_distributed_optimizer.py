@@ -395,8 +395,10 @@ def test_a_rank_needs_host_memory_for_what_it_writes(
         for parallel, memory in rank["memory"]:
             inputs = MemoryInputs(TINY, parallel, OptimizerConfig(), tokens=64)
             predicted = state_memory.host_memory_of_rank(inputs, number)
-            # Whole master weights are made on the GPU, a parameter's at a time; here on the host.
-            assert memory.gathering <= 1.4 * predicted
+            # Whole master weights are made on the GPU, a parameter's at a time; here on the host. And
+            # gloo's thread may hold what was sent last for a moment. Megatron by itself takes fifty
+            # times as much on the second rank.
+            assert memory.gathering <= 2 * predicted
             if number == 0:
                 # Fp32 biases of routers are not two bytes.
                 assert memory.written == pytest.approx(predicted, rel=0.01)

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 from rl_loop.engines.sglang.config import PLUGIN
 from tests.waiting import PATIENCE_SECONDS
+
+
+def plugin_module(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Import a module of the plugin into this process, if there is a triton_kernels for it."""
+    pytest.importorskip("triton_kernels", reason="sglang-kernel is not installed")
+    monkeypatch.syspath_prepend(str(PLUGIN))
+    return importlib.import_module(name)
 
 
 def run_with_plugin(

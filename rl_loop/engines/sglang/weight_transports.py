@@ -284,7 +284,7 @@ class _SharedTensor:
         torch frees what it shared when the other process has said that it is done, which one that
         was killed never does.
         """
-        if self.use_count is None or users(*self.use_count) == 0:
+        if self.use_count is None or users_of_memory(*self.use_count) == 0:
             return
         torch.UntypedStorage._release_ipc_counter(*self.use_count, device=self.tensor.device)
 
@@ -293,7 +293,7 @@ COUNTS_BEGIN = 64
 """Bytes of torch's own at the beginning of a file in shared memory (RefcountedMapAllocator)."""
 
 
-def users(counts: bytes, index: int) -> int:
+def users_of_memory(counts: bytes, index: int) -> int:
     """Return how many processes use some shared GPU memory, as torch counts.
 
     torch's count is unsigned. One release too many makes it 2^64 - 1, and the memory is never

@@ -9,8 +9,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from rl_loop.engines.sglang.config import PLUGIN, SglangConfig
-from tests.rl_loop.plugin_process import run_with_plugin
+from rl_loop.engines.sglang.config import SglangConfig
+from tests.rl_loop.plugin_process import plugin_module, run_with_plugin
 
 MATMUL = """
 from dataclasses import dataclass, field
@@ -82,9 +82,7 @@ def test_servers_of_packed_experts_have_it(deterministic: bool) -> None:
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    pytest.importorskip("triton_kernels", reason="sglang-kernel is not installed")
-    monkeypatch.syspath_prepend(str(PLUGIN))
-    return importlib.import_module("gptoss_expert_products")
+    return plugin_module("gptoss_expert_products", monkeypatch)
 
 
 @pytest.mark.gpu

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from rl_loop.engines.sglang.config import PLUGIN
-from tests.rl_loop.plugin_process import run_with_plugin
+from tests.rl_loop.plugin_process import plugin_module, run_with_plugin
 
 ROOT = Path(__file__).parents[3]
 
@@ -156,9 +154,7 @@ def test_layers_route_few_tokens_with_it_and_others_as_before(tmp_path: Path) ->
 
 @pytest.fixture
 def routing(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    pytest.importorskip("triton_kernels", reason="sglang-kernel is not installed")
-    monkeypatch.syspath_prepend(str(PLUGIN))
-    return importlib.import_module("gptoss_expert_routing")
+    return plugin_module("gptoss_expert_routing", monkeypatch)
 
 
 @pytest.mark.gpu

@@ -25,7 +25,7 @@ from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.engines.backend import SyncFailed
 from rl_loop.engines.sglang.sync_plan import SyncPlan
 from rl_loop.engines.sglang.weight_sender import send_weights
-from rl_loop.engines.sglang.weight_transports import _SharedTensor, users
+from rl_loop.engines.sglang.weight_transports import _SharedTensor, users_of_memory
 from tests.rl_loop.sglang_protocol import LocalServer
 
 MODEL = GptOssModelConfig(
@@ -137,7 +137,7 @@ def test_nobody_is_counted_after_a_sync_that_failed(refuses: str, counts: Counts
 
 
 def test_a_file_of_counts_that_torch_has_deleted_counts_nobody() -> None:
-    assert users(b"/torch_no_such_file", 3) == 0
+    assert users_of_memory(b"/torch_no_such_file", 3) == 0
 
 
 @pytest.mark.gpu
@@ -148,13 +148,13 @@ def test_memory_that_a_killed_server_was_shown_is_freed(opened: bool) -> None:
     handles = [_SharedTensor(tensor), _SharedTensor(tensor)]
     for handle in handles:
         ForkingPickler(io.BytesIO()).dump(handle)
-        assert users(*handle.use_count) == 1
+        assert users_of_memory(*handle.use_count) == 1
 
     for handle in handles:
         if opened:
             torch.UntypedStorage._release_ipc_counter(*handle.use_count, device=tensor.device)
         handle.disown()
-        assert users(*handle.use_count) == 0
+        assert users_of_memory(*handle.use_count) == 0
     del tensor, handles, handle
     torch.cuda.ipc_collect()
     assert torch.cuda.memory_allocated() == before

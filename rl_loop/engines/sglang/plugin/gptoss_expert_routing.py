@@ -75,7 +75,9 @@ def fits(logits: Tensor) -> bool:
 
 def _table(tokens: int, experts: int) -> tuple[int, int]:
     """Return the rows and columns of a program's table."""
-    return max(FEWEST_ROWS, triton.next_power_of_2(max(tokens, 1))), triton.next_power_of_2(experts)
+    rows = max(FEWEST_ROWS, triton.next_power_of_2(max(tokens, 1)))
+    columns = triton.next_power_of_2(experts)
+    return rows, columns
 
 
 def most_blocks(entries: int, experts: int) -> int:
