@@ -50,7 +50,8 @@ from megatron_gptoss.packing import PackedBatch, build_batch
 from megatron_gptoss.planning.memory import account
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.samples import TrainingSamples
-from megatron_gptoss.trainer import LossOutput, PolicyTrainer
+from megatron_gptoss.step_results import LossOutput
+from megatron_gptoss.trainer import PolicyTrainer
 
 TINY = {
     "hidden_size": 64,

@@ -55,7 +55,7 @@ from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.packing import PackedBatch, RecordedRoutes
 from megatron_gptoss.routes import route_dtype
 from megatron_gptoss.samples import TrainingSamples
-from megatron_gptoss.trainer import StepStatistics
+from megatron_gptoss.step_results import StepStatistics
 from rl_loop.algorithms.objectives import RETURNED_VALUES
 from rl_loop.cluster.placement import free_address
 from rl_loop.cluster.ray_session import start_local_ray
@@ -71,8 +71,9 @@ from rl_loop.lifecycle.start_checks import store_need
 from rl_loop.lifecycle.store_size import check_local_store, store_bytes
 from rl_loop.session import trainer_settings
 from rl_loop.trainer.group import TrainerGroup
+from rl_loop.trainer.rank_answers import RankPlace
 from rl_loop.trainer.settings import TrainerSettings
-from rl_loop.trainer.worker import RankPlace, TrainerWorker
+from rl_loop.trainer.worker import TrainerWorker
 
 ROOT = Path(__file__).parents[1]
 SAMPLES_PER_TASK = 8

@@ -36,8 +36,9 @@ from rl_loop.tracking.recorder import StepRecorder
 from rl_loop.tracking.run_directory import Start, start_run
 from rl_loop.trainer.checkpointer import Checkpointer, RunState
 from rl_loop.trainer.group import TrainerGroup
+from rl_loop.trainer.rank_answers import RankPlace
 from rl_loop.trainer.settings import TrainerSettings
-from rl_loop.trainer.worker import RankPlace, TrainerWorker
+from rl_loop.trainer.worker import TrainerWorker
 
 
 class LocalRank:

@@ -67,7 +67,8 @@ from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.scorer import gather_parameters
 from megatron_gptoss.static_shape_p2p import StaticShapeP2P
 from megatron_gptoss.step_clock import ALL_TO_ALL, PARTS, StepClock, TimedMoELayer
-from megatron_gptoss.trainer import LossOutput, PolicyTrainer
+from megatron_gptoss.step_results import LossOutput
+from megatron_gptoss.trainer import PolicyTrainer
 
 VOCAB = 201_088
 TINY = {

@@ -6,7 +6,7 @@ import torch
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
 from megatron_gptoss.layers.rotary import RotaryEmbedding, apply_rotary
-from megatron_gptoss.packing import PackedSequence
+from megatron_gptoss.packed_sequence import PackedSequence
 from megatron_gptoss.transformer_config import PolicyTransformerConfig, mark
 
 

@@ -381,6 +381,7 @@ def pass_of_ours(source: Any, documents: Sequence[list[int]], dtype: Any) -> Pas
     from converters.live import load_hf_weights
     from megatron_gptoss.config import ParallelConfig
     from megatron_gptoss.model import build_model
+    from megatron_gptoss.packed_sequence import PackedSequence
     from megatron_gptoss.packing import build_batch
     from megatron_gptoss.samples import Sample, TrainingSamples
 
@@ -393,7 +394,7 @@ def pass_of_ours(source: Any, documents: Sequence[list[int]], dtype: Any) -> Pas
         batch.input_ids[None],
         batch.position_ids[None],
         None,
-        packed_seq_params=batch.packed_seq_params(),
+        packed_seq_params=PackedSequence.of(batch),
     )[0, : len(targets)]
     torch.nn.functional.cross_entropy(logits, targets).backward()
     return Passed(logits.detach(), {name: p.grad for name, p in model.named_parameters()})

@@ -1,12 +1,9 @@
-"""Adapters between checkpoints, PEFT's format and a running model."""
+"""Adapters between checkpoints and PEFT's format; ``live_adapters`` has those of a running model."""
 
 import json
-import re
 from pathlib import Path
-from typing import Any
 
 import torch
-from megatron.core import parallel_state
 
 from converters.adapter_base import directory_digest
 from converters.bits import same_bits
@@ -21,14 +18,9 @@ from converters.pipeline import Progress
 from converters.safetensors_files import SafetensorsWriter
 from converters.torch_dist import DTYPES, Precision
 from converters.torch_dist_files import TorchDistReader, TorchDistWriter, refuse_run
-from megatron_gptoss.checkpoint.base_digest import base_digest
 from megatron_gptoss.checkpoint.checksums import write_checksums
 from megatron_gptoss.checkpoint.directory import ADAPTER_FILE, MODEL_CONFIG_FILE
 from megatron_gptoss.config import AdapterConfig, ModelConfig
-from megatron_gptoss.layers.adapters import named_adapters
-
-_NAME = re.compile(r"(?:decoder\.layers\.(\d+)\.)?.*?adapters\.(\w+)$")
-"""Name of an adapter in a model: its layer, if it has one, and its kind."""
 
 
 class CheckpointAdapters:
@@ -207,58 +199,3 @@ def _write_factors(
     leading_shape = (model.num_layers,)[: len(index)]
     for name, factor in (("a", a), ("b", b)):
         writer.add_tensor(f"{mapping.checkpoint_key}.{name}", leading_shape, index, factor)
-
-
-# -- a running model ---------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def load_adapter(model: torch.nn.Module, config: ModelConfig, source: Adapters) -> None:
-    """Fill this rank's adapters of ``model`` in place. Collective.
-
-    Args:
-        model: of any parallel layout, built with ``source.adapter``, its base loaded.
-        config: of the model.
-        source: the adapter.
-
-    Raises:
-        ConversionError: when model and adapter differ in a setting, or the adapter is a
-            checkpoint's and was trained on another base.
-    """
-    _check_same_settings(model, source, config)
-    if isinstance(source, CheckpointAdapters):
-        digest = base_digest(model)
-        if source.base != digest:
-            raise ConversionError(
-                f"{source.path}: was trained on another base than that of the model, or in another "
-                f"dtype: its base's digest is {source.base}, not {digest}"
-            )
-
-    mappings = {(mapping.layer, mapping.kind): mapping for mapping in source.mappings}
-    group = parallel_state.get_tensor_model_parallel_group()
-    for name, adapter in named_adapters(model):
-        match = _NAME.fullmatch(name)
-        assert match is not None, name
-        layer, kind = match.groups()
-        factors = source.read(mappings[None if layer is None else int(layer), kind])
-
-        for factor, full in zip("ab", factors, strict=True):
-            if adapter.experts is not None:
-                full = full[adapter.experts.start : adapter.experts.stop]
-            dim = adapter.tensor_parallel_dims.get(factor)
-            if dim is not None:
-                full = full.chunk(group.size(), dim)[group.rank()]
-            getattr(adapter, factor).copy_(full)
-
-
-def _check_same_settings(model: torch.nn.Module, source: Adapters, config: ModelConfig) -> None:
-    chunk: Any = model[0] if isinstance(model, torch.nn.ModuleList) else model
-    if chunk.config.adapter is None:
-        raise ConversionError(f"{source.path}: the model was built without adapters")
-
-    difference = chunk.config.adapter.difference(source.adapter, config)
-    if difference is not None:
-        key, own, theirs = difference
-        raise ConversionError(
-            f"{source.path}: {key} of the model is {own}, and of this adapter {theirs}"
-        )

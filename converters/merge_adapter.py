@@ -28,7 +28,7 @@ from converters.pipeline import Progress, ordered_map
 from converters.reports import MergeLoss, MergeReport
 from converters.torch_dist import DTYPES, ExportFormat
 from gptoss_kernels import mxfp4
-from megatron_gptoss.checkpoint.base_digest import as_digits
+from megatron_gptoss.checkpoint.value_digest import as_digits
 from megatron_gptoss.layers.merge import merge_in_pieces
 
 KINDS = {

@@ -12,7 +12,6 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_gptoss.context_parallel import ContextLayout, balanced_layout
 from megatron_gptoss.routes import unknown_route
@@ -86,18 +85,6 @@ class PackedBatch:
         """T."""
         return len(self.input_ids)
 
-    def packed_seq_params(self) -> "PackedSequence":
-        """Describe the row to Megatron's layers."""
-        return PackedSequence(
-            qkv_format="thd",
-            cu_seqlens_q=self.cu_seqlens,
-            cu_seqlens_kv=self.cu_seqlens,
-            max_seqlen_q=self.max_seqlen,
-            max_seqlen_kv=self.max_seqlen,
-            position_ids=self.position_ids,
-            context_layout=self.context_layout,
-        )
-
     def context_layout_over(self, size: int) -> ContextLayout:
         """Return which of ``size`` context-parallel ranks holds which tokens of this row."""
         return balanced_layout(tuple(self.cu_seqlens.tolist()), size)
@@ -133,16 +120,6 @@ class PackedBatch:
             if isinstance(column, torch.Tensor):
                 columns[field.name] = column
         return columns
-
-
-@dataclass
-class PackedSequence(PackedSeqParams):
-    """Megatron's description of a packed row, and what our attention needs besides."""
-
-    position_ids: torch.Tensor | None = None
-    """Of every local token in its own sequence."""
-    context_layout: ContextLayout | None = None
-    """None without context parallelism."""
 
 
 def build_batch(

@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_gptoss.layers.adapted_vocabulary import AdaptedHead
 from megatron_gptoss.log_probs import gather_hidden_states, greedy_tokens, log_probs_and_entropy
 from megatron_gptoss.model import chunks_of
+from megatron_gptoss.packed_sequence import PackedSequence
 from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.routing_replay import RoutingReplay
 from megatron_gptoss.static_shape_p2p import StaticShapeP2P
@@ -106,7 +107,7 @@ class Scorer:
                 batch.input_ids[None],
                 batch.position_ids[None],
                 None,
-                packed_seq_params=batch.packed_seq_params(),
+                packed_seq_params=PackedSequence.of(batch),
                 output_processor=_output_processor(model, head, batch),
             )
             return output, lambda output: loss(output, batch)

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_gptoss.samples import TrainingSamples
-from megatron_gptoss.trainer import StepStatistics
+from megatron_gptoss.step_results import StepStatistics
 from rl_loop.config.training import DemonstrationConfig
 from rl_loop.conversations.dataset import ConversationData
 from rl_loop.conversations.refusals import RefusalReport

@@ -38,8 +38,10 @@ API: dict[str, dict[str, list[str]]] = {
         "megatron_gptoss.model": ["build_model"],
         "megatron_gptoss.samples": ["Sample", "TrainingSamples"],
         "megatron_gptoss.packing": ["PackedBatch", "pack", "build_batch"],
+        "megatron_gptoss.packed_sequence": ["PackedSequence"],
         "megatron_gptoss.scorer": ["Scorer"],
-        "megatron_gptoss.trainer": ["PolicyTrainer", "LossOutput", "StepStatistics"],
+        "megatron_gptoss.trainer": ["PolicyTrainer"],
+        "megatron_gptoss.step_results": ["LossOutput", "StepStatistics"],
     },
     "Checkpoints": {
         "converters.torch_dist": ["import_checkpoint", "export_checkpoint"],

@@ -10,16 +10,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_gptoss.checkpoint.value_digest import as_digits, digest_of_values
 from megatron_gptoss.layers.adapted_linears import AdaptedLinear
 from megatron_gptoss.layers.adapters import LowRank
 from megatron_gptoss.layers.packed_weight import PackedWeight
 from megatron_gptoss.model import chunks_of
-
-PIECE = 1 << 22
-"""Values that are hashed at a time; bounds the memory that it takes."""
-SPLITMIX_STEPS = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15))
-"""(shift, factor) of SplitMix64's finalizer, whose factors are 0xBF58476D1CE4E5B9 and
-0x94D049BB133111EB, as int64."""
 
 
 def base_digest(model: torch.nn.Module) -> str:
@@ -33,11 +28,6 @@ def base_digest(model: torch.nn.Module) -> str:
     # Always: another rank may have had to compute its part again.
     dist.all_reduce(total)
     return as_digits(total)
-
-
-def as_digits(total: Tensor) -> str:
-    """Write the sum over all values of a base, int64 [], as 16 hexadecimal digits."""
-    return f"{int(total) % (1 << 64):016x}"
 
 
 # -- this rank's part --------------------------------------------------------------------------
@@ -118,20 +108,3 @@ def _is_counted_here(parameter: torch.nn.Parameter) -> bool:
 
     is_split = getattr(parameter, "tensor_model_parallel", False)
     return is_split or parallel_state.get_tensor_model_parallel_rank() == 0
-
-
-def digest_of_values(weight: Tensor, layer: int) -> Tensor:
-    """Sum up the mixed values of one weight, int64 [].
-
-    ``layer``: that it belongs to, from 1 on; 0 outside layers.
-    """
-    total = torch.zeros((), dtype=torch.int64, device=weight.device)
-    for piece in weight.flatten().split(PIECE):
-        words = piece.float().view(torch.int32).long()
-        words += layer << 32
-        for shift, factor in SPLITMIX_STEPS:
-            words ^= words >> shift
-            words *= factor
-        words ^= words >> 31
-        total += words.sum()
-    return total

@@ -15,12 +15,10 @@ from torch import Tensor
 
 from gptoss_kernels.sink_attention import sink_attention
 from megatron_gptoss.context_parallel import Machine, context_parallel_attention
+from megatron_gptoss.layers.no_sink import NO_SINK
 from megatron_gptoss.layers.rotary import RotaryEmbedding, apply_rotary
-from megatron_gptoss.packing import PackedSequence
+from megatron_gptoss.packed_sequence import PackedSequence
 from megatron_gptoss.transformer_config import PolicyTransformerConfig, mark
-
-NO_SINK = -1e4
-"""A sink logit that takes no attention."""
 
 
 class SinkAttention(DotProductAttention):
@@ -92,7 +90,7 @@ class SinkAttention(DotProductAttention):
         Args:
             query: [tokens, heads, head_size].
             key, value: [tokens, kv_heads, head_size].
-            packed_seq_params: of ``PackedBatch.packed_seq_params``.
+            packed_seq_params: the row, ``PackedSequence.of`` a batch.
 
         Returns:
             [tokens, heads * head_size].
@@ -102,9 +100,7 @@ class SinkAttention(DotProductAttention):
         """
         row = packed_seq_params
         if not isinstance(row, PackedSequence) or row.position_ids is None:
-            raise ValueError(
-                "attention takes packed sequences only: pass PackedBatch.packed_seq_params()"
-            )
+            raise ValueError("attention takes packed sequences only: pass PackedSequence.of(batch)")
 
         compute_dtype = torch.promote_types(query.dtype, torch.float32)
         cos, sin = self.rotary.cos_sin(row.position_ids, compute_dtype)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from converters.mxfp4_tensors import fake_quantize_experts
-from megatron_gptoss.layers.attention import NO_SINK
+from megatron_gptoss.layers.no_sink import NO_SINK
 from rl_loop.config.training import AblationConfig
 from rl_loop.engines.backend import WeightSender, WeightSource
 

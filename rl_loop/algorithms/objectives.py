@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_gptoss.packing import PackedBatch
-from megatron_gptoss.trainer import LossFunction, LossOutput
+from megatron_gptoss.step_results import LossFunction, LossOutput
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.algorithms.correction import Correction, mismatch_sums, rollout_correction
 from rl_loop.algorithms.policy_loss import (

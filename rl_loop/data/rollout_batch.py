@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_gptoss.samples import TrainingSamples
-from megatron_gptoss.trainer import StepStatistics
+from megatron_gptoss.step_results import StepStatistics
 from rl_loop.data.trained_tokens import TrainedTokens
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 

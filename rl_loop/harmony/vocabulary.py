@@ -8,7 +8,7 @@ always encoded as text: it can never become a special token.
 from binascii import a2b_base64
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache
-from itertools import groupby
+from itertools import count, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -253,10 +253,9 @@ def tokens_of(corpus: str) -> tuple[bytes, ...]:
 def byte_pair_tokenizer(tokens: Sequence[bytes]) -> "Tokenizer":
     """Make a Hugging Face byte-level BPE of the tokens; merges are recovered from their ranks."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     # Byte-level BPE writes each byte as one printable character.
-    characters = bytes_to_unicode()
+    characters = byte_characters()
 
     def spell(token: bytes) -> str:
         return "".join(characters[byte] for byte in token)
@@ -277,6 +276,18 @@ def byte_pair_tokenizer(tokens: Sequence[bytes]) -> "Tokenizer":
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def byte_characters() -> list[str]:
+    """Return the character that byte-level BPE writes each byte as: GPT-2's, 256 of them.
+
+    transformers has the same, and importing it takes a second."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)}
+    printable |= set(range(ord("®"), ord("ÿ") + 1))
+
+    # A printable byte is its own character; the others get those after the last byte, in order.
+    substitutes = count(BYTES)
+    return [chr(byte if byte in printable else next(substitutes)) for byte in range(BYTES)]
 
 
 def _last_merge(ranks: dict[bytes, int], token: bytes) -> tuple[bytes, bytes]:

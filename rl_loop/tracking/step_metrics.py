@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from megatron_gptoss.samples import TrainingSamples
-from megatron_gptoss.trainer import StepStatistics
+from megatron_gptoss.step_results import StepStatistics
 from rl_loop.algorithms.objectives import AGES
 from rl_loop.algorithms.policy_loss import kl_estimate
 from rl_loop.data.rollout_batch import RlUpdates, RunAhead

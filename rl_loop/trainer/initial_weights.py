@@ -5,9 +5,10 @@ from pathlib import Path
 
 import torch
 
-from converters.adapter_checkpoint import Adapters, CheckpointAdapters, load_adapter
+from converters.adapter_checkpoint import Adapters, CheckpointAdapters
 from converters.hf_directory import ExpertStack, HfDirectory
 from converters.live import load_hf_weights
+from converters.live_adapters import load_adapter
 from converters.mapping import ParameterMapping
 from converters.megatron_checkpoint import MegatronCheckpoint
 from converters.mxfp4_tensors import rounded_to_mxfp4

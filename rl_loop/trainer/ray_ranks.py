@@ -3,8 +3,9 @@
 import os
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayTaskError
@@ -19,9 +20,12 @@ from rl_loop.cluster.placement import (
     placement_options,
 )
 from rl_loop.logs import with_logging
+from rl_loop.trainer.rank_answers import RankPlace
 from rl_loop.trainer.rank_start import check_local_ranks, start_limit, wait_for_processes
 from rl_loop.trainer.settings import TrainerSettings
-from rl_loop.trainer.worker import RankPlace, TrainerWorker
+
+if TYPE_CHECKING:
+    from rl_loop.trainer.worker import TrainerWorker
 
 
 class RankDied(UserError, RuntimeError):
@@ -29,21 +33,28 @@ class RankDied(UserError, RuntimeError):
     Ray knows of the reason."""
 
 
-class TrainerProcess(TrainerWorker):
-    """A rank that answers as soon as its process runs; ``start``, which is collective, makes a
-    TrainerWorker of it."""
+class TrainerProcess:
+    """The process of a rank, which answers as soon as it runs; ``start``, which is collective, makes
+    the rank's TrainerWorker in it."""
+
+    worker: "TrainerWorker"
+    """The rank, once ``start`` has returned."""
 
     def __init__(self, *arguments: Any) -> None:
-        self._arguments = arguments
+        """``arguments``: of the TrainerWorker."""
+        # Not at the top: the driver reads this file too, and Megatron takes it over a second.
+        from rl_loop.trainer.worker import TrainerWorker
+
+        self._make_worker = partial(TrainerWorker, *arguments)
 
     def start(self) -> RankPlace:
-        super().__init__(*self._arguments)
-        return self.place()
+        self.worker = self._make_worker()
+        return self.worker.place()
 
     def call(self, method: str, is_asked: bool, *arguments: Any) -> Any:
-        """Call a method. Its result goes to the driver only if ``is_asked``: what all ranks know
-        is sent once."""
-        result = getattr(self, method)(*arguments)
+        """Call a method of the worker. Its result goes to the driver only if ``is_asked``: what all
+        ranks know is sent once."""
+        result = getattr(self.worker, method)(*arguments)
         return result if is_asked else None
 
     def call_and_store(self, method: str, is_asked: bool) -> tuple[None, Any]:
@@ -162,8 +173,8 @@ class RayRanks:
         raise error
 
 
-def _process(worker: TrainerWorker) -> str:
-    outlive_sigterm(worker)
+def _process(actor: TrainerProcess) -> str:
+    outlive_sigterm(actor)
     return f"{socket.gethostname()} (pid {os.getpid()})"
 
 

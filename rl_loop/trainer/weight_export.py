@@ -1,4 +1,4 @@
-"""Writing the policy as a Hugging Face directory, from the rank that the weights are gathered on."""
+"""Writing the policy as a Hugging Face directory: what, and where."""
 
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -6,10 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from converters.errors import ConversionError
-from converters.gathering import WeightGathering
 from converters.hf_directory import HfDirectory, write_hf_directory
 from converters.mapping import NamedTensor
 from converters.mxfp4_tensors import Digests, directory_digests, first_difference, stored_names
@@ -106,27 +104,6 @@ def check_packed_experts(
                 f"{directory}: {name} holds other bits ({written.get(name, 'none')}) than {side} "
                 f"({digests.get(name, 'none')}); nothing was kept"
             )
-
-
-def export_weights(gathering: WeightGathering, export: WeightExport) -> None:
-    """Gather all weights on rank 0, which writes them. Collective.
-
-    All ranks begin every layer together, so that none waits longer for a message than rank 0 takes
-    to write one layer. A rank 0 that cannot write goes on with the messages that the others wait
-    for, and nothing is replaced if a rank could not read its own weights.
-
-    Raises:
-        ConversionError: on rank 0, as ``WeightExport.write`` does; on every rank, as
-            ``WeightGathering.confirmed`` does.
-        GatheringRefused: on every rank, if one has no memory for its part.
-    """
-    weights = gathering.confirmed(gathering.begin(packed=export.packed, paced=True))
-    try:
-        if dist.get_rank() == 0:
-            export.write(gathering.config, weights)
-    finally:
-        for _ in weights:
-            pass  # all of it on other ranks, and what a failure has left on this one
 
 
 def _names_of(model: ModelConfig, selection: Selection) -> set[str]:

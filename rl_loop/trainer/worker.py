@@ -3,7 +3,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,8 @@ from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.planning.memory import account
 from megatron_gptoss.routing_replay import RoutingReplay
 from megatron_gptoss.scorer import Scorer, alignment, gather_parameters
-from megatron_gptoss.trainer import LossFunction, PolicyTrainer, StepStatistics
+from megatron_gptoss.step_results import LossFunction, StepStatistics
+from megatron_gptoss.trainer import PolicyTrainer
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.algorithms.objectives import (
     RETURNED_VALUES,
@@ -49,31 +50,13 @@ from rl_loop.data.trained_tokens import TrainedTokens
 from rl_loop.engines.backend import SyncFailed, WeightSender
 from rl_loop.heap import exempt_from_collection
 from rl_loop.tracking.run_directory import RunDirectory
+from rl_loop.trainer.gathered_export import export_weights
 from rl_loop.trainer.initial_weights import load_initial_weights
 from rl_loop.trainer.memory_metrics import max_over_ranks, memory_metrics
+from rl_loop.trainer.rank_answers import RankPlace, Resumed
 from rl_loop.trainer.settings import TrainerSettings
 from rl_loop.trainer.shipment import MiniBatch, Shipment
-from rl_loop.trainer.weight_export import WeightExport, export_weights
-
-
-@dataclass(frozen=True)
-class RankPlace:
-    """Where a rank stands among the others."""
-
-    data: int
-    """Its data-parallel rank."""
-    answers: bool
-    """Whether it is the one of its data-parallel rank that returns what was computed."""
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """What a run goes on from."""
-
-    state: dict[str, Any]
-    """What was saved with the checkpoint that was loaded."""
-    damages: list[str]
-    """Of newer checkpoints, which were passed over: the file, and what is wrong with it."""
+from rl_loop.trainer.weight_export import WeightExport
 
 
 class TrainerWorker:

@@ -25,6 +25,7 @@ from megatron_gptoss.checkpoint.loader import load_model_weights
 from megatron_gptoss.checkpoint.state import sharding_metadata
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
+from megatron_gptoss.packed_sequence import PackedSequence
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.trainer import PolicyTrainer
 from tests.converters.models import TINY, save_hf, tiny_weights
@@ -119,7 +120,7 @@ def test_megatron_loads_an_import_strictly_with_the_logits_of_transformers(
             batch.input_ids[None],
             batch.position_ids[None],
             None,
-            packed_seq_params=batch.packed_seq_params(),
+            packed_seq_params=PackedSequence.of(batch),
         )
         assert (logits[0, :57] - hf_logits(reference, samples)).abs().max() <= 2e-5
 

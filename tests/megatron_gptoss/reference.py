@@ -22,7 +22,8 @@ from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.packing import PackedBatch, pack
 from megatron_gptoss.samples import Sample, TrainingSamples
 from megatron_gptoss.scorer import alignment
-from megatron_gptoss.trainer import LossFunction, LossOutput, PolicyTrainer
+from megatron_gptoss.step_results import LossFunction, LossOutput
+from megatron_gptoss.trainer import PolicyTrainer
 
 # hidden != intermediate, more kv heads than ranks of any test, a window that is shorter than the
 # documents

@@ -11,12 +11,13 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from converters.adapter_checkpoint import CheckpointAdapters, load_adapter
+from converters.adapter_checkpoint import CheckpointAdapters
 from converters.errors import ConversionError
 from converters.live import load_hf_weights
+from converters.live_adapters import load_adapter
 from converters.megatron_checkpoint import MegatronCheckpoint
 from megatron_gptoss import distributed
-from megatron_gptoss.checkpoint.base_digest import base_digest, digest_of_values
+from megatron_gptoss.checkpoint.base_digest import base_digest
 from megatron_gptoss.checkpoint.directory import (
     ADAPTER_FILE,
     MODEL_CONFIG_FILE,
@@ -25,6 +26,7 @@ from megatron_gptoss.checkpoint.directory import (
 from megatron_gptoss.checkpoint.errors import CheckpointError
 from megatron_gptoss.checkpoint.loader import load_checkpoint, load_model_weights
 from megatron_gptoss.checkpoint.state import describe_adapters, load_model_state, model_state
+from megatron_gptoss.checkpoint.value_digest import digest_of_values
 from megatron_gptoss.config import AdapterConfig, OptimizerConfig, ParallelConfig
 from megatron_gptoss.layers.adapters import initialize_adapters, named_adapters
 from megatron_gptoss.model import build_model

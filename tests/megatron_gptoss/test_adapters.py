@@ -14,6 +14,7 @@ from megatron_gptoss import distributed
 from megatron_gptoss.config import AdapterConfig, OptimizerConfig, ParallelConfig
 from megatron_gptoss.layers.adapters import LowRank, initialize_adapters, named_adapters
 from megatron_gptoss.model import build_model
+from megatron_gptoss.packed_sequence import PackedSequence
 from megatron_gptoss.packing import PackedBatch, build_batch
 from megatron_gptoss.trainer import PolicyTrainer
 from tests.distributed import free_port
@@ -76,7 +77,7 @@ def test_a_call_without_log_probs_gives_the_logits_of_the_merged_weights() -> No
     inputs = (batch.input_ids[None], batch.position_ids[None], None)
     with torch.no_grad():
         logits, expected = (
-            each(*inputs, packed_seq_params=batch.packed_seq_params()) for each in (model, merged)
+            each(*inputs, packed_seq_params=PackedSequence.of(batch)) for each in (model, merged)
         )
     assert logits.shape == (1, batch.tokens, MODEL.vocab_size)
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)

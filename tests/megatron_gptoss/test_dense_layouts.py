@@ -18,7 +18,8 @@ from megatron_gptoss.checkpoint.loader import load_checkpoint, load_model_weight
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.critic import ValueTrainer, make_critic
 from megatron_gptoss.model import build_model
-from megatron_gptoss.trainer import LossOutput, PolicyTrainer
+from megatron_gptoss.step_results import LossOutput
+from megatron_gptoss.trainer import PolicyTrainer
 from tests.converters.test_dense import save_dense
 from tests.distributed import free_port, run_distributed
 from tests.megatron_gptoss.dense_reference import MODELS, dense_weights

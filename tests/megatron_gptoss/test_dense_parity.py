@@ -15,6 +15,7 @@ from megatron_gptoss import distributed
 from megatron_gptoss.config import AdapterConfig, OptimizerConfig, ParallelConfig
 from megatron_gptoss.families.dense.config import DenseModelConfig
 from megatron_gptoss.model import build_model
+from megatron_gptoss.packed_sequence import PackedSequence
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.trainer import PolicyTrainer
 from tests.distributed import free_port
@@ -52,7 +53,7 @@ def logits(model: torch.nn.Module, samples: Any = SAMPLES) -> torch.Tensor:
             batch.input_ids[None],
             batch.position_ids[None],
             None,
-            packed_seq_params=batch.packed_seq_params(),
+            packed_seq_params=PackedSequence.of(batch),
         )
     return out[0, : int(samples.loss_tokens.sum())]
 
@@ -106,7 +107,7 @@ def test_in_float64_logits_and_gradients_are_those_of_transformers(name: str) ->
         batch.input_ids[None],
         batch.position_ids[None],
         None,
-        packed_seq_params=batch.packed_seq_params(),
+        packed_seq_params=PackedSequence.of(batch),
     )[0, :TOKENS]
     assert (out - expected).abs().max() < 1e-12 * expected.abs().max()
 
@@ -173,7 +174,7 @@ def test_a_model_without_sinks_has_none_and_scores_of_any_size_are_right() -> No
     """Minus infinity is no key: a large negative number would take attention from lower scores."""
     model = megatron(LLAMA)
     assert not any("softmax_offset" in name for name, _ in model.named_parameters())
-    row = build_batch(SAMPLES.take([0])).packed_seq_params()
+    row = PackedSequence.of(build_batch(SAMPLES.take([0])))
     attention = model.decoder.layers[0].self_attention.core_attention
 
     query = torch.full((33, 8, 12), 100.0)

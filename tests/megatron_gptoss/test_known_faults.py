@@ -18,6 +18,7 @@ from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.families.gpt_oss import layers as gpt_oss_layers
 from megatron_gptoss.model import build_model
+from megatron_gptoss.packed_sequence import PackedSequence
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.trainer import PolicyTrainer
 from megatron_gptoss.transformer_settings import build_transformer_config
@@ -83,7 +84,7 @@ def test_the_fused_bias_activation_that_clamps_before_the_bias_is_off() -> None:
                 batch.input_ids[None],
                 batch.position_ids[None],
                 None,
-                packed_seq_params=batch.packed_seq_params(),
+                packed_seq_params=PackedSequence.of(batch),
             )
             return (out[0] - hf_logits(reference, SAMPLES)).abs().max().item()
 

@@ -19,7 +19,8 @@ from megatron_gptoss.gpu_memory import PhaseMemory
 from megatron_gptoss.model import build_model, freeze
 from megatron_gptoss.optimizer_offload import OffloadedState
 from megatron_gptoss.packing import build_batch
-from megatron_gptoss.trainer import LossOutput, PolicyTrainer
+from megatron_gptoss.step_results import LossOutput
+from megatron_gptoss.trainer import PolicyTrainer
 from tests.distributed import free_port
 from tests.megatron_gptoss.reference import TINY, documents, mean_cross_entropy
 from tests.megatron_gptoss.test_gpu_memory import ScriptedGpu

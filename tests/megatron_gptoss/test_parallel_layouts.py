@@ -23,7 +23,8 @@ from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.samples import TrainingSamples
-from megatron_gptoss.trainer import PolicyTrainer, StepStatistics
+from megatron_gptoss.step_results import StepStatistics
+from megatron_gptoss.trainer import PolicyTrainer
 from tests.distributed import free_port, run_distributed
 from tests.megatron_gptoss.reference import (
     TINY,

@@ -14,6 +14,7 @@ from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.layers import rotary
 from megatron_gptoss.model import build_model
+from megatron_gptoss.packed_sequence import PackedSequence
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.trainer import PolicyTrainer
 from tests.distributed import free_port
@@ -60,7 +61,7 @@ def logits(model: torch.nn.Module, align: int = 1) -> torch.Tensor:
             batch.input_ids[None],
             batch.position_ids[None],
             None,
-            packed_seq_params=batch.packed_seq_params(),
+            packed_seq_params=PackedSequence.of(batch),
         )
     return out[0, : int(SAMPLES.loss_tokens.sum())]
 
@@ -152,7 +153,7 @@ def test_a_backward_pass_without_sinks_follows_a_forward_pass_with_them(
     reference: torch.nn.Module,
 ) -> None:
     assert distance(sinks_learn_nothing_with(reference, sink_backward=False), reference) < 1e-3
-    packed = build_batch(SAMPLES).packed_seq_params()
+    packed = PackedSequence.of(build_batch(SAMPLES))
     heads = TINY.num_attention_heads, TINY.num_key_value_heads, TINY.num_key_value_heads
     torch.manual_seed(0)
     inputs = [torch.randn(62, count, TINY.head_size, requires_grad=True) for count in heads]
@@ -247,7 +248,7 @@ def test_parity_fails_when_documents_are_not_kept_apart(reference: torch.nn.Modu
             batch.input_ids[None],
             batch.position_ids[None],
             None,
-            packed_seq_params=batch.packed_seq_params(),
+            packed_seq_params=PackedSequence.of(batch),
         )
         assert (out[0] - hf_logits(reference, SAMPLES)).abs().max() > 0.02
 

@@ -25,6 +25,7 @@ from megatron_gptoss.config import AdapterConfig, OptimizerConfig, ParallelConfi
 from megatron_gptoss.layers import quantized_experts
 from megatron_gptoss.layers.quantized_experts import QuantizedExpertLinear, QuantizedExperts
 from megatron_gptoss.model import build_model, freeze
+from megatron_gptoss.packed_sequence import PackedSequence
 from megatron_gptoss.packing import PackedBatch, build_batch
 from megatron_gptoss.trainer import PolicyTrainer
 from tests.distributed import free_port
@@ -168,7 +169,7 @@ def test_it_computes_what_transformers_computes_with_the_exported_directory(tmp_
             batch.input_ids[None],
             batch.position_ids[None],
             None,
-            packed_seq_params=batch.packed_seq_params(),
+            packed_seq_params=PackedSequence.of(batch),
         )[0]
     torch.testing.assert_close(logits, hf_logits(loaded, SAMPLES), atol=2e-5, rtol=0)
 

@@ -19,7 +19,8 @@ from megatron_gptoss.packing import PackedBatch, RecordedRoutes, build_batch, pa
 from megatron_gptoss.routes import route_dtype, unknown_route
 from megatron_gptoss.routing_replay import LayerReplay, RoutingReplay
 from megatron_gptoss.samples import TrainingSamples
-from megatron_gptoss.trainer import LossOutput, PolicyTrainer, StepStatistics
+from megatron_gptoss.step_results import LossOutput, StepStatistics
+from megatron_gptoss.trainer import PolicyTrainer
 from tests.distributed import free_port, run_distributed
 from tests.megatron_gptoss.reference import (
     TINY,

@@ -15,7 +15,8 @@ from megatron_gptoss.model import build_model
 from megatron_gptoss.optimizer import one_dtype_at_a_time
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.planning.flops import attended_pairs, forward_flops
-from megatron_gptoss.trainer import LossOutput, PolicyTrainer
+from megatron_gptoss.step_results import LossOutput
+from megatron_gptoss.trainer import PolicyTrainer
 from tests.distributed import free_port
 from tests.megatron_gptoss.allocations import Allocations
 from tests.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy

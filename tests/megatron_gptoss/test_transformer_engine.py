@@ -22,10 +22,12 @@ from megatron_gptoss.gpu_memory import give_back_cache, phase_memory
 from megatron_gptoss.layers.router import GptOssRouter
 from megatron_gptoss.model import build_model
 from megatron_gptoss.optimizer_offload import OffloadedState
+from megatron_gptoss.packed_sequence import PackedSequence
 from megatron_gptoss.packing import build_batch, pack
 from megatron_gptoss.routes import route_dtype
 from megatron_gptoss.routing_replay import RoutingReplay
-from megatron_gptoss.trainer import LossOutput, PolicyTrainer
+from megatron_gptoss.step_results import LossOutput
+from megatron_gptoss.trainer import PolicyTrainer
 from tests.distributed import free_port, run_distributed
 from tests.megatron_gptoss.reference import (
     documents,
@@ -109,7 +111,7 @@ def test_bf16_is_as_close_to_fp32_as_transformers_own_bf16(recompute: tuple[str,
             batch.input_ids[None],
             batch.position_ids[None],
             None,
-            packed_seq_params=batch.packed_seq_params(),
+            packed_seq_params=PackedSequence.of(batch),
         )[0]
     print(
         "logits:",
@@ -161,7 +163,7 @@ def test_scores_are_those_of_the_logits() -> None:
             batch.input_ids[None],
             batch.position_ids[None],
             None,
-            packed_seq_params=batch.packed_seq_params(),
+            packed_seq_params=PackedSequence.of(batch),
         )[0]
     want = logits.float().log_softmax(-1).gather(1, batch.labels[:, None])[:, 0]
     assert (

@@ -10,7 +10,7 @@ import torch
 
 IMPORTED = """
 import sys
-import rl_loop.trainer.ray_ranks
+import rl_loop.trainer.worker
 import torch
 compiler = [name for name in sys.modules if name.startswith(("torch._inductor", "torch._dynamo"))]
 print("megatron.core" in sys.modules, len(compiler), torch.compile.__module__)

@@ -16,7 +16,8 @@ from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import PackedBatch, build_batch
 from megatron_gptoss.routing_replay import RoutingReplay
 from megatron_gptoss.samples import Sample, TrainingSamples
-from megatron_gptoss.trainer import LossOutput, PolicyTrainer
+from megatron_gptoss.step_results import LossOutput
+from megatron_gptoss.trainer import PolicyTrainer
 from rl_loop.certify.harmony_tokens import HarmonyMessage
 from rl_loop.certify.model import DTYPES, Precision, vocabulary_of
 from rl_loop.certify.subject import NotOffered, Scored, Subject

@@ -264,16 +264,17 @@ def test_a_sync_that_fails_each_time_ends_with_its_cause_in_one_line(
 # -- in the process of a trainer rank -------------------------------------------------------------
 
 
-def _add_to_weights(worker: Any) -> None:
+def _add_to_weights(rank: Any) -> None:
     with torch.no_grad():
-        for parameter in worker.model.parameters():
+        for parameter in rank.worker.model.parameters():
             parameter.add_(0.01)
 
 
 def _plant(fault: Fault, once: bool) -> Callable[[Any], None]:
     """Let the next gathering, or all, run out of memory on a rank where ``fault`` says."""
 
-    def plant(worker: Any) -> None:
+    def plant(rank: Any) -> None:
+        worker = rank.worker
         gathering = worker._gathering
         original_begin = gathering.begin
         original_read = gathering.local.read
@@ -283,7 +284,7 @@ def _plant(fault: Fault, once: bool) -> Callable[[Any], None]:
         def fail() -> None:
             worker.met = True
             if once:
-                _heal_rank(worker)
+                _heal_rank(rank)
             raise torch.OutOfMemoryError("CUDA out of memory, on purpose")
 
         def begin(*arguments: Any, **options: Any) -> Any:
@@ -321,12 +322,13 @@ def _plant(fault: Fault, once: bool) -> Callable[[Any], None]:
     return plant
 
 
-def _heal_rank(worker: Any) -> None:
+def _heal_rank(rank: Any) -> None:
+    worker = rank.worker
     for name in ("begin", "plan"):
         vars(worker._gathering).pop(name, None)
     vars(worker._gathering.local).pop("read", None)
     vars(worker).pop("_in_own_dtype", None)
 
 
-def _take_met(worker: Any) -> bool:
-    return bool(worker.met)
+def _take_met(rank: Any) -> bool:
+    return bool(rank.worker.met)

@@ -15,6 +15,7 @@ from rl_loop.harmony.vocabulary import (
     SPECIAL_TOKENS,
     GptOssVocabulary,
     TinyVocabulary,
+    byte_characters,
     harmony_encoding,
     make_vocabulary,
     special_id,
@@ -130,6 +131,12 @@ def test_exported_tokenizer_knows_the_special_tokens(vocabulary, exported) -> No
     assert exported.eos_token_id == ids[-1] == vocabulary.stop_token_ids[0]
     assert len(exported) == vocabulary.size
     assert exported.chat_template is None
+
+
+def test_bytes_are_written_as_the_characters_that_transformers_has_for_them() -> None:
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    assert dict(enumerate(byte_characters())) == bytes_to_unicode()
 
 
 def test_text_cannot_become_a_special_token(vocabulary) -> None:

@@ -22,9 +22,9 @@ from megatron_gptoss.samples import ColumnError, Sample, TrainingSamples
 from rl_loop.data.stored_routes import StoredRoutes
 from rl_loop.trainer import shipment as shipment_module
 from rl_loop.trainer.group import TrainerGroup
+from rl_loop.trainer.rank_answers import RankPlace
 from rl_loop.trainer.shipment import SCORED_COLUMNS, Shipment, Shipper, StepPlan, plan_step
 from rl_loop.trainer.weight_export import WeightExport
-from rl_loop.trainer.worker import RankPlace
 from tests.forked_workers import local_ray
 
 MODEL = GptOssModelConfig(num_layers=2, num_experts=8)

@@ -21,9 +21,10 @@ from rl_loop.config.run import RlConfig
 from rl_loop.data.rollout_batch import RlUpdates
 from rl_loop.session import trainer_settings
 from rl_loop.trainer.group import TrainerGroup
+from rl_loop.trainer.rank_answers import RankPlace
 from rl_loop.trainer.settings import TrainerSettings
 from rl_loop.trainer.shipment import Shipper, plan_step
-from rl_loop.trainer.worker import RankPlace, TrainerWorker
+from rl_loop.trainer.worker import TrainerWorker
 from tests.distributed import free_port, run_distributed
 from tests.megatron_gptoss.reference import documents, hf_logits, hf_model
 from tests.megatron_gptoss.test_parallel_layouts import LAYOUTS

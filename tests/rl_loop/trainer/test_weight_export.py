@@ -22,7 +22,8 @@ from converters.names import hf_shapes
 from megatron_gptoss import distributed
 from megatron_gptoss.config import ModelConfig, ParallelConfig
 from megatron_gptoss.model import build_model
-from rl_loop.trainer.weight_export import WeightExport, export_weights
+from rl_loop.trainer.gathered_export import export_weights
+from rl_loop.trainer.weight_export import WeightExport
 from tests.converters.test_live import TINY, tiny_weights
 from tests.distributed import free_port, run_distributed
 
