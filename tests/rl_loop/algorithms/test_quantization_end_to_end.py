@@ -21,7 +21,7 @@ from rl_loop.config.run import RlConfig
 from rl_loop.export import export_policy, greedy_agreement
 from rl_loop.session import build_tasks
 from rl_loop.tracking.run_directory import read_json_lines
-from rl_loop.trainer.weight_export import check_packed_experts
+from rl_loop.trainer.gathered_export import check_packed_experts
 from tests.rl_loop.algorithms.test_algorithms_end_to_end import SMALL
 
 CONFIGS = Path(__file__).parents[3] / "configs"

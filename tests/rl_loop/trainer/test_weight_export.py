@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,8 @@ from converters.names import hf_shapes
 from megatron_gptoss import distributed
 from megatron_gptoss.config import ModelConfig, ParallelConfig
 from megatron_gptoss.model import build_model
-from rl_loop.trainer.gathered_export import export_weights
+from rl_loop.trainer import gathered_export
+from rl_loop.trainer.gathered_export import export_weights, write_export
 from rl_loop.trainer.weight_export import WeightExport
 from tests.converters.test_live import TINY, tiny_weights
 from tests.distributed import free_port, run_distributed
@@ -44,7 +44,8 @@ def every_tensor_alone(alive: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
 
 def test_one_tensor_is_held_at_a_time(tmp_path: Path) -> None:
     alive: list[int] = []
-    WeightExport(tmp_path / "export", FILES, (3, 5)).write(TINY, every_tensor_alone(alive))
+    export = WeightExport(tmp_path / "export", FILES, (3, 5))
+    write_export(export, TINY, every_tensor_alone(alive))
     assert max(alive) == 0, "what was written is gone when the next one comes"
     assert (tmp_path / "export/tokenizer.json").read_bytes() == b"{}"
     assert set(HfDirectory(tmp_path / "export").names()) == set(hf_shapes(TINY))
@@ -62,21 +63,18 @@ def test_what_is_read_back_is_compared_with_what_came(
 
     monkeypatch.setattr(HfDirectory, "get", damaged)
     with pytest.raises(ConversionError, match=r"model\.norm\.weight"):
-        WeightExport(tmp_path / "export").write(TINY, every_tensor_alone([]))
+        write_export(WeightExport(tmp_path / "export"), TINY, every_tensor_alone([]))
     assert not (tmp_path / "export").exists()
 
 
-@dataclass(frozen=True)
-class SlowExport(WeightExport):
-    """Takes a second over the last tensor of layer 0, and writes nothing."""
-
-    def write(self, model: ModelConfig, weights: Iterable[NamedTensor]) -> None:
-        *_, last = (name for name in hf_shapes(model) if ".layers.0." in name)
-        for name, _ in weights:
-            if name == last:
-                time.sleep(1)
-                ahead = (self.directory.parent / "rank 1 has come to layer 1").exists()
-                assert not ahead, "its message waits, and its time runs"
+def write_slowly(export: WeightExport, model: ModelConfig, weights: Iterable[NamedTensor]) -> None:
+    """Take a second over the last tensor of layer 0, and write nothing."""
+    *_, last = (name for name in hf_shapes(model) if ".layers.0." in name)
+    for name, _ in weights:
+        if name == last:
+            time.sleep(1)
+            ahead = (export.directory.parent / "rank 1 has come to layer 1").exists()
+            assert not ahead, "its message waits, and its time runs"
 
 
 def export_with_faults(rank: int, port: int, directory: Path) -> list[str]:
@@ -125,7 +123,9 @@ def export_with_faults(rank: int, port: int, directory: Path) -> list[str]:
             return read(name)
 
         gathering.local.read = read_and_tell  # type: ignore[method-assign]
-    said.append(attempt(SlowExport(directory / "slow")))
+    # The process ends with this function.
+    gathered_export.write_export = write_slowly
+    said.append(attempt(WeightExport(directory / "slow")))
     distributed.shutdown()
     return said
 
