@@ -3,14 +3,6 @@
 import inspect
 
 from rl_loop.environments.base import Environment, Execute, RewardConfig, Task
-from rl_loop.environments.black_box import BlackBoxEnvironment
-from rl_loop.environments.gsm8k import Gsm8kEnvironment
-from rl_loop.environments.incident import IncidentEnvironment
-from rl_loop.environments.instructions import InstructionEnvironment
-from rl_loop.environments.mcp_tools import McpEnvironment
-from rl_loop.environments.openenv import OpenEnvEnvironment
-from rl_loop.environments.reasoning import ReasoningGymEnvironment
-from rl_loop.environments.retool import ReToolEnvironment
 from rl_loop.registry import Registry, subclass_of
 
 DEFAULT_ENVIRONMENT = "retool"
@@ -21,14 +13,15 @@ ENVIRONMENTS: Registry[type[Environment]] = Registry(
     expected="a subclass of Environment",
     accepts=subclass_of(Environment),
     entries={
-        "retool": ReToolEnvironment,
-        "gsm8k": Gsm8kEnvironment,
-        "instructions": InstructionEnvironment,
-        "incident": IncidentEnvironment,
-        "reasoning_gym": ReasoningGymEnvironment,
-        "black_box": BlackBoxEnvironment,
-        "mcp": McpEnvironment,
-        "openenv": OpenEnvEnvironment,
+        # Imported when a task or a configuration names them: clients of servers are slow to import.
+        "retool": "rl_loop.environments.retool:ReToolEnvironment",
+        "gsm8k": "rl_loop.environments.gsm8k:Gsm8kEnvironment",
+        "instructions": "rl_loop.environments.instructions:InstructionEnvironment",
+        "incident": "rl_loop.environments.incident:IncidentEnvironment",
+        "reasoning_gym": "rl_loop.environments.reasoning:ReasoningGymEnvironment",
+        "black_box": "rl_loop.environments.black_box:BlackBoxEnvironment",
+        "mcp": "rl_loop.environments.mcp_tools:McpEnvironment",
+        "openenv": "rl_loop.environments.openenv:OpenEnvEnvironment",
     },
 )
 
