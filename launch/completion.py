@@ -5,7 +5,6 @@ from pathlib import Path
 
 import typer
 
-from rl_loop.config.load import keys_of_command
 from rl_loop.config.shipped import shipped_names
 
 
@@ -24,6 +23,9 @@ def complete_config(ctx: typer.Context, incomplete: str) -> list[str]:
 
 def complete_override(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the keys that begin with what was typed, as ``KEY=``."""
+    # Nothing but this completes with the schema of configurations, which takes half a second.
+    from rl_loop.config.load import keys_of_command
+
     return [f"{key}=" for key in keys_of_command(_command_of(ctx)) if key.startswith(incomplete)]
 
 

@@ -6,7 +6,6 @@ import typer
 from typer import Option
 
 from launch.cli.arguments import ConfigFile, Overrides
-from rl_loop.config.load import load_run_config
 
 data = typer.Typer(
     no_args_is_help=True,
@@ -33,6 +32,7 @@ def data_preview(
     from rich.console import Console
 
     from launch.data_preview import print_preview
+    from rl_loop.config.load import load_run_config
     from rl_loop.session import open_conversations
 
     codec, opened = open_conversations(load_run_config(path, "sft", overrides))

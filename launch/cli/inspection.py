@@ -8,7 +8,6 @@ import typer
 from typer import Argument, Option
 
 from launch.cli.arguments import ConfigFile, OfSft, Overrides
-from rl_loop.config.load import load_rl_config, load_run_config
 
 
 def report(
@@ -70,6 +69,8 @@ def plan(
     """Say how the layout would run: the memory of a GPU in every phase, time, how layers
     communicate under context parallelism, and what rollouts that run ahead would bring. Exit code 1
     if the configuration does not fit."""
+    from rl_loop.config.load import load_rl_config, load_run_config
+
     rl = None if sft else load_rl_config(path, overrides)
     config = rl or load_run_config(path, "sft", overrides)
     from launch.gpus import planned_hardware
@@ -125,6 +126,8 @@ def doctor(
         print(f"rollout.engine.python={python}")
         return
     if engine is not None:
+        from rl_loop.config.load import load_rl_config
+
         config = load_rl_config(engine, overrides)
         from rl_loop.run import run_engine_report
 

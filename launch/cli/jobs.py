@@ -7,7 +7,6 @@ from typer import Argument, Option
 
 from launch.cli.arguments import ConfigFile, OfSft, Overrides
 from launch.cli.groups import GroupWithDefault
-from rl_loop.config.load import load_run_config
 
 launch = typer.Typer(
     cls=GroupWithDefault,
@@ -33,6 +32,7 @@ def launch_start(
     """Check the cluster, copy the code as it is now, and start the run. It resumes by itself."""
     from launch import submit
     from launch.cluster import load_cluster
+    from rl_loop.config.load import load_run_config
 
     cluster_config = load_cluster(cluster, nodes)
     config = load_run_config(path, "sft" if sft else "rl", overrides)

@@ -17,7 +17,6 @@ from launch.cli.arguments import (
     TrainingCommand,
 )
 from launch.cli.groups import print_failure
-from rl_loop.config.load import load_rl_config, load_run_config
 
 
 def train(
@@ -34,6 +33,7 @@ def train(
     overwrite."""
     from launch.output import outlive_output
     from launch.progress import TrainingProgress
+    from rl_loop.config.load import load_run_config
     from rl_loop.run import Interrupted
 
     config = load_run_config(path, command, overrides)
@@ -126,6 +126,8 @@ def evaluate(
 ) -> None:
     """avg@k, pass@k and maj@k with 95 % confidence intervals on the held-out tasks of CONFIG, by
     category."""
+    from rl_loop.config.load import load_rl_config
+
     config = load_rl_config(path, overrides)
     episodes_file = output or config.output_dir / f"{config.name}.evaluation.jsonl"
 
