@@ -33,9 +33,10 @@ from gptoss_kernels.sink_attention.reference import reference_backward, referenc
 from megatron_gptoss.context_parallel import (
     balanced_layout,
     candidates,
-    context_parallel_attention,
 )
+from megatron_gptoss.context_parallel.attention import context_parallel_attention
 from megatron_gptoss.context_parallel.cost_model import H200, AttentionShape
+from megatron_gptoss.context_parallel.token_order import rank_tokens
 
 HEADS, KV_HEADS, HEAD_SIZE = 64, 8, 64
 SCALE = HEAD_SIZE**-0.5
@@ -93,7 +94,7 @@ class Layer:
         self.split = split
         self.layout = balanced_layout((0, *accumulate(lengths)), split.size)
         self.cu_seqlens = torch.tensor(self.layout.offsets, dtype=torch.int32, device="cuda")
-        self.rank_tokens = self.layout.rank_tokens(dist.get_rank() % split.size).cuda()
+        self.rank_tokens = rank_tokens(self.layout, dist.get_rank() % split.size).cuda()
 
         generator = torch.Generator("cuda").manual_seed(0)
         q = self._random_rows(HEADS, generator)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from megatron_gptoss.context_parallel import ContextLayout, balanced_layout
+from megatron_gptoss.context_parallel.token_order import rank_tokens
 from megatron_gptoss.routes import unknown_route
 from megatron_gptoss.samples import ColumnError, TrainingSamples, check_route_array
 
@@ -93,7 +94,7 @@ class PackedBatch:
         """Take the tokens that one of ``size`` context-parallel ranks holds.
 
         ``cu_seqlens`` stays that of the whole row. Values of all ranks' tokens, concatenated, come
-        back into the order of the row through ``context_layout.inverse``.
+        back into the order of the row through ``inverse_order`` of ``context_layout``.
         """
         if size == 1:
             return self
@@ -101,7 +102,7 @@ class PackedBatch:
         # cu_seqlens is the one tensor that is not per token. It stays whole, because a query's keys
         # may be on other ranks: attention derives who needs what from the whole row.
         layout = self.context_layout_over(size)
-        tokens = layout.rank_tokens(rank).to(self.input_ids.device)
+        tokens = rank_tokens(layout, rank).to(self.input_ids.device)
         per_token = self._tensors()
         del per_token["cu_seqlens"]
         shard = {name: column[tokens] for name, column in per_token.items()}

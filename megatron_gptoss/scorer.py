@@ -11,6 +11,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from megatron_gptoss.context_parallel.token_order import inverse_order
 from megatron_gptoss.layers.adapted_vocabulary import AdaptedHead
 from megatron_gptoss.log_probs import gather_hidden_states, greedy_tokens, log_probs_and_entropy
 from megatron_gptoss.model import chunks_of
@@ -191,7 +192,7 @@ def gather_context_parallel(shards: list[Tensor], batches: Sequence[PackedBatch]
     for shard, batch in zip(shards, batches, strict=True):
         everyone = [torch.empty_like(shard) for _ in range(group.size())]
         dist.all_gather(everyone, shard.contiguous(), group=group)
-        order = batch.context_layout_over(group.size()).inverse.to(shard.device)
+        order = inverse_order(batch.context_layout_over(group.size())).to(shard.device)
         # [ranks * T / ranks] in the order of the ranks -> [T] in that of the row
         rows.append(torch.cat(everyone)[order])
     return rows

@@ -1,6 +1,7 @@
-"""Attention over tokens that several ranks share: exact, sinks included."""
+"""Attention over tokens that several ranks share: exact, sinks included.
 
-from megatron_gptoss.context_parallel.attention import context_parallel_attention
+What is imported here needs no torch, as a plan does without; ``attention`` and ``token_order`` do."""
+
 from megatron_gptoss.context_parallel.cost_model import AttentionShape, Machine, candidates
 from megatron_gptoss.context_parallel.layout import ContextLayout, balanced_layout
 
@@ -10,5 +11,4 @@ __all__ = [
     "Machine",
     "balanced_layout",
     "candidates",
-    "context_parallel_attention",
 ]

@@ -19,10 +19,9 @@ from gptoss_kernels.sink_attention.functional import (
     attention_forward,
 )
 from gptoss_kernels.sink_attention.layout import Segments
+from megatron_gptoss.context_parallel.head_groups import head_groups
 from megatron_gptoss.context_parallel.layout import ContextLayout
-
-GATHERED_BYTES = 34 << 20
-"""Keys and values that a rank gathers at a time: one kv head of 131,072 tokens in bf16."""
+from megatron_gptoss.context_parallel.token_order import inverse_order, row_indices
 
 
 @dataclass(frozen=True)
@@ -48,25 +47,6 @@ class HeadGroup:
     kv_heads: slice
     heads: slice
     """The query heads that share these kv heads."""
-
-
-def head_groups(tokens: int, kv_heads: int, bytes_per_token_and_head: int) -> list[slice]:
-    """Choose which kv heads are gathered together.
-
-    At least two groups where there are two kv heads, so that there is something to overlap with.
-
-    Args:
-        tokens: gathered from all ranks.
-        kv_heads: of the layer.
-        bytes_per_token_and_head: of a key and a value.
-    """
-    # The widest group that stays below GATHERED_BYTES, leaves two groups, and divides the heads:
-    # groups of equal width share one size of buffer.
-    most = max(1, GATHERED_BYTES // max(1, tokens * bytes_per_token_and_head))
-    widest = min(most, kv_heads // 2)
-    widths = [width for width in range(1, kv_heads + 1) if kv_heads % width == 0]
-    width = max(width for width in widths if width == 1 or width <= widest)
-    return [slice(first, first + width) for first in range(0, kv_heads, width)]
 
 
 class AllGatherAttention(torch.autograd.Function):
@@ -275,9 +255,9 @@ def _plan(layout: ContextLayout, rank: int, device: torch.device) -> GatherPlan:
     whole = [span for span in layout.spans[rank] if layout.is_whole(span)]
     split = [span for span in layout.spans[rank] if not layout.is_whole(span)]
 
-    # Where the keys of each split span are: in `order`, and from there among the gathered tokens,
+    # Where the keys of each split span are: in `token_order`, and from there among the gathered tokens,
     # of which each rank's first are `contributed` apart and not `tokens_per_rank`.
-    places = [layout.inverse[layout.row_indices(span._replace(start=0))] for span in split]
+    places = [inverse_order(layout)[row_indices(layout, span._replace(start=0))] for span in split]
     keys = torch.cat([*places, torch.empty(0, dtype=torch.int64)])
     owner = keys // layout.tokens_per_rank
     local = keys % layout.tokens_per_rank

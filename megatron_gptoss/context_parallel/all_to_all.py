@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from gptoss_kernels.sink_attention import sink_attention
 from gptoss_kernels.sink_attention.functional import AttentionSettings
 from megatron_gptoss.context_parallel.layout import ContextLayout
+from megatron_gptoss.context_parallel.token_order import inverse_order, token_order
 
 Exchange = Callable[[Tensor, ProcessGroup, ContextLayout], Tensor]
 
@@ -120,7 +121,8 @@ def _to_sequence(x: Tensor, group: ProcessGroup, layout: ContextLayout) -> Tenso
 
 
 def _permutations(layout: ContextLayout, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the layout's ``order`` and ``inverse`` on the device."""
+    """Return ``token_order`` and ``inverse_order`` on the device."""
     return layout.cached(
-        ("permutations", device), lambda: (layout.order.to(device), layout.inverse.to(device))
+        ("permutations", device),
+        lambda: (token_order(layout).to(device), inverse_order(layout).to(device)),
     )

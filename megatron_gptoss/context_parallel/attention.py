@@ -43,7 +43,7 @@ def context_parallel_attention(
     Every rank of the group calls it, with the same layout and settings.
 
     Args:
-        q: [tokens / size, heads, head_size], in the order of ``layout.rank_tokens(rank)``.
+        q: [tokens / size, heads, head_size], in the order of ``rank_tokens(layout, rank)``.
         k, v: [tokens / size, kv_heads, head_size], in the same order.
         sinks: [heads], the same on every rank.
         layout: which rank holds which tokens.

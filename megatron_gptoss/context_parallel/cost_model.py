@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import gcd
 
-from megatron_gptoss.context_parallel.all_gather import head_groups
+from megatron_gptoss.context_parallel.head_groups import head_groups
 from megatron_gptoss.context_parallel.layout import ContextLayout
 
 COLLECTIVE_SECONDS = 3e-5

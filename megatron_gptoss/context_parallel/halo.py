@@ -27,6 +27,7 @@ from gptoss_kernels.sink_attention.functional import (
 )
 from gptoss_kernels.sink_attention.layout import Segments
 from megatron_gptoss.context_parallel.layout import ContextLayout
+from megatron_gptoss.context_parallel.token_order import inverse_order, row_indices
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ def _plan(layout: ContextLayout, rank: int, window: int, device: torch.device) -
     share = layout.tokens_per_rank
     lengths = [span.tokens for span in layout.spans[rank]]
 
-    # What each rank needs, as places in `layout.order`; place // share is the rank that holds it.
+    # What each rank needs, as places in `token_order`; place // share is the rank that holds it.
     # Every rank derives this from the layout alone: who needs what is never asked for.
     needed = [_halo_tokens(layout, other, window) for other in range(layout.size)]
     sent = [tokens[tokens // share == rank] - rank * share for tokens in needed]
@@ -231,12 +232,12 @@ def _plan(layout: ContextLayout, rank: int, window: int, device: torch.device) -
 
 
 def _halo_tokens(layout: ContextLayout, rank: int, window: int) -> Tensor:
-    """Return where the halos of a rank's spans are in ``layout.order``, int64, span after span."""
+    """Return where the halos of a rank's spans are in ``token_order``, int64, span after span."""
     halos = []
     for span in layout.spans[rank]:
         halo = span._replace(start=max(0, span.start - window + 1), end=span.start)
         if halo.tokens > 0:
-            halos.append(layout.inverse[layout.row_indices(halo)])
+            halos.append(inverse_order(layout)[row_indices(layout, halo)])
     return _concatenate(halos)
 
 

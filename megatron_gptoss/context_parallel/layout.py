@@ -2,17 +2,14 @@
 
 Long sequences are cut into chunks, and a rank gets a chunk from the front and its mirror image
 from the back: with causal attention that is equal work (arXiv 2411.01783). Short ones stay whole.
-Positions travel with the tokens, so nothing depends on the order.
+Positions travel with the tokens, so nothing depends on the order. No torch here: a plan needs none.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
 
 CUT_FRACTIONS = (2, 4, 8, 16)
 """Sequences longer than the n-th part of a rank's tokens are cut; the first n that balances the
@@ -71,37 +68,16 @@ class ContextLayout:
         """Tokens of the longest sequence."""
         return max(end - start for start, end in pairwise(self.offsets))
 
-    @cached_property
-    def order(self) -> Tensor:
-        """int64 [tokens]: where rank 0's tokens, then rank 1's and so on, are in the row."""
-        return torch.cat([self.row_indices(span) for spans in self.spans for span in spans])
-
-    @cached_property
-    def inverse(self) -> Tensor:
-        """int64 [tokens]: for each token of the row, where it is in ``order``."""
-        return torch.empty_like(self.order).index_copy_(
-            0, self.order, torch.arange(len(self.order))
-        )
-
     def cached[T](self, key: Any, make: Callable[[], T]) -> T:
         """Return ``make()`` of the first call with this key."""
         if key not in self.plans:
             self.plans[key] = make()
         return self.plans[key]
 
-    def row_indices(self, span: Span) -> Tensor:
-        """Return where the span's tokens are in the row, int64."""
-        return torch.arange(span.start, span.end) + self.offsets[span.sequence]
-
     def is_whole(self, span: Span) -> bool:
         """Tell whether no other rank holds tokens of the span's sequence."""
         sequence_tokens = self.offsets[span.sequence + 1] - self.offsets[span.sequence]
         return span.tokens == sequence_tokens
-
-    def rank_tokens(self, rank: int) -> Tensor:
-        """Return which tokens of the row a rank holds, int64 [tokens / size]."""
-        first = rank * self.tokens_per_rank
-        return self.order[first : first + self.tokens_per_rank]
 
     def pairs(self, rank: int, window: int | None = None) -> int:
         """Count the pairs of a query and a key that a rank computes in one layer."""

@@ -14,7 +14,8 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from gptoss_kernels.sink_attention import sink_attention
-from megatron_gptoss.context_parallel import Machine, context_parallel_attention
+from megatron_gptoss.context_parallel import Machine
+from megatron_gptoss.context_parallel.attention import context_parallel_attention
 from megatron_gptoss.layers.no_sink import NO_SINK
 from megatron_gptoss.layers.rotary import RotaryEmbedding, apply_rotary
 from megatron_gptoss.packed_sequence import PackedSequence

@@ -20,9 +20,15 @@ from megatron_gptoss.context_parallel import (
     Machine,
     balanced_layout,
     candidates,
-    context_parallel_attention,
 )
+from megatron_gptoss.context_parallel.attention import context_parallel_attention
 from megatron_gptoss.context_parallel.cost_model import choose_scheme
+from megatron_gptoss.context_parallel.token_order import (
+    inverse_order,
+    rank_tokens,
+    row_indices,
+    token_order,
+)
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from tests.distributed import free_port, run_distributed
 
@@ -46,12 +52,12 @@ def test_every_token_is_on_one_rank_and_every_rank_has_equally_many(
 ) -> None:
     layout = layout_of(lengths, ranks)
     tokens = layout.offsets[-1]
-    assert all(len(layout.rank_tokens(rank)) == tokens // ranks for rank in range(ranks))
-    assert torch.equal(layout.order.sort().values, torch.arange(tokens))
-    assert torch.equal(layout.order[layout.inverse], torch.arange(tokens))
+    assert all(len(rank_tokens(layout, rank)) == tokens // ranks for rank in range(ranks))
+    assert torch.equal(token_order(layout).sort().values, torch.arange(tokens))
+    assert torch.equal(token_order(layout)[inverse_order(layout)], torch.arange(tokens))
     for rank, spans in enumerate(layout.spans):
         assert torch.equal(
-            torch.cat([layout.row_indices(span) for span in spans]), layout.rank_tokens(rank)
+            torch.cat([row_indices(layout, span) for span in spans]), rank_tokens(layout, rank)
         )
         for before, after in pairwise(spans):
             assert before.sequence != after.sequence or before.end < after.start, (
@@ -157,7 +163,7 @@ def compare_schemes(rank: int, ranks: int) -> dict[str, float]:
         sinks = torch.randn(HEADS)
 
         cu_seqlens = torch.tensor(layout.offsets)
-        part = layout.rank_tokens(rank)
+        part = rank_tokens(layout, rank)
         for window, scheme in CASES:
             whole = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
             out = sink_attention(

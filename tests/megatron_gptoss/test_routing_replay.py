@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from converters.live import load_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
+from megatron_gptoss.context_parallel.token_order import rank_tokens
 from megatron_gptoss.critic import ValueTrainer, make_critic
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import PackedBatch, RecordedRoutes, build_batch, pack
@@ -102,7 +103,7 @@ def local_tokens(batch: PackedBatch, column: torch.Tensor) -> torch.Tensor:
     size = parallel_state.get_context_parallel_world_size()
     if size > 1:
         layout = batch.context_layout_over(size)
-        column = column[layout.rank_tokens(parallel_state.get_context_parallel_rank())]
+        column = column[rank_tokens(layout, parallel_state.get_context_parallel_rank())]
     shares = column.chunk(parallel_state.get_tensor_model_parallel_world_size())
     return shares[parallel_state.get_tensor_model_parallel_rank()]
 
