@@ -1,0 +1,87 @@
+"""What the processes of a run have imported when they begin to work: every start waits for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+CONFIG = "configs/rl/tiny_retool.yaml"
+
+HEAVY = ("megatron", "transformers", "torch._dynamo", "sglang", "matplotlib", "pandas")
+"""What takes a second to import, or much of one."""
+
+DRIVER = """
+import os, sys
+from contextlib import nullcontext
+from pathlib import Path
+
+from launch.cli import app
+from ray import cloudpickle
+from rl_loop import session
+from rl_loop.rollout.pool import RolloutPool
+from rl_loop.trainer.rank_answers import RankPlace
+from rl_loop.trainer.ray_ranks import RayRanks
+
+arguments, heavy, worker = sys.argv[1].split(), sys.argv[2].split(), Path(sys.argv[3])
+
+def engines_are_waited_for(pool):
+    # All that a driver does before its first step is done.
+    made_of = (pool._worker_class, pool._settings, pool._engine_factory)
+    worker.write_bytes(cloudpickle.dumps(made_of))
+    print("heavy:", *[name for name in heavy if name in sys.modules], flush=True)
+    os._exit(0)
+
+# No Ray: what is imported does not depend on the actors.
+session.ray_session = lambda store_bytes: nullcontext()
+session.check_running_store = lambda need: None
+RayRanks.__init__ = lambda self, settings: None
+RayRanks.ready = lambda self: [RankPlace(0, True)]
+RolloutPool._create_worker = lambda self, index: None
+RolloutPool.ready = engines_are_waited_for
+app(arguments)
+"""
+
+WORKER = """
+import pickle, sys
+from pathlib import Path
+
+heavy = sys.argv[1].split()
+worker_class, settings, engine_factory = pickle.loads(Path(sys.argv[2]).read_bytes())
+
+import rl_loop.engines.sglang.engine
+print("heavy:", *[name for name in heavy if name in sys.modules])
+
+worker_class(settings, engine_factory, 1)
+print("heavy:", *[name for name in heavy if name in sys.modules])
+"""
+
+
+def heavy_imports(program: str, *arguments: str) -> list[list[str]]:
+    """Run a program and return which of HEAVY it had imported each time that it said so."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    said = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("heavy:")]
+    assert said, done.stdout
+    return said
+
+
+def test_a_driver_imports_nothing_heavy_and_a_worker_what_its_engine_needs(tmp_path: Path) -> None:
+    run = f"rl {CONFIG} initial_weights=null output_dir={tmp_path / 'runs'}"
+    worker = tmp_path / "worker"
+    assert heavy_imports(DRIVER, run, " ".join(HEAVY), str(worker)) == [[]]
+
+    # A client of servers needs none of it; a model of transformers comes with torch's compiler.
+    client, embedded = heavy_imports(WORKER, " ".join(HEAVY), str(worker))
+    assert client == []
+    assert embedded == ["transformers", "torch._dynamo"]
