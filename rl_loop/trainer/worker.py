@@ -1,5 +1,5 @@
-"""One trainer rank: everything that touches Megatron. A plain class, of which
-``trainer.ray_ranks`` makes Ray actors."""
+"""One trainer rank: everything that touches Megatron. A plain class, of which the actors of
+``trainer.ray_ranks`` make one each in their processes."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
