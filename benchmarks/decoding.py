@@ -72,6 +72,7 @@ QUANTIZED_WAYS = {
     "mxfp4": Variation(),
     "mxfp4_slow_routing": Variation(without_mends=("quick_routing",)),
     "mxfp4_slow_products": Variation(without_mends=("quick_products",)),
+    "mxfp4_slow_values": Variation(without_mends=("quick_values",)),
 }
 """The same with ``--quantization mxfp4``."""
 COMPARED_TOKENS = 512

@@ -226,7 +226,7 @@ class SglangConfig(EngineConfig):
             if not self.deterministic:
                 # Its gates can differ in the last bit from those of a prefill.
                 mends.append("quick_routing")
-            mends.append("quick_products")
+            mends += ["quick_products", "quick_values"]
         if not self.colocated:
             # Syncs of colocated servers find no request running.
             mends.append("quick_pause")

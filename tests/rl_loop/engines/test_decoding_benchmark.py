@@ -143,12 +143,14 @@ def test_every_way_but_bf16_packs_experts_and_a_mend_can_be_withheld(
         "mxfp4": True,
         "mxfp4_slow_routing": True,
         "mxfp4_slow_products": True,
+        "mxfp4_slow_values": True,
     }
     assert mends == {
         "bf16": "quick_pause",
-        "mxfp4": "mxfp4_experts,quick_routing,quick_products,quick_pause",
-        "mxfp4_slow_routing": "mxfp4_experts,quick_products,quick_pause",
-        "mxfp4_slow_products": "mxfp4_experts,quick_routing,quick_pause",
+        "mxfp4": "mxfp4_experts,quick_routing,quick_products,quick_values,quick_pause",
+        "mxfp4_slow_routing": "mxfp4_experts,quick_products,quick_values,quick_pause",
+        "mxfp4_slow_products": "mxfp4_experts,quick_routing,quick_values,quick_pause",
+        "mxfp4_slow_values": "mxfp4_experts,quick_routing,quick_products,quick_pause",
     }
 
 

@@ -491,7 +491,15 @@ def cut_rows(weights: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor],
     return {name: weights[name][:, 1:]}, r"gate_up_proj_blocks has torch.uint8 \[3, 383, 3, 16\]"
 
 
-@pytest.mark.parametrize("change", [change_dtype, send_bf16, cut_rows])
+def raise_a_scale(weights: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], str]:
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    weights[name][2, 7, 3] = 130
+    return {
+        name: weights[name]
+    }, "1.mlp.experts.down_proj_scales has the scale byte 130, .* up to 48;"
+
+
+@pytest.mark.parametrize("change", [change_dtype, send_bf16, cut_rows, raise_a_scale])
 def test_a_tensor_that_the_server_has_no_place_for_is_refused(change: Any) -> None:
     sent, message = change(packed_weights(1))
     synced = SyncedModel(ServedModel(MODEL))
@@ -565,7 +573,7 @@ def test_a_run_with_quantization_may_have_servers_with_packed_experts(tmp_path: 
     assert isinstance(engine, SglangConfig)
     assert (
         engine.environment["GPTOSS_SGLANG_MENDS"]
-        == "mxfp4_experts,quick_routing,quick_products,quick_pause"
+        == "mxfp4_experts,quick_routing,quick_products,quick_values,quick_pause"
     )
 
     description = engine.describe_model(MODEL, "bfloat16")
