@@ -30,6 +30,8 @@ MOE_CONFIGS = Path(__file__).parent / "moe_configs"
 """Settings of SGLang's mixture-of-experts kernel for GPT-OSS's shapes, by GPU; made by
 ``benchmarks/tune_moe.py``."""
 
+SMALLEST_PREFILL_GRAPH = 8
+"""Tokens; shorter prefills than half of it are rare."""
 ASLEEP_BYTES = 1_650_000_000
 """What a sleeping server of the 20B keeps on an H200: context, libraries, kernels, the buffers that
 CUDA graphs read. 1.62 GB (``benchmarks/server_memory.py``)."""
@@ -76,6 +78,10 @@ class SglangConfig(EngineConfig):
     ``quantization: mxfp4`` trains; for Hopper GPUs."""
     colocated: bool = False
     """Servers on the trainer's GPUs: they give their memory back while the trainer works."""
+    prefill_graph_tokens: int = Field(0, ge=0)
+    """Prefills of up to so many tokens, such as a tool's answer, run as CUDA graphs in colocated servers
+    with fa3, 512 for example; with 0 none do. Not measured yet. Other servers have SGLang's own
+    graphs."""
     start_seconds: float = Field(1200.0, gt=0)
     """Until then a started server must be healthy."""
     health_seconds: float = Field(30.0, gt=0)
@@ -91,7 +97,21 @@ class SglangConfig(EngineConfig):
             raise ValueError(
                 "colocated needs weight_sync cuda_ipc: NCCL has no ranks that share a GPU"
             )
+        self._check_prefill_graphs()
         return self
+
+    def _check_prefill_graphs(self) -> None:
+        if not self.prefill_graph_tokens:
+            return
+        if not self.colocated:
+            raise ValueError(
+                "prefill_graph_tokens is for colocated servers: others have SGLang's own graphs of prefills"
+            )
+        if self.attention_backend != "fa3" or self.deterministic:
+            raise ValueError(
+                "prefill_graph_tokens needs attention_backend fa3 without deterministic: other attention cannot be "
+                "captured with a prefix"
+            )
 
     def _check_packed_experts(self) -> None:
         names = {argument.partition("=")[0] for argument in self.arguments}
@@ -281,8 +301,7 @@ class SglangConfig(EngineConfig):
             # cached prefix.
             flags += ["--enable-deterministic-inference", "--disable-radix-cache"]
         if self.colocated:
-            # Prefill graphs cannot give their memory back, and take eleven seconds to capture.
-            flags += ["--enable-memory-saver", "--disable-prefill-cuda-graph"]
+            flags += ["--enable-memory-saver", *prefill_graph_options(self.prefill_graph_tokens)]
 
         words = [self.python, "-m", "sglang.launch_server"]
         for name, value in options.items():
@@ -317,6 +336,24 @@ class SglangConfig(EngineConfig):
             )
             fraction = static_fraction(fraction, its_gpus, needs)
         return ["--base-gpu-id", str(first), "--mem-fraction-static", f"{fraction:.4f}"]
+
+
+def prefill_graph_options(tokens: int) -> list[str]:
+    """Return the options of a server that gives its memory back, for prefills of up to ``tokens``.
+
+    SGLang's usual graphs of prefills, broken off at each attention, cannot give their memory back.
+    Whole ones can. A graph runs for at least half as many tokens as it is made for, so a size and its double
+    leave no gap.
+    """
+    if tokens == 0:
+        return ["--disable-prefill-cuda-graph"]
+    sizes = [tokens]
+    while sizes[0] > SMALLEST_PREFILL_GRAPH:
+        sizes.insert(0, sizes[0] // 2)
+    return [
+        *("--cuda-graph-backend-prefill", "full"),
+        *("--cuda-graph-bs-prefill", *map(str, sizes)),
+    ]
 
 
 def inherited_environment() -> dict[str, str]:
