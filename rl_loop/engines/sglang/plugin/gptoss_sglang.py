@@ -18,6 +18,8 @@
   processors instead of one (``gptoss_expert_products``).
 * ``quick_pause``: a pause by abort ends as soon as the last request has. SGLang looks once, and if
   anything runs then, again after a whole second.
+* ``quick_sampling``: tokens are sampled, and their log-probs computed, in one reading of the logits
+  (``gptoss_sampling``).
 """
 
 import asyncio
@@ -143,6 +145,13 @@ def pause_without_waiting() -> None:
     TokenizerManager.pause_generation = pause_at_once
 
 
+def sample_in_one_reading() -> None:
+    """Let servers sample in kernels of ours."""
+    import gptoss_sampling
+
+    gptoss_sampling.install()
+
+
 MENDS = {
     "triton_window": Mend(decode_with_whole_window, "use attention_backend fa3"),
     "sleeping_cache": Mend(free_cache_while_sleeping, "give servers GPUs of their own"),
@@ -150,4 +159,5 @@ MENDS = {
     "quick_routing": Mend(route_in_one_kernel),
     "quick_products": Mend(multiply_two_at_a_time),
     "quick_pause": Mend(pause_without_waiting),
+    "quick_sampling": Mend(sample_in_one_reading),
 }
