@@ -36,7 +36,9 @@ def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor, slice_logits:
 
 def draw(requests: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return logits that are a part of wider rows, temperatures that differ, and uniforms."""
-    logits = 4 * torch.randn(requests, vocabulary + 3)[:, :vocabulary]
+    wide = 4 * torch.randn(requests, vocabulary + 3)
+    wide[:, vocabulary:] = 50.0
+    logits = wide[:, :vocabulary]
     temperatures = 0.5 + torch.rand(requests)
     return logits, temperatures, torch.rand(requests, 2, dtype=torch.float64)
 
