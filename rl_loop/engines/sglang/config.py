@@ -65,8 +65,9 @@ class SglangConfig(EngineConfig):
     """The same tokens for the same seed whatever a request is batched with; slower, without prefix
     cache."""
     quick_sampling: bool = False
-    """Sample, and compute log-probs, in one reading of the logits instead of about 16 (docs/sglang.md). For
-    GPUs, not with ``deterministic``. Not tried on a GPU yet, so for comparisons only."""
+    """Sample, and compute log-probs, in one reading of the logits instead of some 16 passes
+    (docs/sglang.md). For GPUs, not with ``deterministic``. Not tried on a GPU yet, so for comparisons
+    only."""
     weight_sync: Literal["nccl", "cuda_ipc", "gloo", "shared_memory", "disk"] = "nccl"
     """How weights arrive: NCCL between GPUs, CUDA IPC within a GPU, gloo and shared_memory on
     CPUs, disk if the trainer can reach the servers by nothing but the run's directory."""
@@ -124,13 +125,13 @@ class SglangConfig(EngineConfig):
             return
         if self.deterministic:
             raise ValueError(
-                "rollout.engine.quick_sampling draws the tokens of a batch from one generator, and with deterministic "
-                "every request has a seed of its own: leave one of them out of rollout.engine"
+                "rollout.engine.quick_sampling draws the tokens of a batch from one generator, and with "
+                "deterministic every request has a seed of its own: leave one of them out of rollout.engine"
             )
         if "cpu" in self.arguments:
             raise ValueError(
-                "rollout.engine.quick_sampling is made of kernels for GPUs, and rollout.engine.arguments asks for "
-                "servers on CPUs: leave quick_sampling out"
+                "rollout.engine.quick_sampling is made of kernels for GPUs, and rollout.engine.arguments "
+                "asks for servers on CPUs: leave quick_sampling out"
             )
 
     @property

@@ -11,8 +11,8 @@ by these sums, reads that slice again and chooses a token of it. Each choice tak
 and goes along the running sum of the weights (inversion), so no noise is drawn for every token. The
 sums also give the log-probability.
 
-Weights are fp32, their running sums and the uniform numbers fp64: a probability is off by its fp32
-rounding, relative 1e-6, and by 2^-53, so that one of 1e-13 is still right to a thousandth.
+Weights are fp32, their running sums and the uniform numbers fp64: a token's probability is off by
+some millionths of itself, and by 2^-53, so that one of 1e-13 is still right to about a thousandth.
 ``torch.multinomial`` divides by exponential noise that on a GPU is no smaller than 2^-24 and comes in
 steps of about as much, so that it samples tokens below 1e-8 too seldom or never.
 
