@@ -66,6 +66,10 @@ class SglangConfig(EngineConfig):
     deterministic: bool = False
     """The same tokens for the same seed whatever a request is batched with; slower, without prefix
     cache."""
+    quick_sampling: bool = False
+    """Sample, and compute log-probs, in one reading of the logits instead of some 16 passes
+    (docs/sglang.md). For GPUs, not with ``deterministic``. Not tried on a GPU yet, so for comparisons
+    only."""
     weight_sync: Literal["nccl", "cuda_ipc", "gloo", "shared_memory", "disk"] = "nccl"
     """How weights arrive: NCCL between GPUs, CUDA IPC within a GPU, gloo and shared_memory on
     CPUs, disk if the trainer can reach the servers by nothing but the run's directory."""
@@ -93,6 +97,7 @@ class SglangConfig(EngineConfig):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_packed_experts()
+        self._check_sampling()
         if self.colocated and self.weight_sync == "nccl":
             raise ValueError(
                 "colocated needs weight_sync cuda_ipc: NCCL has no ranks that share a GPU"
@@ -133,6 +138,20 @@ class SglangConfig(EngineConfig):
             raise ValueError(
                 f"rollout.engine.quantization {self.quantization} has weight syncs on Hopper GPUs, and "
                 f"attention_backend {self.attention_backend} is for others: leave quantization out of rollout.engine"
+            )
+
+    def _check_sampling(self) -> None:
+        if not self.quick_sampling:
+            return
+        if self.deterministic:
+            raise ValueError(
+                "rollout.engine.quick_sampling draws the tokens of a batch from one generator, and with "
+                "deterministic every request has a seed of its own: leave one of them out of rollout.engine"
+            )
+        if "cpu" in self.arguments:
+            raise ValueError(
+                "rollout.engine.quick_sampling is made of kernels for GPUs, and rollout.engine.arguments "
+                "asks for servers on CPUs: leave quick_sampling out"
             )
 
     @property
@@ -250,6 +269,8 @@ class SglangConfig(EngineConfig):
         if not self.colocated:
             # Syncs of colocated servers find no request running.
             mends.append("quick_pause")
+        if self.quick_sampling:
+            mends.append("quick_sampling")
         return mends
 
     def describe_model(self, model: ModelConfig, dtype: str) -> dict[str, Any]:

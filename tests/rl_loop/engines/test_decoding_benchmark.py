@@ -108,7 +108,7 @@ def test_calls_that_took_seconds_longer_do_not_count(decoding: ModuleType) -> No
     assert steps == pytest.approx([0.02, 0.04, 0.02, 0.02, 0.06])
 
 
-def test_every_way_but_bf16_packs_experts_and_a_mend_can_be_withheld(
+def test_every_way_but_bf16_packs_experts_and_mends_can_be_withheld_and_added(
     decoding: ModuleType, tmp_path: Path
 ) -> None:
     servers = importlib.import_module("sglang_servers")
@@ -133,7 +133,7 @@ def test_every_way_but_bf16_packs_experts_and_a_mend_can_be_withheld(
     packed = {}
     mends = {}
     for name, variation in decoding.QUANTIZED_WAYS.items():
-        packs = name != decoding.PLAIN
+        packs = name not in decoding.BF16_WAYS
         way = decoding.prepare(name, variation, 0, options, config, tmp_path, packed=packs)
         packed[name] = way.packed
         mends[name] = way.server._environment[servers.MENDS]
@@ -141,6 +141,8 @@ def test_every_way_but_bf16_packs_experts_and_a_mend_can_be_withheld(
     assert packed == {
         "bf16": False,
         "mxfp4": True,
+        "bf16_quick_sampling": False,
+        "mxfp4_quick_sampling": True,
         "mxfp4_slow_routing": True,
         "mxfp4_slow_products": True,
         "mxfp4_slow_values": True,
@@ -151,6 +153,8 @@ def test_every_way_but_bf16_packs_experts_and_a_mend_can_be_withheld(
         "mxfp4_slow_routing": "mxfp4_experts,quick_products,quick_values,quick_pause",
         "mxfp4_slow_products": "mxfp4_experts,quick_routing,quick_values,quick_pause",
         "mxfp4_slow_values": "mxfp4_experts,quick_routing,quick_products,quick_pause",
+        "bf16_quick_sampling": "quick_pause,quick_sampling",
+        "mxfp4_quick_sampling": "mxfp4_experts,quick_routing,quick_products,quick_values,quick_pause,quick_sampling",
     }
 
 

@@ -20,6 +20,8 @@
   (``gptoss_expert_values``).
 * ``quick_pause``: a pause by abort ends as soon as the last request has. SGLang looks once, and if
   anything runs then, again after a whole second.
+* ``quick_sampling``: tokens are sampled, and their log-probs computed, in one reading of the logits
+  (``gptoss_sampling``).
 """
 
 import asyncio
@@ -152,6 +154,13 @@ def pause_without_waiting() -> None:
     TokenizerManager.pause_generation = pause_at_once
 
 
+def sample_in_one_reading() -> None:
+    """Let servers sample in kernels of ours."""
+    import gptoss_sampling
+
+    gptoss_sampling.install()
+
+
 MENDS = {
     "triton_window": Mend(decode_with_whole_window, "use attention_backend fa3"),
     "sleeping_cache": Mend(free_cache_while_sleeping, "give servers GPUs of their own"),
@@ -160,4 +169,5 @@ MENDS = {
     "quick_products": Mend(multiply_two_at_a_time),
     "quick_values": Mend(multiply_values_once),
     "quick_pause": Mend(pause_without_waiting),
+    "quick_sampling": Mend(sample_in_one_reading),
 }
