@@ -11,9 +11,9 @@ from megatron_gptoss.planning.parameter_counts import vocabulary_parameters
 
 EXPERT_SPREAD = 0.27
 """Standard deviation, relative to the mean, of what one expert gets of the tokens of all layers, where
-nothing balances the router. With it four ranks that have 8 of 32 experts each keep 10 % more than on
-average. On four H200 the fullest kept 2 to 9 % more, with 4, 8 and 24 layers, and 20 % where a
-micro-batch was one sequence of 32,768 tokens."""
+nothing balances the router. With it the fullest of four ranks that have 8 of 32 experts each keeps 10 %
+more than the mean. By how far peaks on four H200 were above what even loads would have taken, it was 2
+to 9 %, with 4, 8 and 24 layers, and 20 % where a micro-batch was one sequence of 32,768 tokens."""
 
 
 def expert_load(model: ModelConfig, parallel: ParallelConfig) -> float:

@@ -268,7 +268,7 @@ def test_measured_peaks_are_predicted_within_five_percent(
 
 
 def test_the_measured_peak_of_the_120b_on_two_gpus_is_predicted_within_three_percent() -> None:
-    """24 November 2026, without FlashAttention, whose values are 2.7 GB of the account."""
+    """24 November 2026, likely without FlashAttention; 2.7 GB of the account are values that it keeps."""
     inputs = inputs_of(GPT_OSS_120B, world_size=2, expert=2, recompute=("moe_act", "layernorm"))
     assert predict(inputs).total / 1e9 == pytest.approx(104.5, rel=0.03)
 
