@@ -15,6 +15,7 @@ from megatron_gptoss.families.registry import read_hf_config
 from megatron_gptoss.planning.memory_inputs import EngineMemory
 from rl_loop.engines.backend import EngineConfig, EngineUnavailable, ServerProcesses
 from rl_loop.engines.sglang.gpu_memory import (
+    PROCESS_GROUP_BYTES,
     WORKING_BYTES,
     ServerNeeds,
     settled_gpus,
@@ -172,9 +173,13 @@ class SglangConfig(EngineConfig):
     def memory_on_trainer_gpus(self) -> EngineMemory | None:
         if not self.colocated:
             return None
+
+        asleep = ASLEEP_BYTES
+        if self.tensor_parallel > 1:
+            asleep += PROCESS_GROUP_BYTES
         return EngineMemory(
             awake_fraction=self.memory_fraction,
-            asleep_bytes=ASLEEP_BYTES,
+            asleep_bytes=asleep,
             # A bucket in the server, and in the trainer the one that is sent and the next.
             sync_bytes=3 * self.bucket_bytes,
             working_bytes=WORKING_BYTES,
