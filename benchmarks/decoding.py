@@ -10,11 +10,13 @@ then one of them takes seconds longer, perhaps because a kernel is compiled for 
 Requests go through the rollouts' own client.
 
 With ``--quantization mxfp4`` the servers are ``bf16``, with our settings, and ``mxfp4``; ``--ways``
-adds ``mxfp4_slow_routing``, which routes and sums with triton_kernels' own kernels, and
-``mxfp4_slow_products``, whose expert products run one at a time on a processor. All get the same
-weights, the values of MXFP4, and are compared first: the log-probs of one text, and the experts
-that each chose for its tokens. With ``--apart`` each server has a GPU of its own, for models of which
-one GPU does not hold two.
+adds ``mxfp4_slow_routing``, which routes and sums with triton_kernels' own kernels,
+``mxfp4_slow_products``, whose expert products run one at a time on a processor, ``mxfp4_slow_values``,
+which multiplies every value twice, and ``bf16_quick_sampling`` and ``mxfp4_quick_sampling``, which
+sample in one reading of the logits (``rollout.engine.quick_sampling``). All get the same weights, the
+values of MXFP4, and are compared first: the log-probs of one text, and the experts that each chose for
+its tokens. With ``--apart`` each server has a GPU of its own, for models of which one GPU does not hold
+two.
 
 The limit is the bytes that a decoding step has to read, once, over the bandwidth that reading 4 GB
 reaches on this GPU: attention, router, the experts that the running requests are routed to
@@ -65,13 +67,17 @@ ROUTED_TOKENS = 16
 MOE_VARIABLE = "SGLANG_MOE_CONFIG_DIR"
 WAYS = {"as_it_comes": Variation(without_variables=(MOE_VARIABLE,)), "tuned": Variation()}
 """By name: how a server differs from ours."""
-PLAIN = "bf16"
-"""The way that keeps the values of MXFP4 in bf16; all others of ``QUANTIZED_WAYS`` pack them."""
+QUICK_SAMPLING = Variation(further_mends=("quick_sampling",))
+BF16_WAYS = ("bf16", "bf16_quick_sampling")
+"""The ways that keep the values of MXFP4 in bf16; all others of ``QUANTIZED_WAYS`` pack them."""
 QUANTIZED_WAYS = {
-    PLAIN: Variation(),
+    "bf16": Variation(),
     "mxfp4": Variation(),
     "mxfp4_slow_routing": Variation(without_mends=("quick_routing",)),
     "mxfp4_slow_products": Variation(without_mends=("quick_products",)),
+    "mxfp4_slow_values": Variation(without_mends=("quick_values",)),
+    "bf16_quick_sampling": QUICK_SAMPLING,
+    "mxfp4_quick_sampling": QUICK_SAMPLING,
 }
 """The same with ``--quantization mxfp4``."""
 COMPARED_TOKENS = 512
@@ -119,7 +125,7 @@ async def measure_decoding(options: argparse.Namespace, scratch: Path) -> None:
         # One after the other: a server takes its share of what is free when it starts.
         for name, variation in ways_of(options).items():
             gpu = len(ways) if options.apart else options.server_gpu
-            packed = options.quantization is not None and name != PLAIN
+            packed = options.quantization is not None and name not in BF16_WAYS
             ways.append(prepare(name, variation, gpu, options, config, scratch, packed=packed))
             emit("start", way=name, seconds=await wait_until_healthy(ways[-1].server))
         emit("weights", seconds=await send_random_weights(ways, options, config, scratch))

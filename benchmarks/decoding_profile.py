@@ -82,8 +82,11 @@ PLAIN = re.compile(r"at::native|at_cuda_detail|\bcub::|^triton_(poi|red|per)_|^M
 """Torch's own kernels and those that torch.compile makes."""
 COPY = re.compile(r"direct_copy_kernel|CatArray|^Memcpy ")
 """Those of ``PLAIN`` that copy."""
-BATCH = re.compile(r"alloc_decode|req_to_token|_kv_indices|_metadata_kernel|murmur_hash")
-"""SGLang's own kernels between two graphs."""
+BATCH = re.compile(
+    r"alloc_decode|req_to_token|_kv_indices|_metadata_kernel|murmur_hash"
+    r"|^_weigh_slices_kernel|^_choose_token_kernel"
+)
+"""Kernels between two graphs that are not torch's: SGLang's, and ours that sample (gptoss_sampling)."""
 
 LONGEST = 10
 """Kernels that are listed."""

@@ -1,16 +1,19 @@
 """Sampled tokens per second under a load like a rollout's: ``python benchmarks/sglang.py rollouts``.
 
     python benchmarks/sglang.py --layers 24 rollouts --running 64 --rounds 3
-    python benchmarks/sglang.py --layers 24 rollouts --quantization mxfp4 --ways tuned gathered_8 gathered_16
+    python benchmarks/sglang.py --layers 24 rollouts --quantization mxfp4 --ways tuned prefill_graphs gathered_8
 
 ``--running`` episodes go on at a time. A turn samples ``--tokens`` tokens on average (geometric), a
 tool takes a while (exponential) and answers with a few, and after eight turns a new episode with a new
 prompt takes its place. So turns end one by one, and every continuation is a prefill of a few tokens,
 for which a server interrupts the decoding of all others.
 
-SGLang can wait until several continuations have come. ``gathered_N`` waits for N decoding steps at most,
-and no longer than until a quarter as many requests wait as run; ``mixed`` decodes in the same pass
-that prefills, without a CUDA graph; ``tuned`` is what servers have by themselves.
+``tuned`` is what colocated servers have by themselves: a prefill is no CUDA graph, and takes longer than a
+decoding step. In ``prefill_graphs`` small ones are (``rollout.engine.prefill_graph_tokens``), in
+``broken_graphs`` the graphs are broken off at each attention, as SGLang has them where servers keep their
+memory. SGLang can also wait until several continuations have come. ``gathered_N`` waits for N decoding steps
+at most, and no longer than until a quarter as many requests wait as run; ``mixed`` decodes in the same pass
+that prefills, without a CUDA graph.
 
 Servers with the same random weights share one GPU, and rounds go to them in turn. A round's rate is of
 the turns that ended in ``--seconds``, behind some that only fill the server.
@@ -41,6 +44,7 @@ from sglang_servers import Variation, model_config, wait_until_healthy
 
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.engines.protocol import GenerateRequest, SamplingParams
+from rl_loop.engines.sglang.config import prefill_graph_options
 
 
 def gathered(passes: int) -> Variation:
@@ -54,8 +58,19 @@ def gathered(passes: int) -> Variation:
     )
 
 
+GRAPH_TOKENS = 512
+"""Prefills of up to so many tokens are CUDA graphs in the ways that have them."""
+PREFILL_GRAPHS = Variation(arguments=tuple(prefill_graph_options(GRAPH_TOKENS)))
+BROKEN_GRAPHS = Variation(
+    arguments=(
+        *("--cuda-graph-backend-prefill", "breakable"),
+        *("--cuda-graph-max-bs-prefill", str(GRAPH_TOKENS)),
+    )
+)
 WAYS = {
     "tuned": Variation(),
+    "prefill_graphs": PREFILL_GRAPHS,
+    "broken_graphs": BROKEN_GRAPHS,
     "gathered_8": gathered(8),
     "gathered_16": gathered(16),
     "mixed": Variation(arguments=("--enable-mixed-chunk",)),

@@ -29,6 +29,8 @@ class Variation:
     """Of its environment."""
     without_mends: tuple[str, ...] = ()
     """Of SGLang, by the plugin."""
+    further_mends: tuple[str, ...] = ()
+    """That a server gets only if its settings ask for them."""
     arguments: tuple[str, ...] = ()
     """Further ones of its command."""
 
@@ -104,9 +106,15 @@ def make_server(
     ``variation``: what of the settings' environment it does not get. Its arguments are among those of
     ``settings``.
     """
+    on_gpu = options.device != "cpu"
+    if on_gpu:
+        # Of the settings and not of the process alone: its share of memory is of what is free where it
+        # runs, and this process may see other GPUs first.
+        own_gpus = {"CUDA_VISIBLE_DEVICES": ",".join(server_gpus(options))}
+        settings = settings.model_copy(update={"env": own_gpus | settings.env})
+
     hf_config = settings.describe_model(config, "bfloat16")
     (directory / "config.json").write_text(json.dumps(hf_config))
-    on_gpu = options.device != "cpu"
     full_command = settings.command(
         0,
         directory,
@@ -120,16 +128,15 @@ def make_server(
         return [word for word in words if word.removeprefix("--") not in options.without]
 
     environment = {"OMP_NUM_THREADS": "4"}
-    if on_gpu:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(server_gpus(options))
-    else:
+    if not on_gpu:
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
     environment |= settings.environment
     for name in variation.without_variables:
         environment.pop(name, None)
-    if variation.without_mends:
+    if variation.without_mends or variation.further_mends:
         mends = environment[MENDS].split(",")
-        environment[MENDS] = ",".join(mend for mend in mends if mend not in variation.without_mends)
+        mends = [mend for mend in mends if mend not in variation.without_mends]
+        environment[MENDS] = ",".join([*mends, *variation.further_mends])
     return SglangServer(command, environment, log, health_seconds=60)
 
 

@@ -13,7 +13,6 @@ from megatron_gptoss.config import (
     ParallelConfig,
     Quantization,
 )
-from megatron_gptoss.planning.activation_memory import EXPERT_LOAD, expert_load
 from megatron_gptoss.planning.flops import forward_flops, training_flops
 from megatron_gptoss.planning.parameter_counts import (
     MXFP4_BYTES,
@@ -48,6 +47,10 @@ MERGE_OVERHEAD = {"bf16": 15, "mxfp4": 17}
 """What else the kernel does for a value, in the time of so many multiply-adds: waiting for memory,
 unpacking the base, with the steps of an MXFP4 code, scaling and adding the update, rounding. From
 the same runs: both matrices of the experts together, at ranks 8 and 32, are predicted within 8 %."""
+EXPERT_LOAD = 1.1
+"""Tokens that the fullest expert-parallel rank gets in a layer, relative to the mean; ARITHMETIC and
+what follows it were fitted with it. Not what a rank keeps of all layers (``expert_load`` of
+``activation_memory``): the fullest rank of every layer is waited for."""
 HOST_BANDWIDTH = 50e9
 """Bytes per second between a GPU and host memory, each way: PCIe 5 at 80 %. Assumed, not
 measured."""
@@ -295,7 +298,8 @@ def _factor_gradient_seconds(
     values = parallel.tensor * local_tokens * width
 
     if "experts" in targets:
-        rows = local_tokens * model.experts_per_token * expert_load(parallel)
+        load = EXPERT_LOAD if parallel.expert > 1 else 1.0
+        rows = local_tokens * model.experts_per_token * load
         values += rows * (2 * model.hidden_size + 3 * model.intermediate_size)
     return 2 * 2 * values / MEMORY_BANDWIDTH
 

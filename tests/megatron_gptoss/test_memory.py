@@ -17,6 +17,11 @@ from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.layers.transformer_engine_block import NoRecomputeLayer
 from megatron_gptoss.out_of_memory import out_of_memory_explained
 from megatron_gptoss.planning import memory
+from megatron_gptoss.planning.activation_memory import (
+    EXPERT_SPREAD,
+    activation_bytes,
+    expert_load,
+)
 from megatron_gptoss.planning.memory import (
     account,
     fits,
@@ -316,6 +321,42 @@ def chunk_parameters(
             mark(parameter, allreduce=not is_apart)
             parameters.append(parameter)
     return parameters
+
+
+@pytest.mark.parametrize(("ranks", "experts"), [(2, 32), (2, 128), (4, 32), (8, 32), (64, 128)])
+def test_the_fullest_rank_of_experts_is_that_of_loads_that_were_drawn(
+    ranks: int, experts: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    loads = 1 + EXPERT_SPREAD * torch.randn(20_000, experts, generator=generator)
+    of_ranks = loads.view(len(loads), ranks, -1).mean(-1)
+    # In every draw all ranks together have all tokens.
+    fullest = float((of_ranks.amax(-1) / of_ranks.mean(-1)).mean())
+
+    model = GptOssModelConfig(num_layers=4, num_experts=experts)
+    load = expert_load(model, ParallelConfig(world_size=ranks, expert=ranks))
+    assert load - 1 == pytest.approx(fullest - 1, rel=0.06)
+    assert expert_load(model, ParallelConfig(world_size=ranks)) == 1
+
+
+def test_activations_of_experts_are_those_of_the_fullest_rank() -> None:
+    parallel = ParallelConfig(world_size=4, expert=4, recompute=("moe_act", "layernorm"))
+    alone = parallel.model_copy(update={"expert": 1})
+    rows = 4 * (2880 + 2 * 2880)
+    uneven = activation_bytes(GPT_OSS_20B, parallel) - activation_bytes(GPT_OSS_20B, alone)
+    assert uneven == pytest.approx(2 * rows * (expert_load(GPT_OSS_20B, parallel) - 1))
+    assert expert_load(GPT_OSS_20B, parallel) == pytest.approx(1.1, abs=0.005)
+
+
+def test_every_tensor_parallel_rank_has_the_hidden_states_of_all_tokens() -> None:
+    """Where the output layer needs most: few experts' values, and a small vocabulary."""
+    model = GPT_OSS_20B.model_copy(update={"vocab_size": 4096, "intermediate_size": 64})
+    alone, halves = (
+        predict(MemoryInputs(model, layout, OptimizerConfig(), 16_384)).working
+        for layout in (ParallelConfig(), ParallelConfig(world_size=2, tensor=2))
+    )
+    # Half of the residual, and all of what is gathered and its gradient.
+    assert alone - halves == 2 * (16_384 / 2) * 2880
 
 
 def test_offloaded_state_is_counted_on_the_host_and_in_parts_on_the_gpu() -> None:

@@ -9,9 +9,11 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -20,6 +22,7 @@ import torch
 
 from converters.hf_directory import HfDirectory
 from converters.merge_adapter import merge_adapter
+from megatron_gptoss.checkpoint import gathered_state
 from megatron_gptoss.user_error import UserError
 from rl_loop.canary import CanaryError, check_canary
 from rl_loop.config.errors import ConfigError
@@ -32,6 +35,8 @@ from rl_loop.rollout.group_stream import GroupRequest
 from rl_loop.run import Interrupted, run_engine_report, run_rl, run_sft
 from rl_loop.session import build_rollouts, build_tasks, build_trainer
 from rl_loop.tracking.run_directory import read_json_lines
+from rl_loop.trainer.ray_ranks import RankDied
+from rl_loop.trainer.worker import TrainerWorker
 from tests.forked_workers import local_ray
 from tests.waiting import wait_until
 
@@ -339,6 +344,51 @@ def test_after_its_first_update_a_rank_searches_little_for_garbage(tmp_path: Pat
         assert searched() < 0.05 * before
     finally:
         trainer.close()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_in_a_gather_is_named_and_the_one_that_waits_for_it_ends(
+    victim: int, tmp_path: Path
+) -> None:
+    """As optimizer state is gathered for a checkpoint on GPUs. NCCL does not see that a rank has gone:
+    without the driver the other one would wait for ten minutes."""
+
+    def gather_before_saving(worker: TrainerWorker, is_victim: bool) -> None:
+        def gather(shard: torch.Tensor, *arguments: object, **options: object) -> None:
+            if is_victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+            threading.Event().wait()
+
+        def start(*arguments: object) -> None:
+            gathered_state.dist.gather = gather
+            torch.cuda.current_device = lambda: torch.device("cpu")
+            bucket = SimpleNamespace(param_to_index={})
+            gathered_state._gather_parameters(torch.zeros(8), bucket, torch.distributed.group.WORLD)
+
+        # The optimizer of CPUs is not distributed, and has nothing to gather.
+        writer, _ = worker._saved[0]
+        writer.start = start
+
+    overrides = [*SMALL, f"output_dir={tmp_path}", "parallel.world_size=2"]
+    trainer = build_trainer(load_config(CONFIGS / "sft/tiny_retool.yaml", SftConfig, overrides))
+    try:
+        trainer.ready()
+        actors = trainer.ranks.actors
+        processes = []
+        for rank, actor in enumerate(actors):
+            ray.get(actor.__ray_call__.remote(gather_before_saving, rank == victim))
+            pid = ray.get(actor.__ray_call__.remote(lambda worker: os.getpid()))
+            processes.append(psutil.Process(pid))
+
+        began = time.monotonic()
+        with pytest.raises(RankDied, match=rf"^trainer rank {victim} on .* died: "):
+            trainer.save(1, {}, block=True)
+        assert time.monotonic() - began < 30
+        assert processes[1 - victim].is_running(), "it still waits"
+    finally:
+        trainer.close()
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert not alive
 
 
 def test_a_killed_rollout_worker_loses_no_episode(tmp_path: Path) -> None:

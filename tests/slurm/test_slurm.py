@@ -144,7 +144,10 @@ def test_a_killed_rank_of_a_heterogeneous_job_is_the_first_error_within_a_minute
         lambda: scraped.exists() and len(json.loads(scraped.read_text() or "[{}]")[0].get("targets", [])) >= 3,
         "every node in the list for Prometheus", seconds=30, run=run,
     )  # fmt: skip
-    assert len(ray_actors("RolloutWorker", run, "n3")) == 2
+    lab.until(
+        lambda: len(ray_actors("RolloutWorker", run, "n3")) == 2,
+        "both rollout workers on n3", seconds=30, run=run,
+    )  # fmt: skip
 
     (rank,) = ray_actors("TrainerProcess", run, "n2")
     rank.kill()

@@ -15,6 +15,7 @@ from megatron_gptoss.families.registry import read_hf_config
 from megatron_gptoss.planning.memory_inputs import EngineMemory
 from rl_loop.engines.backend import EngineConfig, EngineUnavailable, ServerProcesses
 from rl_loop.engines.sglang.gpu_memory import (
+    PROCESS_GROUP_BYTES,
     WORKING_BYTES,
     ServerNeeds,
     settled_gpus,
@@ -30,6 +31,8 @@ MOE_CONFIGS = Path(__file__).parent / "moe_configs"
 """Settings of SGLang's mixture-of-experts kernel for GPT-OSS's shapes, by GPU; made by
 ``benchmarks/tune_moe.py``."""
 
+SMALLEST_PREFILL_GRAPH = 8
+"""Tokens; shorter prefills than half of it are rare."""
 ASLEEP_BYTES = 1_650_000_000
 """What a sleeping server of the 20B keeps on an H200: context, libraries, kernels, the buffers that
 CUDA graphs read. 1.62 GB (``benchmarks/server_memory.py``)."""
@@ -64,6 +67,10 @@ class SglangConfig(EngineConfig):
     deterministic: bool = False
     """The same tokens for the same seed whatever a request is batched with; slower, without prefix
     cache."""
+    quick_sampling: bool = False
+    """Sample, and compute log-probs, in one reading of the logits instead of some 16 passes
+    (docs/sglang.md). For GPUs, not with ``deterministic``. Not tried on a GPU yet, so for comparisons
+    only."""
     weight_sync: Literal["nccl", "cuda_ipc", "gloo", "shared_memory", "disk"] = "nccl"
     """How weights arrive: NCCL between GPUs, CUDA IPC within a GPU, gloo and shared_memory on
     CPUs, disk if the trainer can reach the servers by nothing but the run's directory."""
@@ -76,6 +83,10 @@ class SglangConfig(EngineConfig):
     ``quantization: mxfp4`` trains; for Hopper GPUs."""
     colocated: bool = False
     """Servers on the trainer's GPUs: they give their memory back while the trainer works."""
+    prefill_graph_tokens: int = Field(0, ge=0)
+    """Prefills of up to so many tokens, such as a tool's answer, run as CUDA graphs in colocated servers
+    with fa3, 512 for example; with 0 none do. Not measured yet. Other servers have SGLang's own
+    graphs."""
     start_seconds: float = Field(1200.0, gt=0)
     """Until then a started server must be healthy."""
     health_seconds: float = Field(30.0, gt=0)
@@ -87,11 +98,26 @@ class SglangConfig(EngineConfig):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_packed_experts()
+        self._check_sampling()
         if self.colocated and self.weight_sync == "nccl":
             raise ValueError(
                 "colocated needs weight_sync cuda_ipc: NCCL has no ranks that share a GPU"
             )
+        self._check_prefill_graphs()
         return self
+
+    def _check_prefill_graphs(self) -> None:
+        if not self.prefill_graph_tokens:
+            return
+        if not self.colocated:
+            raise ValueError(
+                "prefill_graph_tokens is for colocated servers: others have SGLang's own graphs of prefills"
+            )
+        if self.attention_backend != "fa3" or self.deterministic:
+            raise ValueError(
+                "prefill_graph_tokens needs attention_backend fa3 without deterministic: other attention cannot be "
+                "captured with a prefix"
+            )
 
     def _check_packed_experts(self) -> None:
         names = {argument.partition("=")[0] for argument in self.arguments}
@@ -115,6 +141,20 @@ class SglangConfig(EngineConfig):
                 f"attention_backend {self.attention_backend} is for others: leave quantization out of rollout.engine"
             )
 
+    def _check_sampling(self) -> None:
+        if not self.quick_sampling:
+            return
+        if self.deterministic:
+            raise ValueError(
+                "rollout.engine.quick_sampling draws the tokens of a batch from one generator, and with "
+                "deterministic every request has a seed of its own: leave one of them out of rollout.engine"
+            )
+        if "cpu" in self.arguments:
+            raise ValueError(
+                "rollout.engine.quick_sampling is made of kernels for GPUs, and rollout.engine.arguments "
+                "asks for servers on CPUs: leave quick_sampling out"
+            )
+
     @property
     def packs_experts(self) -> bool:
         return self.quantization is not None
@@ -133,9 +173,13 @@ class SglangConfig(EngineConfig):
     def memory_on_trainer_gpus(self) -> EngineMemory | None:
         if not self.colocated:
             return None
+
+        asleep = ASLEEP_BYTES
+        if self.tensor_parallel > 1:
+            asleep += PROCESS_GROUP_BYTES
         return EngineMemory(
             awake_fraction=self.memory_fraction,
-            asleep_bytes=ASLEEP_BYTES,
+            asleep_bytes=asleep,
             # A bucket in the server, and in the trainer the one that is sent and the next.
             sync_bytes=3 * self.bucket_bytes,
             working_bytes=WORKING_BYTES,
@@ -226,10 +270,12 @@ class SglangConfig(EngineConfig):
             if not self.deterministic:
                 # Its gates can differ in the last bit from those of a prefill.
                 mends.append("quick_routing")
-            mends.append("quick_products")
+            mends += ["quick_products", "quick_values"]
         if not self.colocated:
             # Syncs of colocated servers find no request running.
             mends.append("quick_pause")
+        if self.quick_sampling:
+            mends.append("quick_sampling")
         return mends
 
     def describe_model(self, model: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -281,8 +327,7 @@ class SglangConfig(EngineConfig):
             # cached prefix.
             flags += ["--enable-deterministic-inference", "--disable-radix-cache"]
         if self.colocated:
-            # Prefill graphs cannot give their memory back, and take eleven seconds to capture.
-            flags += ["--enable-memory-saver", "--disable-prefill-cuda-graph"]
+            flags += ["--enable-memory-saver", *prefill_graph_options(self.prefill_graph_tokens)]
 
         words = [self.python, "-m", "sglang.launch_server"]
         for name, value in options.items():
@@ -317,6 +362,24 @@ class SglangConfig(EngineConfig):
             )
             fraction = static_fraction(fraction, its_gpus, needs)
         return ["--base-gpu-id", str(first), "--mem-fraction-static", f"{fraction:.4f}"]
+
+
+def prefill_graph_options(tokens: int) -> list[str]:
+    """Return the options of a server that gives its memory back, for prefills of up to ``tokens``.
+
+    SGLang's usual graphs of prefills, broken off at each attention, cannot give their memory back.
+    Whole ones can. A graph runs for at least half as many tokens as it is made for, so a size and its double
+    leave no gap.
+    """
+    if tokens == 0:
+        return ["--disable-prefill-cuda-graph"]
+    sizes = [tokens]
+    while sizes[0] > SMALLEST_PREFILL_GRAPH:
+        sizes.insert(0, sizes[0] // 2)
+    return [
+        *("--cuda-graph-backend-prefill", "full"),
+        *("--cuda-graph-bs-prefill", *map(str, sizes)),
+    ]
 
 
 def inherited_environment() -> dict[str, str]:

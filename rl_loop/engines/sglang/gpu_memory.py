@@ -29,9 +29,18 @@ WORKING_BYTES = 6_500_000_000
 """What SGLang takes besides weights and key/value cache: CUDA graphs of up to 256 requests, the
 activations of 8,192 tokens of prefill, logits of a text of 4,096 that is scored, the table of
 requests. 6.38 GB of the 20B on an H200 (``benchmarks/server_memory.py``)."""
-PACKED_BYTES_PER_VALUE = 17 / 32 * 1.03
-"""Of MXFP4: 32 codes and a scale, and what layouts for Hopper add. Rows of 1,440 bytes become 1,472
-and 5,760 or 2,880 rows of scales 5,888 or 3,072: 2.6 % more for the 20B."""
+PROCESS_GROUP_BYTES = 900_000_000
+"""What the process groups of a server with tensor parallelism take of each of its GPUs, before SGLang
+looks what is free: NCCL's buffers, and 82 MB of SGLang's own all-reduce. Two ranks on two H200 logged
+1.15 GB for them, and had about 1.7 with their contexts, where one rank has 0.75."""
+FUSED_TOKENS = 2048
+"""The most tokens of a batch whose sums over ranks FlashInfer fuses with the norm behind them
+(``FUSE_ALLREDUCE_MAX_BATCH_SIZE`` of ``srt/layers/communicator.py``)."""
+BLOCK = 32
+"""Values of MXFP4 that share a scale."""
+PACKED_LOADING_BYTES = 250_000_000
+"""What SGLang counts among MXFP4 weights besides these, as rounding of torch's allocator: 0.29 GB of the
+20B with one rank, 0.21 with two."""
 USEFUL_CACHE_TOKENS = 65_536
 """A server whose key/value cache has room for fewer tokens is a mistake."""
 WINDOWED_CACHE_SHARE = 0.8
@@ -85,6 +94,10 @@ class ServerNeeds:
     weights: int
     cache: int
     """The smallest useful key/value cache."""
+    context: int = CONTEXT_BYTES
+    """What its process has before SGLang looks what is free."""
+    working: int = WORKING_BYTES
+    """What SGLang takes besides weights and cache."""
 
     @classmethod
     def of(
@@ -100,29 +113,62 @@ class ServerNeeds:
         # With more GPUs than key/value heads, several GPUs have the same head.
         heads_shared = min(tensor_parallel, model.num_key_value_heads)
         per_token = layers * 2 * model.key_size * element / heads_shared
-        weights = model.num_parameters * element
+        weights = model.num_parameters * element // tensor_parallel
         if packed:
-            values = packed_values(model)
-            weights += math.ceil(values * PACKED_BYTES_PER_VALUE) - values * element
+            weights -= _expert_values(model) * element // tensor_parallel
+            weights += packed_expert_bytes(model, tensor_parallel) + PACKED_LOADING_BYTES
+
+        context = CONTEXT_BYTES
+        working = WORKING_BYTES
+        if tensor_parallel > 1:
+            context += PROCESS_GROUP_BYTES
+            working += _fused_all_reduce_bytes(model, tensor_parallel)
         return cls(
-            weights=weights // tensor_parallel,
+            weights=weights,
             cache=math.ceil(USEFUL_CACHE_TOKENS * per_token),
+            context=context,
+            working=working,
         )
 
     @property
     def all(self) -> int:
         """Everything that the server holds awake."""
-        return self.weights + self.cache + WORKING_BYTES + CONTEXT_BYTES
+        return self.weights + self.cache + self.working + self.context
 
 
-def packed_values(model: ModelConfig) -> int:
+def packed_expert_bytes(model: ModelConfig, tensor_parallel: int) -> int:
+    """Count a rank's MXFP4 experts in the layouts that the plugin writes (``gptoss_hopper_layout``).
+
+    They are not a share of the whole: SGLang pads what a rank has of the intermediate size to
+    multiples of 64, and the layout pads once more. 5.35 GB on each of two ranks of the 20B, where one
+    has 10.39.
+    """
+    inner = _round_up_to(math.ceil(model.intermediate_size / tensor_parallel), 64)
+    matrices = [(2 * inner, model.hidden_size), (model.hidden_size, inner)]
+    of_expert = sum(_packed_matrix_bytes(rows, inputs) for rows, inputs in matrices)
+    return model.num_layers * model.num_experts * of_expert
+
+
+def _packed_matrix_bytes(rows: int, inputs: int) -> int:
+    values = _round_up_to(rows, 64) * _round_up_to(inputs // 2, 64)
+    scales = _round_up_to(rows, 256) * _round_up_to(math.ceil(inputs / BLOCK), 2)
+    return values + scales
+
+
+def _expert_values(model: ModelConfig) -> int:
     """Count the weights that MXFP4 packs."""
-    # Need torch, which reading a configuration does not.
-    from converters.hf_layouts import is_expert_matrix
-    from converters.names import hf_shapes
+    return model.num_layers * model.num_experts * 3 * model.intermediate_size * model.hidden_size
 
-    shapes = (shape for name, shape in hf_shapes(model).items() if is_expert_matrix(name))
-    return sum(map(math.prod, shapes))
+
+def _fused_all_reduce_bytes(model: ModelConfig, tensor_parallel: int) -> int:
+    """Count FlashInfer's buffers for sums over ranks that are fused with a norm.
+
+    There are two sets, one behind attention and one behind the experts. A set has four times what all
+    ranks add up, in bf16: one buffer, and three that take turns
+    (``trtllm_create_ipc_workspace_for_all_reduce_fusion``).
+    """
+    summands = 2 * tensor_parallel * FUSED_TOKENS * model.hidden_size
+    return 2 * 4 * summands
 
 
 def static_fraction(fraction: float, gpus: Sequence[GpuMemory], needs: ServerNeeds) -> float:
@@ -158,7 +204,7 @@ def static_fraction(fraction: float, gpus: Sequence[GpuMemory], needs: ServerNee
             f"{KEY}: {fraction:g} of {gpu.name} is {_gb(share)}, and only {_gb(gpu.free)} of "
             f"{_gb(gpu.total)} are free: set {least:.2f} to {most:.2f}"
         )
-    return (share - CONTEXT_BYTES - WORKING_BYTES) / (gpu.free - CONTEXT_BYTES)
+    return (share - needs.context - needs.working) / (gpu.free - needs.context)
 
 
 def memory_fault(log: str, fraction: float) -> str | None:
@@ -183,13 +229,17 @@ def memory_fault(log: str, fraction: float) -> str | None:
 def _needs_in_words(needs: ServerNeeds) -> str:
     return (
         f"weights {_gb(needs.weights)}, a cache of {USEFUL_CACHE_TOKENS:,} tokens "
-        f"{_gb(needs.cache)}, graphs and activations {_gb(WORKING_BYTES)}, context "
-        f"{_gb(CONTEXT_BYTES)}"
+        f"{_gb(needs.cache)}, graphs and activations {_gb(needs.working)}, context "
+        f"{_gb(needs.context)}"
     )
 
 
 def _round_up(fraction: float) -> float:
     return math.ceil(fraction * 100) / 100
+
+
+def _round_up_to(number: int, multiple: int) -> int:
+    return math.ceil(number / multiple) * multiple
 
 
 def _gb(number: float) -> str:

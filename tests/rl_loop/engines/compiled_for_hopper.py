@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,3 +57,17 @@ def compile_kernel(kernel: Any, *arguments: Any, **constants: Any) -> Resources:
     found = re.search(r"REG:(\d+) STACK:(\d+)", used)
     assert found is not None, used
     return Resources(int(found[1]), int(found[2]), compiled.hash)
+
+
+class Compiling:
+    """Stands for a kernel: compiles it instead of starting it."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.resources: list[Resources] = []
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        def start(*arguments: object, **constants: object) -> None:
+            self.resources.append(compile_kernel(self.kernel, *arguments, **constants))
+
+        return start

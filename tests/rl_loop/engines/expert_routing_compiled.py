@@ -6,24 +6,10 @@ PYTHONPATH=rl_loop/engines/sglang/plugin python -m tests.rl_loop.engines.expert_
 import gptoss_expert_routing as routing
 import torch
 
-from tests.rl_loop.engines.compiled_for_hopper import Resources, compile_kernel
+from tests.rl_loop.engines.compiled_for_hopper import Compiling
 
 TABLES = [(1, 32), (16, 32), (17, 32), (64, 32), (100, 32), (256, 32), (64, 128)]
 """Tokens and experts."""
-
-
-class Compiling:
-    """Stands for a kernel: compiles it instead of starting it."""
-
-    def __init__(self, kernel: object) -> None:
-        self.kernel = kernel
-        self.resources: list[Resources] = []
-
-    def __getitem__(self, grid: object) -> object:
-        def start(*arguments: object, **constants: object) -> None:
-            self.resources.append(compile_kernel(self.kernel, *arguments, **constants))
-
-        return start
 
 
 if __name__ == "__main__":

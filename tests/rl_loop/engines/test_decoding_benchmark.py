@@ -17,6 +17,7 @@ import torch
 
 from converters.names import hf_shapes
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
+from rl_loop.engines.sglang.gpu_memory import CONTEXT_BYTES, WORKING_BYTES
 
 ROOT = Path(__file__).parents[3]
 SIZES = {
@@ -108,7 +109,46 @@ def test_calls_that_took_seconds_longer_do_not_count(decoding: ModuleType) -> No
     assert steps == pytest.approx([0.02, 0.04, 0.02, 0.02, 0.06])
 
 
-def test_every_way_but_bf16_packs_experts_and_a_mend_can_be_withheld(
+def test_a_server_gets_its_share_of_its_own_gpu_and_not_of_the_trainer_s(
+    decoding: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = importlib.import_module("sglang_servers")
+    # The trainer has taken nearly all of GPU 0.
+    program = tmp_path / "bin/nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(
+        "#!/bin/sh\necho '0, GPU-8aa1-07, 142000, 1000'\necho '1, GPU-8ab2-0f, 3000, 140000'\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+
+    options = argparse.Namespace(
+        device="cuda",
+        server_gpu=1,
+        server_tensor_parallel=1,
+        without=[],
+        pythonpath="",
+        server_arguments="",
+        server_env=[],
+        python=sys.executable,
+        memory_fraction=0.5,
+        transport="nccl",
+        cases=["sync"],
+    )
+    settings = servers.server_settings(options, "fa3")
+    config = GptOssModelConfig(num_layers=2, **SIZES)
+    server = servers.make_server(options, settings, config, tmp_path, tmp_path / "log")
+    assert server._environment["CUDA_VISIBLE_DEVICES"] == "1"
+
+    words = server._command("127.0.0.1", 1)
+    assert words[words.index("--base-gpu-id") + 1] == "0", "the only one that it sees"
+    fraction = float(words[words.index("--mem-fraction-static") + 1])
+    share = 0.5 * (143_000 << 20) - CONTEXT_BYTES - WORKING_BYTES
+    assert fraction == pytest.approx(share / ((140_000 << 20) - CONTEXT_BYTES), abs=1e-4)
+
+
+def test_every_way_but_bf16_packs_experts_and_mends_can_be_withheld_and_added(
     decoding: ModuleType, tmp_path: Path
 ) -> None:
     servers = importlib.import_module("sglang_servers")
@@ -133,7 +173,7 @@ def test_every_way_but_bf16_packs_experts_and_a_mend_can_be_withheld(
     packed = {}
     mends = {}
     for name, variation in decoding.QUANTIZED_WAYS.items():
-        packs = name != decoding.PLAIN
+        packs = name not in decoding.BF16_WAYS
         way = decoding.prepare(name, variation, 0, options, config, tmp_path, packed=packs)
         packed[name] = way.packed
         mends[name] = way.server._environment[servers.MENDS]
@@ -141,14 +181,20 @@ def test_every_way_but_bf16_packs_experts_and_a_mend_can_be_withheld(
     assert packed == {
         "bf16": False,
         "mxfp4": True,
+        "bf16_quick_sampling": False,
+        "mxfp4_quick_sampling": True,
         "mxfp4_slow_routing": True,
         "mxfp4_slow_products": True,
+        "mxfp4_slow_values": True,
     }
     assert mends == {
         "bf16": "quick_pause",
-        "mxfp4": "mxfp4_experts,quick_routing,quick_products,quick_pause",
-        "mxfp4_slow_routing": "mxfp4_experts,quick_products,quick_pause",
-        "mxfp4_slow_products": "mxfp4_experts,quick_routing,quick_pause",
+        "mxfp4": "mxfp4_experts,quick_routing,quick_products,quick_values,quick_pause",
+        "mxfp4_slow_routing": "mxfp4_experts,quick_products,quick_values,quick_pause",
+        "mxfp4_slow_products": "mxfp4_experts,quick_routing,quick_values,quick_pause",
+        "mxfp4_slow_values": "mxfp4_experts,quick_routing,quick_products,quick_pause",
+        "bf16_quick_sampling": "quick_pause,quick_sampling",
+        "mxfp4_quick_sampling": "mxfp4_experts,quick_routing,quick_products,quick_values,quick_pause,quick_sampling",
     }
 
 

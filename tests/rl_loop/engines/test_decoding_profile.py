@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from rl_loop.engines.sglang.config import PLUGIN
 from rl_loop.engines.sglang.engine import SglangEngine
 from rl_loop.engines.sglang.server import ServerState, ServerStatus
 from tests.rl_loop.decoding_trace import (
@@ -110,6 +111,14 @@ def test_kernels_are_known_by_their_names(
     profile: ModuleType, group: str | None, name: str
 ) -> None:
     assert profile._named_group(name) == (group and getattr(profile, group))
+
+
+def test_our_sampling_kernels_are_known_by_their_names(profile: ModuleType) -> None:
+    source = (PLUGIN / "gptoss_sampling.py").read_text()
+    for name in ("_weigh_slices_kernel", "_choose_token_kernel"):
+        assert f"\ndef {name}(" in source
+        activity = profile.Activity(name, 0.0, 1.0, launch=None, is_copy=False)
+        assert profile._group_outside(activity) == profile.SAMPLING
 
 
 def test_a_trace_without_steps_is_refused(profile: ModuleType, tmp_path: Path) -> None:

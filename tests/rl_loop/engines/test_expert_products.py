@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rl_loop.engines.sglang.config import SglangConfig
+from tests.rl_loop.engines.expert_layer import layer_of_experts
 from tests.rl_loop.plugin_process import plugin_module, run_with_plugin
 
 MATMUL = """
@@ -91,63 +92,10 @@ def test_limited_products_are_the_same_to_the_last_bit(
     products: ModuleType, monkeypatch: pytest.MonkeyPatch, tokens: int
 ) -> None:
     """Of both matrices of a layer of GPT-OSS's width."""
-    layers = importlib.import_module("gptoss_expert_layers")
     matmul_ogs = importlib.import_module("triton_kernels.matmul_ogs")
     monkeypatch.setattr(matmul_ogs, "make_opt_flags", matmul_ogs.make_opt_flags)
 
-    before = layer_of_experts(layers, matmul_ogs, tokens)
+    before = layer_of_experts(tokens)
     products.install()
-    assert torch.equal(layer_of_experts(layers, matmul_ogs, tokens), before)
+    assert torch.equal(layer_of_experts(tokens), before)
     assert before.isfinite().all() and before.any()
-
-
-def layer_of_experts(layers: ModuleType, matmul_ogs: ModuleType, tokens: int) -> torch.Tensor:
-    """Return what the experts make of random tokens, the same every time: bf16 [tokens, width]."""
-    from triton_kernels.numerics import InFlexData
-    from triton_kernels.swiglu import swiglu_fn
-
-    routing = importlib.import_module("gptoss_expert_routing")
-    layout = importlib.import_module("gptoss_hopper_layout")
-    generator = torch.Generator("cuda").manual_seed(tokens)
-    experts, width = 32, 2880
-
-    def random_bytes(*shape: int, low: int = 0, high: int = 256) -> torch.Tensor:
-        return torch.randint(
-            low, high, shape, dtype=torch.uint8, device="cuda", generator=generator
-        )
-
-    def matrices(rows: int) -> tuple[object, object]:
-        values = random_bytes(experts, *layout.value_storage_shape(rows, width // 2))
-        shape = layout.scale_storage_shape(rows, width // 32)
-        scales = random_bytes(experts, *shape, low=116, high=120)
-        values, scales = layers.wrap(values, scales, (experts, rows, width // 2))
-        flex = matmul_ogs.FlexCtx(rhs_data=InFlexData())
-        return values, matmul_ogs.PrecisionConfig(weight_scale=scales, flex_ctx=flex)
-
-    rows = torch.randn(tokens, width, device="cuda", generator=generator).bfloat16()
-    logits = torch.randn(tokens, experts, device="cuda", generator=generator).bfloat16()
-    topk = importlib.import_module("sglang.srt.layers.moe.topk")
-    if routing.fits(logits):
-        data, gather, scatter = routing.as_routing_data(topk, routing.route(logits, 4), 4)
-    else:
-        data, gather, scatter = topk.routing(logits, 4)
-
-    swiglu = matmul_ogs.FusedActivation(
-        matmul_ogs.FnSpecs("swiglu", swiglu_fn, ("alpha", "limit"), reduction_n=2), (1.702, 7.0)
-    )
-    bias = torch.zeros(experts, 2 * width, device="cuda")
-    gate_up, config = matrices(2 * width)
-    hidden = matmul_ogs.matmul_ogs(
-        rows,
-        gate_up,
-        bias,
-        data,
-        gather_indx=gather,
-        precision_config=config,
-        fused_activation=swiglu,
-    )
-    down, config = matrices(width)
-    return matmul_ogs.matmul_ogs(
-        hidden, down, bias[:, :width].contiguous(), data, scatter_indx=scatter, precision_config=config,
-        gammas=data.gate_scal,
-    )  # fmt: skip

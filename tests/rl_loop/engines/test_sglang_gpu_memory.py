@@ -15,6 +15,7 @@ from rl_loop.engines.backend import EngineUnavailable
 from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.gpu_memory import (
     CONTEXT_BYTES,
+    PROCESS_GROUP_BYTES,
     USEFUL_CACHE_TOKENS,
     WORKING_BYTES,
     GpuMemory,
@@ -57,6 +58,35 @@ def test_what_a_server_holds_is_its_share_whatever_else_is_on_the_gpu(free_share
     fraction = static_fraction(0.5, [gpu(free_share)], TWENTY_B)
     weights_and_cache = fraction * (free_share * TOTAL - CONTEXT_BYTES)
     assert weights_and_cache + CONTEXT_BYTES + WORKING_BYTES == pytest.approx(0.5 * TOTAL)
+
+
+def test_ranks_that_share_a_model_have_process_groups_and_buffers_for_their_sums() -> None:
+    halves = ServerNeeds.of(MODEL_20B, "bfloat16", 2)
+    assert (TWENTY_B.context, TWENTY_B.working) == (CONTEXT_BYTES, WORKING_BYTES)
+    # Two H200, by the server's log: 1.07 GiB in process groups, about 1.7 GB with contexts.
+    assert halves.context == pytest.approx(1.7e9, rel=0.05)
+
+    # FlashInfer logs where the values of both ranks end in a buffer. One and three that take turns,
+    # twice.
+    assert halves.working - WORKING_BYTES == 2 * (1 + 3) * 23_592_960
+    assert halves.all == halves.weights + halves.cache + halves.working + halves.context
+
+    fraction = static_fraction(0.5, [gpu(0.9)] * 2, halves)
+    weights_and_cache = fraction * (0.9 * TOTAL - halves.context)
+    assert weights_and_cache + halves.context + halves.working == pytest.approx(0.5 * TOTAL)
+
+
+def test_a_sleeping_server_keeps_its_process_groups() -> None:
+    def asleep(tensor_parallel: int) -> int:
+        settings = SglangConfig(
+            colocated=True, weight_sync="cuda_ipc", tensor_parallel=tensor_parallel
+        )
+        memory = settings.memory_on_trainer_gpus
+        assert memory is not None
+        return memory.asleep_bytes
+
+    assert asleep(2) - asleep(1) == PROCESS_GROUP_BYTES
+    assert asleep(4) == asleep(2)
 
 
 def test_the_fullest_gpu_of_a_server_counts() -> None:

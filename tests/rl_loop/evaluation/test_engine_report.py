@@ -71,6 +71,47 @@ def test_a_server_is_told_what_its_configuration_says() -> None:
         SglangConfig(colocated=True)
 
 
+def options_of_prefill_graphs(tokens: int) -> list[str]:
+    settings = SglangConfig(
+        colocated=True, weight_sync="cuda_ipc", prefill_graph_tokens=tokens, arguments=["--last"]
+    )
+    build = settings.command(0, Path("/model"), "bfloat16", routed_experts=True, seed=0)
+    words = build("host", 1)
+    assert "--disable-prefill-cuda-graph" not in words
+    begin = words.index("--cuda-graph-backend-prefill")
+    return words[begin : words.index("--base-gpu-id")]
+
+
+def test_small_prefills_of_colocated_servers_may_be_graphs() -> None:
+    assert options_of_prefill_graphs(64) == [
+        *("--cuda-graph-backend-prefill", "full"),
+        *("--cuda-graph-bs-prefill", "8", "16", "32", "64"),
+    ]
+    # SGLang runs no graph for fewer tokens than half of what it is made for.
+    for tokens in (100, 300, 511):
+        sizes = [int(word) for word in options_of_prefill_graphs(tokens)[3:]]
+        assert sizes[-1] == tokens
+        for length in range(sizes[0], tokens + 1):
+            assert min(size for size in sizes if size >= length) <= 2 * length
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"colocated": False}, "for colocated servers"),
+        ({"attention_backend": "triton"}, "needs attention_backend fa3"),
+        ({"deterministic": True}, "without deterministic"),
+    ],
+)
+def test_graphs_of_prefills_are_refused_where_there_are_none(
+    settings: dict[str, object], message: str
+) -> None:
+    colocated = {"colocated": True, "weight_sync": "cuda_ipc", "prefill_graph_tokens": 512}
+    SglangConfig.model_validate(colocated)
+    with pytest.raises(ValueError, match=message):
+        SglangConfig.model_validate(colocated | settings)
+
+
 def test_a_deterministic_server_runs_no_kernel_that_depends_on_other_requests() -> None:
     variable = "SGLANG_IS_FLASHINFER_AVAILABLE"
     settings = SglangConfig(deterministic=True, weight_sync="disk", env={"OTHER": "1"})

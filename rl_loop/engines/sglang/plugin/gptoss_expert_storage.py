@@ -12,6 +12,9 @@ from torch import Tensor
 
 BLOCK = 32
 """Values that share a scale."""
+LARGEST_SCALE = 128
+"""A scale byte e means 2^(e - 127); with larger ones ``gptoss_expert_values`` would make infinities. Values up
+to 12 are far above what weights are."""
 SOURCES = {
     "w13_weight": "gate_up_proj_blocks",
     "w13_weight_scale": "gate_up_proj_scales",
@@ -110,7 +113,7 @@ class Experts:
         """Write a tensor to where the server computes with it.
 
         Raises:
-            WrongWeights: if its shape or dtype is another.
+            WrongWeights: if its shape or dtype is another, or a scale is larger than ``LARGEST_SCALE``.
         """
         source = SOURCES[name]
         is_bias = name.endswith("_bias")
@@ -120,6 +123,12 @@ class Experts:
             raise WrongWeights(
                 f"{self.prefix}{source} has {whole.dtype} {list(whole.shape)}, the server expects {expected} "
                 f"{list(self.whole_shape(name))}"
+            )
+
+        if name.endswith("_scale") and (largest := int(whole.max())) > LARGEST_SCALE:
+            raise WrongWeights(
+                f"{self.prefix}{source} has the scale byte {largest}, which means values of up to "
+                f"{6 * 2.0 ** (largest - 127):.3g}; servers multiply with bytes up to {LARGEST_SCALE}"
             )
 
         storage = self.storage[name]

@@ -16,8 +16,12 @@
   (``gptoss_expert_routing``).
 * ``quick_products``: two programs of its expert products run at a time on each of the GPU's
   processors instead of one (``gptoss_expert_products``).
+* ``quick_values``: those products make values of their codes with one multiplication instead of two
+  (``gptoss_expert_values``).
 * ``quick_pause``: a pause by abort ends as soon as the last request has. SGLang looks once, and if
   anything runs then, again after a whole second.
+* ``quick_sampling``: tokens are sampled, and their log-probs computed, in one reading of the logits
+  (``gptoss_sampling``).
 """
 
 import asyncio
@@ -118,6 +122,13 @@ def multiply_two_at_a_time() -> None:
     gptoss_expert_products.install()
 
 
+def multiply_values_once() -> None:
+    """Let servers with MXFP4 experts make values of their codes in fewer instructions."""
+    import gptoss_expert_values
+
+    gptoss_expert_values.install()
+
+
 def pause_without_waiting() -> None:
     """Look every ``PAUSE_INTERVAL`` whether aborted requests have ended."""
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -143,11 +154,20 @@ def pause_without_waiting() -> None:
     TokenizerManager.pause_generation = pause_at_once
 
 
+def sample_in_one_reading() -> None:
+    """Let servers sample in kernels of ours."""
+    import gptoss_sampling
+
+    gptoss_sampling.install()
+
+
 MENDS = {
     "triton_window": Mend(decode_with_whole_window, "use attention_backend fa3"),
     "sleeping_cache": Mend(free_cache_while_sleeping, "give servers GPUs of their own"),
     "mxfp4_experts": Mend(sync_mxfp4_experts, "leave rollout.engine.quantization out"),
     "quick_routing": Mend(route_in_one_kernel),
     "quick_products": Mend(multiply_two_at_a_time),
+    "quick_values": Mend(multiply_values_once),
     "quick_pause": Mend(pause_without_waiting),
+    "quick_sampling": Mend(sample_in_one_reading),
 }

@@ -1,0 +1,268 @@
+"""Sampling, and the log-probability of what is sampled, in one reading of the logits.
+
+SGLang 0.5.17 samples with some 16 kernels of torch that each pass over fp32 [requests, vocabulary]:
+temperature, softmax, checks, noise, argmax, log-probs of the whole vocabulary. With 256 requests of
+GPT-OSS on an H200 these took 1.1 ms of a decoding step of 13.4 ms
+(``benchmarks/sglang.py decode --profile``), of which one reading of the logits would take 43 us.
+
+Here a row is cut into slices. A first kernel reads all logits and keeps of each slice its largest
+logit and the sum of its exponentials. A second one, with a program for each request, chooses a slice
+by these sums, reads that slice again and chooses a token of it. Each choice takes a uniform number
+and goes along the running sum of the weights (inversion), so no noise is drawn for every token. The
+sums also give the log-probability.
+
+Weights are fp32, their running sums and the uniform numbers fp64: a token's probability is off by
+some millionths of itself, and by 2^-53, so that one of 1e-13 is still right to about a thousandth.
+``torch.multinomial`` divides by exponential noise that on a GPU is no smaller than 2^-24 and comes in
+steps of about as much, so that it samples tokens below 1e-8 too seldom or never.
+
+Requests that ask for more than temperature and log-probs are sampled by SGLang.
+"""
+
+# Triton reads parameter annotations as its own
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SLICE_LOGITS = 4096
+"""Logits of a slice. GPT-OSS's vocabulary has 50 slices."""
+WEIGHING_WARPS = 4
+"""Of a program that reads a slice: 32 logits a thread, all of them on their way at once."""
+CHOOSING_WARPS = 8
+"""Of a program that chooses: a slice is 16 fp64 numbers a thread."""
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+def fits(logits: Tensor) -> bool:
+    """Tell whether the kernels can read these logits [requests, vocabulary]."""
+    return logits.dtype == torch.float32 and logits.stride(1) == 1 and len(logits) > 0
+
+
+def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Sample a token of each row, with probability softmax(logits / temperature).
+
+    A logit of -inf is never sampled. A row with a NaN or +inf, or with nothing but -inf, has a
+    log-probability of NaN; its token is one of the vocabulary's.
+
+    Args:
+        logits: [requests, vocabulary], which ``fits``; stays as it is.
+        temperatures: fp32 [requests], contiguous, positive.
+        uniforms: fp64 [requests, 2], contiguous, uniform in [0, 1): what chooses slice and token.
+
+    Returns:
+        int32 [requests], the tokens, and fp32 [requests], their log-probabilities at these
+        temperatures.
+    """
+    requests, vocabulary = logits.shape
+    slices = triton.cdiv(vocabulary, SLICE_LOGITS)
+    largest = logits.new_empty(requests, slices)
+    sums = logits.new_empty(requests, slices)
+    tokens = logits.new_empty(requests, dtype=torch.int32)
+    log_probs = logits.new_empty(requests)
+
+    _weigh_slices_kernel[(slices, requests)](
+        logits,
+        logits.stride(0),
+        vocabulary,
+        temperatures,
+        slices,
+        largest,
+        sums,
+        SLICE_LOGITS=SLICE_LOGITS,
+        num_warps=WEIGHING_WARPS,
+    )
+    _choose_token_kernel[(requests,)](
+        logits,
+        logits.stride(0),
+        vocabulary,
+        temperatures,
+        uniforms,
+        slices,
+        largest,
+        sums,
+        tokens,
+        log_probs,
+        SLICE_LOGITS=SLICE_LOGITS,
+        SLICES=triton.next_power_of_2(slices),
+        num_warps=CHOOSING_WARPS,
+    )
+    return tokens, log_probs
+
+
+@triton.jit
+def _weigh_slices_kernel(
+    logits,
+    logits_stride,
+    vocabulary,
+    temperatures,
+    slices,
+    largest_out,
+    sums_out,
+    SLICE_LOGITS: tl.constexpr,
+):
+    # One program has one slice of one request.
+    number = tl.program_id(0)
+    request = tl.program_id(1).to(tl.int64)  # times the stride it would not fit 32 bits
+    column = number * SLICE_LOGITS + tl.arange(0, SLICE_LOGITS)
+    row = logits + request * logits_stride
+    logit = tl.load(row + column, mask=column < vocabulary, other=float("-inf"))
+
+    largest = tl.max(logit, 0)
+    weight = _weights(logit, largest, tl.load(temperatures + request))
+    tl.store(largest_out + request * slices + number, largest)
+    tl.store(sums_out + request * slices + number, tl.sum(weight, 0))
+
+
+@triton.jit
+def _choose_token_kernel(
+    logits,
+    logits_stride,
+    vocabulary,
+    temperatures,
+    uniforms,
+    slices,
+    largest_in,
+    sums_in,
+    tokens_out,
+    log_probs_out,
+    SLICE_LOGITS: tl.constexpr,
+    SLICES: tl.constexpr,
+):
+    # One program has one request.
+    request = tl.program_id(0).to(tl.int64)
+    row = logits + request * logits_stride
+    temperature = tl.load(temperatures + request)
+
+    # All slices' sums, relative to the largest logit of the row.
+    number = tl.arange(0, SLICES)
+    is_slice = number < slices
+    place = request * slices + number
+    slice_largest = tl.load(largest_in + place, mask=is_slice, other=float("-inf"))
+    slice_sum = tl.load(sums_in + place, mask=is_slice, other=0.0)
+    largest = tl.max(slice_largest, 0)
+    slice_weight = slice_sum.to(tl.float64) * _weights(slice_largest, largest, temperature)
+    chosen_slice = _choose(slice_weight, tl.load(uniforms + 2 * request), SLICES)
+
+    # The same weights as in the first kernel, of this slice alone.
+    column = chosen_slice * SLICE_LOGITS + tl.arange(0, SLICE_LOGITS)
+    logit = tl.load(row + column, mask=column < vocabulary, other=float("-inf"))
+    weight = _weights(logit, tl.max(logit, 0), temperature).to(tl.float64)
+    in_slice = _choose(weight, tl.load(uniforms + 2 * request + 1), SLICE_LOGITS)
+    token = chosen_slice * SLICE_LOGITS + in_slice
+
+    # In fp64, so that the only rounding to be seen is that of the result.
+    below_largest = tl.load(row + token).to(tl.float64) - largest.to(tl.float64)
+    log_prob = below_largest / temperature.to(tl.float64) - tl.log(tl.sum(slice_weight, 0))
+    tl.store(tokens_out + request, token)
+    tl.store(log_probs_out + request, log_prob.to(tl.float32))
+
+
+@triton.jit
+def _weights(logit, largest, temperature):
+    """Return exp((logit - largest) / temperature). The difference comes first: of two logits it is
+    nearly exact, while dividing them rounds numbers of 20 or 30."""
+    # Where all are -inf their difference would be NaN; all weights are to be 0.
+    reference = tl.where(largest == float("-inf"), 0.0, largest)
+    return tl.exp2((logit - reference) * tl.div_rn(LOG2_E, temperature))
+
+
+@triton.jit
+def _choose(weight, uniform, SIZE: tl.constexpr):
+    """Return a number below SIZE with a probability in proportion to its weight.
+
+    It is the first one whose running sum exceeds the uniform share of the whole. Sums are added up as
+    a tree and may fall in their last bit from one number to the next, so weights of 0 have to be ruled
+    out, and the last number with a weight stands in where rounding leaves none.
+    """
+    number = tl.arange(0, SIZE)
+    can_be_chosen = weight > 0
+    exceeds = tl.cumsum(weight, 0) > uniform * tl.sum(weight, 0)
+    first = tl.min(tl.where(can_be_chosen & exceeds, number, SIZE), 0)
+    last = tl.max(tl.where(can_be_chosen, number, 0), 0)
+    return tl.minimum(first, last)
+
+
+# -- SGLang's sampler -------------------------------------------------------------------------------
+
+
+def install() -> None:
+    """Let SGLang's sampler sample with these kernels."""
+    from sglang.srt.layers import sampler
+
+    sampler.Sampler.forward = quick_forward(sampler)
+
+
+def quick_forward(sampler: Any) -> Callable[..., Tensor]:
+    """Return a ``Sampler.forward`` for SGLang's module ``sampler``, whose own is called where it has
+    to."""
+    original = sampler.Sampler.forward
+
+    @wraps(original)
+    def forward(
+        self: Any,
+        logits_output: Any,
+        sampling_info: Any,
+        return_logprob: bool,
+        top_logprobs_nums: Any,
+        token_ids_logprobs: Any,
+        positions: Tensor,
+    ) -> Tensor:
+        wants_more = return_logprob and (
+            sampler.SGLANG_RETURN_ORIGINAL_LOGPROB
+            or any(number > 0 for number in top_logprobs_nums)
+            or any(token_ids is not None for token_ids in token_ids_logprobs)
+        )
+        if (
+            wants_more
+            or not samples_plainly(self, sampling_info)
+            or not fits(logits_output.next_token_logits)
+        ):
+            return original(
+                self,
+                logits_output,
+                sampling_info,
+                return_logprob,
+                top_logprobs_nums,
+                token_ids_logprobs,
+                positions,
+            )
+
+        logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info)
+        # From torch's generator on the GPU, which all ranks of a server have seeded alike and from
+        # which they draw the same, as for torch.multinomial: so they choose the same tokens.
+        uniforms = torch.rand(len(logits), 2, dtype=torch.float64, device=logits.device)
+        tokens, log_probs = sample(logits, sampling_info.temperatures.flatten(), uniforms)
+        if return_logprob:
+            logits_output.next_token_logprobs = log_probs
+        self._sync_token_ids_across_tp(tokens, sampling_info)
+        return tokens
+
+    return forward
+
+
+def samples_plainly(sampler: Any, sampling_info: Any) -> bool:
+    """Tell whether a batch is sampled with nothing but temperatures.
+
+    Args:
+        sampler: SGLang's Sampler.
+        sampling_info: SGLang's SamplingBatchInfo.
+    """
+    # Greedy requests among others are those with top_k 1.
+    return not (
+        sampling_info.is_all_greedy
+        or sampling_info.need_top_k_sampling
+        or sampling_info.need_top_p_sampling
+        or sampling_info.need_min_p_sampling
+        or sampling_info.sampling_seed is not None
+        or any(sampling_info.return_sampling_masks or [])
+        or sampler.enable_deterministic
+        or sampler.rl_on_policy_target is not None
+        or sampler.use_ascend_backend
+    )

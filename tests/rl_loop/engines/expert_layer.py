@@ -1,0 +1,100 @@
+"""A layer of experts of GPT-OSS's width on a GPU, as SGLang's servers compute it with triton_kernels.
+
+Needs triton_kernels, SGLang, and the plugin's modules on the path of imports.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import sys
+from typing import Any
+
+import torch
+
+EXPERTS, WIDTH = 32, 2880
+
+
+def layer_of_experts(tokens: int, *, scales: tuple[int, int] = (116, 120)) -> torch.Tensor:
+    """Return what the experts make of random tokens, the same every time: bf16 [tokens, width].
+
+    ``scales``: lowest scale byte, and one above the highest."""
+    from triton_kernels.numerics import InFlexData
+    from triton_kernels.swiglu import swiglu_fn
+
+    layers = importlib.import_module("gptoss_expert_layers")
+    layout = importlib.import_module("gptoss_hopper_layout")
+    matmul_ogs: Any = importlib.import_module("triton_kernels.matmul_ogs")
+    generator = torch.Generator("cuda").manual_seed(tokens)
+
+    def random_bytes(*shape: int, low: int = 0, high: int = 256) -> torch.Tensor:
+        return torch.randint(
+            low, high, shape, dtype=torch.uint8, device="cuda", generator=generator
+        )
+
+    def matrices(rows: int) -> tuple[object, object]:
+        values = random_bytes(EXPERTS, *layout.value_storage_shape(rows, WIDTH // 2))
+        shape = layout.scale_storage_shape(rows, WIDTH // 32)
+        of_blocks = random_bytes(EXPERTS, *shape, low=scales[0], high=scales[1])
+        values, of_blocks = layers.wrap(values, of_blocks, (EXPERTS, rows, WIDTH // 2))
+        flex = matmul_ogs.FlexCtx(rhs_data=InFlexData())
+        return values, matmul_ogs.PrecisionConfig(weight_scale=of_blocks, flex_ctx=flex)
+
+    rows = torch.randn(tokens, WIDTH, device="cuda", generator=generator).bfloat16()
+    logits = torch.randn(tokens, EXPERTS, device="cuda", generator=generator).bfloat16()
+    data, gather, scatter = _route(logits)
+
+    swiglu = matmul_ogs.FusedActivation(
+        matmul_ogs.FnSpecs("swiglu", swiglu_fn, ("alpha", "limit"), reduction_n=2), (1.702, 7.0)
+    )
+    bias = torch.zeros(EXPERTS, 2 * WIDTH, device="cuda")
+    gate_up, config = matrices(2 * WIDTH)
+    hidden = matmul_ogs.matmul_ogs(
+        rows,
+        gate_up,
+        bias,
+        data,
+        gather_indx=gather,
+        precision_config=config,
+        fused_activation=swiglu,
+    )
+    down, config = matrices(WIDTH)
+    result: torch.Tensor = matmul_ogs.matmul_ogs(
+        hidden,
+        down,
+        bias[:, :WIDTH].contiguous(),
+        data,
+        scatter_indx=scatter,
+        precision_config=config,
+        gammas=data.gate_scal,
+    )
+    return result
+
+
+def _route(logits: torch.Tensor) -> tuple[Any, Any, Any]:
+    """Choose four experts for each token [tokens, experts], in what triton_kernels takes."""
+    routing = importlib.import_module("gptoss_expert_routing")
+    topk = importlib.import_module("sglang.srt.layers.moe.topk")
+    if routing.fits(logits):
+        data, gather, scatter = routing.as_routing_data(topk, routing.route(logits, 4), 4)
+    else:
+        data, gather, scatter = topk.routing(logits, 4)
+    return data, gather, scatter
+
+
+def main() -> None:
+    """Print a hash of what the layer makes of every number of tokens in the arguments, behind the name of
+    a module of the plugin that is installed before, or "-"."""
+    mend, *numbers = sys.argv[1:]
+    if mend != "-":
+        importlib.import_module(mend).install()
+    for tokens in map(int, numbers):
+        for scales in ((116, 120), (1, 129)):
+            values = layer_of_experts(tokens, scales=scales)
+            assert values.any()
+            digest = hashlib.sha256(values.view(torch.int16).cpu().numpy().tobytes())
+            print(tokens, scales, digest.hexdigest())
+
+
+if __name__ == "__main__":
+    main()

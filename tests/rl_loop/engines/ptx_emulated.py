@@ -1,0 +1,74 @@
+"""Runs the inline assembly of the plugin's kernels on whole tensors of registers, without a GPU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+MASK = 0xFFFFFFFF
+
+
+def run_assembly(assembly: str, outputs: int, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Run instructions on 32-bit registers.
+
+    Args:
+        assembly: as ``tl.inline_asm_elementwise`` takes it: ``$0`` and on are outputs, behind them
+            inputs.
+        outputs: how many of these there are.
+        inputs: int64, from 0 to 2^32 - 1, of one shape: a register of many threads each.
+
+    Returns:
+        The outputs, likewise.
+    """
+    registers = {f"${outputs + number}": value for number, value in enumerate(inputs)}
+
+    def value_of(operand: str) -> Tensor:
+        if operand in registers:
+            return registers[operand]
+        return torch.full_like(inputs[0], int(operand, 0))
+
+    for instruction in assembly.strip().strip("{}").split(";"):
+        found = re.fullmatch(r"\s*(\S+)\s+(.*)", instruction, re.DOTALL)
+        if found is None or found[1] == ".reg":
+            continue
+        target, *operands = [operand.strip() for operand in found[2].split(",")]
+        values = [value_of(operand) for operand in operands]
+        registers[target] = _execute(found[1], values) & MASK
+    return [registers[f"${number}"] for number in range(outputs)]
+
+
+def _execute(name: str, values: list[Tensor]) -> Tensor:
+    match name:
+        case "and.b32":
+            return values[0] & values[1]
+        case "or.b32":
+            return values[0] | values[1]
+        case "add.u32":
+            return values[0] + values[1]
+        case "shl.b32":
+            return values[0] << values[1]
+        case "shr.u32":
+            return values[0] >> values[1]
+        case "prmt.b32":
+            return _permute(*values)
+    raise NotImplementedError(name)
+
+
+def _permute(low: Tensor, high: Tensor, selector: Tensor) -> Tensor:
+    """Make a register of four of the eight bytes of two, which four hexadecimal digits name."""
+    both = low | (high << 32)
+    result = torch.zeros_like(low)
+    for place in range(4):
+        digit = (selector >> (4 * place)) & 7
+        result |= ((both >> (8 * digit)) & 0xFF) << (8 * place)
+    return result
+
+
+def as_bf16(registers: Tensor) -> Tensor:
+    """Return the two bf16 numbers of every register, the lower one first: bf16 [..., 2]."""
+    halves = torch.stack([registers & 0xFFFF, registers >> 16], -1)
+    signed = halves - ((halves >> 15) << 16)
+    return signed.to(torch.int16).view(torch.bfloat16)

@@ -1,0 +1,113 @@
+"""The plugin's way from MXFP4 to bf16, against what the codes and scales mean and triton_kernels'."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from rl_loop.engines.sglang.config import PLUGIN, SglangConfig
+from tests.rl_loop.engines.ptx_emulated import as_bf16, run_assembly
+from tests.rl_loop.plugin_process import run_with_plugin
+from tests.waiting import PATIENCE_SECONDS
+
+ROOT = Path(__file__).parents[3]
+CODES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+"""Values of codes without their sign."""
+
+
+@pytest.fixture
+def values(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(PLUGIN))
+    return importlib.import_module("gptoss_expert_values")
+
+
+@pytest.fixture
+def layout(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(PLUGIN))
+    return importlib.import_module("gptoss_hopper_layout")
+
+
+def test_one_factor_makes_what_code_and_scale_mean(values: ModuleType, layout: ModuleType) -> None:
+    """Of all codes at all places of a word, with every scale that weights may have."""
+    byte = torch.arange(256)
+    scales = torch.arange(129)[:, None, None]  # before [bytes, halves]
+    factors = scale_factors(values, scales.flatten()).double().view(-1, 1, 1)
+    code = torch.stack([byte & 15, byte >> 4], -1)
+    meant = CODES[code & 7] * (1 - 2 * (code >> 3)) * 2.0 ** (scales.double() - 127)
+
+    for place in range(4):
+        # Whatever the other bytes are.
+        others = torch.randint(0, 256, (4, 256), generator=torch.Generator().manual_seed(place))
+        others[place] = byte
+        word = sum(layout._spread(others[other], other) for other in range(4))
+        pairs = run_assembly(values.UNPACK.value, 4, [word])
+        made = as_bf16(pairs[place]).double() * factors
+        assert torch.equal(made, meant), place
+        # What bf16 rounds to, of a product that it has exactly.
+        assert torch.equal(made.bfloat16().double(), made)
+
+
+def scale_factors(values: ModuleType, scales: torch.Tensor) -> torch.Tensor:
+    """Return bf16 factors of scale bytes, of which a register has four at a time."""
+    padded = torch.cat([scales, scales.new_zeros(-len(scales) % 4)]).view(-1, 4)
+    register = sum(padded[:, place] << (8 * place) for place in range(4))
+    halves = run_assembly(values.FACTORS.value, 2, [register])
+    return torch.cat([as_bf16(half) for half in halves], -1).flatten()[: len(scales)]
+
+
+def test_values_come_in_the_order_of_the_matrix() -> None:
+    said = run_with_plugin(
+        "-m", "tests.rl_loop.engines.expert_values_interpreted", interpreted=True
+    )
+    assert said == "every value is where the matrix has it\n"
+
+
+def test_it_compiles_for_hopper_and_spills_no_registers() -> None:
+    assert run_with_plugin("-m", "tests.rl_loop.engines.expert_values_compiled") == "compiled\n"
+
+
+def test_servers_of_packed_experts_have_it_in_place_of_triton_kernels_own(tmp_path: Path) -> None:
+    module = tmp_path / "triton_kernels/matmul_ogs_details/_matmul_ogs.py"
+    module.parent.mkdir(parents=True)
+    module.write_text("mxfp4_to_bf16_triton = None\n")
+    program = (
+        "import gptoss_expert_values as values; values.install();"
+        "from triton_kernels.matmul_ogs_details import _matmul_ogs as products;"
+        "print(products.mxfp4_to_bf16_triton is values.scaled_values)"
+    )
+    assert run_with_plugin("-c", program, packages=tmp_path) == "True\n"
+
+    mends = SglangConfig(quantization="mxfp4").environment["GPTOSS_SGLANG_MENDS"].split(",")
+    assert "quick_values" in mends
+    assert "quick_values" not in SglangConfig().environment["GPTOSS_SGLANG_MENDS"]
+
+
+@pytest.mark.gpu
+def test_products_are_the_same_to_the_last_bit(values: ModuleType) -> None:
+    """In two processes: a kernel that is compiled once in one stays as it is there."""
+    pytest.importorskip("triton_kernels", reason="sglang-kernel is not installed")
+    assert hashes_of_products(values.__name__) == hashes_of_products("-")
+
+
+def hashes_of_products(mend: str) -> str:
+    path = os.pathsep.join([str(PLUGIN), *filter(None, sys.path)])
+    program = [sys.executable, "-m", "tests.rl_loop.engines.expert_layer", mend]
+    done = subprocess.run(
+        [*program, "1", "8", "64", "256", "4096"],
+        env=os.environ | {"PYTHONPATH": path},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 10
+    return done.stdout

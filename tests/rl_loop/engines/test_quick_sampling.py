@@ -1,0 +1,254 @@
+"""The plugin's sampling: in Triton's interpreter, in SGLang's place, and against torch on a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from rl_loop.engines.sglang.config import PLUGIN, SglangConfig
+from tests.rl_loop.plugin_process import run_with_plugin
+
+ROOT = Path(__file__).parents[3]
+
+SAMPLER = """
+import torch
+
+SGLANG_RETURN_ORIGINAL_LOGPROB = False
+
+
+class Sampler(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+        self.rl_on_policy_target = None
+        self.enable_deterministic = self.use_ascend_backend = False
+
+    def _preprocess_logits(self, logits, sampling_info):
+        self.calls.append("preprocess")
+        if sampling_info.has_custom_logit_processor:
+            logits[:, :6] = float("-inf")
+        return logits
+
+    def _sync_token_ids_across_tp(self, batch_next_token_ids, sampling_info):
+        self.calls.append("sync")
+        if sampling_info.grammars:
+            batch_next_token_ids.clamp_(max=1)  # another rank's are smaller
+
+    def forward(
+        self,
+        logits_output,
+        sampling_info,
+        return_logprob,
+        top_logprobs_nums,
+        token_ids_logprobs,
+        positions,
+    ):
+        self.calls.append("SGLang")
+        return logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions
+"""
+PROGRAM = """
+import os
+from types import SimpleNamespace
+import torch
+import gptoss_sglang
+
+os.environ["GPTOSS_SGLANG_MENDS"] = "quick_sampling"
+gptoss_sglang.register()
+from sglang.srt.layers import sampler as module
+
+REQUESTS, VOCABULARY = 3, 8
+torch.manual_seed(5)
+LOGITS = torch.randn(REQUESTS, VOCABULARY)
+PLAIN = dict(
+    temperatures=torch.full((REQUESTS, 1), 2.0),
+    is_all_greedy=False,
+    need_top_k_sampling=False,
+    need_top_p_sampling=False,
+    need_min_p_sampling=False,
+    sampling_seed=None,
+    return_sampling_masks=[False] * REQUESTS,
+    has_custom_logit_processor=False,
+    grammars=None,
+)
+
+
+def run(logits=LOGITS, attributes=(), return_logprob=True, nums=(0, 0, 0), ids=(None,) * 3, **info):
+    sampler = module.Sampler()
+    for name, value in dict(attributes).items():
+        setattr(sampler, name, value)
+    output = SimpleNamespace(next_token_logits=logits.clone() if logits.is_contiguous() else logits)
+    info = SimpleNamespace(**(PLAIN | info))
+    positions = torch.arange(REQUESTS)
+    result = sampler(output, info, return_logprob, nums, ids, positions)
+    if "SGLang" in sampler.calls:
+        expected = (output, info, return_logprob, nums, ids, positions)
+        assert all(one is other for one, other in zip(result, expected, strict=True))
+        assert not hasattr(output, "next_token_logprobs")
+    return result, output, sampler.calls
+
+
+torch.manual_seed(0)
+tokens, output, calls = run()
+expected = (LOGITS.double() / 2).log_softmax(-1).gather(1, tokens.long()[:, None])[:, 0]
+print(calls, tokens.dtype, tokens.shape, output.next_token_logprobs.dtype)
+print((output.next_token_logprobs - expected).abs().max() < 1e-6)
+print(torch.equal(output.next_token_logits, LOGITS))
+
+print("the same seed, other seeds, and no log-probs")
+torch.manual_seed(0)
+print(torch.equal(run()[0], tokens), all(torch.equal(run()[0], tokens) for _ in range(5)))
+_, output, calls = run(return_logprob=False, nums=None, ids=None)
+print(calls, hasattr(output, "next_token_logprobs"))
+
+print("a custom processor, masks that nobody asked for, a grammar")
+tokens, _, calls = run(has_custom_logit_processor=True, return_sampling_masks=None)
+print(calls, (tokens >= 6).all())
+tokens, _, calls = run(grammars=["a grammar"])
+print(calls, (tokens <= 1).all())
+
+print("cases for SGLang")
+for case in (
+    dict(is_all_greedy=True),
+    dict(need_top_k_sampling=True),
+    dict(need_top_p_sampling=True),
+    dict(need_min_p_sampling=True),
+    dict(sampling_seed=torch.zeros(REQUESTS, dtype=torch.long)),
+    dict(return_sampling_masks=[False, True, False]),
+    dict(attributes=dict(enable_deterministic=True)),
+    dict(attributes=dict(rl_on_policy_target="fsdp")),
+    dict(attributes=dict(use_ascend_backend=True)),
+    dict(nums=(0, 2, 0)),
+    dict(ids=(None, None, [4])),
+    dict(logits=LOGITS.bfloat16()),
+    dict(logits=torch.randn(VOCABULARY, REQUESTS).T),
+    dict(logits=LOGITS[:0]),
+):
+    _, _, calls = run(**case)
+    assert calls == ["SGLang"], (case, calls)
+module.SGLANG_RETURN_ORIGINAL_LOGPROB = True
+print(run()[2], run(return_logprob=False)[2])
+"""
+
+
+def test_tokens_and_log_probs_are_those_of_float64() -> None:
+    program = ROOT / "tests/rl_loop/engines/sampling_interpreted.py"
+    assert run_with_plugin(str(program), interpreted=True) == "5 shapes\n"
+
+
+def test_kernels_compile_for_hopper_once_for_all_numbers_of_requests() -> None:
+    program = "tests.rl_loop.engines.sampling_compiled"
+    expected = "6 shapes, 1 variant of GPT-OSS\n" * 2
+    assert run_with_plugin("-m", program) == expected
+
+
+def test_plain_batches_are_sampled_with_it_and_others_as_before(tmp_path: Path) -> None:
+    modules = {
+        "sglang/srt/layers/sampler.py": SAMPLER,
+        "sglang/version.py": '__version__ = "0.5.17"',
+    }
+    for name, source in modules.items():
+        module = tmp_path / name
+        module.parent.mkdir(parents=True, exist_ok=True)
+        module.write_text(source)
+
+    printed = run_with_plugin("-c", PROGRAM, packages=tmp_path, interpreted=True)
+    assert printed.splitlines() == [
+        "['preprocess', 'sync'] torch.int32 torch.Size([3]) torch.float32",
+        "tensor(True)",
+        "True",
+        "the same seed, other seeds, and no log-probs",
+        "True False",
+        "['preprocess', 'sync'] False",
+        "a custom processor, masks that nobody asked for, a grammar",
+        "['preprocess', 'sync'] tensor(True)",
+        "['preprocess', 'sync'] tensor(True)",
+        "cases for SGLang",
+        "['SGLang'] ['preprocess', 'sync']",
+    ]
+
+
+def test_servers_sample_so_only_if_they_are_asked_to() -> None:
+    def mends(**settings: object) -> list[str]:
+        return SglangConfig(**settings).environment["GPTOSS_SGLANG_MENDS"].split(",")
+
+    assert "quick_sampling" not in mends()
+    assert "quick_sampling" in mends(quick_sampling=True)
+    assert "quick_sampling" in mends(quick_sampling=True, colocated=True, weight_sync="cuda_ipc")
+
+    with pytest.raises(ValueError, match="with deterministic every request has a seed of its own"):
+        SglangConfig(quick_sampling=True, deterministic=True)
+    with pytest.raises(ValueError, match="asks for servers on CPUs: leave quick_sampling out"):
+        SglangConfig(quick_sampling=True, arguments=["--device", "cpu"])
+
+
+@pytest.fixture
+def sampling(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    pytest.importorskip("triton")
+    monkeypatch.syspath_prepend(str(PLUGIN))
+    return importlib.import_module("gptoss_sampling")
+
+
+@pytest.mark.gpu
+def test_a_step_of_256_requests_is_sampled_as_torch_does(sampling: ModuleType) -> None:
+    requests, vocabulary = 256, 201_088
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits = 3 * torch.randn(requests, vocabulary, device="cuda", generator=generator)
+    logits[:, 1000:9000] = -math.inf
+    before = logits.clone()
+    temperatures = 0.5 + torch.rand(requests, device="cuda", generator=generator)
+    uniforms = torch.rand(requests, 2, dtype=torch.float64, device="cuda", generator=generator)
+    tokens, log_probs = sampling.sample(logits, temperatures, uniforms)
+    assert torch.equal(logits, before)
+    repeated = sampling.sample(logits, temperatures, uniforms)
+    assert torch.equal(repeated[0], tokens)
+    assert torch.equal(repeated[1], log_probs)
+
+    # In fp32, as SGLang: quotients of up to 30 are rounded, and so are sums of 200,000 exponentials.
+    scaled = logits / temperatures[:, None]
+    theirs = scaled.softmax(-1).log().gather(1, tokens.long()[:, None])[:, 0]
+    assert (log_probs - theirs).abs().max() < 1e-4
+    exact = (logits.double() / temperatures.double()[:, None]).log_softmax(-1)
+    exact = exact.gather(1, tokens.long()[:, None])[:, 0]
+    assert (log_probs - exact).abs().max() < 2e-6
+    assert not ((tokens >= 1000) & (tokens < 9000)).any()
+
+
+@pytest.mark.gpu
+def test_likely_tokens_come_as_often_as_torch_says(sampling: ModuleType) -> None:
+    requests, vocabulary, rounds = 256, 201_088, 80
+    generator = torch.Generator("cuda").manual_seed(1)
+    row = 3 * torch.randn(vocabulary, device="cuda", generator=generator)
+    row[[7, 4095, 4096, 100_000, 201_087]] += 14.0
+    logits = row.repeat(requests, 1)
+    temperatures = torch.full((requests,), 1.2, device="cuda")
+    probabilities = (row / 1.2).softmax(-1)
+
+    counts = torch.zeros(vocabulary, device="cuda")
+    for _ in range(rounds):
+        uniforms = torch.rand(requests, 2, dtype=torch.float64, device="cuda", generator=generator)
+        tokens, _ = sampling.sample(logits, temperatures, uniforms)
+        counts += torch.bincount(tokens, minlength=vocabulary)
+
+    # The likeliest one by one, and all others together by the slices that they are in.
+    draws = requests * rounds
+    likely = probabilities.topk(20).indices
+    check_counts(counts[likely], probabilities[likely], draws)
+    counts[likely] = 0
+    probabilities[likely] = 0
+    slices = torch.arange(vocabulary, device="cuda") // sampling.SLICE_LOGITS
+    zeros = torch.zeros(50, device="cuda")
+    check_counts(
+        zeros.index_add(0, slices, counts), zeros.index_add(0, slices, probabilities), draws
+    )
+
+
+def check_counts(counts: torch.Tensor, probabilities: torch.Tensor, draws: int) -> None:
+    """Allow five standard deviations of each number of draws, and one draw."""
+    expected = draws * probabilities
+    deviation = (expected * (1 - probabilities)).sqrt()
+    assert ((counts - expected).abs() <= 5 * deviation + 1).all()
