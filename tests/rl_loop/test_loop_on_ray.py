@@ -35,8 +35,7 @@ from rl_loop.rollout.group_stream import GroupRequest
 from rl_loop.run import Interrupted, run_engine_report, run_rl, run_sft
 from rl_loop.session import build_rollouts, build_tasks, build_trainer
 from rl_loop.tracking.run_directory import read_json_lines
-from rl_loop.trainer.ray_ranks import RankDied
-from rl_loop.trainer.worker import TrainerWorker
+from rl_loop.trainer.ray_ranks import RankDied, TrainerProcess
 from tests.forked_workers import local_ray
 from tests.waiting import wait_until
 
@@ -353,7 +352,7 @@ def test_a_rank_that_dies_in_a_gather_is_named_and_the_one_that_waits_for_it_end
     """As optimizer state is gathered for a checkpoint on GPUs. NCCL does not see that a rank has gone:
     without the driver the other one would wait for ten minutes."""
 
-    def gather_before_saving(worker: TrainerWorker, is_victim: bool) -> None:
+    def gather_before_saving(rank: TrainerProcess, is_victim: bool) -> None:
         def gather(shard: torch.Tensor, *arguments: object, **options: object) -> None:
             if is_victim:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -366,7 +365,7 @@ def test_a_rank_that_dies_in_a_gather_is_named_and_the_one_that_waits_for_it_end
             gathered_state._gather_parameters(torch.zeros(8), bucket, torch.distributed.group.WORLD)
 
         # The optimizer of CPUs is not distributed, and has nothing to gather.
-        writer, _ = worker._saved[0]
+        writer, _ = rank.worker._saved[0]
         writer.start = start
 
     overrides = [*SMALL, f"output_dir={tmp_path}", "parallel.world_size=2"]
