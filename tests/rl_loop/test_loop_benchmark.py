@@ -296,7 +296,9 @@ def test_values_of_staleness_run_after_one_start_of_trainer_and_servers(tmp_path
     # Servers are looked at now and then, which in a step of this size may find them between requests.
     assert all(0 <= step["servers/idle"] <= 1 for step in steps)
     for of_staleness in (steps[:3], steps[3:]):
-        assert any(step["servers/idle"] < 1 and step["servers/running"] > 0 for step in of_staleness)
+        assert any(
+            step["servers/idle"] < 1 and step["servers/running"] > 0 for step in of_staleness
+        )
     table = out.read_text()
     assert cells(table, "| 0 |")[1] == "2 of 3"
     assert cells(table, "| 2 |")[1] == "0 of 3"
