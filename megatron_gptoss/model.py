@@ -48,8 +48,8 @@ def build_model(
     Returns:
         A GPTModel, or with ``parallel.virtual_pipeline`` above 1 a ModuleList of so many: the
         chunks of this rank in the order of their layers. Called with ``input_ids`` and
-        ``position_ids`` [1, tokens] and ``packed_seq_params``, ``PackedSequence.of`` a PackedBatch, it returns logits
-        [1, tokens, vocab_size / tensor].
+        ``position_ids`` [1, tokens] and ``packed_seq_params``, ``PackedSequence.of`` a PackedBatch,
+        it returns logits [1, tokens, vocab_size / tensor].
 
     Raises:
         ValueError: when layout, adapters or quantization are impossible for the model.

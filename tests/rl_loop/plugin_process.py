@@ -22,6 +22,14 @@ def plugin_module(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module(name)
 
 
+def write_modules(directory: Path, sources: dict[str, str]) -> None:
+    """Write stand-ins for modules of SGLang or triton_kernels, by their files within ``directory``."""
+    for name, source in sources.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+
+
 def run_with_plugin(
     *arguments: str, packages: Path | None = None, interpreted: bool = False
 ) -> str:

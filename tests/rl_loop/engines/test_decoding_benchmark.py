@@ -109,6 +109,23 @@ def test_calls_that_took_seconds_longer_do_not_count(decoding: ModuleType) -> No
     assert steps == pytest.approx([0.02, 0.04, 0.02, 0.02, 0.06])
 
 
+def server_options(**others: object) -> argparse.Namespace:
+    """Return the options of ``benchmarks/sglang.py`` that servers are made by, on a CPU."""
+    options: dict[str, object] = {
+        "device": "cpu",
+        "server_gpu": 0,
+        "server_tensor_parallel": 1,
+        "without": [],
+        "pythonpath": "",
+        "server_arguments": "",
+        "server_env": [],
+        "python": sys.executable,
+        "memory_fraction": 0.5,
+        "transport": "gloo",
+    }
+    return argparse.Namespace(**options | others)
+
+
 def test_a_server_gets_its_share_of_its_own_gpu_and_not_of_the_trainer_s(
     decoding: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,19 +140,7 @@ def test_a_server_gets_its_share_of_its_own_gpu_and_not_of_the_trainer_s(
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
 
-    options = argparse.Namespace(
-        device="cuda",
-        server_gpu=1,
-        server_tensor_parallel=1,
-        without=[],
-        pythonpath="",
-        server_arguments="",
-        server_env=[],
-        python=sys.executable,
-        memory_fraction=0.5,
-        transport="nccl",
-        cases=["sync"],
-    )
+    options = server_options(device="cuda", server_gpu=1, transport="nccl", cases=["sync"])
     settings = servers.server_settings(options, "fa3")
     config = GptOssModelConfig(num_layers=2, **SIZES)
     server = servers.make_server(options, settings, config, tmp_path, tmp_path / "log")
@@ -152,20 +157,10 @@ def test_every_way_but_bf16_packs_experts_and_mends_can_be_withheld_and_added(
     decoding: ModuleType, tmp_path: Path
 ) -> None:
     servers = importlib.import_module("sglang_servers")
-    options = argparse.Namespace(
-        device="cpu",
-        server_gpu=0,
-        server_tensor_parallel=1,
+    options = server_options(
         quantization="mxfp4",
         ways=list(decoding.QUANTIZED_WAYS),
         attention=["fa3"],
-        without=[],
-        pythonpath="",
-        server_arguments="",
-        server_env=[],
-        python=sys.executable,
-        memory_fraction=0.5,
-        transport="gloo",
         cases=["decode"],
         log=None,
     )

@@ -11,7 +11,7 @@ import torch
 
 from rl_loop.engines.sglang.config import SglangConfig
 from tests.rl_loop.engines.expert_layer import layer_of_experts
-from tests.rl_loop.plugin_process import plugin_module, run_with_plugin
+from tests.rl_loop.plugin_process import plugin_module, run_with_plugin, write_modules
 
 MATMUL = """
 from dataclasses import dataclass, field
@@ -58,9 +58,7 @@ for rows, config in cases:
 
 
 def test_products_of_few_rows_are_limited_and_others_are_as_they_were(tmp_path: Path) -> None:
-    module = tmp_path / "triton_kernels/matmul_ogs.py"
-    module.parent.mkdir()
-    module.write_text(MATMUL)
+    write_modules(tmp_path, {"triton_kernels/matmul_ogs.py": MATMUL})
     assert run_with_plugin("-c", PROGRAM, packages=tmp_path).splitlines() == [
         "16 4 {'maxnreg': 128}",
         "32 4 {'maxnreg': 128}",

@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from tests.rl_loop.plugin_process import plugin_module, run_with_plugin
+from tests.rl_loop.plugin_process import plugin_module, run_with_plugin, write_modules
 
 ROOT = Path(__file__).parents[3]
 
@@ -132,11 +132,7 @@ def test_layers_route_few_tokens_with_it_and_others_as_before(tmp_path: Path) ->
         "triton_kernels/matmul_ogs.py": MATMUL,
         "triton_kernels/tensor.py": TENSOR,
     }
-    for name, source in modules.items():
-        module = tmp_path / name
-        module.parent.mkdir(parents=True, exist_ok=True)
-        module.write_text(source)
-
+    write_modules(tmp_path, modules)
     printed = run_with_plugin("-c", PROGRAM, packages=tmp_path, interpreted=True)
     # Experts 1 and 3 of the first token, 0 and 3 of the second: entries 0 and 1, 2 and 3.
     assert printed.splitlines() == [

@@ -14,7 +14,7 @@ import torch
 
 from rl_loop.engines.sglang.config import PLUGIN, SglangConfig
 from tests.rl_loop.engines.ptx_emulated import as_bf16, run_assembly
-from tests.rl_loop.plugin_process import run_with_plugin
+from tests.rl_loop.plugin_process import run_with_plugin, write_modules
 from tests.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[3]
@@ -74,9 +74,8 @@ def test_it_compiles_for_hopper_and_spills_no_registers() -> None:
 
 
 def test_servers_of_packed_experts_have_it_in_place_of_triton_kernels_own(tmp_path: Path) -> None:
-    module = tmp_path / "triton_kernels/matmul_ogs_details/_matmul_ogs.py"
-    module.parent.mkdir(parents=True)
-    module.write_text("mxfp4_to_bf16_triton = None\n")
+    module = "triton_kernels/matmul_ogs_details/_matmul_ogs.py"
+    write_modules(tmp_path, {module: "mxfp4_to_bf16_triton = None\n"})
     program = (
         "import gptoss_expert_values as values; values.install();"
         "from triton_kernels.matmul_ogs_details import _matmul_ogs as products;"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rl_loop.engines.sglang.config import PLUGIN, SglangConfig
-from tests.rl_loop.plugin_process import run_with_plugin
+from tests.rl_loop.plugin_process import run_with_plugin, write_modules
 
 ROOT = Path(__file__).parents[3]
 
@@ -151,11 +151,7 @@ def test_plain_batches_are_sampled_with_it_and_others_as_before(tmp_path: Path) 
         "sglang/srt/layers/sampler.py": SAMPLER,
         "sglang/version.py": '__version__ = "0.5.17"',
     }
-    for name, source in modules.items():
-        module = tmp_path / name
-        module.parent.mkdir(parents=True, exist_ok=True)
-        module.write_text(source)
-
+    write_modules(tmp_path, modules)
     printed = run_with_plugin("-c", PROGRAM, packages=tmp_path, interpreted=True)
     assert printed.splitlines() == [
         "['preprocess', 'sync'] torch.int32 torch.Size([3]) torch.float32",

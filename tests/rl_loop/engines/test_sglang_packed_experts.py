@@ -44,7 +44,7 @@ from tests.rl_loop.packed_server import (
     layout,
     plugin,
 )
-from tests.rl_loop.plugin_process import run_with_plugin
+from tests.rl_loop.plugin_process import run_with_plugin, write_modules
 from tests.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[3]
@@ -550,9 +550,7 @@ print(topk.calls)
 
 
 def run_in_stub(tmp_path: Path, source: str, code: str) -> str:
-    module = tmp_path / "sglang/srt/layers/moe/topk.py"
-    module.parent.mkdir(parents=True)
-    module.write_text(source)
+    write_modules(tmp_path, {"sglang/srt/layers/moe/topk.py": source})
     return run_with_plugin("-c", code, packages=tmp_path)
 
 

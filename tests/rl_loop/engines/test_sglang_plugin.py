@@ -12,6 +12,7 @@ import pytest
 
 from rl_loop.engines.backend import EngineUnavailable
 from rl_loop.engines.sglang.config import PLUGIN, SglangConfig
+from tests.rl_loop.plugin_process import write_modules
 from tests.waiting import PATIENCE_SECONDS
 
 POOL = """
@@ -105,15 +106,12 @@ def run(
     tmp_path: Path, version: str, settings: dict[str, object], code: str
 ) -> subprocess.CompletedProcess[str]:
     modules = {
-        "layers/attention/triton_backend.py": BACKEND,
-        "mem_cache/swa_memory_pool.py": POOL,
-        "managers/tokenizer_manager.py": MANAGER,
+        "sglang/version.py": f'__version__ = "{version}"\n',
+        "sglang/srt/layers/attention/triton_backend.py": BACKEND,
+        "sglang/srt/mem_cache/swa_memory_pool.py": POOL,
+        "sglang/srt/managers/tokenizer_manager.py": MANAGER,
     }
-    for name, source in modules.items():
-        path = tmp_path / "sglang/srt" / name
-        path.parent.mkdir(parents=True)
-        path.write_text(source)
-    (tmp_path / "sglang/version.py").write_text(f'__version__ = "{version}"\n')
+    write_modules(tmp_path, modules)
     environment = SglangConfig(**settings, env={"PYTHONPATH": str(tmp_path)}).environment
     return subprocess.run(
         [sys.executable, "-S", "-c", code],

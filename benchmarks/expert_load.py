@@ -1,0 +1,144 @@
+"""How many more tokens than the mean the fullest expert-parallel rank gets, with random weights.
+
+    python benchmarks/expert_load.py
+    python benchmarks/expert_load.py --experts 128 --layers 36 --inner 64 --ranks 2 4
+
+One forward pass of a GPT-OSS of full width on the CPU, whose experts are narrowed to --inner values: the
+router sees hidden states of full width, and a product of the experts is the smallest part of its time.
+Printed beside each other, for every number of ranks: the fullest rank of a layer, on average over the
+layers; the fullest rank of all layers together, with the experts of each layer in random orders, as which
+experts a rank has means nothing; and what the account of memory has (``expert_load``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+from collections.abc import Callable
+from statistics import mean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_gptoss import distributed
+from megatron_gptoss.config import ParallelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
+from megatron_gptoss.layers.router import GptOssRouter
+from megatron_gptoss.model import build_model
+from megatron_gptoss.packing import build_batch
+from megatron_gptoss.planning.activation_memory import expert_load
+from megatron_gptoss.samples import Sample, TrainingSamples
+from megatron_gptoss.scorer import Scorer
+from rl_loop.cluster.placement import free_port
+
+STD = 0.02
+"""Of all matrices."""
+WHOLE_INNER = 2880
+"""GPT-OSS's intermediate size."""
+VOCABULARY = 1024
+ORDERS = 300
+"""Random orders of the experts over which is averaged."""
+
+Counts = list[list[int]]
+"""Tokens of every expert of every layer."""
+
+
+def count_tokens(model: torch.nn.Module, sequences: int, length: int) -> Counts:
+    """Send random tokens through the model, and count what each expert gets."""
+    routers = [module for module in model.modules() if isinstance(module, GptOssRouter)]
+    experts = routers[0].config.num_moe_experts
+    counts = torch.zeros(len(routers), experts, dtype=torch.int64)
+
+    def counting(of_layer: Tensor) -> Callable[..., None]:
+        def count(router: torch.nn.Module, inputs: Any, outputs: tuple[Tensor, Tensor]) -> None:
+            _, is_chosen = outputs  # bool [tokens, experts]
+            of_layer.add_(is_chosen.sum(0))
+
+        return count
+
+    for router, of_layer in zip(routers, counts, strict=True):
+        router.register_forward_hook(counting(of_layer))
+
+    generator = torch.Generator().manual_seed(1)
+    for number in range(sequences):
+        tokens = torch.randint(VOCABULARY, (length,), generator=generator).tolist()
+        batch = build_batch(TrainingSamples.join([Sample(tokens, [1] * length)]))
+        Scorer(model).score([batch])
+        print(f"sequence {number + 1} of {sequences}", flush=True)
+    return counts.tolist()
+
+
+@torch.no_grad()
+def draw_weights(model: torch.nn.Module, inner: int) -> None:
+    """Draw matrices from a normal distribution; norms are ones, biases and sinks zeros."""
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.fill_(1.0)
+        elif parameter.dim() < 2 or name.endswith("bias"):
+            parameter.zero_()
+        else:
+            # A narrow expert's output is to be as large as a whole one's.
+            is_down = ".experts." in name and "fc2" in name
+            parameter.normal_(0.0, STD * math.sqrt(WHOLE_INNER / inner) if is_down else STD)
+
+
+def of_one_layer(counts: Counts, ranks: int) -> float:
+    """Return the fullest rank's tokens of a layer relative to the mean, on average."""
+    return mean(max(of_ranks(layer, ranks)) for layer in counts)
+
+
+def of_all_layers(counts: Counts, ranks: int) -> float:
+    """Return those of the fullest rank of all layers together, on average over random orders."""
+    generator = random.Random(0)
+    fullest = []
+    for _ in range(ORDERS):
+        shuffled = [generator.sample(layer, len(layer)) for layer in counts]
+        loads = [of_ranks(layer, ranks) for layer in shuffled]
+        fullest.append(max(map(mean, zip(*loads, strict=True))))
+    return mean(fullest)
+
+
+def of_ranks(layer: list[int], ranks: int) -> list[float]:
+    """Return the tokens of every rank relative to the mean of the ranks."""
+    experts = len(layer) // ranks
+    parts = [sum(layer[rank * experts : (rank + 1) * experts]) for rank in range(ranks)]
+    return [part / mean(parts) for part in parts]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--experts", type=int, default=32)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--inner", type=int, default=360, help="intermediate size of the experts")
+    parser.add_argument("--sequences", type=int, default=4)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    options = parser.parse_args()
+
+    config = GptOssModelConfig(
+        num_layers=options.layers,
+        num_experts=options.experts,
+        intermediate_size=options.inner,
+        vocab_size=VOCABULARY,
+    )
+    distributed.initialize(ParallelConfig(), port=free_port())
+    model = build_model(config, ParallelConfig(), torch.float32)
+    draw_weights(model, options.inner)
+    counts = count_tokens(model, options.sequences, options.length)
+    distributed.shutdown()
+
+    print(f"\n{options.experts} experts, {options.layers} layers: beyond the mean\n")
+    print("| ranks | in one layer | in all layers | in the account |\n|---|---|---|---|")
+    for ranks in options.ranks:
+        account = expert_load(config, ParallelConfig(world_size=ranks, expert=ranks))
+        loads = (of_one_layer(counts, ranks), of_all_layers(counts, ranks), account)
+        print(f"| {ranks} | " + " | ".join(f"{load - 1:.1%}" for load in loads) + " |")
+
+
+if __name__ == "__main__":
+    main()

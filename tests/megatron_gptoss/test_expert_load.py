@@ -1,0 +1,43 @@
+"""``benchmarks/expert_load.py``: how unevenly experts are used, and what the account of memory has."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("expert_load")
+
+
+def test_the_fullest_rank_of_a_layer_and_of_all_layers(benchmark: ModuleType) -> None:
+    # The first layer has three quarters of its tokens on the first rank, the second on the last.
+    counts = [[4, 2, 1, 1], [1, 1, 4, 2]]
+    assert benchmark.of_ranks(counts[0], 2) == [1.5, 0.5]
+    assert benchmark.of_one_layer(counts, 2) == 1.5
+    assert benchmark.of_all_layers([[3, 3, 3, 3]] * 2, 2) == 1.0
+
+    # With an expert of 8 tokens in each layer a rank has both, or one, half of the time each.
+    assert benchmark.of_all_layers([[8, 0], [8, 0]], 2) == pytest.approx(1.5, abs=0.1)
+
+
+def test_a_model_is_counted_and_stands_beside_the_account() -> None:
+    program = [sys.executable, "benchmarks/expert_load.py", "--layers", "2", "--experts", "8"]
+    program += ["--inner", "32", "--sequences", "2", "--length", "48", "--ranks", "1", "4"]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    one, four = done.stdout.splitlines()[-2:]
+    assert one == "| 1 | 0.0% | 0.0% | 0.0% |"
+    cells = [float(cell.strip().rstrip("%")) for cell in four.split("|")[2:-1]]
+    in_one_layer, in_all_layers, account = cells
+    assert in_one_layer > in_all_layers > 0
+    assert account == pytest.approx(20, abs=1)  # two experts on each of four ranks
