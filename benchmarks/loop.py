@@ -10,8 +10,8 @@ overrides: Ray, the trainer's ranks, the engines, rollout workers with the real 
 multi-turn ReTool, routing replay (R3). Nothing is saved, evaluated at the end or exported.
 
 Weights are drawn at random, on the GPU where there is one, and written as a Hugging Face directory
-that is deleted once the trainer has read it; experts of a base in MXFP4 as the packed blocks that
-released weights have. ``random_policy.py`` says what they do: every turn is
+that is deleted once the trainer has read it, unless ``--weights`` names one to keep; experts of a base
+in MXFP4 as the packed blocks that released weights have. ``random_policy.py`` says what they do: every turn is
 a call of Python that runs, of ``--turn-tokens`` random tokens on average, and episodes end by their
 limits. So rewards teach nothing (``reward.tool_use`` makes them differ), and what is measured is
 time, memory and agreement, not learning.
@@ -81,17 +81,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.scratch, prefix="loop_") as scratch:
         config = read_config(options, Path(scratch))
         began = time.monotonic()
-        # In a process of its own, whose context on the GPU goes with it.
-        spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, spawn) as pool:
-            pool.submit(write_weights, config, options.turn_tokens).result()
-        print(f"random weights written in {time.monotonic() - began:.1f} s", flush=True)
+        if options.weights is None or not options.weights.exists():
+            # In a process of its own, whose context on the GPU goes with it.
+            spawn = multiprocessing.get_context("spawn")
+            with ProcessPoolExecutor(1, spawn) as pool:
+                pool.submit(write_weights, config, options.turn_tokens).result()
+            print(f"random weights written in {time.monotonic() - began:.1f} s", flush=True)
+        if options.steps == 0:
+            return
 
         watch = Watch()
         end = math.inf if options.seconds is None else began + options.seconds
         values = options.staleness or [config.algorithm.max_staleness]
         try:
-            run(config, values, options.steps, watch, end)
+            run(config, values, options.steps, watch, end, keep_weights=options.weights is not None)
         finally:
             # A run that failed in its fourth step still has the figures of three.
             keep_server_logs(config, options.out)
@@ -135,7 +138,7 @@ def parse_arguments() -> argparse.Namespace:
     add("config", type=Path, help="of `gptoss rl`")
     add("--layers", type=int, help="of the model; all of the configuration's by default")
     add("--gpus", type=int, help="ranks of expert parallelism and SGLang servers")
-    add("--steps", type=int, default=4, help="the first one warms up")
+    add("--steps", type=int, default=4, help="the first one warms up; 0 only writes --weights")
     add(
         "--seconds", type=float, help="start no step that would end later, by the last one's length"
     )
@@ -148,12 +151,20 @@ def parse_arguments() -> argparse.Namespace:
     )
     add("--turn-tokens", type=int, default=300, help="mean length of a turn's text")
     add("--scratch", type=Path, help="directory for weights and the run, deleted afterwards")
+    add(
+        "--weights",
+        type=Path,
+        help="keep the random weights in this directory, or take those that a call with the same model and "
+        "--turn-tokens left there",
+    )
     add("--out", type=Path, help="Markdown file for the table; the steps' metrics lie beside it")
     add("overrides", nargs="*", help="key=value of the configuration")
     options = parser.parse_intermixed_args()
     if options.staleness and options.staleness != sorted(set(options.staleness)):
         # What a larger value has begun would fill the servers in the steps of a smaller one.
         parser.error("--staleness: values must rise, such as 0 1 2")
+    if options.steps == 0 and options.weights is None:
+        parser.error("--steps 0 writes weights: --weights says where")
     return options
 
 
@@ -162,7 +173,7 @@ def read_config(options: argparse.Namespace, scratch: Path) -> RlConfig:
     overrides = [
         "name=loop",
         f"output_dir={scratch}",
-        f"initial_weights={scratch / 'weights'}",
+        f"initial_weights={options.weights or scratch / 'weights'}",
         f"training.steps={MANY_STEPS}",
         f"training.checkpoint_every={MANY_STEPS}",
         f"evaluate_every={MANY_STEPS}",
@@ -233,7 +244,15 @@ def packed_experts(
         yield scales_name, scales
 
 
-def run(config: RlConfig, values: Sequence[int], steps: int, watch: Watch, end: float) -> None:
+def run(
+    config: RlConfig,
+    values: Sequence[int],
+    steps: int,
+    watch: Watch,
+    end: float,
+    *,
+    keep_weights: bool,
+) -> None:
     """Run ``steps`` steps with each of ``values`` of max_staleness; ``watch`` collects their metrics.
 
     ``end``: seconds of ``time.monotonic`` that no step shall pass, by the length of the last one.
@@ -244,7 +263,8 @@ def run(config: RlConfig, values: Sequence[int], steps: int, watch: Watch, end: 
         began = time.monotonic()
         session = stack.enter_context(Session(config, watch.show, Start.OVERWRITE))
         assert config.initial_weights is not None
-        shutil.rmtree(config.initial_weights)
+        if not keep_weights:
+            shutil.rmtree(config.initial_weights)
 
         assert session.rollouts is not None
         session.rollouts.ready()
