@@ -27,6 +27,7 @@ BREAKS = ("\n", "\r", "\0")
 """What would end the comment."""
 LAYERS_VARIANCE = 0.3
 """Of what all layers together add to a residual stream of variance 1, about."""
+BIAS_STD = 0.1
 CERTAIN = 100.0
 """Logit of a token that always follows."""
 IMPOSSIBLE = -30.0
@@ -77,7 +78,8 @@ def policy_weights(
     """Draw all weights by Hugging Face name, one tensor at a time.
 
     Matrices keep the variance of what goes through them; those that write to the residual stream
-    are smaller by the square root of twice the layers, as GPT-2's are."""
+    are smaller by the square root of twice the layers, as GPT-2's are. Biases are smaller, but not
+    zero: one that is lost on the way to a server has to be seen in the mismatch."""
     generator = torch.Generator(device).manual_seed(seed)
     aside = following.channels
 
@@ -96,7 +98,7 @@ def policy_weights(
         elif name.endswith("sinks"):
             tensor.normal_(0, 1, generator=generator)
         elif name.endswith("bias"):
-            tensor.zero_()
+            _draw_bias(name, tensor, config, aside, generator)
         else:
             _draw_matrix(name, tensor, config, aside, generator)
         yield name, tensor
@@ -122,6 +124,19 @@ def _draw_matrix(
         tensor[:, :, :aside] = 0
     elif writes_residual:
         tensor[:aside] = 0
+
+
+def _draw_bias(
+    name: str,
+    tensor: torch.Tensor,
+    config: GptOssModelConfig,
+    aside: int,
+    generator: torch.Generator,
+) -> None:
+    tensor.normal_(0, BIAS_STD, generator=generator)
+    if name.endswith(("o_proj.bias", "down_proj_bias")):
+        tensor /= math.sqrt(2 * config.num_layers)
+        tensor[..., :aside] = 0
 
 
 def _mark_tokens(embedding: torch.Tensor, following: NextTokens) -> None:

@@ -84,7 +84,7 @@ class _TrainerRank:
 
     def begin_gathering(self) -> GatheredWeights:
         """Begin to bring all weights to rank 0. Collective."""
-        return self._gathering.begin(transposed=self._transposed, packed=self._packed)
+        return self._gathering.begin(transposed=self._transposed, packed=self._packed, paced=True)
 
 
 def _take_part(

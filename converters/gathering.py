@@ -78,8 +78,8 @@ class WeightGathering:
             transposed: see ``names.hf_tensors``.
             packed: experts that are trained through MXFP4 come as blocks and scales, under the names
                 of ``hf_layouts.mxfp4_shapes``, and not as the values that these stand for.
-            paced: all ranks begin every layer together. For receivers that take long over what they
-                get, such as those that write it to a disk.
+            paced: no rank sends anything before all have come to the same message. For a receiver that
+                takes long over what it gets, such as one that writes it to a disk.
 
         Raises:
             GatheringRefused: on every rank, if one has no memory for its part.
@@ -235,14 +235,12 @@ class GatheredWeights(Iterator[NamedTensor]):
             self._exchange(step)
 
     def _in_pace(self, steps: Iterable[GatheringStep]) -> Iterator[GatheringStep]:
-        """Yield ``steps``, the first of every layer when all ranks have come to it."""
-        # A message has a time limit that begins where it is posted, on NCCL without waiting for its
-        # receiver. Ranks with later layers would post theirs at once and be ended while the receiver
-        # still writes the earlier ones.
-        layer = None
+        """Yield ``steps``, those with messages when all ranks have come to them."""
+        # NCCL posts a message without waiting for its receiver, and a kernel on the sender's GPU waits
+        # until it is received. Its time limit runs meanwhile, and whatever else computes on that GPU,
+        # such as a server's rank that loads what was received before, gets only every other time slice.
         for step in steps:
-            if step.mapping.layer != layer:
-                layer = step.mapping.layer
+            if any(message is not None for message in step.messages):
                 self._gathering.wait_for_all_ranks()
             yield step
 

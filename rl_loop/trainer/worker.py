@@ -391,7 +391,11 @@ class TrainerWorker:
         gather_parameters(self.trainer.model)
         try:
             weights = self._gathering.begin(
-                sender.ranks, transposed=sender.transposed, packed=sender.packed
+                sender.ranks,
+                transposed=sender.transposed,
+                packed=sender.packed,
+                # Several receivers keep step by the broadcasts that bring them what they send on.
+                paced=len(sender.ranks) == 1,
             )
         except GatheringRefused as refusal:
             raise SyncFailed(str(refusal)) from refusal

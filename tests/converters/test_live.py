@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from converters.errors import ConversionError
 from converters.gathering import WeightGathering
@@ -165,6 +167,42 @@ def test_fewer_receivers_than_ranks_get_all_weights_under_mixed_parallelism(
         assert all(torch.equal(gathered[name], tensor) for name, tensor in weights.items())
 
 
+def send_in_pace(rank: int, port: int) -> list[float]:
+    """Rank 0 takes its time over every tensor. It returns when it asked for those that it received, and
+    rank 1 when it began to send them."""
+    torch.set_num_threads(1)
+    distributed.initialize(ParallelConfig(world_size=2, expert=2), rank, port=port)
+    gathering = WeightGathering(build_model(TINY, ParallelConfig(world_size=2, expert=2)), TINY)
+
+    times = []
+    asked = 0.0
+    send, receive = dist.send, dist.recv
+
+    def timed_send(*arguments: Any, **options: Any) -> None:
+        times.append(time.monotonic())
+        send(*arguments, **options)
+
+    def timed_receive(*arguments: Any, **options: Any) -> None:
+        times.append(asked)
+        receive(*arguments, **options)
+
+    dist.send, dist.recv = timed_send, timed_receive  # type: ignore[assignment]
+    gathered = gathering.begin((0,), paced=True)
+    while True:
+        asked = time.monotonic()
+        if next(gathered, None) is None:
+            break
+        time.sleep(0.01)
+    distributed.shutdown()
+    return times
+
+
+def test_a_rank_sends_nothing_before_the_receiver_asks_for_it() -> None:
+    asked, sent = run_distributed(send_in_pace, 2, free_port())
+    assert len(asked) == len(sent) >= TINY.num_layers
+    assert all(first <= then for first, then in zip(asked, sent, strict=True))
+
+
 class OutOfMemory(RuntimeError):
     """As torch raises it."""
 
@@ -208,7 +246,8 @@ def gather_with_faults(rank: int, world_size: int, port: int, faults: list[Any])
             error = None
             tensors: Weights = {}
             try:
-                gathered = gathering.begin(receivers)
+                # As weight syncs do.
+                gathered = gathering.begin(receivers, paced=len(receivers) == 1)
                 for name, tensor in gathered:
                     tensors[name] = tensor.clone()
                     if rank == broken_rank and fault == f"consumer{len(tensors)}":

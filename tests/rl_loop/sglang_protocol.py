@@ -414,12 +414,14 @@ class LocalServer:
             message = f"{self.ranks} ranks got {len(payloads)} payloads"
             return web.json_response({"success": False, "message": message}, status=400)
 
-        # Every rank opens its own, as SGLang's do. What they get is the same.
-        for payload in payloads:
-            tensors = {
-                name: tensor.clone() for name, tensor in pickle.loads(base64.b64decode(payload))
-            }
-        return self._load(tensors)
+        # Every rank opens its own, as SGLang's do, whose later ranks overwrite this bias before the
+        # first one may have read it.
+        of_ranks = [dict(pickle.loads(base64.b64decode(payload))) for payload in payloads]
+        for opened in of_ranks[1:]:
+            for name, tensor in opened.items():
+                if name.endswith(".experts.down_proj_bias"):
+                    tensor.zero_()
+        return self._load({name: tensor.clone() for name, tensor in of_ranks[0].items()})
 
     async def update_weights_from_disk(self, request: web.Request) -> web.Response:
         from converters.hf_directory import HfDirectory

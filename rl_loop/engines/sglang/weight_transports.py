@@ -205,6 +205,11 @@ server_group = ServerGroup()
 """That of this process, which has one."""
 
 
+OVERWRITTEN_SUFFIX = ".experts.down_proj_bias"
+"""Of tensors that SGLang's tensor-parallel ranks, but the first, fill with zeros where they lie
+(``GptOssForCausalLM._load_normal_weights`` in srt/models/gpt_oss.py of 0.5.17)."""
+
+
 async def share_memory(parts: Iterator[Bucket], servers: Servers) -> None:
     """Let servers open the memory of the tensors: GPU memory of the same node, or host memory."""
     # With the default, file descriptors, a server would have to be our child.
@@ -220,7 +225,8 @@ async def share_memory(parts: Iterator[Bucket], servers: Servers) -> None:
 
         # One for each rank of each server: all get whole tensors and cut out their own shard. torch
         # counts one user for every handle, so that no two processes may open the same one.
-        handles = [[_Handles(shared) for _ in range(plan.tensor_parallel)] for _ in plan.urls]
+        of_ranks = _buckets_of_ranks(shared, plan.tensor_parallel)
+        handles = [[_Handles(of_rank) for of_rank in of_ranks] for _ in plan.urls]
         bodies = [
             {
                 "serialized_named_tensors": [of_rank.payload for of_rank in of_server],
@@ -239,6 +245,19 @@ async def share_memory(parts: Iterator[Bucket], servers: Servers) -> None:
                 for of_rank in of_server:
                     of_rank.disown()
             raise
+
+
+def _buckets_of_ranks(bucket: Bucket, ranks: int) -> list[Bucket]:
+    """Return what each tensor-parallel rank of a server opens."""
+    if ranks == 1:
+        return [bucket]
+
+    # Without a copy the first rank would read zeros, or not, depending on which rank is faster.
+    for_later_ranks = [
+        (name, tensor.clone() if name.endswith(OVERWRITTEN_SUFFIX) else tensor)
+        for name, tensor in bucket
+    ]
+    return [bucket, *[for_later_ranks] * (ranks - 1)]
 
 
 class _Handles:
