@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -93,21 +93,26 @@ class Server(LocalServer):
         return answer
 
 
-async def sync(servers: list[Server], ranks: int) -> None:
+async def sync(
+    servers: list[Server], ranks: int, transport: Literal["cuda_ipc", "shared_memory"] = "cuda_ipc"
+) -> None:
     get = random_hf_weights(MODEL, 1)
-    weights = {name: get(name).bfloat16().as_subclass(OnGpu) for name in hf_shapes(MODEL)}
+    weights = {name: get(name).bfloat16() for name in hf_shapes(MODEL)}
+    sent = {name: tensor.clone() for name, tensor in weights.items()}
+    if transport == "cuda_ipc":
+        sent = {name: tensor.as_subclass(OnGpu) for name, tensor in sent.items()}
     for server in servers:
         server.ranks = ranks
     plan = SyncPlan(
         urls=tuple([await server.start() for server in servers]),
         version=2,
-        transport="cuda_ipc",
+        transport=transport,
         bucket_bytes=20_000,
         tensor_parallel=ranks,
         compare=False,
     )
     try:
-        await send_weights(weights.items(), MODEL, plan)
+        await send_weights(sent.items(), MODEL, plan)
     finally:
         for server in servers:
             await server.stop()
@@ -115,6 +120,7 @@ async def sync(servers: list[Server], ranks: int) -> None:
     for server in servers:
         assert server.version == "2"
         assert all(torch.equal(server.weights[name], weights[name]) for name in weights)
+    assert all(torch.equal(sent[name], weights[name]) for name in weights)
 
 
 @pytest.mark.parametrize(("servers", "ranks"), [(1, 1), (1, 2), (2, 1), (2, 2)])
@@ -123,6 +129,10 @@ def test_each_rank_of_each_server_is_counted_once(servers: int, ranks: int, coun
     handles = next(counts._next)
     assert handles == len(hf_shapes(MODEL)) * servers * ranks
     assert counts.values.tolist() == [0] * COUNTS_OF_A_FILE
+
+
+def test_what_later_ranks_overwrite_is_their_own() -> None:
+    asyncio.run(sync([Server(), Server()], ranks=2, transport="shared_memory"))
 
 
 @pytest.mark.parametrize("refuses", ["unopened", "opened"])
