@@ -97,7 +97,8 @@ async def sync(
     servers: list[Server], ranks: int, transport: Literal["cuda_ipc", "shared_memory"] = "cuda_ipc"
 ) -> None:
     get = random_hf_weights(MODEL, 1)
-    weights = {name: get(name).bfloat16() for name in hf_shapes(MODEL)}
+    # Biases begin as zeros, which would be what later ranks write.
+    weights = {name: get(name).bfloat16() + 0.5 for name in hf_shapes(MODEL)}
     sent = {name: tensor.clone() for name, tensor in weights.items()}
     if transport == "cuda_ipc":
         sent = {name: tensor.as_subclass(OnGpu) for name, tensor in sent.items()}
