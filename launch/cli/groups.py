@@ -1,5 +1,7 @@
 """How groups of commands behave: failures in one line, and a command that may be left out."""
 
+import os
+import signal
 import sys
 from difflib import get_close_matches
 from pathlib import Path
@@ -22,12 +24,29 @@ class ErrorsInOneLine(typer.core.TyperGroup):
         except KeyboardInterrupt:
             print("gptoss: stopped", file=sys.stderr)
             raise typer.Exit(130) from None
+        except BrokenPipeError as error:
+            if not drop_output_that_nobody_reads():
+                print_failure(error)
+                raise typer.Exit(1) from None
+            raise typer.Exit(128 + signal.SIGPIPE) from None
         except Exception as error:
             # --help and wrong options are answered by typer itself, without waiting for torch.
             if type(error).__module__.split(".")[0] in ("typer", "click"):
                 raise
             print_failure(error)
         raise typer.Exit(1)
+
+
+def drop_output_that_nobody_reads() -> bool:
+    """Tell whether the reader of standard output has gone, as ``head`` does when it has its lines. What is left
+    to print goes nowhere then."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        return True
+    return False
 
 
 def print_failure(error: Exception, directory: Path | None = None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import shlex
 import subprocess
 import sys
@@ -357,6 +358,21 @@ Path({str(tmp_path / "went on")!r}).touch()
     assert process.wait(30) == 0
     assert (tmp_path / "went on").exists()
     assert (tmp_path / "output.log").read_text() == "not heard\nnor this\n"
+
+
+def test_a_reader_that_has_read_enough_is_no_fault() -> None:
+    """As in ``gptoss plan CONFIG | head``."""
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "launch", "plan", "gpt-oss-20b_1x4"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout and process.stderr
+    process.stdout.close()
+    assert process.wait(PATIENCE_SECONDS) == 128 + signal.SIGPIPE
+    assert process.stderr.read() == b""
+    process.stderr.close()
 
 
 def test_an_existing_run_is_not_overwritten(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ def test_a_server_is_told_what_its_configuration_says() -> None:
         "--enable-return-routed-experts",
         "--enable-memory-saver",
         "--disable-prefill-cuda-graph",
+        "--enforce-disable-flashinfer-allreduce-fusion",
     } <= set(words)
     assert "--enable-deterministic-inference" not in words
     assert pairs["--cuda-graph-max-bs-decode"] == pairs["--max-running-requests"] == "256"
@@ -69,6 +70,24 @@ def test_a_server_is_told_what_its_configuration_says() -> None:
     assert apart["GPTOSS_SGLANG_MENDS"] == "quick_pause"
     with pytest.raises(ValueError, match="colocated needs weight_sync cuda_ipc"):
         SglangConfig(colocated=True)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tensor_parallel": 1},
+        {"tensor_parallel": 2, "arguments": ["--flashinfer-allreduce-fusion-backend", "auto"]},
+        {"tensor_parallel": 2, "colocated": False, "weight_sync": "nccl"},
+    ],
+)
+def test_fused_sums_over_ranks_are_left_to_sglang_where_they_can_be(
+    settings: dict[str, object],
+) -> None:
+    colocated = {"colocated": True, "weight_sync": "cuda_ipc"}
+    build = SglangConfig.model_validate(colocated | settings).command(
+        0, Path("/model"), "bfloat16", routed_experts=True, seed=0
+    )
+    assert "--enforce-disable-flashinfer-allreduce-fusion" not in build("host", 1)
 
 
 def options_of_prefill_graphs(tokens: int) -> list[str]:
