@@ -1,6 +1,7 @@
 """How groups of commands behave: failures in one line, and a command that may be left out."""
 
 import os
+import select
 import signal
 import sys
 from difflib import get_close_matches
@@ -40,13 +41,13 @@ class ErrorsInOneLine(typer.core.TyperGroup):
 def drop_output_that_nobody_reads() -> bool:
     """Tell whether the reader of standard output has gone, as ``head`` does when it has its lines. What is left
     to print goes nowhere then."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        return True
-    return False
+    output = sys.stdout.fileno()
+    state = select.poll()
+    state.register(output, 0)
+    is_gone = any(event & select.POLLERR for _, event in state.poll(0))
+    if is_gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return is_gone
 
 
 def print_failure(error: Exception, directory: Path | None = None) -> None:
