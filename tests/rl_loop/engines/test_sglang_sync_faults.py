@@ -311,7 +311,7 @@ def _plant(fault: Fault, once: bool) -> Callable[[Any], None]:
 
         match fault.kind:
             case "begin":
-                gathering.plan = lambda receivers: fail()
+                gathering.plan = lambda receivers, *, packed: fail()
             case "read":
                 gathering.local.read = read
             case "send":
