@@ -131,7 +131,7 @@ def test_a_sender_holds_two_of_the_buckets_that_are_made(
     if packed or limit == 1 << 30:
         # A bucket is closed when it is half full, and counted as full. Blocks and scales of one matrix
         # are made together.
-        assert held <= sent <= 1.75 * held
+        assert held / 1.001 <= sent <= 1.75 * held
     else:
         assert sent == pytest.approx(held, rel=0.01)
 
