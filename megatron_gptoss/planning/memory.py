@@ -196,7 +196,7 @@ def account(inputs: MemoryInputs, gigabytes: float, stage: int = 0) -> Account:
     if inputs.engine is not None:
         sent = sent_tensor_bytes(inputs)
         syncing += sent + arriving_bytes(inputs)
-        received = engine.sync_bytes
+        received: float = engine.sync_bytes
         if engine.copies_buckets:
             received += sent
         needs += [
