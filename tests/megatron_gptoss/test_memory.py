@@ -540,8 +540,14 @@ def test_a_part_of_offloaded_state_takes_the_place_of_activations(tokens: int, r
     assert offloaded.total == pytest.approx(plain.total - plain.optimizer + part)
 
 
-def test_servers_get_what_the_rest_leaves_of_the_gpu() -> None:
-    engine = EngineMemory(awake_fraction=0.9, asleep_bytes=7 * 10**9, sync_bytes=3 * 10**9)
+@pytest.mark.parametrize("working_bytes", [0, 10**10], ids=["in the sync", "in the rollout"])
+def test_servers_get_what_the_rest_leaves_of_the_gpu(working_bytes: int) -> None:
+    engine = EngineMemory(
+        awake_fraction=0.9,
+        asleep_bytes=7 * 10**9,
+        sync_bytes=3 * 10**9,
+        working_bytes=working_bytes,
+    )
     inputs = MemoryInputs(GPT_OSS_20B, TWO_GPUS, BF16_MOMENTS, 16_384, engine=engine)
     override, needed = smaller_settings(inputs, H200)[-1]
     key, _, fraction = override.partition("=")

@@ -365,8 +365,8 @@ def test_gaps_of_scoring_are_attentions_blocks_where_all_layers_have_equal_tenso
 
 
 def test_gaps_of_scoring_grow_with_the_layers_that_have_more_rows_than_all_before() -> None:
-    """Against draws of the layers' order: two of four layers, and not quite four of 24, find no block that
-    is large enough."""
+    """Against draws of the layers' order: one of four layers, and not quite three of 24, find no block that
+    is large enough, besides the first."""
     generator = np.random.default_rng(0)
 
     def gaps(layers: int) -> float:
