@@ -12,6 +12,7 @@ from dataclasses import astuple, dataclass
 from megatron_gptoss.planning.activation_memory import (
     activation_memory,
     attention_blocks,
+    expert_load,
     scoring_memory,
     working_memory,
 )
@@ -27,21 +28,30 @@ from megatron_gptoss.planning.state_memory import (
     trained_parameters,
     weight_memory,
 )
+from megatron_gptoss.planning.sync_memory import arriving_bytes, sent_tensor_bytes
 
 CONTEXT_BYTES = 2.7e9
 """What a process holds of its GPU outside of torch's allocator: CUDA's context, libraries and their
-workspaces, kernels, from the first forward pass on, on one H200."""
+workspaces, kernels, from the first forward pass on, on one H200. Some 0.9 of it comes with the first
+optimizer step."""
 
 FIRST_CONTEXT_BYTES = 1.3e9
 """The same before the first forward pass."""
 
+COMMUNICATION_BYTES = 2.6e9
+"""NCCL's buffers where there is more than one rank: Megatron has a communicator for each of its groups,
+and each takes some when it is first used.
+
+By difference, not measured by itself: what is on a GPU besides torch's memory is 2.3 GB more with two
+ranks than with one, and 3.0 more with four, each beside a server of one GPU (the 20B on H200s)."""
+
+FIRST_COMMUNICATION_BYTES = 0.9e9
+"""The same before the first forward pass, in the first weight sync of two and of four ranks; 0.3 at the
+start, where gaps of up to 0.9 GB come in its place."""
+
 PHASES_BEFORE_A_FORWARD_PASS = ("start", "sync")
 """A run begins with a weight sync, which is the fullest: servers hold all that they allocate when
 they start, and in later ones only their weights."""
-
-COMMUNICATION_BYTES = 1.5e9
-"""NCCL's buffers where there is more than one rank. An allowance, not measured by itself: Megatron
-has a communicator for each of its groups, and each takes some when it is first used."""
 
 GAP_BYTES = 3.2e9
 """What torch's allocator holds beyond the most that is allocated, in phases that allocate and free
@@ -50,8 +60,13 @@ blocks of many sizes. 2.5, 2.9 and 4.2 GB on one H200 beside 82, 67 and 47 GB of
 
 The 4.2 GB, in scoring, are older than layers that keep no tensor of the tokens after their forward
 pass: every layer had a small one in a block of the update before, which torch could not give back.
-Scoring in full training was not measured again, so that it has the whole allowance; with adapters,
-see ``_gap_bytes``."""
+Scoring in full training on one GPU was not measured again, so that it has the whole allowance; for
+other runs see ``_scoring_gap_bytes``."""
+
+SCORING_GAP_SHARE = 0.65
+"""Of what a layer's forward pass needs, what one with more rows for its experts than all layers before
+it leaves of their blocks. 0.60 to 0.71 in the first scoring of four runs on two and four H200, with 4,
+24 and 36 layers, if the rows of layers come in random order (``_scoring_gap_bytes``)."""
 
 PHASES_WITH_GAPS = ("scoring", "update", "optimizer", "checkpoint")
 """Phases that have gaps. A sync's buffers are few and large; their sizes are counted."""
@@ -170,16 +185,22 @@ def account(inputs: MemoryInputs, gigabytes: float, stage: int = 0) -> Account:
     awake = engine.awake_fraction * gigabytes * 1e9
     asleep = engine.asleep_bytes
 
-    # Nothing has been merged, rounded or dequantized yet at the start; in the optimizer's step the
-    # memory for it is still there.
+    # Nothing has been merged, rounded or dequantized yet at the start, and the memory for it has been
+    # given back before a sync; in the optimizer's step it is still there.
     own_weights = memory.weights - shared_weight_bytes(inputs)
     start = own_weights + memory.gradients + _copied_weights(inputs, stage)
+    syncing = memory.resting - shared_weight_bytes(inputs)
     stepping = memory.resting + fetched + dequantized_bytes(inputs)
 
     needs = [_Need("start", start, 0)]
     if inputs.engine is not None:
+        sent = sent_tensor_bytes(inputs)
+        syncing += sent + arriving_bytes(inputs)
+        received: float = engine.sync_bytes
+        if engine.copies_buckets:
+            received += sent
         needs += [
-            _Need("sync", memory.resting, awake - engine.working_bytes + engine.sync_bytes),
+            _Need("sync", syncing, awake - engine.working_bytes + received),
             _Need("rollout", memory.resting, awake),
         ]
     needs += [
@@ -195,7 +216,7 @@ def account(inputs: MemoryInputs, gigabytes: float, stage: int = 0) -> Account:
         host += HOST_ROUNDING * trained.optimizer.offload * state
     return Account(
         memory=memory,
-        phases=_phases(inputs, needs),
+        phases=_phases(inputs, needs, stage),
         host=host,
     )
 
@@ -221,34 +242,66 @@ class _Need:
     engine: float
 
 
-def _phases(inputs: MemoryInputs, needs: Sequence[_Need]) -> list[Phase]:
+def _phases(inputs: MemoryInputs, needs: Sequence[_Need], stage: int) -> list[Phase]:
     """Add to what phases need, in their order, what lies around their tensors."""
-    communication = COMMUNICATION_BYTES if inputs.parallel.world_size > 1 else 0.0
     with_cache = _phases_that_begin_with_a_cache(inputs)
     reserved = 0.0
     phases = []
     for need in needs:
         if need.phase not in with_cache:
             reserved = 0.0
-        reserved = max(reserved, need.trainer + _gap_bytes(inputs, need.phase))
+        reserved = max(reserved, need.trainer + _gap_bytes(inputs, need.phase, stage))
 
-        is_early = need.phase in PHASES_BEFORE_A_FORWARD_PASS
-        context = FIRST_CONTEXT_BYTES if is_early else CONTEXT_BYTES
-        around = context + communication + reserved - need.trainer
+        around = _process_bytes(inputs, need.phase) + reserved - need.trainer
         phases.append(Phase(need.phase, need.trainer, need.engine, around))
     return phases
 
 
-def _gap_bytes(inputs: MemoryInputs, phase: str) -> float:
+def _process_bytes(inputs: MemoryInputs, phase: str) -> float:
+    """Return what the process holds outside of torch's allocator in a phase."""
+    context = CONTEXT_BYTES
+    communication = COMMUNICATION_BYTES
+    if phase in PHASES_BEFORE_A_FORWARD_PASS:
+        context = FIRST_CONTEXT_BYTES
+        communication = FIRST_COMMUNICATION_BYTES
+
+    if inputs.parallel.world_size == 1:
+        return context
+    return context + communication
+
+
+def _gap_bytes(inputs: MemoryInputs, phase: str, stage: int) -> float:
     """Return what torch's allocator holds beyond the most that is allocated in a phase."""
     if phase not in PHASES_WITH_GAPS:
         return 0.0
+    if phase == "scoring":
+        return _scoring_gap_bytes(inputs, stage)
+    if phase == "update":
+        # Ranks that share experts out get other numbers of rows in every layer, and blocks that were
+        # freed fit less well. It grows with how unevenly that is: beyond the allowance there were 1.7
+        # GB with experts on two GPUs, 5.2 and 5.6 on four, where this says 1.8, 4.6 and 3.2.
+        excess = expert_load(inputs.model, inputs.parallel) - 1
+        return GAP_BYTES + excess * activation_memory(inputs, stage)
+    return GAP_BYTES
 
-    # Scoring computes one layer after the other, from an empty cache: what one layer leaves is what
-    # the next one takes, if its tensors have the same sizes. Micro-batches come fullest first, and
-    # without expert parallelism experts get as many rows in every layer. So only attention's blocks
-    # are kept beside those of the experts: 0.5 GB for 16,384 tokens, where an H100 had 1.1 GB.
-    if phase == "scoring" and inputs.adapter is not None and inputs.parallel.expert == 1:
+
+def _scoring_gap_bytes(inputs: MemoryInputs, stage: int) -> float:
+    """Return what torch's allocator holds in scoring beyond the most that is allocated.
+
+    Scoring computes one layer after the other, from an empty cache: what one layer leaves is what
+    the next one takes, if its tensors fit there.
+    """
+    # A rank gets other numbers of rows for its experts in every layer. One with more than all before
+    # it takes new blocks, and theirs stay: of n layers in random order 1/2 + 1/3 + ... + 1/n do.
+    if inputs.parallel.expert > 1:
+        layers = inputs.parallel.layers_of_stage(stage, inputs.model)
+        larger_layers = sum(1 / number for number in range(2, layers + 1))
+        return SCORING_GAP_SHARE * larger_layers * scoring_memory(inputs, stage)
+
+    # Micro-batches come fullest first, and without expert parallelism experts get as many rows in every
+    # layer. So only attention's blocks are kept beside those of the experts: 0.5 GB for 16,384 tokens,
+    # where an H100 had 1.1 GB.
+    if inputs.adapter is not None:
         return attention_blocks(inputs)
     return GAP_BYTES
 

@@ -127,8 +127,9 @@ def _successive_changes(
     # Servers get what everything else leaves of the GPU, rounded down to a hundredth.
     engine = inputs.engine
     if engine is not None and engine.awake_fraction > 0:
-        sync = worst_account(inputs, gigabytes).phase("sync").total / 1e9
-        room = engine.awake_fraction + (gigabytes - sync) / gigabytes if gigabytes else 0.0
+        awake = worst_account(inputs, gigabytes)
+        fullest = max(awake.phase(name).total for name in ("sync", "rollout")) / 1e9
+        room = engine.awake_fraction + (gigabytes - fullest) / gigabytes if gigabytes else 0.0
         fraction = math.floor(100 * room) / 100
         if 0 < fraction < engine.awake_fraction:
             inputs = replace(inputs, engine=replace(engine, awake_fraction=fraction))

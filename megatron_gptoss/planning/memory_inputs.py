@@ -27,11 +27,17 @@ class EngineMemory:
     asleep_bytes: int
     """While the trainer works."""
     sync_bytes: int
-    """Buffers of a weight sync, the trainer's and the server's together, besides what is held
-    awake; freed after it."""
+    """What servers take in a weight sync besides what they hold awake."""
     working_bytes: int = 0
     """Of the awake share, what servers take only when they are first asked for something: graphs'
     inputs and activations."""
+    bucket_bytes: int = 0
+    """Weights that a sync has under way at a time, if no tensor is larger; the trainer holds the
+    bucket that is sent and the next one."""
+    copies_buckets: bool = False
+    """Whether servers copy what they are sent, as those of several GPUs do."""
+    packs_experts: bool = False
+    """Whether a sync sends experts in MXFP4."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from converters import gathering_plan
 from converters.names import parameter_mappings
 from megatron_gptoss.block_sizes import PART_ELEMENTS
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
@@ -38,6 +39,7 @@ from megatron_gptoss.planning.memory_advice import (
 from megatron_gptoss.planning.memory_inputs import EngineMemory, MemoryInputs
 from megatron_gptoss.planning.parameter_counts import parameters_per_gpu
 from megatron_gptoss.planning.state_memory import host_memory_of_rank, host_memory_of_save
+from megatron_gptoss.planning.sync_memory import STACK_BYTES
 from megatron_gptoss.transformer_config import mark
 from megatron_gptoss.transformer_settings import build_transformer_config
 
@@ -258,6 +260,55 @@ def test_servers_are_counted_where_they_are_awake_asleep_and_synced() -> None:
         assert phase.around == shared.phase(name).around
     assert shared.phase("rollout").trainer == predict(alone).resting
     assert shared.peak.total == max(phase.total for phase in shared.phases)
+
+
+def test_a_sync_has_two_buckets_an_arriving_parameter_and_copies_in_servers() -> None:
+    engine = EngineMemory(awake_fraction=0, asleep_bytes=0, sync_bytes=10**9, bucket_bytes=1 << 29)
+
+    def shared(**changes: Any) -> tuple[float, float]:
+        """Bytes of a sync besides what rests in the trainer, and of servers."""
+        inputs = MemoryInputs(GPT_OSS_20B, TWO_GPUS, OptimizerConfig(), 16_384, engine=engine)
+        inputs = replace(inputs, **changes)
+        sync = account(inputs, H200).phase("sync")
+        return sync.trainer - predict(inputs).resting, sync.engine
+
+    gate_up, down, one_expert = (2 * n * 2880 * 2880 for n in (64, 32, 2))
+    two_buckets = gate_up + (1 << 29)
+    assert down < 1 << 29
+    assert shared() == pytest.approx((two_buckets + one_expert, 10**9))
+    assert shared(parallel=THRIFTY) == pytest.approx((two_buckets, 10**9))
+
+    # Where the embedding is in parts, it is put together, and arrives.
+    vocabulary = 2 * 201_088 * 2880
+    halves = ParallelConfig(world_size=2, tensor=2)
+    assert shared(parallel=halves)[0] == pytest.approx(gate_up + 2 * vocabulary)
+
+    copying = replace(engine, copies_buckets=True)
+    assert shared(engine=copying)[1] == pytest.approx(10**9 + two_buckets)
+
+    # What is merged or rounded is made when a layer computes.
+    rounded = shared(parallel=THRIFTY, quantization="mxfp4")[0]
+    assert rounded == pytest.approx(two_buckets - gate_up - down)
+
+    # Both fit into a bucket; neighbouring experts arrive together.
+    packed = replace(engine, packs_experts=True, bucket_bytes=gate_up)
+    assert STACK_BYTES == gathering_plan.STACK_BYTES
+    assert shared(engine=packed)[0] == pytest.approx(2 * gate_up + STACK_BYTES)
+
+
+def test_experts_on_several_ranks_leave_gaps_as_uneven_as_they_are_used() -> None:
+    def gaps(layout: ParallelConfig) -> float:
+        inputs = MemoryInputs(GPT_OSS_20B, layout, OptimizerConfig(), 16_384)
+        update = account(inputs, H200).phase("update")
+        around = memory.CONTEXT_BYTES
+        if layout.world_size > 1:
+            around += memory.COMMUNICATION_BYTES
+        activations = predict(inputs).activations
+        return (update.around - around - memory.GAP_BYTES) / activations
+
+    assert gaps(THRIFTY) == pytest.approx(0)
+    assert gaps(THRIFTY.model_copy(update={"world_size": 4})) == pytest.approx(0)
+    assert gaps(TWO_GPUS) == pytest.approx(expert_load(GPT_OSS_20B, TWO_GPUS) - 1)
 
 
 @pytest.mark.parametrize(
@@ -489,8 +540,14 @@ def test_a_part_of_offloaded_state_takes_the_place_of_activations(tokens: int, r
     assert offloaded.total == pytest.approx(plain.total - plain.optimizer + part)
 
 
-def test_servers_get_what_the_rest_leaves_of_the_gpu() -> None:
-    engine = EngineMemory(awake_fraction=0.9, asleep_bytes=7 * 10**9, sync_bytes=3 * 10**9)
+@pytest.mark.parametrize("working_bytes", [0, 10**10], ids=["in the sync", "in the rollout"])
+def test_servers_get_what_the_rest_leaves_of_the_gpu(working_bytes: int) -> None:
+    engine = EngineMemory(
+        awake_fraction=0.9,
+        asleep_bytes=7 * 10**9,
+        sync_bytes=3 * 10**9,
+        working_bytes=working_bytes,
+    )
     inputs = MemoryInputs(GPT_OSS_20B, TWO_GPUS, BF16_MOMENTS, 16_384, engine=engine)
     override, needed = smaller_settings(inputs, H200)[-1]
     key, _, fraction = override.partition("=")

@@ -15,7 +15,6 @@ from megatron_gptoss.families.registry import read_hf_config
 from megatron_gptoss.planning.memory_inputs import EngineMemory
 from rl_loop.engines.backend import EngineConfig, EngineUnavailable, ServerProcesses
 from rl_loop.engines.sglang.gpu_memory import (
-    PROCESS_GROUP_BYTES,
     WORKING_BYTES,
     ServerNeeds,
     settled_gpus,
@@ -36,6 +35,17 @@ SMALLEST_PREFILL_GRAPH = 8
 ASLEEP_BYTES = 1_650_000_000
 """What a sleeping server of the 20B keeps on an H200: context, libraries, kernels, the buffers that
 CUDA graphs read. 1.62 GB (``benchmarks/server_memory.py``)."""
+TENSOR_PARALLEL_ASLEEP_BYTES = 1_300_000_000
+"""What a sleeping server with tensor parallelism keeps besides, of each of its GPUs, for every rank of it.
+
+By difference: a GPU with a trainer and a sleeping server had 2.8 to 2.9 GB more with two ranks to a server than
+with one, and 4.3 to 5.1 more with four, where what torch's allocator held in the trainer is left out (H200s;
+120B and 20B). Process groups are 1.1 and 1.4 GB of it by SGLang's log. What the rest is has not been measured:
+communicators that are made later, and a context for each rank whose memory another one opens, are guesses."""
+RECEIVING_BYTES = 1_500_000_000
+"""What a server takes in a weight sync besides weights and cache: CUDA graphs, which are there from the
+start, 0.7 GB for up to 256 requests, and as much for taking tensors in. By difference in the first syncs of
+runs on one, two and four H200 1.5 GB; 0.9 with graphs for up to 32 requests."""
 
 
 class SglangConfig(EngineConfig):
@@ -174,15 +184,20 @@ class SglangConfig(EngineConfig):
         if not self.colocated:
             return None
 
+        # One GPU of a server opens the memory of the trainer there; the others copy whole tensors to
+        # their own (SGLang's ``_unwrap_tensor``).
         asleep = ASLEEP_BYTES
-        if self.tensor_parallel > 1:
-            asleep += PROCESS_GROUP_BYTES
+        shares_model = self.tensor_parallel > 1
+        if shares_model:
+            asleep += TENSOR_PARALLEL_ASLEEP_BYTES * self.tensor_parallel
         return EngineMemory(
             awake_fraction=self.memory_fraction,
             asleep_bytes=asleep,
-            # A bucket in the server, and in the trainer the one that is sent and the next.
-            sync_bytes=3 * self.bucket_bytes,
+            sync_bytes=RECEIVING_BYTES,
             working_bytes=WORKING_BYTES,
+            bucket_bytes=self.bucket_bytes,
+            copies_buckets=shares_model,
+            packs_experts=self.packs_experts,
         )
 
     @property

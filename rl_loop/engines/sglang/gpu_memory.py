@@ -32,7 +32,8 @@ requests. 6.38 GB of the 20B on an H200 (``benchmarks/server_memory.py``)."""
 PROCESS_GROUP_BYTES = 900_000_000
 """What the process groups of a server with tensor parallelism take of each of its GPUs, before SGLang
 looks what is free: NCCL's buffers, and 82 MB of SGLang's own all-reduce. Two ranks on two H200 logged
-1.15 GB for them, and had about 1.7 with their contexts, where one rank has 0.75."""
+1.15 GB for them, and had about 1.7 with their contexts, where one rank has 0.75; four on four logged 1.1 to
+1.4. A sleeping server keeps more (``TENSOR_PARALLEL_ASLEEP_BYTES``)."""
 FUSED_TOKENS = 2048
 """The most tokens of a batch whose sums over ranks FlashInfer fuses with the norm behind them
 (``FUSE_ALLREDUCE_MAX_BATCH_SIZE`` of ``srt/layers/communicator.py``)."""

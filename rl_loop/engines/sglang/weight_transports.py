@@ -206,8 +206,9 @@ server_group = ServerGroup()
 
 
 OVERWRITTEN_SUFFIX = ".experts.down_proj_bias"
-"""Of tensors that SGLang's tensor-parallel ranks, but the first, fill with zeros where they lie
-(``GptOssForCausalLM._load_normal_weights`` in srt/models/gpt_oss.py of 0.5.17)."""
+"""Of tensors that SGLang's tensor-parallel ranks, but the first, fill with zeros
+(``GptOssForCausalLM._load_normal_weights`` in srt/models/gpt_oss.py of 0.5.17): in host memory where
+they lie; with a GPU of their own they have copied them before (``_unwrap_tensor``)."""
 
 
 async def share_memory(parts: Iterator[Bucket], servers: Servers) -> None:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from converters.hf_directory import written_shapes
 from converters.names import hf_shapes
+from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
+from megatron_gptoss.planning.memory_inputs import EngineMemory, MemoryInputs
+from megatron_gptoss.planning.sync_memory import sent_tensor_bytes
 from rl_loop.engines.backend import EngineUnavailable
 from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.gpu_memory import (
     CONTEXT_BYTES,
-    PROCESS_GROUP_BYTES,
     USEFUL_CACHE_TOKENS,
     WORKING_BYTES,
     GpuMemory,
@@ -25,6 +31,7 @@ from rl_loop.engines.sglang.gpu_memory import (
     static_fraction,
     visible_gpus,
 )
+from rl_loop.engines.sglang.weight_transports import buckets
 
 MODEL_20B = GptOssModelConfig(num_layers=24, num_experts=32)
 TOTAL = 150_000_000_000
@@ -76,17 +83,57 @@ def test_ranks_that_share_a_model_have_process_groups_and_buffers_for_their_sums
     assert weights_and_cache + halves.context + halves.working == pytest.approx(0.5 * TOTAL)
 
 
-def test_a_sleeping_server_keeps_its_process_groups() -> None:
-    def asleep(tensor_parallel: int) -> int:
-        settings = SglangConfig(
-            colocated=True, weight_sync="cuda_ipc", tensor_parallel=tensor_parallel
-        )
-        memory = settings.memory_on_trainer_gpus
-        assert memory is not None
-        return memory.asleep_bytes
+def on_trainer_gpus(**settings: Any) -> EngineMemory:
+    config = SglangConfig(colocated=True, weight_sync="cuda_ipc", **settings)
+    memory = config.memory_on_trainer_gpus
+    assert memory is not None
+    return memory
 
-    assert asleep(2) - asleep(1) == PROCESS_GROUP_BYTES
-    assert asleep(4) == asleep(2)
+
+@pytest.mark.parametrize(("ranks", "measured"), [(2, [2.9, 2.8]), (4, [5.1, 4.3])])
+def test_a_sleeping_server_keeps_more_with_every_rank(ranks: int, measured: list[float]) -> None:
+    """By difference, beside trainers of as many ranks, 26 November 2026: the 120B's widths and the 20B. One
+    figure of four ranks is of another GPU than the other."""
+    more = on_trainer_gpus(tensor_parallel=ranks).asleep_bytes - on_trainer_gpus().asleep_bytes
+    for gigabytes in measured:
+        assert more / 1e9 == pytest.approx(gigabytes, abs=1)
+
+
+def test_ranks_on_other_gpus_than_the_sender_copy_what_they_are_sent() -> None:
+    assert on_trainer_gpus(tensor_parallel=2).copies_buckets
+    assert not on_trainer_gpus(servers=2).copies_buckets
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["bf16", "mxfp4"])
+@pytest.mark.parametrize("experts", [32, 128])
+@pytest.mark.parametrize("limit", [1 << 28, 1 << 29, 1 << 30])
+def test_a_sender_holds_two_of_the_buckets_that_are_made(
+    packed: bool, experts: int, limit: int
+) -> None:
+    """Only experts' tensors: the others are the parameters themselves."""
+    model = GptOssModelConfig(num_layers=3, num_experts=experts)
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, shape in written_shapes(model, packed).items():
+            is_packed = name.endswith(("_blocks", "_scales"))
+            dtype = torch.uint8 if is_packed else torch.bfloat16
+            yield name, torch.empty(shape, dtype=dtype, device="meta")
+
+    sizes = []
+    for bucket in buckets(tensors(), limit):
+        sizes.append(sum(tensor.nbytes for name, tensor in bucket if ".experts." in name))
+    held = max(first + second for first, second in pairwise(sizes))
+
+    quantization = "mxfp4" if packed else None
+    engine = on_trainer_gpus(bucket_bytes=limit, quantization=quantization)
+    inputs = MemoryInputs(model, ParallelConfig(), OptimizerConfig(), 16_384, engine=engine)
+    sent = sent_tensor_bytes(inputs)
+    if packed or limit == 1 << 30:
+        # A bucket is closed when it is half full, and counted as full. Blocks and scales of one matrix
+        # are made together.
+        assert held / 1.001 <= sent <= 1.75 * held
+    else:
+        assert sent == pytest.approx(held, rel=0.01)
 
 
 def test_the_fullest_gpu_of_a_server_counts() -> None:
