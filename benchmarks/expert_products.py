@@ -475,7 +475,7 @@ def compile_share(work: list[Work]) -> list[tuple[Work, tuple[Variant, Compiled]
         kernels.clear()
         try:
             product.run(0, variant)
-        except TritonError as error:
+        except (TritonError, RuntimeError) as error:
             print(f"{variant} does not compile: {error}", flush=True)
             continue
         assert flags.last is not None
@@ -656,7 +656,7 @@ def table(rows: list[Row]) -> str:
     """Return all rows, the fastest of a product first."""
     lines = [HEADER, "|" + "---|" * (HEADER.count("|") - 1)]
     order = {key: number for number, key in enumerate(dict.fromkeys(map(kind_of, rows)))}
-    for row in sorted(rows, key=lambda row: (order[kind_of(row)], row.microseconds or math.inf)):
+    for row in sorted(rows, key=lambda row: (order[kind_of(row)], microseconds_of(row))):
         lines.append("| " + " | ".join(cells(row)) + " |")
     return "\n".join(lines)
 
@@ -704,41 +704,45 @@ def compiled_cells(variant: Variant, compiled: Compiled | None) -> list[str]:
     ]
 
 
-def choose(rows: list[Row]) -> dict[int, list[Row]]:
-    """Return the fastest row of each number of requests and product, for each layout of scales.
+def choose(rows: list[Row], scale_warps: int) -> list[Row]:
+    """Return the fastest row of each number of requests and product, if a server has its scales laid out
+    for so many warps. Rows that are wrong, or did not run, are not chosen.
 
-    A server has its scales in one layout for every number of requests, so that the layouts have to be
-    compared as a whole. Rows that are wrong, or did not run, are not chosen."""
-    chosen: dict[int, dict[tuple[int, str], Row]] = {}
+    It has them in one layout for every number of requests. That for 4 warps does for all variants: with it
+    the compiler makes as many instructions of a program of 8 warps and 256 columns as with its own."""
+    chosen: dict[tuple[int, str], Row] = {}
     for row in rows:
-        if row.microseconds is None or not row.error < LARGEST_ERROR:
+        is_correct = row.microseconds is not None and row.error < LARGEST_ERROR
+        if not is_correct or row.variant.scale_warps < scale_warps:
             continue
-        of_layout = chosen.setdefault(row.variant.scale_warps, {})
-        best = of_layout.get(kind_of(row))
-        if best is None or best.microseconds is None or row.microseconds < best.microseconds:
-            of_layout[kind_of(row)] = row
-    return {warps: list(of_layout.values()) for warps, of_layout in sorted(chosen.items())}
+        best = chosen.get(kind_of(row))
+        if best is None or microseconds_of(row) < microseconds_of(best):
+            chosen[kind_of(row)] = row
+    return list(chosen.values())
 
 
 def summary(rows: list[Row]) -> str:
     """Return, for each number of requests, microseconds of both products: as they are served, and
     as they would be chosen with each layout of scales."""
-    served = [row for row in rows if row.is_served and row.microseconds is not None]
+    served = [row for row in rows if row.is_served]
     lines = []
     for requests in dict.fromkeys(row.requests for row in rows):
         parts = [f"served {total(served, requests):.1f}"]
-        for warps, chosen in choose(rows).items():
-            parts.append(
-                f"scales laid out for {warps} warps {total(chosen, requests):.1f} ("
-                + ", ".join(describe(row) for row in chosen if row.requests == requests)
-                + ")"
-            )
+        for warps in (8, 4):
+            chosen = choose(rows, warps)
+            names = ", ".join(describe(row) for row in chosen if row.requests == requests)
+            time = total(chosen, requests)
+            parts.append(f"scales laid out for {warps} warps {time:.1f} ({names})")
         lines.append(f"{requests} requests, microseconds of a layer: " + "; ".join(parts))
     return "\n".join(lines)
 
 
 def total(rows: list[Row], requests: int) -> float:
-    return sum(row.microseconds or 0.0 for row in rows if row.requests == requests)
+    return sum(microseconds_of(row) for row in rows if row.requests == requests)
+
+
+def microseconds_of(row: Row) -> float:
+    return math.inf if row.microseconds is None else row.microseconds
 
 
 def describe(row: Row) -> str:
@@ -799,6 +803,8 @@ def main() -> None:
         for requests in options.requests:
             product = Product(name, requests, layers, flags, generator)
             variants = grid(requests)
+            if compiled:
+                variants = [each for each in variants if (requests, name, each) in compiled]
             rows += measure(product, requests, variants, compiled, bandwidth, options.rounds)
 
     rows.sort(key=lambda row: options.requests.index(row.requests))

@@ -195,17 +195,15 @@ class FakeProduct:
 def test_a_variant_is_compared_with_what_servers_run_and_timed_per_layer(
     products: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def times(
-        calls: dict[str, Callable[[], None]], rounds: int, calls_: int = 1
+    def time_interleaved(
+        variants: dict[str, Callable[[], None]], rounds: int, calls: int
     ) -> dict[str, float]:
-        assert rounds == 3
-        for call in calls.values():
+        assert (rounds, calls) == (3, 1)
+        for call in variants.values():
             call()
-        return {name: 0.4 / (1 + number) for number, name in enumerate(calls)}
+        return {name: 0.4 / (1 + number) for number, name in enumerate(variants)}
 
-    monkeypatch.setattr(
-        products, "time_interleaved", lambda variants, rounds, calls: times(variants, rounds)
-    )
+    monkeypatch.setattr(products, "time_interleaved", time_interleaved)
     correct = torch.tensor([3.0, 4.0])
     near, wrong = correct + torch.tensor([0.0, 0.01]), torch.tensor([3.0, math.nan])
     product = FakeProduct(products, {256: correct, 128: near, 64: wrong})
@@ -222,7 +220,7 @@ def test_a_variant_is_compared_with_what_servers_run_and_timed_per_layer(
     assert [row.is_served for row in rows] == [True, False, False, False]
     assert rows[0].compiled == compiled and rows[1].compiled is None
     assert rows[0].is_same and not rows[1].is_same
-    assert rows[1].error == pytest.approx(0.01 / 5) and math.isnan(rows[2].error)
+    assert rows[1].error == pytest.approx(0.01 / 5, rel=1e-3) and math.isnan(rows[2].error)
     assert rows[0].limit == pytest.approx(32 * 5760 * 2880 / 32 * 17 / 4e12 * 1e6)
     assert rows[0].reads == 1.0
 
@@ -279,16 +277,17 @@ def test_the_table_has_a_products_fastest_first_and_says_what_did_not_run(
     assert "did not run" in lines[6]
 
 
-def test_each_layout_of_scales_gets_the_fastest_that_computes_the_same(
+def test_a_layout_of_scales_gets_the_fastest_that_it_does_for_and_that_computes_the_same(
     products: ModuleType,
 ) -> None:
     rows = rows_of_two_products(products)
-    chosen = products.choose(rows)
-    assert chosen == {4: [rows[2], rows[6]], 8: [rows[1], rows[5]]}
+    assert products.choose(rows, scale_warps=8) == [rows[1], rows[5]]
+    # Programs of 8 warps can do with that for 4.
+    assert products.choose(rows, scale_warps=4) == [rows[2], rows[5]]
     assert products.summary(rows) == (
         "256 requests, microseconds of a layer: served 240.0; "
-        "scales laid out for 4 warps 218.0 (gate_up 64x128x128, 4 warps, 3 stages, "
-        "down 64x128x128, 4 warps, 3 stages); "
         "scales laid out for 8 warps 230.0 (gate_up 64x256x128, 8 warps, 4 stages, 128 registers, "
+        "down 64x256x128, 8 warps, 3 stages, 128 registers); "
+        "scales laid out for 4 warps 208.0 (gate_up 64x128x128, 4 warps, 3 stages, "
         "down 64x256x128, 8 warps, 3 stages, 128 registers)"
     )
