@@ -67,7 +67,7 @@ EXPERTS, TOP_K, WIDTH = 32, 4, 2880
 """Of GPT-OSS-20B, whose intermediate size is its hidden size."""
 PRODUCTS = {"gate_up": 2 * WIDTH, "down": WIDTH}
 """Outputs of each product's matrices."""
-SCALE_BYTES = (116, 120)
+SCALE_BYTES = (118, 122)
 """Lowest scale byte of random weights, and one above the highest."""
 LARGEST_ERROR = 1e-2
 
@@ -775,7 +775,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=3, help="in turn")
     parser.add_argument("--rounds", type=int, default=25, help="of which the median is taken")
     parser.add_argument(
-        "--precompile", type=int, default=os.cpu_count(), help="processes; 0 does without"
+        "--precompile",
+        type=int,
+        default=min(16, os.cpu_count() or 1),
+        help="processes; 0 does without",
     )
     parser.add_argument("--compile-only", action="store_true")
     options = parser.parse_args()
