@@ -8,7 +8,9 @@ their matrices a third faster on an H200 than down projections, of which one run
 
 None of them needs so many. With at most 128 the compiler spills nothing to memory, and a processor
 holds two. With 64 rows two have room in shared memory if they load three blocks ahead instead of four.
-Neither changes what is computed, to the last bit.
+Neither changes what is computed, to the last bit. It has a price with 64 rows: the compiler finds too
+few registers to have several matrix instructions under way, and a program waits for each of them
+(``benchmarks/expert_products.py --compile-only`` shows it, and times shapes that do without).
 
 Programs of 128 rows, those of a large prefill, keep what they have: they hold twice as many sums.
 """

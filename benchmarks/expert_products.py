@@ -1,0 +1,821 @@
+"""Times the two products of a layer's MXFP4 experts in other shapes than servers run them.
+
+    python benchmarks/expert_products.py
+    python benchmarks/expert_products.py --requests 256 --products gate_up --rounds 25
+    python benchmarks/expert_products.py --compile-only
+
+Runs in SGLang's Python environment, without a server: PYTHONPATH has this repository, ``kernels`` and
+the packages of SGLang (triton_kernels is one of them).
+
+A decoding step of GPT-OSS-20B multiplies each request's hidden state with the matrices of four of 32
+experts, gate and up first (with the activation), then down. Here one layer's products run as a server
+of our plugin calls them: routed by its kernel, with its values, summed by its kernel. Several layers
+come in turn, so that the L2 cache holds nothing, each with random weights and routes of its own, in a
+CUDA graph for each variant. The graphs are replayed in turn and the medians are printed.
+
+A variant is a shape of the kernel's programs (``Variant``). What servers take is asked of triton_kernels
+and the plugin; the others are what compiled code says is worth a try (``PROMISING``). Each variant's
+output is compared with that of the served one. The reading limit is the bytes of the experts that have
+a token, once, over the bandwidth that summing 4 GB reaches on this GPU.
+
+Variants are compiled first, in ``--precompile`` processes that need no GPU; one after the other takes
+minutes. ``--compile-only`` prints what the compiler made of them and ends, on a machine without a
+GPU, too.
+
+Not among the variants, because triton_kernels 3.6 has none of it for MXFP4 on Hopper: persistent
+programs (NotImplementedError), a split of the inputs among programs (``can_use_split_k``), and parts of
+the epilogue (which only persistent programs have).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from timing import read_bandwidth, time_interleaved
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.errors import TritonError
+from triton.language import core
+
+PLUGIN = Path(__file__).resolve().parents[1] / "rl_loop/engines/sglang/plugin"
+if str(PLUGIN) not in sys.path:
+    sys.path.append(str(PLUGIN))
+
+import gptoss_expert_products  # noqa: E402
+import gptoss_expert_routing  # noqa: E402
+import gptoss_expert_values  # noqa: E402
+import gptoss_hopper_layout  # noqa: E402
+
+EXPERTS, TOP_K, WIDTH = 32, 4, 2880
+"""Of GPT-OSS-20B, whose intermediate size is its hidden size."""
+PRODUCTS = {"gate_up": 2 * WIDTH, "down": WIDTH}
+"""Outputs of each product's matrices."""
+SCALE_BYTES = (118, 122)
+"""Lowest scale byte of random weights, and one above the highest."""
+LARGEST_ERROR = 1e-2
+
+PROCESSORS = 132
+"""Of an H100 or H200."""
+REGISTERS = 65536
+"""Of a processor."""
+SHARED_MEMORY = 228 * 1024
+"""Bytes of a processor."""
+RESERVED_SHARED_MEMORY = 1024
+"""Bytes that every program takes beside its own."""
+LARGEST_SHARED_MEMORY = 227 * 1024
+"""Bytes that a program may have."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The shape of a program of ``_matmul_ogs`` of triton_kernels."""
+
+    rows: int
+    """Of tokens. An expert with more is read once for each block of them."""
+    columns: int
+    """Outputs."""
+    inputs: int
+    """Of one step of the program's loop."""
+    warps: int
+    stages: int
+    """Steps for which a program has room in shared memory."""
+    registers: int | None = None
+    """Of a thread, at most; None leaves it to the compiler."""
+
+    @classmethod
+    def of(cls, flags: Any) -> Variant:
+        """Read a choice of triton_kernels, its ``OptFlags``."""
+        return cls(
+            rows=flags.block_m,
+            columns=flags.block_n,
+            inputs=flags.block_k,
+            warps=flags.num_warps,
+            stages=flags.num_stages,
+            registers=flags.target_kernel_kwargs.get("maxnreg"),
+        )
+
+    def applied_to(self, flags: Any) -> Any:
+        """Return triton_kernels' ``flags`` with this variant in place of their shape."""
+        launch = {} if self.registers is None else {"maxnreg": self.registers}
+        return replace(
+            flags,
+            block_m=self.rows,
+            block_n=self.columns,
+            block_k=self.inputs,
+            num_warps=self.warps,
+            num_stages=self.stages,
+            target_kernel_kwargs=launch,
+        )
+
+    @property
+    def scale_warps(self) -> int:
+        """For how many warps the scales have to be laid out.
+
+        Servers lay them out for 8 warps with 256 columns; every other shape can do with the layout for 4.
+        It follows from the shape alone: Triton keeps compiled kernels by their shape, and does not see
+        which layout a kernel was compiled for (``read_scales_laid_out_for``).
+        """
+        return 8 if (self.columns, self.warps) == (256, 8) else 4
+
+    def shared_memory(self) -> int:
+        """Return the bytes of shared memory that the loop takes, as Triton 3.6 allots them.
+
+        A thread holds the codes and scales of a step in registers, so that they need a stage less than
+        the tokens' rows, which the tensor cores read where they lie."""
+        rows = 2 * self.rows * self.inputs
+        codes = self.columns * self.inputs // 2
+        scales = self.columns * self.inputs // 32
+        return self.stages * rows + (self.stages - 1) * (codes + scales)
+
+
+def shapes(rows: int, *others: tuple[int, int, int, int, int | None]) -> list[Variant]:
+    """Return variants of so many rows: columns, inputs, warps, stages and registers of each."""
+    return [Variant(rows, *other) for other in others]
+
+
+PROMISING = {
+    16: shapes(
+        16,
+        (256, 128, 8, 4, None),
+        (256, 128, 8, 3, 128),
+        (256, 128, 8, 5, 128),
+        (256, 64, 8, 6, 80),
+        (128, 128, 4, 3, 128),
+        (128, 128, 4, 4, None),
+        (128, 128, 4, 4, 128),
+        (128, 128, 4, 5, 128),
+        (128, 128, 8, 4, None),
+        (128, 64, 4, 5, 96),
+        (256, 64, 4, 4, 128),
+        (256, 64, 4, 5, 128),
+        (256, 128, 4, 4, None),
+    ),
+    32: shapes(
+        32,
+        (256, 128, 8, 3, 128),
+        (256, 128, 8, 4, 128),
+        (128, 128, 4, 3, 168),
+        (128, 128, 4, 4, 168),
+        (128, 64, 4, 5, 96),
+        (128, 128, 8, 4, 80),
+        (256, 64, 4, 4, None),
+    ),
+    64: shapes(
+        64,
+        (256, 128, 8, 3, None),
+        (256, 128, 8, 4, None),
+        (256, 128, 8, 5, None),
+        (256, 128, 8, 2, 128),
+        (256, 64, 8, 4, 128),
+        (128, 128, 4, 3, 168),
+        (128, 128, 4, 4, None),
+        (128, 64, 4, 3, 128),
+        (128, 64, 4, 4, 128),
+        (256, 64, 4, 3, None),
+        (256, 64, 4, 4, None),
+        (128, 128, 8, 3, 104),
+        (128, 128, 8, 3, 80),
+        (128, 64, 8, 4, 80),
+        (256, 128, 16, 3, 128),
+        (256, 128, 16, 4, 128),
+    ),
+}
+"""Variants by their rows. Compiled by Triton 3.6 for sm90 none of them spills (one does, two registers
+within its loop), and each keeps more warps on a processor, waits less often for the tensor cores, takes
+fewer instructions for a value or loads further ahead than what servers run (LOG.md, 26 November 2026)."""
+
+
+def grid(requests: int) -> list[Variant]:
+    """Return what is worth a try for so many requests: the rows that servers take, and half of them."""
+    rows = served_rows(requests)
+    return PROMISING[rows] + PROMISING.get(rows // 2, [])
+
+
+def served_rows(requests: int) -> int:
+    """Return the rows of a program that triton_kernels chooses: twice the mean of an expert's."""
+    mean = max(1, requests * TOP_K // EXPERTS)
+    return max(16, min(64, 1 << (2 * mean - 1).bit_length()))
+
+
+# -- what triton_kernels is called with -----------------------------------------------------------
+
+
+class ChosenFlags:
+    """Stands for ``make_opt_flags`` of triton_kernels, and puts a variant in place of its choice."""
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
+        self.variant: Variant | None = None
+        """None leaves it to triton_kernels and the plugin."""
+        self.last: Variant | None = None
+        """What the last product ran with."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        flags = self.original(*arguments, **options)
+        if self.variant is not None:
+            flags = self.variant.applied_to(flags)
+        self.last = Variant.of(flags)
+        return flags
+
+
+def install() -> ChosenFlags:
+    """Let products run as servers of our plugin run them, but for variants."""
+    matmul_ogs: Any = import_module("triton_kernels.matmul_ogs")
+    gptoss_expert_products.install()
+    gptoss_expert_values.install()
+    matmul_ogs.reduce = gptoss_expert_routing.quick_reduce(matmul_ogs.reduce)
+    flags = ChosenFlags(matmul_ogs.make_opt_flags)
+    matmul_ogs.make_opt_flags = flags
+    return flags
+
+
+def read_scales_laid_out_for(warps: int) -> None:
+    """Let kernels that are compiled from now on read scales that are laid out for so many warps.
+
+    The kernel asks Triton how many warps it has, only to find a scale in its layout: any number does whose
+    layout has no more rows than a program has columns."""
+
+    @core.builtin
+    def num_warps(_semantic: Any = None) -> Any:
+        return core.constexpr(warps)
+
+    # Not the module of that name, of which Triton 3.6 makes two.
+    cuda: Any = tl.extra.cuda
+    cuda.num_warps = num_warps
+
+
+def lay_out_scales(scales: Tensor, warps: int) -> Tensor:
+    """Return scales, uint8 [experts, rows, blocks], as ``HopperMXScaleLayout`` of triton_kernels lays them
+    out for so many warps: uint8 [experts, rows / 32, 32 * blocks], padded with zeros.
+
+    Rows are padded to whole blocks of 256, so that programs of as many columns stay inside."""
+    experts, rows, blocks = scales.shape
+    padded_rows, row_bytes = gptoss_hopper_layout.scale_storage_shape(rows, blocks)
+    padded = scales.new_zeros(experts, 32 * padded_rows, row_bytes // 32)
+    padded[:, :rows, :blocks] = scales
+
+    # [experts, a, b, warp, c, d, e, f] -> [experts, a, warp, e, b, d, f, c]
+    digits = padded.view(experts, -1, 2, warps, 2, 8, padded.shape[2] // 2, 2)
+    return digits.permute(0, 1, 3, 6, 2, 5, 7, 4).reshape(experts, padded_rows, row_bytes)
+
+
+@dataclass
+class Matrices:
+    """The matrices of one product of one layer, as triton_kernels takes them."""
+
+    values: Any
+    configs: dict[int, Any]
+    """``PrecisionConfig``, which has the scales, by the warps that these are laid out for."""
+    bias: Tensor
+
+
+def make_matrices(product: str, generator: torch.Generator) -> Matrices:
+    """Draw the matrices of a product, on the generator's device. Any bytes do for values."""
+    outputs = PRODUCTS[product]
+    draw = partial(torch.randint, dtype=torch.uint8, device=generator.device, generator=generator)
+    storage = (EXPERTS, *gptoss_hopper_layout.value_storage_shape(outputs, WIDTH // 2))
+    scales = draw(*SCALE_BYTES, (EXPERTS, outputs, WIDTH // 32))
+    laid_out = {warps: lay_out_scales(scales, warps) for warps in (4, 8)}
+    bias = torch.randn(EXPERTS, outputs, device=generator.device, generator=generator)
+    return wrap(product, draw(0, 256, storage), laid_out, bias)
+
+
+def wrap(product: str, values: Tensor, scales: dict[int, Tensor], bias: Tensor) -> Matrices:
+    """Describe matrices in memory to triton_kernels.
+
+    Args:
+        values: uint8 [experts, *value_storage_shape].
+        scales: for warps, uint8 [experts, *scale_storage_shape].
+        bias: fp32 [experts, outputs].
+    """
+    from triton_kernels.matmul_ogs import FlexCtx, PrecisionConfig
+    from triton_kernels.numerics import InFlexData
+    from triton_kernels.tensor import FP4, Storage
+    from triton_kernels.tensor import Tensor as KernelTensor
+    from triton_kernels.tensor_details.layout import HopperMXScaleLayout, HopperMXValueLayout
+
+    outputs = PRODUCTS[product]
+    # Matrices are named input-major, and the storage is transposed.
+    packed_shape = torch.Size((EXPERTS, WIDTH // 2, outputs))
+    scale_shape = torch.Size((EXPERTS, WIDTH // 32, outputs))
+    value_layout = HopperMXValueLayout(packed_shape, mx_axis=1)
+    wrapped_values = KernelTensor(
+        Storage(values.mT, value_layout), dtype=FP4, shape=[EXPERTS, WIDTH, outputs]
+    )
+    configs = {}
+    for warps, laid_out in scales.items():
+        layout = HopperMXScaleLayout(scale_shape, mx_axis=1, num_warps=warps)
+        wrapped_scales = KernelTensor(Storage(laid_out.mT, layout), shape=list(scale_shape))
+        configs[warps] = PrecisionConfig(
+            weight_scale=wrapped_scales, flex_ctx=FlexCtx(rhs_data=InFlexData())
+        )
+    return Matrices(wrapped_values, configs, bias)
+
+
+class Product:
+    """One of the two products of several layers, for some number of requests."""
+
+    def __init__(
+        self,
+        name: str,
+        requests: int,
+        layers: list[Matrices],
+        flags: ChosenFlags,
+        generator: torch.Generator,
+    ) -> None:
+        self.name = name
+        self.layers = layers
+        self.flags = flags
+        device = generator.device
+        draw = partial(torch.randn, device=device, dtype=torch.bfloat16, generator=generator)
+        rows = requests * TOP_K
+        self.logits = [draw(requests, EXPERTS) for _ in layers]
+        self.inputs = draw(requests if name == "gate_up" else rows, WIDTH)
+        outputs = (1, rows if name == "gate_up" else requests, WIDTH)
+        self.outputs = torch.empty(outputs, device=device, dtype=torch.bfloat16)
+        self.routes = [route(logits) for logits in self.logits]
+
+    def run(self, layer: int, variant: Variant | None) -> None:
+        """Multiply with one layer's matrices, as ``triton_kernel_fused_experts_with_bias`` of SGLang
+        0.5.17 does; None is what servers run."""
+        from triton_kernels.matmul_ogs import FnSpecs, FusedActivation, matmul_ogs
+        from triton_kernels.swiglu import swiglu_fn
+
+        matrices = self.layers[layer]
+        data, gather, scatter = self.routes[layer]
+        options: dict[str, Any]
+        if self.name == "gate_up":
+            swiglu = FnSpecs("swiglu", swiglu_fn, ("alpha", "limit"), reduction_n=2)
+            activation = FusedActivation(swiglu, (1.702, 7.0))
+            options = {"gather_indx": gather, "fused_activation": activation}
+        else:
+            options = {"scatter_indx": scatter, "gammas": data.gate_scal}
+
+        scale_warps = 8 if variant is None else variant.scale_warps
+        read_scales_laid_out_for(scale_warps)
+        self.flags.variant = variant
+        matmul_ogs(
+            self.inputs,
+            matrices.values,
+            matrices.bias,
+            data,
+            precision_config=matrices.configs[scale_warps],
+            y=self.outputs,
+            **options,
+        )
+
+    def run_layers(self, variant: Variant | None) -> None:
+        """Multiply with the matrices of all layers, one after the other."""
+        for layer in range(len(self.layers)):
+            self.run(layer, variant)
+
+    def output(self, variant: Variant | None) -> Tensor:
+        """Return what a variant makes of the first layer."""
+        # NaN would show what the kernel does not write.
+        self.outputs.fill_(torch.nan)
+        self.run(0, variant)
+        return self.outputs.clone()
+
+    def sizes(self) -> list[list[int]]:
+        """Return how many tokens each expert of each layer has."""
+        return [data.expt_hist.tolist() for data, _, _ in self.routes]
+
+
+def route(logits: Tensor) -> Any:
+    """Return each token's experts [tokens, experts] as triton_kernels takes them, by the plugin's kernel.
+
+    ValueError: if servers route so many tokens in another way."""
+    if not gptoss_expert_routing.fits(logits):
+        raise ValueError(f"{len(logits)} requests: servers route so many by other kernels")
+    matmul_ogs = import_module("triton_kernels.matmul_ogs")
+    routes = gptoss_expert_routing.route(logits, TOP_K)
+    return gptoss_expert_routing.as_routing_data(matmul_ogs, routes, TOP_K)
+
+
+# -- compiling ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler made of a variant."""
+
+    registers: int
+    """Of a thread."""
+    spilled: int
+    """Bytes of memory of a thread, for what found no register."""
+    shared: int
+    """Bytes of shared memory of a program."""
+    instructions: int
+    """Of a warp, in one step of the loop."""
+    is_serial: bool
+    """Whether a warp waits for each of its matrix instructions before it goes on."""
+
+    def programs(self, warps: int) -> int:
+        """Return how many programs a processor holds."""
+        # Registers are handed out to warps, 256 at a time.
+        of_program = warps * 32 * (math.ceil(self.registers / 8) * 8)
+        return min(REGISTERS // of_program, SHARED_MEMORY // (self.shared + RESERVED_SHARED_MEMORY))
+
+    def instructions_per_value(self, variant: Variant) -> float:
+        """Return a thread's instructions over the values that it takes apart."""
+        return self.instructions * 32 * variant.warps / (variant.columns * variant.inputs)
+
+
+Work = tuple[int, str, Variant | None]
+"""Requests, product and variant."""
+
+
+class HopperDriver:
+    """Says that there is a Hopper GPU, which is all that compiling asks a driver for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_all(work: list[Work], jobs: int) -> dict[Work, tuple[Variant, Compiled]]:
+    """Compile all of the work, several at a time. Triton keeps what it compiles on disk for all."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as processes:
+        shares = processes.map(compile_share, [work[job::jobs] for job in range(jobs)])
+        return {item: made for share in shares for item, made in share}
+
+
+def compile_share(work: list[Work]) -> list[tuple[Work, tuple[Variant, Compiled]]]:
+    """Compile for a Hopper GPU without using one, in a process of its own. Returns for each item what
+    was compiled, and what became of it."""
+    kernels = compile_instead_of_starting()
+    flags = install()
+    done = []
+    for item in work:
+        requests, name, variant = item
+        product = Product(name, requests, [empty_matrices(name)], flags, torch.Generator())
+        kernels.clear()
+        try:
+            product.run(0, variant)
+        except (TritonError, RuntimeError) as error:
+            print(f"{variant} does not compile: {error}", flush=True)
+            continue
+        assert flags.last is not None
+        done.append((item, (flags.last, inspect(kernels[0]))))
+    return done
+
+
+def compile_instead_of_starting() -> list[Any]:
+    """Let this process compile products for a Hopper GPU when it starts them, and no other kernels.
+    Returns the list to which they will be added."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    driver.set_active(HopperDriver())
+    hopper = SimpleNamespace(
+        multi_processor_count=PROCESSORS, shared_memory_per_block_optin=LARGEST_SHARED_MEMORY
+    )
+    torch.cuda.get_device_properties = lambda *device: hopper  # type: ignore[assignment]
+    torch.cuda.get_device_capability = lambda *device: (9, 0)
+
+    kernels = []
+    original = JITFunction.run
+
+    def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if "matmul_ogs" not in self.__name__:
+            return None
+        kernels.append(original(self, *arguments, grid=grid, warmup=True, **options))
+        return kernels[-1]
+
+    JITFunction.run = run
+    return kernels
+
+
+def empty_matrices(product: str) -> Matrices:
+    """Return matrices on the host of which only the shape is read."""
+    outputs = PRODUCTS[product]
+    values = gptoss_hopper_layout.value_storage_shape(outputs, WIDTH // 2)
+    scales = gptoss_hopper_layout.scale_storage_shape(outputs, WIDTH // 32)
+    empty = partial(torch.empty, dtype=torch.uint8)
+    laid_out = {warps: empty(EXPERTS, *scales) for warps in (4, 8)}
+    return wrap(product, empty(EXPERTS, *values), laid_out, torch.empty(EXPERTS, outputs))
+
+
+def inspect(kernel: Any) -> Compiled:
+    """Read a compiled kernel."""
+    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [cuobjdump, "--dump-resource-usage", "-sass", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return parse(text, kernel.metadata.shared)
+
+
+def parse(text: str, shared: int) -> Compiled:
+    """Read what ``cuobjdump --dump-resource-usage -sass`` says of a kernel."""
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert usage is not None, text
+    loop = loop_of(text)
+    return Compiled(
+        registers=int(usage[1]),
+        spilled=int(usage[2]),
+        shared=shared,
+        instructions=len(loop),
+        is_serial=sum("WARPGROUP.DEPBAR.LE gsb0, 0x0" in line for line in loop) > 1,
+    )
+
+
+def loop_of(text: str) -> list[str]:
+    """Return the instructions of the smallest loop that multiplies matrices."""
+    code = [
+        (int(address, 16), instruction)
+        for address, instruction in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", text)
+    ]
+    loops = []
+    for end, instruction in code:
+        branch = re.search(r"BRA.* 0x([0-9a-f]+)", instruction)
+        if branch is None or int(branch[1], 16) >= end:
+            continue
+        body = [line for address, line in code if int(branch[1], 16) <= address <= end]
+        if any("GMMA" in line for line in body):
+            loops.append(body)
+    return min(loops, key=len)
+
+
+# -- measuring ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table."""
+
+    requests: int
+    product: str
+    variant: Variant
+    is_served: bool
+    compiled: Compiled | None
+    microseconds: float | None
+    """Of one layer's product; None if it did not run."""
+    limit: float
+    """Microseconds that reading takes."""
+    error: float
+    """Relative to what servers compute: the difference's norm over the output's."""
+    is_same: bool
+    """Whether all bits are the same."""
+    reads: float
+    """How often a matrix is read, on average over the experts that have tokens."""
+
+
+def reads_of_matrices(sizes: list[list[int]], rows: int) -> float:
+    """Return how many blocks of ``rows`` an expert's tokens fall into, on average over those of
+    all layers that have some."""
+    used = [size for layer in sizes for size in layer if size > 0]
+    return sum(math.ceil(size / rows) for size in used) / len(used)
+
+
+def bytes_to_read(product: str, sizes: list[list[int]]) -> float:
+    """Return the bytes of the matrices of the experts that have tokens, on average over the layers."""
+    used = sum(size > 0 for layer in sizes for size in layer) / len(sizes)
+    return used * PRODUCTS[product] * WIDTH * 17 / 32
+
+
+def measure(
+    product: Product,
+    requests: int,
+    variants: list[Variant],
+    compiled: dict[Work, tuple[Variant, Compiled]],
+    bandwidth: float,
+    rounds: int,
+) -> list[Row]:
+    """Check and time variants of a product beside what servers run, which comes first."""
+    expected = product.output(None).float()
+    assert product.flags.last is not None
+    served = product.flags.last
+    sizes = product.sizes()
+    limit = bytes_to_read(product.name, sizes) / bandwidth * 1e6
+
+    rows, calls = [], {}
+    for variant in (None, *(variant for variant in variants if variant != served)):
+        shape = variant or served
+        made = compiled.get((requests, product.name, variant))
+        row = Row(
+            requests=requests,
+            product=product.name,
+            variant=shape,
+            is_served=variant is None,
+            compiled=None if made is None else made[1],
+            microseconds=None,
+            limit=limit,
+            error=math.nan,
+            is_same=False,
+            reads=reads_of_matrices(sizes, shape.rows),
+        )
+        try:
+            output = product.output(variant).float()
+        except TritonError as error:
+            print(f"{shape} does not run: {error}", flush=True)
+        else:
+            difference = float((output - expected).norm() / expected.norm())
+            row = replace(row, error=difference, is_same=torch.equal(output, expected))
+            calls[str(len(rows))] = partial(product.run_layers, variant)
+        rows.append(row)
+
+    times = time_interleaved(calls, rounds=rounds, calls=1)
+    for number, milliseconds in times.items():
+        microseconds = milliseconds * 1000 / len(product.layers)
+        rows[int(number)] = replace(rows[int(number)], microseconds=microseconds)
+    return rows
+
+
+HEADER = (
+    "| requests | product | rows x columns x inputs | warps | stages | registers | programs | "
+    "instructions a value | waits for each product | reads | microseconds | reading limit | output |"
+)
+
+
+def table(rows: list[Row]) -> str:
+    """Return all rows, the fastest of a product first."""
+    lines = [HEADER, "|" + "---|" * (HEADER.count("|") - 1)]
+    order = {key: number for number, key in enumerate(dict.fromkeys(map(kind_of, rows)))}
+    for row in sorted(rows, key=lambda row: (order[kind_of(row)], microseconds_of(row))):
+        lines.append("| " + " | ".join(cells(row)) + " |")
+    return "\n".join(lines)
+
+
+def kind_of(row: Row) -> tuple[int, str]:
+    return row.requests, row.product
+
+
+def cells(row: Row) -> list[str]:
+    variant = row.variant
+    shape = f"{variant.rows}x{variant.columns}x{variant.inputs}"
+    if row.is_served:
+        shape = f"**{shape}** (served)"
+    if row.microseconds is None:
+        time, share = "did not run", ""
+    else:
+        time = f"{row.microseconds:.1f}"
+        share = f"{row.limit / row.microseconds:.0%}"
+
+    return [
+        str(row.requests),
+        row.product,
+        shape,
+        str(variant.warps),
+        str(variant.stages),
+        *compiled_cells(variant, row.compiled),
+        f"{row.reads:.2f}",
+        time,
+        share,
+        "same bits" if row.is_same else f"differs by {row.error:.1e}",
+    ]
+
+
+def compiled_cells(variant: Variant, compiled: Compiled | None) -> list[str]:
+    """Return registers, programs of a processor, instructions for a value and whether it waits."""
+    limit = "" if variant.registers is None else f" of {variant.registers}"
+    if compiled is None:
+        return [limit.removeprefix(" of "), "", "", ""]
+    spilled = f", {compiled.spilled} bytes spilled" if compiled.spilled else ""
+    return [
+        f"{compiled.registers}{limit}{spilled}",
+        str(compiled.programs(variant.warps)),
+        f"{compiled.instructions_per_value(variant):.2f}",
+        "yes" if compiled.is_serial else "no",
+    ]
+
+
+def choose(rows: list[Row], scale_warps: int) -> list[Row]:
+    """Return the fastest row of each number of requests and product, if a server has its scales laid out
+    for so many warps. Rows that are wrong, or did not run, are not chosen.
+
+    It has them in one layout for every number of requests. That for 4 warps does for all variants: with it
+    the compiler makes as many instructions of a program of 8 warps and 256 columns as with its own."""
+    chosen: dict[tuple[int, str], Row] = {}
+    for row in rows:
+        is_correct = row.microseconds is not None and row.error < LARGEST_ERROR
+        if not is_correct or row.variant.scale_warps < scale_warps:
+            continue
+        best = chosen.get(kind_of(row))
+        if best is None or microseconds_of(row) < microseconds_of(best):
+            chosen[kind_of(row)] = row
+    return list(chosen.values())
+
+
+def summary(rows: list[Row]) -> str:
+    """Return, for each number of requests, microseconds of both products: as they are served, and
+    as they would be chosen with each layout of scales."""
+    served = [row for row in rows if row.is_served]
+    lines = []
+    for requests in dict.fromkeys(row.requests for row in rows):
+        parts = [f"served {total(served, requests):.1f}"]
+        for warps in (8, 4):
+            chosen = choose(rows, warps)
+            names = ", ".join(describe(row) for row in chosen if row.requests == requests)
+            time = total(chosen, requests)
+            parts.append(f"scales laid out for {warps} warps {time:.1f} ({names})")
+        lines.append(f"{requests} requests, microseconds of a layer: " + "; ".join(parts))
+    return "\n".join(lines)
+
+
+def total(rows: list[Row], requests: int) -> float:
+    return sum(microseconds_of(row) for row in rows if row.requests == requests)
+
+
+def microseconds_of(row: Row) -> float:
+    return math.inf if row.microseconds is None else row.microseconds
+
+
+def describe(row: Row) -> str:
+    variant = row.variant
+    limit = "" if variant.registers is None else f", {variant.registers} registers"
+    shape = f"{variant.rows}x{variant.columns}x{variant.inputs}"
+    return f"{row.product} {shape}, {variant.warps} warps, {variant.stages} stages{limit}"
+
+
+def compiled_table(compiled: dict[Work, tuple[Variant, Compiled]]) -> str:
+    """Return what the compiler made of all work."""
+    names = [name.strip() for name in HEADER.strip("| ").split("|")[:9]]
+    lines = ["| " + " | ".join([*names, "shared memory"]) + " |", "|" + "---|" * (len(names) + 1)]
+    for (requests, product, asked), (variant, made) in compiled.items():
+        shape = f"{variant.rows}x{variant.columns}x{variant.inputs}"
+        if asked is None:
+            shape = f"**{shape}** (served)"
+        sizes = [str(requests), product, shape, str(variant.warps), str(variant.stages)]
+        row = [*sizes, *compiled_cells(variant, made), f"{made.shared:,}"]
+        lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--requests", type=int, nargs="+", default=[256, 64, 8])
+    parser.add_argument("--products", nargs="+", choices=list(PRODUCTS), default=list(PRODUCTS))
+    parser.add_argument("--layers", type=int, default=3, help="in turn")
+    parser.add_argument("--rounds", type=int, default=25, help="of which the median is taken")
+    parser.add_argument(
+        "--precompile",
+        type=int,
+        default=min(16, os.cpu_count() or 1),
+        help="processes; 0 does without",
+    )
+    parser.add_argument("--compile-only", action="store_true")
+    options = parser.parse_args()
+
+    work: list[Work] = [
+        (requests, product, variant)
+        for requests in options.requests
+        for product in options.products
+        for variant in (None, *grid(requests))
+    ]
+    jobs = max(options.precompile, int(options.compile_only))
+    compiled = compile_all(work, jobs) if jobs else {}
+    if options.compile_only:
+        in_order = {item: compiled[item] for item in work if item in compiled}
+        print(compiled_table(in_order))
+        return
+
+    flags = install()
+    generator = torch.Generator("cuda").manual_seed(0)
+    bandwidth = read_bandwidth()
+    print(f"{torch.cuda.get_device_name()}, reads {bandwidth / 1e12:.2f} TB/s", flush=True)
+    rows = []
+    for name in options.products:
+        layers = [make_matrices(name, generator) for _ in range(options.layers)]
+        for requests in options.requests:
+            product = Product(name, requests, layers, flags, generator)
+            variants = grid(requests)
+            if compiled:
+                variants = [each for each in variants if (requests, name, each) in compiled]
+            rows += measure(product, requests, variants, compiled, bandwidth, options.rounds)
+
+    rows.sort(key=lambda row: options.requests.index(row.requests))
+    print(table(rows))
+    print(summary(rows))
+    if not all(row.error < LARGEST_ERROR for row in rows if row.microseconds is not None):
+        sys.exit("a variant computes something else")
+
+
+if __name__ == "__main__":
+    main()

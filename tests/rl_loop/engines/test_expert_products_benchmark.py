@@ -1,0 +1,293 @@
+"""What benchmarks/expert_products.py tries, how it lays scales out for it, and what it makes of the times."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton.errors import TritonError
+
+from rl_loop.engines.sglang.config import PLUGIN
+
+ROOT = Path(__file__).parents[3]
+SASS = """
+ Function kernel:
+  REG:{registers} STACK:{stack} SHARED:0 LOCAL:0
+        /*0010*/                   LDS.128 R16, [R98] ;
+        /*0020*/                   @P0 BRA 0x10 ;
+        /*0100*/                   WARPGROUP.ARRIVE ;
+        /*0110*/                   HGMMA.64x64x16.F32.BF16 R56, R88, gdesc[UR16], R56, gsb0 ;
+        /*0120*/                   WARPGROUP.DEPBAR.LE gsb0, {first} ;
+        /*0130*/                   HGMMA.64x64x16.F32.BF16 R24, R92, gdesc[UR16], R24, gsb0 ;
+        /*0140*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0150*/                   @P1 BRA 0x100 ;
+        /*0160*/                   @P2 BRA 0x10 ;
+        /*0170*/                   EXIT ;
+"""
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(PLUGIN))
+    return importlib.import_module("expert_products")
+
+
+@dataclass
+class OptFlags:
+    """That of triton_kernels, as far as a variant goes."""
+
+    block_m: int = 64
+    block_n: int = 256
+    block_k: int = 128
+    num_warps: int = 8
+    num_stages: int = 3
+    target_kernel_kwargs: dict[str, int] = field(default_factory=lambda: {"maxnreg": 128})
+    group_m: int = 8
+
+
+@pytest.mark.parametrize(
+    ("requests", "rows"), [(1, {16}), (64, {16}), (100, {16, 32}), (256, {32, 64})]
+)
+def test_variants_have_the_rows_that_servers_take_or_half_and_fit_a_processor(
+    products: ModuleType, requests: int, rows: set[int]
+) -> None:
+    variants = products.grid(requests)
+    assert {variant.rows for variant in variants} == rows
+    assert products.served_rows(requests) == max(rows)
+
+    assert len(set(variants)) == len(variants) <= 40
+    for variant in variants:
+        assert variant.shared_memory() <= 227 * 1024
+        # A warp of a layout has 32 rows of scales; a layout's whole set of rows is read together.
+        assert variant.columns % (32 * variant.scale_warps) == 0
+        registers = variant.registers or 255
+        assert 32 * variant.warps * registers <= 65536
+
+
+def test_a_shape_has_one_layout_of_scales_and_that_of_servers_theirs(products: ModuleType) -> None:
+    served = products.Variant(64, 256, 128, warps=8, stages=3, registers=128)
+    assert served.scale_warps == 8
+    assert replace(served, columns=128).scale_warps == replace(served, warps=16).scale_warps == 4
+
+
+def test_shared_memory_is_what_triton_allots(products: ModuleType) -> None:
+    """Read from kernels compiled by Triton 3.6: rows of tokens for every stage, codes for one fewer."""
+    variant = products.Variant(64, 256, 128, warps=8, stages=4)
+    assert variant.shared_memory() == 117_760
+    assert products.Variant(16, 256, 64, warps=4, stages=4).shared_memory() == 34_304
+
+
+def test_triton_kernels_choice_is_replaced_by_a_variant_and_otherwise_left(
+    products: ModuleType,
+) -> None:
+    flags = products.ChosenFlags(lambda rows, *, columns: OptFlags(block_m=rows, block_n=columns))
+    assert flags(16, columns=256) == OptFlags(block_m=16)
+    assert flags.last == products.Variant(16, 256, 128, warps=8, stages=3, registers=128)
+
+    flags.variant = products.Variant(32, 128, 64, warps=4, stages=5)
+    expected = OptFlags(32, 128, 64, num_warps=4, num_stages=5, target_kernel_kwargs={})
+    assert flags(16, columns=256) == expected
+    assert flags.last == flags.variant
+
+
+def random_scales(experts: int, rows: int, blocks: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(1, 256, (experts, rows, blocks), dtype=torch.uint8, generator=generator)
+
+
+def test_scales_for_eight_warps_are_laid_out_as_servers_have_them(products: ModuleType) -> None:
+    layout = importlib.import_module("gptoss_hopper_layout")
+    scales = random_scales(2, 320, 6)
+    expected = scales.new_empty(2, *layout.scale_storage_shape(320, 6))
+    # Without the plugin's own padding, which SGLang's is inside of.
+    layout.swizzle_scales(scales, (320, 6), expected)
+    assert torch.equal(products.lay_out_scales(scales, 8), expected)
+
+
+@pytest.mark.parametrize("warps", [4, 8])
+def test_a_program_finds_the_scales_of_its_columns(products: ModuleType, warps: int) -> None:
+    """As ``unswizzle_mxfp4_scale_hopper`` of triton_kernels reads a program's tile of them."""
+    columns, blocks = 256, 4
+    scales = random_scales(1, 2 * columns, 2 * blocks)
+    storage = products.lay_out_scales(scales, warps)[0]
+    assert storage.shape == (2 * columns // 32, 2 * blocks * 32)
+
+    for column, block in ((0, 0), (1, 1)):
+        rows = slice(column * columns // 32, (column + 1) * columns // 32)
+        tile = storage[rows, block * blocks * 32 : (block + 1) * blocks * 32]
+        x = tile.reshape(len(tile) // warps, warps, blocks // 2, 2, 8, 2, 2)
+        x = x.permute(0, 3, 1, 6, 4, 2, 5).reshape(columns, blocks)
+        of_columns = slice(column * columns, (column + 1) * columns)
+        assert torch.equal(x, scales[0, of_columns, block * blocks : (block + 1) * blocks])
+
+
+def test_programs_of_a_processor_follow_from_registers_and_shared_memory(
+    products: ModuleType,
+) -> None:
+    compiled = products.Compiled(175, 0, shared=83_968, instructions=413, is_serial=False)
+    assert compiled.programs(warps=8) == 1
+    assert replace(compiled, registers=128).programs(warps=8) == 2
+    assert replace(compiled, registers=128, shared=117_760).programs(warps=8) == 1
+    # Registers are handed out eight at a time.
+    assert replace(compiled, registers=168, shared=0).programs(warps=4) == 3
+    assert replace(compiled, registers=169, shared=0).programs(warps=4) == 2
+
+    variant = products.Variant(64, 256, 128, warps=8, stages=3)
+    assert compiled.instructions_per_value(variant) == pytest.approx(413 / 128)
+
+
+def test_the_loop_that_multiplies_is_read_from_a_kernels_instructions(
+    products: ModuleType,
+) -> None:
+    text = SASS.format(registers=175, stack=40, first="0x1")
+    compiled = products.parse(text, shared=83_968)
+    assert compiled == products.Compiled(175, 40, 83_968, instructions=6, is_serial=False)
+
+    serial = products.parse(SASS.format(registers=128, stack=0, first="0x0"), shared=0)
+    assert serial.is_serial
+
+
+def test_reads_are_counted_over_experts_that_have_tokens(products: ModuleType) -> None:
+    sizes = [[33, 0, 64, 65], [1, 0, 0, 0]]
+    assert products.reads_of_matrices(sizes, 32) == (2 + 2 + 3 + 1) / 4
+    assert products.reads_of_matrices(sizes, 64) == (1 + 1 + 2 + 1) / 4
+    # 2 of 4 experts on average; 32 values and their scale are 17 bytes.
+    assert products.bytes_to_read("down", sizes) == 2 * 2880 * 2880 / 32 * 17
+
+
+class FakeProduct:
+    """Stands for a product whose variants give the outputs named by their columns."""
+
+    name = "gate_up"
+    layers = (None, None)
+
+    def __init__(self, products: ModuleType, outputs: dict[int, Tensor]) -> None:
+        served = products.Variant(64, 256, 128, warps=8, stages=3, registers=128)
+        self.flags = products.ChosenFlags(None)
+        self.flags.last = served
+        self.outputs = outputs
+        self.timed: list[Any] = []
+
+    def output(self, variant: Any) -> Tensor:
+        return self.outputs[256] if variant is None else self._of(variant)
+
+    def _of(self, variant: Any) -> Tensor:
+        if variant.columns not in self.outputs:
+            raise TritonError("out of resources")
+        return self.outputs[variant.columns]
+
+    def run_layers(self, variant: Any) -> None:
+        self.timed.append(variant)
+
+    def sizes(self) -> list[list[int]]:
+        return [[40] * 32]
+
+
+def test_a_variant_is_compared_with_what_servers_run_and_timed_per_layer(
+    products: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def time_interleaved(
+        variants: dict[str, Callable[[], None]], rounds: int, calls: int
+    ) -> dict[str, float]:
+        assert (rounds, calls) == (3, 1)
+        for call in variants.values():
+            call()
+        return {name: 0.4 / (1 + number) for number, name in enumerate(variants)}
+
+    monkeypatch.setattr(products, "time_interleaved", time_interleaved)
+    correct = torch.tensor([3.0, 4.0])
+    near, wrong = correct + torch.tensor([0.0, 0.01]), torch.tensor([3.0, math.nan])
+    product = FakeProduct(products, {256: correct, 128: near, 64: wrong})
+    served = product.flags.last
+    variants = [served, *(replace(served, columns=columns) for columns in (128, 64, 32))]
+    compiled = products.Compiled(128, 0, 0, 431, is_serial=True)
+    kept = {(256, "gate_up", None): (served, compiled)}
+
+    rows = products.measure(product, 256, variants, kept, bandwidth=4e12, rounds=3)
+    assert [row.variant.columns for row in rows] == [256, 128, 64, 32]
+    assert product.timed == [None, *variants[1:3]]
+    # 0.4 ms for two layers, then half of it, then a third.
+    assert [row.microseconds for row in rows] == pytest.approx([200, 100, 200 / 3, None])
+    assert [row.is_served for row in rows] == [True, False, False, False]
+    assert rows[0].compiled == compiled and rows[1].compiled is None
+    assert rows[0].is_same and not rows[1].is_same
+    assert rows[1].error == pytest.approx(0.01 / 5, rel=1e-3) and math.isnan(rows[2].error)
+    assert rows[0].limit == pytest.approx(32 * 5760 * 2880 / 32 * 17 / 4e12 * 1e6)
+    assert rows[0].reads == 1.0
+
+
+def rows_of_two_products(products: ModuleType) -> list[Any]:
+    """Return the served shape, one with 4 warps, and one that is fastest and wrong, of both products."""
+    served = products.Variant(64, 256, 128, warps=8, stages=3, registers=128)
+    narrow = products.Variant(64, 128, 128, warps=4, stages=3)
+    compiled = products.Compiled(128, 0, 83_968, 431, is_serial=True)
+    row = products.Row(
+        requests=256,
+        product="gate_up",
+        variant=served,
+        is_served=True,
+        compiled=compiled,
+        microseconds=160.0,
+        limit=64.0,
+        error=0.0,
+        is_same=True,
+        reads=1.0,
+    )
+    other = replace(row, is_served=False, compiled=None)
+    gate_up = [
+        row,
+        replace(other, variant=replace(served, stages=4), microseconds=150.0),
+        replace(other, variant=narrow, microseconds=128.0, is_same=False, error=2e-4),
+        replace(other, variant=replace(narrow, rows=32), microseconds=10.0, error=0.5),
+        replace(other, variant=replace(narrow, rows=16), microseconds=None, error=math.nan),
+    ]
+    down = [
+        replace(row, product="down", microseconds=80.0),
+        replace(other, product="down", variant=narrow, microseconds=90.0),
+    ]
+    return [*gate_up, *down]
+
+
+def test_the_table_has_a_products_fastest_first_and_says_what_did_not_run(
+    products: ModuleType,
+) -> None:
+    lines = products.table(rows_of_two_products(products)).splitlines()
+    assert len({line.count("|") for line in lines}) == 1
+    shapes = [tuple(cell.strip() for cell in line.split("|")[2:4]) for line in lines[2:]]
+    assert shapes == [
+        ("gate_up", "32x128x128"),
+        ("gate_up", "64x128x128"),
+        ("gate_up", "64x256x128"),
+        ("gate_up", "**64x256x128** (served)"),
+        ("gate_up", "16x128x128"),
+        ("down", "**64x256x128** (served)"),
+        ("down", "64x128x128"),
+    ]
+    assert "| 128 of 128 | 2 | 3.37 | yes | 1.00 | 160.0 | 40% | same bits |" in lines[5]
+    assert "| 128.0 | 50% | differs by 2.0e-04 |" in lines[3]
+    assert "did not run" in lines[6]
+
+
+def test_a_layout_of_scales_gets_the_fastest_that_it_does_for_and_that_computes_the_same(
+    products: ModuleType,
+) -> None:
+    rows = rows_of_two_products(products)
+    assert products.choose(rows, scale_warps=8) == [rows[1], rows[5]]
+    # Programs of 8 warps can do with that for 4.
+    assert products.choose(rows, scale_warps=4) == [rows[2], rows[5]]
+    assert products.summary(rows) == (
+        "256 requests, microseconds of a layer: served 240.0; "
+        "scales laid out for 8 warps 230.0 (gate_up 64x256x128, 8 warps, 4 stages, 128 registers, "
+        "down 64x256x128, 8 warps, 3 stages, 128 registers); "
+        "scales laid out for 4 warps 208.0 (gate_up 64x128x128, 4 warps, 3 stages, "
+        "down 64x256x128, 8 warps, 3 stages, 128 registers)"
+    )
