@@ -1,6 +1,6 @@
 """Bringing the weights of a running Megatron model to some of its ranks, as Hugging Face tensors."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -78,8 +78,9 @@ class WeightGathering:
             transposed: see ``names.hf_tensors``.
             packed: experts that are trained through MXFP4 come as blocks and scales, under the names
                 of ``hf_layouts.mxfp4_shapes``, and not as the values that these stand for.
-            paced: no rank sends anything before all have come to the same message. For a receiver that
-                takes long over what it gets, such as one that writes it to a disk.
+            paced: no rank sends anything before all have come to the same message; what it is to send it
+                makes before. For a receiver that takes long over what it gets, such as one that writes it to
+                a disk.
 
         Raises:
             GatheringRefused: on every rank, if one has no memory for its part.
@@ -201,8 +202,10 @@ class GatheredWeights(Iterator[NamedTensor]):
         self._packed = packed
         self._is_receiver = dist.get_rank() in plan.receivers
 
+        self._paced = paced
+
         # Shared by what assembles tensors and by ``finish``, which only exchanges messages.
-        self._steps = self._in_pace(plan.steps) if paced else iter(plan.steps)
+        self._steps = iter(plan.steps)
         self._read_ahead: dict[str, torch.Tensor] = {}
         # A layer's experts as far as they have come, by Hugging Face name.
         self._stack: dict[str, torch.Tensor] = {}
@@ -233,16 +236,6 @@ class GatheredWeights(Iterator[NamedTensor]):
         """Take part in the messages that are left, and drop what they bring."""
         for step in self._steps:
             self._exchange(step)
-
-    def _in_pace(self, steps: Iterable[GatheringStep]) -> Iterator[GatheringStep]:
-        """Yield ``steps``, those with messages when all ranks have come to them."""
-        # NCCL posts a message without waiting for its receiver, and a kernel on the sender's GPU waits
-        # until it is received. Its time limit runs meanwhile, and whatever else computes on that GPU,
-        # such as a server's rank that loads what was received before, gets only every other time slice.
-        for step in steps:
-            if any(message is not None for message in step.messages):
-                self._gathering.wait_for_all_ranks()
-            yield step
 
     def _received_parts(self) -> Iterator[NamedParts]:
         for step in self._steps:
@@ -324,6 +317,13 @@ class GatheredWeights(Iterator[NamedTensor]):
         Raises nothing but GatheringBroken: a rank that left here would let others wait.
         """
         own = self._own_tensors(step)
+
+        # NCCL posts a message without waiting for its receiver, and a kernel on the sender's GPU waits
+        # until it is received. Its time limit runs meanwhile, and whatever else computes on that GPU,
+        # such as a server's rank that loads what was received before, gets only every other time slice.
+        if self._paced and any(message is not None for message in step.messages):
+            self._gathering.wait_for_all_ranks()
+
         arrived: list[torch.Tensor | None] = []
         for number, message in enumerate(step.messages):
             if message is None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from converters.errors import ConversionError
-from converters.gathering import WeightGathering
+from converters.gathering import GatheredWeights, WeightGathering
 from converters.hf_directory import HfDirectory
 from converters.live import load_hf_weights
 from converters.mapping import NamedTensor
@@ -73,7 +73,7 @@ def write_slowly(export: WeightExport, model: ModelConfig, weights: Iterable[Nam
     for name, _ in weights:
         if name == last:
             time.sleep(1)
-            ahead = (export.directory.parent / "rank 1 has come to layer 1").exists()
+            ahead = (export.directory.parent / "rank 1 sends of layer 1").exists()
             assert not ahead, "its message waits, and its time runs"
 
 
@@ -117,12 +117,14 @@ def export_with_faults(rank: int, port: int, directory: Path) -> list[str]:
 
     if rank == 1:
 
-        def read_and_tell(name: str) -> Any:
-            if ".layers.1." in name:
-                (directory / "rank 1 has come to layer 1").touch()
-            return read(name)
+        exchange = GatheredWeights._send_or_receive
 
-        gathering.local.read = read_and_tell  # type: ignore[method-assign]
+        def tell_and_exchange(self: GatheredWeights, name: str, *arguments: Any) -> None:
+            if ".layers.1." in name:
+                (directory / "rank 1 sends of layer 1").touch()
+            exchange(self, name, *arguments)
+
+        GatheredWeights._send_or_receive = tell_and_exchange  # type: ignore[method-assign]
     # The process ends with this function.
     gathered_export.write_export = write_slowly
     said.append(attempt(WeightExport(directory / "slow")))
@@ -137,7 +139,7 @@ def test_a_rank_that_fails_leaves_nothing_written_and_no_other_waiting(tmp_path:
     assert first[1] == second[1] == "rank 1 could not read its weights: CUDA out of memory"
     assert first[2] == second[2] == "exported"
     assert first[3] == second[3] == "exported"
-    assert (tmp_path / "rank 1 has come to layer 1").exists()
+    assert (tmp_path / "rank 1 sends of layer 1").exists()
 
     written = HfDirectory(tmp_path / "export")
     for name, tensor in tiny_weights().items():
