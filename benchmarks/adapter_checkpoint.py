@@ -12,7 +12,9 @@ which takes no memory before it is written to, and gradients are random numbers.
 of ``training.keep_adapters`` takes then, from the checkpoint to what is read back in PEFT's format;
 ``held up`` is how long the main thread, which multiplies matrices meanwhile, waited for Python's lock
 (neither on a core nor waiting for one, as Linux counts).
-Prints one row for every save; the first one includes what is made only once. ``--out FILE`` appends a JSON object per save.
+
+Prints one row for every save; the first one includes what is made only once. ``--out FILE`` appends a
+JSON object per save.
 """
 
 from __future__ import annotations
