@@ -58,8 +58,9 @@ class PublishedReader(Protocol):
     def is_reading(self) -> bool:
         """Return whether this rank still reads the checkpoint before."""
 
-    def wait(self) -> None:
-        """Wait until it does not. Raises nothing: the ranks would part ways here."""
+    def wait(self) -> int:
+        """Wait until it does not. Returns how many checkpoints could not be read, which stay for
+        another process. Raises nothing: the ranks would part ways here."""
 
     def read(self, checkpoint: Path) -> None:
         """Begin to read a checkpoint that has just been published."""
@@ -131,9 +132,8 @@ class CheckpointWriter:
         # An error must not be met a second time by the next call.
         save = self._pending
         self._pending = None
-        if self._reader is not None:
-            self._reader.wait()
-        save.complete(self._keep)
+        unread = 0 if self._reader is None else self._reader.wait()
+        save.complete(self._keep + unread)
         if self._reader is not None:
             self._reader.read(save.final)
 

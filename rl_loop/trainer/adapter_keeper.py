@@ -29,8 +29,8 @@ class AdapterKeeper:
         self._thread = ThreadPoolExecutor(1, "adapters")
         self._writing: Future[None] | None = None
         """Of the thread, until its result was looked at."""
-        self._failure: str | None = None
-        """The first one since the last ``finish``."""
+        self._failures: list[str] = []
+        """One for each checkpoint since the last ``finish`` whose adapters could not be written."""
 
     # -- what a CheckpointWriter asks on every rank; none of it is collective ---------------------
 
@@ -38,15 +38,16 @@ class AdapterKeeper:
         """Return whether this rank still reads a checkpoint."""
         return self._writing is not None and not self._writing.done()
 
-    def wait(self) -> None:
-        """Wait until this rank reads no checkpoint. Raises nothing: ``finish`` does."""
-        if self._writing is None:
-            return
-        wait([self._writing])
-        error = self._writing.exception()
-        self._writing = None
-        if error is not None and self._failure is None:
-            self._failure = str(error)
+    def wait(self) -> int:
+        """Wait until this rank reads no checkpoint. Returns how many have no adapters because they
+        could not be written; raises nothing, which ``finish`` does."""
+        if self._writing is not None:
+            wait([self._writing])
+            error = self._writing.exception()
+            self._writing = None
+            if error is not None:
+                self._failures.append(str(error))
+        return len(self._failures)
 
     def read(self, checkpoint: Path) -> None:
         """Begin to write the adapters of a checkpoint that has just been published."""
@@ -71,7 +72,7 @@ class AdapterKeeper:
         self.wait()
         failure = self._shared_failure()
         # An error must not be met a second time by the next call.
-        self._failure = None
+        self._failures.clear()
         if failure is not None:
             raise CheckpointError(failure)
 
@@ -96,9 +97,10 @@ class AdapterKeeper:
         self.finish()
 
     def _shared_failure(self) -> str | None:
-        failures: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(failures, self._failure)
-        return next((failure for failure in failures if failure is not None), None)
+        """Return the first failure of any rank on every rank."""
+        of_ranks: list[list[str]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, self._failures)
+        return next((failure for failures in of_ranks for failure in failures), None)
 
     def _directory(self, checkpoint: Path) -> Path:
         return step_directory(self._run.adapters, step_of(checkpoint))

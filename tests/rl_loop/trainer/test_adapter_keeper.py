@@ -130,7 +130,7 @@ def test_a_disk_that_does_not_take_adapters_is_named_and_costs_no_step(
     def fail(self: SafetensorsWriter, name: str, tensor: torch.Tensor) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with keeping(run) as (group, rank):
+    with keeping(run, "training.keep_checkpoints=1") as (group, rank):
         with monkeypatch.context() as disk:
             disk.setattr(SafetensorsWriter, "add", fail)
             save_next(group, 1, block=False)
@@ -139,15 +139,20 @@ def test_a_disk_that_does_not_take_adapters_is_named_and_costs_no_step(
             message = rf"{run}/adapters/step_000001: .*step_000001 could not be kept .*No space"
             with pytest.raises(CheckpointError, match=message):
                 save_next(group, 2, block=False)
-            assert not (run / "adapters").exists() or names(run / "adapters") == []
+            assert names(run / "adapters") == []
+        # The checkpoint that would have been deleted is there to be read again.
+        assert names(run / "checkpoints") == ["latest", "step_000001", "step_000002"]
+        assert find_damage(run / "checkpoints/step_000002") is None
+        assert group.resume().state == {"step": 2}
+        assert names(run / "adapters") == ["step_000001", "step_000002"]
+
+        with monkeypatch.context() as disk:
+            disk.setattr(SafetensorsWriter, "add", fail)
             with pytest.raises(CheckpointError, match=r"adapters/step_000003: .*No space"):
                 save_next(group, 3)
-
-        newest = latest_checkpoint(run / "checkpoints")
-        assert newest.name == "step_000003" and find_damage(newest) is None
+        assert names(run / "checkpoints") == ["latest", "step_000003"]
         assert group.resume().state == {"step": 3}
-    # What is still there of the checkpoints.
-    assert names(run / "adapters") == ["step_000002", "step_000003"]
+    assert names(run / "adapters") == ["step_000001", "step_000002", "step_000003"]
 
 
 def test_a_resume_writes_what_is_missing_and_nothing_else(tmp_path: Path) -> None:
