@@ -8,8 +8,13 @@ weights and moments), and ``CheckpointWriter``. Only the frozen base is left as 
 which takes no memory before it is written to, and gradients are random numbers.
 
 ``start`` is what training waits for: planning and the copy to host memory, on a CPU from host memory.
-``finish`` is waiting for the thread that writes, and publishing. Prints one row for every save; the
-first one includes what is made only once. ``--out FILE`` appends a JSON object per save.
+``finish`` is waiting for the thread that writes, and publishing. ``adapters`` is how long the thread
+of ``training.keep_adapters`` takes then, from the checkpoint to what is read back in PEFT's format;
+``held up`` is how long the main thread, which multiplies matrices meanwhile, waited for Python's lock
+(neither on a core nor waiting for one, as Linux counts).
+
+Prints one row for every save; the first one includes what is made only once. ``--out FILE`` appends a
+JSON object per save.
 """
 
 from __future__ import annotations
@@ -33,6 +38,8 @@ from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.layers.adapters import initialize_adapters
 from megatron_gptoss.model import build_model
 from megatron_gptoss.trainer import PolicyTrainer
+from rl_loop.tracking.run_directory import RunDirectory
+from rl_loop.trainer.adapter_keeper import AdapterKeeper
 
 
 def argument_parser() -> argparse.ArgumentParser:
@@ -96,7 +103,9 @@ def time_saves(
 ) -> list[dict[str, Any]]:
     """Save a few times and return the figures of each."""
     trained = sum(p.numel() for p in trainer.module.parameters() if p.requires_grad)
-    writer = CheckpointWriter(directory, keep=1)
+    run = RunDirectory(directory)
+    keeper = AdapterKeeper(run, base=None)
+    writer = CheckpointWriter(run.checkpoints, keep=1, reader=keeper)
     results = []
     for step in range(args.saves):
         started = time.perf_counter()
@@ -104,6 +113,9 @@ def time_saves(
         planned = time.perf_counter()
         writer.finish()
         finished = time.perf_counter()
+        held_up = time_held_up(keeper)
+        kept = time.perf_counter()
+        keeper.finish()
 
         metadata = pickle.loads((path / ".metadata").read_bytes())
         results.append(
@@ -112,19 +124,45 @@ def time_saves(
                 "save": step + 1,
                 "trained_parameters": trained,
                 "chunks": len(metadata.storage_data),
-                "gigabytes": sum(file.stat().st_size for file in path.iterdir()) / 1e9,
+                "gigabytes": gigabytes(path),
+                "adapter_gigabytes": gigabytes(run.adapters / path.name),
                 "start_seconds": planned - started,
                 "finish_seconds": finished - planned,
+                "adapter_seconds": kept - finished,
+                "held_up_seconds": held_up,
             }
         )
     return results
 
 
+def time_held_up(keeper: AdapterKeeper) -> float:
+    """Multiply matrices until the adapters are written. Returns how long this thread neither had a
+    core nor waited for one meanwhile, in seconds: it waited for Python's lock."""
+    matrix = torch.rand(256, 256)
+    started = time.perf_counter()
+    before = scheduled_seconds()
+    while keeper.is_reading():
+        torch.mm(matrix, matrix)
+    return time.perf_counter() - started - (scheduled_seconds() - before)
+
+
+def scheduled_seconds() -> float:
+    """Return how long this thread has been on a core, or could have been if one had been free."""
+    running, ready, _ = Path("/proc/thread-self/schedstat").read_text().split()
+    return (int(running) + int(ready)) / 1e9
+
+
+def gigabytes(directory: Path) -> float:
+    """Return the size of all files of a directory."""
+    return sum(file.stat().st_size for file in directory.iterdir()) / 1e9
+
+
 def table(results: list[dict[str, Any]]) -> str:
     """Return a Markdown table of all saves."""
     rows = [
-        "| | save | trained, million | chunks | GB | start, s | finish, s | together, s |",
-        "|---" * 8 + "|",
+        "| | save | trained, million | chunks | GB | start, s | finish, s | together, s "
+        "| adapters, GB | adapters, s | held up, s |",
+        "|---" * 11 + "|",
     ]
     for result in results:
         together = result["start_seconds"] + result["finish_seconds"]
@@ -137,6 +175,9 @@ def table(results: list[dict[str, Any]]) -> str:
             f"{result['start_seconds']:.2f}",
             f"{result['finish_seconds']:.2f}",
             f"{together:.2f}",
+            f"{result['adapter_gigabytes']:.3f}",
+            f"{result['adapter_seconds']:.2f}",
+            f"{result['held_up_seconds']:.2f}",
         ]
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)

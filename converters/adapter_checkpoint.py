@@ -129,6 +129,14 @@ def export_adapter(
         _check_written(PeftDirectory(partial, source.model), source)
 
 
+def peft_base_name(base: Path | None) -> str | None:
+    """Return what ``adapter_config.json`` calls the base of a run that began with ``base``: None
+    for what PEFT cannot load."""
+    if base is not None and (base / "config.json").exists():
+        return str(base)
+    return None
+
+
 def _check_written(written: Adapters, source: Adapters) -> None:
     """Compare every tensor of an unfinished directory with its source."""
     for mapping in source.mappings:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from converters.adapter_checkpoint import export_adapter
+from converters.adapter_checkpoint import export_adapter, peft_base_name
 from converters.errors import ConversionError
 from converters.hf_directory import tokenizer_and_generation
 from converters.mxfp4_tensors import Digests
@@ -137,10 +137,7 @@ def export_trained_adapter(checkpoints: Path, directory: Path, base: Path | None
     if checkpoint is None:
         raise ConversionError(f"{checkpoints}: holds no checkpoint of the adapters to export")
 
-    base_name = None
-    if base is not None and (base / "config.json").exists():
-        base_name = str(base)
-    export_adapter(checkpoint, directory, base_name, overwrite=True)
+    export_adapter(checkpoint, directory, peft_base_name(base), overwrite=True)
 
 
 def greedy_agreement(

@@ -49,6 +49,11 @@ def step_directory(root: Path, step: int) -> Path:
     return root / f"step_{step:06d}"
 
 
+def step_of(checkpoint: Path) -> int:
+    """Return the step of a directory that ``step_directory`` named, or that replaces such a one."""
+    return int(checkpoint.name.removesuffix(REPLACED_SUFFIX).rpartition("_")[2])
+
+
 def latest_checkpoint(root: Path) -> Path | None:
     """Return the newest complete checkpoint under ``root``, or None where nothing was saved.
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -52,16 +52,34 @@ FULL_DISK_MIB = 16
 """A disk with less room is called full."""
 
 
+class PublishedReader(Protocol):
+    """Reads published checkpoints in a thread. Asked on every rank; no method is collective."""
+
+    def is_reading(self) -> bool:
+        """Return whether this rank still reads the checkpoint before."""
+
+    def wait(self) -> int:
+        """Wait until it does not. Returns how many checkpoints could not be read, which stay for
+        another process. Raises nothing: the ranks would part ways here."""
+
+    def read(self, checkpoint: Path) -> None:
+        """Begin to read a checkpoint that has just been published."""
+
+
 class CheckpointWriter:
     """Writes one trainer's checkpoints under ``root``; deletes all but the newest ``keep``.
+
+    ``reader`` reads each of them once it is published. The next one is published, and older ones
+    are deleted, only when it is done with that.
 
     Every method is collective. If any rank could not write, the call that notices raises
     CheckpointError on every rank; the previous checkpoint then is still the latest.
     """
 
-    def __init__(self, root: Path, keep: int = 2) -> None:
+    def __init__(self, root: Path, keep: int = 2, reader: PublishedReader | None = None) -> None:
         self._root = root
         self._keep = keep
+        self._reader = reader
         self._pending: _PendingSave | None = None
 
     def start(self, trainer: PolicyTrainer, step: int, training_state: dict[str, Any]) -> Path:
@@ -98,7 +116,7 @@ class CheckpointWriter:
     def finish(self, block: bool = True) -> None:
         """Make what was started the latest checkpoint.
 
-        Without ``block``, only if all ranks have written it.
+        Without ``block``, only if all ranks have written it and none reads an earlier one.
         """
         if self._pending is None:
             return
@@ -106,14 +124,18 @@ class CheckpointWriter:
         # All ranks must take the same way: completing is collective.
         if not block:
             everyone_done = [False] * dist.get_world_size()
-            dist.all_gather_object(everyone_done, self._pending.is_written())
+            is_reading = self._reader is not None and self._reader.is_reading()
+            dist.all_gather_object(everyone_done, self._pending.is_written() and not is_reading)
             if not all(everyone_done):
                 return
 
         # An error must not be met a second time by the next call.
         save = self._pending
         self._pending = None
-        save.complete(self._keep)
+        unread = 0 if self._reader is None else self._reader.wait()
+        save.complete(self._keep + unread)
+        if self._reader is not None:
+            self._reader.read(save.final)
 
 
 @dataclass

@@ -157,6 +157,11 @@ class RunConfig(StrictModel):
                     f"initial_adapter ({self.initial_adapter}) has no effect without adapter, the settings of the "
                     "adapters to train: take over those that it was trained with"
                 )
+            if self.training.keep_adapters:
+                raise ValueError(
+                    "training.keep_adapters has no effect without adapter: full training has none, and "
+                    "training.keep_checkpoints says how many checkpoints stay"
+                )
             return
 
         self.adapter.check_ranks(self.model)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from megatron_gptoss.checkpoint.directory import (
     ADAPTER_FILE,
-    REPLACED_SUFFIX,
     latest_checkpoint,
+    step_of,
 )
 from megatron_gptoss.checkpoint.errors import CheckpointError
 
@@ -47,7 +47,7 @@ class ServedWeights:
         if self.newer_adapters is None:
             return None
         return (
-            f"{self.newer_adapters} is of step {_step_of(self.newer_adapters)}, but holds adapters without their "
+            f"{self.newer_adapters} is of step {step_of(self.newer_adapters)}, but holds adapters without their "
             f"base: gptoss convert merge {base} {self.newer_adapters} DIR makes a model of them, for --weights DIR"
         )
 
@@ -66,7 +66,7 @@ def served_weights(run: Path) -> ServedWeights:
         # Whoever needs the checkpoint says what is wrong with it.
         checkpoint = None
 
-    saved = None if checkpoint is None else _step_of(checkpoint)
+    saved = None if checkpoint is None else step_of(checkpoint)
     if not has_export:
         return ServedWeights(run, is_export=False, step=saved)
 
@@ -85,7 +85,3 @@ def _exported_step(run: Path) -> int | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return steps if isinstance(steps, int) else None
-
-
-def _step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removesuffix(REPLACED_SUFFIX).removeprefix("step_"))

@@ -1,4 +1,4 @@
-"""Checks that a run can write its directory, and has room for its checkpoints and its export."""
+"""Checks that a run can write its directory, and has room for what it saves there."""
 
 import math
 import os
@@ -32,27 +32,39 @@ def check_writable(directory: Path) -> None:
 
 
 def check_disk(
-    directory: Path, training: TrainingConfig, checkpoint: float, export: float = 0.0
+    directory: Path,
+    training: TrainingConfig,
+    checkpoint: float,
+    export: float = 0.0,
+    adapters: float = 0.0,
 ) -> None:
     """Raise CannotStart unless there is room for the checkpoints that the run will hold at a time,
-    and for its export.
+    for its export, and for the adapters that it keeps of every checkpoint.
 
     ``checkpoint``: bytes of one, from ``checkpoint_bytes``. ``export``: from ``export_bytes``; 0 if
-    the run exports nothing."""
+    the run exports nothing. ``adapters``: of one checkpoint, from ``kept_adapter_bytes``; 0 if the
+    run keeps none."""
     check_writable(directory)
+    run = RunDirectory(directory)
     most = checkpoints_at_a_time(training)
-    existing = len(list(RunDirectory(directory).checkpoints.glob("step_??????")))
+    saved = checkpoints_of_run(training)
     # An earlier export is replaced only when the new one is complete; what a killed process has left
     # half-written is deleted when the run goes on.
-    needed = checkpoint * max(0, most - existing) + export
+    needed = checkpoint * _missing_steps(run.checkpoints, most) + export
+    needed += adapters * _missing_steps(run.adapters, saved)
 
     folder = _nearest_existing(directory)
-    free = shutil.disk_usage(folder).free + _bytes_of(RunDirectory(directory).unfinished())
+    free = shutil.disk_usage(folder).free + _bytes_of(run.unfinished())
     if needed > free:
-        and_export = f" and an export of {_size(export)}" if export else ""
+        parts = [f"{most} checkpoints of {_size(checkpoint)}"]
+        if adapters:
+            parts.append(f"the adapters of {saved} checkpoints, {_size(adapters)} each")
+        if export:
+            parts.append(f"an export of {_size(export)}")
+        or_keep_no_adapters = ", or set training.keep_adapters to false" if adapters else ""
         raise CannotStart(
-            f"output_dir: {_size(free)} are free in {folder}, and the run needs {_size(needed)} for {most} "
-            f"checkpoints of {_size(checkpoint)}{and_export}: make room, or lower training.keep_checkpoints"
+            f"output_dir: {_size(free)} are free in {folder}, and the run needs {_size(needed)} for "
+            f"{' and '.join(parts)}: make room, or lower training.keep_checkpoints{or_keep_no_adapters}"
         )
 
 
@@ -72,6 +84,15 @@ def checkpoint_bytes(
     return models * trained * (weight_bytes + master_bytes + MOMENT_BYTES)
 
 
+def kept_adapter_bytes(
+    training: TrainingConfig, model: ModelConfig, dtype: str, adapter: AdapterConfig | None
+) -> float:
+    """Compute the size of what ``training.keep_adapters`` keeps of one checkpoint; 0 without it."""
+    if not training.keep_adapters or adapter is None:
+        return 0.0
+    return adapter.num_parameters(model) * WEIGHT_BYTES[dtype]
+
+
 def export_bytes(model: ModelConfig, dtype: str, quantization: Quantization | None = None) -> float:
     """Compute the size of the weights of an export; adapters are merged into it."""
     plain = model.num_parameters
@@ -87,8 +108,18 @@ def export_bytes(model: ModelConfig, dtype: str, quantization: Quantization | No
 def checkpoints_at_a_time(training: TrainingConfig) -> int:
     """Count the checkpoints that can exist together: an older one is deleted only when a newer one
     is complete."""
-    saved = math.ceil(training.steps / training.checkpoint_every)
-    return min(training.keep_checkpoints + 1, saved)
+    return min(training.keep_checkpoints + 1, checkpoints_of_run(training))
+
+
+def checkpoints_of_run(training: TrainingConfig) -> int:
+    """Count the checkpoints that a run saves from its first step to its last, deleted ones
+    included."""
+    return math.ceil(training.steps / training.checkpoint_every)
+
+
+def _missing_steps(directory: Path, wanted: int) -> int:
+    """Count how many more directories of steps there will be, of ``wanted`` together."""
+    return max(0, wanted - len(list(directory.glob("step_??????"))))
 
 
 def _bytes_of(directories: Iterable[Path]) -> int:

@@ -22,6 +22,7 @@ from rl_loop.lifecycle.disk_checks import (
     check_writable,
     checkpoint_bytes,
     export_bytes,
+    kept_adapter_bytes,
 )
 from rl_loop.lifecycle.store_size import (
     StoreNeed,
@@ -75,7 +76,8 @@ def check_what_a_run_needs(config: RunConfig, has_own_ray: bool = False) -> None
     export = 0.0
     if config.exports:
         export = export_bytes(config.model, config.dtype, config.quantization)
-    check_disk(config.directory, config.training, checkpoint, export)
+    adapters = kept_adapter_bytes(config.training, config.model, config.dtype, config.adapter)
+    check_disk(config.directory, config.training, checkpoint, export, adapters)
 
     # A Ray that runs already keeps the store that it has: checked is one that this run starts.
     if has_own_ray or not os.environ.get("RAY_ADDRESS"):

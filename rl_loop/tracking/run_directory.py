@@ -113,6 +113,10 @@ class RunDirectory:
         self.adapter = path / "adapter"
         """Its adapters by themselves, in PEFT's format."""
 
+        self.adapters = path / "adapters"
+        """The same of every checkpoint, those that are deleted included; only with
+        ``training.keep_adapters``."""
+
         self.curve = path / "curve.png"
         """Reward and accuracy."""
 
@@ -135,10 +139,10 @@ class RunDirectory:
         ]
 
     def unfinished(self) -> list[Path]:
-        """List checkpoints and exports that nobody has finished. Whoever holds the run's lock, and
+        """List checkpoints, adapters and exports that nobody has finished. Whoever holds the run's lock, and
         writes none, may delete them."""
         found: list[Path] = []
-        for root in (self.checkpoints, self.critic_checkpoints):
+        for root in (self.checkpoints, self.critic_checkpoints, self.adapters):
             found += root.glob(f"*{PARTIAL}")
         exports = [path for path in self._beside_exports() if path.name.endswith(PARTIAL)]
         return found + [path for path in exports if path.exists()]
@@ -161,6 +165,14 @@ class RunDirectory:
             kept = [record for record in read_json_lines(self.metrics) if record["step"] <= step]
             text = "".join(json.dumps(record) + "\n" for record in kept)
             atomic_write_text(self.metrics, text)
+
+    def delete_adapters_after(self, step: int) -> None:
+        """Delete kept adapters of more than ``step`` finished steps. A resume goes on from there,
+        and takes those steps again."""
+        for directory in self.adapters.glob("step_*"):
+            number = directory.name.removeprefix("step_").partition(".")[0]
+            if number.isdecimal() and int(number) > step:
+                shutil.rmtree(directory, ignore_errors=True)
 
     def write_summary(self, **figures: Any) -> None:
         """Set these figures in summary.json and keep the others. Values must be JSON."""

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from converters.adapter_checkpoint import peft_base_name
 from converters.errors import GatheringBroken, GatheringRefused
 from converters.gathering import GatheredWeights, WeightGathering
 from converters.mapping import NamedTensor
@@ -21,6 +22,7 @@ from megatron_gptoss.checkpoint.directory import (
     earlier_checkpoints,
     find_checkpoint,
     latest_checkpoint,
+    step_of,
 )
 from megatron_gptoss.checkpoint.errors import CheckpointError
 from megatron_gptoss.checkpoint.loader import find_damage, load_checkpoint
@@ -50,6 +52,7 @@ from rl_loop.data.trained_tokens import TrainedTokens
 from rl_loop.engines.backend import SyncFailed, WeightSender
 from rl_loop.heap import exempt_from_collection
 from rl_loop.tracking.run_directory import RunDirectory
+from rl_loop.trainer.adapter_keeper import AdapterKeeper
 from rl_loop.trainer.gathered_export import export_weights
 from rl_loop.trainer.initial_weights import load_initial_weights
 from rl_loop.trainer.memory_metrics import max_over_ranks, memory_metrics
@@ -99,6 +102,10 @@ class TrainerWorker:
 
         self._gathering = WeightGathering(self.model, settings.model)
         self.run = RunDirectory(settings.directory)
+        self._adapter_keeper: AdapterKeeper | None = None
+        if settings.training.keep_adapters:
+            base_name = peft_base_name(settings.initial_weights)
+            self._adapter_keeper = AdapterKeeper(self.run, base_name)
         self._saved = self._checkpoint_writers()
 
         # The weights were moved into Megatron's buffers: what they took before is free, and servers
@@ -164,7 +171,8 @@ class TrainerWorker:
         if self.critic is not None:
             # One more than of the policy, which is written last and decides what is the latest.
             writers.append((CheckpointWriter(self.run.critic_checkpoints, keep + 1), self.critic))
-        writers.append((CheckpointWriter(self.run.checkpoints, keep), self.trainer))
+        of_policy = CheckpointWriter(self.run.checkpoints, keep, self._adapter_keeper)
+        writers.append((of_policy, self.trainer))
         return writers
 
     # -- training ---------------------------------------------------------------------------------
@@ -427,16 +435,27 @@ class TrainerWorker:
             del tensor  # or it would outlive its bucket
 
     def save(self, step: int, state: dict[str, Any], block: bool) -> None:
-        """Begin a checkpoint; it is complete on return if ``block``, else at the
-        beginning of a later update."""
+        """Begin a checkpoint; it is complete on return if ``block``, its kept adapters included,
+        else at the beginning of a later update.
+
+        Raises:
+            CheckpointError: if it, or one that was begun before, cannot be written; if the kept
+                adapters of one cannot. This checkpoint is complete then.
+        """
         self.memory.enter("checkpoint")
         for writer, trainer in self._saved:
             writer.start(trainer, step, state)
         self._make_room_for_engines()
         self.memory.enter("resting")
-        if block:
+
+        # A run that ends with an error must not lose the steps up to here.
+        keeper = self._adapter_keeper
+        has_failed = keeper is not None and keeper.has_failed()
+        if block or has_failed:
             for writer, _ in self._saved:
                 writer.finish()
+            if keeper is not None:
+                keeper.finish()
 
     def resume(self) -> Resumed | None:
         """Load the newest checkpoint of the run whose files are as they were written; None if none
@@ -445,18 +464,30 @@ class TrainerWorker:
         Raises CheckpointError naming the damaged files if there is no such checkpoint."""
         newest = latest_checkpoint(self.run.checkpoints)
         if newest is None:
+            self._go_on_with_adapters_of(None)
             return None
 
         damages: list[str] = []
         for path in (newest, *earlier_checkpoints(newest)):
             damage = self._damage(path)
             if damage is None:
-                return Resumed(self._load(path), damages)
+                state = self._load(path)
+                self._go_on_with_adapters_of(path)
+                return Resumed(state, damages)
             damages.append(damage)
         raise CheckpointError(
             f"{self.run.path} has no checkpoint that can be loaded: {'; '.join(damages)}. Restore a "
             "file from a copy, or begin again with --overwrite"
         )
+
+    def _go_on_with_adapters_of(self, checkpoint: Path | None) -> None:
+        """Make the kept adapters those of the checkpoints up to this one; of none for None.
+        Collective."""
+        if dist.get_rank() == 0:
+            step = 0 if checkpoint is None else step_of(checkpoint)
+            self.run.delete_adapters_after(step)
+        if self._adapter_keeper is not None and checkpoint is not None:
+            self._adapter_keeper.write_missing(checkpoint)
 
     def _damage(self, path: Path) -> str | None:
         """Say what is wrong with a checkpoint of the policy, and of the critic beside it."""

@@ -34,6 +34,7 @@ from rl_loop.lifecycle.disk_checks import (
     checkpoint_bytes,
     checkpoints_at_a_time,
     export_bytes,
+    kept_adapter_bytes,
 )
 from rl_loop.lifecycle.start_checks import check_data
 from tests.launch.forked_command import Ended, ForkedCommand
@@ -342,6 +343,33 @@ def test_a_run_needs_room_for_its_export_too(
     with (unfinished / "shard-0").open("wb") as file:
         file.truncate(20_000_000_000)
     check_disk(tmp_path, training, checkpoint=50e9, export=60e9)
+
+
+def test_a_run_needs_room_for_the_adapters_of_all_its_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = SimpleNamespace(free=100e9)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: free)
+    options = ["training.steps=95", "training.checkpoint_every=10", "training.keep_checkpoints=1"]
+    config = load_config(ROOT / RL, RlConfig, options)
+    check_disk(tmp_path, config.training, checkpoint=20e9, adapters=6e9)
+    message = (
+        r"110\.0 GB for 2 checkpoints of 20\.0 GB and the adapters of 10 checkpoints, 7\.0 GB each: "
+        r".*lower training\.keep_checkpoints, or set training\.keep_adapters to false"
+    )
+    with pytest.raises(CannotStart, match=message):
+        check_disk(tmp_path, config.training, checkpoint=20e9, adapters=7e9)
+    # Two of them are there already.
+    for step in (10, 20):
+        (tmp_path / f"adapters/step_{step:06d}").mkdir(parents=True)
+    check_disk(tmp_path, config.training, checkpoint=20e9, adapters=7e9)
+
+    keeping = ["adapter={rank: 8}", "training.keep_adapters=true"]
+    training = load_config(ROOT / RL, RlConfig, keeping).training
+    adapter = AdapterConfig(rank=8)
+    trained = adapter.num_parameters(config.model)
+    assert kept_adapter_bytes(training, config.model, "bfloat16", adapter) == 2 * trained
+    assert kept_adapter_bytes(config.training, config.model, "bfloat16", adapter) == 0
 
 
 @contextmanager

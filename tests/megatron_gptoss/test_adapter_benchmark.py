@@ -77,6 +77,9 @@ def test_saves_of_a_tiny_model_give_a_row_each(
 
     first, second = (json.loads(line) for line in out.read_text().splitlines())
     assert first["chunks"] == second["chunks"]
+    assert 2e-9 < second["adapter_gigabytes"] / second["trained_parameters"] < 3e-9
+    # Linux counts in ticks.
+    assert -0.1 < second["held_up_seconds"] < second["adapter_seconds"] + 0.1
     # bf16 weights, fp32 master weights and two moments
     assert second["gigabytes"] > 14 * second["trained_parameters"] / 1e9
     *_, title, line, _, last = capsys.readouterr().out.splitlines()

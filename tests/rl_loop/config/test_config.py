@@ -201,6 +201,7 @@ def test_adapters_and_their_base_are_a_section_of_every_run(kind: type[RunConfig
         (["parallel.base=mxfp4"], "parallel.base mxfp4 needs an adapter"),
         (["parallel.base=fp4", "adapter={}"], "parallel.base: Input should be 'bf16' or 'mxfp4'"),
         (["initial_adapter=runs/a"], "initial_adapter (runs/a) has no effect without adapter"),
+        (["training.keep_adapters=true"], "training.keep_adapters has no effect without adapter"),
         (["adapter={rang: 4}"], "adapter.rang: unknown key"),
         (["adapter={targets: []}"], "adapter.targets is empty"),
         (["adapter={targets: [gate]}"], "adapter.targets.0: Input should be 'q', 'k', 'v'"),

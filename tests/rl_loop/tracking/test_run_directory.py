@@ -17,6 +17,7 @@ import pytest
 
 from converters.new_directory import OLD, PARTIAL
 from rl_loop.tracking.run_directory import (
+    RunDirectory,
     RunDirectoryError,
     RunWriteError,
     Start,
@@ -183,11 +184,25 @@ def test_overwrite_deletes_the_run_and_nothing_else(tmp_path: Path) -> None:
     for final in (run.export, run.adapter):
         for suffix in (PARTIAL, OLD):
             final.with_name(final.name + suffix).mkdir()
-    assert run.unfinished() == [run.path / "export.partial", run.path / "adapter.partial"]
+    (run.adapters / "step_000001").mkdir(parents=True)
+    half_written = run.adapters / f"step_000002{PARTIAL}"
+    half_written.mkdir()
+    exports = [run.path / "export.partial", run.path / "adapter.partial"]
+    assert run.unfinished() == [half_written, *exports]
     (run.path / "notes.txt").write_text("mine")
     start_run(run.path, "lr: 2\n", Start.OVERWRITE)
     assert sorted(path.name for path in run.path.iterdir()) == ["config.yaml", "notes.txt"]
     assert run.config.read_text() == "lr: 2\n"
+
+
+def test_adapters_of_given_up_steps_are_deleted_by_their_number(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.delete_adapters_after(0)
+    for name in ("step_000002", "step_000010", f"step_000010{OLD}", "step_by_hand"):
+        (run.adapters / name).mkdir(parents=True)
+    run.delete_adapters_after(2)
+    left = sorted(path.name for path in run.adapters.iterdir())
+    assert left == ["step_000002", "step_by_hand"]
 
 
 def test_a_run_directory_that_is_a_file_is_named(tmp_path: Path) -> None:
