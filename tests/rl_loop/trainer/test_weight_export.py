@@ -116,7 +116,6 @@ def export_with_faults(rank: int, port: int, directory: Path) -> list[str]:
     said.append(attempt(WeightExport(directory / "export", FILES)))
 
     if rank == 1:
-
         exchange = GatheredWeights._send_or_receive
 
         def tell_and_exchange(self: GatheredWeights, name: str, *arguments: Any) -> None:
