@@ -109,6 +109,10 @@ class ServerProcess:
         except (OSError, EOFError) as error:
             reason = f"the sandbox's server did not start: {self.close() or error}"
             raise SandboxUnavailable("; ".join([reason, *hints()])) from error
+        except BaseException:
+            # Of a machine whose system calls are not known, for one.
+            self.close()
+            raise
 
     def _start_bubblewrap(self, control: socket.socket) -> int | None:
         """Start the process and return the id that process 1 of the sandbox has on the host, None

@@ -10,10 +10,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+import psutil
 import pytest
 
 from launch.doctor import Status, check_sandbox
 from rl_loop.sandbox import PythonSandbox, SandboxConfig, SandboxUnavailable, check_isolation
+from rl_loop.sandbox.connection import ServerProcess
 
 CHECK = "from rl_loop.sandbox import check_isolation; check_isolation()"
 
@@ -59,10 +61,17 @@ def test_forbidden_user_namespaces_name_the_setting() -> None:
     assert "sysctl -w user.max_user_namespaces=" in output
 
 
-def test_unknown_processor_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_processor_is_named_and_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     with pytest.raises(SandboxUnavailable, match="'riscv64'"):
         start(SandboxConfig())
+
+    # In a thread that lives on, with which the server would not die. The error holds its connection.
+    before = psutil.Process().children(recursive=True)
+    with pytest.raises(SandboxUnavailable, match="'riscv64'") as error:
+        ServerProcess(SandboxConfig())
+    left = set(psutil.Process().children(recursive=True)) - set(before)
+    assert not left, error
 
 
 def test_virtual_environment_is_refused_as_interpreter(tmp_path: Path) -> None:
