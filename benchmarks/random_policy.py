@@ -28,6 +28,7 @@ BREAKS = ("\n", "\r", "\0")
 LAYERS_VARIANCE = 0.3
 """Of what all layers together add to a residual stream of variance 1, about."""
 BIAS_STD = 0.1
+"""Of biases, where what goes through the matrices has a variance of about 1."""
 CERTAIN = 100.0
 """Logit of a token that always follows."""
 IMPOSSIBLE = -30.0
