@@ -48,9 +48,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from hopper_driver import HopperDriver
 from timing import read_bandwidth, time_interleaved
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
 from triton.errors import TritonError
 from triton.language import core
 
@@ -440,19 +440,6 @@ class Compiled:
 
 Work = tuple[int, str, Variant | None]
 """Requests, product and variant."""
-
-
-class HopperDriver:
-    """Says that there is a Hopper GPU, which is all that compiling asks a driver for."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 def compile_all(work: list[Work], jobs: int) -> dict[Work, tuple[Variant, Compiled]]:

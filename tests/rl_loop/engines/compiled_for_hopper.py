@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+
+from benchmarks.hopper_driver import HopperDriver
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -26,19 +27,6 @@ class Resources:
     """Bytes of memory for what found no register."""
     variant: str
     """The same for what is compiled once."""
-
-
-class HopperDriver:
-    """Says that there is a Hopper GPU, which is all that compiling asks a driver for."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 def compile_kernel(kernel: Any, *arguments: Any, **constants: Any) -> Resources:
