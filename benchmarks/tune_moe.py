@@ -32,12 +32,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from timing import read_bandwidth, time_call
+# A process that compiles (``compile_all``) runs this file again, with the sys.path that its parent has by
+# then: without this folder, where timing.py is.
+FOLDER = Path(__file__).resolve().parent
+sys.path.insert(0, str(FOLDER))
+from timing import read_bandwidth, time_call  # noqa: E402
 
 # Beside this file lies a sglang.py, which Python would take for the package.
-sys.path = [
-    path for path in sys.path if Path(path or ".").resolve() != Path(__file__).resolve().parent
-]
+sys.path = [path for path in sys.path if Path(path or ".").resolve() != FOLDER]
 
 import torch  # noqa: E402
 from triton.errors import TritonError  # noqa: E402
@@ -270,7 +272,9 @@ def compile_share(shape: Shape, share: list[tuple[int, Settings]]) -> None:
 
 
 def compile_all(shape: Shape, jobs: int) -> None:
-    """Compile all candidates for a shape, several at a time."""
+    """Compile all candidates for a shape, several at a time, and say how many processes failed.
+
+    What they have left is compiled later, one after the other, where it is timed."""
     work = [
         (tokens, settings)
         for block_m in BLOCK_SIZES_M
@@ -285,6 +289,15 @@ def compile_all(shape: Shape, jobs: int) -> None:
         processes.append(process)
     for process in processes:
         process.join()
+
+    failures = [process.exitcode for process in processes if process.exitcode != 0]
+    if failures:
+        codes = ", ".join(str(code) for code in sorted(set(failures)))
+        print(
+            f"{shape}: {len(failures)} of {jobs} compiling processes failed (exit codes {codes}); "
+            "what they left is compiled one by one while it is timed",
+            flush=True,
+        )
 
 
 def default_settings(tokens: int, experts: int) -> dict[str, Any]:
