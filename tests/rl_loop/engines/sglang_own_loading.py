@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from gptoss_expert_layers import take_over
-from gptoss_expert_storage import WrongWeights
+from gptoss_expert_storage import LARGEST_SCALE, WrongWeights
 from gptoss_mxfp4_experts import install
 from gptoss_synced_model import is_starting, synced
 from sglang.srt.layers.quantization import mxfp4
@@ -88,12 +88,15 @@ def random_weights() -> dict[str, torch.Tensor]:
     def floats(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).bfloat16()
 
+    def scales(*shape: int) -> torch.Tensor:
+        return torch.randint(0, LARGEST_SCALE + 1, shape, dtype=torch.uint8, generator=generator)
+
     weights = {
         "gate_up_proj_blocks": codes(EXPERTS, 2 * INTERMEDIATE, HIDDEN // 32, 16),
-        "gate_up_proj_scales": codes(EXPERTS, 2 * INTERMEDIATE, HIDDEN // 32),
+        "gate_up_proj_scales": scales(EXPERTS, 2 * INTERMEDIATE, HIDDEN // 32),
         "gate_up_proj_bias": floats(EXPERTS, 2 * INTERMEDIATE),
         "down_proj_blocks": codes(EXPERTS, HIDDEN, INTERMEDIATE // 32, 16),
-        "down_proj_scales": codes(EXPERTS, HIDDEN, INTERMEDIATE // 32),
+        "down_proj_scales": scales(EXPERTS, HIDDEN, INTERMEDIATE // 32),
         "down_proj_bias": floats(EXPERTS, HIDDEN),
     }
     return {f"{PREFIX}{name}": tensor for name, tensor in weights.items()}
@@ -118,6 +121,9 @@ def check_ours(
 
     lacking = dict(list(weights.items())[1:])
     expect_refusal(f"the first is {PREFIX}gate_up_proj_blocks", model.load_weights, lacking.items())
+    name = f"{PREFIX}down_proj_scales"
+    too_large = weights | {name: torch.full_like(weights[name], LARGEST_SCALE + 1)}
+    expect_refusal(f"{name} has the scale byte 129", model.load_weights, too_large.items())
     # From a checkpoint, then by a sync, before which the memory was lost to sleep.
     for _ in range(2):
         assert list(model.load_weights(weights.items())) == []

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from converters.mxfp4_tensors import pack_experts
 from converters.names import hf_shapes
@@ -434,22 +436,27 @@ LAST = "model.layers.0.mlp.experts.down_proj_scales"
 
 
 def sync_on_two_ranks(rank: int, port: int) -> list[tuple[bool, str]]:
-    """Sync a rank of a server that loses nothing, and then with a fault on each rank. Returns the
-    answers to the ends of the syncs."""
+    """Sync a rank of a server that loses nothing, with a fault on each rank, and with a scale that is
+    too large on the second one. Returns the answers to the ends of the syncs."""
     store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     manager_class = stand_in_for_sglang()
     plugin._install_checker()
     plugin._install_answers_of_all_ranks()
 
-    answers = []
-    for faulty_rank in FAULTY_RANKS:
+    def sync(load: Callable[[SyncedModel], None]) -> tuple[bool, str]:
         model = ServedModel(MODEL, rank, 2)
         manager = manager_class(model, dist.group.WORLD)
         assert manager.check_weights(SimpleNamespace(action=plugin.BEGIN_SYNC)).success
-        load_with_fault(plugin.synced(model), rank == faulty_rank)
+        load(plugin.synced(model))
         answer = manager.check_weights(SimpleNamespace(action=plugin.END_SYNC))
-        answers.append((answer.success, answer.message))
+        return answer.success, answer.message
+
+    answers = []
+    for faulty_rank in FAULTY_RANKS:
+        answers.append(sync(partial(load_with_fault, is_faulty=rank == faulty_rank)))
+    weights = weights_with_a_large_scale() if rank == 1 else packed_weights(1)
+    answers.append(sync(lambda known: list(known.load_experts(weights.items()))))
     dist.destroy_process_group()
     return answers
 
@@ -466,13 +473,14 @@ def load_with_fault(known: SyncedModel, is_faulty: bool) -> None:
         assert is_faulty
 
 
-def test_a_tensor_that_any_rank_of_a_server_could_not_load_ends_the_sync() -> None:
+def test_a_tensor_that_any_rank_of_a_server_could_not_load_or_compute_with_ends_the_sync() -> None:
     lost = f"1 tensors have not come, the first is {LAST}: a part of the sync was lost"
     for answers in run_distributed(sync_on_two_ranks, 2, free_port()):
         assert answers == [
             (True, "Success."),
             (False, f"tensor-parallel rank 0 of 2: {lost}"),
             (False, f"tensor-parallel rank 1 of 2: {lost}"),
+            (False, f"tensor-parallel rank 1 of 2: {TOO_LARGE}"),
         ]
 
 
@@ -491,15 +499,7 @@ def cut_rows(weights: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor],
     return {name: weights[name][:, 1:]}, r"gate_up_proj_blocks has torch.uint8 \[3, 383, 3, 16\]"
 
 
-def raise_a_scale(weights: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], str]:
-    name = "model.layers.1.mlp.experts.down_proj_scales"
-    weights[name][2, 7, 3] = 130
-    return {
-        name: weights[name]
-    }, "1.mlp.experts.down_proj_scales has the scale byte 130, .* up to 48;"
-
-
-@pytest.mark.parametrize("change", [change_dtype, send_bf16, cut_rows, raise_a_scale])
+@pytest.mark.parametrize("change", [change_dtype, send_bf16, cut_rows])
 def test_a_tensor_that_the_server_has_no_place_for_is_refused(change: Any) -> None:
     sent, message = change(packed_weights(1))
     synced = SyncedModel(ServedModel(MODEL))
@@ -519,6 +519,74 @@ def test_a_tensor_that_comes_twice_is_refused_until_the_next_sync_begins() -> No
     synced.begin_sync()
     with pytest.raises(expert_storage.WrongWeights, match=f"{len(weights)} tensors have not come"):
         synced.end_sync()
+
+
+class NoWaiting(TorchDispatchMode):
+    """Fails where a value of a tensor is asked for, which waits if the tensor is on a GPU."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def weights_with_a_large_scale() -> dict[str, torch.Tensor]:
+    weights = packed_weights(1)
+    weights[LAST][2, 7, 3] = 130
+    return weights
+
+
+TOO_LARGE = f"{LAST} has the scale byte 130, which means values of up to 48; servers multiply with bytes up to 128"
+
+
+def test_loading_waits_for_no_scale_and_the_end_of_a_sync_refuses_one_that_is_too_large() -> None:
+    synced = SyncedModel(ServedModel(MODEL))
+    with NoWaiting():
+        list(synced.load_experts(weights_with_a_large_scale().items()))
+    with pytest.raises(expert_storage.WrongWeights, match=f"^{TOO_LARGE}$"):
+        synced.end_sync()
+
+    # What failed, or was broken off, is forgotten.
+    list(synced.load_experts(packed_weights(1).items()))
+    synced.end_sync()
+    list(synced.load_experts({LAST: weights_with_a_large_scale()[LAST]}.items()))
+    synced.begin_sync()
+    with pytest.raises(expert_storage.WrongWeights, match="tensors have not come"):
+        synced.end_sync()
+
+
+@pytest.mark.parametrize("largest", [128, 129])
+def test_the_largest_scale_that_kernels_multiply_with_is_served_and_the_next_one_is_not(
+    largest: int,
+) -> None:
+    synced = SyncedModel(ServedModel(MODEL))
+    weights = packed_weights(1)
+    weights["model.layers.1.mlp.experts.gate_up_proj_scales"][0, 0, 0] = largest
+    list(synced.load_experts(weights.items()))
+    if largest == expert_storage.LARGEST_SCALE:
+        synced.end_sync()
+    else:
+        with pytest.raises(expert_storage.WrongWeights, match="1.mlp.experts.gate_up_proj_scales"):
+            synced.end_sync()
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "disk"])
+def test_a_server_with_a_scale_that_is_too_large_does_not_serve_until_the_next_sync(
+    transport: str, tmp_path: Path
+) -> None:
+    async def work(server: PackedServer) -> None:
+        plan = plan_for(server.url, ranks=2, transport=transport, directory=tmp_path / "weights")
+        with pytest.raises(SyncFailed) as failure:
+            await send_weights(weights_with_a_large_scale().items(), MODEL, plan)
+        assert TOO_LARGE in str(failure.value)
+        assert server.version == "default"
+        assert not server.paused.is_set()
+
+        await send_weights(packed_weights(1).items(), MODEL, plan)
+        assert server.version == "2"
+
+    run_with_server(2, work)
 
 
 # -- SGLang's classes, and what starts a server ----------------------------------------------------

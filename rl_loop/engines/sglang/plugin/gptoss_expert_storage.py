@@ -109,11 +109,15 @@ class Experts:
             return self.hidden_size, inner
         return 2 * inner, self.hidden_size
 
-    def load(self, name: str, whole: Tensor) -> None:
-        """Write a tensor to where the server computes with it.
+    def load(self, name: str, whole: Tensor) -> Tensor | None:
+        """Write a tensor to where the server computes with it, without waiting until the GPU has.
+
+        Returns:
+            Of scales the largest byte, uint8 without dimensions on the storage's device, which must not be
+            above ``LARGEST_SCALE``. None of other tensors.
 
         Raises:
-            WrongWeights: if its shape or dtype is another, or a scale is larger than ``LARGEST_SCALE``.
+            WrongWeights: if its shape or dtype is another.
         """
         source = SOURCES[name]
         is_bias = name.endswith("_bias")
@@ -125,14 +129,9 @@ class Experts:
                 f"{list(self.whole_shape(name))}"
             )
 
-        if name.endswith("_scale") and (largest := int(whole.max())) > LARGEST_SCALE:
-            raise WrongWeights(
-                f"{self.prefix}{source} has the scale byte {largest}, which means values of up to "
-                f"{6 * 2.0 ** (largest - 127):.3g}; servers multiply with bytes up to {LARGEST_SCALE}"
-            )
-
         storage = self.storage[name]
-        part = self.shard.cut(source, whole.to(storage.device))
+        whole = whole.to(storage.device)
+        part = self.shard.cut(source, whole)
         # Padding, too: memory that a sleeping server gave back comes back with anything in it.
         if is_bias:
             storage.zero_()
@@ -140,8 +139,10 @@ class Experts:
         elif name.endswith("_scale"):
             rows, inputs = self.shape(name, padded=True)
             layout.swizzle_scales(part, (rows, inputs // BLOCK), storage)
+            return whole.max()
         else:
             layout.swizzle_values(part, storage)
+        return None
 
     def read(self, name: str) -> tuple[Tensor, int]:
         """Return this rank's part of a tensor as it came, and how many elements of its padding are

@@ -12,8 +12,9 @@ scales go into a copy that nobody reads. Here
   written into the memory that the server computes with, which CUDA graphs know by its address. All
   of that memory is written, padding too: a server that slept has lost it. A server that starts
   from a checkpoint loads it in the same way;
-* a tensor that is unknown, comes twice, has another shape or dtype, or has not come when a sync
-  ends is an error that names it, on whichever rank that is: SGLang tells the first rank's only;
+* a tensor that is unknown, comes twice, has another shape or dtype, or, when a sync ends, has not
+  come or has a scale that is too large, is an error that names it, on whichever rank that is:
+  SGLang tells the first rank's only;
 * ``/weights_checker`` hashes the experts as they came, read back from where they are computed with;
   stale padding takes the place of the hash;
 * experts that the router chose are recorded, as with other expert kernels.
@@ -38,7 +39,8 @@ logger = logging.getLogger(__name__)
 
 BEGIN_SYNC = "gptoss_begin_sync"
 END_SYNC = "gptoss_end_sync"
-"""Actions of ``/weights_checker``: forget which tensors came, and raise unless all have come."""
+"""Actions of ``/weights_checker``: forget which tensors came, and raise unless all have come, with
+scales that the kernels multiply with."""
 
 
 def install() -> None:

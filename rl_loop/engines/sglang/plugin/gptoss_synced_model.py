@@ -5,7 +5,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from gptoss_expert_storage import SOURCES, Experts, WrongWeights
+import torch
+from gptoss_expert_storage import LARGEST_SCALE, SOURCES, Experts, WrongWeights
 from torch import Tensor
 
 
@@ -19,6 +20,8 @@ class SyncedModel:
         # Names of the tensors that SGLang loads itself.
         self._others: set[str] = set()
         self._received: set[str] = set()
+        # By the name of a tensor of scales: its largest byte, which is on the GPU until the sync ends.
+        self._largest_scales: dict[str, Tensor] = {}
 
         # What is left of the parameters when the experts have taken theirs.
         names = {name for name, _ in model.named_parameters()}
@@ -37,13 +40,19 @@ class SyncedModel:
             self._destinations[f"{prefix}{source}"] = (named, name)
 
     def begin_sync(self) -> None:
-        """Forget which tensors came."""
+        """Forget which tensors came, and their scales."""
         self._received.clear()
+        self._largest_scales.clear()
 
     def end_sync(self) -> None:
-        """Raise WrongWeights unless every tensor came since ``begin_sync``."""
-        missing = sorted((self._others | self._destinations.keys()) - self._received)
-        self._received.clear()
+        """Raise WrongWeights unless every tensor came since ``begin_sync``, with scales that the server's
+        kernels multiply with."""
+        received = set(self._received)
+        largest_scales = dict(self._largest_scales)
+        self.begin_sync()
+
+        _check_scales(largest_scales)
+        missing = sorted((self._others | self._destinations.keys()) - received)
         if missing:
             raise WrongWeights(
                 f"{len(missing)} tensors have not come, the first is {missing[0]}: a part of the sync was lost"
@@ -51,6 +60,8 @@ class SyncedModel:
 
     def load_experts(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Load the experts' tensors of ``weights`` and yield the others.
+
+        How large scales are, ``end_sync`` looks at.
 
         Raises:
             WrongWeights: naming a tensor that is unknown or comes twice.
@@ -63,7 +74,9 @@ class SyncedModel:
 
             if name in self._destinations:
                 experts, own_name = self._destinations[name]
-                experts.load(own_name, tensor)
+                largest_scale = experts.load(own_name, tensor)
+                if largest_scale is not None:
+                    self._largest_scales[name] = largest_scale
             else:
                 yield name, tensor
             # Last: what could not be loaded has not come.
@@ -81,6 +94,21 @@ class SyncedModel:
                     checksum = f"stale padding: {stale} elements"
                 checksums[f"{experts.prefix}{name}"] = checksum
         return checksums
+
+
+def _check_scales(largest_scales: dict[str, Tensor]) -> None:
+    """Raise WrongWeights naming a tensor whose largest byte is above ``LARGEST_SCALE``."""
+    if not largest_scales:
+        return
+
+    # One wait for the GPU, instead of one for every tensor while the next ones could be written.
+    largest_bytes = torch.stack(list(largest_scales.values())).tolist()
+    for name, byte in zip(largest_scales, largest_bytes, strict=True):
+        if byte > LARGEST_SCALE:
+            raise WrongWeights(
+                f"{name} has the scale byte {byte}, which means values of up to {6 * 2.0 ** (byte - 127):.3g}; "
+                f"servers multiply with bytes up to {LARGEST_SCALE}"
+            )
 
 
 def _sources_of(name: str) -> list[str]:
