@@ -7,9 +7,9 @@ block's scale byte e, what the product needs. Both factors are powers of two, an
 2^(e - 1), which bf16 has for every e up to 128. With that one factor the bits are the same, and the loop of
 a product has 12 % fewer instructions (405 instead of 461 with 16 rows, compiled by Triton 3.6 for sm90).
 
-Scale bytes above 128, for which 2^(e - 1) is infinite, are refused when a sync ends
-(``gptoss_synced_model``), before anything is computed with them. With byte 0 triton_kernels makes a zero of every value, here they are what they
-mean, at most 6 * 2^-127.
+Scale bytes above 128, for which 2^(e - 1) is infinite, are refused when a sync ends, before anything is
+computed with them (``gptoss_synced_model``). With byte 0 triton_kernels makes a zero of every value, here
+they are what they mean, at most 6 * 2^-127.
 """
 
 # Triton reads parameter annotations as its own
