@@ -1,6 +1,6 @@
 """Compares what the plugin loads into SGLang's MXFP4 experts with what SGLang 0.5.17 itself loads.
 
-Run by a test where SGLang is installed. No GPU: its layouts for Hopper are chosen by hand.
+Run by a test where SGLang is installed. No GPU: its layouts for Hopper are chosen by hand, scales in the one of them that the plugin has.
 """
 
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from gptoss_expert_layers import take_over
 from gptoss_expert_storage import WrongWeights
+from gptoss_hopper_layout import SCALE_ROWS, SCALE_WARPS
 from gptoss_mxfp4_experts import install
 from gptoss_synced_model import is_starting, synced
 from sglang.srt.layers.quantization import mxfp4
@@ -22,6 +23,15 @@ Method = mxfp4.Mxfp4MoEMethod
 Model = gpt_oss.GptOssForCausalLM
 
 
+def swizzle_whole_programs(self: layout.HopperMXScaleLayout, data: torch.Tensor) -> torch.Tensor:
+    """Lay out scales [experts, blocks, rows], padded as the plugin pads them."""
+    padding = -data.shape[-1] % SCALE_ROWS
+    return original_swizzle(self, torch.nn.functional.pad(data, (0, padding)))
+
+
+original_swizzle = layout.HopperMXScaleLayout.swizzle_data
+
+
 def choose_hopper() -> None:
     layout.make_default_matmul_mxfp4_w_layout = lambda mx_axis: (
         layout.HopperMXValueLayout,
@@ -29,8 +39,9 @@ def choose_hopper() -> None:
     )
     layout.make_default_matmul_mxfp4_w_scale_layout = lambda mx_axis, num_warps: (
         layout.HopperMXScaleLayout,
-        {"mx_axis": mx_axis, "num_warps": num_warps},
+        {"mx_axis": mx_axis, "num_warps": SCALE_WARPS},
     )
+    layout.HopperMXScaleLayout.swizzle_data = swizzle_whole_programs
     mxfp4.has_triton_kernels = True
     gpt_oss._is_cuda = False
     torch.cuda.empty_cache = lambda: None
