@@ -14,8 +14,9 @@ come in turn, so that the L2 cache holds nothing, each with random weights and r
 CUDA graph for each variant. The graphs are replayed in turn and the medians are printed.
 
 A variant is a shape of the kernel's programs (``Variant``). What servers take is asked of triton_kernels
-and the plugin; the others are what compiled code says is worth a try (``PROMISING``). Each variant's
-output is compared with that of the served one. The reading limit is the bytes of the experts that have
+and the plugin; the others are what compiled code says is worth a try (``PROMISING``), those that servers
+took before the plugin had shapes of its own among them. Each variant's output is compared with that of
+the served one. The reading limit is the bytes of the experts that have
 a token, once, over the bandwidth that summing 4 GB reaches on this GPU.
 
 Variants are compiled first, in ``--precompile`` processes that need no GPU; one after the other takes
@@ -47,21 +48,20 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from hopper_driver import HopperDriver
 from timing import read_bandwidth, time_interleaved
 from torch import Tensor
 from triton.errors import TritonError
-from triton.language import core
 
 PLUGIN = Path(__file__).resolve().parents[1] / "rl_loop/engines/sglang/plugin"
 if str(PLUGIN) not in sys.path:
     sys.path.append(str(PLUGIN))
 
+import gptoss_expert_layers  # noqa: E402
 import gptoss_expert_products  # noqa: E402
 import gptoss_expert_routing  # noqa: E402
 import gptoss_expert_values  # noqa: E402
-import gptoss_hopper_layout  # noqa: E402
+import gptoss_hopper_layout as layout  # noqa: E402
 
 EXPERTS, TOP_K, WIDTH = 32, 4, 2880
 """Of GPT-OSS-20B, whose intermediate size is its hidden size."""
@@ -124,16 +124,6 @@ class Variant:
             target_kernel_kwargs=launch,
         )
 
-    @property
-    def scale_warps(self) -> int:
-        """For how many warps the scales have to be laid out.
-
-        Servers lay them out for 8 warps with 256 columns; every other shape can do with the layout for 4.
-        It follows from the shape alone: Triton keeps compiled kernels by their shape, and does not see
-        which layout a kernel was compiled for (``read_scales_laid_out_for``).
-        """
-        return 8 if (self.columns, self.warps) == (256, 8) else 4
-
     def shared_memory(self) -> int:
         """Return the bytes of shared memory that the loop takes, as Triton 3.6 allots them.
 
@@ -154,6 +144,7 @@ PROMISING = {
     16: shapes(
         16,
         (256, 128, 8, 4, None),
+        (256, 128, 8, 4, 128),
         (256, 128, 8, 3, 128),
         (256, 128, 8, 5, 128),
         (256, 64, 8, 6, 80),
@@ -179,6 +170,7 @@ PROMISING = {
     ),
     64: shapes(
         64,
+        (256, 128, 8, 3, 128),
         (256, 128, 8, 3, None),
         (256, 128, 8, 4, None),
         (256, 128, 8, 5, None),
@@ -246,43 +238,13 @@ def install() -> ChosenFlags:
     return flags
 
 
-def read_scales_laid_out_for(warps: int) -> None:
-    """Let kernels that are compiled from now on read scales that are laid out for so many warps.
-
-    The kernel asks Triton how many warps it has, only to find a scale in its layout: any number does whose
-    layout has no more rows than a program has columns."""
-
-    @core.builtin
-    def num_warps(_semantic: Any = None) -> Any:
-        return core.constexpr(warps)
-
-    # Not the module of that name, of which Triton 3.6 makes two.
-    cuda: Any = tl.extra.cuda
-    cuda.num_warps = num_warps
-
-
-def lay_out_scales(scales: Tensor, warps: int) -> Tensor:
-    """Return scales, uint8 [experts, rows, blocks], as ``HopperMXScaleLayout`` of triton_kernels lays them
-    out for so many warps: uint8 [experts, rows / 32, 32 * blocks], padded with zeros.
-
-    Rows are padded to whole blocks of 256, so that programs of as many columns stay inside."""
-    experts, rows, blocks = scales.shape
-    padded_rows, row_bytes = gptoss_hopper_layout.scale_storage_shape(rows, blocks)
-    padded = scales.new_zeros(experts, 32 * padded_rows, row_bytes // 32)
-    padded[:, :rows, :blocks] = scales
-
-    # [experts, a, b, warp, c, d, e, f] -> [experts, a, warp, e, b, d, f, c]
-    digits = padded.view(experts, -1, 2, warps, 2, 8, padded.shape[2] // 2, 2)
-    return digits.permute(0, 1, 3, 6, 2, 5, 7, 4).reshape(experts, padded_rows, row_bytes)
-
-
 @dataclass
 class Matrices:
     """The matrices of one product of one layer, as triton_kernels takes them."""
 
     values: Any
-    configs: dict[int, Any]
-    """``PrecisionConfig``, which has the scales, by the warps that these are laid out for."""
+    config: Any
+    """``PrecisionConfig``, which has the scales."""
     bias: Tensor
 
 
@@ -290,43 +252,28 @@ def make_matrices(product: str, generator: torch.Generator) -> Matrices:
     """Draw the matrices of a product, on the generator's device. Any bytes do for values."""
     outputs = PRODUCTS[product]
     draw = partial(torch.randint, dtype=torch.uint8, device=generator.device, generator=generator)
-    storage = (EXPERTS, *gptoss_hopper_layout.value_storage_shape(outputs, WIDTH // 2))
-    scales = draw(*SCALE_BYTES, (EXPERTS, outputs, WIDTH // 32))
-    laid_out = {warps: lay_out_scales(scales, warps) for warps in (4, 8)}
+    values = draw(0, 256, (EXPERTS, *layout.value_storage_shape(outputs, WIDTH // 2)))
+    scales = draw(*SCALE_BYTES, (EXPERTS, *layout.scale_storage_shape(outputs, WIDTH // 32)))
     bias = torch.randn(EXPERTS, outputs, device=generator.device, generator=generator)
-    return wrap(product, draw(0, 256, storage), laid_out, bias)
+    return describe_to_kernels(product, values, scales, bias)
 
 
-def wrap(product: str, values: Tensor, scales: dict[int, Tensor], bias: Tensor) -> Matrices:
+def describe_to_kernels(product: str, values: Tensor, scales: Tensor, bias: Tensor) -> Matrices:
     """Describe matrices in memory to triton_kernels.
 
     Args:
+        product: one of ``PRODUCTS``.
         values: uint8 [experts, *value_storage_shape].
-        scales: for warps, uint8 [experts, *scale_storage_shape].
+        scales: uint8 [experts, *scale_storage_shape].
         bias: fp32 [experts, outputs].
     """
     from triton_kernels.matmul_ogs import FlexCtx, PrecisionConfig
     from triton_kernels.numerics import InFlexData
-    from triton_kernels.tensor import FP4, Storage
-    from triton_kernels.tensor import Tensor as KernelTensor
-    from triton_kernels.tensor_details.layout import HopperMXScaleLayout, HopperMXValueLayout
 
-    outputs = PRODUCTS[product]
-    # Matrices are named input-major, and the storage is transposed.
-    packed_shape = torch.Size((EXPERTS, WIDTH // 2, outputs))
-    scale_shape = torch.Size((EXPERTS, WIDTH // 32, outputs))
-    value_layout = HopperMXValueLayout(packed_shape, mx_axis=1)
-    wrapped_values = KernelTensor(
-        Storage(values.mT, value_layout), dtype=FP4, shape=[EXPERTS, WIDTH, outputs]
-    )
-    configs = {}
-    for warps, laid_out in scales.items():
-        layout = HopperMXScaleLayout(scale_shape, mx_axis=1, num_warps=warps)
-        wrapped_scales = KernelTensor(Storage(laid_out.mT, layout), shape=list(scale_shape))
-        configs[warps] = PrecisionConfig(
-            weight_scale=wrapped_scales, flex_ctx=FlexCtx(rhs_data=InFlexData())
-        )
-    return Matrices(wrapped_values, configs, bias)
+    shape = (EXPERTS, PRODUCTS[product], WIDTH // 2)
+    wrapped_values, wrapped_scales = gptoss_expert_layers.wrap(values, scales, shape)
+    config = PrecisionConfig(weight_scale=wrapped_scales, flex_ctx=FlexCtx(rhs_data=InFlexData()))
+    return Matrices(wrapped_values, config, bias)
 
 
 class Product:
@@ -368,15 +315,13 @@ class Product:
         else:
             options = {"scatter_indx": scatter, "gammas": data.gate_scal}
 
-        scale_warps = 8 if variant is None else variant.scale_warps
-        read_scales_laid_out_for(scale_warps)
         self.flags.variant = variant
         matmul_ogs(
             self.inputs,
             matrices.values,
             matrices.bias,
             data,
-            precision_config=matrices.configs[scale_warps],
+            precision_config=matrices.config,
             y=self.outputs,
             **options,
         )
@@ -499,11 +444,11 @@ def compile_instead_of_starting() -> list[Any]:
 def empty_matrices(product: str) -> Matrices:
     """Return matrices on the host of which only the shape is read."""
     outputs = PRODUCTS[product]
-    values = gptoss_hopper_layout.value_storage_shape(outputs, WIDTH // 2)
-    scales = gptoss_hopper_layout.scale_storage_shape(outputs, WIDTH // 32)
+    values = layout.value_storage_shape(outputs, WIDTH // 2)
+    scales = layout.scale_storage_shape(outputs, WIDTH // 32)
     empty = partial(torch.empty, dtype=torch.uint8)
-    laid_out = {warps: empty(EXPERTS, *scales) for warps in (4, 8)}
-    return wrap(product, empty(EXPERTS, *values), laid_out, torch.empty(EXPERTS, outputs))
+    bias = torch.empty(EXPERTS, outputs)
+    return describe_to_kernels(product, empty(EXPERTS, *values), empty(EXPERTS, *scales), bias)
 
 
 def inspect(kernel: Any) -> Compiled:
@@ -691,16 +636,12 @@ def compiled_cells(variant: Variant, compiled: Compiled | None) -> list[str]:
     ]
 
 
-def choose(rows: list[Row], scale_warps: int) -> list[Row]:
-    """Return the fastest row of each number of requests and product, if a server has its scales laid out
-    for so many warps. Rows that are wrong, or did not run, are not chosen.
-
-    It has them in one layout for every number of requests. That for 4 warps does for all variants: with it
-    the compiler makes as many instructions of a program of 8 warps and 256 columns as with its own."""
+def fastest(rows: list[Row]) -> list[Row]:
+    """Return the fastest row of each number of requests and product. Rows that are wrong, or did not run,
+    are not chosen."""
     chosen: dict[tuple[int, str], Row] = {}
     for row in rows:
-        is_correct = row.microseconds is not None and row.error < LARGEST_ERROR
-        if not is_correct or row.variant.scale_warps < scale_warps:
+        if row.microseconds is None or not row.error < LARGEST_ERROR:
             continue
         best = chosen.get(kind_of(row))
         if best is None or microseconds_of(row) < microseconds_of(best):
@@ -709,18 +650,17 @@ def choose(rows: list[Row], scale_warps: int) -> list[Row]:
 
 
 def summary(rows: list[Row]) -> str:
-    """Return, for each number of requests, microseconds of both products: as they are served, and
-    as they would be chosen with each layout of scales."""
+    """Return, for each number of requests, microseconds of both products as they are served, and with the
+    fastest shapes."""
     served = [row for row in rows if row.is_served]
+    chosen = fastest(rows)
     lines = []
     for requests in dict.fromkeys(row.requests for row in rows):
-        parts = [f"served {total(served, requests):.1f}"]
-        for warps in (8, 4):
-            chosen = choose(rows, warps)
-            names = ", ".join(describe(row) for row in chosen if row.requests == requests)
-            time = total(chosen, requests)
-            parts.append(f"scales laid out for {warps} warps {time:.1f} ({names})")
-        lines.append(f"{requests} requests, microseconds of a layer: " + "; ".join(parts))
+        names = ", ".join(describe(row) for row in chosen if row.requests == requests)
+        lines.append(
+            f"{requests} requests, microseconds of a layer: served {total(served, requests):.1f}; "
+            f"fastest {total(chosen, requests):.1f} ({names})"
+        )
     return "\n".join(lines)
 
 

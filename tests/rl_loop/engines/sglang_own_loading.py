@@ -1,6 +1,7 @@
 """Compares what the plugin loads into SGLang's MXFP4 experts with what SGLang 0.5.17 itself loads.
 
-Run by a test where SGLang is installed. No GPU: its layouts for Hopper are chosen by hand.
+Run by a test where SGLang is installed. No GPU: its layouts for Hopper are chosen by hand, of scales the
+one that the plugin has.
 """
 
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from gptoss_expert_layers import take_over
 from gptoss_expert_storage import LARGEST_SCALE, WrongWeights
+from gptoss_hopper_layout import SCALE_ROWS, SCALE_WARPS
 from gptoss_mxfp4_experts import install
 from gptoss_synced_model import is_starting, synced
 from sglang.srt.layers.quantization import mxfp4
@@ -22,6 +24,15 @@ Method = mxfp4.Mxfp4MoEMethod
 Model = gpt_oss.GptOssForCausalLM
 
 
+def swizzle_whole_programs(self: layout.HopperMXScaleLayout, data: torch.Tensor) -> torch.Tensor:
+    """Lay out scales [experts, blocks, rows], padded as the plugin pads them."""
+    padding = -data.shape[-1] % SCALE_ROWS
+    return original_swizzle(self, torch.nn.functional.pad(data, (0, padding)))
+
+
+original_swizzle = layout.HopperMXScaleLayout.swizzle_data
+
+
 def choose_hopper() -> None:
     layout.make_default_matmul_mxfp4_w_layout = lambda mx_axis: (
         layout.HopperMXValueLayout,
@@ -29,8 +40,9 @@ def choose_hopper() -> None:
     )
     layout.make_default_matmul_mxfp4_w_scale_layout = lambda mx_axis, num_warps: (
         layout.HopperMXScaleLayout,
-        {"mx_axis": mx_axis, "num_warps": num_warps},
+        {"mx_axis": mx_axis, "num_warps": SCALE_WARPS},
     )
+    layout.HopperMXScaleLayout.swizzle_data = swizzle_whole_programs
     mxfp4.has_triton_kernels = True
     gpt_oss._is_cuda = False
     torch.cuda.empty_cache = lambda: None
@@ -82,21 +94,20 @@ def build(rank: int, ranks: int) -> tuple[Any, Any, Any]:
 def random_weights() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
 
-    def codes(*shape: int) -> torch.Tensor:
-        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    def codes(*shape: int, largest: int = 255) -> torch.Tensor:
+        return torch.randint(0, largest + 1, shape, dtype=torch.uint8, generator=generator)
 
     def floats(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).bfloat16()
 
-    def scales(*shape: int) -> torch.Tensor:
-        return torch.randint(0, LARGEST_SCALE + 1, shape, dtype=torch.uint8, generator=generator)
-
     weights = {
         "gate_up_proj_blocks": codes(EXPERTS, 2 * INTERMEDIATE, HIDDEN // 32, 16),
-        "gate_up_proj_scales": scales(EXPERTS, 2 * INTERMEDIATE, HIDDEN // 32),
+        "gate_up_proj_scales": codes(
+            EXPERTS, 2 * INTERMEDIATE, HIDDEN // 32, largest=LARGEST_SCALE
+        ),
         "gate_up_proj_bias": floats(EXPERTS, 2 * INTERMEDIATE),
         "down_proj_blocks": codes(EXPERTS, HIDDEN, INTERMEDIATE // 32, 16),
-        "down_proj_scales": scales(EXPERTS, HIDDEN, INTERMEDIATE // 32),
+        "down_proj_scales": codes(EXPERTS, HIDDEN, INTERMEDIATE // 32, largest=LARGEST_SCALE),
         "down_proj_bias": floats(EXPERTS, HIDDEN),
     }
     return {f"{PREFIX}{name}": tensor for name, tensor in weights.items()}

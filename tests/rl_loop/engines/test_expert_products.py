@@ -1,17 +1,14 @@
-"""The plugin's limit on registers of expert products, in triton_kernels' place and against it."""
+"""The plugin's shapes of expert products, in triton_kernels' place and against it."""
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-import torch
 
 from rl_loop.engines.sglang.config import SglangConfig
-from tests.rl_loop.engines.expert_layer import layer_of_experts
-from tests.rl_loop.plugin_process import plugin_module, run_with_plugin, write_modules
+from tests.rl_loop.engines.expert_layer_process import hashes_of_products
+from tests.rl_loop.plugin_process import run_with_plugin, write_modules
 
 MATMUL = """
 from dataclasses import dataclass, field
@@ -20,12 +17,15 @@ from dataclasses import dataclass, field
 @dataclass
 class OptFlags:
     block_m: int
-    num_stages: int = 4
-    target_kernel_kwargs: dict = field(default_factory=dict)
+    block_n: int = 1
+    block_k: int = 2
+    num_warps: int = 3
+    num_stages: int = 9
+    target_kernel_kwargs: dict = field(default_factory=lambda: {"other": 0})
 
 
-def make_opt_flags(out_dtype, lhs_dtype, rhs_dtype, precision_config, batch_size, m, n, *, block_k):
-    assert (out_dtype, lhs_dtype, rhs_dtype, batch_size, n, block_k) == (1, 2, 3, 4, 5, 6)
+def make_opt_flags(out_dtype, lhs_dtype, rhs_dtype, precision_config, batch_size, m, n, k, *, last):
+    assert (out_dtype, lhs_dtype, rhs_dtype, batch_size, k, last) == (1, 2, 3, 4, 5, 6)
     return OptFlags(m)
 """
 PROGRAM = """
@@ -33,6 +33,8 @@ from types import SimpleNamespace as S
 import gptoss_expert_products
 gptoss_expert_products.install()
 from triton_kernels import matmul_ogs
+from triton_kernels.matmul_ogs_details import _matmul_ogs
+assert _matmul_ogs.unswizzle_mxfp4_scale_hopper is gptoss_expert_products.scales_of_program
 
 
 class HopperMXScaleLayout:
@@ -48,26 +50,46 @@ def scales(layout):
     return S(weight_scale=S(storage=S(layout=layout)))
 
 
-laid_out = scales(HopperMXScaleLayout(8))
-others = [scales(HopperMXScaleLayout(4)), scales(StridedLayout()), S(weight_scale=None)]
-cases = [(rows, laid_out) for rows in (16, 32, 64, 128)] + [(16, other) for other in others]
-for rows, config in cases:
-    flags = matmul_ogs.make_opt_flags(1, 2, 3, config, 4, rows, 5, block_k=6)
-    print(flags.block_m, flags.num_stages, flags.target_kernel_kwargs)
+ours = scales(HopperMXScaleLayout(4))
+others = [scales(HopperMXScaleLayout(8)), scales(StridedLayout()), S(weight_scale=None)]
+cases = [(rows, outputs, ours) for rows in (16, 32, 64, 128, 8) for outputs in (5760, 2880)]
+for rows, outputs, config in cases + [(16, 2880, other) for other in others]:
+    flags = matmul_ogs.make_opt_flags(1, 2, 3, config, 4, rows, outputs, 5, last=6)
+    shape = (flags.block_m, flags.block_n, flags.block_k, flags.num_warps, flags.num_stages)
+    assert flags.target_kernel_kwargs.pop("other") == 0
+    print(outputs, *shape, flags.target_kernel_kwargs)
 """
 
 
-def test_products_of_few_rows_are_limited_and_others_are_as_they_were(tmp_path: Path) -> None:
-    write_modules(tmp_path, {"triton_kernels/matmul_ogs.py": MATMUL})
+def test_products_of_our_layout_get_their_shapes_and_others_are_as_they_were(
+    tmp_path: Path,
+) -> None:
+    modules = {
+        "triton_kernels/matmul_ogs.py": MATMUL,
+        "triton_kernels/matmul_ogs_details/_matmul_ogs.py": "unswizzle_mxfp4_scale_hopper = None\n",
+    }
+    write_modules(tmp_path, modules)
     assert run_with_plugin("-c", PROGRAM, packages=tmp_path).splitlines() == [
-        "16 4 {'maxnreg': 128}",
-        "32 4 {'maxnreg': 128}",
-        "64 3 {'maxnreg': 128}",
-        "128 4 {}",
-        "16 4 {}",
-        "16 4 {}",
-        "16 4 {}",
+        "5760 16 256 64 4 4 {'maxnreg': 128}",
+        "2880 16 128 128 4 4 {'maxnreg': 128}",
+        "5760 32 256 64 4 4 {}",
+        "2880 32 128 128 4 4 {'maxnreg': 168}",
+        "5760 64 256 64 4 4 {}",
+        "2880 64 128 128 4 4 {}",
+        "5760 128 256 128 8 4 {}",
+        "2880 128 256 128 8 4 {}",
+        # More rows, or fewer, than triton_kernels 3.6 takes.
+        "5760 8 1 2 3 9 {}",
+        "2880 8 1 2 3 9 {}",
+        *["2880 16 1 2 3 9 {}"] * 3,
     ]
+
+
+def test_programs_of_any_number_of_warps_find_the_scales_of_their_columns() -> None:
+    said = run_with_plugin(
+        "-m", "tests.rl_loop.engines.expert_scales_interpreted", interpreted=True
+    )
+    assert said == "every scale is where the matrix has it\n"
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -79,21 +101,8 @@ def test_servers_of_packed_experts_have_it(deterministic: bool) -> None:
     assert "quick_products" not in SglangConfig().environment["GPTOSS_SGLANG_MENDS"]
 
 
-@pytest.fixture
-def products(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return plugin_module("gptoss_expert_products", monkeypatch)
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 8, 64, 100, 256, 4096])
-def test_limited_products_are_the_same_to_the_last_bit(
-    products: ModuleType, monkeypatch: pytest.MonkeyPatch, tokens: int
-) -> None:
-    """Of both matrices of a layer of GPT-OSS's width."""
-    matmul_ogs = importlib.import_module("triton_kernels.matmul_ogs")
-    monkeypatch.setattr(matmul_ogs, "make_opt_flags", matmul_ogs.make_opt_flags)
-
-    before = layer_of_experts(tokens)
-    products.install()
-    assert torch.equal(layer_of_experts(tokens), before)
-    assert before.isfinite().all() and before.any()
+def test_products_are_the_same_to_the_last_bit() -> None:
+    """As with the shapes that triton_kernels chooses, for both matrices of a layer of GPT-OSS's width."""
+    pytest.importorskip("triton_kernels", reason="sglang-kernel is not installed")
+    assert hashes_of_products("gptoss_expert_products") == hashes_of_products("-")

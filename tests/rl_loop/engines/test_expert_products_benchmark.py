@@ -1,4 +1,4 @@
-"""What benchmarks/expert_products.py tries, how it lays scales out for it, and what it makes of the times."""
+"""What benchmarks/expert_products.py tries, and what it makes of the times."""
 
 from __future__ import annotations
 
@@ -67,16 +67,10 @@ def test_variants_have_the_rows_that_servers_take_or_half_and_fit_a_processor(
     assert len(set(variants)) == len(variants) <= 40
     for variant in variants:
         assert variant.shared_memory() <= 227 * 1024
-        # A warp of a layout has 32 rows of scales; a layout's whole set of rows is read together.
-        assert variant.columns % (32 * variant.scale_warps) == 0
+        # A warp of the scales' layout has 32 rows of them; all rows of its warps are read together.
+        assert variant.columns % (32 * 4) == 0
         registers = variant.registers or 255
         assert 32 * variant.warps * registers <= 65536
-
-
-def test_a_shape_has_one_layout_of_scales_and_that_of_servers_theirs(products: ModuleType) -> None:
-    served = products.Variant(64, 256, 128, warps=8, stages=3, registers=128)
-    assert served.scale_warps == 8
-    assert replace(served, columns=128).scale_warps == replace(served, warps=16).scale_warps == 4
 
 
 def test_shared_memory_is_what_triton_allots(products: ModuleType) -> None:
@@ -97,37 +91,6 @@ def test_triton_kernels_choice_is_replaced_by_a_variant_and_otherwise_left(
     expected = OptFlags(32, 128, 64, num_warps=4, num_stages=5, target_kernel_kwargs={})
     assert flags(16, columns=256) == expected
     assert flags.last == flags.variant
-
-
-def random_scales(experts: int, rows: int, blocks: int) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(1, 256, (experts, rows, blocks), dtype=torch.uint8, generator=generator)
-
-
-def test_scales_for_eight_warps_are_laid_out_as_servers_have_them(products: ModuleType) -> None:
-    layout = importlib.import_module("gptoss_hopper_layout")
-    scales = random_scales(2, 320, 6)
-    expected = scales.new_empty(2, *layout.scale_storage_shape(320, 6))
-    # Without the plugin's own padding, which SGLang's is inside of.
-    layout.swizzle_scales(scales, (320, 6), expected)
-    assert torch.equal(products.lay_out_scales(scales, 8), expected)
-
-
-@pytest.mark.parametrize("warps", [4, 8])
-def test_a_program_finds_the_scales_of_its_columns(products: ModuleType, warps: int) -> None:
-    """As ``unswizzle_mxfp4_scale_hopper`` of triton_kernels reads a program's tile of them."""
-    columns, blocks = 256, 4
-    scales = random_scales(1, 2 * columns, 2 * blocks)
-    storage = products.lay_out_scales(scales, warps)[0]
-    assert storage.shape == (2 * columns // 32, 2 * blocks * 32)
-
-    for column, block in ((0, 0), (1, 1)):
-        rows = slice(column * columns // 32, (column + 1) * columns // 32)
-        tile = storage[rows, block * blocks * 32 : (block + 1) * blocks * 32]
-        x = tile.reshape(len(tile) // warps, warps, blocks // 2, 2, 8, 2, 2)
-        x = x.permute(0, 3, 1, 6, 4, 2, 5).reshape(columns, blocks)
-        of_columns = slice(column * columns, (column + 1) * columns)
-        assert torch.equal(x, scales[0, of_columns, block * blocks : (block + 1) * blocks])
 
 
 def test_programs_of_a_processor_follow_from_registers_and_shared_memory(
@@ -277,17 +240,11 @@ def test_the_table_has_a_products_fastest_first_and_says_what_did_not_run(
     assert "did not run" in lines[6]
 
 
-def test_a_layout_of_scales_gets_the_fastest_that_it_does_for_and_that_computes_the_same(
-    products: ModuleType,
-) -> None:
+def test_the_fastest_is_chosen_of_what_computes_the_same(products: ModuleType) -> None:
     rows = rows_of_two_products(products)
-    assert products.choose(rows, scale_warps=8) == [rows[1], rows[5]]
-    # Programs of 8 warps can do with that for 4.
-    assert products.choose(rows, scale_warps=4) == [rows[2], rows[5]]
+    assert products.fastest(rows) == [rows[2], rows[5]]
     assert products.summary(rows) == (
         "256 requests, microseconds of a layer: served 240.0; "
-        "scales laid out for 8 warps 230.0 (gate_up 64x256x128, 8 warps, 4 stages, 128 registers, "
-        "down 64x256x128, 8 warps, 3 stages, 128 registers); "
-        "scales laid out for 4 warps 208.0 (gate_up 64x128x128, 4 warps, 3 stages, "
+        "fastest 208.0 (gate_up 64x128x128, 4 warps, 3 stages, "
         "down 64x256x128, 8 warps, 3 stages, 128 registers)"
     )

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -13,11 +10,10 @@ import pytest
 import torch
 
 from rl_loop.engines.sglang.config import PLUGIN, SglangConfig
+from tests.rl_loop.engines.expert_layer_process import hashes_of_products
 from tests.rl_loop.engines.ptx_emulated import as_bf16, run_assembly
 from tests.rl_loop.plugin_process import run_with_plugin, write_modules
-from tests.waiting import PATIENCE_SECONDS
 
-ROOT = Path(__file__).parents[3]
 CODES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
 """Values of codes without their sign."""
 
@@ -90,23 +86,5 @@ def test_servers_of_packed_experts_have_it_in_place_of_triton_kernels_own(tmp_pa
 
 @pytest.mark.gpu
 def test_products_are_the_same_to_the_last_bit(values: ModuleType) -> None:
-    """In two processes: a kernel that is compiled once in one stays as it is there."""
     pytest.importorskip("triton_kernels", reason="sglang-kernel is not installed")
     assert hashes_of_products(values.__name__) == hashes_of_products("-")
-
-
-def hashes_of_products(mend: str) -> str:
-    path = os.pathsep.join([str(PLUGIN), *filter(None, sys.path)])
-    program = [sys.executable, "-m", "tests.rl_loop.engines.expert_layer", mend]
-    done = subprocess.run(
-        [*program, "1", "8", "64", "256", "4096"],
-        env=os.environ | {"PYTHONPATH": path},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 10
-    return done.stdout

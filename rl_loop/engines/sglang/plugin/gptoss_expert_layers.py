@@ -7,9 +7,6 @@ import torch
 from gptoss_expert_storage import BLOCK, Experts, Shard
 from torch import Tensor
 
-WARPS = 8
-"""Of a program of the expert kernels, which the scales' layout is made for."""
-
 
 def allocate(layer: Any, method: Any, device: torch.device) -> Experts:
     """Allocate the layouts of a layer's experts in place of the parameters that SGLang has made.
@@ -46,7 +43,8 @@ def allocate(layer: Any, method: Any, device: torch.device) -> Experts:
 
 
 def wrap(values: Tensor, scales: Tensor, shape: tuple[int, int, int]) -> tuple[Any, Any]:
-    """Return layouts in memory as triton_kernels' tensors, the same as ``_swizzle_mxfp4`` of SGLang does.
+    """Return layouts in memory as triton_kernels' tensors, the same as ``_swizzle_mxfp4`` of SGLang does
+    for as many warps.
 
     Args:
         values: uint8 [experts, *value_storage_shape].
@@ -63,7 +61,7 @@ def wrap(values: Tensor, scales: Tensor, shape: tuple[int, int, int]) -> tuple[A
     packed_shape = torch.Size((experts, row_bytes, rows))
     scale_shape = torch.Size((experts, row_bytes // (BLOCK // 2), rows))
     value_layout = HopperMXValueLayout(packed_shape, mx_axis=1)
-    scale_layout = HopperMXScaleLayout(scale_shape, mx_axis=1, num_warps=WARPS)
+    scale_layout = HopperMXScaleLayout(scale_shape, mx_axis=1, num_warps=layout.SCALE_WARPS)
     # Two values to a byte: triton_kernels counts values.
     wrapped_values = KernelTensor(
         Storage(values.mT, value_layout), dtype=FP4, shape=[experts, 2 * row_bytes, rows]
@@ -137,7 +135,7 @@ def _check_shape(name: str, storage: Tensor, expected: tuple[int, int]) -> None:
 
 
 def compare_layouts(swizzle: Any, device: torch.device) -> None:
-    """Compare SGLang's own layouts with ours, of odd sizes.
+    """Compare SGLang's own layouts with ours, of odd sizes that both pad to as many rows.
 
     Args:
         swizzle: ``_swizzle_mxfp4`` of SGLang.
@@ -148,14 +146,14 @@ def compare_layouts(swizzle: Any, device: torch.device) -> None:
     """
     # SGLang makes models with another default device.
     generator = torch.Generator("cpu").manual_seed(0)
-    for rows, row_bytes in ((160, 176), (2880, 1440)):
+    for rows, row_bytes in ((160, 176), (2800, 1440)):
         shape = (2, rows, row_bytes)
         packed = torch.randint(
             0, 256, shape, dtype=torch.uint8, device="cpu", generator=generator
         ).to(device)
         # Any bytes do for scales.
         scales = packed[:, :, : row_bytes // 16].contiguous()
-        their_values, _, their_scales = swizzle(packed, scales, WARPS)
+        their_values, _, their_scales = swizzle(packed, scales, layout.SCALE_WARPS)
 
         our_values = _compare_values(packed, their_values)
         our_scales = _compare_scales(scales, their_scales)

@@ -1,44 +1,80 @@
-"""Two programs of the expert products at a time on each of a Hopper GPU's processors.
+"""Shapes of the programs that multiply tokens with MXFP4 experts on a Hopper GPU.
 
-A product of triton_kernels, bf16 rows with MXFP4 matrices, runs in programs of 256 threads. Compiled
-by Triton 3.6 for SGLang 0.5.17's layouts a thread takes 129 registers (16 rows, down projections), 150
-(32 rows) or 175 (64 rows). A processor has 65,536 registers, so that it holds one such program, and
-waits whenever that one waits for memory: gate and up projections with 16 rows, which take 128, read
-their matrices a third faster on an H200 than down projections, of which one runs at a time.
+A product of triton_kernels, bf16 rows with an MXFP4 matrix, is cut into programs, each of some rows of
+tokens and columns of outputs, which step through the inputs. Compiled by Triton 3.6 for the shapes that
+SGLang 0.5.17 has, 256 columns and 8 warps, most take more than 128 of a thread's registers. A processor
+has 65,536 registers, so that it holds one such program, and waits whenever that one waits for memory.
+With a limit of 128 it holds two, but a program of 64 rows then waits for each of its matrix instructions,
+as the compiler finds too few registers to have several under way.
 
-None of them needs so many. With at most 128 the compiler spills nothing to memory, and a processor
-holds two. With 64 rows two have room in shared memory if they load three blocks ahead instead of four.
-Neither changes what is computed, to the last bit. It has a price with 64 rows: the compiler finds too
-few registers to have several matrix instructions under way, and a program waits for each of them
-(``benchmarks/expert_products.py --compile-only`` shows it, and times shapes that do without).
+Programs of 4 warps do better: two to four fit, none waits, nothing is spilled, and fewer instructions make
+a value of a code. ``SHAPES`` are the fastest of those that ``benchmarks/expert_products.py`` tried on an
+H200 (docs/quantization.md). What is computed stays the same to the last bit: sums of a product are made in
+the same order, 16 inputs at a time.
 
-Programs of 128 rows, those of a large prefill, keep what they have: they hold twice as many sums.
+Scales lie where 4 warps look for them (``gptoss_hopper_layout``). Large prefills are faster in programs of
+8 warps, as SGLang has them. These find the scales, too, once they know of the layout: triton_kernels takes
+it for granted that a layout is for as many warps as a program has.
 """
 
+# Triton reads parameter annotations as its own
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import wraps
 from importlib import import_module
 from typing import Any
 
-REGISTERS = 128
-"""Of a thread, at most."""
-LARGEST_ROWS = 64
-"""Of a program that does with so many."""
-STAGES = 3
-"""Blocks that a program of ``LARGEST_ROWS`` loads ahead."""
-THREADS_OF_LAYOUT = 256
-"""For which the scales are laid out."""
+import triton
+import triton.language as tl
+from gptoss_hopper_layout import SCALE_WARPS
+
+WARPS = tl.constexpr(SCALE_WARPS)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a program."""
+
+    columns: int
+    """Outputs."""
+    inputs: int
+    """Of one step of the program's loop."""
+    warps: int
+    stages: int
+    """Steps for which a program has room in shared memory."""
+    registers: int | None = None
+    """Of a thread, at most; None leaves it to the compiler."""
+
+
+LARGE_PREFILL = Shape(columns=256, inputs=128, warps=8, stages=4)
+"""Of 128 rows, the most that triton_kernels takes: what it chooses for SGLang's own layout."""
+SHAPES = {
+    16: (Shape(256, 64, 4, 4, registers=128), Shape(128, 128, 4, 4, registers=128)),
+    32: (Shape(256, 64, 4, 4), Shape(128, 128, 4, 4, registers=168)),
+    64: (Shape(256, 64, 4, 4), Shape(128, 128, 4, 4)),
+    128: (LARGE_PREFILL, LARGE_PREFILL),
+}
+"""By the rows of a program, those for many outputs, such as gate and up projections of a whole layer, and for
+few, such as the down projections."""
+MANY_OUTPUTS = 4096
+"""With 2,880 outputs, blocks of 256 leave a quarter of the processors idle in the last round."""
 
 
 def install() -> None:
-    """Let triton_kernels' products of MXFP4 experts run two at a time."""
+    """Let triton_kernels' products of MXFP4 experts run in these shapes.
+
+    Before any is compiled: Triton keeps what it compiles by what a kernel calls then."""
     # The module, not the function in it that has its name.
     matmul_ogs: Any = import_module("triton_kernels.matmul_ogs")
-    matmul_ogs.make_opt_flags = two_at_a_time(matmul_ogs.make_opt_flags)
+    matmul_ogs.make_opt_flags = with_shapes(matmul_ogs.make_opt_flags)
+
+    products: Any = import_module("triton_kernels.matmul_ogs_details._matmul_ogs")
+    products.unswizzle_mxfp4_scale_hopper = scales_of_program
 
 
-def two_at_a_time(original: Callable[..., Any]) -> Callable[..., Any]:
+def with_shapes(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a ``make_opt_flags`` for triton_kernels, whose own is called by it."""
 
     @wraps(original)
@@ -47,29 +83,68 @@ def two_at_a_time(original: Callable[..., Any]) -> Callable[..., Any]:
         lhs_dtype: Any,
         rhs_dtype: Any,
         precision_config: Any,
+        batch_size: int,
+        rows: int,
+        outputs: int,
         *arguments: Any,
         **options: Any,
     ) -> Any:
-        flags = original(out_dtype, lhs_dtype, rhs_dtype, precision_config, *arguments, **options)
-        if not _is_laid_out_for_hopper(precision_config) or flags.block_m > LARGEST_ROWS:
+        flags = original(
+            out_dtype,
+            lhs_dtype,
+            rhs_dtype,
+            precision_config,
+            batch_size,
+            rows,
+            outputs,
+            *arguments,
+            **options,
+        )
+        if not _is_laid_out_by_us(precision_config) or flags.block_m not in SHAPES:
             return flags
 
-        stages = flags.num_stages
-        if flags.block_m == LARGEST_ROWS:
-            stages = min(stages, STAGES)
+        for_many, for_few = SHAPES[flags.block_m]
+        shape = for_many if outputs >= MANY_OUTPUTS else for_few
         # What a kernel is started with besides its own arguments.
-        launch = flags.target_kernel_kwargs | {"maxnreg": REGISTERS}
-        return replace(flags, num_stages=stages, target_kernel_kwargs=launch)
+        launch = {} if shape.registers is None else {"maxnreg": shape.registers}
+        return replace(
+            flags,
+            block_n=shape.columns,
+            block_k=shape.inputs,
+            num_warps=shape.warps,
+            num_stages=shape.stages,
+            target_kernel_kwargs=flags.target_kernel_kwargs | launch,
+        )
 
     return make_opt_flags
 
 
-def _is_laid_out_for_hopper(precision_config: Any) -> bool:
+def _is_laid_out_by_us(precision_config: Any) -> bool:
     scales = precision_config.weight_scale
     if scales is None:
         return False
     layout = scales.storage.layout
-    return (
-        type(layout).__name__ == "HopperMXScaleLayout"
-        and 32 * layout.num_warps == THREADS_OF_LAYOUT
-    )
+    return type(layout).__name__ == "HopperMXScaleLayout" and layout.num_warps == SCALE_WARPS
+
+
+@triton.jit
+def scales_of_program(x, mx_axis: tl.constexpr, num_warps: tl.constexpr):
+    """Return what ``unswizzle_mxfp4_scale_hopper`` of triton_kernels does, in its place, for a program of
+    any number of warps.
+
+    Args:
+        x: uint8 [columns / 32, 32 * blocks], a program's part of a matrix' storage.
+        mx_axis: of the inputs, 1.
+        num_warps: of the program, which does not matter here.
+
+    Returns:
+        uint8 [columns, blocks].
+    """
+    tl.static_assert(mx_axis == 1)
+    rows: tl.constexpr = x.shape[0]
+    blocks: tl.constexpr = x.shape[1] // 32
+    tl.static_assert(rows % WARPS == 0)
+    # [a, w, e, b, d, f, c] -> [a, b, w, c, d, e, f], the digits of ``gptoss_hopper_layout``
+    x = x.reshape(rows // WARPS, WARPS, blocks // 2, 2, 8, 2, 2)
+    x = x.trans(0, 3, 1, 6, 4, 2, 5)
+    return x.reshape(rows * 32, blocks)

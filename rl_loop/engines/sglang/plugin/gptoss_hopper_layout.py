@@ -1,7 +1,7 @@
 """Where triton_kernels 3.6 keeps MXFP4 matrices for Hopper's tensor cores, written and read in place.
 
-SGLang makes these layouts with ``HopperMXValueLayout(mx_axis=1)`` and
-``HopperMXScaleLayout(mx_axis=1, num_warps=8)`` of whole layers, in a dozen passes over memory that
+These are the layouts ``HopperMXValueLayout(mx_axis=1)`` and ``HopperMXScaleLayout(mx_axis=1,
+num_warps=4)``. SGLang makes them (with 8 warps) of whole layers, in a dozen passes over memory that
 need several times the layer. Here a matrix goes into memory that exists, once per byte, and every
 byte of that memory is written, padding too. ``gptoss_mxfp4_experts`` compares both when a server
 starts.
@@ -17,8 +17,9 @@ each four times as long, in 32-bit words of 4 x 2 codes whose bits change places
     k = 32 (C / 32) + 8 (C % 4) + (C / 4) % 4
 
 Scales: rows are padded to multiples of 256, columns to even numbers, with zeros. Scale (m, k) with
-m = 256 a + 128 b + 16 w + 8 c + d and k = 2 e + f is byte ((((2 e + b) 8 + d) 2 + f) 2 + c) of row
-8 a + w.
+m = 128 a + 64 b + 16 w + 8 c + d and k = 2 e + f is byte ((((2 e + b) 8 + d) 2 + f) 2 + c) of row
+4 a + w. triton_kernels pads to multiples of 128; with 256 a program that multiplies with 256 rows at
+a time stays inside.
 """
 
 # Triton reads parameter annotations as its own
@@ -31,8 +32,11 @@ from torch import Tensor
 
 VALUE_ALIGNMENT = 64
 """Rows, and bytes of a row, are padded to multiples of it."""
+SCALE_WARPS = 4
+"""Of a program for which scales are laid out. Those of more warps can read them, too, if they know it
+(``gptoss_expert_products``)."""
 SCALE_ROWS = 256
-"""Rows of scales are padded to multiples of it: 2 x 8 warps x 2 x 8."""
+"""Rows of scales are padded to multiples of it, the most that a program multiplies with."""
 NEUTRAL_SCALE = 127
 """2 ** 0, which SGLang puts beside the scales of a matrix that it pads itself."""
 WORDS = 1024
@@ -284,7 +288,7 @@ def swizzle_scales(scales: Tensor, padded_shape: tuple[int, int], storage: Tenso
     padded[:, :rows, :blocks] = scales
 
     # [experts, a, b, w, c, d, e, f] -> [experts, a, w, e, b, d, f, c]
-    source = padded.view(experts, -1, 2, 8, 2, 8, padded.shape[2] // 2, 2)
+    source = padded.view(experts, -1, 2, SCALE_WARPS, 2, 8, padded.shape[2] // 2, 2)
     source = source.permute(0, 1, 3, 6, 2, 5, 7, 4)
     storage.view(source.shape).copy_(source)
 
@@ -300,7 +304,7 @@ def unswizzle_scales(
     """
     experts = len(storage)
     pairs = storage.shape[2] // 64
-    parts = storage.view(experts, -1, 8, pairs, 2, 8, 2, 2)
+    parts = storage.view(experts, -1, SCALE_WARPS, pairs, 2, 8, 2, 2)
     padded = parts.permute(0, 1, 4, 2, 7, 5, 3, 6).reshape(experts, storage.shape[1] * 32, -1)
     scales = padded[:, :rows, :blocks].contiguous()
 

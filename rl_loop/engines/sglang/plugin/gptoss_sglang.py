@@ -14,7 +14,7 @@
   them and record routes (``gptoss_mxfp4_experts``). SGLang loses them without a word.
 * ``quick_routing``: a decoding step routes its tokens in one kernel instead of nine
   (``gptoss_expert_routing``).
-* ``quick_products``: two programs of its expert products run at a time on each of the GPU's
+* ``quick_products``: two to four programs of its expert products run at a time on each of the GPU's
   processors instead of one (``gptoss_expert_products``).
 * ``quick_values``: those products make values of their codes with one multiplication instead of two
   (``gptoss_expert_values``).
@@ -115,7 +115,7 @@ def route_in_one_kernel() -> None:
     gptoss_expert_routing.install()
 
 
-def multiply_two_at_a_time() -> None:
+def multiply_in_smaller_programs() -> None:
     """Let servers with MXFP4 experts fill the GPU's processors while they decode."""
     import gptoss_expert_products
 
@@ -166,7 +166,7 @@ MENDS = {
     "sleeping_cache": Mend(free_cache_while_sleeping, "give servers GPUs of their own"),
     "mxfp4_experts": Mend(sync_mxfp4_experts, "leave rollout.engine.quantization out"),
     "quick_routing": Mend(route_in_one_kernel),
-    "quick_products": Mend(multiply_two_at_a_time),
+    "quick_products": Mend(multiply_in_smaller_programs),
     "quick_values": Mend(multiply_values_once),
     "quick_pause": Mend(pause_without_waiting),
     "quick_sampling": Mend(sample_in_one_reading),
