@@ -30,6 +30,10 @@ MOE_CONFIGS = Path(__file__).parent / "moe_configs"
 """Settings of SGLang's mixture-of-experts kernel for GPT-OSS's shapes, by GPU; made by
 ``benchmarks/tune_moe.py``."""
 
+BUCKET_BYTES = 1 << 30
+PACKED_BUCKET_BYTES = 2 << 30
+"""With MXFP4 experts. How long their sync takes goes by the number of requests: 11 for the whole 20B
+instead of 20 (docs/quantization.md)."""
 SMALLEST_PREFILL_GRAPH = 8
 """Tokens; shorter prefills than half of it are rare."""
 ASLEEP_BYTES = 1_650_000_000
@@ -84,9 +88,11 @@ class SglangConfig(EngineConfig):
     weight_sync: Literal["nccl", "cuda_ipc", "gloo", "shared_memory", "disk"] = "nccl"
     """How weights arrive: NCCL between GPUs, CUDA IPC within a GPU, gloo and shared_memory on
     CPUs, disk if the trainer can reach the servers by nothing but the run's directory."""
-    bucket_bytes: int = Field(1 << 30, gt=0)
-    """Weights under way at a time, if no tensor is larger: gate and up projections of a layer go as a
-    whole (20B: 1.06 GB, 120B: 4.2). A server holds so much besides its model, and the trainer twice."""
+    bucket_bytes: int | None = Field(None, gt=0)
+    """Most weights under way at a time, if no tensor is larger: gate and up projections of a layer go as a
+    whole (bf16, 20B: 1.06 GB, 120B: 4.2). A bucket goes when it is more than half full. A server holds up to
+    so much besides its model, and the trainer twice. null: 1 GiB, or 2 GiB where ``quantization`` makes
+    servers hold MXFP4 experts."""
     quantization: Quantization | None = None
     """How servers hold experts. null: in bf16, those of a run with ``quantization`` too, whose values
     bf16 holds exactly. mxfp4: packed, a third of the memory, the bits that a run with
@@ -170,6 +176,15 @@ class SglangConfig(EngineConfig):
         return self.quantization is not None
 
     @property
+    def resolved_bucket_bytes(self) -> int:
+        """``bucket_bytes``, or what its null stands for."""
+        if self.bucket_bytes is not None:
+            return self.bucket_bytes
+        if self.packs_experts:
+            return PACKED_BUCKET_BYTES
+        return BUCKET_BYTES
+
+    @property
     def server_processes(self) -> ServerProcesses:
         return ServerProcesses(
             name="SGLang server",
@@ -195,7 +210,7 @@ class SglangConfig(EngineConfig):
             asleep_bytes=asleep,
             sync_bytes=RECEIVING_BYTES,
             working_bytes=WORKING_BYTES,
-            bucket_bytes=self.bucket_bytes,
+            bucket_bytes=self.resolved_bucket_bytes,
             copies_buckets=shares_model,
             packs_experts=self.packs_experts,
         )

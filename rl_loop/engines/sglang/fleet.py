@@ -366,7 +366,7 @@ class SglangFleet:
                 version=self._held.version,
                 transport=transport or self._settings.weight_sync,
                 tensor_parallel=self._settings.tensor_parallel,
-                bucket_bytes=self._settings.bucket_bytes,
+                bucket_bytes=self._settings.resolved_bucket_bytes,
                 directory=self._weights_directory,
                 seconds=seconds,
                 compare=compare,
