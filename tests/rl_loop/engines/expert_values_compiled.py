@@ -13,8 +13,8 @@ import triton.language as tl
 
 from tests.rl_loop.engines.compiled_for_hopper import compile_kernel
 
-ROWS, INPUTS = 256, 128
-"""Of the block that a product reads at a time."""
+BLOCKS = {(256, 128): 8, (256, 64): 4, (128, 128): 4}
+"""Rows and inputs of the blocks that products read at a time, and the warps of their programs."""
 
 
 @triton.jit
@@ -28,9 +28,11 @@ def take_apart(storage, scales, out, ROWS: tl.constexpr, INPUTS: tl.constexpr):
 
 
 if __name__ == "__main__":
-    codes = torch.empty(ROWS // 4, 2 * INPUTS, dtype=torch.uint8)
-    scales = torch.empty(ROWS, INPUTS // 32, dtype=torch.uint8)
-    out = torch.empty(ROWS, INPUTS, dtype=torch.bfloat16)
-    used = compile_kernel(take_apart, codes, scales, out, ROWS=ROWS, INPUTS=INPUTS, num_warps=8)
-    assert used.spilled == 0, used
+    for (rows, inputs), warps in BLOCKS.items():
+        codes = torch.empty(rows // 4, 2 * inputs, dtype=torch.uint8)
+        scales = torch.empty(rows, inputs // 32, dtype=torch.uint8)
+        out = torch.empty(rows, inputs, dtype=torch.bfloat16)
+        sizes = {"ROWS": rows, "INPUTS": inputs}
+        used = compile_kernel(take_apart, codes, scales, out, **sizes, num_warps=warps)
+        assert used.spilled == 0, (rows, inputs, used)
     print("compiled")
