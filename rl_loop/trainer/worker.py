@@ -4,7 +4,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,21 +11,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from converters.adapter_checkpoint import peft_base_name
 from converters.errors import GatheringBroken, GatheringRefused
 from converters.gathering import GatheredWeights, WeightGathering
 from converters.mapping import NamedTensor
 from converters.mxfp4_tensors import Digests
 from megatron_gptoss import distributed
-from megatron_gptoss.checkpoint.directory import (
-    earlier_checkpoints,
-    find_checkpoint,
-    latest_checkpoint,
-    step_of,
-)
-from megatron_gptoss.checkpoint.errors import CheckpointError
-from megatron_gptoss.checkpoint.loader import find_damage, load_checkpoint
-from megatron_gptoss.checkpoint.writer import CheckpointWriter
 from megatron_gptoss.config import Quantization
 from megatron_gptoss.critic import ValueTrainer, make_critic
 from megatron_gptoss.gpu_memory import give_back_cache, phase_memory
@@ -51,12 +40,11 @@ from rl_loop.data.tensor_bytes import TensorBytes
 from rl_loop.data.trained_tokens import TrainedTokens
 from rl_loop.engines.backend import SyncFailed, WeightSender
 from rl_loop.heap import exempt_from_collection
-from rl_loop.tracking.run_directory import RunDirectory
-from rl_loop.trainer.adapter_keeper import AdapterKeeper
 from rl_loop.trainer.gathered_export import export_weights
 from rl_loop.trainer.initial_weights import load_initial_weights
 from rl_loop.trainer.memory_metrics import max_over_ranks, memory_metrics
 from rl_loop.trainer.rank_answers import RankPlace, Resumed
+from rl_loop.trainer.run_checkpoints import RunCheckpoints
 from rl_loop.trainer.settings import TrainerSettings
 from rl_loop.trainer.shipment import MiniBatch, Shipment
 from rl_loop.trainer.weight_export import WeightExport
@@ -101,12 +89,7 @@ class TrainerWorker:
             self.critic.memory = self.memory
 
         self._gathering = WeightGathering(self.model, settings.model)
-        self.run = RunDirectory(settings.directory)
-        self._adapter_keeper: AdapterKeeper | None = None
-        if settings.training.keep_adapters:
-            base_name = peft_base_name(settings.initial_weights)
-            self._adapter_keeper = AdapterKeeper(self.run, base_name)
-        self._saved = self._checkpoint_writers()
+        self._checkpoints = RunCheckpoints(settings, self.trainer, self.critic)
 
         # The weights were moved into Megatron's buffers: what they took before is free, and servers
         # that start on this GPU want it.
@@ -163,17 +146,6 @@ class TrainerWorker:
         )
         load_initial_weights(model, settings)
         return model
-
-    def _checkpoint_writers(self) -> list[tuple[CheckpointWriter, PolicyTrainer]]:
-        """Pair what is saved with its writer, in the order in which it is written."""
-        keep = self.settings.training.keep_checkpoints
-        writers: list[tuple[CheckpointWriter, PolicyTrainer]] = []
-        if self.critic is not None:
-            # One more than of the policy, which is written last and decides what is the latest.
-            writers.append((CheckpointWriter(self.run.critic_checkpoints, keep + 1), self.critic))
-        of_policy = CheckpointWriter(self.run.checkpoints, keep, self._adapter_keeper)
-        writers.append((of_policy, self.trainer))
-        return writers
 
     # -- training ---------------------------------------------------------------------------------
 
@@ -304,9 +276,8 @@ class TrainerWorker:
     ) -> StepStatistics:
         """Take one optimizer step. ``first_step``: where the learning-rate schedule
         of ``trainer`` begins."""
-        # A checkpoint that is being written must have left the weights before they change.
-        for writer, _ in self._saved:
-            writer.finish(block=False)
+        # All ranks are together here, so that a checkpoint written meanwhile can be published.
+        self._checkpoints.publish_written()
 
         schedule_steps = self.settings.training.steps - first_step
         learning_rate = trainer.config.learning_rate_at(step - first_step, schedule_steps)
@@ -443,68 +414,17 @@ class TrainerWorker:
                 adapters of one cannot. This checkpoint is complete then.
         """
         self.memory.enter("checkpoint")
-        for writer, trainer in self._saved:
-            writer.start(trainer, step, state)
+        self._checkpoints.start(step, state)
         self._make_room_for_engines()
         self.memory.enter("resting")
-
-        # A run that ends with an error must not lose the steps up to here.
-        keeper = self._adapter_keeper
-        has_failed = keeper is not None and keeper.has_failed()
-        if block or has_failed:
-            for writer, _ in self._saved:
-                writer.finish()
-            if keeper is not None:
-                keeper.finish()
+        self._checkpoints.finish(block)
 
     def resume(self) -> Resumed | None:
         """Load the newest checkpoint of the run whose files are as they were written; None if none
         was saved.
 
         Raises CheckpointError naming the damaged files if there is no such checkpoint."""
-        newest = latest_checkpoint(self.run.checkpoints)
-        if newest is None:
-            self._go_on_with_adapters_of(None)
-            return None
-
-        damages: list[str] = []
-        for path in (newest, *earlier_checkpoints(newest)):
-            damage = self._damage(path)
-            if damage is None:
-                state = self._load(path)
-                self._go_on_with_adapters_of(path)
-                return Resumed(state, damages)
-            damages.append(damage)
-        raise CheckpointError(
-            f"{self.run.path} has no checkpoint that can be loaded: {'; '.join(damages)}. Restore a "
-            "file from a copy, or begin again with --overwrite"
-        )
-
-    def _go_on_with_adapters_of(self, checkpoint: Path | None) -> None:
-        """Make the kept adapters those of the checkpoints up to this one; of none for None.
-        Collective."""
-        if dist.get_rank() == 0:
-            step = 0 if checkpoint is None else step_of(checkpoint)
-            self.run.delete_adapters_after(step)
-        if self._adapter_keeper is not None and checkpoint is not None:
-            self._adapter_keeper.write_missing(checkpoint)
-
-    def _damage(self, path: Path) -> str | None:
-        """Say what is wrong with a checkpoint of the policy, and of the critic beside it."""
-        damage = find_damage(path)
-        if damage is not None or self.critic is None:
-            return damage
-        of_critic = find_checkpoint(self.run.critic_checkpoints, path.name)
-        if of_critic is None:
-            return f"{self.run.critic_checkpoints / path.name}: missing or incomplete"
-        return find_damage(of_critic)
-
-    def _load(self, path: Path) -> dict[str, Any]:
-        if self.critic is not None:
-            of_critic = find_checkpoint(self.run.critic_checkpoints, path.name)
-            assert of_critic is not None, path
-            load_checkpoint(of_critic, self.critic, is_checked=True)
-        return load_checkpoint(path, self.trainer, is_checked=True)
+        return self._checkpoints.resume()
 
 
 def _micro_batches(shipment: Shipment) -> list[PackedBatch]:
