@@ -1,7 +1,7 @@
-"""One trainer rank: everything that touches Megatron. A plain class, of which the actors of
-``trainer.ray_ranks`` make one each in their processes."""
+"""One trainer rank: what the driver has it do with policy, reference and critic. A plain class, of
+which the actors of ``trainer.ray_ranks`` make one each in their processes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -11,16 +11,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from converters.errors import GatheringBroken, GatheringRefused
-from converters.gathering import GatheredWeights, WeightGathering
-from converters.mapping import NamedTensor
+from converters.gathering import WeightGathering
 from converters.mxfp4_tensors import Digests
 from megatron_gptoss import distributed
-from megatron_gptoss.config import Quantization
 from megatron_gptoss.critic import ValueTrainer, make_critic
 from megatron_gptoss.gpu_memory import give_back_cache, phase_memory
 from megatron_gptoss.layers.adapters import copy_factors, replaced_factors, without_adapters
-from megatron_gptoss.model import build_model, freeze
+from megatron_gptoss.model import freeze
 from megatron_gptoss.out_of_memory import out_of_memory_explained
 from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.planning.memory import account
@@ -29,21 +26,17 @@ from megatron_gptoss.scorer import Scorer, alignment, gather_parameters
 from megatron_gptoss.step_results import LossFunction, StepStatistics
 from megatron_gptoss.trainer import PolicyTrainer
 from rl_loop.algorithms.config import AlgorithmConfig
-from rl_loop.algorithms.objectives import (
-    RETURNED_VALUES,
-    policy_objective,
-    sft_objective,
-    value_objective,
-)
+from rl_loop.algorithms.objectives import policy_objective, sft_objective, value_objective
 from rl_loop.data.rollout_batch import RlUpdates, TokenEstimates
 from rl_loop.data.tensor_bytes import TensorBytes
-from rl_loop.data.trained_tokens import TrainedTokens
-from rl_loop.engines.backend import SyncFailed, WeightSender
+from rl_loop.engines.backend import WeightSender
 from rl_loop.heap import exempt_from_collection
 from rl_loop.trainer.gathered_export import export_weights
-from rl_loop.trainer.initial_weights import load_initial_weights
+from rl_loop.trainer.gathered_sync import send_gathered
+from rl_loop.trainer.initial_model import build_initial_model
 from rl_loop.trainer.memory_metrics import max_over_ranks, memory_metrics
 from rl_loop.trainer.rank_answers import RankPlace, Resumed
+from rl_loop.trainer.returned_tokens import take_tokens
 from rl_loop.trainer.run_checkpoints import RunCheckpoints
 from rl_loop.trainer.settings import TrainerSettings
 from rl_loop.trainer.shipment import MiniBatch, Shipment
@@ -66,7 +59,7 @@ class TrainerWorker:
         self.memory = phase_memory()
         self.memory.enter("start")
 
-        self.model = self._initial_model(settings.quantization)
+        self.model = build_initial_model(settings, settings.quantization)
         freeze(self.model, settings.ablation.freeze)
         self.trainer = PolicyTrainer(self.model, settings.optimizer)
         self.trainer.memory = self.memory
@@ -78,13 +71,14 @@ class TrainerWorker:
         self.reference: Scorer | None = None
         self._reference_factors: list[torch.Tensor] | None = None
         if self.algorithm.kl and settings.adapter is None:
-            self.reference = Scorer(self._initial_model(settings.quantization))
+            self.reference = Scorer(build_initial_model(settings, settings.quantization))
         elif self.algorithm.kl and settings.initial_adapter is not None:
             self._reference_factors = copy_factors(self.model)
         self.critic: ValueTrainer | None = None
         if self.algorithm.critic:
             self.critic = ValueTrainer(
-                make_critic(self._initial_model(None)), self.algorithm.critic.optimizer
+                make_critic(build_initial_model(settings, quantization=None)),
+                self.algorithm.critic.optimizer,
             )
             self.critic.memory = self.memory
 
@@ -129,23 +123,6 @@ class TrainerWorker:
             and parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         )
         return RankPlace(data=parallel_state.get_data_parallel_rank(), answers=answers)
-
-    def _initial_model(self, quantization: Quantization | None) -> torch.nn.Module:
-        """Build this rank's part of the model that the run starts from."""
-        settings = self.settings
-        model = build_model(
-            settings.model,
-            settings.parallel,
-            getattr(torch, settings.dtype),
-            adapter=settings.adapter,
-            quantization=quantization,
-            router_noise=settings.ablation.router_noise,
-            sinks=settings.ablation.trainer_sinks,
-            sink_gradient=settings.ablation.sink_gradient,
-            sink_backward=settings.ablation.sink_backward,
-        )
-        load_initial_weights(model, settings)
-        return model
 
     # -- training ---------------------------------------------------------------------------------
 
@@ -206,7 +183,7 @@ class TrainerWorker:
             if step >= critic_only_steps:
                 updates.policy.append(self._update_policy(mini_batch, step, critic_only_steps))
         self._make_room_for_engines()
-        updates.tokens = _take_tokens(updates.policy, unpacked, shipment)
+        updates.tokens = take_tokens(updates.policy, unpacked, shipment)
         return updates
 
     def _add_old_log_probs(self, mini_batches: Sequence[MiniBatch]) -> None:
@@ -368,42 +345,13 @@ class TrainerWorker:
         """
         self.memory.enter("sync")
         gather_parameters(self.trainer.model)
-        try:
-            weights = self._gathering.begin(
-                sender.ranks,
-                transposed=sender.transposed,
-                packed=sender.packed,
-                # Several receivers keep step by the broadcasts that bring them what they send on.
-                paced=len(sender.ranks) == 1,
-            )
-        except GatheringRefused as refusal:
-            raise SyncFailed(str(refusal)) from refusal
-
-        failure: Exception | None = None
-        try:
-            if dist.get_rank() in sender.ranks:
-                sender.send(self._in_own_dtype(weights), dist.get_rank())
-        except GatheringBroken:
-            raise
-        except Exception as error:
-            failure = error
-        weights.finish()
-        if failure is None and weights.failure is not None:
-            failure = SyncFailed(f"rank {dist.get_rank()} has no weights: {weights.failure}")
+        failure = send_gathered(self._gathering, sender, getattr(torch, self.settings.dtype))
 
         # What was sent is free now: neither engines nor the next step find it in the way.
-        del weights
         self.release_memory()
         self.memory.enter("rollout")
         if failure is not None:
             raise failure
-
-    def _in_own_dtype(self, weights: GatheredWeights) -> Iterator[NamedTensor]:
-        dtype = getattr(torch, self.settings.dtype)
-        for name, tensor in weights:
-            # Blocks and scales of MXFP4 are bytes.
-            yield name, tensor if tensor.dtype == torch.uint8 else tensor.to(dtype)
-            del tensor  # or it would outlive its bucket
 
     def save(self, step: int, state: dict[str, Any], block: bool) -> None:
         """Begin a checkpoint; it is complete on return if ``block``, its kept adapters included,
@@ -431,28 +379,3 @@ def _micro_batches(shipment: Shipment) -> list[PackedBatch]:
     """Build all micro-batches of this rank, one mini-batch after the other."""
     mini_batches = shipment.unpack(alignment())
     return [batch for mini_batch in mini_batches for batch in mini_batch.micro_batches]
-
-
-def _take_tokens(
-    updates: Sequence[StepStatistics], mini_batches: Sequence[MiniBatch], shipment: Shipment
-) -> TrainedTokens | None:
-    """Take what the updates of this rank's mini-batches returned of tokens out of their
-    statistics, which all ranks have alike. None if there is nothing, as on pipeline stages before
-    the last."""
-    taken = [update.token_values for update in updates]
-    for update in updates:
-        update.token_values = {}
-    if not any(taken):
-        return None
-
-    columns = {}
-    for name in RETURNED_VALUES:
-        of_updates = iter(taken)
-        rows: list[torch.Tensor] = []
-        for mini_batch in mini_batches:
-            if mini_batch.is_empty:
-                rows += [torch.full((b.tokens,), torch.nan) for b in mini_batch.micro_batches]
-            else:
-                rows += next(of_updates)[name]
-        columns[name] = shipment.column_of(rows, np.dtype(np.float32))
-    return TrainedTokens(log_probs=columns["trainer_log_probs"], entropy=columns["entropy"])
