@@ -2,7 +2,7 @@
 shared out."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,9 +14,9 @@ from megatron_gptoss.step_results import StepStatistics
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.data.rollout_batch import RlUpdates, TokenEstimates
 from rl_loop.data.tensor_bytes import StoredTensors
-from rl_loop.data.trained_tokens import TrainedTokens
 from rl_loop.engines.backend import WeightSender
 from rl_loop.trainer.rank_answers import RankPlace, Resumed
+from rl_loop.trainer.returned_tokens import place_tokens
 from rl_loop.trainer.settings import TrainerSettings
 from rl_loop.trainer.shipment import SCORED_COLUMNS, Shipper, StepPlan, plan_step
 from rl_loop.trainer.weight_export import WeightExport
@@ -178,7 +178,7 @@ class TrainerGroup:
         if self._settings.returns_tokens:
             by_rank = dict(zip(asked, answers, strict=True))
             tokens = [by_rank[rank].tokens for rank in self._answering]
-            updates.tokens = _place_tokens(samples, plan, tokens)
+            updates.tokens = place_tokens(samples, plan, tokens)
         return updates
 
     def score(self, samples: TrainingSamples, temperature: float | None = None) -> np.ndarray:
@@ -213,20 +213,3 @@ class TrainerGroup:
             raise RuntimeError(f"{method}: TrainerGroup.ready has not been called")
         calls = [(shipments[place.data], *arguments) for place in self._places]
         return self.ranks.call(method, calls, asked)
-
-
-def _place_tokens(
-    samples: TrainingSamples, plan: StepPlan, answers: Sequence[TrainedTokens | None]
-) -> TrainedTokens | None:
-    """Join what the data-parallel ranks return of tokens; None if no update of the policy took
-    place."""
-    # All ranks take the same mini-batches.
-    if answers[0] is None:
-        return None
-    columns = {}
-    for field in fields(TrainedTokens):
-        of_ranks = [getattr(answer, field.name) for answer in answers]
-        columns[field.name] = plan.place_answers(
-            samples, of_ranks, field.name, np.dtype(np.float32)
-        )
-    return TrainedTokens(**columns)

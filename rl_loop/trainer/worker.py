@@ -1,10 +1,9 @@
-"""One trainer rank: everything that touches Megatron. A plain class, of which the actors of
-``trainer.ray_ranks`` make one each in their processes."""
+"""One trainer rank: what the driver has it do with policy, reference and critic. A plain class, of
+which the actors of ``trainer.ray_ranks`` make one each in their processes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,26 +11,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from converters.adapter_checkpoint import peft_base_name
-from converters.errors import GatheringBroken, GatheringRefused
-from converters.gathering import GatheredWeights, WeightGathering
-from converters.mapping import NamedTensor
+from converters.gathering import WeightGathering
 from converters.mxfp4_tensors import Digests
 from megatron_gptoss import distributed
-from megatron_gptoss.checkpoint.directory import (
-    earlier_checkpoints,
-    find_checkpoint,
-    latest_checkpoint,
-    step_of,
-)
-from megatron_gptoss.checkpoint.errors import CheckpointError
-from megatron_gptoss.checkpoint.loader import find_damage, load_checkpoint
-from megatron_gptoss.checkpoint.writer import CheckpointWriter
-from megatron_gptoss.config import Quantization
 from megatron_gptoss.critic import ValueTrainer, make_critic
 from megatron_gptoss.gpu_memory import give_back_cache, phase_memory
 from megatron_gptoss.layers.adapters import copy_factors, replaced_factors, without_adapters
-from megatron_gptoss.model import build_model, freeze
+from megatron_gptoss.model import freeze
 from megatron_gptoss.out_of_memory import out_of_memory_explained
 from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.planning.memory import account
@@ -40,23 +26,18 @@ from megatron_gptoss.scorer import Scorer, alignment, gather_parameters
 from megatron_gptoss.step_results import LossFunction, StepStatistics
 from megatron_gptoss.trainer import PolicyTrainer
 from rl_loop.algorithms.config import AlgorithmConfig
-from rl_loop.algorithms.objectives import (
-    RETURNED_VALUES,
-    policy_objective,
-    sft_objective,
-    value_objective,
-)
+from rl_loop.algorithms.objectives import policy_objective, sft_objective, value_objective
 from rl_loop.data.rollout_batch import RlUpdates, TokenEstimates
 from rl_loop.data.tensor_bytes import TensorBytes
-from rl_loop.data.trained_tokens import TrainedTokens
-from rl_loop.engines.backend import SyncFailed, WeightSender
+from rl_loop.engines.backend import WeightSender
 from rl_loop.heap import exempt_from_collection
-from rl_loop.tracking.run_directory import RunDirectory
-from rl_loop.trainer.adapter_keeper import AdapterKeeper
 from rl_loop.trainer.gathered_export import export_weights
-from rl_loop.trainer.initial_weights import load_initial_weights
+from rl_loop.trainer.gathered_sync import send_gathered
+from rl_loop.trainer.initial_model import build_initial_model
 from rl_loop.trainer.memory_metrics import max_over_ranks, memory_metrics
 from rl_loop.trainer.rank_answers import RankPlace, Resumed
+from rl_loop.trainer.returned_tokens import take_tokens
+from rl_loop.trainer.run_checkpoints import RunCheckpoints
 from rl_loop.trainer.settings import TrainerSettings
 from rl_loop.trainer.shipment import MiniBatch, Shipment
 from rl_loop.trainer.weight_export import WeightExport
@@ -78,7 +59,7 @@ class TrainerWorker:
         self.memory = phase_memory()
         self.memory.enter("start")
 
-        self.model = self._initial_model(settings.quantization)
+        self.model = build_initial_model(settings, settings.quantization)
         freeze(self.model, settings.ablation.freeze)
         self.trainer = PolicyTrainer(self.model, settings.optimizer)
         self.trainer.memory = self.memory
@@ -90,23 +71,19 @@ class TrainerWorker:
         self.reference: Scorer | None = None
         self._reference_factors: list[torch.Tensor] | None = None
         if self.algorithm.kl and settings.adapter is None:
-            self.reference = Scorer(self._initial_model(settings.quantization))
+            self.reference = Scorer(build_initial_model(settings, settings.quantization))
         elif self.algorithm.kl and settings.initial_adapter is not None:
             self._reference_factors = copy_factors(self.model)
         self.critic: ValueTrainer | None = None
         if self.algorithm.critic:
             self.critic = ValueTrainer(
-                make_critic(self._initial_model(None)), self.algorithm.critic.optimizer
+                make_critic(build_initial_model(settings, quantization=None)),
+                self.algorithm.critic.optimizer,
             )
             self.critic.memory = self.memory
 
         self._gathering = WeightGathering(self.model, settings.model)
-        self.run = RunDirectory(settings.directory)
-        self._adapter_keeper: AdapterKeeper | None = None
-        if settings.training.keep_adapters:
-            base_name = peft_base_name(settings.initial_weights)
-            self._adapter_keeper = AdapterKeeper(self.run, base_name)
-        self._saved = self._checkpoint_writers()
+        self._checkpoints = RunCheckpoints(settings, self.trainer, self.critic)
 
         # The weights were moved into Megatron's buffers: what they took before is free, and servers
         # that start on this GPU want it.
@@ -146,34 +123,6 @@ class TrainerWorker:
             and parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         )
         return RankPlace(data=parallel_state.get_data_parallel_rank(), answers=answers)
-
-    def _initial_model(self, quantization: Quantization | None) -> torch.nn.Module:
-        """Build this rank's part of the model that the run starts from."""
-        settings = self.settings
-        model = build_model(
-            settings.model,
-            settings.parallel,
-            getattr(torch, settings.dtype),
-            adapter=settings.adapter,
-            quantization=quantization,
-            router_noise=settings.ablation.router_noise,
-            sinks=settings.ablation.trainer_sinks,
-            sink_gradient=settings.ablation.sink_gradient,
-            sink_backward=settings.ablation.sink_backward,
-        )
-        load_initial_weights(model, settings)
-        return model
-
-    def _checkpoint_writers(self) -> list[tuple[CheckpointWriter, PolicyTrainer]]:
-        """Pair what is saved with its writer, in the order in which it is written."""
-        keep = self.settings.training.keep_checkpoints
-        writers: list[tuple[CheckpointWriter, PolicyTrainer]] = []
-        if self.critic is not None:
-            # One more than of the policy, which is written last and decides what is the latest.
-            writers.append((CheckpointWriter(self.run.critic_checkpoints, keep + 1), self.critic))
-        of_policy = CheckpointWriter(self.run.checkpoints, keep, self._adapter_keeper)
-        writers.append((of_policy, self.trainer))
-        return writers
 
     # -- training ---------------------------------------------------------------------------------
 
@@ -234,7 +183,7 @@ class TrainerWorker:
             if step >= critic_only_steps:
                 updates.policy.append(self._update_policy(mini_batch, step, critic_only_steps))
         self._make_room_for_engines()
-        updates.tokens = _take_tokens(updates.policy, unpacked, shipment)
+        updates.tokens = take_tokens(updates.policy, unpacked, shipment)
         return updates
 
     def _add_old_log_probs(self, mini_batches: Sequence[MiniBatch]) -> None:
@@ -304,9 +253,8 @@ class TrainerWorker:
     ) -> StepStatistics:
         """Take one optimizer step. ``first_step``: where the learning-rate schedule
         of ``trainer`` begins."""
-        # A checkpoint that is being written must have left the weights before they change.
-        for writer, _ in self._saved:
-            writer.finish(block=False)
+        # All ranks are together here, so that a checkpoint written meanwhile can be published.
+        self._checkpoints.publish_written()
 
         schedule_steps = self.settings.training.steps - first_step
         learning_rate = trainer.config.learning_rate_at(step - first_step, schedule_steps)
@@ -397,42 +345,13 @@ class TrainerWorker:
         """
         self.memory.enter("sync")
         gather_parameters(self.trainer.model)
-        try:
-            weights = self._gathering.begin(
-                sender.ranks,
-                transposed=sender.transposed,
-                packed=sender.packed,
-                # Several receivers keep step by the broadcasts that bring them what they send on.
-                paced=len(sender.ranks) == 1,
-            )
-        except GatheringRefused as refusal:
-            raise SyncFailed(str(refusal)) from refusal
-
-        failure: Exception | None = None
-        try:
-            if dist.get_rank() in sender.ranks:
-                sender.send(self._in_own_dtype(weights), dist.get_rank())
-        except GatheringBroken:
-            raise
-        except Exception as error:
-            failure = error
-        weights.finish()
-        if failure is None and weights.failure is not None:
-            failure = SyncFailed(f"rank {dist.get_rank()} has no weights: {weights.failure}")
+        failure = send_gathered(self._gathering, sender, getattr(torch, self.settings.dtype))
 
         # What was sent is free now: neither engines nor the next step find it in the way.
-        del weights
         self.release_memory()
         self.memory.enter("rollout")
         if failure is not None:
             raise failure
-
-    def _in_own_dtype(self, weights: GatheredWeights) -> Iterator[NamedTensor]:
-        dtype = getattr(torch, self.settings.dtype)
-        for name, tensor in weights:
-            # Blocks and scales of MXFP4 are bytes.
-            yield name, tensor if tensor.dtype == torch.uint8 else tensor.to(dtype)
-            del tensor  # or it would outlive its bucket
 
     def save(self, step: int, state: dict[str, Any], block: bool) -> None:
         """Begin a checkpoint; it is complete on return if ``block``, its kept adapters included,
@@ -443,96 +362,20 @@ class TrainerWorker:
                 adapters of one cannot. This checkpoint is complete then.
         """
         self.memory.enter("checkpoint")
-        for writer, trainer in self._saved:
-            writer.start(trainer, step, state)
+        self._checkpoints.start(step, state)
         self._make_room_for_engines()
         self.memory.enter("resting")
-
-        # A run that ends with an error must not lose the steps up to here.
-        keeper = self._adapter_keeper
-        has_failed = keeper is not None and keeper.has_failed()
-        if block or has_failed:
-            for writer, _ in self._saved:
-                writer.finish()
-            if keeper is not None:
-                keeper.finish()
+        self._checkpoints.finish(block)
 
     def resume(self) -> Resumed | None:
         """Load the newest checkpoint of the run whose files are as they were written; None if none
         was saved.
 
         Raises CheckpointError naming the damaged files if there is no such checkpoint."""
-        newest = latest_checkpoint(self.run.checkpoints)
-        if newest is None:
-            self._go_on_with_adapters_of(None)
-            return None
-
-        damages: list[str] = []
-        for path in (newest, *earlier_checkpoints(newest)):
-            damage = self._damage(path)
-            if damage is None:
-                state = self._load(path)
-                self._go_on_with_adapters_of(path)
-                return Resumed(state, damages)
-            damages.append(damage)
-        raise CheckpointError(
-            f"{self.run.path} has no checkpoint that can be loaded: {'; '.join(damages)}. Restore a "
-            "file from a copy, or begin again with --overwrite"
-        )
-
-    def _go_on_with_adapters_of(self, checkpoint: Path | None) -> None:
-        """Make the kept adapters those of the checkpoints up to this one; of none for None.
-        Collective."""
-        if dist.get_rank() == 0:
-            step = 0 if checkpoint is None else step_of(checkpoint)
-            self.run.delete_adapters_after(step)
-        if self._adapter_keeper is not None and checkpoint is not None:
-            self._adapter_keeper.write_missing(checkpoint)
-
-    def _damage(self, path: Path) -> str | None:
-        """Say what is wrong with a checkpoint of the policy, and of the critic beside it."""
-        damage = find_damage(path)
-        if damage is not None or self.critic is None:
-            return damage
-        of_critic = find_checkpoint(self.run.critic_checkpoints, path.name)
-        if of_critic is None:
-            return f"{self.run.critic_checkpoints / path.name}: missing or incomplete"
-        return find_damage(of_critic)
-
-    def _load(self, path: Path) -> dict[str, Any]:
-        if self.critic is not None:
-            of_critic = find_checkpoint(self.run.critic_checkpoints, path.name)
-            assert of_critic is not None, path
-            load_checkpoint(of_critic, self.critic, is_checked=True)
-        return load_checkpoint(path, self.trainer, is_checked=True)
+        return self._checkpoints.resume()
 
 
 def _micro_batches(shipment: Shipment) -> list[PackedBatch]:
     """Build all micro-batches of this rank, one mini-batch after the other."""
     mini_batches = shipment.unpack(alignment())
     return [batch for mini_batch in mini_batches for batch in mini_batch.micro_batches]
-
-
-def _take_tokens(
-    updates: Sequence[StepStatistics], mini_batches: Sequence[MiniBatch], shipment: Shipment
-) -> TrainedTokens | None:
-    """Take what the updates of this rank's mini-batches returned of tokens out of their
-    statistics, which all ranks have alike. None if there is nothing, as on pipeline stages before
-    the last."""
-    taken = [update.token_values for update in updates]
-    for update in updates:
-        update.token_values = {}
-    if not any(taken):
-        return None
-
-    columns = {}
-    for name in RETURNED_VALUES:
-        of_updates = iter(taken)
-        rows: list[torch.Tensor] = []
-        for mini_batch in mini_batches:
-            if mini_batch.is_empty:
-                rows += [torch.full((b.tokens,), torch.nan) for b in mini_batch.micro_batches]
-            else:
-                rows += next(of_updates)[name]
-        columns[name] = shipment.column_of(rows, np.dtype(np.float32))
-    return TrainedTokens(log_probs=columns["trainer_log_probs"], entropy=columns["entropy"])

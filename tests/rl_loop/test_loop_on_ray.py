@@ -365,7 +365,7 @@ def test_a_rank_that_dies_in_a_gather_is_named_and_the_one_that_waits_for_it_end
             gathered_state._gather_parameters(torch.zeros(8), bucket, torch.distributed.group.WORLD)
 
         # The optimizer of CPUs is not distributed, and has nothing to gather.
-        writer, _ = rank.worker._saved[0]
+        writer, _ = rank.worker._checkpoints._writers[0]
         writer.start = start
 
     overrides = [*SMALL, f"output_dir={tmp_path}", "parallel.world_size=2"]

@@ -24,6 +24,7 @@ from rl_loop.engines.sglang.fleet import SglangFleet, statuses
 from rl_loop.engines.sglang.server import ServerState
 from rl_loop.lifecycle.failures import explain
 from rl_loop.session import build_trainer
+from rl_loop.trainer import gathered_sync
 from rl_loop.trainer.group import TrainerGroup
 from tests.forked_workers import local_ray
 from tests.rl_loop.engines.test_sglang_sync import MODEL, ROOT, TEXT, scores_under
@@ -40,6 +41,9 @@ UPDATES = {
 }
 KINDS_OF_SERVER = ("die", "hang", "cut", "refuse")
 KINDS_OF_SENDER = ("begin", "read", "assemble", "send")
+
+IN_DTYPE = gathered_sync._in_dtype
+"""As it is without a fault."""
 
 pytestmark = pytest.mark.slow  # minutes; ``pytest -m slow`` on this file
 
@@ -306,8 +310,8 @@ def _plant(fault: Fault, once: bool) -> Callable[[Any], None]:
                 fail()
             return original_read(name)
 
-        def in_own_dtype(weights: Any) -> Any:
-            return failing(type(worker)._in_own_dtype(worker, weights))
+        def in_dtype(*arguments: Any) -> Any:
+            return failing(IN_DTYPE(*arguments))
 
         match fault.kind:
             case "begin":
@@ -315,7 +319,7 @@ def _plant(fault: Fault, once: bool) -> Callable[[Any], None]:
             case "read":
                 gathering.local.read = read
             case "send":
-                worker._in_own_dtype = in_own_dtype
+                gathered_sync._in_dtype = in_dtype
             case "assemble":
                 gathering.begin = begin
 
@@ -327,7 +331,7 @@ def _heal_rank(rank: Any) -> None:
     for name in ("begin", "plan"):
         vars(worker._gathering).pop(name, None)
     vars(worker._gathering.local).pop("read", None)
-    vars(worker).pop("_in_own_dtype", None)
+    gathered_sync._in_dtype = IN_DTYPE
 
 
 def _take_met(rank: Any) -> bool:

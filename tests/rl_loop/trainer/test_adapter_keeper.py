@@ -33,7 +33,7 @@ from tests.distributed import free_port, run_distributed
 from tests.rl_loop.trainer.test_adapter_rank import ADAPTER, CONFIGS, SAMPLES, SMALL, trainer_of
 from tests.rl_loop.trainer.test_adapter_rank import base as base
 from tests.rl_loop.trainer.test_adapter_rank import no_group_is_left as no_group_is_left
-from tests.rl_loop.trainer.test_damaged_checkpoints import damage
+from tests.rl_loop.trainer.test_run_checkpoints import damage
 
 KEEPING = [ADAPTER, "training.keep_adapters=true", "initial_weights=null"]
 
@@ -111,7 +111,7 @@ def test_training_goes_on_while_a_checkpoint_is_read_and_deletes_none(
         save_next(group, 1, block=False)
         train_until(lambda: latest_checkpoint(checkpoints) is not None, group)
         save_next(group, 2, block=False)
-        writer = rank._worker._saved[0][0]
+        writer = rank._worker._checkpoints._writers[0][0]
         train_until(lambda: writer._pending.is_written(), group)
         group.sft_step(SAMPLES, 0)
         assert names(checkpoints) == ["latest", "step_000001", "step_000002.partial"]
@@ -135,7 +135,7 @@ def test_a_disk_that_does_not_take_adapters_is_named_and_costs_no_step(
             disk.setattr(SafetensorsWriter, "add", fail)
             save_next(group, 1, block=False)
             train_until(lambda: latest_checkpoint(run / "checkpoints") is not None, group)
-            rank._worker._adapter_keeper.wait()
+            rank._worker._checkpoints._adapter_keeper.wait()
             message = rf"{run}/adapters/step_000001: .*step_000001 could not be kept .*No space"
             with pytest.raises(CheckpointError, match=message):
                 save_next(group, 2, block=False)

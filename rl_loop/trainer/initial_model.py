@@ -1,4 +1,4 @@
-"""The weights that a trainer's model starts from: read from files, or random."""
+"""The model that a trainer starts from, with weights from files, or random ones."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,24 +18,43 @@ from converters.peft_settings import CONFIG_FILE as PEFT_CONFIG_FILE
 from converters.random_weights import random_hf_weights
 from megatron_gptoss.checkpoint.directory import latest_checkpoint
 from megatron_gptoss.checkpoint.loader import load_model_weights, refuse_damaged
+from megatron_gptoss.config import Quantization
 from megatron_gptoss.layers.adapters import initialize_adapters
+from megatron_gptoss.model import build_model
 from rl_loop.trainer.settings import TrainerSettings
 
 
-def load_initial_weights(model: torch.nn.Module, settings: TrainerSettings) -> None:
-    """Fill this rank's part of ``model``; fresh adapters leave the base as it is. Collective.
+def build_initial_model(
+    settings: TrainerSettings, quantization: Quantization | None
+) -> torch.nn.Module:
+    """Build this rank's part of the model that the run starts from; fresh adapters leave the base
+    as it is. Collective.
+
+    ``quantization``: what experts are trained through; None for their weights as they are.
 
     Raises:
         ConversionError, CheckpointError: naming the file, key or tensor that does not fit; of a
             base in MXFP4 also the tensor with a value that MXFP4 does not have; of adapters to
             start from also the setting that differs, or the base that is another one.
     """
+    model = build_model(
+        settings.model,
+        settings.parallel,
+        getattr(torch, settings.dtype),
+        adapter=settings.adapter,
+        quantization=quantization,
+        router_noise=settings.ablation.router_noise,
+        sinks=settings.ablation.trainer_sinks,
+        sink_gradient=settings.ablation.sink_gradient,
+        sink_backward=settings.ablation.sink_backward,
+    )
     _load_base(model, settings)
     if settings.initial_adapter is not None:
         source = _open_adapters(settings.initial_adapter, settings)
         load_adapter(model, settings.model, source)
     elif settings.adapter is not None:
         initialize_adapters(model, settings.seed)
+    return model
 
 
 def _load_base(model: torch.nn.Module, settings: TrainerSettings) -> None:

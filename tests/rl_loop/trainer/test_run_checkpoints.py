@@ -1,19 +1,25 @@
-"""``--resume`` with a damaged checkpoint: which one a trainer goes on from, and what it says."""
+"""The checkpoints of a policy and its critic: what is waited for, and which one ``--resume`` goes on from."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks.in_process import local_trainer
+from megatron_gptoss.checkpoint import writer as checkpoint_writer
+from megatron_gptoss.checkpoint.directory import latest_checkpoint
 from megatron_gptoss.checkpoint.errors import CheckpointError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.session import trainer_settings
 from rl_loop.trainer.group import TrainerGroup
+from rl_loop.trainer.run_checkpoints import RunCheckpoints
 from tests.rl_loop.test_loop_on_ray import CONFIGS, RL
 
 
@@ -81,3 +87,66 @@ def test_without_an_intact_checkpoint_every_damaged_file_is_named(
     places = [str(error.value).index(str(file)) for file in files]
     assert places == sorted(places)
     assert "begin again with --overwrite" in str(error.value)
+
+
+# -- while a checkpoint is written ----------------------------------------------------------------
+
+
+def checkpoints_in(directory: Path, trainer: TrainerGroup) -> RunCheckpoints:
+    """Those of another run with the same policy and critic, of which one is kept."""
+    worker = trainer.ranks._worker
+    settings = worker.settings
+    training = settings.training.model_copy(update={"keep_checkpoints": 1})
+    settings = replace(settings, directory=directory, training=training)
+    return RunCheckpoints(settings, worker.trainer, worker.critic)
+
+
+@pytest.mark.parametrize("unpublished", ["critic_checkpoints", "checkpoints"])
+def test_a_save_that_fails_at_either_model_leaves_the_checkpoint_before_it_of_both(
+    trainer: TrainerGroup, tmp_path: Path, unpublished: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = checkpoint_writer.publish
+
+    def publish_other(partial: Path, final: Path, keep: int) -> None:
+        if final.parent.name == unpublished:
+            raise OSError("the disk is gone")
+        publish(partial, final, keep)
+
+    checkpoints = checkpoints_in(tmp_path, trainer)
+    checkpoints.start(1, {"step": 1})
+    checkpoints.finish(block=True)
+    checkpoints.start(2, {"step": 2})
+    with monkeypatch.context() as disk:
+        disk.setattr(checkpoint_writer, "publish", publish_other)
+        with pytest.raises(CheckpointError, match="the disk is gone"):
+            checkpoints.finish(block=True)
+
+    resumed = checkpoints_in(tmp_path, trainer).resume()
+    assert resumed is not None and resumed.state == {"step": 1} and resumed.damages == []
+    # What was not finished would be in the way of the next test's results.
+    checkpoints.finish(block=True)
+
+
+def test_only_a_save_that_blocks_waits_for_the_disk(
+    trainer: TrainerGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write = threading.Event()
+    write = checkpoint_writer._write_and_hash
+    waited: list[bool] = []
+
+    def write_later(*arguments: Any) -> Any:
+        waited.append(may_write.wait(5))
+        return write(*arguments)
+
+    monkeypatch.setattr(checkpoint_writer, "_write_and_hash", write_later)
+    checkpoints = checkpoints_in(tmp_path, trainer)
+    checkpoints.start(1, {"step": 1})
+    checkpoints.finish(block=False)
+    checkpoints.publish_written()
+    assert latest_checkpoint(tmp_path / "checkpoints") is None
+
+    may_write.set()
+    checkpoints.finish(block=True)
+    assert waited == [True, True]
+    for root in ("checkpoints", "critic_checkpoints"):
+        assert latest_checkpoint(tmp_path / root) == tmp_path / root / "step_000001"
