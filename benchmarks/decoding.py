@@ -11,8 +11,9 @@ Requests go through the rollouts' own client.
 
 With ``--quantization mxfp4`` the servers are ``bf16``, with our settings, and ``mxfp4``; ``--ways``
 adds ``mxfp4_slow_routing``, which routes and sums with triton_kernels' own kernels,
-``mxfp4_slow_products``, whose expert products run one at a time on a processor, ``mxfp4_slow_values``,
-which multiplies every value twice, and ``bf16_quick_sampling`` and ``mxfp4_quick_sampling``, which
+``mxfp4_slow_products``, whose expert products run in triton_kernels' own shapes, ``mxfp4_slow_values``,
+which multiplies every value twice, ``mxfp4_few_tokens``, which multiplies few tokens in the plugin's own
+kernel, and ``bf16_quick_sampling`` and ``mxfp4_quick_sampling``, which
 sample in one reading of the logits (``rollout.engine.quick_sampling``). All get the same weights, the
 values of MXFP4, and are compared first: the log-probs of one text, and the experts that each chose for
 its tokens. With ``--apart`` each server has a GPU of its own, for models of which one GPU does not hold
@@ -76,6 +77,7 @@ QUANTIZED_WAYS = {
     "mxfp4_slow_routing": Variation(without_mends=("quick_routing",)),
     "mxfp4_slow_products": Variation(without_mends=("quick_products",)),
     "mxfp4_slow_values": Variation(without_mends=("quick_values",)),
+    "mxfp4_few_tokens": Variation(further_mends=("quick_few_tokens",)),
     "bf16_quick_sampling": QUICK_SAMPLING,
     "mxfp4_quick_sampling": QUICK_SAMPLING,
 }

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-EXPERTS, WIDTH = 32, 2880
+EXPERTS, TOP_K, WIDTH = 32, 4, 2880
 
 
 def layer_of_experts(tokens: int, *, scales: tuple[int, int] = (116, 120)) -> torch.Tensor:
@@ -25,6 +25,10 @@ def layer_of_experts(tokens: int, *, scales: tuple[int, int] = (116, 120)) -> to
     layers = importlib.import_module("gptoss_expert_layers")
     layout = importlib.import_module("gptoss_hopper_layout")
     matmul_ogs: Any = importlib.import_module("triton_kernels.matmul_ogs")
+    # As ``triton_kernel_fused_experts_with_bias`` there calls it.
+    sglang: Any = importlib.import_module(
+        "sglang.srt.layers.moe.fused_moe_triton.triton_kernels_moe"
+    )
     generator = torch.Generator("cuda").manual_seed(tokens)
 
     def random_bytes(*shape: int, low: int = 0, high: int = 256) -> torch.Tensor:
@@ -47,9 +51,10 @@ def layer_of_experts(tokens: int, *, scales: tuple[int, int] = (116, 120)) -> to
     swiglu = matmul_ogs.FusedActivation(
         matmul_ogs.FnSpecs("swiglu", swiglu_fn, ("alpha", "limit"), reduction_n=2), (1.702, 7.0)
     )
-    bias = torch.zeros(EXPERTS, 2 * WIDTH, device="cuda")
+    bias = torch.randn(EXPERTS, 2 * WIDTH, device="cuda", generator=generator)
     gate_up, config = matrices(2 * WIDTH)
-    hidden = matmul_ogs.matmul_ogs(
+    hidden = rows.new_full((1, tokens * TOP_K, WIDTH), torch.nan)
+    sglang.matmul_ogs(
         rows,
         gate_up,
         bias,
@@ -57,18 +62,21 @@ def layer_of_experts(tokens: int, *, scales: tuple[int, int] = (116, 120)) -> to
         gather_indx=gather,
         precision_config=config,
         fused_activation=swiglu,
+        y=hidden,
     )
     down, config = matrices(WIDTH)
-    result: torch.Tensor = matmul_ogs.matmul_ogs(
-        hidden,
+    result = rows.new_full((1, tokens, WIDTH), torch.nan)
+    sglang.matmul_ogs(
+        hidden[0],
         down,
         bias[:, :WIDTH].contiguous(),
         data,
         scatter_indx=scatter,
         precision_config=config,
         gammas=data.gate_scal,
+        y=result,
     )
-    return result
+    return result[0]
 
 
 def _route(logits: torch.Tensor) -> tuple[Any, Any, Any]:
@@ -76,9 +84,9 @@ def _route(logits: torch.Tensor) -> tuple[Any, Any, Any]:
     routing = importlib.import_module("gptoss_expert_routing")
     topk = importlib.import_module("sglang.srt.layers.moe.topk")
     if routing.fits(logits):
-        data, gather, scatter = routing.as_routing_data(topk, routing.route(logits, 4), 4)
+        data, gather, scatter = routing.as_routing_data(topk, routing.route(logits, TOP_K), TOP_K)
     else:
-        data, gather, scatter = topk.routing(logits, 4)
+        data, gather, scatter = topk.routing(logits, TOP_K)
     return data, gather, scatter
 
 
@@ -91,7 +99,7 @@ def main() -> None:
     for tokens in map(int, numbers):
         for scales in ((116, 120), (1, 129)):
             values = layer_of_experts(tokens, scales=scales)
-            assert values.any()
+            assert values.any() and not values.isnan().any()
             digest = hashlib.sha256(values.view(torch.int16).cpu().numpy().tobytes())
             print(tokens, scales, digest.hexdigest())
 

@@ -100,7 +100,7 @@ def with_shapes(original: Callable[..., Any]) -> Callable[..., Any]:
             *arguments,
             **options,
         )
-        if not _is_laid_out_by_us(precision_config) or flags.block_m not in SHAPES:
+        if not is_laid_out_by_us(precision_config) or flags.block_m not in SHAPES:
             return flags
 
         for_many, for_few = SHAPES[flags.block_m]
@@ -119,7 +119,7 @@ def with_shapes(original: Callable[..., Any]) -> Callable[..., Any]:
     return make_opt_flags
 
 
-def _is_laid_out_by_us(precision_config: Any) -> bool:
+def is_laid_out_by_us(precision_config: Any) -> bool:
     scales = precision_config.weight_scale
     if scales is None:
         return False

@@ -18,6 +18,8 @@
   processors instead of one (``gptoss_expert_products``).
 * ``quick_values``: those products make values of their codes with one multiplication instead of two
   (``gptoss_expert_values``).
+* ``quick_few_tokens``: products of a decoding step or a short prefill run in a kernel of ours
+  (``gptoss_expert_matmul``). Not on by default: as a whole it has not run on a GPU.
 * ``quick_pause``: a pause by abort ends as soon as the last request has. SGLang looks once, and if
   anything runs then, again after a whole second.
 * ``quick_sampling``: tokens are sampled, and their log-probs computed, in one reading of the logits
@@ -129,6 +131,13 @@ def multiply_values_once() -> None:
     gptoss_expert_values.install()
 
 
+def multiply_few_tokens_at_once() -> None:
+    """Let servers with MXFP4 experts multiply few tokens in a kernel of ours."""
+    import gptoss_expert_matmul
+
+    gptoss_expert_matmul.install()
+
+
 def pause_without_waiting() -> None:
     """Look every ``PAUSE_INTERVAL`` whether aborted requests have ended."""
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -168,6 +177,7 @@ MENDS = {
     "quick_routing": Mend(route_in_one_kernel),
     "quick_products": Mend(multiply_in_smaller_programs),
     "quick_values": Mend(multiply_values_once),
+    "quick_few_tokens": Mend(multiply_few_tokens_at_once),
     "quick_pause": Mend(pause_without_waiting),
     "quick_sampling": Mend(sample_in_one_reading),
 }

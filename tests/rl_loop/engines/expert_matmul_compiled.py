@@ -1,0 +1,71 @@
+"""Compiles the plugin's products of few tokens for a Hopper GPU, at the size of GPT-OSS's layers:
+
+PYTHONPATH=rl_loop/engines/sglang/plugin python -m tests.rl_loop.engines.expert_matmul_compiled
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import gptoss_expert_matmul as matmul
+import gptoss_hopper_layout as layout
+import torch
+
+from tests.rl_loop.engines.compiled_for_hopper import Compiling
+
+EXPERTS, TOP_K, WIDTH = 32, 4, 2880
+SPILLED = 128
+"""Bytes of memory that a thread may take: a few of its loop's addresses."""
+
+
+def multiply(tokens: int, *, is_first: bool) -> None:
+    """Call a product on the host, of whose tensors only the shapes are read."""
+    entries = tokens * TOP_K
+    outputs = 2 * WIDTH if is_first else WIDTH
+    integers = torch.zeros(entries, dtype=torch.int32)
+    ragged = SimpleNamespace(
+        slice_sizes=integers,
+        slice_offs=integers,
+        block_offs=lambda rows: integers,
+        block_schedule=lambda rows: integers,
+    )
+    routes = SimpleNamespace(
+        expt_data=ragged, n_expts_tot=EXPERTS, n_expts_act=TOP_K, n_blocks=lambda *sizes: 1
+    )
+    bytes_of = {"dtype": torch.uint8}
+    kind: dict[str, Any] = {"gates": torch.empty(entries, dtype=torch.bfloat16)}
+    if is_first:
+        kind = {"swiglu": matmul.Swiglu(1.702, 7.0)}
+    matmul.multiply(
+        torch.empty(tokens if is_first else entries, WIDTH, dtype=torch.bfloat16),
+        torch.empty(EXPERTS, *layout.value_storage_shape(outputs, WIDTH // 2), **bytes_of),
+        torch.empty(EXPERTS, *layout.scale_storage_shape(outputs, WIDTH // 32), **bytes_of),
+        torch.empty(EXPERTS, outputs),
+        routes,
+        integers,
+        torch.empty(entries, WIDTH, dtype=torch.bfloat16),
+        **kind,
+    )
+
+
+def main() -> None:
+    kernel = Compiling(matmul._multiply_kernel)
+    matmul._multiply_kernel = kernel
+    for tokens, limit in ((64, 128), (256, 168)):
+        for is_first in (True, False):
+            multiply(tokens, is_first=is_first)
+            used = kernel.resources[-1]
+            assert used.registers <= limit and used.spilled <= SPILLED, (tokens, is_first, used)
+
+    # Numbers of tokens with other divisors have the same kernels.
+    known = {used.variant for used in kernel.resources}
+    assert len(known) == 4
+    for tokens in (1, 7, 63, 65, 300):
+        multiply(tokens, is_first=tokens % 2 == 0)
+    assert {used.variant for used in kernel.resources} == known
+    print("compiled")
+
+
+if __name__ == "__main__":
+    main()

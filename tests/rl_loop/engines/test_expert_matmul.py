@@ -1,0 +1,101 @@
+"""The plugin's products of few tokens: what they compute, and which of SGLang's calls they take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rl_loop.engines.sglang.config import SglangConfig
+from tests.rl_loop.engines.expert_layer_process import hashes_of_products
+from tests.rl_loop.plugin_process import run_with_plugin, write_modules
+
+LAYER = "sglang/srt/layers/moe/fused_moe_triton/triton_kernels_moe.py"
+PROGRAM = """
+from types import SimpleNamespace as S
+import gptoss_expert_matmul as ours
+import torch
+
+said = []
+ours.multiply = lambda x, *weights, **kind: said.append(("ours", sorted(kind)))
+ours.sum_experts = lambda of_experts, sums: said.append((list(of_experts.shape), list(sums.shape)))
+ours.install()
+from sglang.srt.layers.moe.fused_moe_triton import triton_kernels_moe as layer
+
+
+class HopperMXScaleLayout:
+    num_warps = 4
+
+
+def call(tokens, *, kind, **changes):
+    entries, experts, width = 2 * tokens, 4, 64
+    index = S(src_indx=torch.zeros(entries), dst_indx=torch.zeros(entries))
+    routes = S(n_expts_tot=experts, n_expts_act=2)
+    storage = S(layout=HopperMXScaleLayout(), data=torch.zeros(1, 1, 1))
+    options = {"precision_config": S(weight_scale=S(storage=storage)), "y": torch.zeros(1, tokens, width)}
+    if kind == "first":
+        options |= {"gather_indx": index, "fused_activation": S(fn_args=(1.7, 7.0)), "gammas": None}
+    else:
+        options |= {"scatter_indx": index, "gammas": torch.zeros(entries)}
+    options |= changes
+    x = options.pop("x", torch.zeros(entries, width))
+    said.clear()
+    result = layer.matmul_ogs(x, S(storage=storage), torch.zeros(experts, width), routes, **options)
+    assert result is options["y"] or result == "theirs", result
+    print(kind, tokens, *changes, *said, "" if said else result)
+
+
+for kind in ("first", "second"):
+    call(1, kind=kind)
+    call(128, kind=kind)
+    call(130, kind=kind)
+call(1, kind="second", gammas=None)
+call(1, kind="first", gammas=torch.zeros(2))
+call(1, kind="first", y=None)
+call(1, kind="first", x=torch.zeros(64, 2).T)
+call(1, kind="first", precision_config=S(weight_scale=None))
+call(0, kind="first")
+"""
+
+
+def test_it_takes_the_calls_of_layers_with_few_tokens_and_leaves_others(tmp_path: Path) -> None:
+    theirs = 'def matmul_ogs(x, w, bias, routing_data, **options):\n    return "theirs"\n'
+    write_modules(tmp_path, {LAYER: theirs})
+    lines = run_with_plugin("-c", PROGRAM, packages=tmp_path).splitlines()
+    assert [line.strip() for line in lines] == [
+        "first 1 ('ours', ['swiglu'])",
+        "first 128 ('ours', ['swiglu'])",
+        "first 130 theirs",
+        "second 1 ('ours', ['gates']) ([1, 2, 64], [1, 64])",
+        "second 128 ('ours', ['gates']) ([128, 2, 64], [128, 64])",
+        "second 130 theirs",
+        "second 1 gammas theirs",
+        "first 1 gammas theirs",
+        "first 1 y theirs",
+        "first 1 x theirs",
+        "first 1 precision_config theirs",
+        "first 0 theirs",
+    ]
+
+
+def test_products_are_what_codes_and_scales_mean_for_any_number_of_an_experts_tokens() -> None:
+    said = run_with_plugin(
+        "-m", "tests.rl_loop.engines.expert_matmul_interpreted", interpreted=True
+    )
+    assert said == "both products are what they mean\n"
+
+
+def test_four_kernels_for_a_hopper_gpu_do_for_all_numbers_of_tokens() -> None:
+    assert run_with_plugin("-m", "tests.rl_loop.engines.expert_matmul_compiled") == "compiled\n"
+
+
+def test_servers_do_without_it_until_it_has_run_on_a_gpu() -> None:
+    mends = SglangConfig(quantization="mxfp4").environment["GPTOSS_SGLANG_MENDS"].split(",")
+    assert "quick_products" in mends and "quick_few_tokens" not in mends
+
+
+@pytest.mark.gpu
+def test_products_are_the_same_to_the_last_bit() -> None:
+    """As triton_kernels', for both matrices of a layer of GPT-OSS's width."""
+    pytest.importorskip("triton_kernels", reason="sglang-kernel is not installed")
+    assert hashes_of_products("gptoss_expert_matmul") == hashes_of_products("-")
