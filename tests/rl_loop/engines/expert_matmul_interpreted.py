@@ -150,6 +150,7 @@ def main() -> None:
     check(3, [0, 0, 0, 0])
     check(20, [0, 0, -9, 1])  # an expert without a token
     check(41, [0, 2, 0, 0])
+    check(60, [9, 0, 0, 0])
     check(100, [9, 0, -1, -2])  # one with more than a block
     of_many = {size for rows, size in seen if rows == 64}
     for low, high in ((1, 16), (17, 32), (33, 48), (49, 64), (81, 100)):
