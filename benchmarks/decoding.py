@@ -4,10 +4,13 @@ against what the GPU's memory allows: ``python benchmarks/sglang.py decode``.
 Two servers with the same random weights share one GPU, and rounds go to them in turn, so that a
 change of the clocks meets both: ``as_it_comes`` does not find our settings, ``tuned`` does. A round
 is three calls with the same prompts: one new token each (prefill), the same again, now from the
-prefix cache (what a call costs besides), and ``--tokens`` more (decoding). A decoding step is what
-the third call takes longer than the median of all rounds' second calls, over the tokens: now and
-then one of them takes seconds longer, perhaps because a kernel is compiled for a batch of a new size.
-Requests go through the rollouts' own client.
+prefix cache (what a call costs besides), and ``--tokens`` more (decoding). Requests go through the
+rollouts' own client.
+
+A decoding step is what the server says in its log, once for 40 steps: the median of all rounds. What the
+client sees is told beside it: what the third call takes longer than the median of all rounds' second
+calls, over the tokens. That has the client's own work in it, which with 256 requests scatters by
+milliseconds a step, and stands in for servers that write no such lines.
 
 With ``--quantization mxfp4`` the servers are ``bf16``, with our settings, and ``mxfp4``; ``--ways``
 adds ``mxfp4_slow_routing``, which routes and sums with triton_kernels' own kernels,
@@ -43,6 +46,7 @@ from typing import Any
 import numpy as np
 import torch
 from decoding_profile import StepProfile, profile_steps, profile_table, read_trace
+from server_log import step_seconds
 from servers_in_turn import (
     Way,
     chosen_ways,
@@ -189,13 +193,19 @@ async def measure_row(
     times = {way.name: Times() for way in ways}
 
     # The first round warms up: kernels are compiled, and the allocator learns what is needed.
+    written = {way.name: 0 for way in ways}
     for number in range(options.rounds + 1):
+        if number == 1:
+            written = {way.name: len(way.log.read_bytes()) for way in ways}
         prompts = random_prompts(generator, running, options.prompt, config)
         in_turn = ways if number % 2 else ways[::-1]
         for way in in_turn:
             measured = Times() if number == 0 else times[way.name]
             await time_round(way, f"{running}/{number}", prompts, options.tokens, measured)
 
+    logs = {
+        way.name: way.log.read_bytes()[written[way.name] :].decode(errors="replace") for way in ways
+    }
     experts = await count_experts(ways[-1], running, generator, options, config)
     context = options.prompt + options.tokens // 2
     expert_bytes = PACKED_BYTES if options.quantization else BF16_BYTES
@@ -211,9 +221,11 @@ async def measure_row(
         row[f"{name}_prefill_tokens_per_second"] = (
             running * options.prompt / median(measured.prefill)
         )
-        steps = measured.steps(options.tokens)
+        client_steps = measured.steps(options.tokens)
+        steps = step_seconds(logs[name], running) or client_steps
         row[f"{name}_ms"] = median(steps) * 1e3
-        row[f"{name}_all_ms"] = [round(step * 1e3, 3) for step in steps]
+        row[f"{name}_from_to_ms"] = [round(step(steps) * 1e3, 3) for step in (min, max)]
+        row[f"{name}_client_all_ms"] = [round(step * 1e3, 3) for step in client_steps]
         row[f"{name}_cached_share"] = min(measured.cached)
     emit("decode", layers=config.num_layers, **row)
     return row

@@ -35,7 +35,6 @@ import asyncio
 import json
 import math
 import multiprocessing
-import re
 import shutil
 import subprocess
 import tempfile
@@ -50,6 +49,8 @@ from pathlib import Path
 from statistics import mean, median
 from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Any
+
+from server_log import decode_speeds
 
 from rl_loop.config.load import load_rl_config
 from rl_loop.config.run import RlConfig
@@ -73,7 +74,6 @@ LOAD_SECONDS = 0.25
 """Between two questions to every server of how many requests it has."""
 MAX_STALENESS = "loop/max_staleness"
 """The value that a step was run with, among its metrics."""
-DECODE_LINE = re.compile(r"#running-req: (\d+).*gen throughput \(token/s\): ([0-9.]+)")
 
 
 def main() -> None:
@@ -750,8 +750,7 @@ def server_speeds(config: RlConfig) -> list[tuple[int, float]]:
     """Read running requests and tokens per second of decoding from the logs of SGLang's servers."""
     speeds = []
     for log in server_logs(config):
-        for found in DECODE_LINE.finditer(log.read_text(errors="replace")):
-            speeds.append((int(found[1]), float(found[2])))
+        speeds += decode_speeds(log.read_text(errors="replace"))
     return speeds
 
 

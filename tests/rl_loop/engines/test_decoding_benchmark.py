@@ -55,7 +55,7 @@ def test_both_servers_are_measured_in_turn_and_only_one_gets_our_settings(tmp_pa
     rows = [line for line in lines if line["case"] == "decode"]
     assert [row["running"] for row in rows] == [1, 3]
     for row in rows:
-        assert len(row["as_it_comes_all_ms"]) == len(row["tuned_all_ms"]) == 2
+        assert len(row["as_it_comes_client_all_ms"]) == len(row["tuned_client_all_ms"]) == 2
         assert row["tuned_prefill_tokens_per_second"] > 0
     tables = (tmp_path / "table").read_text()
     rounds, *profiles = tables.split("GPU microseconds per decoding step")
@@ -107,6 +107,20 @@ def test_calls_that_took_seconds_longer_do_not_count(decoding: ModuleType) -> No
     steps = times.steps(tokens=100)
     assert sorted(steps)[2] == pytest.approx(0.02)
     assert steps == pytest.approx([0.02, 0.04, 0.02, 0.02, 0.06])
+
+
+LOG = """
+[2026-11-26 09:39:29] Prefill batch, #new-seq: 50, #new-token: 50, #running-req: 4, #queue-req: 0
+[2026-11-26 09:39:30] Decode batch, #running-req: 4, #full token: 9, gen throughput (token/s): 20.5, #queue-req: 0
+[2026-11-26 09:39:31] Decode batch, #running-req: 4, #full token: 9, gen throughput (token/s): 400.00, #queue-req: 0
+[2026-11-26 09:39:31] Decode batch, #running-req: 3, #full token: 9, gen throughput (token/s): 900.00, #queue-req: 0
+[2026-11-26 09:39:32] Decode batch, #running-req: 4, #full token: 9, gen throughput (token/s): 500.00, #queue-req: 0
+"""
+
+
+def test_a_step_is_what_the_server_says_without_the_times_between(decoding: ModuleType) -> None:
+    assert decoding.step_seconds(LOG, running=4) == [0.01, 0.008]
+    assert decoding.step_seconds(LOG, running=8) == []
 
 
 def server_options(**others: object) -> argparse.Namespace:
@@ -181,6 +195,7 @@ def test_every_way_but_bf16_packs_experts_and_mends_can_be_withheld_and_added(
         "mxfp4_slow_routing": True,
         "mxfp4_slow_products": True,
         "mxfp4_slow_values": True,
+        "mxfp4_few_tokens": True,
     }
     assert mends == {
         "bf16": "quick_pause",
@@ -188,6 +203,7 @@ def test_every_way_but_bf16_packs_experts_and_mends_can_be_withheld_and_added(
         "mxfp4_slow_routing": "mxfp4_experts,quick_products,quick_values,quick_pause",
         "mxfp4_slow_products": "mxfp4_experts,quick_routing,quick_values,quick_pause",
         "mxfp4_slow_values": "mxfp4_experts,quick_routing,quick_products,quick_pause",
+        "mxfp4_few_tokens": "mxfp4_experts,quick_routing,quick_products,quick_values,quick_pause,quick_few_tokens",
         "bf16_quick_sampling": "quick_pause,quick_sampling",
         "mxfp4_quick_sampling": "mxfp4_experts,quick_routing,quick_products,quick_values,quick_pause,quick_sampling",
     }

@@ -1,0 +1,21 @@
+"""What SGLang's servers write about their own speed."""
+
+from __future__ import annotations
+
+import re
+
+DECODE_LINE = re.compile(r"#running-req: (\d+).*gen throughput \(token/s\): ([0-9.]+)")
+
+
+def decode_speeds(log: str) -> list[tuple[int, float]]:
+    """Return running requests and tokens per second of every line about decoding, of 40 steps each."""
+    return [(int(found[1]), float(found[2])) for found in DECODE_LINE.finditer(log)]
+
+
+def step_seconds(log: str, running: int) -> list[float]:
+    """Return the seconds of a decoding step with so many requests, for every line about it.
+
+    A line also counts what passed since the one before it: prefills, or a time without requests. So those
+    with less than half of the highest speed are left out."""
+    speeds = [speed for requests, speed in decode_speeds(log) if requests == running]
+    return [running / speed for speed in speeds if speed > max(speeds) / 2]
