@@ -2,17 +2,17 @@
 
 triton_kernels 3.6 cuts the tokens of each expert into blocks of one size, about twice their mean, so that no
 matrix is read and taken apart twice. With 256 tokens for 32 experts, four of which each token has, a block
-has 64 rows for 32 tokens: half of what the tensor cores do is thrown away. It also compiles its kernel again
-for numbers of tokens with other divisors, some seconds each, in the middle of a rollout.
+has 64 rows for 32 tokens: half of what the tensor cores do is thrown away. It also compiles its kernel two
+or four times for each of these sizes, as numbers of tokens with other divisors come, in the middle of a rollout.
 
 Here a program looks how many tokens its block has and multiplies with 16, 32, 48 or 64 rows of them. Sums
 are made in the same order, 16 inputs at a time, so that the output is the same to the last bit. It is
-compiled twice for each product, whatever the number of tokens.
+compiled twice for each of a layer's products, whatever the number of tokens.
 
 Matrices lie as ``gptoss_hopper_layout`` keeps them. A program has 128 columns of outputs and steps through
 128 inputs at a time, of which ``gptoss_expert_values`` makes numbers. Where a processor holds four programs
-(few rows) or three (many) without spilling much, the products of one layer were the fastest on an H200
-(``benchmarks/expert_products.py``).
+(few rows) or three (many) without spilling much, the first product of a layer was the fastest on an H200
+(benchmarks/LOG.md).
 
 Larger prefills, and products of any other kind, are left to triton_kernels.
 """
