@@ -30,7 +30,7 @@ class HopperMXScaleLayout:
 def call(tokens, *, kind, **changes):
     entries, experts, width = 2 * tokens, 4, 64
     index = S(src_indx=torch.zeros(entries), dst_indx=torch.zeros(entries))
-    routes = S(n_expts_tot=experts, n_expts_act=2)
+    routes = S(n_expts_tot=experts, n_expts_act=2, gate_scal=torch.zeros(entries))
     storage = S(layout=HopperMXScaleLayout(), data=torch.zeros(1, 1, 1))
     options = {"precision_config": S(weight_scale=S(storage=storage)), "y": torch.zeros(1, tokens, width)}
     if kind == "first":

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from gptoss_expert_products import is_laid_out_by_us, scales_of_program
@@ -314,41 +313,36 @@ def few_tokens_at_once(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def matmul_ogs(
         x: Tensor, w: Any, bias: Tensor, routing_data: Any = None, **options: Any
-    ) -> Tensor:
-        config = options.get("precision_config")
-        gather, scatter = options.get("gather_indx"), options.get("scatter_indx")
-        gates, activation = options.get("gammas"), options.get("fused_activation")
-        y = options.get("y")
+    ) -> Any:
+        config: Any = options.get("precision_config")
+        gather: Any = options.get("gather_indx")
+        scatter: Any = options.get("scatter_indx")
+        gates: Any = options.get("gammas")
+        activation: Any = options.get("fused_activation")
+        y: Any = options.get("y")
+        is_ours = (
+            config is not None
+            and is_laid_out_by_us(config)
+            and y is not None
+            and x.is_contiguous()
+            and y.is_contiguous()
+            and 0 < len(routing_data.gate_scal) <= MOST_TOKENS * routing_data.n_expts_tot
+        )
         is_first = gather is not None and activation is not None and gates is None
         is_second = scatter is not None and activation is None and gates is not None
-        index = gather if is_first else scatter
-        if (
-            not (is_first or is_second)
-            or config is None
-            or not is_laid_out_by_us(config)
-            or y is None
-            or not (x.is_contiguous() and y.is_contiguous())
-            or not _few(index, routing_data)
-        ):
+        if not is_ours or not (is_first or is_second):
             return original(x, w, bias, routing_data, **options)
 
         matrices = (w.storage.data.mT, config.weight_scale.storage.data.mT, bias)
-        if is_first:
-            entries = index.src_indx
+        if gather is not None:
             swiglu = Swiglu(*activation.fn_args)
-            multiply(x, *matrices, routing_data, entries, y, swiglu=swiglu)
-        else:
-            entries = index.dst_indx
-            top_k, width = routing_data.n_expts_act, y.shape[-1]
-            of_experts = torch.empty(len(entries), width, dtype=y.dtype, device=y.device)
-            multiply(x, *matrices, routing_data, entries, of_experts, gates=gates)
-            sum_experts(of_experts.view(-1, top_k, width), y.view(-1, width))
+            multiply(x, *matrices, routing_data, gather.src_indx, y, swiglu=swiglu)
+            return y
+
+        entries, width = scatter.dst_indx, y.shape[-1]
+        of_experts = y.new_empty(len(entries), width)
+        multiply(x, *matrices, routing_data, entries, of_experts, gates=gates)
+        sum_experts(of_experts.view(-1, routing_data.n_expts_act, width), y.view(-1, width))
         return y
 
     return matmul_ogs
-
-
-def _few(index: Any, routing_data: Any) -> bool:
-    """Tell whether experts have so few tokens, on average, that the kernel is for them."""
-    entries, experts = len(index.src_indx), routing_data.n_expts_tot
-    return entries > 0 and entries // experts <= MOST_TOKENS
