@@ -222,7 +222,9 @@ async def measure_row(
             running * options.prompt / median(measured.prefill)
         )
         client_steps = measured.steps(options.tokens)
-        steps = step_seconds(logs[name], running) or client_steps
+        server_steps = step_seconds(logs[name], running)
+        steps = server_steps or client_steps
+        row[f"{name}_steps_by"] = "server" if server_steps else "client"
         row[f"{name}_ms"] = median(steps) * 1e3
         row[f"{name}_from_to_ms"] = [round(step(steps) * 1e3, 3) for step in (min, max)]
         row[f"{name}_client_all_ms"] = [round(step * 1e3, 3) for step in client_steps]
@@ -452,4 +454,8 @@ def table_of_two(rows: list[dict[str, Any]], first: str, second: str) -> str:
             f"{tuned / limit:.2f}" if limit else "-",
         ]
         lines.append("| " + " | ".join(cells) + " |")
+    told = ", ".join(
+        f"{row['running']}: {row[f'{first}_steps_by']}, {row[f'{second}_steps_by']}" for row in rows
+    )
+    lines += ["", f"Decoding steps as told by: {told}."]
     return "\n".join(lines) + "\n"

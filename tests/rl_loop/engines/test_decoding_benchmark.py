@@ -57,6 +57,7 @@ def test_both_servers_are_measured_in_turn_and_only_one_gets_our_settings(tmp_pa
     for row in rows:
         assert len(row["as_it_comes_client_all_ms"]) == len(row["tuned_client_all_ms"]) == 2
         assert row["tuned_prefill_tokens_per_second"] > 0
+        assert row["tuned_steps_by"] == "client"  # the servers here write no such lines
     tables = (tmp_path / "table").read_text()
     rounds, *profiles = tables.split("GPU microseconds per decoding step")
     assert rounds.count("\n| ") == 3
@@ -89,11 +90,14 @@ def test_each_server_stands_beside_the_first(decoding: ModuleType) -> None:
     row = {"running": 2, "experts_used": 3.0}
     for milliseconds, name in zip((8.0, 4.0, 2.0), names, strict=True):
         row |= {f"{name}_ms": milliseconds, f"{name}_prefill_tokens_per_second": 1.0}
+        row[f"{name}_steps_by"] = "client" if name == "bf16" else "server"
     text = decoding.table([row], options, GptOssModelConfig(num_layers=2, **SIZES))
     assert [line for line in text.splitlines() if "**" in line] == [
         "| 2 | 1 | 1 | 1.00 | 8.00 | 4.00 | **2.00** | 250 | 500 | 3.0 | - | - |",
         "| 2 | 1 | 1 | 1.00 | 8.00 | 2.00 | **4.00** | 250 | 1,000 | 3.0 | - | - |",
     ]
+
+    assert text.count("Decoding steps as told by: 2: client, server.") == 2
 
     options.ways = ["bf16", "int4"]
     with pytest.raises(SystemExit, match="--ways int4: there are bf16, mxfp4, mxfp4_slow_routing"):

@@ -99,11 +99,12 @@ def multiply(
         gates: [entries] by expert, makes it the second.
     """
     assert (swiglu is None) != (gates is None)
-    program = program_for(len(entries), routes.n_expts_tot)
-    ragged = routes.expt_data
     outputs = bias.shape[1]
     columns = triton.cdiv(outputs, COLUMNS)
+    program = program_for(len(entries), routes.n_expts_tot)
     grid = (routes.n_blocks(len(entries), program.rows) * columns,)
+    ragged = routes.expt_data
+
     _multiply_kernel[grid](
         x,
         values,
