@@ -51,9 +51,9 @@ TOKENS = (64, 256, 8, 1, 4096, 16, 128, 1024, 32, 8192, 48, 2048, 96, 512, 4, 19
 nearest."""
 BLOCK_SIZES_M = (16, 32, 64, 128)
 """Rows of a block of tokens."""
-COMPILED_FOR = (1, 4, 16)
-"""Triton compiles again where an argument is divisible by 16 or not; these batches cover the
-combinations there are."""
+COMPILED_FOR = (1, 4, 64)
+"""Triton compiles again where an argument is divisible by 16 or not: the entries of a batch, and
+those of its blocks (``padded_entries``). These batches have the combinations that there are."""
 SHARED_MEMORY = 227 * 1024
 """Bytes that one block of threads may use on Hopper."""
 ROUTINGS = 6
@@ -134,6 +134,16 @@ def block_sizes(tokens: int, experts: int) -> list[int]:
     smallest = min(128, rows / 4)
     largest = max(16, 4 * rows)
     return [block for block in BLOCK_SIZES_M if smallest <= block <= largest]
+
+
+def padded_entries(tokens: int, experts: int, block_m: int) -> int:
+    """Return for how many entries there is room when each expert's are padded to whole blocks, as
+    SGLang 0.5.17 counts them (``moe_align_block_size``)."""
+    entries = tokens * TOP_K
+    # SGLang reckons with one expert more, of entries that belong to another rank.
+    if entries <= experts:
+        return entries * block_m
+    return entries + (experts + 1) * (block_m - 1)
 
 
 class Layer:
@@ -271,6 +281,12 @@ def compile_share(shape: Shape, share: list[tuple[int, Settings]]) -> None:
             print(f"{settings} does not compile: {type(error).__name__}", flush=True)
 
 
+def compiled_batches(block_m: int) -> tuple[int, ...]:
+    """Return the tokens of the batches for which choices with such blocks are compiled."""
+    # Batches of few tokens have no larger blocks (``block_sizes``).
+    return COMPILED_FOR if block_m == BLOCK_SIZES_M[0] else COMPILED_FOR[-1:]
+
+
 def compile_all(shape: Shape, jobs: int) -> None:
     """Compile all candidates for a shape, several at a time, and say how many processes failed.
 
@@ -279,7 +295,7 @@ def compile_all(shape: Shape, jobs: int) -> None:
         (tokens, settings)
         for block_m in BLOCK_SIZES_M
         for settings in candidates(block_m)
-        for tokens in (COMPILED_FOR if block_m == 16 else COMPILED_FOR[-1:])
+        for tokens in compiled_batches(block_m)
     ]
     context = multiprocessing.get_context("spawn")
     processes = []

@@ -1,4 +1,4 @@
-"""benchmarks/tune_moe.py compiles in processes of its own, and says if they fail."""
+"""benchmarks/tune_moe.py compiles in processes of its own whatever it times, and says if they fail."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ def test_compiling_processes_import_timing_but_not_our_sglang_and_a_failed_one_i
 ) -> None:
     monkeypatch.setattr(tune_moe, "compile_share", tell_imports_or_fail)
     monkeypatch.setattr(tune_moe, "BLOCK_SIZES_M", (128,))
+    monkeypatch.setattr(tune_moe, "compiled_batches", lambda block_m: (64,))
     # Two processes, of which one has one choice and the other two.
     monkeypatch.setattr(tune_moe, "candidates", lambda block_m: [block_m, block_m, block_m])
     tune_moe.compile_all(tmp_path, 2)
@@ -72,3 +73,24 @@ def test_compiling_processes_import_timing_but_not_our_sglang_and_a_failed_one_i
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1
     assert f"1 of 2 compiling processes failed (exit codes {FAILING_EXIT_CODE});" in lines[0]
+
+
+@pytest.mark.parametrize("experts", [32, 128])
+def test_what_is_timed_has_been_compiled(tune_moe: ModuleType, experts: int) -> None:
+    def compiled_as(tokens: int, block_m: int) -> tuple[int, bool, bool]:
+        """Tell what Triton compiles for: it looks which arguments are divisible by 16."""
+        entries = tokens * tune_moe.TOP_K
+        padded = tune_moe.padded_entries(tokens, experts, block_m)
+        return block_m, entries % 16 == 0, padded % 16 == 0
+
+    compiled = {
+        compiled_as(tokens, block_m)
+        for block_m in tune_moe.BLOCK_SIZES_M
+        for tokens in tune_moe.compiled_batches(block_m)
+    }
+    timed = {
+        compiled_as(tokens, block_m)
+        for tokens in tune_moe.TOKENS
+        for block_m in tune_moe.block_sizes(tokens, experts)
+    }
+    assert timed <= compiled
