@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,6 +100,7 @@ print("cases for FlashAttention")
 floats = torch.zeros(REQUESTS, HEADS, SIZE)
 for case in (
     {"window_size": (-1, -1)},
+    {"window_size": (-1, 0)},
     {"window_size": (127, 127)},
     {"window_size": (256, 0)},
     {"ver": 4},
@@ -313,3 +314,59 @@ def test_a_captured_step_follows_lengths_tables_and_queries(attention: ModuleTyp
     expected = attend_in_float64(call)
     assert not expected.isnan().any()
     assert (outputs - expected).abs().max() < 2e-2
+
+
+@pytest.mark.gpu
+def test_sglangs_backend_decodes_windows_with_it(
+    attention: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the page table of the pool that windowed layers have, after new keys and values are saved."""
+    name = "sglang.srt.layers.attention.flashattention_backend"
+    backend = pytest.importorskip(name, reason="SGLang is not installed", exc_type=ImportError)
+    layers = importlib.import_module("sglang.srt.layers.radix_attention")
+    monkeypatch.setattr(backend, "flash_attn_with_kvcache", refuse)
+    attention.install()
+
+    call = call_of_a_step(requests=5, key_heads=8, longest=300)
+    saved: list[Any] = []
+    pool = SimpleNamespace(
+        set_kv_buffer=lambda *arguments: saved.append(arguments),
+        get_kv_buffer=lambda layer: (call["k_cache"][:, 0], call["v_cache"][:, 0]),
+    )
+    metadata = backend.FlashAttentionMetadata(
+        cache_seqlens_int32=call["cache_seqlens"],
+        cu_seqlens_q=call["cu_seqlens_q"],
+        page_table=torch.full_like(call["page_table"], 2**31 - 1),
+        swa_page_table=call["page_table"],
+    )
+    its_backend = SimpleNamespace(
+        token_to_kv_pool=pool,
+        forward_metadata=metadata,
+        _mxfp8_sf_kwargs=lambda *unused: {},
+        use_mla=False,
+        kv_cache_is_mxfp8=False,
+        kv_cache_dtype_str="auto",
+        page_size=1,
+        has_local_attention=False,
+        topk=0,
+        fa_impl_ver=3,
+        num_splits=0,
+        use_sliding_window_kv_pool=True,
+        is_prefill_aware_swa=False,
+    )
+    layer = layers.RadixAttention(
+        num_heads=64,
+        head_dim=64,
+        scaling=call["softmax_scale"],
+        num_kv_heads=8,
+        layer_id=0,
+        sliding_window_size=WINDOW - 1,
+    )
+    batch = SimpleNamespace(out_cache_loc=None, spec_info=None, batch_size=5)
+    key = torch.zeros(5, 8, 64, device="cuda", dtype=torch.bfloat16)
+    outputs = backend.FlashAttentionBackend.forward_decode(
+        its_backend, call["q"].flatten(1), key, key, layer, batch, sinks=call["sinks"]
+    )
+
+    assert len(saved) == 1
+    assert (outputs.view(5, 64, 64) - attend_in_float64(call)).abs().max() < 2e-2

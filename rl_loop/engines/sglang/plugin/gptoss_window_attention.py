@@ -37,7 +37,10 @@ heads of 64, compiled for a Hopper GPU, six programs of 37 KB fit on a processor
 LARGEST_WINDOW = 256
 """Tokens. FlashAttention fills its tiles with keys where there are many, and goes through them with
 several programs for each head."""
+SMALLEST_HEAD = 16
+"""Numbers of a head that a matrix instruction multiplies."""
 LARGEST_HEAD = 128
+"""With more, two chunks do not fit into shared memory beside those of other programs."""
 FEWEST_ROWS = 16
 """Query heads of a program: the rows of a matrix instruction, of which GPT-OSS fills half."""
 LOWEST = tl.constexpr(-1.0e30)
@@ -270,14 +273,14 @@ def is_decoding_of_window(options: dict[str, Any]) -> bool:
     if options["max_seqlen_q"] != 1 or not 0 < requests == len(options["cache_seqlens"]):
         return False
 
-    pages, page_size, key_heads, _ = options["k_cache"].shape
+    pages, _, key_heads, _ = options["k_cache"].shape
+    # With pages of one token.
     expected_pool = (pages, 1, key_heads, head_size)
     return (
         options["k_cache"].shape == options["v_cache"].shape == expected_pool
         and heads % key_heads == 0
-        and FEWEST_ROWS <= head_size <= LARGEST_HEAD
+        and SMALLEST_HEAD <= head_size <= LARGEST_HEAD
         and head_size == triton.next_power_of_2(head_size)
-        and page_size == 1
         and has_plain_layout(options)
     )
 
