@@ -16,9 +16,11 @@ With ``--quantization mxfp4`` the servers are ``bf16``, with our settings, and `
 adds ``mxfp4_slow_routing``, which routes and sums with triton_kernels' own kernels,
 ``mxfp4_slow_products``, whose expert products run in triton_kernels' own shapes, ``mxfp4_slow_values``,
 which multiplies every value twice, ``mxfp4_few_tokens``, which multiplies few tokens in the plugin's own
-kernel, and ``bf16_quick_sampling`` and ``mxfp4_quick_sampling``, which
-sample in one reading of the logits (``rollout.engine.quick_sampling``). All get the same weights, the
-values of MXFP4, and are compared first: the log-probs of one text, and the experts that each chose for
+kernel, ``bf16_quick_sampling`` and ``mxfp4_quick_sampling``, which sample in one reading of the logits
+(``rollout.engine.quick_sampling``), ``bf16_quick_window`` and ``mxfp4_quick_window``, which attend to
+windows in the plugin's own kernel (``rollout.engine.quick_window``), and ``bf16_quick`` and
+``mxfp4_quick``, which do all that of the above that servers have to be asked for. All get the same
+weights, the values of MXFP4, and are compared first: the log-probs of one text, and the experts that each chose for
 its tokens. With ``--apart`` each server has a GPU of its own, for models of which one GPU does not hold
 two.
 
@@ -73,7 +75,8 @@ MOE_VARIABLE = "SGLANG_MOE_CONFIG_DIR"
 WAYS = {"as_it_comes": Variation(without_variables=(MOE_VARIABLE,)), "tuned": Variation()}
 """By name: how a server differs from ours."""
 QUICK_SAMPLING = Variation(further_mends=("quick_sampling",))
-BF16_WAYS = ("bf16", "bf16_quick_sampling")
+QUICK_WINDOW = Variation(further_mends=("quick_window",))
+BF16_WAYS = ("bf16", "bf16_quick_sampling", "bf16_quick_window", "bf16_quick")
 """The ways that keep the values of MXFP4 in bf16; all others of ``QUANTIZED_WAYS`` pack them."""
 QUANTIZED_WAYS = {
     "bf16": Variation(),
@@ -84,6 +87,10 @@ QUANTIZED_WAYS = {
     "mxfp4_few_tokens": Variation(further_mends=("quick_few_tokens",)),
     "bf16_quick_sampling": QUICK_SAMPLING,
     "mxfp4_quick_sampling": QUICK_SAMPLING,
+    "bf16_quick_window": QUICK_WINDOW,
+    "mxfp4_quick_window": QUICK_WINDOW,
+    "bf16_quick": Variation(further_mends=("quick_sampling", "quick_window")),
+    "mxfp4_quick": Variation(further_mends=("quick_sampling", "quick_window", "quick_few_tokens")),
 }
 """The same with ``--quantization mxfp4``."""
 COMPARED_TOKENS = 512

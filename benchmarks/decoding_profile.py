@@ -70,8 +70,9 @@ PATTERNS = (
     # triton_kernels: reduce.py. SGLang: moe_sum_reduce, activations that are not compiled. Ours:
     # gptoss_expert_routing.
     (COMBINE, r"^_reduce|^_sum_kernel|moe_sum|act_and_mul|swiglu"),
-    # FlashAttention 3 and its plan of the work; SGLang's triton attention.
-    (ATTENTION, r"flash::|FlashAttn|_fwd_(grouped_)?kernel|merge_state"),
+    # FlashAttention 3 and its plan of the work; SGLang's triton attention. Ours:
+    # gptoss_window_attention.
+    (ATTENTION, r"^_attend_to_window_kernel|flash::|FlashAttn|_fwd_(grouped_)?kernel|merge_state"),
     (NORMS, r"(?i)rms_?norm|layer_?norm|rotary|\brope|store_kv|store_cache|set_kv_buffer"),
     # cuBLAS (nvjet, xmma, gemv), FlashInfer's tinygemm for the router.
     (PROJECTIONS, r"(?i)nvjet|gemm|gemv|splitKreduce|\bmatmul"),

@@ -85,6 +85,10 @@ class SglangConfig(EngineConfig):
     """Sample, and compute log-probs, in one reading of the logits instead of some 16 passes
     (docs/sglang.md). For GPUs, not with ``deterministic``. 5 % of a decoding step with up to 64 requests
     on MXFP4 servers; no run has trained with it."""
+    quick_window: bool = False
+    """Compute attention of a decoding step's windowed layers in a kernel of ours instead of
+    FlashAttention 3 (docs/sglang.md). For ``attention_backend: fa3``, not with ``deterministic``. It has
+    not run in a server yet."""
     weight_sync: Literal["nccl", "cuda_ipc", "gloo", "shared_memory", "disk"] = "nccl"
     """How weights arrive: NCCL between GPUs, CUDA IPC within a GPU, gloo and shared_memory on
     CPUs, disk if the trainer can reach the servers by nothing but the run's directory."""
@@ -115,6 +119,7 @@ class SglangConfig(EngineConfig):
     def _check(self) -> Self:
         self._check_packed_experts()
         self._check_sampling()
+        self._check_window()
         if self.colocated and self.weight_sync == "nccl":
             raise ValueError(
                 "colocated needs weight_sync cuda_ipc: NCCL has no ranks that share a GPU"
@@ -169,6 +174,25 @@ class SglangConfig(EngineConfig):
             raise ValueError(
                 "rollout.engine.quick_sampling is made of kernels for GPUs, and rollout.engine.arguments "
                 "asks for servers on CPUs: leave quick_sampling out"
+            )
+
+    def _check_window(self) -> None:
+        if not self.quick_window:
+            return
+        if self.attention_backend != "fa3":
+            raise ValueError(
+                "rollout.engine.quick_window stands in for attention_backend fa3, and this is "
+                f"{self.attention_backend}: leave quick_window out"
+            )
+        if self.deterministic:
+            raise ValueError(
+                "rollout.engine.quick_window computes decoding otherwise than prefill, and with "
+                "deterministic attention has to be the same in both: leave one of them out of rollout.engine"
+            )
+        if "cpu" in self.arguments:
+            raise ValueError(
+                "rollout.engine.quick_window is a kernel for GPUs, and rollout.engine.arguments asks for "
+                "servers on CPUs: leave quick_window out"
             )
 
     @property
@@ -306,6 +330,8 @@ class SglangConfig(EngineConfig):
             mends.append("quick_pause")
         if self.quick_sampling:
             mends.append("quick_sampling")
+        if self.quick_window:
+            mends.append("quick_window")
         return mends
 
     def describe_model(self, model: ModelConfig, dtype: str) -> dict[str, Any]:

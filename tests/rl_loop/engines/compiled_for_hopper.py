@@ -20,11 +20,14 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 @dataclass(frozen=True)
 class Resources:
-    """What a thread of a compiled kernel takes, and which one it is."""
+    """What a compiled kernel takes, and which one it is."""
 
     registers: int
+    """Of a thread."""
     spilled: int
-    """Bytes of memory for what found no register."""
+    """Bytes of a thread's memory for what found no register."""
+    shared: int
+    """Bytes of shared memory that its program takes."""
     variant: str
     """The same for what is compiled once."""
 
@@ -44,7 +47,12 @@ def compile_kernel(kernel: Any, *arguments: Any, **constants: Any) -> Resources:
         ).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", used)
     assert found is not None, used
-    return Resources(int(found[1]), int(found[2]), compiled.hash)
+    return Resources(
+        registers=int(found[1]),
+        spilled=int(found[2]),
+        shared=compiled.metadata.shared,
+        variant=compiled.hash,
+    )
 
 
 class Compiling:

@@ -99,6 +99,7 @@ def test_the_same_kernel_belongs_to_where_it_stands_in_the_graph(profile: Module
             "cutlass::device_kernel<flash::FlashAttnFwdCombine<cute::tuple<cute::C<16>>>>",
         ),
         ("ATTENTION", "_fwd_grouped_kernel_stage1"),
+        ("ATTENTION", "_attend_to_window_kernel"),
         ("NORMS", "(anonymous namespace)::store_kvcache<128l, 1l, true>(int)"),
         ("PROJECTIONS", "cublasLt::splitKreduce_kernel<32, 16, int, float>"),
         ("PROJECTIONS", "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x64x64"),

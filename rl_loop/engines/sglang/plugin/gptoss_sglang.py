@@ -24,6 +24,8 @@
   anything runs then, again after a whole second.
 * ``quick_sampling``: tokens are sampled, and their log-probs computed, in one reading of the logits
   (``gptoss_sampling``).
+* ``quick_window``: attention of a decoding step in layers with a sliding window runs in a kernel of
+  ours (``gptoss_window_attention``).
 """
 
 import asyncio
@@ -170,6 +172,13 @@ def sample_in_one_reading() -> None:
     gptoss_sampling.install()
 
 
+def attend_to_windows_at_once() -> None:
+    """Let servers with FlashAttention 3 decode windowed layers in a kernel of ours."""
+    import gptoss_window_attention
+
+    gptoss_window_attention.install()
+
+
 MENDS = {
     "triton_window": Mend(decode_with_whole_window, "use attention_backend fa3"),
     "sleeping_cache": Mend(free_cache_while_sleeping, "give servers GPUs of their own"),
@@ -180,4 +189,5 @@ MENDS = {
     "quick_few_tokens": Mend(multiply_few_tokens_at_once),
     "quick_pause": Mend(pause_without_waiting),
     "quick_sampling": Mend(sample_in_one_reading),
+    "quick_window": Mend(attend_to_windows_at_once),
 }
