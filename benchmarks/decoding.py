@@ -12,17 +12,20 @@ client sees is told beside it: what the third call takes longer than the median 
 calls, over the tokens. That has the client's own work in it, which with 256 requests scatters by
 milliseconds a step, and stands in for servers that write no such lines.
 
-With ``--quantization mxfp4`` the servers are ``bf16``, with our settings, and ``mxfp4``; ``--ways``
-adds ``mxfp4_slow_routing``, which routes and sums with triton_kernels' own kernels,
-``mxfp4_slow_products``, whose expert products run in triton_kernels' own shapes, ``mxfp4_slow_values``,
-which multiplies every value twice, ``mxfp4_few_tokens``, which multiplies few tokens in the plugin's own
-kernel, ``bf16_quick_sampling`` and ``mxfp4_quick_sampling``, which sample in one reading of the logits
-(``rollout.engine.quick_sampling``), ``bf16_quick_window`` and ``mxfp4_quick_window``, which attend to
-windows in the plugin's own kernel (``rollout.engine.quick_window``), and ``bf16_quick`` and
-``mxfp4_quick``, which do all that of the above that servers have to be asked for. All get the same
-weights, the values of MXFP4, and are compared first: the log-probs of one text, and the experts that each chose for
-its tokens. With ``--apart`` each server has a GPU of its own, for models of which one GPU does not hold
-two.
+With ``--quantization mxfp4`` the servers are ``bf16``, with our settings, and ``mxfp4``. ``--ways`` adds
+
+* ``mxfp4_slow_routing``, which routes and sums with triton_kernels' own kernels, ``mxfp4_slow_products``,
+  whose expert products of many tokens run in triton_kernels' own shapes, ``mxfp4_slow_values``, which
+  multiplies every value twice there, and ``mxfp4_slow_few_tokens``, which multiplies few tokens in
+  triton_kernels' kernel, too;
+* ``bf16_quick_sampling`` and ``mxfp4_quick_sampling``, which sample in one reading of the logits
+  (``rollout.engine.quick_sampling``), ``bf16_quick_window`` and ``mxfp4_quick_window``, which attend to
+  windows in the plugin's own kernel (``rollout.engine.quick_window``), and ``bf16_quick`` and
+  ``mxfp4_quick``, which do both.
+
+All get the same weights, the values of MXFP4, and are compared first: the log-probs of one text, and the
+experts that each chose for its tokens. With ``--apart`` each server has a GPU of its own, for models of
+which one GPU does not hold two.
 
 The limit is the bytes that a decoding step has to read, once, over the bandwidth that reading 4 GB
 reaches on this GPU: attention, router, the experts that the running requests are routed to
@@ -76,6 +79,8 @@ WAYS = {"as_it_comes": Variation(without_variables=(MOE_VARIABLE,)), "tuned": Va
 """By name: how a server differs from ours."""
 QUICK_SAMPLING = Variation(further_mends=("quick_sampling",))
 QUICK_WINDOW = Variation(further_mends=("quick_window",))
+QUICK = Variation(further_mends=("quick_sampling", "quick_window"))
+"""All that servers have to be asked for."""
 BF16_WAYS = ("bf16", "bf16_quick_sampling", "bf16_quick_window", "bf16_quick")
 """The ways that keep the values of MXFP4 in bf16; all others of ``QUANTIZED_WAYS`` pack them."""
 QUANTIZED_WAYS = {
@@ -84,13 +89,13 @@ QUANTIZED_WAYS = {
     "mxfp4_slow_routing": Variation(without_mends=("quick_routing",)),
     "mxfp4_slow_products": Variation(without_mends=("quick_products",)),
     "mxfp4_slow_values": Variation(without_mends=("quick_values",)),
-    "mxfp4_few_tokens": Variation(further_mends=("quick_few_tokens",)),
+    "mxfp4_slow_few_tokens": Variation(without_mends=("quick_few_tokens",)),
     "bf16_quick_sampling": QUICK_SAMPLING,
     "mxfp4_quick_sampling": QUICK_SAMPLING,
     "bf16_quick_window": QUICK_WINDOW,
     "mxfp4_quick_window": QUICK_WINDOW,
-    "bf16_quick": Variation(further_mends=("quick_sampling", "quick_window")),
-    "mxfp4_quick": Variation(further_mends=("quick_sampling", "quick_window", "quick_few_tokens")),
+    "bf16_quick": QUICK,
+    "mxfp4_quick": QUICK,
 }
 """The same with ``--quantization mxfp4``."""
 COMPARED_TOKENS = 512

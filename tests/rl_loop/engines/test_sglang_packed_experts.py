@@ -642,7 +642,7 @@ def test_a_run_with_quantization_may_have_servers_with_packed_experts(tmp_path: 
     assert isinstance(engine, SglangConfig)
     assert (
         engine.environment["GPTOSS_SGLANG_MENDS"]
-        == "mxfp4_experts,quick_routing,quick_products,quick_values,quick_pause"
+        == "mxfp4_experts,quick_routing,quick_products,quick_values,quick_few_tokens,quick_pause"
     )
 
     description = engine.describe_model(MODEL, "bfloat16")
