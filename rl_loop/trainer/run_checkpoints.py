@@ -94,9 +94,10 @@ class RunCheckpoints:
                 this or an earlier checkpoint cannot be written.
         """
         keeper = self._adapter_keeper
-        has_failed = keeper is not None and keeper.has_failed()
-        if not block and not has_failed:
-            return
+        if not block:
+            has_failed = keeper is not None and keeper.has_failed()
+            if not has_failed:
+                return
 
         # A run that ends with an error must not lose the steps up to here.
         for writer, _ in self._writers:

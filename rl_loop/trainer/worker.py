@@ -345,11 +345,13 @@ class TrainerWorker:
         """
         self.memory.enter("sync")
         gather_parameters(self.trainer.model)
-        failure = send_gathered(self._gathering, sender, getattr(torch, self.settings.dtype))
-
-        # What was sent is free now: neither engines nor the next step find it in the way.
-        self.release_memory()
-        self.memory.enter("rollout")
+        try:
+            failure = send_gathered(self._gathering, sender, getattr(torch, self.settings.dtype))
+        finally:
+            # What was sent is free now: neither engines, nor the next step, nor another try of one that
+            # was refused for want of memory find it in the way.
+            self.release_memory()
+            self.memory.enter("rollout")
         if failure is not None:
             raise failure
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks.in_process import LocalRank
+from converters.errors import GatheringRefused
 from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.gpu_memory import PhaseMemory, PhasePeak
@@ -21,6 +22,7 @@ from megatron_gptoss.planning.memory import account
 from megatron_gptoss.planning.memory_inputs import EngineMemory
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
+from rl_loop.engines.backend import SyncFailed
 from rl_loop.session import trainer_settings
 from rl_loop.tracking.metrics import StepMetrics
 from rl_loop.tracking.step_metrics import add_optimizer_metrics
@@ -154,6 +156,31 @@ def test_a_sync_that_fails_leaves_no_cache_behind(
     with pytest.raises(ConnectionError, match="a server is gone"):
         rank._worker.send_weights(Sender(gpu, fails=True))
     assert gpu.peak_reserved == gpu.reserved == 0
+
+
+def test_a_gathering_that_is_refused_leaves_no_cache_behind_either(
+    rank: LocalRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = ScriptedGpu()
+    monkeypatch.setattr(worker_module, "give_back_cache", gpu.give_back_cache)
+    worker = rank._worker
+    worker.memory = PhaseMemory(gpu)
+    gpu.allocate(2000)
+    gpu.allocate(-2000)
+
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise GatheringRefused("rank 1 has no memory for weights of others")
+
+    monkeypatch.setattr(worker._gathering, "begin", refuse)
+    with pytest.raises(SyncFailed, match="rank 1 has no memory"):
+        worker.send_weights(Sender(gpu))
+    assert gpu.reserved == 0
+
+    # What servers take now is counted in the phase that they are in.
+    gpu.others = 5000
+    worker.memory.enter("resting")
+    measured = worker.memory.take()
+    assert measured is not None and measured.peaks["rollout"].gpu == 5000
 
 
 def test_servers_take_what_an_update_has_given_back_and_it_is_counted_once(
