@@ -242,7 +242,8 @@ def _route_kernel(
     raised = tl.exp(value - largest[:, None, None])
     raised = tl.where(number >= best[:, None, None], raised, 0.0)
     total = _add_groups(raised, TOKENS, COLUMNS, ADDED_IN_TURN)
-    # Rows behind the last token add nothing up, and nothing of them is stored.
+    # The sum has a one, of the largest logit itself. In rows behind the last token it is not a number,
+    # and nothing of them is stored.
     gate = tl.exp(own_value - largest) / tl.maximum(total, 1.0)
 
     size = tl.histogram(tl.ravel(chosen), COLUMNS, mask=tl.ravel(is_choice))
