@@ -8,8 +8,20 @@ import torch
 
 from tests.rl_loop.engines.compiled_for_hopper import Compiling
 
-TABLES = [(1, 32), (16, 32), (17, 32), (64, 32), (100, 32), (256, 32), (64, 128)]
-"""Tokens and experts."""
+TABLES = [
+    (1, 32),
+    (8, 32),
+    (16, 32),
+    (17, 32),
+    (64, 32),
+    (100, 32),
+    (256, 32),
+    (8, 128),
+    (16, 128),
+    (64, 128),
+]
+"""Tokens and experts of logits in bf16."""
+FP32_TABLES = [(8, 32), (256, 32), (64, 128)]
 
 
 if __name__ == "__main__":
@@ -17,6 +29,8 @@ if __name__ == "__main__":
     routing._route_kernel, routing._sum_kernel = route, add
     for tokens, experts in TABLES:
         routing.route(torch.zeros(tokens, experts, dtype=torch.bfloat16), 4)
+    for tokens, experts in FP32_TABLES:
+        routing.route(torch.zeros(tokens, experts), 4)
     routing.sum_experts(
         torch.zeros(2, 4, 2880, dtype=torch.bfloat16), torch.zeros(2, 2880, dtype=torch.bfloat16)
     )

@@ -8,9 +8,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from tests.rl_loop.engines.routing_logits import KINDS, make_logits
 from tests.rl_loop.plugin_process import plugin_module, run_with_plugin, write_modules
-
-ROOT = Path(__file__).parents[3]
 
 TOPK = """
 from dataclasses import dataclass
@@ -115,15 +114,16 @@ print(len(matmul_ogs.reduced))
 
 
 def test_kernels_route_and_sum_as_torch_does() -> None:
-    program = ROOT / "tests/rl_loop/engines/expert_routing_interpreted.py"
-    assert run_with_plugin(str(program), interpreted=True) == "7 shapes\n"
+    program = "tests.rl_loop.engines.expert_routing_interpreted"
+    printed = run_with_plugin("-m", program, interpreted=True)
+    assert printed == "7 shapes, 2 with 5 kinds of logits\n"
 
 
 def test_kernels_compile_for_hopper_and_keep_to_their_registers() -> None:
     """Without a GPU: the interpreter takes what the compiler may not. Tokens of the same power of two
     share what has been compiled."""
     program = "tests.rl_loop.engines.expert_routing_compiled"
-    assert run_with_plugin("-m", program) == "7 tables in 6 variants\n"
+    assert run_with_plugin("-m", program) == "13 tables in 12 variants\n"
 
 
 def test_layers_route_few_tokens_with_it_and_others_as_before(tmp_path: Path) -> None:
@@ -156,15 +156,31 @@ def routing(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("tokens", "experts"),
-    [(1, 32), (2, 32), (8, 32), (63, 32), (64, 32), (256, 32), (1, 128), (63, 128), (64, 128)],
+    [
+        (1, 32),
+        (2, 32),
+        (8, 32),
+        (16, 32),
+        (63, 32),
+        (64, 32),
+        (127, 32),
+        (255, 32),
+        (256, 32),
+        (1, 128),
+        (8, 128),
+        (63, 128),
+        (64, 128),
+    ],
 )
-def test_routes_are_those_of_triton_kernels(routing: ModuleType, tokens: int, experts: int) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_routes_are_those_of_triton_kernels(
+    routing: ModuleType, tokens: int, experts: int, kind: str
+) -> None:
     from triton_kernels.tensor import make_ragged_tensor_metadata
     from triton_kernels.topk import topk
 
-    generator = torch.Generator("cuda").manual_seed(tokens)
-    logits = torch.randn(tokens, experts, device="cuda", generator=generator).bfloat16()
-    logits[0] = logits[0].round()  # many are equal
+    torch.manual_seed(tokens)
+    logits = make_logits(kind, tokens, experts, torch.bfloat16).cuda().contiguous()
     theirs = topk(logits, 4, apply_softmax=True)
     metadata = make_ragged_tensor_metadata(theirs.mask_metadata.col_sum, 4 * tokens)
     by_expert = theirs.mask_metadata.col_sorted_indx

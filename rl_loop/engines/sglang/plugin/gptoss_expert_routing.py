@@ -4,11 +4,17 @@ Before the experts of a layer, SGLang 0.5.17 runs nine kernels of triton_kernels
 tokens: top-k, the count of every expert's tokens, their order, and the blocks that the products
 take. Behind them a sum over each token's experts runs in programs of 64 tokens by 128 values, too few
 to fill a GPU. On an H100 both took a tenth of a decoding step of 64 requests
-(``benchmarks/sglang.py decode --profile``). Here one program does the first, and one per token the
-second. The order of experts and tokens is the same, and so are the sums, to the last bit. Gates are
-summed in another order before they are rounded to the logits' dtype.
+(``benchmarks/sglang.py decode --profile``). Here one kernel does the first, with a program per expert,
+and one the second, with a program per token. The order of experts and tokens is the same, and so are
+the sums, to the last bit. Gates are summed in another order before they are rounded to the logits'
+dtype.
 
-More tokens than one program can hold, as in a prefill, are routed as before.
+Where an expert's tokens begin depends on all other experts. Programs do not wait for one another:
+each reads all logits and chooses all tokens' experts, on a processor that would have been idle, and
+writes what concerns its own expert. So no table has to be sorted along two axes by the warps of one
+processor, which took three times as long with 256 tokens as with 64.
+
+More tokens than a program can hold, as in a prefill, are routed as before.
 """
 
 # Triton reads parameter annotations as its own
@@ -26,12 +32,15 @@ import triton.language as tl
 from torch import Tensor
 
 LARGEST_TABLE = 8192
-"""Tokens times experts that one program holds in its registers."""
-FEWEST_ROWS = 16
-"""Of that table. Triton 3.6 does not compile the kernel for one or two."""
+"""Tokens times experts that a program holds in its registers."""
+FEWEST_ROWS = 8
+"""Of that table: a warp has four threads for each of eight tokens with 32 experts."""
+VALUES_OF_A_THREAD = 32
+"""Of that table, at most: all logits of a token with 32 experts, so that its choice needs no other
+thread."""
+BYTES_OF_A_LOAD = 16
+"""The longest that a thread makes."""
 SMALLEST_BLOCK_LOG2 = 4
-VALUES_OF_A_THREAD = 8
-"""Of that table: with more, registers run out and a program waits for itself."""
 BLOCK_SIZES = 4
 """Blocks of 16, 32, 64 and 128 tokens: triton_kernels chooses one of these for each product."""
 SUMMED_VALUES = 1024
@@ -67,7 +76,7 @@ class Routes:
 
 
 def fits(logits: Tensor) -> bool:
-    """Tell whether one program can route these logits [tokens, experts]."""
+    """Tell whether a program can hold these logits [tokens, experts]."""
     tokens, experts = logits.shape
     rows, columns = _table(tokens, experts)
     return tokens > 0 and rows * columns <= LARGEST_TABLE and logits.stride(1) == 1
@@ -78,6 +87,19 @@ def _table(tokens: int, experts: int) -> tuple[int, int]:
     rows = max(FEWEST_ROWS, triton.next_power_of_2(max(tokens, 1)))
     columns = triton.next_power_of_2(experts)
     return rows, columns
+
+
+def _added_in_turn(tokens: int, experts: int, bytes_of_logit: int) -> int:
+    """Return how many neighbouring experts' gates are added one after the other.
+
+    The sums of these groups are then added in halves: the first to the one in the middle, and so on.
+    Tokens have kept their gates to the last bit since eight warps or more routed them, of which each
+    thread had so many logits of a token.
+    """
+    rows = max(16, triton.next_power_of_2(tokens))
+    columns = triton.next_power_of_2(experts)
+    of_a_thread = min(8, max(1, rows * columns // 256))
+    return min(of_a_thread, BYTES_OF_A_LOAD // bytes_of_logit, columns)
 
 
 def most_blocks(entries: int, experts: int) -> int:
@@ -109,11 +131,13 @@ def route(logits: Tensor, top_k: int) -> Routes:
         block_starts=chosen.new_empty(BLOCK_SIZES, experts + 1),
         schedule=chosen.new_empty(BLOCK_SIZES, blocks),
     )
-    _route_kernel[(1,)](
+    warps = max(1, rows * columns // (32 * VALUES_OF_A_THREAD))
+    threads_of_token = max(1, 32 * warps // rows)
+    # One program more than experts, for what is behind the last one.
+    _route_kernel[(experts + 1,)](
         logits,
         logits.stride(0),
         tokens,
-        experts,
         blocks,
         routes.experts,
         routes.gates,
@@ -123,16 +147,20 @@ def route(logits: Tensor, top_k: int) -> Routes:
         routes.starts,
         routes.block_starts,
         routes.schedule,
+        EXPERTS=experts,
+        TOP_K=top_k,
         TOKENS=rows,
-        EXPERTS=columns,
+        COLUMNS=columns,
+        WIDTH=min(columns, threads_of_token * BYTES_OF_A_LOAD // logits.element_size()),
+        CHOICES=triton.next_power_of_2(top_k),
+        ADDED_IN_TURN=_added_in_turn(tokens, experts, logits.element_size()),
         # Both follow from the rows: a server meets all numbers of tokens, and a program is compiled
         # for a second or more.
         BLOCKS=triton.next_power_of_2(most_blocks(rows * top_k, experts)),
-        BLOCKS_OF_EXPERT=rows >> SMALLEST_BLOCK_LOG2,  # an expert has a token once
-        TOP_K=top_k,
+        BLOCKS_OF_EXPERT=triton.cdiv(rows, 1 << SMALLEST_BLOCK_LOG2),  # an expert has a token once
         SMALLEST_BLOCK_LOG2=SMALLEST_BLOCK_LOG2,
         BLOCK_SIZES=BLOCK_SIZES,
-        num_warps=max(8, rows * columns // (32 * VALUES_OF_A_THREAD)),
+        num_warps=warps,
     )
     return routes
 
@@ -142,7 +170,6 @@ def _route_kernel(
     logits,
     logits_stride,
     tokens,
-    experts,
     blocks,
     chosen_out,
     gates_out,
@@ -152,77 +179,115 @@ def _route_kernel(
     starts_out,
     block_starts_out,
     schedule_out,
-    TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHOICES: tl.constexpr,
+    ADDED_IN_TURN: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCKS_OF_EXPERT: tl.constexpr,
-    TOP_K: tl.constexpr,
     SMALLEST_BLOCK_LOG2: tl.constexpr,
     BLOCK_SIZES: tl.constexpr,
 ):
-    token = tl.arange(0, TOKENS)[:, None]
-    expert = tl.arange(0, EXPERTS)
-    column = expert[None, :]
-    inside = (token < tokens) & (column < experts)
-    logit = tl.load(logits + token * logits_stride + column, mask=inside, other=0.0)
-    value = logit.to(tl.float32)
+    # The expert whose entries this program writes. The last program has none: what it finds before it
+    # are the totals.
+    own = tl.program_id(0)
+    token = tl.arange(0, TOKENS)
+    is_token = token < tokens
+
+    # [tokens, chunks, experts of a chunk]: what neighbouring threads load at once is the chunk, and
+    # Triton gives a warp the chunks of other tokens before it gives it others of the same. So with
+    # enough tokens a thread has all logits of one, and the largest of them needs no other thread.
+    chunk = tl.arange(0, COLUMNS // WIDTH)[None, :, None]
+    column = chunk * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+    inside = is_token[:, None, None]
+    if EXPERTS < COLUMNS:
+        inside = inside & (column < EXPERTS)
+    rows = logits + token * logits_stride
+    value = tl.load(rows[:, None, None] + column, mask=inside, other=float("-inf"))
+    value = value.to(tl.float32)
+    own_value = tl.load(rows + own, mask=is_token & (own < EXPERTS), other=0.0).to(tl.float32)
 
     # Numbers that rise as the logits do, and of equal ones with the first expert: bits of a float,
     # all of them turned over if it is negative, otherwise its sign alone. Those of a bf16 are the
     # upper half of a register, which has room for the expert.
-    bits = value.to(tl.uint32, bitcast=True)
-    rising = tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits ^ 0x80000000)
-    first_is_larger = (EXPERTS - column).to(tl.uint32)
+    bits = value.to(tl.int32, bitcast=True)
+    rising = (bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True)
+    first_is_larger = (COLUMNS - column).to(tl.uint32)
     if logits.dtype.element_ty == tl.bfloat16:
-        left = (rising & 0xFFFF0000) | first_is_larger
+        number = (rising & 0xFFFF0000) | first_is_larger
     else:
-        left = (rising.to(tl.uint64) << 16) | first_is_larger.to(tl.uint64)
-    left = tl.where(inside, left, 0)
-    is_chosen = inside & (token < 0)
-    for _ in tl.static_range(TOP_K):
-        best = tl.max(left, 1)[:, None]
-        is_best = inside & (left == best)
-        is_chosen = is_chosen | is_best
-        left = tl.where(is_best, 0, left)
+        number = (rising.to(tl.uint64) << 16) | first_is_larger.to(tl.uint64)
+    if EXPERTS < COLUMNS:
+        number = tl.where(inside, number, 0)
 
-    largest = tl.max(tl.where(is_chosen, value, float("-inf")), 1)[:, None]
-    # Rows behind the last token have chosen nothing: their largest is -inf, and nothing is stored.
-    raised = tl.where(is_chosen, tl.exp(value - largest), 0.0)
-    gate = raised / tl.maximum(tl.sum(raised, 1)[:, None], 1.0)
+    # Less the best, what is as large or larger is near zero, and what is smaller wraps around to the
+    # largest numbers, the next best to the largest of all. So nothing has to be taken out.
+    best = tl.max(tl.max(number, 2), 1)
+    choice = tl.arange(0, CHOICES)[:, None]
+    bests = tl.zeros((CHOICES, TOKENS), dtype=number.dtype) + best[None, :]
+    for position in tl.static_range(1, TOP_K):
+        best += tl.max(tl.max(number - best[:, None, None], 2), 1)
+        bests = tl.where(choice == position, best[None, :], bests)
+    chosen = COLUMNS - (bests & 0xFFFF).to(tl.int32)
+    is_choice = (choice < TOP_K) & is_token[None, :]
 
-    # No expert has a token twice, so counting down a column numbers its tokens.
-    count = is_chosen.to(tl.int32)
-    size = tl.sum(count, 0)
-    start = tl.cumsum(size, 0) - size
-    place = start[None, :] + tl.cumsum(count, 0) - count
-    entry = token * TOP_K + tl.cumsum(count, 1) - count
-    tl.store(chosen_out + entry, tl.zeros_like(entry) + column, mask=is_chosen)
-    tl.store(places_out + entry, place, mask=is_chosen)
-    tl.store(by_expert_out + place, entry, mask=is_chosen)
-    tl.store(gates_out + place, gate.to(gates_out.dtype.element_ty), mask=is_chosen)
+    # A token has an expert once, and its entries are in rising order of experts.
+    takes = tl.sum((is_choice & (chosen == own)).to(tl.int32), 0)
+    slot = tl.sum((is_choice & (chosen < own)).to(tl.int32), 0)
 
-    is_expert = expert < experts
-    tl.store(sizes_out + expert, size, mask=is_expert)
-    tl.store(starts_out + expert, start, mask=is_expert)
-    tl.store(starts_out + experts, tokens * TOP_K)
+    largest = tl.max(tl.max(value, 2), 1)
+    raised = tl.exp(value - largest[:, None, None])
+    raised = tl.where(number >= best[:, None, None], raised, 0.0)
+    total = _add_groups(raised, TOKENS, COLUMNS, ADDED_IN_TURN)
+    # The sum has a one, of the largest logit itself. In rows behind the last token it is not a number,
+    # and nothing of them is stored.
+    gate = tl.exp(own_value - largest) / tl.maximum(total, 1.0)
 
+    size = tl.histogram(tl.ravel(chosen), COLUMNS, mask=tl.ravel(is_choice))
+    expert = tl.arange(0, COLUMNS)
+    is_before = expert < own
+    start = tl.sum(tl.where(is_before, size, 0), 0)
+    own_size = tl.sum(tl.where(expert == own, size, 0), 0)
+
+    is_taken = takes > 0
+    place = start + tl.cumsum(takes, 0) - takes
+    entry = token * TOP_K + slot
+    tl.store(chosen_out + entry, tl.zeros_like(entry) + own, mask=is_taken)
+    tl.store(places_out + entry, place, mask=is_taken)
+    tl.store(by_expert_out + place, entry, mask=is_taken)
+    tl.store(gates_out + place, gate.to(gates_out.dtype.element_ty), mask=is_taken)
+
+    tl.store(starts_out + own, start)
+    tl.store(sizes_out + own, own_size, mask=own < EXPERTS)
+
+    of_expert = tl.arange(0, BLOCKS_OF_EXPERT)
     block = tl.arange(0, BLOCKS)
-    of_expert = tl.arange(0, BLOCKS_OF_EXPERT)[None, :]
-    for number in tl.static_range(BLOCK_SIZES):
-        log2 = SMALLEST_BLOCK_LOG2 + number
-        its_blocks = (size + ((1 << log2) - 1)) >> log2
-        first = tl.cumsum(its_blocks, 0) - its_blocks
-        total = tl.sum(its_blocks, 0)
-        of_size = block_starts_out + number * (experts + 1)
-        tl.store(of_size + expert, first, mask=is_expert)
-        tl.store(of_size + experts, total)
+    for number_of_size in tl.static_range(BLOCK_SIZES):
+        log2 = SMALLEST_BLOCK_LOG2 + number_of_size
+        all_blocks = (size + ((1 << log2) - 1)) >> log2
+        own_blocks = (own_size + ((1 << log2) - 1)) >> log2
+        first = tl.sum(tl.where(is_before, all_blocks, 0), 0)
+        tl.store(block_starts_out + number_of_size * (EXPERTS + 1) + own, first)
 
-        schedule = schedule_out + number * blocks
-        planned = (of_expert << 16) + expert[:, None]
-        tl.store(
-            schedule + first[:, None] + of_expert, planned, mask=of_expert < its_blocks[:, None]
-        )
-        tl.store(schedule + block, -1, mask=(block >= total) & (block < blocks))
+        schedule = schedule_out + number_of_size * blocks
+        if own < EXPERTS:
+            planned = (of_expert << 16) + own
+            tl.store(schedule + first + of_expert, planned, mask=of_expert < own_blocks)
+        else:
+            tl.store(schedule + block, -1, mask=(block >= first) & (block < blocks))
+
+
+@triton.jit
+def _add_groups(table, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ADDED_IN_TURN: tl.constexpr):
+    """Add up a table's rows in the order that ``_added_in_turn`` tells. Returns [rows]."""
+    GROUPS: tl.constexpr = COLUMNS // ADDED_IN_TURN
+    sums = tl.sum(tl.reshape(table, (ROWS, GROUPS, ADDED_IN_TURN)), 2)
+    for halving in tl.static_range(1, GROUPS.bit_length()):
+        sums = tl.sum(tl.reshape(sums, (ROWS, 2, GROUPS >> halving)), 1)
+    return tl.reshape(sums, (ROWS,))
 
 
 def sum_experts(outputs: Tensor, sums: Tensor) -> None:
