@@ -58,20 +58,20 @@ def with_total(counts: Tensor) -> Tensor:
 
 
 def compare_order_of_a_gates_sum() -> None:
-    """With eight tokens two gates are added, then halves: numbers of which that order makes a sum of
-    two different ones, compared to the last bit."""
-    raised = torch.rand(8, 32)
+    """With eight tokens two neighbours are added, then halves. Compared to the last bit, with so many
+    rows that another order is noticed."""
+    rows, experts = 256, 32
+    raised = torch.rand(rows, experts)
     sums = raised[:, ::2] + raised[:, 1::2]
+    in_another_order = sums
     for half in (8, 4, 2, 1):
         sums = sums[:, :half] + sums[:, half:]
-    in_another_order = raised[:, 0].clone()
-    for number in range(1, 32):
-        in_another_order += raised[:, number]
-    assert not torch.equal(sums[:, 0], in_another_order)
+        in_another_order = in_another_order[:, ::2] + in_another_order[:, 1::2]
+    assert not torch.equal(sums, in_another_order)
 
-    added = torch.zeros(8)
-    in_turn = routing._added_in_turn(8, 32, raised.element_size())
-    add_rows[(1,)](raised, added, ROWS=8, COLUMNS=32, ADDED_IN_TURN=in_turn)
+    added = torch.zeros(rows)
+    in_turn = routing._added_in_turn(8, experts, raised.element_size())
+    add_rows[(1,)](raised, added, ROWS=rows, COLUMNS=experts, ADDED_IN_TURN=in_turn)
     assert torch.equal(added, sums[:, 0])
 
 
