@@ -13,7 +13,8 @@ from torch import Tensor
 from tests.rl_loop.engines.routing_logits import KINDS, choose_experts, make_logits
 
 SHAPES = [(1, 32, 4), (5, 4, 2), (64, 32, 4), (100, 32, 4), (256, 32, 4), (37, 128, 4), (2, 5, 3)]
-"""Tokens, experts, experts of a token."""
+"""Tokens, experts, experts of a token, with logits in bf16."""
+FP32_SHAPES = [(5, 4, 2), (8, 32, 4), (100, 32, 4), (2, 5, 3)]
 SHAPES_OF_EVERY_KIND = [(8, 32, 4), (17, 12, 1)]
 
 
@@ -58,20 +59,20 @@ def with_total(counts: Tensor) -> Tensor:
 
 
 def compare_order_of_a_gates_sum() -> None:
-    """With eight tokens two gates are added, then halves: numbers of which that order makes a sum of
-    two different ones, compared to the last bit."""
-    raised = torch.rand(8, 32)
+    """With eight tokens two neighbours are added, then halves. Compared to the last bit, with so many
+    rows that another order is noticed."""
+    rows, experts = 256, 32
+    raised = torch.rand(rows, experts)
     sums = raised[:, ::2] + raised[:, 1::2]
+    in_another_order = sums
     for half in (8, 4, 2, 1):
         sums = sums[:, :half] + sums[:, half:]
-    in_another_order = raised[:, 0].clone()
-    for number in range(1, 32):
-        in_another_order += raised[:, number]
-    assert not torch.equal(sums[:, 0], in_another_order)
+        in_another_order = in_another_order[:, ::2] + in_another_order[:, 1::2]
+    assert not torch.equal(sums, in_another_order)
 
-    added = torch.zeros(8)
-    in_turn = routing._added_in_turn(8, 32, raised.element_size())
-    add_rows[(1,)](raised, added, ROWS=8, COLUMNS=32, ADDED_IN_TURN=in_turn)
+    added = torch.zeros(rows)
+    in_turn = routing._added_in_turn(8, experts, raised.element_size())
+    add_rows[(1,)](raised, added, ROWS=rows, COLUMNS=experts, ADDED_IN_TURN=in_turn)
     assert torch.equal(added, sums[:, 0])
 
 
@@ -100,8 +101,9 @@ def cut_off(numbers: Tensor) -> Tensor:
 if __name__ == "__main__":
     torch.manual_seed(0)
     for tokens, experts, top_k in SHAPES:
-        for dtype in (torch.bfloat16, torch.float32):
-            compare_routes(make_logits("few values", tokens, experts, dtype), top_k)
+        compare_routes(make_logits("few values", tokens, experts, torch.bfloat16), top_k)
+    for tokens, experts, top_k in FP32_SHAPES:
+        compare_routes(make_logits("few values", tokens, experts, torch.float32), top_k)
     for tokens, experts, top_k in SHAPES_OF_EVERY_KIND:
         for kind in KINDS[1:]:
             compare_routes(make_logits(kind, tokens, experts, torch.bfloat16), top_k)
@@ -109,4 +111,4 @@ if __name__ == "__main__":
     compare_order_of_a_gates_sum()
     compare_sums(3, 4, 2880)
     compare_sums(2, 1, 96)
-    print(f"{len(SHAPES)} shapes, {len(SHAPES_OF_EVERY_KIND)} with {len(KINDS)} kinds of logits")
+    print(f"{len(SHAPES + FP32_SHAPES)} shapes and {len(KINDS)} kinds of logits")

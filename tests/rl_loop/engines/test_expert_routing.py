@@ -116,7 +116,7 @@ print(len(matmul_ogs.reduced))
 def test_kernels_route_and_sum_as_torch_does() -> None:
     program = "tests.rl_loop.engines.expert_routing_interpreted"
     printed = run_with_plugin("-m", program, interpreted=True)
-    assert printed == "7 shapes, 2 with 5 kinds of logits\n"
+    assert printed == "11 shapes and 5 kinds of logits\n"
 
 
 def test_kernels_compile_for_hopper_and_keep_to_their_registers() -> None:
@@ -196,7 +196,8 @@ def test_routes_are_those_of_triton_kernels(
     gates = theirs.vals.flatten()[by_expert].float()
     # Summed in another order, so that one in many is rounded to the bf16 beside it.
     assert ((ours.gates.float() - gates).abs() <= 2**-7 * gates).all()
-    assert (ours.gates == gates).float().mean() >= 0.95
+    differing = int((ours.gates != gates).sum())
+    assert differing <= max(1, 0.05 * len(gates))
 
 
 @pytest.mark.gpu

@@ -11,8 +11,8 @@ dtype.
 
 Where an expert's tokens begin depends on all other experts. Programs do not wait for one another:
 each reads all logits and chooses all tokens' experts, on a processor that would have been idle, and
-writes what concerns its own expert. So no table has to be sorted along two axes by the warps of one
-processor, which took three times as long with 256 tokens as with 64.
+writes what concerns its own expert. With one program for all, the warps of one processor counted
+along both axes of a table, which took almost three times as long with 256 tokens as with 64.
 
 More tokens than a program can hold, as in a prefill, are routed as before.
 """
@@ -92,9 +92,9 @@ def _table(tokens: int, experts: int) -> tuple[int, int]:
 def _added_in_turn(tokens: int, experts: int, bytes_of_logit: int) -> int:
     """Return how many neighbouring experts' gates are added one after the other.
 
-    The sums of these groups are then added in halves: the first to the one in the middle, and so on.
-    Tokens have kept their gates to the last bit since eight warps or more routed them, of which each
-    thread had so many logits of a token.
+    The sums of these groups are then added in halves: the first group's to that of the group in the
+    middle, and so on, until one is left. Neither has to do with how many logits a thread holds today: it
+    is the order of a kernel with one program for all tokens, kept so that gates have the same bits.
     """
     rows = max(16, triton.next_power_of_2(tokens))
     columns = triton.next_power_of_2(experts)
