@@ -57,8 +57,8 @@ GROUPS = (
 
 PATTERNS = (
     # triton_kernels: matmul_ogs.py; SGLang: fused_moe_triton_kernels.py, marlin. A fused activation
-    # is a part of the name, so these come first.
-    (EXPERTS, r"_matmul_ogs|\bfused_moe_kernel|Marlin<"),
+    # is a part of the name, so these come first. Ours: gptoss_expert_matmul.
+    (EXPERTS, r"_matmul_ogs|^_multiply_kernel|\bfused_moe_kernel|Marlin<"),
     # triton_kernels: topk.py, tensor_details. SGLang: topk_softmax, moe_align_block_size. Ours:
     # gptoss_expert_routing.
     (

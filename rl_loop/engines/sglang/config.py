@@ -320,7 +320,7 @@ class SglangConfig(EngineConfig):
         if self.colocated:
             mends.append("sleeping_cache")
         if self.packs_experts:
-            mends.append("mxfp4_experts")
+            mends += ["mxfp4_experts", "sound_assembler"]
             if not self.deterministic:
                 # Its gates can differ in the last bit from those of a prefill.
                 mends.append("quick_routing")

@@ -206,7 +206,8 @@ def test_every_way_but_bf16_packs_experts_and_mends_can_be_withheld_and_added(
         "mxfp4_slow_few_tokens": True,
     }
     packed_mends = (
-        "mxfp4_experts,quick_routing,quick_products,quick_values,quick_few_tokens,quick_pause"
+        "mxfp4_experts,sound_assembler,quick_routing,quick_products,quick_values,quick_few_tokens"
+        ",quick_pause"
     )
     assert mends == {
         "bf16": "quick_pause",

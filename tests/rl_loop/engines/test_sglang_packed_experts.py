@@ -640,9 +640,9 @@ def test_a_run_with_quantization_may_have_servers_with_packed_experts(tmp_path: 
         load_config(path, RlConfig, options)
     engine = load_config(path, RlConfig, [*options, "quantization=mxfp4"]).rollout.engine
     assert isinstance(engine, SglangConfig)
-    assert (
-        engine.environment["GPTOSS_SGLANG_MENDS"]
-        == "mxfp4_experts,quick_routing,quick_products,quick_values,quick_few_tokens,quick_pause"
+    assert engine.environment["GPTOSS_SGLANG_MENDS"] == (
+        "mxfp4_experts,sound_assembler,quick_routing,quick_products,quick_values,quick_few_tokens"
+        ",quick_pause"
     )
 
     description = engine.describe_model(MODEL, "bfloat16")

@@ -12,6 +12,8 @@
   ``/release_memory_occupation`` answers "success" and frees none of it.
 * ``mxfp4_experts``: servers that hold MXFP4 experts take those of a weight sync, tell checksums of
   them and record routes (``gptoss_mxfp4_experts``). SGLang loses them without a word.
+* ``sound_assembler``: Triton's kernels are assembled by a ptxas that does not hand out registers which
+  the tensor cores are still to read (``gptoss_assembler``).
 * ``quick_routing``: a decoding step routes its tokens in one kernel instead of nine
   (``gptoss_expert_routing``).
 * ``quick_products``: two to four programs of its expert products run at a time on each of the GPU's
@@ -19,7 +21,7 @@
 * ``quick_values``: those products make values of their codes with one multiplication instead of two
   (``gptoss_expert_values``).
 * ``quick_few_tokens``: products of a decoding step or a short prefill run in a kernel of ours
-  (``gptoss_expert_matmul``). Not on by default: as a whole it has not run on a GPU.
+  (``gptoss_expert_matmul``).
 * ``quick_pause``: a pause by abort ends as soon as the last request has. SGLang looks once, and if
   anything runs then, again after a whole second.
 * ``quick_sampling``: tokens are sampled, and their log-probs computed, in one reading of the logits
@@ -112,6 +114,13 @@ def sync_mxfp4_experts() -> None:
     gptoss_mxfp4_experts.install()
 
 
+def assemble_without_hazards() -> None:
+    """Let Triton compile for servers with MXFP4 experts with an assembler that is right."""
+    import gptoss_assembler
+
+    gptoss_assembler.install()
+
+
 def route_in_one_kernel() -> None:
     """Let servers with MXFP4 experts route few tokens, and sum over experts, in kernels of ours."""
     import gptoss_expert_routing
@@ -183,6 +192,7 @@ MENDS = {
     "triton_window": Mend(decode_with_whole_window, "use attention_backend fa3"),
     "sleeping_cache": Mend(free_cache_while_sleeping, "give servers GPUs of their own"),
     "mxfp4_experts": Mend(sync_mxfp4_experts, "leave rollout.engine.quantization out"),
+    "sound_assembler": Mend(assemble_without_hazards),
     "quick_routing": Mend(route_in_one_kernel),
     "quick_products": Mend(multiply_in_smaller_programs),
     "quick_values": Mend(multiply_values_once),

@@ -1,0 +1,86 @@
+"""Which assembler Triton uses for a server's kernels.
+
+The products of MXFP4 experts turn codes into numbers in registers, from which the tensor cores read
+them while the program goes on. Until CUDA 13.3 NVIDIA's assembler, ptxas, hands such registers out
+again before they have been read (triton issue 9433 and pull request 11781; release notes of CUDA
+13.3). Triton 3.6 comes with that of CUDA 12.8. With it an H200 computed wrong values in up to 7 % of
+the launches of a shape that servers never had, and in none of those that they have, although their
+code has the same fault (benchmarks/register_hazards.py, docs/quantization.md).
+
+SGLang's environment has a newer assembler anyway, in the package nvidia-cuda-nvcc.
+"""
+
+import logging
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, files
+from pathlib import Path
+
+SOUND = (13, 3)
+"""The first version of CUDA whose assembler waits."""
+PACKAGE = "nvidia-cuda-nvcc"
+VARIABLE = "TRITON_PTXAS_PATH"
+"""With which Triton is told of another assembler than its own."""
+
+logger = logging.getLogger(__name__)
+
+
+def install() -> None:
+    """Let Triton use an assembler that waits, unless somebody has chosen one; warn if there is none.
+
+    Before the first kernel is compiled."""
+    chosen = os.environ.get(VARIABLE)
+    if chosen is not None:
+        warn_of_others(chosen)
+        return
+
+    for path in installed_assemblers():
+        if is_sound(path):
+            os.environ[VARIABLE] = path
+            logger.info("kernels are assembled by %s", path)
+            return
+    logger.warning(
+        "Triton's own assembler can make wrong products of MXFP4 experts: install %s >= %d.%d in this "
+        "environment",
+        PACKAGE,
+        *SOUND,
+    )
+
+
+def warn_of_others(path: str) -> None:
+    """Say so if an assembler that somebody has chosen does not wait."""
+    if not is_sound(path):
+        logger.warning(
+            "%s=%s is none of CUDA %d.%d or newer, and can make wrong products of MXFP4 experts",
+            VARIABLE,
+            path,
+            *SOUND,
+        )
+
+
+def installed_assemblers() -> Iterator[str]:
+    """Look for assemblers in this environment and in a CUDA toolkit."""
+    try:
+        package = files(PACKAGE) or []
+    except PackageNotFoundError:
+        package = []
+    for file in package:
+        if file.name == "ptxas":
+            yield str(file.locate())
+
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if toolkit := os.environ.get(variable):
+            yield str(Path(toolkit, "bin", "ptxas"))
+    yield "/usr/local/cuda/bin/ptxas"
+
+
+def is_sound(path: str) -> bool:
+    """Tell whether an assembler is there, runs, and is new enough."""
+    try:
+        told = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    version = re.search(r"release (\d+)\.(\d+)", told.stdout)
+    return version is not None and (int(version[1]), int(version[2])) >= SOUND
