@@ -40,6 +40,7 @@ PREDICATE = re.compile(r"^@!?U?P\w+ ")
 BRANCH = re.compile(r"\bBRA\b.*?(0x[0-9a-f]+)")
 MATRIX = re.compile(r"HGMMA\S* R\d+, R(\d+), gdesc")
 WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)")
+PREDICATE_OPERAND = re.compile(r"\s*U?P[T0-9]")
 FIRST_REGISTER = re.compile(r"\s*R(\d+)")
 # fmt: off
 WRITES_NOTHING = [
@@ -63,11 +64,14 @@ class Instruction:
         if operation.split(".")[0] in WRITES_NOTHING or operation.startswith("U"):
             return range(0)
 
+        first, *others = operands.split(",")
         # A predicate may come before the register.
-        for operand in operands.split(",")[:2]:
-            if found := FIRST_REGISTER.match(operand):
-                return range(int(found[1]), int(found[1]) + self._count(operation))
-        return range(0)
+        if PREDICATE_OPERAND.match(first) and others:
+            first = others[0]
+        found = FIRST_REGISTER.match(first)
+        if not found:
+            return range(0)
+        return range(int(found[1]), int(found[1]) + self._count(operation))
 
     @staticmethod
     def _count(operation: str) -> int:

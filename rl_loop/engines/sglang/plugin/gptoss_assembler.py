@@ -21,6 +21,8 @@ from pathlib import Path
 SOUND = (13, 3)
 """The first version of CUDA whose assembler waits."""
 PACKAGE = "nvidia-cuda-nvcc"
+TOOLKIT = "/usr/local/cuda"
+"""Where CUDA's toolkit lies if no variable says where."""
 VARIABLE = "TRITON_PTXAS_PATH"
 """With which Triton is told of another assembler than its own."""
 
@@ -70,10 +72,9 @@ def installed_assemblers() -> Iterator[str]:
         if file.name == "ptxas":
             yield str(file.locate())
 
-    for variable in ("CUDA_HOME", "CUDA_PATH"):
-        if toolkit := os.environ.get(variable):
+    for toolkit in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), TOOLKIT):
+        if toolkit:
             yield str(Path(toolkit, "bin", "ptxas"))
-    yield "/usr/local/cuda/bin/ptxas"
 
 
 def is_sound(path: str) -> bool:

@@ -1,0 +1,109 @@
+"""Which assembler the plugin of SGLang's servers lets Triton use."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from rl_loop.engines.sglang.config import PLUGIN, SglangConfig
+
+VARIABLE = "TRITON_PTXAS_PATH"
+
+
+@pytest.fixture
+def assembler(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Return the plugin's module, on a machine without an assembler."""
+    monkeypatch.syspath_prepend(str(PLUGIN))
+    for variable in (VARIABLE, "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+    # Known to monkeypatch now, which takes away what the module sets.
+    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.delenv(VARIABLE)
+    module = importlib.import_module("gptoss_assembler")
+    monkeypatch.setattr(module, "PACKAGE", "no-such-package")
+    monkeypatch.setattr(module, "TOOLKIT", "/nowhere/cuda")
+    return module
+
+
+def write_assembler(path: Path, version: str, *, is_executable: bool = True) -> str:
+    """Write a program that says it is ptxas of some version of CUDA."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {version}, V{version}.37'\n")
+    path.chmod(0o755 if is_executable else 0o644)
+    return str(path)
+
+
+def install_package(directory: Path, version: str) -> str:
+    """Install a package with an assembler, as pip would."""
+    path = write_assembler(directory / "nvidia/cu13/bin/ptxas", version)
+    (directory / "nvidia/cu13/bin/ptxas.profile").touch()
+    information = directory / "some_nvcc-1.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: some-nvcc\nVersion: 1\n")
+    record = "nvidia/cu13/bin/ptxas.profile,,\nnvidia/cu13/bin/ptxas,,\n"
+    (information / "RECORD").write_text(record)
+    return path
+
+
+def test_the_environments_package_is_taken_before_a_toolkit(
+    assembler: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_package = install_package(tmp_path / "site", "13.3")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.setattr(assembler, "PACKAGE", "some-nvcc")
+    write_assembler(tmp_path / "cuda/bin/ptxas", "14.0")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    assembler.install()
+    assert assembler.os.environ[VARIABLE] == of_package
+
+
+def test_a_toolkit_stands_in_for_a_package_that_is_too_old(
+    assembler: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_package(tmp_path / "site", "13.2")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.setattr(assembler, "PACKAGE", "some-nvcc")
+    write_assembler(tmp_path / "old/bin/ptxas", "13.5", is_executable=False)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "old"))
+    of_toolkit = write_assembler(tmp_path / "new/bin/ptxas", "14.0")
+    monkeypatch.setattr(assembler, "TOOLKIT", str(tmp_path / "new"))
+    assembler.install()
+    assert assembler.os.environ[VARIABLE] == of_toolkit
+
+
+def test_without_one_a_server_warns_and_names_the_package(
+    assembler: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    assembler.install()
+    assert VARIABLE not in assembler.os.environ
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "install no-such-package >= 13.3 in this environment" in record.getMessage()
+
+
+@pytest.mark.parametrize(("version", "warns"), [("12.8", True), ("13.3", False)])
+def test_somebodys_own_choice_is_kept(
+    assembler: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    version: str,
+    warns: bool,
+) -> None:
+    chosen = write_assembler(tmp_path / "ptxas", version)
+    monkeypatch.setenv(VARIABLE, chosen)
+    assembler.install()
+    assert assembler.os.environ[VARIABLE] == chosen
+    warnings = [record.getMessage() for record in caplog.records]
+    expected = f"{VARIABLE}={chosen} is none of CUDA 13.3 or newer"
+    assert [warning.split(",")[0] for warning in warnings] == [expected] * warns
+
+
+def test_servers_with_packed_experts_choose_before_anything_is_compiled() -> None:
+    mends = SglangConfig(quantization="mxfp4").environment["GPTOSS_SGLANG_MENDS"].split(",")
+    assert mends.index("sound_assembler") < mends.index("quick_products")
+    assert "sound_assembler" not in SglangConfig().environment["GPTOSS_SGLANG_MENDS"]
