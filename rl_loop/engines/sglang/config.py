@@ -87,8 +87,8 @@ class SglangConfig(EngineConfig):
     on MXFP4 servers; no run has trained with it."""
     quick_window: bool = False
     """Compute attention of a decoding step's windowed layers in a kernel of ours instead of
-    FlashAttention 3 (docs/sglang.md). For ``attention_backend: fa3``, not with ``deterministic``. 3 to 6 %
-    of a decoding step on MXFP4 servers; no run has trained with it."""
+    FlashAttention 3 (docs/sglang.md). For ``attention_backend: fa3``, not with ``deterministic``. 1 %
+    of a decoding step with 8 requests and 5 % with 256 on MXFP4 servers; no run has trained with it."""
     weight_sync: Literal["nccl", "cuda_ipc", "gloo", "shared_memory", "disk"] = "nccl"
     """How weights arrive: NCCL between GPUs, CUDA IPC within a GPU, gloo and shared_memory on
     CPUs, disk if the trainer can reach the servers by nothing but the run's directory."""
