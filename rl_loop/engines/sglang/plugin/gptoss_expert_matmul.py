@@ -12,7 +12,7 @@ compiled twice for each of a layer's products, whatever the number of tokens.
 Matrices lie as ``gptoss_hopper_layout`` keeps them. A program has 128 columns of outputs and steps through
 128 inputs at a time, of which ``gptoss_expert_values`` makes numbers. A processor holds four programs (few
 rows) or three (many), which have their shares of its registers and of its shared memory. The fewer rows a
-block has, the more steps are loaded ahead (benchmarks/LOG.md).
+block has, the more steps are loaded ahead. benchmarks/LOG.md has what other shapes took.
 
 Larger prefills, and products of any other kind, are left to triton_kernels.
 """
@@ -35,7 +35,6 @@ from torch import Tensor
 MOST_TOKENS = 64
 """Of an expert, on average. With more, triton_kernels takes blocks of 128 rows."""
 WARPS = 4
-
 
 PROCESSOR_REGISTERS = 65536
 PROCESSOR_SHARED_MEMORY = 228 * 1024
