@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from rl_loop.engines.sglang.config import PLUGIN, SglangConfig
 
@@ -26,6 +27,7 @@ def assembler(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = importlib.import_module("gptoss_assembler")
     monkeypatch.setattr(module, "PACKAGE", "no-such-package")
     monkeypatch.setattr(module, "TOOLKIT", "/nowhere/cuda")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     return module
 
 
@@ -55,7 +57,7 @@ def test_the_environments_package_is_taken_before_a_toolkit(
     of_package = install_package(tmp_path / "site", "13.3")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     monkeypatch.setattr(assembler, "PACKAGE", "some-nvcc")
-    write_assembler(tmp_path / "cuda/bin/ptxas", "14.0")
+    write_assembler(tmp_path / "cuda/bin/ptxas", "13.6")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
     assembler.install()
     assert assembler.os.environ[VARIABLE] == of_package
@@ -69,10 +71,23 @@ def test_a_toolkit_stands_in_for_a_package_that_is_too_old(
     monkeypatch.setattr(assembler, "PACKAGE", "some-nvcc")
     write_assembler(tmp_path / "old/bin/ptxas", "13.5", is_executable=False)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "old"))
-    of_toolkit = write_assembler(tmp_path / "new/bin/ptxas", "14.0")
+    of_toolkit = write_assembler(tmp_path / "new/bin/ptxas", "13.6")
     monkeypatch.setattr(assembler, "TOOLKIT", str(tmp_path / "new"))
     assembler.install()
     assert assembler.os.environ[VARIABLE] == of_toolkit
+
+
+def test_one_of_another_major_version_is_left_alone(
+    assembler: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_assembler(tmp_path / "bin/ptxas", "14.0")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assembler.install()
+    assert VARIABLE not in assembler.os.environ
+
+    monkeypatch.setattr(torch.version, "cuda", "14.1")
+    assembler.install()
+    assert assembler.os.environ[VARIABLE] == str(tmp_path / "bin/ptxas")
 
 
 def test_without_one_a_server_warns_and_names_the_package(

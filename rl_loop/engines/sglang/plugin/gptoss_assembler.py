@@ -39,7 +39,7 @@ def install() -> None:
         return
 
     for path in installed_assemblers():
-        if is_sound(path):
+        if is_sound(path) and version_of(path)[0] == cuda_family():
             os.environ[VARIABLE] = path
             logger.info("kernels are assembled by %s", path)
             return
@@ -79,9 +79,22 @@ def installed_assemblers() -> Iterator[str]:
 
 def is_sound(path: str) -> bool:
     """Tell whether an assembler is there, runs, and is new enough."""
+    return version_of(path) >= SOUND
+
+
+def version_of(path: str) -> tuple[int, int]:
+    """Ask an assembler for its version of CUDA; (0, 0) if it is not there or does not run."""
     try:
         told = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return False
+        return 0, 0
     version = re.search(r"release (\d+)\.(\d+)", told.stdout)
-    return version is not None and (int(version[1]), int(version[2])) >= SOUND
+    return (int(version[1]), int(version[2])) if version else (0, 0)
+
+
+def cuda_family() -> int:
+    """Return the major version of CUDA that torch is for. Drivers for it run what any assembler of it makes,
+    and nothing says so of others."""
+    import torch
+
+    return int((torch.version.cuda or "0").split(".")[0])
