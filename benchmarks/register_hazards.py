@@ -155,11 +155,13 @@ def inspect_kernel(machine_code: str) -> list[Loop]:
 
 
 def disassemble(cubin: Path) -> str:
-    """Return a kernel's machine code as text; CalledProcessError if it is none."""
+    """Return a kernel's machine code as text; SystemExit naming the file if it is none."""
     import triton
 
     program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    done = subprocess.run([program, "-sass", cubin], capture_output=True, text=True, check=True)
+    done = subprocess.run([program, "-sass", cubin], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{cubin} is no kernel: {done.stderr.strip()}")
     return done.stdout
 
 
@@ -177,7 +179,10 @@ def main() -> int:
     )
     cache = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton/cache"))
     parser.add_argument("paths", nargs="*", type=Path, default=[cache])
-    cubins = find_cubins(parser.parse_args().paths)
+    paths = parser.parse_args().paths
+    cubins = find_cubins(paths)
+    if not cubins:
+        parser.error(f"no .cubin in {', '.join(map(str, paths))}")
 
     has_hazards = False
     with_loops = 0

@@ -27,6 +27,7 @@ import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -51,9 +52,6 @@ TOKENS = (64, 256, 8, 1, 4096, 16, 128, 1024, 32, 8192, 48, 2048, 96, 512, 4, 19
 nearest."""
 BLOCK_SIZES_M = (16, 32, 64, 128)
 """Rows of a block of tokens."""
-COMPILED_FOR = (1, 4, 64)
-"""Triton compiles again where an argument is divisible by 16 or not: the entries of a batch, and
-those of its blocks (``padded_entries``). These batches have the combinations that there are."""
 SHARED_MEMORY = 227 * 1024
 """Bytes that one block of threads may use on Hopper."""
 ROUTINGS = 6
@@ -272,7 +270,7 @@ def compile_share(shape: Shape, share: list[tuple[int, Settings]]) -> None:
     """Launch choices once, in a process of its own: Triton keeps what it compiles on disk for
     all."""
     weights = make_weights(shape)
-    layers = {tokens: Layer(shape, tokens, weights) for tokens in COMPILED_FOR}
+    layers = {tokens: Layer(shape, tokens, weights) for tokens in {count for count, _ in share}}
     for (tokens, settings), product in itertools.product(share, ("up", "down")):
         try:
             layers[tokens].run(product, asdict(settings), 0)
@@ -281,21 +279,28 @@ def compile_share(shape: Shape, share: list[tuple[int, Settings]]) -> None:
             print(f"{settings} does not compile: {type(error).__name__}", flush=True)
 
 
-def compiled_batches(block_m: int) -> tuple[int, ...]:
-    """Return the tokens of the batches for which choices with such blocks are compiled."""
-    # Batches of few tokens have no larger blocks (``block_sizes``).
-    return COMPILED_FOR if block_m == BLOCK_SIZES_M[0] else COMPILED_FOR[-1:]
+def compiled_batches(tokens: Iterable[int], experts: int, block_m: int) -> list[int]:
+    """Choose which of the batches to compile for: one of each kind that has such blocks.
+
+    Triton compiles again where an argument is divisible by 16 and was not, or the other way round."""
+    batches: dict[tuple[bool, bool], int] = {}
+    for count in sorted(tokens):
+        if block_m in block_sizes(count, experts):
+            padded = padded_entries(count, experts, block_m)
+            batches.setdefault((count * TOP_K % 16 == 0, padded % 16 == 0), count)
+    return list(batches.values())
 
 
-def compile_all(shape: Shape, jobs: int) -> None:
-    """Compile all candidates for a shape, several at a time, and say how many processes failed.
+def compile_all(shape: Shape, tokens: list[int], jobs: int) -> None:
+    """Compile all candidates for a shape and such batches, several at a time, and say how many processes
+    failed.
 
     What they have left is compiled later, one after the other, where it is timed."""
     work = [
-        (tokens, settings)
+        (count, settings)
         for block_m in BLOCK_SIZES_M
         for settings in candidates(block_m)
-        for tokens in compiled_batches(block_m)
+        for count in compiled_batches(tokens, shape.experts, block_m)
     ]
     context = multiprocessing.get_context("spawn")
     processes = []
@@ -381,7 +386,7 @@ def write(directory: Path, shape: Shape, choices: dict[int, Choice]) -> None:
 def tune_shape(shape: Shape, tokens: list[int], seconds: float, jobs: int, out: Path) -> None:
     """Tune a shape for each number of tokens, and write what there is after each of them."""
     began = time.monotonic()
-    compile_all(shape, jobs)
+    compile_all(shape, tokens, jobs)
     bandwidth = read_bandwidth()
     name = torch.cuda.get_device_name()
     seconds_to_compile = time.monotonic() - began

@@ -120,6 +120,7 @@ class SglangConfig(EngineConfig):
         self._check_packed_experts()
         self._check_sampling()
         self._check_window()
+        self._check_kernels()
         if self.colocated and self.weight_sync == "nccl":
             raise ValueError(
                 "colocated needs weight_sync cuda_ipc: NCCL has no ranks that share a GPU"
@@ -170,11 +171,6 @@ class SglangConfig(EngineConfig):
                 "rollout.engine.quick_sampling draws the tokens of a batch from one generator, and with "
                 "deterministic every request has a seed of its own: leave one of them out of rollout.engine"
             )
-        if "cpu" in self.arguments:
-            raise ValueError(
-                "rollout.engine.quick_sampling is made of kernels for GPUs, and rollout.engine.arguments "
-                "asks for servers on CPUs: leave quick_sampling out"
-            )
 
     def _check_window(self) -> None:
         if not self.quick_window:
@@ -189,11 +185,14 @@ class SglangConfig(EngineConfig):
                 "rollout.engine.quick_window computes decoding otherwise than prefill, and with "
                 "deterministic attention has to be the same in both: leave one of them out of rollout.engine"
             )
-        if "cpu" in self.arguments:
-            raise ValueError(
-                "rollout.engine.quick_window is a kernel for GPUs, and rollout.engine.arguments asks for "
-                "servers on CPUs: leave quick_window out"
-            )
+
+    def _check_kernels(self) -> None:
+        for key in ("quick_sampling", "quick_window"):
+            if getattr(self, key) and "cpu" in self.arguments:
+                raise ValueError(
+                    f"rollout.engine.{key} is for GPUs, and rollout.engine.arguments asks for servers on "
+                    f"CPUs: leave {key} out"
+                )
 
     @property
     def packs_experts(self) -> bool:

@@ -109,3 +109,18 @@ def test_tritons_own_assembler_writes_registers_too_early(tmp_path: Path) -> Non
     assert len(lines) == 5
     assert lines[-1] == "4 kernels, 4 with matrices in registers within loops"
     assert all(" registers written too early, the nearest " in line for line in lines[:-1])
+
+
+def test_a_directory_without_kernels_and_a_file_that_is_none_are_named(tmp_path: Path) -> None:
+    def run(path: Path) -> tuple[int, str]:
+        program = [sys.executable, PROGRAM, path]
+        done = subprocess.run(program, capture_output=True, text=True, check=False)
+        return done.returncode, done.stderr
+
+    code, said = run(tmp_path)
+    assert code == 2 and f"no .cubin in {tmp_path}" in said
+
+    file = tmp_path / "kernel.cubin"
+    file.write_text("none")
+    code, said = run(tmp_path)
+    assert code == 1 and said.startswith(f"{file} is no kernel: ")

@@ -6,8 +6,9 @@ import importlib.util
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ def tune_moe(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def tell_imports_or_fail(directory: Path, share: list[Any]) -> None:
+def tell_imports_or_fail(directory: Path, shape: object, share: list[Any]) -> None:
     """In place of ``compile_share``, in a process of its own: write what it has imported and where it would
     find SGLang. The process with the shorter share fails."""
     main = sys.modules["__mp_main__"]
@@ -56,12 +57,11 @@ def test_compiling_processes_import_timing_but_not_our_sglang_and_a_failed_one_i
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(tune_moe, "compile_share", tell_imports_or_fail)
+    monkeypatch.setattr(tune_moe, "compile_share", partial(tell_imports_or_fail, tmp_path))
     monkeypatch.setattr(tune_moe, "BLOCK_SIZES_M", (128,))
-    monkeypatch.setattr(tune_moe, "compiled_batches", lambda block_m: (64,))
     # Two processes, of which one has one choice and the other two.
     monkeypatch.setattr(tune_moe, "candidates", lambda block_m: [block_m, block_m, block_m])
-    tune_moe.compile_all(tmp_path, 2)
+    tune_moe.compile_all(SimpleNamespace(experts=32), [1024], 2)
 
     told = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
     assert sorted(process["work"] for process in told) == [1, 2]
@@ -75,22 +75,31 @@ def test_compiling_processes_import_timing_but_not_our_sglang_and_a_failed_one_i
     assert f"1 of 2 compiling processes failed (exit codes {FAILING_EXIT_CODE});" in lines[0]
 
 
-@pytest.mark.parametrize("experts", [32, 128])
-def test_what_is_timed_has_been_compiled(tune_moe: ModuleType, experts: int) -> None:
+@pytest.mark.parametrize(("experts", "of_sixteen_rows"), [(32, [1, 4, 16]), (128, [1, 4, 48])])
+def test_what_is_timed_has_been_compiled(
+    tune_moe: ModuleType, experts: int, of_sixteen_rows: list[int]
+) -> None:
     def compiled_as(tokens: int, block_m: int) -> tuple[int, bool, bool]:
         """Tell what Triton compiles for: it looks which arguments are divisible by 16."""
-        entries = tokens * tune_moe.TOP_K
-        padded = tune_moe.padded_entries(tokens, experts, block_m)
+        entries = tokens * 4
+        padded = entries * block_m
+        if entries > experts:
+            padded = entries + (experts + 1) * (block_m - 1)
         return block_m, entries % 16 == 0, padded % 16 == 0
 
-    compiled = {
-        compiled_as(tokens, block_m)
+    batches = {
+        block_m: tune_moe.compiled_batches(tune_moe.TOKENS, experts, block_m)
         for block_m in tune_moe.BLOCK_SIZES_M
-        for tokens in tune_moe.compiled_batches(block_m)
+    }
+    compiled = {
+        compiled_as(tokens, block_m) for block_m, counts in batches.items() for tokens in counts
     }
     timed = {
         compiled_as(tokens, block_m)
         for tokens in tune_moe.TOKENS
         for block_m in tune_moe.block_sizes(tokens, experts)
     }
-    assert timed <= compiled
+    assert compiled == timed
+    assert batches[16] == of_sixteen_rows
+    # Nothing is compiled that is not timed.
+    assert tune_moe.compiled_batches([4096], experts, 16) == []

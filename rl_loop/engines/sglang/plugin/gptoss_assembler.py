@@ -39,7 +39,8 @@ def install() -> None:
         return
 
     for path in installed_assemblers():
-        if is_sound(path) and version_of(path)[0] == cuda_family():
+        version = version_of(path)
+        if version >= SOUND and version[0] == cuda_family():
             os.environ[VARIABLE] = path
             logger.info("kernels are assembled by %s", path)
             return
@@ -53,7 +54,7 @@ def install() -> None:
 
 def warn_of_others(path: str) -> None:
     """Say so if an assembler that somebody has chosen does not wait."""
-    if not is_sound(path):
+    if version_of(path) < SOUND:
         logger.warning(
             "%s=%s is none of CUDA %d.%d or newer, and can make wrong products of MXFP4 experts",
             VARIABLE,
@@ -75,11 +76,6 @@ def installed_assemblers() -> Iterator[str]:
     for toolkit in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), TOOLKIT):
         if toolkit:
             yield str(Path(toolkit, "bin", "ptxas"))
-
-
-def is_sound(path: str) -> bool:
-    """Tell whether an assembler is there, runs, and is new enough."""
-    return version_of(path) >= SOUND
 
 
 def version_of(path: str) -> tuple[int, int]:

@@ -10,9 +10,9 @@ are made in the same order, 16 inputs at a time, so that the output is the same 
 compiled twice for each of a layer's products, whatever the number of tokens.
 
 Matrices lie as ``gptoss_hopper_layout`` keeps them. A program has 128 columns of outputs and steps through
-128 inputs at a time, of which ``gptoss_expert_values`` makes numbers. A processor holds four programs (few
-rows) or three (many), which have their shares of its registers and of its shared memory. The fewer rows a
-block has, the more steps are loaded ahead. benchmarks/LOG.md has what other shapes took.
+128 inputs at a time, of which ``gptoss_expert_values`` makes numbers. Where a processor holds four programs
+(few rows) or three (many) without spilling much, both products of a layer were the fastest on an H200
+(benchmarks/LOG.md).
 
 Larger prefills, and products of any other kind, are left to triton_kernels.
 """
@@ -34,13 +34,9 @@ from torch import Tensor
 
 MOST_TOKENS = 64
 """Of an expert, on average. With more, triton_kernels takes blocks of 128 rows."""
+COLUMNS = 128
+INPUTS = 128
 WARPS = 4
-
-PROCESSOR_REGISTERS = 65536
-PROCESSOR_SHARED_MEMORY = 228 * 1024
-"""Bytes, of a Hopper GPU's processor."""
-RESERVED_SHARED_MEMORY = 1024
-"""Bytes that every program takes beside its own."""
 
 
 @dataclass(frozen=True)
@@ -49,27 +45,14 @@ class Program:
 
     rows: int
     """Of tokens in a block."""
-    columns: int
-    """Of outputs."""
-    inputs: int
-    """Of a step."""
-    programs: int
-    """That a processor is to hold."""
-
-    @property
-    def registers(self) -> int:
-        """Of a thread, at most."""
-        # They are handed out by eight.
-        return PROCESSOR_REGISTERS // (self.programs * WARPS * 32) // 8 * 8
-
-    @property
-    def shared_memory(self) -> int:
-        """Bytes of a program, at most."""
-        return PROCESSOR_SHARED_MEMORY // self.programs - RESERVED_SHARED_MEMORY
+    stages: int
+    """Steps for which a program has room in shared memory."""
+    registers: int
+    """Of a thread, at most."""
 
 
-FEW_ROWS = Program(rows=16, columns=128, inputs=128, programs=4)
-MANY_ROWS = Program(rows=64, columns=128, inputs=128, programs=3)
+FEW_ROWS = Program(rows=16, stages=4, registers=128)
+MANY_ROWS = Program(rows=64, stages=3, registers=168)
 
 
 def program_for(entries: int, experts: int) -> Program:
@@ -117,8 +100,8 @@ def multiply(
     """
     assert (swiglu is None) != (gates is None)
     outputs = bias.shape[1]
+    columns = triton.cdiv(outputs, COLUMNS)
     program = program_for(len(entries), routes.n_expts_tot)
-    columns = triton.cdiv(outputs, program.columns)
     grid = (routes.n_blocks(len(entries), program.rows) * columns,)
     ragged = routes.expt_data
 
@@ -146,10 +129,10 @@ def multiply(
         SIZE=x.shape[1],
         TOP_K=routes.n_expts_act,
         BLOCK_ROWS=program.rows,
-        COLUMNS=program.columns,
-        INPUTS=program.inputs,
-        SHARED_MEMORY=program.shared_memory,
+        COLUMNS=COLUMNS,
+        INPUTS=INPUTS,
         num_warps=WARPS,
+        num_stages=program.stages,
         maxnreg=program.registers,
     )
 
@@ -184,7 +167,6 @@ def _multiply_kernel(
     BLOCK_ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INPUTS: tl.constexpr,
-    SHARED_MEMORY: tl.constexpr,
 ):
     # Grid: blocks of tokens, as many as there can be, and for each its columns of outputs.
     program = tl.program_id(0)
@@ -213,17 +195,17 @@ def _multiply_kernel(
             column * COLUMNS, alpha, limit)
     # fmt: on
     if BLOCK_ROWS == 16:
-        _multiply_rows(rest, 16, 0, COLUMNS, SIZE, INPUTS, TOP_K, SHARED_MEMORY)
+        _multiply_rows(rest, 16, 0, COLUMNS, SIZE, INPUTS, TOP_K)
     else:
         left = size - first
         if left <= 16:
-            _multiply_rows(rest, 16, 0, COLUMNS, SIZE, INPUTS, TOP_K, SHARED_MEMORY)
+            _multiply_rows(rest, 16, 0, COLUMNS, SIZE, INPUTS, TOP_K)
         elif left <= 32:
-            _multiply_rows(rest, 32, 0, COLUMNS, SIZE, INPUTS, TOP_K, SHARED_MEMORY)
+            _multiply_rows(rest, 32, 0, COLUMNS, SIZE, INPUTS, TOP_K)
         elif left <= 48:
-            _multiply_rows(rest, 32, 16, COLUMNS, SIZE, INPUTS, TOP_K, SHARED_MEMORY)
+            _multiply_rows(rest, 32, 16, COLUMNS, SIZE, INPUTS, TOP_K)
         else:
-            _multiply_rows(rest, 64, 0, COLUMNS, SIZE, INPUTS, TOP_K, SHARED_MEMORY)
+            _multiply_rows(rest, 64, 0, COLUMNS, SIZE, INPUTS, TOP_K)
 
 
 @triton.jit
@@ -235,7 +217,6 @@ def _multiply_rows(
     SIZE: tl.constexpr,
     INPUTS: tl.constexpr,
     TOP_K: tl.constexpr,
-    SHARED_MEMORY: tl.constexpr,
 ):
     """Multiply ROWS and MORE_ROWS tokens of an expert, from ``first`` on, with some columns' matrix.
 
@@ -253,13 +234,8 @@ def _multiply_rows(
         further_at = _places_of(x, entries, gates, start + further % size, SIZE, INPUTS, TOP_K)
         further_sums = tl.zeros((COLUMNS, MORE_ROWS), dtype=tl.float32)
 
-    # As many steps at once as there is room for. Threads take codes and scales into registers before they
-    # wait for the tokens' rows, so that these need room for one step less.
-    row_bytes: tl.constexpr = 2 * (ROWS + MORE_ROWS) * INPUTS
-    matrix_bytes: tl.constexpr = COLUMNS * INPUTS // 2 + COLUMNS * INPUTS // 32
-    stages: tl.constexpr = (SHARED_MEMORY + matrix_bytes) // (row_bytes + matrix_bytes)
     step = tl.arange(0, INPUTS)
-    for done in tl.range(0, SIZE, INPUTS, num_stages=stages):
+    for done in range(0, SIZE, INPUTS):
         # Values behind the last input are zeros in storage; tokens and scales have to be finite there.
         is_input = (done + step < SIZE)[None, :]
         codes = tl.load(values)
