@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -225,16 +226,18 @@ def test_a_server_is_idle_while_it_has_no_request(loop: ModuleType) -> None:
     async def ask() -> dict[str, float]:
         server = LocalServer()
         url = await server.start()
-        with loop.ServerLoads([url]) as loads:
+        with ExitStack() as asking:
+            loads = asking.enter_context(loop.ServerLoads([url]))
             while server.calls.count("/v1/loads") < 2:
                 await asyncio.sleep(0.01)
             server.running = {"a": asyncio.Event(), "b": asyncio.Event()}
             while server.calls.count("/v1/loads") < 5:
                 await asyncio.sleep(0.01)
-            # The last answer is on its way to the thread that asked.
-            await asyncio.sleep(0.1)
-            taken = loads.take()
+            # The thread that asks waits for an answer of this event loop before it ends, so it
+            # is waited for elsewhere. Once it has ended, no sample comes after those taken.
+            await asyncio.to_thread(asking.close)
         await server.stop()
+        taken = loads.take()
         assert loads.take() == {}
         return taken
 
