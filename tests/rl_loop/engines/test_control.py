@@ -25,7 +25,7 @@ from tests.rl_loop.engines.models import (
     reference_model,
     request,
 )
-from tests.waiting import wait_until_async
+from tests.waiting import wait_until, wait_until_async
 
 MODEL, OTHER = reference_model(0), reference_model(1)
 FOREVER = 50_000
@@ -298,9 +298,14 @@ def test_a_forgotten_engine_takes_its_thread_with_it() -> None:
     asyncio.run(engine.abort())
     gone = weakref.ref(engine)
     del engine
-    gc.collect()
-    assert gone() is None
-    assert threading.active_count() <= threads
+
+    def is_gone() -> bool:
+        gc.collect()
+        return gone() is None
+
+    # Its thread holds it while it puts the last step's work away, and ends when it is gone.
+    wait_until(is_gone)
+    wait_until(lambda: threading.active_count() <= threads)
 
 
 def test_a_request_begins_when_it_leaves_the_queue() -> None:
