@@ -39,8 +39,12 @@ def write_assembler(path: Path, version: str, *, is_executable: bool = True) -> 
     return str(path)
 
 
-def install_package(directory: Path, version: str) -> str:
-    """Install a package with an assembler, as pip would."""
+def install_package(
+    assembler: ModuleType, monkeypatch: pytest.MonkeyPatch, directory: Path, version: str
+) -> str:
+    """Install the package that has an assembler in this environment, as pip would."""
+    monkeypatch.syspath_prepend(str(directory))
+    monkeypatch.setattr(assembler, "PACKAGE", "some-nvcc")
     path = write_assembler(directory / "nvidia/cu13/bin/ptxas", version)
     (directory / "nvidia/cu13/bin/ptxas.profile").touch()
     information = directory / "some_nvcc-1.dist-info"
@@ -54,9 +58,7 @@ def install_package(directory: Path, version: str) -> str:
 def test_the_environments_package_is_taken_before_a_toolkit(
     assembler: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of_package = install_package(tmp_path / "site", "13.3")
-    monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    monkeypatch.setattr(assembler, "PACKAGE", "some-nvcc")
+    of_package = install_package(assembler, monkeypatch, tmp_path / "site", "13.3")
     write_assembler(tmp_path / "cuda/bin/ptxas", "13.6")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
     assembler.install()
@@ -66,9 +68,7 @@ def test_the_environments_package_is_taken_before_a_toolkit(
 def test_a_toolkit_stands_in_for_a_package_that_is_too_old(
     assembler: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install_package(tmp_path / "site", "13.2")
-    monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    monkeypatch.setattr(assembler, "PACKAGE", "some-nvcc")
+    install_package(assembler, monkeypatch, tmp_path / "site", "13.2")
     write_assembler(tmp_path / "old/bin/ptxas", "13.5", is_executable=False)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "old"))
     of_toolkit = write_assembler(tmp_path / "new/bin/ptxas", "13.6")

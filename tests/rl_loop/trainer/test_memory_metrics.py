@@ -53,6 +53,15 @@ def rank(settings: TrainerSettings) -> Iterator[LocalRank]:
     rank.close()
 
 
+@pytest.fixture
+def gpu(rank: LocalRank, monkeypatch: pytest.MonkeyPatch) -> ScriptedGpu:
+    """Return the GPU whose memory the rank measures, and whose cache it gives back."""
+    gpu = ScriptedGpu()
+    monkeypatch.setattr(worker_module, "give_back_cache", gpu.give_back_cache)
+    rank._worker.memory = PhaseMemory(gpu)
+    return gpu
+
+
 class Sender:
     """Takes all weights; what it allocates meanwhile is freed when it is done."""
 
@@ -147,24 +156,16 @@ def test_a_step_says_what_every_phase_since_the_last_one_held(
     assert not any(name.startswith(("sync", "rollout", "scoring")) for name in again)
 
 
-def test_a_sync_that_fails_leaves_no_cache_behind(
-    rank: LocalRank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu = ScriptedGpu()
-    monkeypatch.setattr(worker_module, "give_back_cache", gpu.give_back_cache)
-    rank._worker.memory = PhaseMemory(gpu)
+def test_a_sync_that_fails_leaves_no_cache_behind(rank: LocalRank, gpu: ScriptedGpu) -> None:
     with pytest.raises(ConnectionError, match="a server is gone"):
         rank._worker.send_weights(Sender(gpu, fails=True))
     assert gpu.peak_reserved == gpu.reserved == 0
 
 
 def test_a_gathering_that_is_refused_leaves_no_cache_behind_either(
-    rank: LocalRank, monkeypatch: pytest.MonkeyPatch
+    rank: LocalRank, gpu: ScriptedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu = ScriptedGpu()
-    monkeypatch.setattr(worker_module, "give_back_cache", gpu.give_back_cache)
     worker = rank._worker
-    worker.memory = PhaseMemory(gpu)
     gpu.allocate(2000)
     gpu.allocate(-2000)
 
@@ -184,12 +185,9 @@ def test_a_gathering_that_is_refused_leaves_no_cache_behind_either(
 
 
 def test_servers_take_what_an_update_has_given_back_and_it_is_counted_once(
-    rank: LocalRank, monkeypatch: pytest.MonkeyPatch
+    rank: LocalRank, gpu: ScriptedGpu
 ) -> None:
-    gpu = ScriptedGpu()
-    monkeypatch.setattr(worker_module, "give_back_cache", gpu.give_back_cache)
     worker = rank._worker
-    worker.memory = PhaseMemory(gpu)
     worker.memory.enter("resting")
     gpu.allocate(6000)
     gpu.allocate(-5000)
