@@ -15,9 +15,8 @@ milliseconds a step, and stands in for servers that write no such lines.
 With ``--quantization mxfp4`` the servers are ``bf16``, with our settings, and ``mxfp4``. ``--ways`` adds
 
 * ``mxfp4_slow_routing``, which routes and sums with triton_kernels' own kernels, ``mxfp4_slow_products``,
-  whose expert products of many tokens run in triton_kernels' own shapes, ``mxfp4_slow_values``, which
-  multiplies every value twice there, and ``mxfp4_slow_few_tokens``, which multiplies few tokens in
-  triton_kernels' kernel, too;
+  whose expert products of many tokens run in triton_kernels' own shapes, and ``mxfp4_slow_few_tokens``,
+  which multiplies few tokens in triton_kernels' kernel, too;
 * ``bf16_quick_sampling`` and ``mxfp4_quick_sampling``, which sample in one reading of the logits
   (``rollout.engine.quick_sampling``), ``bf16_quick_window`` and ``mxfp4_quick_window``, which attend to
   windows in the plugin's own kernel (``rollout.engine.quick_window``), and ``bf16_quick`` and
@@ -88,7 +87,6 @@ QUANTIZED_WAYS = {
     "mxfp4": Variation(),
     "mxfp4_slow_routing": Variation(without_mends=("quick_routing",)),
     "mxfp4_slow_products": Variation(without_mends=("quick_products",)),
-    "mxfp4_slow_values": Variation(without_mends=("quick_values",)),
     "mxfp4_slow_few_tokens": Variation(without_mends=("quick_few_tokens",)),
     "bf16_quick_sampling": QUICK_SAMPLING,
     "mxfp4_quick_sampling": QUICK_SAMPLING,

@@ -254,6 +254,7 @@ def make_matrices(product: str, generator: torch.Generator) -> Matrices:
     draw = partial(torch.randint, dtype=torch.uint8, device=generator.device, generator=generator)
     values = draw(0, 256, (EXPERTS, *layout.value_storage_shape(outputs, WIDTH // 2)))
     scales = draw(*SCALE_BYTES, (EXPERTS, *layout.scale_storage_shape(outputs, WIDTH // 32)))
+    scales += layout.SCALE_BIAS
     bias = torch.randn(EXPERTS, outputs, device=generator.device, generator=generator)
     return describe_to_kernels(product, values, scales, bias)
 

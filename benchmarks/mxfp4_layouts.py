@@ -47,8 +47,9 @@ def main() -> None:
         for work in (swizzle, swizzle_scales, unswizzle, upstream):
             milliseconds[work.__name__] = round(median_milliseconds(work), 3)
         theirs, _, theirs_scales = _swizzle_mxfp4(packed, scales, layout.SCALE_WARPS)
+        their_values = layout.in_our_words(theirs.storage.data.mT)
         # Ours are padded to more rows.
-        their_scales = theirs_scales.storage.data.mT
+        their_scales = theirs_scales.storage.data.mT + layout.SCALE_BIAS
         our_scales = scale_storage[:, : their_scales.shape[1]]
         print(
             json.dumps(
@@ -56,7 +57,7 @@ def main() -> None:
                     "case": "layout",
                     "matrix": name,
                     "gigabytes": packed.nbytes / 1e9,
-                    "values_equal": torch.equal(theirs.storage.data.mT, storage),
+                    "values_equal": torch.equal(their_values, storage),
                     "scales_equal": torch.equal(their_scales, our_scales),
                     "milliseconds": milliseconds,
                 }

@@ -323,7 +323,7 @@ class SglangConfig(EngineConfig):
             if not self.deterministic:
                 # Its gates can differ in the last bit from those of a prefill.
                 mends.append("quick_routing")
-            mends += ["quick_products", "quick_values", "quick_few_tokens"]
+            mends += ["quick_products", "quick_few_tokens"]
         if not self.colocated:
             # Syncs of colocated servers find no request running.
             mends.append("quick_pause")

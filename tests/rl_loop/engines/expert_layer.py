@@ -1,5 +1,6 @@
 """A layer of experts of GPT-OSS's width on a GPU, as SGLang's servers compute it with triton_kernels.
 
+Its matrices lie as the plugin keeps them where the plugin makes their values, else as triton_kernels does.
 Needs triton_kernels, SGLang, and the plugin's modules on the path of imports.
 """
 
@@ -15,10 +16,17 @@ import torch
 EXPERTS, TOP_K, WIDTH = 32, 4, 2880
 
 
-def layer_of_experts(tokens: int, *, scales: tuple[int, int] = (116, 120)) -> torch.Tensor:
+OURS = "gptoss_expert_values"
+"""The module without which nothing reads the plugin's layouts."""
+
+
+def layer_of_experts(tokens: int, *, scales: tuple[int, int], is_ours: bool) -> torch.Tensor:
     """Return what the experts make of random tokens, the same every time: bf16 [tokens, width].
 
-    ``scales``: lowest scale byte, and one above the highest."""
+    Args:
+        scales: lowest scale byte, and one above the highest.
+        is_ours: lays matrices out as the plugin does.
+    """
     from triton_kernels.numerics import InFlexData
     from triton_kernels.swiglu import swiglu_fn
 
@@ -37,9 +45,16 @@ def layer_of_experts(tokens: int, *, scales: tuple[int, int] = (116, 120)) -> to
         )
 
     def matrices(rows: int) -> tuple[object, object]:
-        values = random_bytes(EXPERTS, *layout.value_storage_shape(rows, WIDTH // 2))
-        shape = layout.scale_storage_shape(rows, WIDTH // 32)
-        of_blocks = random_bytes(EXPERTS, *shape, low=scales[0], high=scales[1])
+        packed = random_bytes(EXPERTS, rows, WIDTH // 2)
+        bytes_of = random_bytes(EXPERTS, rows, WIDTH // 32, low=scales[0], high=scales[1])
+        if is_ours:
+            values = packed.new_empty(EXPERTS, *layout.value_storage_shape(*packed.shape[1:]))
+            layout.swizzle_values(packed, values)
+            shape = bytes_of.shape[1:]
+            of_blocks = packed.new_empty(EXPERTS, *layout.scale_storage_shape(*shape))
+            layout.swizzle_scales(bytes_of, tuple(shape), of_blocks)
+        else:
+            values, of_blocks = laid_out_by_triton_kernels(packed, bytes_of)
         values, of_blocks = layers.wrap(values, of_blocks, (EXPERTS, rows, WIDTH // 2))
         flex = matmul_ogs.FlexCtx(rhs_data=InFlexData())
         return values, matmul_ogs.PrecisionConfig(weight_scale=of_blocks, flex_ctx=flex)
@@ -79,6 +94,21 @@ def layer_of_experts(tokens: int, *, scales: tuple[int, int] = (116, 120)) -> to
     return result[0]
 
 
+def laid_out_by_triton_kernels(
+    packed: torch.Tensor, scales: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the storage of values and scales, scales padded as the plugin pads them."""
+    hopper: Any = importlib.import_module("triton_kernels.tensor_details.layout")
+    layout = importlib.import_module("gptoss_hopper_layout")
+    values = hopper.HopperMXValueLayout(packed.mT.shape, mx_axis=1).swizzle_data(packed.mT)
+
+    rows = -scales.shape[1] % layout.SCALE_ROWS
+    padded = torch.nn.functional.pad(scales, (0, 0, 0, rows)).mT
+    warps = layout.SCALE_WARPS
+    of_blocks = hopper.HopperMXScaleLayout(padded.shape, mx_axis=1, num_warps=warps)
+    return values.mT, of_blocks.swizzle_data(padded).mT
+
+
 def _route(logits: torch.Tensor) -> tuple[Any, Any, Any]:
     """Choose four experts for each token [tokens, experts], in what triton_kernels takes."""
     routing = importlib.import_module("gptoss_expert_routing")
@@ -91,14 +121,15 @@ def _route(logits: torch.Tensor) -> tuple[Any, Any, Any]:
 
 
 def main() -> None:
-    """Print a hash of what the layer makes of every number of tokens in the arguments, behind the name of
-    a module of the plugin that is installed before, or "-"."""
-    mend, *numbers = sys.argv[1:]
-    if mend != "-":
+    """Print a hash of what the layer makes of every number of tokens in the arguments, behind the names of
+    modules of the plugin that are installed before, with commas in between, or "-"."""
+    names, *numbers = sys.argv[1:]
+    mends = [] if names == "-" else names.split(",")
+    for mend in mends:
         importlib.import_module(mend).install()
     for tokens in map(int, numbers):
         for scales in ((116, 120), (1, 129)):
-            values = layer_of_experts(tokens, scales=scales)
+            values = layer_of_experts(tokens, scales=scales, is_ours=OURS in mends)
             assert values.any() and not values.isnan().any()
             digest = hashlib.sha256(values.view(torch.int16).cpu().numpy().tobytes())
             print(tokens, scales, digest.hexdigest())

@@ -13,12 +13,12 @@ from tests.waiting import PATIENCE_SECONDS
 ROOT = Path(__file__).parents[3]
 
 
-def hashes_of_products(mend: str) -> str:
-    """Return lines of hashes, after one module of the plugin has been installed, or "-" for none.
+def hashes_of_products(*mends: str) -> str:
+    """Return lines of hashes, after modules of the plugin have been installed.
 
     In a process of its own: a kernel that is compiled once in one stays as it is there."""
     path = os.pathsep.join([str(PLUGIN), *filter(None, sys.path)])
-    program = [sys.executable, "-m", "tests.rl_loop.engines.expert_layer", mend]
+    program = [sys.executable, "-m", "tests.rl_loop.engines.expert_layer", ",".join(mends) or "-"]
     done = subprocess.run(
         [*program, "1", "8", "64", "100", "256", "4096"],
         env=os.environ | {"PYTHONPATH": path},

@@ -33,18 +33,16 @@ def interpreted_values(x, scale, mx_axis: tl.constexpr):
     third, fourth = tl.split(high)
     word = first | (second << 8) | (third << 16) | (fourth << 24)
 
-    sign = (word << 1) & 0x80008000
-    last = sign | ((word >> 3) & 0x01800180) | ((word >> 7) & 0x00400040)
     one = _pair(word & 0x81C081C0)
-    two = _pair((word << 3) & 0x81C081C0)
-    three = _pair((word << 6) & 0x81C081C0)
-    four = _pair(last)
+    two = _pair((word << 4) & 0x81C081C0)
+    three = _pair(((word << 10) | (word >> 22)) & 0x81C081C0)
+    four = _pair(((word << 6) & 0x80C080C0) | ((word >> 2) & 0x01000100))
     # [rows, words, number of the pair, place in it], then in the order of ``scaled_values``
     pairs = tl.join(tl.join(one, three), tl.join(two, four)).trans(0, 1, 3, 4, 2)
     numbers = _in_order(pairs.reshape(rows, words * 8))
 
-    # 2^(e - 1)
-    factor = ((scale.to(tl.uint32) + 126) << 23).to(tl.float32, bitcast=True)
+    # 2^(e - 1), of which the exponent is stored
+    factor = (scale.to(tl.uint32) << 23).to(tl.float32, bitcast=True)
     factor = factor.expand_dims(2).broadcast_to(scale.shape[0], scale.shape[1], 32)
     return numbers * factor.reshape(numbers.shape)
 

@@ -52,6 +52,9 @@ def _execute(name: str, values: list[Tensor]) -> Tensor:
             return values[0] << values[1]
         case "shr.u32":
             return values[0] >> values[1]
+        case "shf.l.wrap.b32":
+            # The first operand's highest bits come in from below.
+            return (values[1] << values[2]) | (values[0] >> (32 - values[2]))
         case "prmt.b32":
             return _permute(*values)
     raise NotImplementedError(name)

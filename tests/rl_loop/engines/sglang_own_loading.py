@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from gptoss_expert_layers import take_over
 from gptoss_expert_storage import LARGEST_SCALE, WrongWeights
-from gptoss_hopper_layout import SCALE_ROWS, SCALE_WARPS
+from gptoss_hopper_layout import SCALE_BIAS, SCALE_ROWS, SCALE_WARPS, in_our_words
 from gptoss_mxfp4_experts import install
 from gptoss_synced_model import is_starting, synced
 from sglang.srt.layers.quantization import mxfp4
@@ -119,7 +119,16 @@ def load_by_sglang(
     model, layer, method = build(rank, ranks)
     Model._load_mxfp4_experts_weights(model, list(weights.items()))
     method.process_weights_after_loading(layer)
-    return {name: t.clone() for name, t in take_over(layer, method).storage.items()}
+    return {name: as_ours(name, t) for name, t in take_over(layer, method).storage.items()}
+
+
+def as_ours(name: str, storage: torch.Tensor) -> torch.Tensor:
+    """Return what of SGLang's storage ours would be."""
+    if name.endswith("_bias"):
+        return storage.clone()
+    if name.endswith("_scale"):
+        return storage + SCALE_BIAS
+    return in_our_words(storage)
 
 
 def check_ours(

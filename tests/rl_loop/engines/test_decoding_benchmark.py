@@ -202,19 +202,16 @@ def test_every_way_but_bf16_packs_experts_and_mends_can_be_withheld_and_added(
         "mxfp4_quick": True,
         "mxfp4_slow_routing": True,
         "mxfp4_slow_products": True,
-        "mxfp4_slow_values": True,
         "mxfp4_slow_few_tokens": True,
     }
     packed_mends = (
-        "mxfp4_experts,sound_assembler,quick_routing,quick_products,quick_values,quick_few_tokens"
-        ",quick_pause"
+        "mxfp4_experts,sound_assembler,quick_routing,quick_products,quick_few_tokens,quick_pause"
     )
     assert mends == {
         "bf16": "quick_pause",
         "mxfp4": packed_mends,
         "mxfp4_slow_routing": packed_mends.replace("quick_routing,", ""),
         "mxfp4_slow_products": packed_mends.replace("quick_products,", ""),
-        "mxfp4_slow_values": packed_mends.replace("quick_values,", ""),
         "mxfp4_slow_few_tokens": packed_mends.replace("quick_few_tokens,", ""),
         "bf16_quick_sampling": "quick_pause,quick_sampling",
         "mxfp4_quick_sampling": f"{packed_mends},quick_sampling",

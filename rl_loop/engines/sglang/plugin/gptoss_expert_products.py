@@ -141,7 +141,7 @@ def scales_of_program(x, mx_axis: tl.constexpr, num_warps: tl.constexpr):
         num_warps: of the program, which does not matter here.
 
     Returns:
-        uint8 [columns, blocks].
+        uint8 [columns, blocks], as they are stored.
     """
     tl.static_assert(mx_axis == 1)
     rows: tl.constexpr = x.shape[0]

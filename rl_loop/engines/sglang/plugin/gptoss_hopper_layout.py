@@ -1,8 +1,10 @@
-"""Where triton_kernels 3.6 keeps MXFP4 matrices for Hopper's tensor cores, written and read in place.
+"""Where servers keep MXFP4 matrices for Hopper's tensor cores, written and read in place.
 
-These are the layouts ``HopperMXValueLayout(mx_axis=1)`` and ``HopperMXScaleLayout(mx_axis=1,
-num_warps=4)``. SGLang makes them (with 8 warps) of whole layers, in a dozen passes over memory that
-need several times the layer. Here a matrix goes into memory that exists, once per byte, and every
+These are nearly the layouts ``HopperMXValueLayout(mx_axis=1)`` and ``HopperMXScaleLayout(mx_axis=1,
+num_warps=4)`` of triton_kernels 3.6. Inside a word of values the bits lie where fewer instructions make
+numbers of them, and scales are those numbers' exponents (``gptoss_expert_values``); everything else is the
+same. SGLang makes triton_kernels' layouts (with 8 warps) of whole layers, in a dozen passes over memory
+that need several times the layer. Here a matrix goes into memory that exists, once per byte, and every
 byte of that memory is written, padding too. ``gptoss_mxfp4_experts`` compares both when a server
 starts.
 
@@ -10,7 +12,7 @@ A matrix has ``rows`` outputs, each of ``row_bytes`` bytes of two codes along th
 
 Values: both sizes are padded with zeros to multiples of 64. The storage has a quarter of the rows,
 each four times as long, in 32-bit words of 4 x 2 codes whose bits change places (``_pack``). Word
-(R, C) of the storage has the bytes
+(R, C) of the storage has the codes of the bytes
 
     A[m, k], A[m + 8, k], A[m, k + 4], A[m + 8, k + 4]
     m = 16 (R / 4) + 2 (R % 4) + (C / 16) % 2
@@ -19,7 +21,7 @@ each four times as long, in 32-bit words of 4 x 2 codes whose bits change places
 Scales: rows are padded to multiples of 256, columns to even numbers, with zeros. Scale (m, k) with
 m = 128 a + 64 b + 16 w + 8 c + d and k = 2 e + f is byte ((((2 e + b) 8 + d) 2 + f) 2 + c) of row
 4 a + w. triton_kernels pads to multiples of 128; with 256 a program that multiplies with 256 rows at
-a time stays inside.
+a time stays inside. The byte is the scale's plus ``SCALE_BIAS``, modulo 256.
 """
 
 # Triton reads parameter annotations as its own
@@ -37,8 +39,13 @@ SCALE_WARPS = 4
 (``gptoss_expert_products``)."""
 SCALE_ROWS = 256
 """Rows of scales are padded to multiples of it, the most that a program multiplies with."""
+SCALE_BIAS = 126
+"""A scale byte e means 2^(e - 127), and the factor of a value is 2^(e - 1): of that number's bf16 exponent the
+byte in storage."""
 NEUTRAL_SCALE = 127
 """2 ** 0, which SGLang puts beside the scales of a matrix that it pads itself."""
+ROTATIONS = (0, 4, 10)
+"""Of the first three of a word's bytes."""
 WORDS = 1024
 """Words that a program of the kernels takes."""
 
@@ -120,33 +127,58 @@ def unswizzle_values(storage: Tensor, rows: int, row_bytes: int) -> tuple[Tensor
     return packed, stale_bytes
 
 
-# Every byte of a word is two codes: a sign and three bits. Of the first three bytes these go, in each
-# half of the word, to the places that the sign and the last bits of exponent and first of the mantissa
-# have in a bf16, 0, 3 and 6 bits lower, so that a shift and a mask make two bf16 numbers. The fourth
-# byte has the bits that are left.
+# Every byte of a word is two codes, each a sign and three bits. As numbers these have, in each half of the
+# word, the places that a sign and the last bits of exponent and first of the mantissa have in a bf16: bits
+# 15, 8, 7 and 6. The first three bytes' numbers are rotated by 0, 4 and 10 bits to the right, so that a
+# rotation and a mask make two bf16 numbers of them. That leaves bits 10, 9, 1 and 0 of each half for the
+# fourth byte, of which bit 8 goes 2 bits to the left and the rest 6 to the right.
 
 
 def _spread(byte: Tensor, place: int) -> Tensor:
     """Return where the bits of a word's byte number ``place`` go, int64."""
+    number = ((byte & 8) << 12) | ((byte & 7) << 6) | ((byte & 0x80) << 24) | ((byte & 0x70) << 18)
     if place == 3:
-        low = ((byte & 8) << 11) | ((byte & 6) << 9) | ((byte & 1) << 13)
-        return low | ((byte & 0x80) << 23) | ((byte & 0x60) << 21) | ((byte & 0x10) << 25)
-    low = ((byte & 8) << 12) | ((byte & 7) << 6)
-    return (low | ((byte & 0x80) << 24) | ((byte & 0x70) << 18)) >> (3 * place)
+        return ((number & 0x80C080C0) >> 6) | ((number & 0x01000100) << 2)
+    return _rotated(number, 32 - ROTATIONS[place])
 
 
 def _gather(word: Tensor, place: int) -> Tensor:
     """Invert ``_spread``."""
     if place == 3:
-        low = ((word >> 11) & 8) | ((word >> 9) & 6) | ((word >> 13) & 1)
-        return low | ((word >> 23) & 0x80) | ((word >> 21) & 0x60) | ((word >> 25) & 0x10)
-    word = word << (3 * place)
-    return ((word >> 12) & 8) | ((word >> 6) & 7) | ((word >> 24) & 0x80) | ((word >> 18) & 0x70)
+        return _byte_of(((word << 6) & 0x80C080C0) | ((word >> 2) & 0x01000100))
+    return _byte_of(_rotated(word, ROTATIONS[place]))
+
+
+def _byte_of(number: Tensor) -> Tensor:
+    """Return the byte whose bits are in the places of a bf16 number, whatever is in others."""
+    low = ((number >> 12) & 8) | ((number >> 6) & 7)
+    return low | ((number >> 24) & 0x80) | ((number >> 18) & 0x70)
+
+
+def _rotated(word: Tensor, bits: int) -> Tensor:
+    """Rotate the lowest 32 of 64 bits to the left."""
+    return ((word << bits) | (word >> (32 - bits))) & 0xFFFFFFFF
 
 
 def _as_int32(word: Tensor) -> Tensor:
     """Return the signed numbers with the same 32 bits."""
     return (word - ((word >> 31) << 32)).to(torch.int32)
+
+
+def in_our_words(storage: Tensor) -> Tensor:
+    """Return the storage of values that triton_kernels makes with the bits of every word where ours are.
+
+    Args:
+        storage: uint8 [..., bytes of a row], contiguous.
+    """
+    word = storage.view(torch.int32).long() & 0xFFFFFFFF
+    # There numbers lie 0, 3 and 6 bits lower, and the fourth's bits where those leave room.
+    fourth = ((word << 1) & 0x80008000) | ((word >> 3) & 0x01800180) | ((word >> 7) & 0x00400040)
+    numbers = (word, word << 3, word << 6, fourth)
+    ours = torch.zeros_like(word)
+    for place, number in enumerate(numbers):
+        ours |= _spread(_byte_of(number), place)
+    return _as_int32(ours).view(torch.uint8)
 
 
 def _launch(kernel, packed: Tensor, storage: Tensor, result: Tensor) -> None:
@@ -216,13 +248,14 @@ def _swizzle_kernel(
         source = packed + expert * expert_stride + its_row.to(tl.int64) * row_stride + its_byte
         is_data = inside & (its_row < rows) & (its_byte < row_bytes)
         x = tl.load(source, mask=is_data, other=0).to(tl.uint32)
-        if place == 3:
-            spread = ((x & 8) << 11) | ((x & 6) << 9) | ((x & 1) << 13)
-            spread |= ((x & 0x80) << 23) | ((x & 0x60) << 21) | ((x & 0x10) << 25)
+        number = ((x & 8) << 12) | ((x & 7) << 6) | ((x & 0x80) << 24) | ((x & 0x70) << 18)
+        if place == 0:
+            result |= number
+        elif place == 3:
+            result |= ((number & 0x80C080C0) >> 6) | ((number & 0x01000100) << 2)
         else:
-            spread = ((x & 8) << 12) | ((x & 7) << 6) | ((x & 0x80) << 24) | ((x & 0x70) << 18)
-            spread = spread >> (3 * place)
-        result |= spread
+            bits = 4 if place == 1 else 10
+            result |= (number >> bits) | (number << (32 - bits))
 
     target = storage + expert * count + word
     tl.store(target, result.to(tl.int32, bitcast=True), mask=inside)
@@ -247,19 +280,21 @@ def _unswizzle_kernel(
     word = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
     inside = word < count
     row, byte = _place_in_matrix(word, row_words)
-    bits = tl.load(storage + expert * count + word, mask=inside, other=0)
-    bits = bits.to(tl.uint32, bitcast=True)
+    word_bits = tl.load(storage + expert * count + word, mask=inside, other=0)
+    word_bits = word_bits.to(tl.uint32, bitcast=True)
 
     stale_bytes = tl.zeros((WORDS,), dtype=tl.int32)
     for place in tl.static_range(4):
         its_row = row + 8 * (place % 2)
         its_byte = byte + 4 * (place // 2)
+        number = word_bits
         if place == 3:
-            x = ((bits >> 11) & 8) | ((bits >> 9) & 6) | ((bits >> 13) & 1)
-            x |= ((bits >> 23) & 0x80) | ((bits >> 21) & 0x60) | ((bits >> 25) & 0x10)
-        else:
-            y = bits << (3 * place)
-            x = ((y >> 12) & 8) | ((y >> 6) & 7) | ((y >> 24) & 0x80) | ((y >> 18) & 0x70)
+            number = ((word_bits << 6) & 0x80C080C0) | ((word_bits >> 2) & 0x01000100)
+        elif place > 0:
+            bits = 4 if place == 1 else 10
+            number = (word_bits << bits) | (word_bits >> (32 - bits))
+        x = ((number >> 12) & 8) | ((number >> 6) & 7)
+        x |= ((number >> 24) & 0x80) | ((number >> 18) & 0x70)
         is_data = inside & (its_row < rows) & (its_byte < row_bytes)
         target = packed + expert * expert_stride + its_row.to(tl.int64) * row_stride + its_byte
         tl.store(target, x.to(tl.uint8), mask=is_data)
@@ -290,7 +325,7 @@ def swizzle_scales(scales: Tensor, padded_shape: tuple[int, int], storage: Tenso
     # [experts, a, b, w, c, d, e, f] -> [experts, a, w, e, b, d, f, c]
     source = padded.view(experts, -1, 2, SCALE_WARPS, 2, 8, padded.shape[2] // 2, 2)
     source = source.permute(0, 1, 3, 6, 2, 5, 7, 4)
-    storage.view(source.shape).copy_(source)
+    storage.view(source.shape).copy_(source + SCALE_BIAS)  # modulo 256
 
 
 def unswizzle_scales(
@@ -306,7 +341,7 @@ def unswizzle_scales(
     pairs = storage.shape[2] // 64
     parts = storage.view(experts, -1, SCALE_WARPS, pairs, 2, 8, 2, 2)
     padded = parts.permute(0, 1, 4, 2, 7, 5, 3, 6).reshape(experts, storage.shape[1] * 32, -1)
-    scales = padded[:, :rows, :blocks].contiguous()
+    scales = padded[:, :rows, :blocks] - SCALE_BIAS  # modulo 256
 
     expected = torch.empty_like(storage)
     swizzle_scales(scales, padded_shape, expected)

@@ -17,6 +17,7 @@ scales go into a copy that nobody reads. Here
   SGLang tells the first rank's only;
 * ``/weights_checker`` hashes the experts as they came, read back from where they are computed with;
   stale padding takes the place of the hash;
+* products make values of what is in that memory (``gptoss_expert_values``);
 * experts that the router chose are recorded, as with other expert kernels.
 
 This module changes SGLang's classes. What they then do is in ``gptoss_expert_layers`` (allocating),
@@ -28,6 +29,7 @@ import logging
 from functools import wraps
 from typing import Any
 
+import gptoss_expert_values
 import torch
 from gptoss_expert_layers import allocate, compare_layouts
 from gptoss_expert_routing import EXPERTS
@@ -44,7 +46,8 @@ scales that the kernels multiply with."""
 
 
 def install() -> None:
-    """Change SGLang's classes."""
+    """Change SGLang's classes, and what they multiply with."""
+    gptoss_expert_values.install()
     _install_loading()
     _install_checker()
     _install_answers_of_all_ranks()

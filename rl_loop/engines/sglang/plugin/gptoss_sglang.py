@@ -18,8 +18,6 @@
   (``gptoss_expert_routing``).
 * ``quick_products``: two to four programs of its expert products run at a time on each of the GPU's
   processors instead of one (``gptoss_expert_products``).
-* ``quick_values``: those products make values of their codes with one multiplication instead of two
-  (``gptoss_expert_values``).
 * ``quick_few_tokens``: products of a decoding step or a short prefill run in a kernel of ours
   (``gptoss_expert_matmul``).
 * ``quick_pause``: a pause by abort ends as soon as the last request has. SGLang looks once, and if
@@ -135,13 +133,6 @@ def multiply_in_smaller_programs() -> None:
     gptoss_expert_products.install()
 
 
-def multiply_values_once() -> None:
-    """Let servers with MXFP4 experts make values of their codes in fewer instructions."""
-    import gptoss_expert_values
-
-    gptoss_expert_values.install()
-
-
 def multiply_few_tokens_at_once() -> None:
     """Let servers with MXFP4 experts multiply few tokens in a kernel of ours."""
     import gptoss_expert_matmul
@@ -195,7 +186,6 @@ MENDS = {
     "sound_assembler": Mend(assemble_without_hazards),
     "quick_routing": Mend(route_in_one_kernel),
     "quick_products": Mend(multiply_in_smaller_programs),
-    "quick_values": Mend(multiply_values_once),
     "quick_few_tokens": Mend(multiply_few_tokens_at_once),
     "quick_pause": Mend(pause_without_waiting),
     "quick_sampling": Mend(sample_in_one_reading),
