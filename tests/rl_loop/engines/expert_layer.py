@@ -20,78 +20,96 @@ OURS = "gptoss_expert_values"
 """The module without which nothing reads the plugin's layouts."""
 
 
-def layer_of_experts(tokens: int, *, scales: tuple[int, int], is_ours: bool) -> torch.Tensor:
-    """Return what the experts make of random tokens, the same every time: bf16 [tokens, width].
+class Layer:
+    """Random experts and tokens, the same every time.
 
     Args:
+        tokens: how many.
         scales: lowest scale byte, and one above the highest.
         is_ours: lays matrices out as the plugin does.
     """
-    from triton_kernels.numerics import InFlexData
-    from triton_kernels.swiglu import swiglu_fn
 
-    layers = importlib.import_module("gptoss_expert_layers")
-    layout = importlib.import_module("gptoss_hopper_layout")
-    matmul_ogs: Any = importlib.import_module("triton_kernels.matmul_ogs")
-    # As ``triton_kernel_fused_experts_with_bias`` there calls it.
-    sglang: Any = importlib.import_module(
-        "sglang.srt.layers.moe.fused_moe_triton.triton_kernels_moe"
-    )
-    generator = torch.Generator("cuda").manual_seed(tokens)
+    def __init__(self, tokens: int, *, scales: tuple[int, int], is_ours: bool) -> None:
+        self._generator = torch.Generator("cuda").manual_seed(tokens)
+        self._scales = scales
+        self._is_ours = is_ours
+        self.tokens = tokens
+        self.rows = self._draw(tokens, WIDTH).bfloat16()
+        self.routes = _route(self._draw(tokens, EXPERTS).bfloat16())
+        self.bias = self._draw(EXPERTS, 2 * WIDTH)
+        self.gate_up = self._draw_matrices(2 * WIDTH)
+        self.down = self._draw_matrices(WIDTH)
 
-    def random_bytes(*shape: int, low: int = 0, high: int = 256) -> torch.Tensor:
+    def run(self) -> torch.Tensor:
+        """Return what the experts make of the tokens: bf16 [tokens, width]."""
+        from triton_kernels.swiglu import swiglu_fn
+
+        matmul_ogs: Any = importlib.import_module("triton_kernels.matmul_ogs")
+        # As ``triton_kernel_fused_experts_with_bias`` there calls it.
+        sglang: Any = importlib.import_module(
+            "sglang.srt.layers.moe.fused_moe_triton.triton_kernels_moe"
+        )
+        data, gather, scatter = self.routes
+        swiglu = matmul_ogs.FusedActivation(
+            matmul_ogs.FnSpecs("swiglu", swiglu_fn, ("alpha", "limit"), reduction_n=2), (1.702, 7.0)
+        )
+        matrix, config = self.gate_up
+        # What is not written shows.
+        hidden = self.rows.new_full((1, self.tokens * TOP_K, WIDTH), torch.nan)
+        sglang.matmul_ogs(
+            self.rows,
+            matrix,
+            self.bias,
+            data,
+            gather_indx=gather,
+            precision_config=config,
+            fused_activation=swiglu,
+            y=hidden,
+        )
+        matrix, config = self.down
+        result = self.rows.new_full((1, self.tokens, WIDTH), torch.nan)
+        sglang.matmul_ogs(
+            hidden[0],
+            matrix,
+            self.bias[:, :WIDTH].contiguous(),
+            data,
+            scatter_indx=scatter,
+            precision_config=config,
+            gammas=data.gate_scal,
+            y=result,
+        )
+        return result[0]
+
+    def _draw(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", generator=self._generator)
+
+    def _draw_bytes(self, *shape: int, low: int = 0, high: int = 256) -> torch.Tensor:
         return torch.randint(
-            low, high, shape, dtype=torch.uint8, device="cuda", generator=generator
+            low, high, shape, dtype=torch.uint8, device="cuda", generator=self._generator
         )
 
-    def matrices(rows: int) -> tuple[object, object]:
-        packed = random_bytes(EXPERTS, rows, WIDTH // 2)
-        bytes_of = random_bytes(EXPERTS, rows, WIDTH // 32, low=scales[0], high=scales[1])
-        if is_ours:
+    def _draw_matrices(self, rows: int) -> tuple[object, object]:
+        """Return matrices with so many rows as triton_kernels' tensor, and its configuration."""
+        from triton_kernels.numerics import InFlexData
+
+        layers = importlib.import_module("gptoss_expert_layers")
+        layout = importlib.import_module("gptoss_hopper_layout")
+        matmul_ogs: Any = importlib.import_module("triton_kernels.matmul_ogs")
+        packed = self._draw_bytes(EXPERTS, rows, WIDTH // 2)
+        low, high = self._scales
+        bytes_of = self._draw_bytes(EXPERTS, rows, WIDTH // 32, low=low, high=high)
+        if self._is_ours:
             values = packed.new_empty(EXPERTS, *layout.value_storage_shape(*packed.shape[1:]))
             layout.swizzle_values(packed, values)
-            shape = bytes_of.shape[1:]
+            shape = tuple(bytes_of.shape[1:])
             of_blocks = packed.new_empty(EXPERTS, *layout.scale_storage_shape(*shape))
-            layout.swizzle_scales(bytes_of, tuple(shape), of_blocks)
+            layout.swizzle_scales(bytes_of, shape, of_blocks)
         else:
             values, of_blocks = laid_out_by_triton_kernels(packed, bytes_of)
-        values, of_blocks = layers.wrap(values, of_blocks, (EXPERTS, rows, WIDTH // 2))
+
+        values, of_blocks = layers.wrap(values, of_blocks, tuple(packed.shape))
         flex = matmul_ogs.FlexCtx(rhs_data=InFlexData())
         return values, matmul_ogs.PrecisionConfig(weight_scale=of_blocks, flex_ctx=flex)
-
-    rows = torch.randn(tokens, WIDTH, device="cuda", generator=generator).bfloat16()
-    logits = torch.randn(tokens, EXPERTS, device="cuda", generator=generator).bfloat16()
-    data, gather, scatter = _route(logits)
-
-    swiglu = matmul_ogs.FusedActivation(
-        matmul_ogs.FnSpecs("swiglu", swiglu_fn, ("alpha", "limit"), reduction_n=2), (1.702, 7.0)
-    )
-    bias = torch.randn(EXPERTS, 2 * WIDTH, device="cuda", generator=generator)
-    gate_up, config = matrices(2 * WIDTH)
-    hidden = rows.new_full((1, tokens * TOP_K, WIDTH), torch.nan)
-    sglang.matmul_ogs(
-        rows,
-        gate_up,
-        bias,
-        data,
-        gather_indx=gather,
-        precision_config=config,
-        fused_activation=swiglu,
-        y=hidden,
-    )
-    down, config = matrices(WIDTH)
-    result = rows.new_full((1, tokens, WIDTH), torch.nan)
-    sglang.matmul_ogs(
-        hidden[0],
-        down,
-        bias[:, :WIDTH].contiguous(),
-        data,
-        scatter_indx=scatter,
-        precision_config=config,
-        gammas=data.gate_scal,
-        y=result,
-    )
-    return result[0]
 
 
 def laid_out_by_triton_kernels(
@@ -121,18 +139,21 @@ def _route(logits: torch.Tensor) -> tuple[Any, Any, Any]:
 
 
 def main() -> None:
-    """Print a hash of what the layer makes of every number of tokens in the arguments, behind the names of
-    modules of the plugin that are installed before, with commas in between, or "-"."""
-    names, *numbers = sys.argv[1:]
+    """Print a hash of what the layer makes of every number of tokens in the arguments, and how many of further
+    runs made something else. Arguments before: names of modules of the plugin that are installed, with
+    commas in between, or "-", and how many further runs."""
+    names, further, *numbers = sys.argv[1:]
     mends = [] if names == "-" else names.split(",")
     for mend in mends:
         importlib.import_module(mend).install()
     for tokens in map(int, numbers):
         for scales in ((116, 120), (1, 129)):
-            values = layer_of_experts(tokens, scales=scales, is_ours=OURS in mends)
+            layer = Layer(tokens, scales=scales, is_ours=OURS in mends)
+            values = layer.run()
             assert values.any() and not values.isnan().any()
             digest = hashlib.sha256(values.view(torch.int16).cpu().numpy().tobytes())
-            print(tokens, scales, digest.hexdigest())
+            differing = sum(not torch.equal(layer.run(), values) for _ in range(int(further)))
+            print(tokens, scales, digest.hexdigest(), differing)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rl_loop.engines.sglang.config import PLUGIN
@@ -13,14 +14,26 @@ from tests.waiting import PATIENCE_SECONDS
 ROOT = Path(__file__).parents[3]
 
 
-def hashes_of_products(*mends: str) -> str:
-    """Return lines of hashes, after modules of the plugin have been installed.
+NUMBERS_OF_TOKENS = (1, 8, 64, 100, 256, 4096)
 
-    In a process of its own: a kernel that is compiled once in one stays as it is there."""
+
+def hashes_of_products(*mends: str) -> list[str]:
+    """Return a hash for each number of tokens and choice of scales, after modules of the plugin have been
+    installed."""
+    return [line.split()[-2] for line in _run(mends, 0, NUMBERS_OF_TOKENS)]
+
+
+def runs_that_differ(*mends: str, runs: int, tokens: Sequence[int]) -> list[int]:
+    """Return how many of so many more runs were otherwise than the first, likewise."""
+    return [int(line.split()[-1]) for line in _run(mends, runs, tokens)]
+
+
+def _run(mends: Sequence[str], runs: int, tokens: Sequence[int]) -> list[str]:
+    """Run ``expert_layer``. In a process of its own: a kernel that is compiled once in one stays as it is there."""
     path = os.pathsep.join([str(PLUGIN), *filter(None, sys.path)])
-    program = [sys.executable, "-m", "tests.rl_loop.engines.expert_layer", ",".join(mends) or "-"]
+    program = [sys.executable, "-m", "tests.rl_loop.engines.expert_layer"]
     done = subprocess.run(
-        [*program, "1", "8", "64", "100", "256", "4096"],
+        [*program, ",".join(mends) or "-", str(runs), *map(str, tokens)],
         env=os.environ | {"PYTHONPATH": path},
         cwd=ROOT,
         capture_output=True,
@@ -29,5 +42,6 @@ def hashes_of_products(*mends: str) -> str:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 12
-    return done.stdout
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2 * len(tokens)
+    return lines
