@@ -10,7 +10,9 @@ are made in the same order, 16 inputs at a time, so that the output is the same 
 compiled twice for each of a layer's products, whatever the number of tokens.
 
 Matrices lie as ``gptoss_hopper_layout`` keeps them. A program has 128 columns of outputs and steps through
-128 inputs at a time, of which ``gptoss_expert_values`` makes numbers. Where a processor holds four programs
+128 inputs at a time, of which ``gptoss_expert_values`` makes numbers, in two products of 64: of one of 128 the
+compiler makes eight groups of matrix instructions, each with a wait and registers of its own, of two it
+makes two groups, and a step has a sixth fewer instructions. Where a processor holds four programs
 (few rows) or three (many) without spilling much, both products of a layer were the fastest on an H200
 (benchmarks/LOG.md).
 
@@ -186,7 +188,7 @@ def _multiply_kernel(
     # first, and what comes of these is not stored.
     value_row = (column * (COLUMNS // 4) + tl.arange(0, COLUMNS // 4)) % value_rows
     value_row = tl.max_contiguous(tl.multiple_of(value_row, COLUMNS // 4), COLUMNS // 4)
-    value_at = value_row[:, None] * value_bytes + tl.arange(0, 2 * INPUTS)[None, :]
+    value_at = value_row[:, None] * value_bytes + tl.arange(0, INPUTS)[None, :]
     value_at = value_at.to(tl.uint32)
     values += expert * value_rows * value_bytes
     scale_row = column * (COLUMNS // 32) + tl.arange(0, COLUMNS // 32)
@@ -231,26 +233,33 @@ def _multiply_rows(
     (x, values, value_at, scales, scale_at, bias, out, entries, gates, start, first, size, outputs,
      scale_bytes, first_column, alpha, limit) = rest
     # fmt: on
+    HALF: tl.constexpr = INPUTS // 2
     row = first + tl.arange(0, ROWS)
-    x_at = _places_of(entries, gates, start + row % size, SIZE, INPUTS, TOP_K)
+    x_at = _places_of(entries, gates, start + row % size, SIZE, HALF, TOP_K)
     sums = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
+    # Without further rows nothing reads these.
+    further_at = x_at
+    further_sums = sums
     if MORE_ROWS:
         further = first + ROWS + tl.arange(0, MORE_ROWS)
-        further_at = _places_of(entries, gates, start + further % size, SIZE, INPUTS, TOP_K)
+        further_at = _places_of(entries, gates, start + further % size, SIZE, HALF, TOP_K)
         further_sums = tl.zeros((COLUMNS, MORE_ROWS), dtype=tl.float32)
 
-    step = tl.arange(0, INPUTS)
+    at = (value_at, x_at, further_at)
+    place = tl.arange(0, INPUTS)
     for done in range(0, SIZE, INPUTS):
-        # Values behind the last input are zeros in storage; tokens and scales have to be finite there.
-        is_input = (done + step < SIZE)[None, :]
-        codes = tl.load(values + value_at)
-        scale = tl.load(scales + scale_at, mask=(done + step < scale_bytes)[None, :], other=0)
-        matrix = scaled_values(codes, scales_of_program(scale, 1, 4), 1)
-        tokens = tl.load(x + x_at, mask=is_input, other=0.0)
-        sums = tl.dot(matrix, tokens.trans(), sums)
-        if MORE_ROWS:
-            further_tokens = tl.load(x + further_at, mask=is_input, other=0.0)
-            further_sums = tl.dot(matrix, further_tokens.trans(), further_sums)
+        scale = tl.load(scales + scale_at, mask=(done + place < scale_bytes)[None, :], other=0)
+        scale = scales_of_program(scale, 1, 4).reshape(COLUMNS, 2, HALF // 32)
+        scale, next_scale = tl.split(scale.trans(0, 2, 1))
+        left = SIZE - done
+        # fmt: off
+        sums, further_sums = _add_half(
+            sums, further_sums, values, scale, x, at, left, MORE_ROWS
+        )
+        sums, further_sums = _add_half(
+            sums, further_sums, values + INPUTS, next_scale, x + HALF, at, left - HALF, MORE_ROWS
+        )
+        # fmt: on
         x += INPUTS
         values += 2 * INPUTS
         scales += INPUTS
@@ -261,6 +270,24 @@ def _multiply_rows(
         _store(further_sums, bias, out, entries, gates, start + further, further < size, outputs, first_column,
                alpha, limit)
     # fmt: on
+
+
+@triton.jit
+def _add_half(sums, further_sums, values, scale, x, at, left, MORE_ROWS: tl.constexpr):
+    """Add what half of a step's inputs make to both sums.
+
+    ``values`` and ``x``: addresses of its first input, from which ``at`` counts; ``scale``: [columns, blocks];
+    ``left``: inputs from there to the last one."""
+    value_at, x_at, further_at = at
+    is_input = (tl.arange(0, x_at.shape[1]) < left)[None, :]
+    # Values behind the last input are zeros in storage; tokens and scales have to be finite there.
+    matrix = scaled_values(tl.load(values + value_at), scale, 1)
+    tokens = tl.load(x + x_at, mask=is_input, other=0.0)
+    sums = tl.dot(matrix, tokens.trans(), sums)
+    if MORE_ROWS:
+        tokens = tl.load(x + further_at, mask=is_input, other=0.0)
+        further_sums = tl.dot(matrix, tokens.trans(), further_sums)
+    return sums, further_sums
 
 
 @triton.jit
