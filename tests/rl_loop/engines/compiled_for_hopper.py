@@ -14,6 +14,7 @@ import triton
 from triton.runtime import driver
 
 from benchmarks.hopper_driver import HopperDriver
+from benchmarks.register_hazards import Loop, inspect_kernel
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -30,6 +31,8 @@ class Resources:
     """Bytes of shared memory that its program takes."""
     variant: str
     """The same for what is compiled once."""
+    loops: tuple[Loop, ...]
+    """In which matrix instructions read registers."""
 
 
 def compile_kernel(kernel: Any, *arguments: Any, **constants: Any) -> Resources:
@@ -40,7 +43,7 @@ def compile_kernel(kernel: Any, *arguments: Any, **constants: Any) -> Resources:
         file.write(compiled.asm["cubin"])
         file.flush()
         used = subprocess.run(
-            [CUOBJDUMP, "--dump-resource-usage", file.name],
+            [CUOBJDUMP, "--dump-resource-usage", "-sass", file.name],
             capture_output=True,
             text=True,
             check=True,
@@ -52,6 +55,7 @@ def compile_kernel(kernel: Any, *arguments: Any, **constants: Any) -> Resources:
         spilled=int(found[2]),
         shared=compiled.metadata.shared,
         variant=compiled.hash,
+        loops=tuple(inspect_kernel(used)),
     )
 
 

@@ -57,6 +57,8 @@ def main() -> None:
             multiply(tokens, is_first=is_first)
             used = kernel.resources[-1]
             assert used.registers <= limit and used.spilled <= SPILLED, (tokens, is_first, used)
+            # Whichever assembler it was (docs/quantization.md).
+            assert used.loops and not any(loop.hazards for loop in used.loops), used
 
     # Numbers of tokens with other divisors have the same kernels.
     known = {used.variant for used in kernel.resources}
