@@ -17,10 +17,10 @@ With ``--quantization mxfp4`` the servers are ``bf16``, with our settings, and `
 * ``mxfp4_slow_routing``, which routes and sums with triton_kernels' own kernels, ``mxfp4_slow_products``,
   whose expert products of many tokens run in triton_kernels' own shapes, and ``mxfp4_slow_few_tokens``,
   which multiplies few tokens in triton_kernels' kernel, too;
-* ``bf16_quick_sampling`` and ``mxfp4_quick_sampling``, which sample in one reading of the logits
-  (``rollout.engine.quick_sampling``), ``bf16_quick_window`` and ``mxfp4_quick_window``, which attend to
-  windows in the plugin's own kernel (``rollout.engine.quick_window``), and ``bf16_quick`` and
-  ``mxfp4_quick``, which do both.
+* ``bf16_slow_sampling`` and ``mxfp4_slow_sampling``, which sample as SGLang does, not in one reading of
+  the logits (``rollout.engine.quick_sampling``), ``bf16_slow_window`` and ``mxfp4_slow_window``, which
+  attend to windows with FlashAttention, not in the plugin's own kernel (``rollout.engine.quick_window``),
+  and ``bf16_slow`` and ``mxfp4_slow``, which do both.
 
 All get the same weights, the values of MXFP4, and are compared first: the log-probs of one text, and the
 experts that each chose for its tokens. With ``--apart`` each server has a GPU of its own, for models of
@@ -74,13 +74,13 @@ PACKED_BYTES = 17 / 32
 ROUTED_TOKENS = 16
 """Decoding steps in which the experts are counted."""
 MOE_VARIABLE = "SGLANG_MOE_CONFIG_DIR"
-WAYS = {"as_it_comes": Variation(without_variables=(MOE_VARIABLE,)), "tuned": Variation()}
+SLOW_SAMPLING = Variation(without_mends=("quick_sampling",))
+SLOW_WINDOW = Variation(without_mends=("quick_window",))
+SLOW = Variation(without_mends=("quick_sampling", "quick_window"))
+AS_IT_COMES = Variation((MOE_VARIABLE,), SLOW.without_mends)
+WAYS = {"as_it_comes": AS_IT_COMES, "tuned": Variation()}
 """By name: how a server differs from ours."""
-QUICK_SAMPLING = Variation(further_mends=("quick_sampling",))
-QUICK_WINDOW = Variation(further_mends=("quick_window",))
-QUICK = Variation(further_mends=("quick_sampling", "quick_window"))
-"""All that servers have to be asked for."""
-BF16_WAYS = ("bf16", "bf16_quick_sampling", "bf16_quick_window", "bf16_quick")
+BF16_WAYS = ("bf16", "bf16_slow_sampling", "bf16_slow_window", "bf16_slow")
 """The ways that keep the values of MXFP4 in bf16; all others of ``QUANTIZED_WAYS`` pack them."""
 QUANTIZED_WAYS = {
     "bf16": Variation(),
@@ -88,12 +88,12 @@ QUANTIZED_WAYS = {
     "mxfp4_slow_routing": Variation(without_mends=("quick_routing",)),
     "mxfp4_slow_products": Variation(without_mends=("quick_products",)),
     "mxfp4_slow_few_tokens": Variation(without_mends=("quick_few_tokens",)),
-    "bf16_quick_sampling": QUICK_SAMPLING,
-    "mxfp4_quick_sampling": QUICK_SAMPLING,
-    "bf16_quick_window": QUICK_WINDOW,
-    "mxfp4_quick_window": QUICK_WINDOW,
-    "bf16_quick": QUICK,
-    "mxfp4_quick": QUICK,
+    "bf16_slow_sampling": SLOW_SAMPLING,
+    "mxfp4_slow_sampling": SLOW_SAMPLING,
+    "bf16_slow_window": SLOW_WINDOW,
+    "mxfp4_slow_window": SLOW_WINDOW,
+    "bf16_slow": SLOW,
+    "mxfp4_slow": SLOW,
 }
 """The same with ``--quantization mxfp4``."""
 COMPARED_TOKENS = 512

@@ -29,8 +29,6 @@ class Variation:
     """Of its environment."""
     without_mends: tuple[str, ...] = ()
     """Of SGLang, by the plugin."""
-    further_mends: tuple[str, ...] = ()
-    """That a server gets only if its settings ask for them."""
     arguments: tuple[str, ...] = ()
     """Further ones of its command."""
 
@@ -133,10 +131,9 @@ def make_server(
     environment |= settings.environment
     for name in variation.without_variables:
         environment.pop(name, None)
-    if variation.without_mends or variation.further_mends:
+    if variation.without_mends:
         mends = environment[MENDS].split(",")
-        mends = [mend for mend in mends if mend not in variation.without_mends]
-        environment[MENDS] = ",".join([*mends, *variation.further_mends])
+        environment[MENDS] = ",".join(mend for mend in mends if mend not in variation.without_mends)
     return SglangServer(command, environment, log, health_seconds=60)
 
 

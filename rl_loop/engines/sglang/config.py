@@ -81,14 +81,14 @@ class SglangConfig(EngineConfig):
     deterministic: bool = False
     """The same tokens for the same seed whatever a request is batched with; slower, without prefix
     cache."""
-    quick_sampling: bool = False
+    quick_sampling: bool | None = None
     """Sample, and compute log-probs, in one reading of the logits instead of some 16 passes
-    (docs/sglang.md). For GPUs, not with ``deterministic``. 5 % of a decoding step with up to 64 requests
-    on MXFP4 servers; no run has trained with it."""
-    quick_window: bool = False
+    (docs/sglang.md): 5 % of a decoding step with up to 64 requests on MXFP4 servers. null: where that
+    can be, on GPUs without ``deterministic``."""
+    quick_window: bool | None = None
     """Compute attention of a decoding step's windowed layers in a kernel of ours instead of
-    FlashAttention 3 (docs/sglang.md). For ``attention_backend: fa3``, not with ``deterministic``. 1 %
-    of a decoding step with 8 requests and 5 % with 256 on MXFP4 servers; no run has trained with it."""
+    FlashAttention 3 (docs/sglang.md): 1 % of a decoding step with 8 requests and 5 % with 256 on MXFP4
+    servers. null: where that can be, with ``attention_backend: fa3`` on GPUs without ``deterministic``."""
     weight_sync: Literal["nccl", "cuda_ipc", "gloo", "shared_memory", "disk"] = "nccl"
     """How weights arrive: NCCL between GPUs, CUDA IPC within a GPU, gloo and shared_memory on
     CPUs, disk if the trainer can reach the servers by nothing but the run's directory."""
@@ -188,7 +188,7 @@ class SglangConfig(EngineConfig):
 
     def _check_kernels(self) -> None:
         for key in ("quick_sampling", "quick_window"):
-            if getattr(self, key) and "cpu" in self.arguments:
+            if getattr(self, key) and self._is_on_cpus:
                 raise ValueError(
                     f"rollout.engine.{key} is for GPUs, and rollout.engine.arguments asks for servers on "
                     f"CPUs: leave {key} out"
@@ -197,6 +197,25 @@ class SglangConfig(EngineConfig):
     @property
     def packs_experts(self) -> bool:
         return self.quantization is not None
+
+    @property
+    def samples_quickly(self) -> bool:
+        """Whether servers sample in one reading of the logits."""
+        if self.quick_sampling is not None:
+            return self.quick_sampling
+        return not self.deterministic and not self._is_on_cpus
+
+    @property
+    def attends_quickly(self) -> bool:
+        """Whether servers decode windowed layers in the plugin's kernel."""
+        if self.quick_window is not None:
+            return self.quick_window
+        return self.attention_backend == "fa3" and not self.deterministic and not self._is_on_cpus
+
+    @property
+    def _is_on_cpus(self) -> bool:
+        asks_for_cpus = "cpu" in self.arguments or "--device=cpu" in self.arguments
+        return asks_for_cpus or self.attention_backend == "intel_amx"
 
     @property
     def resolved_bucket_bytes(self) -> int:
@@ -327,9 +346,9 @@ class SglangConfig(EngineConfig):
         if not self.colocated:
             # Syncs of colocated servers find no request running.
             mends.append("quick_pause")
-        if self.quick_sampling:
+        if self.samples_quickly:
             mends.append("quick_sampling")
-        if self.quick_window:
+        if self.attends_quickly:
             mends.append("quick_window")
         return mends
 

@@ -17,6 +17,7 @@ import torch
 
 from converters.names import hf_shapes
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
+from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.gpu_memory import CONTEXT_BYTES, WORKING_BYTES
 
 ROOT = Path(__file__).parents[3]
@@ -171,9 +172,11 @@ def test_a_server_gets_its_share_of_its_own_gpu_and_not_of_the_trainer_s(
     assert fraction == pytest.approx(share / ((140_000 << 20) - CONTEXT_BYTES), abs=1e-4)
 
 
-def test_every_way_but_bf16_packs_experts_and_mends_can_be_withheld_and_added(
-    decoding: ModuleType, tmp_path: Path
+def test_every_way_but_bf16_packs_experts_and_mends_can_be_withheld(
+    decoding: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # As on GPUs, of which there are none here.
+    monkeypatch.setattr(SglangConfig, "_is_on_cpus", property(lambda self: False))
     servers = importlib.import_module("sglang_servers")
     options = server_options(
         quantization="mxfp4",
@@ -183,42 +186,43 @@ def test_every_way_but_bf16_packs_experts_and_mends_can_be_withheld_and_added(
         log=None,
     )
     config = GptOssModelConfig(num_layers=2, **SIZES)
-    packed = {}
+    packs_experts = {}
     mends = {}
     for name, variation in decoding.QUANTIZED_WAYS.items():
         packs = name not in decoding.BF16_WAYS
         way = decoding.prepare(name, variation, 0, options, config, tmp_path, packed=packs)
-        packed[name] = way.packed
+        packs_experts[name] = way.packed
         mends[name] = way.server._environment[servers.MENDS]
 
-    assert packed == {
+    assert packs_experts == {
         "bf16": False,
         "mxfp4": True,
-        "bf16_quick_sampling": False,
-        "mxfp4_quick_sampling": True,
-        "bf16_quick_window": False,
-        "mxfp4_quick_window": True,
-        "bf16_quick": False,
-        "mxfp4_quick": True,
+        "bf16_slow_sampling": False,
+        "mxfp4_slow_sampling": True,
+        "bf16_slow_window": False,
+        "mxfp4_slow_window": True,
+        "bf16_slow": False,
+        "mxfp4_slow": True,
         "mxfp4_slow_routing": True,
         "mxfp4_slow_products": True,
         "mxfp4_slow_few_tokens": True,
     }
-    packed_mends = (
+    packed = (
         "mxfp4_experts,sound_assembler,quick_routing,quick_products,quick_few_tokens,quick_pause"
     )
+    both = ",quick_sampling,quick_window"
     assert mends == {
-        "bf16": "quick_pause",
-        "mxfp4": packed_mends,
-        "mxfp4_slow_routing": packed_mends.replace("quick_routing,", ""),
-        "mxfp4_slow_products": packed_mends.replace("quick_products,", ""),
-        "mxfp4_slow_few_tokens": packed_mends.replace("quick_few_tokens,", ""),
-        "bf16_quick_sampling": "quick_pause,quick_sampling",
-        "mxfp4_quick_sampling": f"{packed_mends},quick_sampling",
-        "bf16_quick_window": "quick_pause,quick_window",
-        "mxfp4_quick_window": f"{packed_mends},quick_window",
-        "bf16_quick": "quick_pause,quick_sampling,quick_window",
-        "mxfp4_quick": f"{packed_mends},quick_sampling,quick_window",
+        "bf16": f"quick_pause{both}",
+        "mxfp4": packed + both,
+        "mxfp4_slow_routing": packed.replace("quick_routing,", "") + both,
+        "mxfp4_slow_products": packed.replace("quick_products,", "") + both,
+        "mxfp4_slow_few_tokens": packed.replace("quick_few_tokens,", "") + both,
+        "bf16_slow_sampling": "quick_pause,quick_window",
+        "mxfp4_slow_sampling": f"{packed},quick_window",
+        "bf16_slow_window": "quick_pause,quick_sampling",
+        "mxfp4_slow_window": f"{packed},quick_sampling",
+        "bf16_slow": "quick_pause",
+        "mxfp4_slow": packed,
     }
 
 

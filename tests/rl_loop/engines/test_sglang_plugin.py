@@ -112,7 +112,10 @@ def run(
         "sglang/srt/managers/tokenizer_manager.py": MANAGER,
     }
     write_modules(tmp_path, modules)
-    environment = SglangConfig(**settings, env={"PYTHONPATH": str(tmp_path)}).environment
+    # What is not at stake here would look for more of SGLang.
+    environment = SglangConfig(
+        quick_sampling=False, quick_window=False, env={"PYTHONPATH": str(tmp_path)}, **settings
+    ).environment
     return subprocess.run(
         [sys.executable, "-S", "-c", code],
         env=os.environ | environment,
@@ -161,9 +164,10 @@ def test_servers_get_what_their_settings_need() -> None:
     def mends(**settings: object) -> str:
         return SglangConfig(**settings).environment["GPTOSS_SGLANG_MENDS"]
 
-    assert mends(attention_backend="fa3") == "quick_pause"
-    assert mends(**TRITON) == "triton_window,quick_pause"
-    assert mends(**COLOCATED) == "sleeping_cache"
+    assert mends(attention_backend="fa3") == "quick_pause,quick_sampling,quick_window"
+    assert mends(**TRITON) == "triton_window,quick_pause,quick_sampling"
+    assert mends(**COLOCATED) == "sleeping_cache,quick_sampling,quick_window"
+    assert mends(**COLOCATED, deterministic=True) == "sleeping_cache"
     assert SglangConfig(**TRITON).environment["PYTHONPATH"] == str(PLUGIN)
 
 
@@ -183,7 +187,9 @@ def test_an_interpreter_that_hides_the_plugin_is_refused(tmp_path: Path) -> None
     SglangConfig(**settings).check_machine()
 
     wrap(str(packages))
-    with pytest.raises(EngineUnavailable, match="the plugin for triton_window, quick_pause: a wr"):
+    with pytest.raises(
+        EngineUnavailable, match="the plugin for triton_window, quick_pause, quick_sampling: "
+    ):
         SglangConfig(**settings).check_machine()
     SglangConfig(**settings, env={"SGLANG_PLUGINS": "none"}).check_machine()
 

@@ -174,13 +174,21 @@ def test_plain_decoding_of_windows_is_computed_with_it_and_all_else_as_before(
     ]
 
 
-def test_servers_attend_so_only_if_they_are_asked_to() -> None:
+def test_servers_attend_so_where_they_can_unless_they_are_asked_not_to() -> None:
     def mends(**settings: object) -> list[str]:
         return SglangConfig(**settings).environment["GPTOSS_SGLANG_MENDS"].split(",")
 
-    assert "quick_window" not in mends()
+    assert "quick_window" in mends()
+    assert "quick_window" in mends(quantization="mxfp4")
     assert "quick_window" in mends(quick_window=True)
-    assert "quick_window" in mends(quick_window=True, quantization="mxfp4")
+    for settings in (
+        {"quick_window": False},
+        {"attention_backend": "triton"},
+        {"deterministic": True},
+        {"arguments": ["--device", "cpu"]},
+        {"arguments": ["--device=cpu"]},
+    ):
+        assert "quick_window" not in mends(**settings), settings
 
     with pytest.raises(ValueError, match="stands in for attention_backend fa3, and this is triton"):
         SglangConfig(quick_window=True, attention_backend="triton")
