@@ -11,7 +11,7 @@ starts.
 A matrix has ``rows`` outputs, each of ``row_bytes`` bytes of two codes along the inputs.
 
 Values: both sizes are padded with zeros to multiples of 64. The storage has a quarter of the rows,
-each four times as long, in 32-bit words of 4 x 2 codes whose bits change places (``_pack``). Word
+each four times as long, in 32-bit words of 4 x 2 codes whose bits change places (``_spread``). Word
 (R, C) of the storage has the codes of the bytes
 
     A[m, k], A[m + 8, k], A[m, k + 4], A[m + 8, k + 4]
@@ -325,7 +325,7 @@ def swizzle_scales(scales: Tensor, padded_shape: tuple[int, int], storage: Tenso
     # [experts, a, b, w, c, d, e, f] -> [experts, a, w, e, b, d, f, c]
     source = padded.view(experts, -1, 2, SCALE_WARPS, 2, 8, padded.shape[2] // 2, 2)
     source = source.permute(0, 1, 3, 6, 2, 5, 7, 4)
-    storage.view(source.shape).copy_(source + SCALE_BIAS)  # modulo 256
+    torch.add(source, SCALE_BIAS, out=storage.view(source.shape))  # modulo 256
 
 
 def unswizzle_scales(
