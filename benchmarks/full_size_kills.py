@@ -183,6 +183,8 @@ def main() -> None:
     options = parse_arguments()
     # Ended from outside, it ends the run, too: everything under way is undone on the way out.
     signal.signal(signal.SIGTERM, lambda *unused: sys.exit(128 + signal.SIGTERM))
+    if options.scratch is not None:
+        options.scratch.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.scratch, prefix="kills_") as directory:
         scratch = Path(directory)
         settings = [*run_overrides(options, scratch), *options.overrides]

@@ -78,6 +78,8 @@ MAX_STALENESS = "loop/max_staleness"
 
 def main() -> None:
     options = parse_arguments()
+    if options.scratch is not None:
+        options.scratch.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.scratch, prefix="loop_") as scratch:
         config = read_config(options, Path(scratch))
         began = time.monotonic()

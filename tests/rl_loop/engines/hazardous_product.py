@@ -1,4 +1,5 @@
-"""Compiles a product for a Hopper GPU whose machine code writes registers too early, by any assembler so far:
+"""Compiles a product for a Hopper GPU whose machine code writes registers too early, as Triton's own assembler
+and that of CUDA 13.5 make it:
 
 python -m tests.rl_loop.engines.hazardous_product
 """

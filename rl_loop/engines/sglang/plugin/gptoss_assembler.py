@@ -4,10 +4,12 @@ The products of MXFP4 experts turn codes into numbers in registers, from which t
 them while the program goes on. Until CUDA 13.3 NVIDIA's assembler, ptxas, hands such registers out
 again before they have been read (triton issue 9433 and pull request 11781; release notes of CUDA
 13.3). Triton 3.6 comes with that of CUDA 12.8. With it an H200 computed wrong values in up to 7 % of
-the launches of a shape that servers never had, and in none of those that they have, although their
-code has the same fault (benchmarks/register_hazards.py, docs/quantization.md).
+the launches of a shape that servers never had, an H100 in up to all of them, and neither in any of
+those that servers have, although the code of triton_kernels' has the same fault
+(benchmarks/register_hazards.py, docs/quantization.md).
 
-SGLang's environment has a newer assembler anyway, in the package nvidia-cuda-nvcc.
+SGLang's environment has a newer assembler anyway, in the package nvidia-cuda-nvcc. Of all kernels that
+servers have that of CUDA 13.5 makes code without the fault; of some others it does not.
 """
 
 import logging
