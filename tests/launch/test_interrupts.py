@@ -141,4 +141,6 @@ def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:
         steps_said(terminal, 2)
         terminal.process.kill()
         terminal.wait(30)
-        assert terminal.processes_left(seconds=30) == []
+        # Ray's agents report the death of its daemon to a server that may be gone by then, and ask for it
+        # for a minute.
+        assert terminal.processes_left(seconds=90) == []
