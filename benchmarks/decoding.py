@@ -77,7 +77,7 @@ MOE_VARIABLE = "SGLANG_MOE_CONFIG_DIR"
 SLOW_SAMPLING = Variation(without_mends=("quick_sampling",))
 SLOW_WINDOW = Variation(without_mends=("quick_window",))
 SLOW = Variation(without_mends=("quick_sampling", "quick_window"))
-AS_IT_COMES = Variation((MOE_VARIABLE,), SLOW.without_mends)
+AS_IT_COMES = Variation(without_variables=(MOE_VARIABLE,), without_mends=SLOW.without_mends)
 WAYS = {"as_it_comes": AS_IT_COMES, "tuned": Variation()}
 """By name: how a server differs from ours."""
 BF16_WAYS = ("bf16", "bf16_slow_sampling", "bf16_slow_window", "bf16_slow")

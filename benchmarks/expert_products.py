@@ -21,7 +21,8 @@ a token, once, over the bandwidth that summing 4 GB reaches on this GPU.
 
 Variants are compiled first, in ``--precompile`` processes that need no GPU; one after the other takes
 minutes. ``--compile-only`` prints what the compiler made of them and ends, on a machine without a
-GPU, too.
+GPU, too, and for numbers of requests that only a prefill has. TRITON_PTXAS_PATH chooses the assembler,
+which decides whether registers are written too early (docs/quantization.md).
 
 Not among the variants, because triton_kernels 3.6 has none of it for MXFP4 on Hopper: persistent
 programs (NotImplementedError), a split of the inputs among programs (``can_use_split_k``), and parts of
@@ -49,6 +50,7 @@ from typing import Any
 import torch
 import triton
 from hopper_driver import HopperDriver
+from register_hazards import inspect_kernel
 from timing import read_bandwidth, time_interleaved
 from torch import Tensor
 from triton.errors import TritonError
@@ -372,6 +374,8 @@ class Compiled:
     """Of a warp, in one step of the loop."""
     is_serial: bool
     """Whether a warp waits for each of its matrix instructions before it goes on."""
+    hazards: int
+    """Registers that are written while tensor cores may still read them, as ``register_hazards.py`` counts."""
 
     def programs(self, warps: int) -> int:
         """Return how many programs a processor holds."""
@@ -428,6 +432,8 @@ def compile_instead_of_starting() -> list[Any]:
     )
     torch.cuda.get_device_properties = lambda *device: hopper  # type: ignore[assignment]
     torch.cuda.get_device_capability = lambda *device: (9, 0)
+    # Nothing is routed, so that there may be as many requests as in a prefill.
+    gptoss_expert_routing.fits = lambda logits: True
 
     kernels = []
     original = JITFunction.run
@@ -474,6 +480,7 @@ def parse(text: str, shared: int) -> Compiled:
         shared=shared,
         instructions=len(loop),
         is_serial=sum("WARPGROUP.DEPBAR.LE gsb0, 0x0" in line for line in loop) > 1,
+        hazards=sum(loop.hazards for loop in inspect_kernel(text)),
     )
 
 
@@ -581,7 +588,8 @@ def measure(
 
 HEADER = (
     "| requests | product | rows x columns x inputs | warps | stages | registers | programs | "
-    "instructions a value | waits for each product | reads | microseconds | reading limit | output |"
+    "instructions a value | waits for each product | registers written too early | reads | microseconds | "
+    "reading limit | output |"
 )
 
 
@@ -624,16 +632,17 @@ def cells(row: Row) -> list[str]:
 
 
 def compiled_cells(variant: Variant, compiled: Compiled | None) -> list[str]:
-    """Return registers, programs of a processor, instructions for a value and whether it waits."""
+    """Return registers, programs of a processor, instructions for a value, whether it waits and its hazards."""
     limit = "" if variant.registers is None else f" of {variant.registers}"
     if compiled is None:
-        return [limit.removeprefix(" of "), "", "", ""]
+        return [limit.removeprefix(" of "), "", "", "", ""]
     spilled = f", {compiled.spilled} bytes spilled" if compiled.spilled else ""
     return [
         f"{compiled.registers}{limit}{spilled}",
         str(compiled.programs(variant.warps)),
         f"{compiled.instructions_per_value(variant):.2f}",
         "yes" if compiled.is_serial else "no",
+        str(compiled.hazards),
     ]
 
 
@@ -682,7 +691,7 @@ def describe(row: Row) -> str:
 
 def compiled_table(compiled: dict[Work, tuple[Variant, Compiled]]) -> str:
     """Return what the compiler made of all work."""
-    names = [name.strip() for name in HEADER.strip("| ").split("|")[:9]]
+    names = [name.strip() for name in HEADER.strip("| ").split("|")[:10]]
     lines = ["| " + " | ".join([*names, "shared memory"]) + " |", "|" + "---|" * (len(names) + 1)]
     for (requests, product, asked), (variant, made) in compiled.items():
         shape = f"{variant.rows}x{variant.columns}x{variant.inputs}"

@@ -6,7 +6,8 @@
 A matrix instruction of Hopper (``HGMMA`` in machine code) may have its first matrix in registers. It
 reads them after the program has gone on, and nothing but a wait for the instruction's group says that it
 has. Until CUDA 13.3 ptxas writes such registers before that wait, in the next turn of a loop: triton
-issue 9433 and pull request 11781. Whether a wrong number comes of it is a matter of time, so that tests may pass.
+issue 9433 and pull request 11781. That of 13.5 does so in fewer kernels, but in some. Whether a wrong number
+comes of it is a matter of time, so that tests may pass.
 
 Each loop is followed for some turns. A group of matrix instructions is pending from the instruction that
 closes it (``gsb0``) until a wait (``WARPGROUP.DEPBAR.LE gsb0, N``) leaves no more than N younger

@@ -67,6 +67,15 @@ def forking_workers() -> Iterator[None]:
         node_class.start_raylet = start_raylet
 
 
+def _environment_of_server() -> dict[str, str]:
+    """Return what Ray gives a worker. OpenMP reads it when torch is loaded, which is in the server.
+
+    Ours come last: Ray finds the place of a worker's title by the first variable, which must be one that a
+    worker keeps."""
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    return {**os.environ, "OMP_NUM_THREADS": threads, **local_environment()}
+
+
 def _start_server() -> subprocess.Popen[bytes]:
     """Start the server. Who asks it waits while it imports; when it ends, its socket refuses."""
     address = f"forked-workers-{uuid.uuid4().hex}"
@@ -78,8 +87,7 @@ def _start_server() -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             [sys.executable, str(HERE / "server.py"), str(listener.fileno())],
             pass_fds=[listener.fileno()],
-            # What Ray gives a worker. OpenMP reads it when torch is loaded, which is here.
-            env={"OMP_NUM_THREADS": "1", **os.environ, **local_environment()},
+            env=_environment_of_server(),
             preexec_fn=end_with_parent,
             start_new_session=True,
         )

@@ -96,7 +96,7 @@ def test_triton_kernels_choice_is_replaced_by_a_variant_and_otherwise_left(
 def test_programs_of_a_processor_follow_from_registers_and_shared_memory(
     products: ModuleType,
 ) -> None:
-    compiled = products.Compiled(175, 0, shared=83_968, instructions=413, is_serial=False)
+    compiled = products.Compiled(175, 0, 83_968, 413, is_serial=False, hazards=0)
     assert compiled.programs(warps=8) == 1
     assert replace(compiled, registers=128).programs(warps=8) == 2
     assert replace(compiled, registers=128, shared=117_760).programs(warps=8) == 1
@@ -113,10 +113,18 @@ def test_the_loop_that_multiplies_is_read_from_a_kernels_instructions(
 ) -> None:
     text = SASS.format(registers=175, stack=40, first="0x1")
     compiled = products.parse(text, shared=83_968)
-    assert compiled == products.Compiled(175, 40, 83_968, instructions=6, is_serial=False)
+    assert compiled == products.Compiled(175, 40, 83_968, 6, is_serial=False, hazards=0)
 
     serial = products.parse(SASS.format(registers=128, stack=0, first="0x0"), shared=0)
     assert serial.is_serial
+
+
+def test_registers_that_a_kernel_writes_too_early_are_counted(products: ModuleType) -> None:
+    text = SASS.format(registers=175, stack=0, first="0x1").replace("gsb0, 0x0", "gsb0, 0x1")
+    assert products.parse(text, shared=0).hazards == 0
+    # From R92 on reads the group that the last wait leaves under way.
+    hazardous = text.replace("WARPGROUP.ARRIVE", "LDS R92, [R98]")
+    assert products.parse(hazardous, shared=0).hazards > 0
 
 
 def test_reads_are_counted_over_experts_that_have_tokens(products: ModuleType) -> None:
@@ -172,7 +180,7 @@ def test_a_variant_is_compared_with_what_servers_run_and_timed_per_layer(
     product = FakeProduct(products, {256: correct, 128: near, 64: wrong})
     served = product.flags.last
     variants = [served, *(replace(served, columns=columns) for columns in (128, 64, 32))]
-    compiled = products.Compiled(128, 0, 0, 431, is_serial=True)
+    compiled = products.Compiled(128, 0, 0, 431, is_serial=True, hazards=0)
     kept = {(256, "gate_up", None): (served, compiled)}
 
     rows = products.measure(product, 256, variants, kept, bandwidth=4e12, rounds=3)
@@ -192,7 +200,7 @@ def rows_of_two_products(products: ModuleType) -> list[Any]:
     """Return the served shape, one with 4 warps, and one that is fastest and wrong, of both products."""
     served = products.Variant(64, 256, 128, warps=8, stages=3, registers=128)
     narrow = products.Variant(64, 128, 128, warps=4, stages=3)
-    compiled = products.Compiled(128, 0, 83_968, 431, is_serial=True)
+    compiled = products.Compiled(128, 0, 83_968, 431, is_serial=True, hazards=96)
     row = products.Row(
         requests=256,
         product="gate_up",
@@ -235,7 +243,7 @@ def test_the_table_has_a_products_fastest_first_and_says_what_did_not_run(
         ("down", "**64x256x128** (served)"),
         ("down", "64x128x128"),
     ]
-    assert "| 128 of 128 | 2 | 3.37 | yes | 1.00 | 160.0 | 40% | same bits |" in lines[5]
+    assert "| 128 of 128 | 2 | 3.37 | yes | 96 | 1.00 | 160.0 | 40% | same bits |" in lines[5]
     assert "| 128.0 | 50% | differs by 2.0e-04 |" in lines[3]
     assert "did not run" in lines[6]
 
