@@ -20,7 +20,10 @@ With ``--quantization mxfp4`` the servers are ``bf16``, with our settings, and `
 * ``bf16_slow_sampling`` and ``mxfp4_slow_sampling``, which sample as SGLang does, not in one reading of
   the logits (``rollout.engine.quick_sampling``), ``bf16_slow_window`` and ``mxfp4_slow_window``, which
   attend to windows with FlashAttention, not in the plugin's own kernel (``rollout.engine.quick_window``),
-  and ``bf16_slow`` and ``mxfp4_slow``, which do both.
+  and ``bf16_slow`` and ``mxfp4_slow``, which do both;
+* ``bf16_rounded_logits`` and ``mxfp4_rounded_logits``, whose logits are rounded to bf16
+  (``rollout.engine.fp32_logits``), and ``mxfp4_sglang_fp32_logits``, which computes them with SGLang's
+  ``--enable-fp32-lm-head``.
 
 All get the same weights, the values of MXFP4, and are compared first: the log-probs of one text, and the
 experts that each chose for its tokens. With ``--apart`` each server has a GPU of its own, for models of
@@ -76,11 +79,19 @@ ROUTED_TOKENS = 16
 MOE_VARIABLE = "SGLANG_MOE_CONFIG_DIR"
 SLOW_SAMPLING = Variation(without_mends=("quick_sampling",))
 SLOW_WINDOW = Variation(without_mends=("quick_window",))
+BF16_LOGITS = Variation(without_mends=("fp32_logits",))
+SGLANG_FP32_LOGITS = Variation(without_mends=("fp32_logits",), arguments=("--enable-fp32-lm-head",))
 SLOW = Variation(without_mends=("quick_sampling", "quick_window"))
 AS_IT_COMES = Variation(without_variables=(MOE_VARIABLE,), without_mends=SLOW.without_mends)
 WAYS = {"as_it_comes": AS_IT_COMES, "tuned": Variation()}
 """By name: how a server differs from ours."""
-BF16_WAYS = ("bf16", "bf16_slow_sampling", "bf16_slow_window", "bf16_slow")
+BF16_WAYS = (
+    "bf16",
+    "bf16_slow_sampling",
+    "bf16_slow_window",
+    "bf16_slow",
+    "bf16_rounded_logits",
+)
 """The ways that keep the values of MXFP4 in bf16; all others of ``QUANTIZED_WAYS`` pack them."""
 QUANTIZED_WAYS = {
     "bf16": Variation(),
@@ -94,6 +105,9 @@ QUANTIZED_WAYS = {
     "mxfp4_slow_window": SLOW_WINDOW,
     "bf16_slow": SLOW,
     "mxfp4_slow": SLOW,
+    "bf16_rounded_logits": BF16_LOGITS,
+    "mxfp4_rounded_logits": BF16_LOGITS,
+    "mxfp4_sglang_fp32_logits": SGLANG_FP32_LOGITS,
 }
 """The same with ``--quantization mxfp4``."""
 COMPARED_TOKENS = 512

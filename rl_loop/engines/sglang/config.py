@@ -89,6 +89,9 @@ class SglangConfig(EngineConfig):
     """Compute attention of a decoding step's windowed layers in a kernel of ours instead of
     FlashAttention 3 (docs/sglang.md): 1 % of a decoding step with 8 requests and 5 % with 256 on MXFP4
     servers. null: where that can be, with ``attention_backend: fa3`` on GPUs without ``deterministic``."""
+    fp32_logits: bool | None = None
+    """Keep logits in fp32, as the trainer does, instead of rounding them to bf16 (docs/sglang.md).
+    null: on GPUs without ``deterministic``."""
     weight_sync: Literal["nccl", "cuda_ipc", "gloo", "shared_memory", "disk"] = "nccl"
     """How weights arrive: NCCL between GPUs, CUDA IPC within a GPU, gloo and shared_memory on
     CPUs, disk if the trainer can reach the servers by nothing but the run's directory."""
@@ -120,6 +123,7 @@ class SglangConfig(EngineConfig):
         self._check_packed_experts()
         self._check_sampling()
         self._check_window()
+        self._check_logits()
         self._check_kernels()
         if self.colocated and self.weight_sync == "nccl":
             raise ValueError(
@@ -186,8 +190,15 @@ class SglangConfig(EngineConfig):
                 "deterministic attention has to be the same in both: leave one of them out of rollout.engine"
             )
 
+    def _check_logits(self) -> None:
+        if self.fp32_logits and self.deterministic:
+            raise ValueError(
+                "rollout.engine.fp32_logits: its product differs with the size of the batch, which deterministic "
+                "forbids. Leave one of them out of rollout.engine"
+            )
+
     def _check_kernels(self) -> None:
-        for key in ("quick_sampling", "quick_window"):
+        for key in ("quick_sampling", "quick_window", "fp32_logits"):
             if getattr(self, key) and self._is_on_cpus:
                 raise ValueError(
                     f"rollout.engine.{key} is for GPUs, and rollout.engine.arguments asks for servers on "
@@ -211,6 +222,13 @@ class SglangConfig(EngineConfig):
         if self.quick_window is not None:
             return self.quick_window
         return self.attention_backend == "fa3" and not self.deterministic and not self._is_on_cpus
+
+    @property
+    def keeps_logits_in_fp32(self) -> bool:
+        """True if servers do not round logits to bf16."""
+        if self.fp32_logits is not None:
+            return self.fp32_logits
+        return not self.deterministic and not self._is_on_cpus
 
     @property
     def _is_on_cpus(self) -> bool:
@@ -350,6 +368,8 @@ class SglangConfig(EngineConfig):
             mends.append("quick_sampling")
         if self.attends_quickly:
             mends.append("quick_window")
+        if self.keeps_logits_in_fp32:
+            mends.append("fp32_logits")
         return mends
 
     def describe_model(self, model: ModelConfig, dtype: str) -> dict[str, Any]:

@@ -206,23 +206,30 @@ def test_every_way_but_bf16_packs_experts_and_mends_can_be_withheld(
         "mxfp4_slow_routing": True,
         "mxfp4_slow_products": True,
         "mxfp4_slow_few_tokens": True,
+        "bf16_rounded_logits": False,
+        "mxfp4_rounded_logits": True,
+        "mxfp4_sglang_fp32_logits": True,
     }
     packed = (
         "mxfp4_experts,sound_assembler,quick_routing,quick_products,quick_few_tokens,quick_pause"
     )
-    both = ",quick_sampling,quick_window"
+    rounded = ",quick_sampling,quick_window"
+    both = f"{rounded},fp32_logits"
     assert mends == {
         "bf16": f"quick_pause{both}",
         "mxfp4": packed + both,
         "mxfp4_slow_routing": packed.replace("quick_routing,", "") + both,
         "mxfp4_slow_products": packed.replace("quick_products,", "") + both,
         "mxfp4_slow_few_tokens": packed.replace("quick_few_tokens,", "") + both,
-        "bf16_slow_sampling": "quick_pause,quick_window",
-        "mxfp4_slow_sampling": f"{packed},quick_window",
-        "bf16_slow_window": "quick_pause,quick_sampling",
-        "mxfp4_slow_window": f"{packed},quick_sampling",
-        "bf16_slow": "quick_pause",
-        "mxfp4_slow": packed,
+        "bf16_slow_sampling": "quick_pause,quick_window,fp32_logits",
+        "mxfp4_slow_sampling": f"{packed},quick_window,fp32_logits",
+        "bf16_slow_window": "quick_pause,quick_sampling,fp32_logits",
+        "mxfp4_slow_window": f"{packed},quick_sampling,fp32_logits",
+        "bf16_slow": "quick_pause,fp32_logits",
+        "mxfp4_slow": f"{packed},fp32_logits",
+        "bf16_rounded_logits": f"quick_pause{rounded}",
+        "mxfp4_rounded_logits": packed + rounded,
+        "mxfp4_sglang_fp32_logits": packed + rounded,
     }
 
 

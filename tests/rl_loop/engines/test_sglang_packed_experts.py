@@ -643,7 +643,7 @@ def test_a_run_with_quantization_may_have_servers_with_packed_experts(tmp_path: 
     assert isinstance(engine, SglangConfig)
     assert engine.environment["GPTOSS_SGLANG_MENDS"] == (
         "mxfp4_experts,sound_assembler,quick_routing,quick_products,quick_few_tokens,quick_pause"
-        ",quick_sampling,quick_window"
+        ",quick_sampling,quick_window,fp32_logits"
     )
 
     description = engine.describe_model(MODEL, "bfloat16")

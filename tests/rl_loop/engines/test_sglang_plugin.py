@@ -114,7 +114,11 @@ def run(
     write_modules(tmp_path, modules)
     # What is not at stake here would look for more of SGLang.
     environment = SglangConfig(
-        quick_sampling=False, quick_window=False, env={"PYTHONPATH": str(tmp_path)}, **settings
+        quick_sampling=False,
+        quick_window=False,
+        fp32_logits=False,
+        env={"PYTHONPATH": str(tmp_path)},
+        **settings,
     ).environment
     return subprocess.run(
         [sys.executable, "-S", "-c", code],
@@ -164,9 +168,9 @@ def test_servers_get_what_their_settings_need() -> None:
     def mends(**settings: object) -> str:
         return SglangConfig(**settings).environment["GPTOSS_SGLANG_MENDS"]
 
-    assert mends(attention_backend="fa3") == "quick_pause,quick_sampling,quick_window"
-    assert mends(**TRITON) == "triton_window,quick_pause,quick_sampling"
-    assert mends(**COLOCATED) == "sleeping_cache,quick_sampling,quick_window"
+    assert mends(attention_backend="fa3") == "quick_pause,quick_sampling,quick_window,fp32_logits"
+    assert mends(**TRITON) == "triton_window,quick_pause,quick_sampling,fp32_logits"
+    assert mends(**COLOCATED) == "sleeping_cache,quick_sampling,quick_window,fp32_logits"
     assert mends(**COLOCATED, deterministic=True) == "sleeping_cache"
     assert SglangConfig(**TRITON).environment["PYTHONPATH"] == str(PLUGIN)
 
@@ -188,7 +192,8 @@ def test_an_interpreter_that_hides_the_plugin_is_refused(tmp_path: Path) -> None
 
     wrap(str(packages))
     with pytest.raises(
-        EngineUnavailable, match="the plugin for triton_window, quick_pause, quick_sampling: "
+        EngineUnavailable,
+        match="the plugin for triton_window, quick_pause, quick_sampling, fp32_logits: ",
     ):
         SglangConfig(**settings).check_machine()
     SglangConfig(**settings, env={"SGLANG_PLUGINS": "none"}).check_machine()

@@ -26,6 +26,7 @@
   (``gptoss_sampling``).
 * ``quick_window``: attention of a decoding step in layers with a sliding window runs in a kernel of
   ours (``gptoss_window_attention``).
+* ``fp32_logits``: logits are kept in fp32 instead of being rounded to bf16 (``gptoss_logits``).
 """
 
 import asyncio
@@ -179,6 +180,13 @@ def attend_to_windows_at_once() -> None:
     gptoss_window_attention.install()
 
 
+def keep_logits_in_fp32() -> None:
+    """Let servers compute logits in fp32, as the trainer does."""
+    import gptoss_logits
+
+    gptoss_logits.install()
+
+
 MENDS = {
     "triton_window": Mend(decode_with_whole_window, "use attention_backend fa3"),
     "sleeping_cache": Mend(free_cache_while_sleeping, "give servers GPUs of their own"),
@@ -190,4 +198,5 @@ MENDS = {
     "quick_pause": Mend(pause_without_waiting),
     "quick_sampling": Mend(sample_in_one_reading),
     "quick_window": Mend(attend_to_windows_at_once),
+    "fp32_logits": Mend(keep_logits_in_fp32),
 }
