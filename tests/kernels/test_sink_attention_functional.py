@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from gptoss_kernels.sink_attention import dispatch, sink_attention, window
 from gptoss_kernels.sink_attention.dispatch import ShapeClass, unsupported_reason
 from gptoss_kernels.sink_attention.functional import (
     AttentionSettings,
@@ -98,8 +102,94 @@ def test_with_the_o_and_lse_of_all_keys_parts_of_the_keys_give_parts_of_the_grad
     torch.testing.assert_close(shares[3] + others[3], dsinks)
 
 
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names of our kernels in the order of their launches, on a Hopper GPU without FlashAttention.
+
+    Only the launch and the description of the GPU are replaced. The outputs are not computed.
+    """
+    names: list[str] = []
+
+    def load_kernel(name: str, *unused: Any) -> Any:
+        return lambda *arguments: names.append(name)
+
+    def reason(backend: str, shape: ShapeClass) -> str | None:
+        if backend.startswith("flash"):
+            return f"{backend} is not installed"
+        if backend == "reference" or (backend == "window") == (shape.window is not None):
+            return None
+        return "window takes windows, short takes None"
+
+    monkeypatch.setattr(window, "_kernel", load_kernel)
+    monkeypatch.setattr(window, "_tensor_map", lambda *unused, **also_unused: None)
+    monkeypatch.setattr(dispatch, "unsupported_reason", reason)
+    dispatch.choose_backend.cache_clear()
+    yield names
+    dispatch.choose_backend.cache_clear()
+
+
+@pytest.mark.parametrize("backend", ["auto", "named"])
+@pytest.mark.parametrize(
+    ("width", "name", "kernels"),
+    [
+        (None, "short", ["full_forward", "full_backward_q", "backward_kv"]),
+        (16, "window", ["window_forward", "window_backward_q", "backward_kv"]),
+    ],
+)
+@pytest.mark.parametrize("queries", [QUERIES, KEYS])
+def test_both_passes_run_the_backend_that_is_named(
+    launches: list[str],
+    caplog: pytest.LogCaptureFixture,
+    width: int | None,
+    name: str,
+    kernels: list[str],
+    queries: list[int],
+    backend: str,
+) -> None:
+    """A context-parallel rank that reports the short kernels runs them, not the reference."""
+    q, k, v, sinks, grad_o = inputs(8, 1, 64, queries, KEYS)
+    segments = Segments.from_lengths(queries, KEYS, q.device)
+    settings = AttentionSettings(width, 0.3, backend="auto" if backend == "auto" else name)
+    with caplog.at_level(logging.INFO):
+        o, lse = attention_forward(q, k, v, sinks, segments, settings)
+        attention_backward((q, k, v, sinks, o, lse), grad_o, segments, settings)
+    assert launches == kernels
+    assert backend == "named" or [record.args[-1] for record in caplog.records] == [name]
+
+    if queries is KEYS:
+        launches.clear()
+        q.requires_grad_()
+        offsets = segments.cu_seqlens_q
+        out = sink_attention(
+            q, k, v, sinks, cu_seqlens=offsets, max_seqlen=100, window=width, backend=name
+        )
+        out.backward(grad_o)
+        assert launches == kernels
+
+
+@pytest.mark.parametrize(
+    ("backend", "width", "message"),
+    [
+        ("flash5", None, "backend must be one of auto, reference, window, short, flash3, flash4"),
+        ("short", None, "backend 'short' cannot take this: short needs a CUDA device"),
+        ("window", 16, "backend 'window' cannot take this: window needs a CUDA device"),
+        ("flash4", None, "backend 'flash4' cannot take this: flash4 needs a CUDA device"),
+    ],
+)
+def test_a_backend_that_cannot_compute_is_refused(
+    backend: str, width: int | None, message: str
+) -> None:
+    q, k, v, sinks, grad_o = inputs(4, 2, 8, KEYS, KEYS)
+    segments = Segments.from_lengths(KEYS, KEYS, q.device)
+    settings = AttentionSettings(width, 0.3, backend)
+    with pytest.raises(ValueError, match=message):
+        attention_forward(q, k, v, sinks, segments, settings)
+    with pytest.raises(ValueError, match=message):
+        attention_backward((q, k, v, sinks, q, q[..., 0]), grad_o, segments, settings)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["flash4", "window"])
+@pytest.mark.parametrize("backend", ["flash4", "window", "short"])
 def test_gpu_backends_are_within_bf16_of_the_reference(backend: str) -> None:
     window = 128 if backend == "window" else None
     reason = unsupported_reason(

@@ -1,23 +1,15 @@
 """The public function: check the arguments, choose a backend, run it."""
 
 import os
-from functools import partial
 
 from torch import Tensor
 
 from gptoss_kernels.sink_attention import flash
-from gptoss_kernels.sink_attention.autograd import AttentionPasses, SinkAttention
-from gptoss_kernels.sink_attention.dispatch import (
-    BACKENDS,
-    SHORT_MEAN,
-    ShapeClass,
-    choose_backend,
-    unsupported_reason,
-)
+from gptoss_kernels.sink_attention.autograd import SinkAttention
+from gptoss_kernels.sink_attention.dispatch import SHORT_MEAN, ShapeClass, resolve_backend
 from gptoss_kernels.sink_attention.layout import PackedLayout, Segments
-from gptoss_kernels.sink_attention.reference import reference_backward, reference_forward
+from gptoss_kernels.sink_attention.passes import bind_passes
 from gptoss_kernels.sink_attention.validation import check_arguments, check_finite
-from gptoss_kernels.sink_attention.window import window_backward, window_forward
 
 
 def sink_attention(
@@ -62,7 +54,7 @@ def sink_attention(
     """
     layout = check_arguments(q, k, v, sinks, cu_seqlens, max_seqlen, window, scale)
     shape = ShapeClass(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2], window)
-    backend = _resolve_backend(backend, shape, layout)
+    backend = resolve_backend(backend, shape, short=layout.mean_length <= SHORT_MEAN)
     if os.environ.get("GPTOSS_KERNELS_DEBUG") == "1":
         check_finite(q=q, k=k, v=v, sinks=sinks)
 
@@ -92,40 +84,7 @@ def _run_backend(
         # It is differentiable by itself and knows sinks.
         return flash.flash4_sink_attention(q, k, v, sinks, segments, window, scale)
 
+    passes = bind_passes(backend, segments, layout, window, scale)
     if backend == "flash3":
-        passes = flash.folded_passes(flash.flash3_kernels(), segments, window, scale)
         return SinkAttention.apply(q, k, v, sinks, passes)
-
-    passes = _bound_passes(backend, layout, window, scale)
     return SinkAttention.apply(q.contiguous(), k.contiguous(), v.contiguous(), sinks, passes)
-
-
-def _resolve_backend(backend: str, shape: ShapeClass, layout: PackedLayout) -> str:
-    """Name the backend: the wanted one if it can take the shape, or the choice for "auto"."""
-    if backend == "auto":
-        return choose_backend(shape, short=layout.mean_length <= SHORT_MEAN)
-
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-
-    reason = unsupported_reason(backend, shape)
-    if reason is not None:
-        raise ValueError(f"backend {backend!r} cannot take this: {reason}")
-    return backend
-
-
-def _bound_passes(
-    backend: str, layout: PackedLayout, window: int | None, scale: float
-) -> AttentionPasses:
-    """Return the passes of a backend of this package for one packing, window and scale."""
-    if backend in ("window", "short"):
-        forward = window_forward
-        backward = window_backward
-    else:
-        forward = reference_forward
-        backward = reference_backward
-
-    return AttentionPasses(
-        forward=partial(forward, layout=layout, window=window, scale=scale),
-        backward=partial(backward, layout=layout, window=window, scale=scale),
-    )

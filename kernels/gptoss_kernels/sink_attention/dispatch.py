@@ -39,6 +39,29 @@ class ShapeClass(NamedTuple):
     window: int | None
 
 
+def resolve_backend(backend: str, shape: ShapeClass, short: bool) -> str:
+    """Return the backend that computes: the requested one, or the choice for "auto".
+
+    Args:
+        backend: one of BACKENDS.
+        shape: the layer and its tensors.
+        short: whether the mean length is at most SHORT_MEAN.
+
+    Raises:
+        ValueError: no such backend, or it cannot take the shape.
+    """
+    if backend == "auto":
+        return choose_backend(shape, short)
+
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+
+    reason = unsupported_reason(backend, shape)
+    if reason is not None:
+        raise ValueError(f"backend {backend!r} cannot take this: {reason}")
+    return backend
+
+
 @functools.cache
 def choose_backend(shape: ShapeClass, short: bool) -> str:
     """Choose the backend for a shape class, and log the choice once for each.

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from gptoss_kernels.sink_attention import flash
 from gptoss_kernels.sink_attention.autograd import Gradients, SavedTensors
-from gptoss_kernels.sink_attention.dispatch import ShapeClass, choose_backend
+from gptoss_kernels.sink_attention.dispatch import ShapeClass, resolve_backend
 from gptoss_kernels.sink_attention.layout import Segments, packed_layout
-from gptoss_kernels.sink_attention.reference import reference_backward, reference_forward
-from gptoss_kernels.sink_attention.window import window_backward, window_forward
+from gptoss_kernels.sink_attention.passes import bind_passes
 
 
 @dataclass(frozen=True)
@@ -31,13 +30,14 @@ class AttentionSettings:
     """One of ``sink_attention.BACKENDS``."""
 
     def backend_for(self, q: Tensor, k: Tensor) -> str:
-        """Name the backend for these tensors: the one that is set, or the choice for "auto"."""
-        if self.backend != "auto":
-            return self.backend
+        """Return the backend that computes attention of these tensors.
 
-        # Ranges of context-parallel ranks are long.
+        Raises:
+            ValueError: the backend that is set does not exist, or cannot take the tensors.
+        """
         shape = ShapeClass(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2], self.window)
-        return choose_backend(shape, short=False)
+        # Ranges of context-parallel ranks are long.
+        return resolve_backend(self.backend, shape, short=False)
 
 
 def attention_forward(
@@ -90,12 +90,7 @@ def attention_forward(
         return o[rows], lse[rows]
 
     layout = packed_layout(segments.cu_seqlens_q)
-    if backend == "window":
-        return window_forward(q, k, v, sinks, layout, window, scale)
-    if backend == "flash3":
-        kernels = flash.flash3_kernels()
-        return flash.folded_forward(q, k, v, sinks, kernels, segments, window, scale)
-    return reference_forward(q, k, v, sinks, layout, window, scale)
+    return bind_passes(backend, segments, layout, window, scale).forward(q, k, v, sinks)
 
 
 def attention_backward(
@@ -147,12 +142,7 @@ def attention_backward(
         return dq[rows], dk, dv, dsinks
 
     layout = packed_layout(segments.cu_seqlens_q)
-    if backend == "window":
-        return window_backward(saved, grad_o, layout, window, scale)
-    if backend == "flash3":
-        kernels = flash.flash3_kernels()
-        return flash.folded_backward(saved, grad_o, kernels, segments, window, scale)
-    return reference_backward(saved, grad_o, layout, window, scale)
+    return bind_passes(backend, segments, layout, window, scale).backward(saved, grad_o)
 
 
 def _square_segments(segments: Segments) -> tuple[Tensor, Segments]:
