@@ -32,6 +32,7 @@ class PolicyTrainer(Scorer):
 
     def __init__(self, model: torch.nn.Module, config: OptimizerConfig) -> None:
         super().__init__(model)
+        _check_trained(self.module)
         self.config = config
         self.clock = StepClock()
         self.memory = PhaseMemory(None)
@@ -257,6 +258,20 @@ class PolicyTrainer(Scorer):
         statistics.tflops_per_gpu = flops / gpu_seconds / 1e12
         if device.type == "cuda":
             statistics.mfu = statistics.tflops_per_gpu / matmul_ceiling()
+
+
+def _check_trained(module: torch.nn.Module) -> None:
+    """Refuse a model of which a rank trains nothing, on all ranks. Collective."""
+    has_trained = any(parameter.requires_grad for parameter in module.parameters())
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    everyone: list[tuple[bool, int]] = [(has_trained, stage)] * dist.get_world_size()
+    dist.all_gather_object(everyone, (has_trained, stage))
+    idle = sorted({stage for has_trained, stage in everyone if not has_trained})
+    if idle:
+        raise ValueError(
+            f"model: no parameter of pipeline stages {', '.join(map(str, idle))} requires a "
+            "gradient. Use fewer pipeline stages, or train a part of every layer"
+        )
 
 
 def _finalize_gradients(

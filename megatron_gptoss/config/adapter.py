@@ -7,6 +7,18 @@ from pydantic import Field, model_validator
 from megatron_gptoss.config.model import AdapterTarget, ModelConfig
 from megatron_gptoss.config.strict_model import StrictModel
 
+PART_OF_TARGET = {
+    "q": "attention",
+    "k": "attention",
+    "v": "attention",
+    "o": "attention",
+    "experts": "experts",
+    "router": "experts",
+    "embedding": "embedding",
+    "head": "head",
+}
+"""Part of the model that holds each target. Layers have the parts "attention" and "experts"."""
+
 
 class AdapterConfig(StrictModel):
     """Low-rank adapters (LoRA, arXiv 2106.09685): every target's weight is W + alpha / rank * B A.
@@ -37,6 +49,10 @@ class AdapterConfig(StrictModel):
                 "does not have experts"
             )
         return self
+
+    def trained_parts(self) -> set[str]:
+        """Return the parts of the model with adapters, as in PART_OF_TARGET."""
+        return {PART_OF_TARGET[target] for target in self.targets}
 
     def rank_of_experts(self, model: ModelConfig) -> int:
         """Return the rank of the updates of experts."""

@@ -1,10 +1,11 @@
 """The parallel layout, and which layouts a model can have."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field
 
-from megatron_gptoss.config.adapter import AdapterConfig
+from megatron_gptoss.config.adapter import PART_OF_TARGET, AdapterConfig
 from megatron_gptoss.config.model import ModelConfig
 from megatron_gptoss.config.quantization import check_blocks
 from megatron_gptoss.config.strict_model import StrictModel
@@ -91,10 +92,21 @@ class ParallelConfig(StrictModel):
             return last
         return (model.num_layers - last) // (self.pipeline - 1)
 
-    def check_layout(self, model: ModelConfig, adapter: AdapterConfig | None = None) -> None:
-        """Raise ValueError naming the key that makes the layout impossible for ``model``.
+    def check_layout(
+        self,
+        model: ModelConfig,
+        adapter: AdapterConfig | None = None,
+        frozen: Sequence[str] = (),
+    ) -> None:
+        """Refuse a layout that is impossible for ``model``.
 
-        ``adapter``: what is trained; None for all parameters.
+        Args:
+            model: the architecture.
+            adapter: adapters to train; None to train all weights.
+            frozen: parts of layers that are not trained, as in ``ablation.freeze``.
+
+        Raises:
+            ValueError: naming the key that makes the layout impossible.
         """
         self._check_ranks()
         self._check_options(model)
@@ -108,8 +120,7 @@ class ParallelConfig(StrictModel):
             )
         self._check_context_schemes(model)
         self._check_base(model, adapter)
-        if adapter is not None:
-            self._check_stages(adapter)
+        self._check_stages(adapter, frozen)
 
     def _check_ranks(self) -> None:
         """Every dimension must split the ranks evenly."""
@@ -199,14 +210,42 @@ class ParallelConfig(StrictModel):
                 f"use context {sizes}, or {alternative}, which takes any"
             )
 
-    def _check_stages(self, adapter: AdapterConfig) -> None:
-        """Every pipeline stage must have something to train."""
-        if self.pipeline > 1 and set(adapter.targets) <= {"embedding", "head"}:
+    def _check_stages(self, adapter: AdapterConfig | None, frozen: Sequence[str]) -> None:
+        """Every pipeline stage must have something to train.
+
+        A stage without it has no gradients and no optimizer, and could not take part in the
+        collectives about them.
+        """
+        trained = adapter.trained_parts() if adapter else set(PART_OF_TARGET.values())
+        trained -= set(frozen)
+        cause = []
+        if adapter is not None:
+            cause.append(f"adapter.targets ({', '.join(adapter.targets)})")
+        if frozen:
+            cause.append(f"ablation.freeze ({', '.join(frozen)})")
+        if not trained:
             raise ValueError(
-                f"adapter.targets ({', '.join(adapter.targets)}) leave pipeline stages with nothing "
-                f"to train: use parallel.pipeline 1 instead of {self.pipeline}, or add a target of "
-                "the layers, such as q"
+                f"{' with '.join(cause)}: nothing is trained. Leave out ablation.freeze, or add a "
+                "target of another part"
             )
+
+        # Every stage has layers. The embedding is on the first one and the head on the last one.
+        stages = set(range(self.pipeline))
+        if trained & {"attention", "experts"}:
+            return
+        if "embedding" in trained:
+            stages.discard(0)
+        if "head" in trained:
+            stages.discard(self.pipeline - 1)
+        if not stages or self.pipeline == 1:
+            return
+        usable = 2 if {"embedding", "head"} <= trained else 1
+        remedy = "train a part of the layers, such as q" if adapter else "freeze one part only"
+        raise ValueError(
+            f"{' with '.join(cause)}: pipeline stages "
+            f"{', '.join(str(stage) for stage in sorted(stages))} would have nothing to train "
+            f"(parallel.pipeline {self.pipeline}). Set parallel.pipeline to {usable}, or {remedy}"
+        )
 
     def _check_base(self, model: ModelConfig, adapter: AdapterConfig | None) -> None:
         """MXFP4 holds frozen weights only, in blocks of 32 values."""

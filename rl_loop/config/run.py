@@ -36,16 +36,6 @@ from rl_loop.environments.registry import environment_class
 from rl_loop.harmony.codec import PromptConfig
 from rl_loop.sandbox.config import SandboxConfig
 
-PART_OF_TARGET = {
-    "q": "attention",
-    "k": "attention",
-    "v": "attention",
-    "o": "attention",
-    "experts": "experts",
-    "router": "experts",
-}
-"""Of a target of adapters: the part of a layer, as ``ablation.freeze`` names it."""
-
 
 class RunConfig(StrictModel):
     """What every run has."""
@@ -141,7 +131,7 @@ class RunConfig(StrictModel):
     @model_validator(mode="after")
     def _check_sections_together(self) -> Self:
         # Found out here rather than by an engine or a rank, hours into a run.
-        self.parallel.check_layout(self.model, self.adapter)
+        self.parallel.check_layout(self.model, self.adapter, self.ablation.freeze)
         check_quantization(self.quantization, self.model, self.adapter)
         check_blocks("ablation.engine_quantization", self.ablation.engine_quantization, self.model)
         self._check_adapter()
@@ -165,13 +155,6 @@ class RunConfig(StrictModel):
             return
 
         self.adapter.check_ranks(self.model)
-
-        frozen = self.ablation.freeze
-        if all(PART_OF_TARGET.get(target) in frozen for target in self.adapter.targets):
-            targets = ", ".join(self.adapter.targets)
-            raise ValueError(
-                f"ablation.freeze ({', '.join(frozen)}) leaves none of adapter.targets ({targets}) to learn"
-            )
 
     def _check_dense(self) -> None:
         """Refuse what a model without experts and sinks has nothing for."""

@@ -209,9 +209,14 @@ def test_adapters_and_their_base_are_a_section_of_every_run(kind: type[RunConfig
         (["adapter={rank: 8}", "model.intermediate_size=48", "parallel.base=mxfp4"],
          "parallel.base mxfp4 needs intermediate_size (48) to be a multiple of 32"),
         (["adapter={targets: [q, o]}", "ablation.freeze=[attention]"],
-         "ablation.freeze (attention) leaves none of adapter.targets (q, o) to learn"),
+         "adapter.targets (q, o) with ablation.freeze (attention): nothing is trained"),
         (["adapter={}", "ablation.freeze=[attention,experts]"],
-         "leaves none of adapter.targets (q, k, v, o, experts) to learn"),
+         "adapter.targets (q, k, v, o, experts) with ablation.freeze (attention, experts): nothing"),
+        (["adapter={targets: [head]}", "parallel.world_size=2", "parallel.pipeline=2"],
+         "adapter.targets (head): pipeline stages 0 would have nothing to train"),
+        (["ablation.freeze=[attention,experts]", "parallel.world_size=4", "parallel.pipeline=4",
+          "model.num_layers=4"],
+         "ablation.freeze (attention, experts): pipeline stages 1, 2 would have nothing to train"),
     ],
 )  # fmt: skip
 def test_adapters_that_cannot_work_are_refused_with_their_key(
