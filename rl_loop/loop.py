@@ -247,7 +247,7 @@ class RlLoop:
         # From here on the engines sample episodes of later steps, or make room for the trainer.
         if self.algorithm.max_staleness == 0:
             self.rollouts.pause()
-        self.trainer.enter_phase("scoring")
+        self.trainer.enter_phase("scoring" if self.scores_samples(step) else "resting")
 
         # On-policy: a token of other weights than ``step`` raises OffPolicyError unless the
         # configuration allows it.
@@ -331,6 +331,17 @@ class RlLoop:
         if self.state.next_task is not None:
             return self.state.next_task
         return step * self.settings.rollout.tasks_per_step * self.algorithm.dynamic_sampling_rounds
+
+    def scores_samples(self, step: int) -> bool:
+        """Return whether a model computes log-probs or values of the samples before the update."""
+        algorithm = self.algorithm
+        compares_routes = algorithm.routing_replay != "none" and self.settings.is_evaluated(step)
+        return (
+            algorithm.critic is not None
+            or algorithm.kl is not None
+            or algorithm.old_log_probs_from == "forward"
+            or compares_routes
+        )
 
     def add_estimates(self, samples: TrainingSamples) -> TrainingSamples:
         """Return the samples with the critic's values and the reference policy's

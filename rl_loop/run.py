@@ -146,6 +146,10 @@ def run_rl(
         # The trainer is ready by now; engines have been starting beside it.
         session.progress.note("waiting for the rollout engines")
         session.rollouts.ready()
+        if session.checkpointer.state.step > 0 and config.rollout.engine.shares_trainer_gpus:
+            # Optimizer state is on the GPU already, unlike in a fresh run: as in every later sync,
+            # caches have to wait until the trainer's buffers are gone.
+            session.rollouts.pause()
         # What is there by now stays, and would be searched in the middle of a step.
         exempt_from_collection()
 

@@ -32,8 +32,10 @@ from megatron_gptoss.planning.sync_memory import arriving_bytes, sent_tensor_byt
 
 CONTEXT_BYTES = 2.7e9
 """What a process holds of its GPU outside of torch's allocator: CUDA's context, libraries and their
-workspaces, kernels, from the first forward pass on, on one H200. Some 0.9 of it comes with the first
-optimizer step."""
+workspaces, kernels, from the first optimizer step on, on one H200."""
+
+OPTIMIZER_CONTEXT_BYTES = 0.9e9
+"""Part of CONTEXT_BYTES that comes with the first optimizer step."""
 
 FIRST_CONTEXT_BYTES = 1.3e9
 """The same before the first forward pass."""
@@ -49,9 +51,10 @@ FIRST_COMMUNICATION_BYTES = 0.9e9
 """The same before the first forward pass, in the first weight sync of two and of four ranks; 0.3 at the
 start, where gaps of up to 0.9 GB come in its place."""
 
-PHASES_BEFORE_A_FORWARD_PASS = ("start", "sync")
-"""A run begins with a weight sync, which is the fullest: servers hold all that they allocate when
-they start, and in later ones only their weights."""
+PHASES_BEFORE_A_FORWARD_PASS = ("start", "first_sync")
+PHASES_BEFORE_AN_OPTIMIZER_STEP = (*PHASES_BEFORE_A_FORWARD_PASS, "first_scoring")
+"""Phases of a fresh run's first step, in which the optimizer has no state. A resumed run has state
+from its start on. Its servers sleep until their first weight sync."""
 
 GAP_BYTES = 3.2e9
 """What torch's allocator holds beyond the most that is allocated, in phases that allocate and free
@@ -68,7 +71,7 @@ SCORING_GAP_SHARE = 0.65
 it leaves of their blocks. 0.60 to 0.71 in the first scoring of four runs on two and four H200, with 4,
 24 and 36 layers, if the rows of layers come in random order (``_scoring_gap_bytes``)."""
 
-PHASES_WITH_GAPS = ("scoring", "update", "optimizer", "checkpoint")
+PHASES_WITH_GAPS = ("first_scoring", "scoring", "update", "optimizer", "checkpoint")
 """Phases that have gaps. A sync's buffers are few and large; their sizes are counted."""
 
 HOST_ROUNDING = 1.06
@@ -181,7 +184,7 @@ def account(inputs: MemoryInputs, gigabytes: float, stage: int = 0) -> Account:
     """
     memory = predict(inputs, stage)
     fetched = max(fetched_state(inputs, trained) for trained in trained_models(inputs, stage))
-    engine = inputs.engine or EngineMemory(awake_fraction=0.0, asleep_bytes=0, sync_bytes=0)
+    engine = inputs.engine or EngineMemory()
     awake = engine.awake_fraction * gigabytes * 1e9
     asleep = engine.asleep_bytes
 
@@ -189,22 +192,27 @@ def account(inputs: MemoryInputs, gigabytes: float, stage: int = 0) -> Account:
     # given back before a sync; in the optimizer's step it is still there.
     own_weights = memory.weights - shared_weight_bytes(inputs)
     start = own_weights + memory.gradients + _copied_weights(inputs, stage)
-    syncing = memory.resting - shared_weight_bytes(inputs)
     stepping = memory.resting + fetched + dequantized_bytes(inputs)
+    scoring = memory.resting + scoring_memory(inputs, stage)
 
     needs = [_Need("start", start, 0)]
     if inputs.engine is not None:
         sent = sent_tensor_bytes(inputs)
-        syncing += sent + arriving_bytes(inputs)
+        syncing = own_weights + memory.gradients + sent + arriving_bytes(inputs)
         received: float = engine.sync_bytes
         if engine.copies_buckets:
             received += sent
         needs += [
-            _Need("sync", syncing, awake - engine.working_bytes + received),
+            # Servers have just started, with all that they allocate then.
+            _Need("first_sync", syncing, awake - engine.working_bytes + received),
+            _Need("first_scoring", scoring - memory.optimizer, asleep),
+            # Servers that were asleep wake with their weights, and with caches and graphs only after
+            # the sync.
+            _Need("sync", syncing + memory.optimizer, asleep + engine.weight_bytes + received),
             _Need("rollout", memory.resting, awake),
         ]
     needs += [
-        _Need("scoring", memory.resting + scoring_memory(inputs, stage), asleep),
+        _Need("scoring", scoring, asleep),
         _Need("update", memory.resting + memory.activations + memory.working, asleep),
         _Need("optimizer", stepping, asleep),
         _Need("checkpoint", memory.resting + gathered_for_checkpoint(inputs, stage), asleep),
@@ -264,6 +272,8 @@ def _process_bytes(inputs: MemoryInputs, phase: str) -> float:
     if phase in PHASES_BEFORE_A_FORWARD_PASS:
         context = FIRST_CONTEXT_BYTES
         communication = FIRST_COMMUNICATION_BYTES
+    elif phase in PHASES_BEFORE_AN_OPTIMIZER_STEP:
+        context -= OPTIMIZER_CONTEXT_BYTES
 
     if inputs.parallel.world_size == 1:
         return context
@@ -274,7 +284,7 @@ def _gap_bytes(inputs: MemoryInputs, phase: str, stage: int) -> float:
     """Return what torch's allocator holds beyond the most that is allocated in a phase."""
     if phase not in PHASES_WITH_GAPS:
         return 0.0
-    if phase == "scoring":
+    if phase in ("first_scoring", "scoring"):
         return _scoring_gap_bytes(inputs, stage)
     if phase == "update":
         # Ranks that share experts out get other numbers of rows in every layer, and blocks that were

@@ -128,7 +128,7 @@ def _successive_changes(
     engine = inputs.engine
     if engine is not None and engine.awake_fraction > 0:
         awake = worst_account(inputs, gigabytes)
-        fullest = max(awake.phase(name).total for name in ("sync", "rollout")) / 1e9
+        fullest = max(awake.phase(name).total for name in ("first_sync", "rollout")) / 1e9
         room = engine.awake_fraction + (gigabytes - fullest) / gigabytes if gigabytes else 0.0
         fraction = math.floor(100 * room) / 100
         if 0 < fraction < engine.awake_fraction:

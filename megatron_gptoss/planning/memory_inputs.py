@@ -22,15 +22,18 @@ class EngineMemory:
     """What rollout engines hold of each trainer GPU that they share. The context and libraries of
     a server's process are included."""
 
-    awake_fraction: float
+    awake_fraction: float = 0.0
     """Share of the whole GPU while they generate: weights, key/value cache, graphs, everything."""
-    asleep_bytes: int
-    """While the trainer works."""
-    sync_bytes: int
-    """What servers take in a weight sync besides what they hold awake."""
+    asleep_bytes: int = 0
+    """Bytes while the trainer works."""
+    weight_bytes: int = 0
+    """Bytes of the weights, which are all that a server holds in a weight sync besides what it
+    keeps asleep."""
+    sync_bytes: int = 0
+    """Bytes that servers take in a weight sync besides their weights."""
     working_bytes: int = 0
-    """Of the awake share, what servers take only when they are first asked for something: graphs'
-    inputs and activations."""
+    """Part of the awake share that servers take only when they are first asked for something:
+    graphs' inputs and activations."""
     bucket_bytes: int = 0
     """Weights that a sync has under way at a time, if no tensor is larger; the trainer holds the
     bucket that is sent and the next one."""

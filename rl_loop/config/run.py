@@ -262,7 +262,7 @@ class RlConfig(RunConfig):
         inputs = replace(
             super().memory_inputs,
             auxiliary_models=auxiliary_models,
-            engine=self.rollout.engine.memory_on_trainer_gpus,
+            engine=self.rollout.engine.memory_on_trainer_gpus(self.model, self.dtype),
             mini_batches=self.algorithm.mini_batches,
         )
         return inputs.with_sequences(self.rollout.tasks_per_step * self.rollout.samples_per_task)

@@ -81,9 +81,11 @@ class EngineConfig(StrictModel):
         processes = self.server_processes
         return processes is not None and processes.share_trainer_gpus
 
-    @property
-    def memory_on_trainer_gpus(self) -> EngineMemory | None:
-        """What the engine holds of each trainer GPU; None if it shares none."""
+    def memory_on_trainer_gpus(self, model: ModelConfig, dtype: str) -> EngineMemory | None:
+        """Return what an engine with weights of ``dtype`` holds of each trainer GPU.
+
+        None if it shares none.
+        """
         return None
 
     @property

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.planning.memory_inputs import EngineMemory
 from rl_loop.engines.backend import BackendContext, EngineConfig, RolloutBackend, ServerProcesses
 from rl_loop.engines.embedded.config import EmbeddedConfig
@@ -50,9 +51,8 @@ class ExternalEngineConfig(EngineConfig):
     def server_processes(self) -> ServerProcesses | None:
         return self.settings().server_processes
 
-    @property
-    def memory_on_trainer_gpus(self) -> EngineMemory | None:
-        return self.settings().memory_on_trainer_gpus
+    def memory_on_trainer_gpus(self, model: ModelConfig, dtype: str) -> EngineMemory | None:
+        return self.settings().memory_on_trainer_gpus(model, dtype)
 
     @property
     def scores_at_any_temperature(self) -> bool:

@@ -91,7 +91,12 @@ class TrainerWorker:
         self.memory.enter("resting")
 
     def enter_phase(self, phase: str) -> None:
-        """Count memory towards ``phase`` from now on; for phases that begin outside of here."""
+        """Count memory towards ``phase`` from now on; for phases that begin outside of here.
+
+        Before the optimizer has state a phase has another account, as ``first_`` of its name.
+        """
+        if phase in ("sync", "scoring") and not self.trainer.updated:
+            phase = f"first_{phase}"
         self.memory.enter(phase)
 
     def change_algorithm(self, algorithm: AlgorithmConfig) -> None:
@@ -343,7 +348,7 @@ class TrainerWorker:
             SyncFailed: on the ranks that failed.
             GatheringBroken: if the ranks can exchange no more messages.
         """
-        self.memory.enter("sync")
+        self.enter_phase("sync")
         gather_parameters(self.trainer.model)
         try:
             failure = send_gathered(self._gathering, sender, getattr(torch, self.settings.dtype))

@@ -254,8 +254,7 @@ class SglangConfig(EngineConfig):
             share_trainer_gpus=self.colocated,
         )
 
-    @property
-    def memory_on_trainer_gpus(self) -> EngineMemory | None:
+    def memory_on_trainer_gpus(self, model: ModelConfig, dtype: str) -> EngineMemory | None:
         if not self.colocated:
             return None
 
@@ -268,6 +267,9 @@ class SglangConfig(EngineConfig):
         return EngineMemory(
             awake_fraction=self.memory_fraction,
             asleep_bytes=asleep,
+            weight_bytes=ServerNeeds.of(
+                model, dtype, self.tensor_parallel, packed=self.packs_experts
+            ).weights,
             sync_bytes=RECEIVING_BYTES,
             working_bytes=WORKING_BYTES,
             bucket_bytes=self.resolved_bucket_bytes,

@@ -33,7 +33,7 @@ from typing import Any
 
 from rl_loop.engines.embedded.backend import build_engine
 from rl_loop.engines.protocol import FinishReason, GenerateRequest, GenerateResult, WeightVersionSpan
-from rl_loop.engines.backend import EngineConfig, RolloutBackend, WeightSource
+from rl_loop.engines.backend import EngineConfig, RolloutBackend, ServerProcesses, WeightSource
 
 
 class Options(EngineConfig):
@@ -41,6 +41,11 @@ class Options(EngineConfig):
 
     script: list[int]
     log: Path
+    shares_gpus: bool = False
+
+    @property
+    def server_processes(self) -> ServerProcesses:
+        return ServerProcesses("server", "rollout.workers", 1, 0, share_trainer_gpus=self.shares_gpus)
 
 
 class ScriptedEngine:
@@ -142,6 +147,32 @@ def test_three_steps_with_a_backend_from_outside_the_project(outside: Path) -> N
 
     log = (outside / "log").read_text().splitlines()
     assert log == ["sync 0", "pause", "sync 1", "pause", "sync 2", "pause", "sync 3", "close"]
+
+
+def test_engines_on_trainer_gpus_sleep_before_a_resumed_run_syncs(outside: Path) -> None:
+    """The trainer's optimizer state is on the GPU by then. In a fresh run it comes later."""
+
+    def config(steps: int) -> RlConfig:
+        options = f"{{script: [0], log: {outside}/log, shares_gpus: true}}"
+        return load_config(
+            CONFIG,
+            RlConfig,
+            [
+                *RL,
+                f"training.steps={steps}",
+                "training.checkpoint_every=1",
+                "evaluate_every=9",
+                f"output_dir={outside}",
+                f"rollout.engine={{type: 'my_engine:ScriptedBackend', options: {options}}}",
+            ],
+        )
+
+    run_rl(config(1), Quiet())
+    log = outside / "log"
+    assert log.read_text().splitlines() == ["sync 0", "pause", "sync 1", "close"]
+    log.unlink()
+    run_rl(config(2), Quiet(), resume=True)
+    assert log.read_text().splitlines() == ["pause", "sync 1", "pause", "sync 2", "close"]
 
 
 def test_options_of_a_backend_from_outside_are_checked_with_the_configuration(

@@ -87,7 +87,7 @@ def test_ranks_that_share_a_model_have_process_groups_and_buffers_for_their_sums
 
 def on_trainer_gpus(**settings: Any) -> EngineMemory:
     config = SglangConfig(colocated=True, weight_sync="cuda_ipc", **settings)
-    memory = config.memory_on_trainer_gpus
+    memory = config.memory_on_trainer_gpus(MODEL_20B, "bfloat16")
     assert memory is not None
     return memory
 
