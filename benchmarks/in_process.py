@@ -150,6 +150,9 @@ class LocalRollouts:
     ) -> list[TrajectoryGroup]:
         return run_groups(self, requests, self._rollout, abandon)
 
+    def rounding_errors(self, token_ids: list[int]) -> list[float | None]:
+        return []
+
     def compare_weights(self) -> None: ...
 
     def pause(self) -> None: ...

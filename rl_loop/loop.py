@@ -23,7 +23,7 @@ from converters.mxfp4_tensors import Digests
 from megatron_gptoss.config import Quantization
 from megatron_gptoss.samples import TrainingSamples
 from rl_loop.algorithms.config import AlgorithmConfig
-from rl_loop.canary import SyncCheck, check_sync
+from rl_loop.canary import CanaryTolerance, SyncCheck, check_sync
 from rl_loop.config.rollout import RolloutConfig
 from rl_loop.data.credit import assign_advantages
 from rl_loop.data.rollout_batch import RlUpdates, RolloutBatch, TokenEstimates
@@ -112,8 +112,8 @@ class LoopSettings:
     """Of sampling."""
     evaluate_every: int
     """Steps between two evaluations."""
-    canary_tolerance: float
-    """Nats per token by which engine and trainer may differ after a sync."""
+    canary_tolerance: CanaryTolerance
+    """Largest difference between engine and trainer after a sync."""
     algorithm: AlgorithmConfig
     """Advantages and the policy loss."""
     rollout: RolloutConfig
@@ -264,7 +264,7 @@ class RlLoop:
             updates = self.update(step, samples)
         # Only these log-probs are of the very weights that sampled.
         if self.algorithm.old_log_probs_from == "detach":
-            limit = FOREIGN_FACTOR * self.settings.canary_tolerance
+            limit = FOREIGN_FACTOR * self.settings.canary_tolerance.nats
             check_sampled_by_policy(samples, updates.tokens, limit, step)
 
         # Only now: an interrupted step begins anew with the same tasks.

@@ -474,14 +474,14 @@ def trainer_settings(config: RunConfig) -> "TrainerSettings":
 
 def loop_settings(config: RlConfig) -> "LoopSettings":
     """Collect what the loop needs."""
-    from rl_loop.canary import TOLERANCES
+    from rl_loop.canary import CanaryTolerance
     from rl_loop.loop import LoopSettings
 
     return LoopSettings(
         steps=config.training.steps,
         seed=config.seed,
         evaluate_every=config.evaluate_every,
-        canary_tolerance=config.canary_tolerance or TOLERANCES[config.dtype],
+        canary_tolerance=CanaryTolerance.of(config.canary_tolerance, config.dtype),
         algorithm=config.algorithm,
         rollout=config.rollout,
         quantization=config.quantization,

@@ -243,9 +243,11 @@ class RlConfig(RunConfig):
     step and after the last."""
     canary_tolerance: float | None = Field(None, gt=0)
     """Largest mean |log-prob difference| between engine and trainer on a canary prompt after a
-    sync, in nats. null: 0.001 in float32, 0.02 in bfloat16. Stay above what ``gptoss doctor
-    --engine`` shows of a good engine. An episode that differs by a hundred times as much, on
-    average over its tokens, ends an on-policy run: the policy has not sampled it."""
+    sync, in nats. null: 0.001 in float32, 0.02 in bfloat16. Engines in the rollout workers measure
+    how far rounding moves their log-probs: with null they may differ by up to 3 times as much. Stay
+    above what ``gptoss doctor --engine`` shows of a good engine. An episode that differs by 100
+    times the tolerance, on average over its tokens, ends an on-policy run: the policy has not
+    sampled it."""
 
     @property
     def memory_inputs(self) -> MemoryInputs:

@@ -222,6 +222,10 @@ class EngineWorkers(Protocol):
         """Call ``RolloutEngine.score`` in every worker."""
         ...
 
+    def engine_rounding_errors(self, token_ids: list[int]) -> list[float | None]:
+        """Call ``MeasuresRounding.rounding_error`` in every worker; None if an engine has none."""
+        ...
+
     def engine_digests(self) -> "list[Digests]":
         """Call ``RolloutEngine.packed_digests`` in every worker."""
         ...
@@ -275,6 +279,14 @@ class RolloutBackend(ABC):
     @abstractmethod
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         """Return the log-probs of ``token_ids[1:]``, in nats, from every engine that serves."""
+
+    def rounding_errors(self, token_ids: list[int]) -> list[float | None]:
+        """Return how far rounding moves the log-probs of ``score``, for the engines of ``score``.
+
+        Mean absolute difference to fp32 in nats per token. None for engines that cannot measure
+        it. Empty if none can.
+        """
+        return []
 
     def compare_weights(self) -> None:
         """Raise an error that names a tensor which an engine holds otherwise than it was sent, if

@@ -115,6 +115,18 @@ class PackedExpertsEngine(Protocol):
         """
 
 
+@runtime_checkable
+class MeasuresRounding(Protocol):
+    """An engine that can compute without the rounding of its dtype."""
+
+    async def rounding_error(self, input_ids: list[int]) -> float:
+        """Return how far rounding moves the log-probs of ``score`` at temperature 1.
+
+        Mean |log-prob in the engine's dtype - log-prob in fp32|, in nats per token, with the same
+        weights.
+        """
+
+
 POSITIVE_LOG_PROB = 1e-3
 """Nats that rounding may lift the log-prob of a certain token above 0; more is no probability."""
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_gptoss.samples import TrainingSamples
 from rl_loop.algorithms.config import AlgorithmConfig
-from rl_loop.canary import check_canary
+from rl_loop.canary import CanaryTolerance, check_canary
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.data.samples import to_samples
 from rl_loop.rollout.collector import held_out_requests
@@ -52,7 +52,7 @@ def engine_report(
     algorithm: AlgorithmConfig,
     *,
     temperature: float,
-    canary_tolerance: float,
+    canary_tolerance: CanaryTolerance,
 ) -> str:
     """Compare a trainer and an engine that are ready, on held-out tasks. Raises CanaryError if
     they hold two models."""

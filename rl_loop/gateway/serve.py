@@ -13,6 +13,7 @@ from megatron_gptoss.user_error import UserError
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.config.episode import EpisodeLimits
 from rl_loop.engines.protocol import (
+    MeasuresRounding,
     ModelShape,
     PackedExpertsEngine,
     RolloutEngine,
@@ -61,6 +62,11 @@ class OwnEngine:
 
     def engine_scores(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         return [asyncio.run(self._engine.score(token_ids, temperature))]
+
+    def engine_rounding_errors(self, token_ids: list[int]) -> list[float | None]:
+        if isinstance(self._engine, MeasuresRounding):
+            return [asyncio.run(self._engine.rounding_error(token_ids))]
+        return [None]
 
     def engine_digests(self) -> "list[Digests]":
         if isinstance(self._engine, PackedExpertsEngine):

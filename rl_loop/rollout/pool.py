@@ -378,6 +378,10 @@ class RolloutPool:
         worker. Backends call it."""
         return self._call_all("score", token_ids, temperature)
 
+    def engine_rounding_errors(self, token_ids: list[int]) -> list[float | None]:
+        """Return the rounding error of the engine of every worker. Backends call it."""
+        return self._call_all("rounding_error", token_ids)
+
     def engine_digests(self) -> list[Digests]:
         """Return digests of the quantized experts that the engine of every worker holds. Backends
         call it."""
@@ -392,6 +396,14 @@ class RolloutPool:
         """Return the log-probs of ``token_ids[1:]``, in nats, from every engine."""
         with self._using_backend:
             return self.backend.score(token_ids, temperature)
+
+    def rounding_errors(self, token_ids: list[int]) -> list[float | None]:
+        """Return how far rounding moves the log-probs of ``score`` in every engine.
+
+        Nats per token. None for engines that cannot measure it.
+        """
+        with self._using_backend:
+            return self.backend.rounding_errors(token_ids)
 
     def packed_digests(self) -> list[Digests]:
         """Return digests of the quantized experts that each engine holds; empty if that cannot be

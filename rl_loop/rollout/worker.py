@@ -17,7 +17,12 @@ from rl_loop.data.stored_routes import StoredRoutes
 from rl_loop.data.tensor_bytes import TensorBytes
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.engines.backend import EngineFactory
-from rl_loop.engines.protocol import ModelShape, PackedExpertsEngine, SamplingParams
+from rl_loop.engines.protocol import (
+    MeasuresRounding,
+    ModelShape,
+    PackedExpertsEngine,
+    SamplingParams,
+)
 from rl_loop.environments import RewardConfig, Task, make_environment
 from rl_loop.heap import exempt_from_collection
 from rl_loop.infrastructure import InfrastructureFailure
@@ -73,6 +78,12 @@ class RolloutWorker:
 
     async def score(self, token_ids: list[int], temperature: float) -> list[float]:
         return await self.engine.score(token_ids, temperature)
+
+    async def rounding_error(self, token_ids: list[int]) -> float | None:
+        """Return the engine's rounding error, None if it cannot measure it."""
+        if isinstance(self.engine, MeasuresRounding):
+            return await self.engine.rounding_error(token_ids)
+        return None
 
     async def packed_digests(self) -> Digests:
         if isinstance(self.engine, PackedExpertsEngine):

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from threading import Barrier
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from benchmarks.in_process import LocalRank
 from megatron_gptoss.samples import TrainingSamples
-from rl_loop.canary import CanaryError, check_canary
+from rl_loop.canary import TOLERANCES, CanaryError, CanaryTolerance, check_canary
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
-from rl_loop.session import loop_settings
+from rl_loop.engines.embedded.backend import build_engine
+from rl_loop.engines.embedded.engine import TransformersEngine
+from rl_loop.session import build_tasks, loop_settings, trainer_settings
+from rl_loop.trainer.group import TrainerGroup
 
 TINY = Path(__file__).parents[2] / "configs/rl/tiny_retool.yaml"
+FP32 = CanaryTolerance.of(None, "float32")
 
 
 class Trainer:
@@ -25,41 +33,144 @@ class Trainer:
 
 
 class Engines:
-    def __init__(self, gap: float) -> None:
+    """The second engine differs from the trainer by ``gap`` and rounds by ``rounding``."""
+
+    def __init__(self, gap: float, rounding: float | None = None) -> None:
         self.gap = gap
+        self.rounding = rounding
 
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         return [[-1.0, -2.0], [-1.0 - self.gap, -2.0 + self.gap]]
 
+    def rounding_errors(self, token_ids: list[int]) -> list[float | None]:
+        return [] if self.rounding is None else [0.0, self.rounding]
+
     def compare_weights(self) -> None: ...
 
 
-@pytest.mark.parametrize(
-    ("overrides", "gap", "agrees"),
-    [
-        (["dtype=float32"], 0.0005, True),
-        (["dtype=float32"], 0.01, False),
-        (["dtype=bfloat16"], 0.01, True),
-        (["dtype=bfloat16"], 0.1, False),
-        (["dtype=bfloat16", "canary_tolerance=0.2"], 0.1, True),
-        (["dtype=bfloat16"], math.nan, False),
-    ],
-)
-def test_the_tolerance_is_that_of_the_precision_unless_it_is_given(
-    overrides: list[str], gap: float, agrees: bool
-) -> None:
+def check(overrides: list[str], engines: Any) -> float:
     tolerance = loop_settings(load_config(TINY, RlConfig, overrides)).canary_tolerance
     trainer: Any = Trainer()
-    engines: Any = Engines(gap)
+    return check_canary(trainer, engines, [5, 6, 7], tolerance=tolerance, version=3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gap", "rounding", "agrees"),
+    [
+        (["dtype=float32"], 0.0005, None, True),
+        (["dtype=float32"], 0.01, None, False),
+        (["dtype=float32"], 0.01, 0.0, False),
+        (["dtype=bfloat16"], 0.01, None, True),
+        (["dtype=bfloat16"], 0.1, None, False),
+        (["dtype=bfloat16"], 0.1, 0.05, True),
+        (["dtype=bfloat16"], 0.1, 0.01, False),
+        (["dtype=bfloat16"], 0.015, 0.001, True),
+        (["dtype=bfloat16", "canary_tolerance=0.2"], 0.1, None, True),
+        (["dtype=bfloat16", "canary_tolerance=0.05"], 0.1, 0.05, False),
+        (["dtype=bfloat16"], math.nan, 0.05, False),
+    ],
+)
+def test_tolerance_fits_dtype_and_rounding_unless_given(
+    overrides: list[str], gap: float, rounding: float | None, agrees: bool
+) -> None:
     if agrees:
-        assert check_canary(
-            trainer, engines, [5, 6, 7], tolerance=tolerance, version=3
-        ) == pytest.approx(gap)
+        assert check(overrides, Engines(gap, rounding)) == pytest.approx(gap)
     else:
         with pytest.raises(
             CanaryError, match="syncing weights 3, rollout worker 1 and the trainer differ"
         ):
-            check_canary(trainer, engines, [5, 6, 7], tolerance=tolerance, version=3)
+            check(overrides, Engines(gap, rounding))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounding", "says"),
+    [
+        ("float32", None, "2.00e-01.* They do not compute the same model. Nothing was trained"),
+        ("bfloat16", None, "They do not compute the same model, or rounding to bfloat16 changes"),
+        (
+            "bfloat16",
+            0.01,
+            r"\(tolerance 3.00e-02\). Rounding to bfloat16 .* only 1.00e-02, so they",
+        ),
+    ],
+)
+def test_message_names_only_causes_that_are_possible(
+    dtype: str, rounding: float | None, says: str
+) -> None:
+    with pytest.raises(CanaryError, match=f"^canary_tolerance: .*{says}"):
+        check([f"dtype={dtype}"], Engines(0.2, rounding))
+
+
+class EmbeddedEngines:
+    """One embedded engine, as a RolloutPool reaches it."""
+
+    def __init__(self, engine: TransformersEngine) -> None:
+        self.engine = engine
+
+    def sync(self, weights: Mapping[str, torch.Tensor]) -> None:
+        asyncio.run(self.engine.sync_weights(weights.items(), 0))
+
+    def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
+        return [asyncio.run(self.engine.score(token_ids, temperature))]
+
+    def rounding_errors(self, token_ids: list[int]) -> list[float | None]:
+        return [asyncio.run(self.engine.rounding_error(token_ids))]
+
+    def compare_weights(self) -> None: ...
+
+
+def test_a_bf16_tiny_model_passes_and_a_wrong_one_does_not(tmp_path: Path) -> None:
+    """A model whose log-probs rounding moves by more than the default tolerance."""
+    overrides = [
+        "dtype=bfloat16",
+        "initial_weights=null",
+        "model.initializer_std=0.15",
+        f"output_dir={tmp_path}",
+        "tasks.held_out_tasks=8",
+    ]
+    config = load_config(TINY, RlConfig, overrides)
+    settings = trainer_settings(config)
+    rank = LocalRank(settings)
+    built: Any = build_engine(config.model, config.dtype, max_batch_size=4)
+    engines = EmbeddedEngines(built)
+    try:
+        trainer = TrainerGroup(settings, rank)
+        trainer.ready()
+        weights = {name: tensor.clone() for name, tensor in trainer.weights().items()}
+        text = build_tasks(config).canary()
+        tolerance = loop_settings(config).canary_tolerance
+        engines.sync(weights)
+        gap = check_canary(trainer, engines, text, tolerance=tolerance, version=1)
+        assert TOLERANCES["bfloat16"] < gap
+
+        name = "model.layers.1.input_layernorm.weight"
+        engines.sync(weights | {name: torch.zeros_like(weights[name])})
+        with pytest.raises(CanaryError, match="so they do not compute the same model"):
+            check_canary(trainer, engines, text, tolerance=tolerance, version=2)
+    finally:
+        asyncio.run(built.close())
+        rank.close()
+
+
+def test_rounding_error_is_the_distance_to_an_fp32_engine() -> None:
+    config = load_config(TINY, RlConfig, ["initial_weights=null"])
+    rounded: Any = build_engine(config.model, "bfloat16", max_batch_size=4)
+    exact: Any = build_engine(config.model, "float32", max_batch_size=4)
+    text = list(range(3, 60))
+    weights = {name: p.data.clone() for name, p in rounded._model.named_parameters()}
+
+    async def compare() -> None:
+        await exact.sync_weights(weights.items(), 0)
+        before = await rounded.score(text)
+        expected = np.abs(np.subtract(before, await exact.score(text))).mean()
+        assert await rounded.rounding_error(text) == pytest.approx(expected, rel=1e-4)
+        assert expected > 1e-4 and await exact.rounding_error(text) == 0
+        assert await rounded.score(text) == before, "weights are as they were"
+        await rounded.close()
+        await exact.close()
+
+    asyncio.run(compare())
+    assert all(p.dtype == torch.bfloat16 for p in rounded._model.parameters())
 
 
 def test_engines_and_trainer_score_at_the_same_time() -> None:
@@ -78,7 +189,7 @@ def test_engines_and_trainer_score_at_the_same_time() -> None:
 
     trainer: Any = MeetingTrainer()
     engines: Any = MeetingEngines(0.0)
-    assert check_canary(trainer, engines, [5, 6, 7], tolerance=1e-3, version=1) == 0
+    assert check_canary(trainer, engines, [5, 6, 7], tolerance=FP32, version=1) == 0
 
 
 def test_what_went_wrong_in_an_engine_is_raised() -> None:
@@ -89,4 +200,4 @@ def test_what_went_wrong_in_an_engine_is_raised() -> None:
     trainer: Any = Trainer()
     engines: Any = DeadEngines(0.0)
     with pytest.raises(ConnectionError, match=r"127\.0\.0\.1:30000"):
-        check_canary(trainer, engines, [5, 6, 7], tolerance=1e-3, version=1)
+        check_canary(trainer, engines, [5, 6, 7], tolerance=FP32, version=1)

@@ -64,6 +64,9 @@ class Rollouts:
         self.events.append("canary")
         return [[-1.0 - self.gap] * (len(token_ids) - 1)]
 
+    def rounding_errors(self, token_ids: list[int]) -> list[float | None]:
+        return []
+
     def compare_weights(self) -> None: ...
 
     def pause(self) -> None: ...

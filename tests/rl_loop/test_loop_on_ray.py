@@ -24,7 +24,7 @@ from converters.hf_directory import HfDirectory
 from converters.merge_adapter import merge_adapter
 from megatron_gptoss.checkpoint import gathered_state
 from megatron_gptoss.user_error import UserError
-from rl_loop.canary import CanaryError, check_canary
+from rl_loop.canary import CanaryError, CanaryTolerance, check_canary
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
@@ -455,12 +455,13 @@ def test_the_canary_sees_a_single_weight_that_did_not_arrive(tmp_path: Path) -> 
         assert pool._weights == (weights.stored, 1)
         with pytest.raises(AttributeError, match="no_such_method"):
             trainer.ranks.call_and_store("no_such_method")()
-        assert check_canary(trainer, pool, tasks.canary(), tolerance=1e-3, version=1) < 1e-5
+        tolerance = CanaryTolerance.of(None, "float32")
+        assert check_canary(trainer, pool, tasks.canary(), tolerance=tolerance, version=1) < 1e-5
         down = "model.layers.1.mlp.experts.down_proj"
         faulty = dict(weights) | {down: weights[down] + 0.3 * torch.randn_like(weights[down])}
         pool.sync_weights(LoadedWeights(faulty), 2)
         with pytest.raises(CanaryError, match="after syncing weights 2, rollout worker 0"):
-            check_canary(trainer, pool, tasks.canary(), tolerance=1e-3, version=2)
+            check_canary(trainer, pool, tasks.canary(), tolerance=tolerance, version=2)
     finally:
         pool.close()
         trainer.close()

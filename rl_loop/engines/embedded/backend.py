@@ -57,6 +57,10 @@ class EmbeddedBackend(RolloutBackend):
         assert self.workers is not None
         return self.workers.engine_scores(token_ids, temperature)
 
+    def rounding_errors(self, token_ids: list[int]) -> list[float | None]:
+        assert self.workers is not None
+        return self.workers.engine_rounding_errors(token_ids)
+
     def packed_digests(self) -> list[Digests]:
         assert self.workers is not None
         return self.workers.engine_digests()

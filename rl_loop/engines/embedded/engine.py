@@ -148,6 +148,27 @@ class TransformersEngine:
             return []
         return await self._call(lambda: self._scheduler.score(list(input_ids), temperature))
 
+    async def rounding_error(self, input_ids: list[int]) -> float:
+        """Return how far the rounding of the engine's dtype moves the log-probs of ``score``.
+
+        Returns the mean absolute difference to fp32 with the same weights, in nats per token.
+        """
+        self._check_tokens(input_ids, "rounding_error")
+        return await self._call(lambda: self._rounding_error(list(input_ids)))
+
+    def _rounding_error(self, tokens: list[int]) -> float:
+        rounded = self._scheduler.score(tokens, temperature=1.0)
+        held = {parameter: parameter.data for parameter in self._model.parameters()}
+        try:
+            for parameter, data in held.items():
+                parameter.data = data.float()
+            exact = self._scheduler.score(tokens, temperature=1.0)
+        finally:
+            for parameter, data in held.items():
+                parameter.data = data
+        differences = [abs(a - b) for a, b in zip(rounded, exact, strict=True)]
+        return sum(differences) / len(differences)
+
     async def abort(self, request_id: str | None = None) -> None:
         """Stop one request, or all, waiting ones too.
 

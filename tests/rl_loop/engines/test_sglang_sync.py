@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from converters.names import hf_shapes
 from converters.random_weights import random_hf_weights
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
-from rl_loop.canary import CanaryError, check_canary
+from rl_loop.canary import CanaryError, CanaryTolerance, check_canary
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.engines.backend import BackendContext
@@ -596,13 +596,17 @@ def test_the_trainer_s_own_weights_arrive_and_the_canary_sees_that_a_server_comp
         with pytest.raises(
             CanaryError, match="after syncing weights 5, rollout worker 0 and the trainer differ"
         ):
-            check_canary(trainer, pool, TEXT, tolerance=2e-2, version=5)
+            check_canary(
+                trainer, pool, TEXT, tolerance=CanaryTolerance.of(2e-2, "float32"), version=5
+            )
         pool.backend.fleet._held = HeldWeights(Trainer(7), 5)
         with pytest.raises(
             WeightMismatch,
             match=r"sent weights 5 and holds something else in model.embed_tokens.weight$",
         ):
-            check_canary(trainer, pool, TEXT, tolerance=2e-2, version=5)
+            check_canary(
+                trainer, pool, TEXT, tolerance=CanaryTolerance.of(2e-2, "float32"), version=5
+            )
     finally:
         pool.close()
         trainer.close()
