@@ -14,6 +14,8 @@ import pytest
 from rl_loop.engines.sglang.config import PLUGIN
 from tests.waiting import PATIENCE_SECONDS
 
+ROOT = Path(__file__).parents[2]
+
 
 def plugin_module(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Import a module of the plugin into this process, if there is a triton_kernels for it."""
@@ -37,9 +39,12 @@ def run_with_plugin(
 
     Args:
         packages: a directory whose packages stand in for SGLang's.
-        interpreted: whether Triton's kernels run in its interpreter, without a GPU.
+        interpreted: whether Triton's kernels run in its interpreter, without a GPU. The program may
+            import modules of the tests then.
     """
     path = [str(PLUGIN)] if packages is None else [str(PLUGIN), str(packages)]
+    if interpreted:
+        path.append(str(ROOT))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
     if interpreted:
         environment["TRITON_INTERPRET"] = "1"

@@ -1,6 +1,6 @@
 """Compares the plugin's attention of windows with float64, in Triton's interpreter:
 
-TRITON_INTERPRET=1 PYTHONPATH=rl_loop/engines/sglang/plugin python THIS_FILE
+TRITON_INTERPRET=1 PYTHONPATH=rl_loop/engines/sglang/plugin:. python THIS_FILE
 """
 
 from dataclasses import dataclass
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import gptoss_window_attention as attention
 import torch
 from torch import Tensor
+
+from tests.tolerances import assert_within, attention_error
 
 LENGTHS = [128, 1, 500, 2, 100, 127, 129, 0]
 INFINITY = float("inf")
@@ -54,9 +56,7 @@ def fill_pool(heads: int, head_size: int, window: int) -> Pool:
     return Pool(keys, values, table)
 
 
-def compare(
-    queries: Tensor, pool: Pool, window: int, sinks: Tensor | None, tolerance: float
-) -> None:
+def compare(queries: Tensor, pool: Pool, window: int, sinks: Tensor | None) -> None:
     """Compare every query head of every request."""
     outputs = torch.full_like(queries, float("nan"))
     attention.attend_to_window(
@@ -75,14 +75,18 @@ def compare(
     for request, length in enumerate(LENGTHS):
         slots = pool.table[request, max(0, length - window) : length].long()
         for head in range(queries.shape[1]):
-            expected = attend_in_float64(
-                queries[request, head],
-                pool.keys[slots, head // group],
-                pool.values[slots, head // group],
-                None if sinks is None else float(sinks[head]),
+            values = pool.values[slots, head // group]
+            operands = (queries[request, head], pool.keys[slots, head // group], values)
+            sink = None if sinks is None else float(sinks[head])
+            expected = attend_in_float64(*operands, sink)
+            bound = attention_error(
+                *operands,
+                SCALE,
+                sink,
+                weight_dtype=None if values.dtype == torch.float32 else values.dtype,
             )
-            error = (outputs[request, head] - expected).abs().max()
-            assert error < tolerance, (queries.shape, window, length, head, error)
+            name = (queries.shape, window, length, head)
+            assert_within(outputs[request, head], expected, bound, name)
 
 
 def attend_in_float64(query: Tensor, keys: Tensor, values: Tensor, sink: float | None) -> Tensor:
@@ -99,12 +103,12 @@ def compare_with_float64(heads: int, key_heads: int, head_size: int, window: int
     """Without sinks, and with some that are like none or take all the weight."""
     pool = fill_pool(key_heads, head_size, window)
     queries = 2 * torch.randn(len(LENGTHS), heads, head_size)
-    compare(queries, pool, window, None, tolerance=3e-6)
+    compare(queries, pool, window, None)
 
     sinks = torch.randn(heads)
     sinks[0] = -INFINITY
     sinks[-1] = 300.0
-    compare(queries, pool, window, sinks, tolerance=3e-6)
+    compare(queries, pool, window, sinks)
 
 
 def compare_16_bits(window: int) -> None:
@@ -114,7 +118,7 @@ def compare_16_bits(window: int) -> None:
     wider = fill_pool(3, 32, window)
     pool = Pool(wider.keys.half()[:, 1:], wider.values.half()[:, :2], wider.table)
     queries = torch.randn(len(LENGTHS), 6, 32).half()
-    compare(queries, pool, window, torch.randn(6).half(), tolerance=2**-9)
+    compare(queries, pool, window, torch.randn(6).half())
 
 
 if __name__ == "__main__":
