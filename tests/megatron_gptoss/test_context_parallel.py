@@ -31,6 +31,7 @@ from megatron_gptoss.context_parallel.token_order import (
 )
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from tests.distributed import free_port, run_distributed
+from tests.tolerances import rounding_error
 
 H200 = Machine(bandwidth=300e9, rate=525e12)
 MODEL = GptOssModelConfig(num_layers=2, num_experts=4, num_attention_heads=8, num_key_value_heads=2)
@@ -152,7 +153,7 @@ def four_ranks() -> list[Any]:
 
 
 def compare_schemes(rank: int, ranks: int) -> dict[str, float]:
-    """Largest error of O and all gradients relative to the largest value, per scheme."""
+    """Largest error of O and all gradients relative to the allowed rounding, per scheme."""
     worst: dict[str, float] = {}
     for lengths in PACKS:
         layout = layout_of(lengths, ranks)
@@ -171,6 +172,15 @@ def compare_schemes(rank: int, ranks: int) -> dict[str, float]:
             )
             grads = torch.autograd.grad(out, whole, grad_o)
             want = [out[part], *(grad[part] for grad in grads[:3]), grads[3]]
+            precise = [x.detach().double().requires_grad_() for x in whole]
+            exact_out = sink_attention(
+                *precise, cu_seqlens=cu_seqlens, max_seqlen=layout.longest, window=window
+            )
+            exact = [exact_out, *torch.autograd.grad(exact_out, precise, grad_o.double())]
+            allowed = [
+                rounding_error(x.detach(), y.detach())
+                for x, y in zip((out, *grads), exact, strict=True)
+            ]
 
             local = [x[part].requires_grad_() for x in (q, k, v)] + [sinks.clone().requires_grad_()]
             out = context_parallel_attention(
@@ -179,9 +189,11 @@ def compare_schemes(rank: int, ranks: int) -> dict[str, float]:
             got = [out, *torch.autograd.grad(out, local, grad_o[part])]
             dist.all_reduce(got[-1])  # each rank has its share of the sinks' gradient
 
-            for name, x, y in zip(("o", "dq", "dk", "dv", "dsinks"), got, want, strict=True):
+            names = ("o", "dq", "dk", "dv", "dsinks")
+            for name, x, y, bound in zip(names, got, want, allowed, strict=True):
                 key = f"{scheme} {name}"
-                worst[key] = max(worst.get(key, 0.0), float((x - y).abs().max() / y.abs().max()))
+                worst[key] = max(worst.get(key, 0.0), float((x - y).abs().max()) / bound)
+                assert bound < 1e-3 * y.abs().max()
     return worst
 
 
@@ -189,7 +201,7 @@ def compare_schemes(rank: int, ranks: int) -> dict[str, float]:
 def test_every_scheme_equals_one_rank(ranks: str, request: pytest.FixtureRequest) -> None:
     for worst, _ in request.getfixturevalue(ranks):
         for name, error in worst.items():
-            assert error <= 1e-5, name
+            assert error <= 1, name
 
 
 # -- what is sent --------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.log_probs import greedy_tokens, log_probs_and_entropy
 from tests.distributed import free_port, run_distributed
 from tests.megatron_gptoss.allocations import Allocations
+from tests.tolerances import assert_within, log_prob_error, product_error
 
 HIDDEN = 6
 VOCAB = 300
@@ -66,9 +67,12 @@ def test_bf16_inputs_are_multiplied_and_reduced_in_fp32() -> None:
     low = hidden.bfloat16(), weight.bfloat16()
     values, _ = log_probs_and_entropy(*low, labels, TEMPERATURE)
     assert values.dtype == torch.float32
-    torch.testing.assert_close(
-        values.double(), expected(*(x.double() for x in low), labels)[0], atol=2e-5, rtol=0
-    )
+    exact = [x.double() for x in low]
+    logits = exact[0] @ exact[1].t() / TEMPERATURE
+    # A log-prob has the error of its own logit, and of the others in the logarithm of the sum.
+    in_logits = 2 * product_error(exact[0], exact[1].t()).amax(-1) / TEMPERATURE
+    in_softmax = log_prob_error(logits).gather(1, labels[:, None])[:, 0]
+    assert_within(values, expected(*exact, labels)[0], in_logits + in_softmax)
 
 
 def test_the_weight_gradient_goes_to_megatrons_buffer_once_per_backward_pass() -> None:

@@ -27,6 +27,7 @@ from tests.megatron_gptoss.reference import (
     hf_norms_in_full_precision,
     mean_cross_entropy,
 )
+from tests.tolerances import assert_within, rounding_error
 
 SAMPLES = documents([34, 2, 9, 21])
 
@@ -71,9 +72,17 @@ def distance(model: torch.nn.Module, reference: torch.nn.Module) -> float:
         return (logits(model) - hf_logits(reference, SAMPLES)).abs().max().item()
 
 
+def rounding_of_logits(std: float) -> float:
+    """Return by how much rounding to fp32 may move the logits of ``hf_model``."""
+    exact = hf_model(std=std).double()
+    exact.config._experts_implementation = "eager"
+    with torch.no_grad(), hf_norms_in_full_precision():
+        return rounding_error(hf_logits(hf_model(std=std), SAMPLES), hf_logits(exact, SAMPLES))
+
+
 def test_fp32_logits_of_packed_documents_match_transformers() -> None:
     reference = hf_model(std=0.15)
-    assert distance(megatron(reference), reference) < 2e-5
+    assert distance(megatron(reference), reference) < rounding_of_logits(0.15) < 2e-4
 
 
 def test_fp64_logits_of_packed_documents_match_transformers() -> None:
@@ -98,27 +107,33 @@ def test_bf16_is_about_as_close_to_fp32_as_transformers_own_bf16() -> None:
 
 def test_padding_tail_does_not_change_the_logits_of_documents(reference: torch.nn.Module) -> None:
     model = megatron(reference)
-    torch.testing.assert_close(logits(model, align=16), logits(model), atol=1e-5, rtol=0)
+    assert_within(logits(model, align=16), logits(model), rounding_of_logits(0.2))
 
 
 def test_gradients_match_transformers() -> None:
     reference = hf_model(std=0.15)
     hf_loss(reference, SAMPLES).backward()
+    exact = hf_model(std=0.15).double()
+    exact.config._experts_implementation = "eager"
+    with hf_norms_in_full_precision():
+        hf_loss(exact, SAMPLES).backward()
     model = megatron(reference)
     trainer = PolicyTrainer(model, OptimizerConfig(clip_grad=1e9))
     tokens = int(SAMPLES.loss_tokens.sum())
     batches = [build_batch(SAMPLES, [0, 1]), build_batch(SAMPLES, [2, 3])]
     trainer.train_step(batches, mean_cross_entropy(tokens), learning_rate=1e-9)
-    expected = build_model(TINY, ParallelConfig(), torch.float32)
-    load_hf_weights(
-        expected, TINY, {n: p.grad for n, p in reference.named_parameters()}.__getitem__
+    expected, in_float64 = (
+        build_model(TINY, ParallelConfig(), dtype) for dtype in (torch.float32, torch.float64)
     )
-    for (name, parameter), want in zip(
-        model.named_parameters(), expected.parameters(), strict=True
+    for gradients, source in ((expected, reference), (in_float64, exact)):
+        named = {name: parameter.grad for name, parameter in source.named_parameters()}
+        load_hf_weights(gradients, TINY, named.__getitem__)
+    for (name, parameter), want, float64 in zip(
+        model.named_parameters(), expected.parameters(), in_float64.parameters(), strict=True
     ):
-        error = (parameter.main_grad - want).abs().max() / want.abs().max()
-        assert error < 2e-5, f"gradient of {name} is off by {error:.1e}"
-        assert want.abs().max() > 0, f"the reference has no gradient for {name}"
+        allowed = rounding_error(want.detach(), float64.detach())
+        assert_within(parameter.main_grad, want.detach(), allowed, name)
+        assert want.abs().max() > max(0, 1e3 * allowed), f"no gradient for {name}"
 
 
 def sinks_learn_nothing_with(reference: torch.nn.Module, **ablation: bool) -> torch.nn.Module:
@@ -225,7 +240,7 @@ def test_parity_fails_with(change: dict[str, object], reference: torch.nn.Module
 def test_parity_fails_without_the_swiglu_clamp() -> None:
     reference = hf_model(std=0.4)  # large enough weights that activations reach the clamp
     assert distance(megatron(reference, activation_func_clamp_value=None), reference) > 0.02
-    assert distance(megatron(reference), reference) < 1e-3
+    assert distance(megatron(reference), reference) < rounding_of_logits(0.4) < 0.02
 
 
 def test_parity_fails_when_the_yarn_ramp_is_rounded(
