@@ -3,8 +3,10 @@ against transformers."""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +26,7 @@ from megatron_gptoss.model import build_model
 from megatron_gptoss.optimizer_offload import OffloadedState
 from megatron_gptoss.packed_sequence import PackedSequence
 from megatron_gptoss.packing import build_batch, pack
+from megatron_gptoss.planning.activation_memory import activation_bytes
 from megatron_gptoss.routes import route_dtype
 from megatron_gptoss.routing_replay import RoutingReplay
 from megatron_gptoss.step_results import LossOutput
@@ -268,6 +271,16 @@ def test_layers_that_are_computed_again_replay_their_routes_again() -> None:
 
 
 def test_only_the_first_layers_compute_again_and_nothing_changes() -> None:
+    """The allocator's peak in a backward pass shows what layers keep.
+
+    It is compared in units of the activations that one layer gives up. Workspaces of libraries and
+    rounding to blocks change a peak by a few MB from run to run.
+    """
+    batch = build_batch(SAMPLES)
+    kept, again_kept = (
+        batch.tokens * activation_bytes(WIDE, ParallelConfig(recompute=recompute))
+        for recompute in ((), ("moe", "layernorm"))
+    )
     peaks = []
     losses = []
     for layers in (None, 1, 0):
@@ -279,13 +292,23 @@ def test_only_the_first_layers_compute_again_and_nothing_changes() -> None:
         again = [layer.mlp.moe_layer_recompute for layer in model.decoder.layers]
         assert again == [layers is None or i < layers for i in range(WIDE.num_layers)]
 
-        torch.cuda.reset_peak_memory_stats()
         loss = mean_cross_entropy(TOKENS)
-        steps = [trainer.train_step([build_batch(SAMPLES)], loss, 1e-4) for _ in range(2)]
+        steps = [trainer.train_step([batch], loss, 1e-4)]
+
+        # The first step has allocated the optimizer's state and the libraries' workspaces.
+        trainer.memory = phase_memory()
+        resting = torch.cuda.memory_allocated()
+        steps.append(trainer.train_step([batch], loss, 1e-4))
+        peaks.append(trainer.memory.take().peaks["update"].allocated - resting)
         losses.append([step.sums["loss"] for step in steps])
-        peaks.append(torch.cuda.max_memory_allocated())
         del model, trainer
-    assert peaks == sorted(peaks)
+        gc.collect()
+
+    given_up = kept - again_kept
+    for smaller, larger in pairwise(peaks):
+        assert smaller < larger + given_up / 2, (peaks, given_up)
+    # Both layers keep theirs. With recomputation one layer at a time has them.
+    assert peaks[0] < peaks[-1] - given_up / 2, (peaks, given_up)
     for got in losses[1:]:
         assert got == pytest.approx(losses[0], rel=1e-3)
 
