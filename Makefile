@@ -2,6 +2,7 @@
 # make demo   sets everything up and trains a tiny GPT-OSS to use Python: SFT, then RL (runs/tiny_retool/report.html)
 # make test   sets everything up and runs the tests that need neither GPU nor Slurm
 # make test-slow    the tests that make test leaves out because they take long, or repeat another with variations
+# make test-numerics    the numeric tests with the kernels of other processors, one and two threads (two hours)
 # make test-busy    those tests that processes and clocks take part in, with two busy loops beside them
 # make test-slurm   as root: the launcher against a real Slurm of four nodes on this machine (installs it; several minutes)
 # make test-browser  the viewer in a real Chromium (installs it as root)
@@ -10,13 +11,15 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-busy test-slurm test-browser hub-environments lint clean-venv
+.PHONY: help setup demo test test-slow test-numerics test-busy test-slurm test-browser hub-environments lint clean-venv
 
 GPTOSS := .venv/bin/gptoss
 # SLURM_TESTS="slurm and not slow" leaves out the one that takes three minutes.
 SLURM_TESTS := slurm
 # BROWSER_TESTS=picture_of takes those whose names hold it.
 BROWSER_TESTS :=
+# Options of scripts/numeric_tests.py, such as --processor Haswell.
+NUMERICS :=
 # Tests of processes, servers, time limits and Ray; the others compute, which takes longer on a busy machine and no more.
 BUSY_TESTS := tests/launch tests/rl_loop tests/test_distributed_helper.py tests/test_leftover_processes.py
 # How many busy loops run beside them.
@@ -45,6 +48,10 @@ test: setup
 test-slow: setup
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/python -m pytest \
 		-m "slow and not gpu and not slurm and not browser" -n 2 --timeout=1200 --durations=10
+
+# NUMERICS=--sample takes a few files and two processors: what .ci/run does.
+test-numerics: setup
+	PYTHONDONTWRITEBYTECODE= .venv/bin/python scripts/numeric_tests.py $(NUMERICS)
 
 # make test with GPTOSS_TEST_LOAD busy loops (tests/load.py); make test-busy BUSY_TESTS=tests runs them all.
 test-busy: setup

@@ -13,6 +13,7 @@ every order. A tolerance that was read off one machine does not.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -146,3 +147,21 @@ def rounding_error(reference: Tensor | float, exact: Tensor | float) -> float:
     dtype = found.dtype if isinstance(reference, Tensor) else torch.float32
     measured = float((found.double() - wanted).abs().max())
     return OTHER_ORDER * max(measured, unit_roundoff(dtype) * float(wanted.abs().max()))
+
+
+def assert_same_course(
+    found: Sequence[float], expected: Sequence[float], exact: Sequence[float], name: str
+) -> None:
+    """Assert that a figure of several steps, such as the loss, is that of another fp32 training.
+
+    Args:
+        found: the figure of the last steps.
+        expected: the figure of all steps of the other training.
+        exact: the same from float64.
+        name: what is compared.
+    """
+    steps = len(found)
+    want = torch.tensor(expected[-steps:], dtype=torch.float32)
+    allowed = rounding_error(want, torch.tensor(exact[-steps:], dtype=torch.float64))
+    assert_within(torch.tensor(found), want, allowed, name)
+    assert allowed < 1e-3 * want.max(), f"{name}: rounding would hide a fault"

@@ -137,6 +137,22 @@ def hf_norms_in_full_precision() -> Iterator[None]:
         modeling_gpt_oss.GptOssRMSNorm.forward = original
 
 
+@contextlib.contextmanager
+def float64_training() -> Iterator[None]:
+    """Let Megatron clip gradients in float64, whose type it refuses."""
+    original = torch.Tensor.type
+
+    def named_as_fp32(self: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        name = original(self, *arguments, **options)
+        return "torch.cuda.FloatTensor" if name == "torch.DoubleTensor" else name
+
+    torch.Tensor.type = named_as_fp32  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor.type = original  # type: ignore[method-assign]
+
+
 def save_checkpoint(
     root: Path, trainer: PolicyTrainer, step: int, state: dict[str, Any], keep: int = 2
 ) -> Path:

@@ -18,6 +18,7 @@ from tests.distributed import free_port, run_distributed
 from tests.megatron_gptoss.reference import (
     TINY,
     documents,
+    float64_training,
     hf_model,
     local_batches,
     mean_cross_entropy,
@@ -83,7 +84,8 @@ def one_rank() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def exact() -> dict[str, Any]:
     """One rank in float64."""
-    return gradients(ParallelConfig(), 0, free_port(), torch.float64)
+    with float64_training():
+        return gradients(ParallelConfig(), 0, free_port(), torch.float64)
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ from tests.distributed import free_port, run_distributed
 from tests.megatron_gptoss.reference import (
     TINY,
     documents,
+    float64_training,
     gradients,
     hf_model,
     local_batches,
@@ -36,7 +37,7 @@ from tests.megatron_gptoss.reference import (
     save_checkpoint,
     unpack,
 )
-from tests.tolerances import assert_within, rounding_error
+from tests.tolerances import assert_same_course
 
 SAMPLES = documents([30, 5, 18, 26, 11, 2, 23, 9], seed=3)
 STEPS = 4
@@ -154,18 +155,8 @@ def one_rank(checkpoints: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def exact() -> dict[str, Any]:
     """One process in float64."""
-    return train(ParallelConfig(), 0, free_port(), dtype=torch.float64)
-
-
-def assert_same_training(
-    found: dict[str, Any], expected: dict[str, Any], exact: dict[str, Any], name: str
-) -> None:
-    """Compare the last losses, or gradient norms, of two fp32 trainings."""
-    steps = len(found[name])
-    want = torch.tensor(expected[name][-steps:], dtype=torch.float32)
-    allowed = rounding_error(want, torch.tensor(exact[name][-steps:], dtype=torch.float64))
-    assert_within(torch.tensor(found[name]), want, allowed, name)
-    assert allowed < 1e-3 * want.max()
+    with float64_training():
+        return train(ParallelConfig(), 0, free_port(), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -176,7 +167,7 @@ def test_losses_equal_those_of_one_process(
     two_ranks: list[dict[str, Any]],
 ) -> None:
     for rank in two_ranks:
-        assert_same_training(rank[layout], one_rank, exact, "losses")
+        assert_same_course(rank[layout]["losses"], one_rank["losses"], exact["losses"], layout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -188,7 +179,7 @@ def test_gradient_norms_equal_those_of_one_process(
 ) -> None:
     # sees a gradient that is counted twice or not at all, which the first losses would hide
     for rank in two_ranks:
-        assert_same_training(rank[layout], one_rank, exact, "norms")
+        assert_same_course(rank[layout]["norms"], one_rank["norms"], exact["norms"], layout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -236,10 +227,11 @@ def train_deep(rank: int, port: int) -> dict[str, Any]:
 
 def test_messages_between_three_stages_arrive_as_what_they_are() -> None:
     one = train(ParallelConfig(), 0, free_port(), config=DEEP)
-    exact = train(ParallelConfig(), 0, free_port(), config=DEEP, dtype=torch.float64)
+    with float64_training():
+        exact = train(ParallelConfig(), 0, free_port(), config=DEEP, dtype=torch.float64)
     for rank in run_distributed(train_deep, 3, free_port()):
         for name in ("losses", "norms"):
-            assert_same_training(rank, one, exact, name)
+            assert_same_course(rank[name], one[name], exact[name], name)
 
 
 RESUMED = {
@@ -275,9 +267,9 @@ def test_a_checkpoint_with_its_optimizer_goes_on_in_another_layout(
     checkpoints: Path,
 ) -> None:
     ports = [free_port() for others in RESUMED.values() for _ in others]
-    for _, _, losses in run_distributed(resume_in_other_layouts, 2, ports, checkpoints)[0]:
+    for saved, name, losses in run_distributed(resume_in_other_layouts, 2, ports, checkpoints)[0]:
         assert len(losses) == STEPS - STEPS // 2
-        assert_same_training({"losses": losses}, one_rank, exact, "losses")
+        assert_same_course(losses, one_rank["losses"], exact["losses"], f"{saved} -> {name}")
 
 
 def test_an_optimizer_that_cannot_be_split_or_joined_is_refused_with_the_way_out(
