@@ -1,19 +1,20 @@
-"""The system-call filter of a sandboxed program, as classic BPF, for x86_64 and aarch64.
+"""System-call filter of a sandboxed program, as classic BPF, for x86_64 and aarch64.
 
-A deny-list: what an unprivileged numeric program has no use for, or what has a history of kernel
-escapes, is refused with EPERM, so that Python raises an ordinary exception. Three more kinds of
-call are refused:
+The filter is a deny-list. It refuses, with EPERM, calls that an unprivileged numeric program has no
+use for and calls with a history of kernel escapes. Python then raises an ordinary exception. It
+also refuses
 
-- those that hold kernel memory which neither a limit of the process nor the watcher of
-``process_watch`` sees;
-- those that leave a mark on a file which other sandboxes see too (``/usr`` is the same inodes for
-all): ``flock``, open
-  file description locks, leases, inotify, dnotify, write hints, extended attributes. Locks of the
-  ``fcntl(F_SETLK)`` kind stay, because SQLite needs them; nobody can be told of one: asking for a
-  lock (``F_GETLK``) is refused, ``/proc/locks`` is covered, and a file that is only read takes no
-  lock that makes another one wait;
-- ``setsid``: the kernel's autogroups share processors among sessions, so one call must stay one
-session.
+- calls that hold kernel memory which neither a limit of the process nor ``process_watch`` counts;
+- calls that leave a mark on a file. ``/usr`` is the same inodes for all sandboxes. These are
+  ``flock``, open file description locks, leases, inotify, dnotify, write hints and extended
+  attributes. Locks of the ``fcntl(F_SETLK)`` kind stay, because SQLite needs them. Another sandbox
+  cannot see such a lock: ``F_GETLK`` is refused, ``/proc/locks`` is covered, and a file that is
+  only read takes no lock that makes another process wait;
+- ``setsid``: the kernel's autogroups share processors among sessions, so a call must stay one
+  session.
+
+Calls for which libraries have a substitute return ENOSYS, as on a kernel without them: clone3,
+epoll, and every call that is newer than this list.
 
 Numbers are those of Linux ``asm/unistd.h``."""
 
@@ -59,6 +60,19 @@ DENIED_SYSCALLS: dict[str, tuple[int | None, int | None]] = {
     "setsid": (112, 157),
 }  # fmt: skip
 
+# answered as by a kernel that does not have them, so that callers use something else
+MISSING_SYSCALLS: dict[str, tuple[int | None, int | None]] = {
+    # its flags lie in memory that a filter cannot see; the C library falls back to clone
+    "clone3": (435, 435),
+    # A watch of epoll is kernel memory, and one of a number that all processes of the user share. No
+    # limit bounds them: each pair of an open file and a descriptor number is one, in every instance,
+    # and other processes can keep the files open. Python's ``selectors`` fall back to poll.
+    "epoll_create": (213, None), "epoll_create1": (291, 20),
+}  # fmt: skip
+
+NEWEST_SYSCALL = 467
+"""Largest number in these lists. Nothing is known of larger ones, which newer kernels have."""
+
 # answered with success and not done: advice about shared files, and writes to disks that hold
 # nothing of a sandbox
 IGNORED_SYSCALLS: dict[str, tuple[int, int]] = {
@@ -99,12 +113,17 @@ MAP_SHARED_ANONYMOUS, MAP_HUGETLB = 0x21, 0x40000
 F_GETLK, F_OFD_GETLK, F_OFD_SETLK, F_OFD_SETLKW = 5, 36, 37, 38
 F_SETLEASE, F_GETLEASE, F_NOTIFY, F_SETPIPE_SZ = 1024, 1025, 1026, 1031
 F_GET_RW_HINT, F_SET_RW_HINT, F_GET_FILE_RW_HINT, F_SET_FILE_RW_HINT = 1035, 1036, 1037, 1038
-PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SCHED_CORE, PR_SET_MEMORY_MERGE = 4, 22, 62, 67
+PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SCHED_CORE, PR_SET_MEMORY_MERGE, PR_FUTEX_HASH = (
+    4,
+    22,
+    62,
+    67,
+    78,
+)
 MADV_MERGEABLE = 12
 SO_SNDBUF, SO_SNDBUFFORCE = 7, 32
 
 ARGUMENT_RULES: dict[str, ArgumentRule] = {
-    # clone3 is refused as a whole: its flags lie in memory that a filter can not see
     "clone into a namespace": ArgumentRule((56, 220), 0, CLONE_NEW_NAMESPACES, errno.EPERM, bits=True),
     # AF_VSOCK, among others, is confined by no network namespace
     "socket": ArgumentRule((41, 198), 0, (AF_UNIX,), errno.EACCES, others=True),
@@ -124,18 +143,18 @@ ARGUMENT_RULES: dict[str, ArgumentRule] = {
          F_GET_RW_HINT, F_SET_RW_HINT, F_GET_FILE_RW_HINT, F_SET_FILE_RW_HINT),
         errno.EPERM,
     ),
-    # not dumpable: the watcher could not tell shared pages from others. Filters are kernel memory.
-    # A core-scheduling cookie idles the host's other hyper-threads. Merged pages tell what other
-    # processes have in memory
+    # not dumpable: the watcher could not tell shared pages from others. Filters and tables of
+    # futexes, which may have a gigabyte, are kernel memory. A core-scheduling cookie idles the
+    # host's other hyper-threads. Merged pages tell what other processes have in memory
     "process attributes": ArgumentRule(
-        (157, 167), 0, (PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SCHED_CORE, PR_SET_MEMORY_MERGE), errno.EPERM
+        (157, 167), 0, (PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SCHED_CORE, PR_SET_MEMORY_MERGE, PR_FUTEX_HASH),
+        errno.EPERM,
     ),
     "merged pages": ArgumentRule((28, 233), 2, (MADV_MERGEABLE,), errno.EPERM),
 }  # fmt: skip
 
 # architecture: (AUDIT_ARCH_* constant, column above)
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-_CLONE3 = 435
 
 _LOAD, _AND, _JUMP, _JUMP_EQUAL, _JUMP_AT_LEAST, _RETURN = 0x20, 0x54, 0x05, 0x15, 0x35, 0x06
 _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
@@ -152,8 +171,7 @@ def seccomp_filter(machine: str) -> bytes:
     """The filter as an array of ``struct sock_filter`` (8 bytes each), for SECCOMP_MODE_FILTER.
 
     machine: as ``platform.machine()`` names it. Raises SandboxUnavailable for others than x86_64
-    and aarch64. A call of another architecture kills the process. clone3 is ENOSYS, so that the C
-    library falls back to clone."""
+    and aarch64. A call of another architecture kills the process."""
     if machine not in _ARCHITECTURES:
         known = " and ".join(sorted(_ARCHITECTURES))
         raise SandboxUnavailable(f"the sandbox's system-call filter knows {known}, not {machine!r}")
@@ -168,11 +186,14 @@ def seccomp_filter(machine: str) -> bytes:
     if machine == "x86_64":
         program += [(_JUMP_AT_LEAST, 0, 1, _X32_SYSCALL_BIT), (_RETURN, 0, 0, _KILL_PROCESS)]
 
-    verdicts = {_CLONE3: _ERRNO | errno.ENOSYS}
-    for numbers in DENIED_SYSCALLS.values():
-        number = numbers[column]
-        if number is not None:
-            verdicts[number] = _ERRNO | errno.EPERM
+    program += [(_JUMP_AT_LEAST, 0, 1, NEWEST_SYSCALL + 1), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
+
+    verdicts: dict[int, int] = {}
+    for syscalls, error in ((DENIED_SYSCALLS, errno.EPERM), (MISSING_SYSCALLS, errno.ENOSYS)):
+        for numbers in syscalls.values():
+            number = numbers[column]
+            if number is not None:
+                verdicts[number] = _ERRNO | error
     for ignored in IGNORED_SYSCALLS.values():
         verdicts[ignored[column]] = _ERRNO
     program += _verdicts_by_number(verdicts)

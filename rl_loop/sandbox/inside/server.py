@@ -28,6 +28,9 @@ def main() -> None:
     """Get ready, then serve one call after the other until the host closes the socket."""
     settings = ServerSettings.from_json(receive())
     drop_root()
+    # The system-call filter of programs has no epoll. Modules that choose when they are imported,
+    # such as ``selectors``, must not choose it.
+    del select.epoll
     for name in settings.preload_modules:
         importlib.import_module(name)
     seccomp = SeccompProgram(bytes.fromhex(settings.seccomp))

@@ -143,6 +143,20 @@ for _ in range(11):
 time.sleep(60)
 """,
     ),
+    "watches of epoll": Attack(
+        """
+import ctypes, errno, os, select, selectors
+libc = ctypes.CDLL(None, use_errno=True)
+print(libc.epoll_create1(0), errno.errorcode[ctypes.get_errno()])
+print(libc.epoll_create(1), errno.errorcode[ctypes.get_errno()])
+print(hasattr(select, 'epoll'), selectors.DefaultSelector.__name__)
+""",
+        "-1 ENOSYS\n-1 ENOSYS\nFalse PollSelector\n",
+    ),
+    "tables of futexes": Attack(raw_call(PRCTL, 78, 1, 1 << 20, 0, 0), "-1 EPERM\n"),
+    "calls of kernels to come": Attack(
+        raw_call((468, 468), 0) + f"\n{raw_call((600, 600), 0)}", "-1 ENOSYS\n-1 ENOSYS\n"
+    ),
     "locks of files": killed_for(
         "locks",
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -197,3 +198,111 @@ def test_interpreter_is_a_base_installation_and_shows_no_home(
 def test_misspelt_setting_is_refused_by_name() -> None:
     with pytest.raises(ValidationError, match="timeout_second"):
         SandboxConfig.model_validate({"timeout_second": 3})
+
+
+LEGITIMATE = {
+    "asyncio": (
+        """
+        import asyncio, selectors
+        async def count(n):
+            await asyncio.sleep(0.01)
+            return n
+        async def serve(reader, writer):
+            writer.write((await reader.readline()).upper())
+            await writer.drain()
+            writer.close()
+        async def main():
+            print(sum(await asyncio.gather(*(count(n) for n in range(20)))))
+            server = await asyncio.start_unix_server(serve, '/tmp/socket')
+            reader, writer = await asyncio.open_unix_connection('/tmp/socket')
+            writer.write(b'echo\\n')
+            print(await reader.read())
+            process = await asyncio.create_subprocess_exec('echo', 'child', stdout=-1)
+            print((await process.communicate())[0], process.returncode)
+            print(await asyncio.to_thread(pow, 2, 5))
+            server.close()
+        asyncio.run(main())
+        """,
+        "190\nb'ECHO\\n'\nb'child\\n' 0\n32\n",
+    ),
+    "selectors": (
+        """
+        import os, selectors
+        reading, writing = os.pipe()
+        with selectors.DefaultSelector() as selector:
+            selector.register(reading, selectors.EVENT_READ, 'pipe')
+            print(selector.select(0))
+            os.write(writing, b'x')
+            print([(key.data, events) for key, events in selector.select(1)])
+        """,
+        "[]\n[('pipe', 1)]\n",
+    ),
+    "multiprocessing": (
+        """
+        import multiprocessing
+        from concurrent.futures import ProcessPoolExecutor
+        with ProcessPoolExecutor(2) as pool:
+            print(list(pool.map(abs, [-1, -2, 3])))
+        queue = multiprocessing.Queue()
+        process = multiprocessing.Process(target=queue.put, args=('sent',))
+        process.start()
+        print(queue.get(timeout=20))
+        process.join()
+        """,
+        "[1, 2, 3]\nsent\n",
+    ),
+    "subprocess": (
+        """
+        import subprocess, sys
+        done = subprocess.run([sys.executable, '-c', 'import asyncio; asyncio.run(asyncio.sleep(0)); print(input())'],
+                              input='through', capture_output=True, text=True, timeout=20)
+        print(done.stdout, done.stderr, done.returncode)
+        """,
+        "through\n  0\n",
+    ),
+    "threading": (
+        """
+        import queue, threading
+        from concurrent.futures import ThreadPoolExecutor
+        with ThreadPoolExecutor(8) as pool:
+            print(sum(pool.map(lambda n: n * n, range(10))))
+        box, event = queue.Queue(), threading.Event()
+        threading.Thread(target=lambda: (event.wait(), box.put('woken'))).start()
+        event.set()
+        print(box.get(timeout=20))
+        """,
+        "285\nwoken\n",
+    ),
+    "sqlite3": (
+        """
+        import sqlite3
+        with sqlite3.connect('/tmp/data.db') as base:
+            base.execute('create table t (n)')
+            base.executemany('insert into t values (?)', [(n,) for n in range(5)])
+            print(base.execute('select sum(n) from t').fetchone())
+        """,
+        "(10,)\n",
+    ),
+    "tempfile": (
+        """
+        import os, tempfile
+        with tempfile.TemporaryDirectory() as folder:
+            with tempfile.NamedTemporaryFile(dir=folder) as file:
+                file.write(b'x' * 1000)
+                file.flush()
+                print(os.path.getsize(file.name))
+        """,
+        "1000\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("preload", [(), ("asyncio", "multiprocessing", "subprocess")])
+@pytest.mark.parametrize("name", LEGITIMATE)
+def test_library_works_in_the_sandbox(
+    name: str, preload: tuple[str, ...], make_sandbox: Callable
+) -> None:
+    code, output = LEGITIMATE[name]
+    settings = {"preload_modules": preload} if preload else {}
+    result = make_sandbox(timeout_seconds=60, **settings).run(textwrap.dedent(code))
+    assert (result.output, result.exit_code, result.error) == (output, 0, None)
