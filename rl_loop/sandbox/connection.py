@@ -262,8 +262,7 @@ class ServerProcess:
 
         error = self._reason(call.killed_for)
         if error is None and call.exit_code < 0:
-            name = signal.Signals(-call.exit_code).name
-            error = f"killed by signal {-call.exit_code} ({name})"
+            error = f"killed by signal {-call.exit_code} ({_signal_name(-call.exit_code)})"
         return ExecutionResult(
             output=text,
             exit_code=call.exit_code,
@@ -284,3 +283,11 @@ class ServerProcess:
             "history": "the earlier programs of its session ended the interpreter when they ran again",
         }
         return None if killed_for is None else reasons.get(killed_for)
+
+
+def _signal_name(number: int) -> str:
+    """Return the name of a signal, or its description: most real-time signals have no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return signal.strsignal(number) or "unknown"

@@ -9,6 +9,7 @@ killed. Where it has none, memory is the sum of
 set sizes);
 - page tables, and ``MAPPING_BYTES`` for each mapping: a million empty mappings are a gigabyte of
 the kernel's;
+- ``DESCRIPTOR_BYTES`` for each open descriptor;
 - what lies in the call's own /tmp, mapped or not;
 - sockets that exist in the call's network namespace, each as if its buffers were full.
 
@@ -19,11 +20,13 @@ refused by the system-call filter.
 Processors without a cgroup: a call with several busy tasks is made nicer, until together they
 weigh as much as one."""
 
+import contextlib
 import ctypes
 import math
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 LOOK_SECONDS = 0.1
 # every tenth look is exact: the kernel's quick counters may be off by a megabyte for each
@@ -33,9 +36,13 @@ LOOKS_PER_EXACT_LOOK = 10
 # before killing
 CONFIRM_SECONDS = 0.02
 
-MAPPING_BYTES = (
-    1024  # struct vm_area_struct with its share of trees and reverse mappings, rounded up
-)
+# struct vm_area_struct with its share of trees, rounded up
+MAPPING_BYTES = 1024
+# struct anon_vma_chain: each mapping links to those of its process's ancestors, half of all processes
+# on average
+LINK_BYTES = 32
+# The largest buffer of an open file is that of /proc/stat, which grows with the processors.
+DESCRIPTOR_BYTES = 8192 + 256 * (os.cpu_count() or 1)
 LARGEST_OPTION_MEMORY = 1 << 17  # filters and the like attached to one socket (net.core.optmem_max)
 LOCKS = 1000  # of files, by all processes of the call; each is memory of the kernel that not even a cgroup counts
 READ_BYTES = 1 << 16
@@ -49,6 +56,16 @@ KCMP = {"x86_64": 312, "aarch64": 272}
 KCMP_VM = 1
 
 libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class OutOfMemoryKills:
+    """Counters of the kernel's out-of-memory killer."""
+
+    own_limit: int
+    """Times that the server's own cgroup was full."""
+    total: int
+    """Processes killed, for whichever limit."""
 
 
 class ProcessWatch:
@@ -81,12 +98,13 @@ class ProcessWatch:
         self._outsiders = {"1", str(os.getppid()), str(os.getpid())}
         self._sockets_file = os.open("self/net/sockstat", os.O_RDONLY, dir_fd=self._proc)
         self._sockets_before = self._count_sockets()
-        self._killed_before = self._count_killed()
+        self._kills_before = self._count_kills()
         self._tmp: int | None = None
 
         self._looks = 0
         self._busy_before = 0
-        self._mappings_bytes = 0
+        self._counted_bytes = 0
+        """Memory of the kernel for mappings and descriptors, at the last exact look."""
 
     def watch_tmp(self) -> None:
         """Find the call's own /tmp, as soon as the program has mounted it."""
@@ -102,11 +120,11 @@ class ProcessWatch:
         if self._count_lines("locks", LOCKS) > LOCKS:
             return "locks"
         if self._memory_events is not None:
-            return self.killed_by_cgroup()
+            return self.killed_by_own_limit()
 
         exact = self._looks % LOOKS_PER_EXACT_LOOK == 0
         if exact:
-            self._mappings_bytes = self._count_mappings() * MAPPING_BYTES
+            self._counted_bytes = self._mappings_bytes() + self._descriptors_bytes()
         if self._memory_bytes(exact) <= self._limit:
             return None
         time.sleep(CONFIRM_SECONDS)
@@ -114,12 +132,20 @@ class ProcessWatch:
             return "memory"
         return None
 
-    def killed_by_cgroup(self) -> str | None:
-        """ "memory" if the kernel has killed a process of this call because its cgroup was
-        full."""
-        if self._count_killed() > self._killed_before:
-            return "memory"
-        return None
+    def killed_by_own_limit(self) -> str | None:
+        """Return "memory" if the kernel killed a process because the server's cgroup was full."""
+        kills = self._count_kills()
+        was_full = kills.own_limit > self._kills_before.own_limit
+        return "memory" if was_full and kills.total > self._kills_before.total else None
+
+    def killed_by_machine(self) -> bool:
+        """Return True if the kernel killed a process for want of memory, not by the call's limit.
+
+        Without a cgroup this counts all processes of the machine, and is evidence only about a
+        process that a SIGKILL has ended."""
+        kills = self._count_kills()
+        was_full = kills.own_limit > self._kills_before.own_limit
+        return kills.total > self._kills_before.total and not was_full
 
     # ---- memory
 
@@ -127,7 +153,7 @@ class ProcessWatch:
         """What the call holds. ``exact`` reads every page table; else that is done only for a sum
         above the limit."""
         processes = self._memory_of_processes()
-        other = self._mappings_bytes + self._tmp_bytes()
+        other = self._counted_bytes + self._tmp_bytes()
         other += max(0, self._count_sockets() - self._sockets_before) * self._socket_bytes
 
         total = other + sum(resident + page_tables for _, resident, page_tables in processes)
@@ -166,18 +192,31 @@ class ProcessWatch:
             return _field(rollup, b"Pss_Anon")
         return otherwise
 
-    def _count_mappings(self) -> int:
-        """Mappings of all processes, not many more than the limit allows."""
+    def _mappings_bytes(self) -> int:
+        """Memory of the kernel for the mappings of all processes, not far above the limit."""
+        processes = self._processes()
+        bytes_each = MAPPING_BYTES + LINK_BYTES * len(processes)
+        most = self._limit // bytes_each
         count = 0
-        for process in self._processes():
+        for process in processes:
             for path in self._with_memory(process):
-                mappings = self._count_lines(f"{path}/maps", self._limit // MAPPING_BYTES)
+                mappings = self._count_lines(f"{path}/maps", most)
                 if mappings > 0:
                     count += mappings
                     break
-            if count * MAPPING_BYTES > self._limit:
+            if count > most:
                 break
-        return count
+        return count * bytes_each
+
+    def _descriptors_bytes(self) -> int:
+        """Memory of the kernel for open descriptors, each with the largest buffer there is."""
+        count = 0
+        for process in self._processes():
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                size = os.stat(f"{process}/fd", dir_fd=self._proc).st_size
+                # Linux has the number as a size since 6.2.
+                count += size or len(self._list(f"{process}/fd"))
+        return count * DESCRIPTOR_BYTES
 
     def _tmp_bytes(self) -> int:
         if self._tmp is None:
@@ -191,12 +230,14 @@ class ProcessWatch:
         first_line, _, _ = os.pread(self._sockets_file, 4096, 0).partition(b"\n")
         return int(first_line.split()[-1])
 
-    def _count_killed(self) -> int:
-        """Processes that the kernel has killed because the cgroup was full."""
+    def _count_kills(self) -> "OutOfMemoryKills":
+        """Count what the kernel has killed so far: in the cgroup if there is one, else everywhere.
+
+        The kernel raises both counters before it kills."""
         if self._memory_events is None:
-            return 0
-        words = os.pread(self._memory_events, 4096, 0).split()
-        return int(words[words.index(b"oom_kill") + 1])
+            return OutOfMemoryKills(0, _counter(self._read("vmstat"), b"oom_kill"))
+        events = os.pread(self._memory_events, READ_BYTES, 0)
+        return OutOfMemoryKills(_counter(events, b"oom"), _counter(events, b"oom_kill"))
 
     # ---- processors
 
@@ -303,6 +344,12 @@ def _same_memory(one: int, other: int) -> bool:
 
 
 def _field(text: bytes, name: bytes) -> int:
-    """Bytes that a line such as ``RssAnon:    1234 kB`` tells."""
-    rest = text.partition(b"\n" + name + b":")[2]
-    return int(rest.split(None, 1)[0]) * 1024
+    """Return the bytes that a line such as ``RssAnon:    1234 kB`` reports; 0 without it."""
+    words = text.partition(b"\n" + name + b":")[2].split(None, 1)
+    return int(words[0]) * 1024 if words else 0
+
+
+def _counter(text: bytes, name: bytes) -> int:
+    """Return the number of a line such as ``oom_kill 3``; 0 without it."""
+    words = text.split()
+    return int(words[words.index(name) + 1]) if name in words else 0

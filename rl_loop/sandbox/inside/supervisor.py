@@ -3,7 +3,9 @@ reports what it did.
 
 The program cannot see its supervisor, which is outside the program's process namespace."""
 
+import contextlib
 import os
+import resource
 import select
 import signal
 import time
@@ -31,7 +33,9 @@ class CallFailed(Exception):
 
 
 def supervise(settings: ServerSettings, seccomp: SeccompProgram) -> None:
-    """Receive one call, run it and send its result."""
+    """Receive one call, run it and send its result.
+
+    Processes of a call that was killed may still be ending then."""
     call = Call.from_json(receive())
     die_with_parent()
     try:
@@ -66,15 +70,21 @@ def run_call(
 
     deadline = Deadline(call, progress, settings.timeout_seconds)
     output, killed_for = watch(program, output_read, deadline, process_watch, settings.output_bytes)
-    ending = end_program(program)
-    killed_for = killed_for or process_watch.killed_by_cgroup()
+    if killed_for is not None:
+        # The verdict does not wait for the end: a busy machine takes long to end many processes,
+        # and must not look as if it hung.
+        os.kill(program, signal.SIGKILL)
+        ending = Ending(-signal.SIGKILL, used_its_cpu_time=False, ended_at=time.monotonic())
+    else:
+        ending = collect_ended(program)
+        killed_for = process_watch.killed_by_own_limit()
 
-    # no signal from inside its namespace kills a process 1: SIGKILL is the limit on its processor
-    # time, or the host
-    within_cpu_limit = ending.cpu_seconds < settings.cpu_seconds - 1
-    if ending.exit_code == -signal.SIGKILL and killed_for is None and within_cpu_limit:
+    # A program has several ways to get a SIGKILL: a lower limit on its processor time, or a signal
+    # that it forges to come from the kernel. Only evidence makes it a failure of the machine.
+    is_unexplained = killed_for is None and not ending.used_its_cpu_time
+    if ending.exit_code == -signal.SIGKILL and is_unexplained and process_watch.killed_by_machine():
         raise CallFailed(
-            "the program was killed from outside its sandbox, as Linux does when the machine is out of memory"
+            "the kernel killed the program because the machine, or a container around it, is out of memory"
         )
 
     deadline.update()
@@ -119,22 +129,28 @@ def start_program(
 
 @dataclass(frozen=True)
 class Ending:
-    """How the program's process ended."""
+    """End of the program's process."""
 
     exit_code: int
-    """Minus the signal's number if a signal killed it."""
-    cpu_seconds: float
+    """Exit code, or minus the number of the signal that killed it."""
+    used_its_cpu_time: bool
+    """True if it reached the limit on its processor time, which it may have lowered itself."""
     ended_at: float
-    """Monotonic clock."""
+    """Time of the end on the monotonic clock, in seconds."""
 
 
-def end_program(program: int) -> Ending:
-    """Kill the program, and with it all that it started, and wait for it."""
-    os.kill(program, signal.SIGKILL)  # harmless if it ended: it is not yet waited for
+def collect_ended(program: int) -> Ending:
+    """Return how the program's process, which has ended, did so."""
+    # Its limits can be read as long as it is not waited for.
+    cpu_limit = 0
+    with contextlib.suppress(OSError):
+        _, cpu_limit = resource.prlimit(program, resource.RLIMIT_CPU)
+
     _, status, usage = os.wait4(program, 0)
     return Ending(
         exit_code=os.waitstatus_to_exitcode(status),
-        cpu_seconds=usage.ru_utime + usage.ru_stime,
+        # The kernel checks the limit at its ticks, and counts in other units than this.
+        used_its_cpu_time=usage.ru_utime + usage.ru_stime > cpu_limit - 1,
         ended_at=time.monotonic(),
     )
 
@@ -151,16 +167,16 @@ def watch(
     Returns the output, at most one byte over ``output_bytes``, and why the program must be killed:
     "time", "memory", "locks", "output", or None if it ended by itself."""
     process = os.pidfd_open(program)
+    os.set_blocking(output_read, False)
     next_look = deadline.begun_at + LOOK_SECONDS
     room = output_bytes + 1
     output = bytearray()
     watched = [output_read, process]
-    ended = False
     while True:
         now = time.monotonic()
-        if not ended and now >= deadline.update():
+        if now >= deadline.update():
             return output, "time"
-        if not ended and now >= next_look:
+        if now >= next_look:
             reason = process_watch.look()
             if reason is not None:
                 return output, reason
@@ -171,17 +187,25 @@ def watch(
         wait = max(0.0, min(deadline.update(), next_look) - time.monotonic())
         ready, _, _ = select.select(watched, [], [], wait)
         if process in ready:
-            # process 1 is gone, so all of its namespace is: what is in the pipe is all there will
-            # be
-            ended = True
-            watched.remove(process)
+            # Process 1 is gone, so all of its namespace is. The pipe holds the rest of the output.
+            # Do not wait for its end-of-file: the program may have sent its descriptor over a
+            # socket that no process can read any more.
+            while part := read_some(output_read, room - len(output)):
+                output += part
+            return output, None
 
         if output_read in ready:
-            part = os.read(output_read, min(room - len(output), READ_BYTES))
-            output += part
-            if len(output) == room:
-                return output, None if ended else "output"
-            if not part:
+            part = read_some(output_read, room - len(output))
+            if part == b"":
                 watched.remove(output_read)
-        if ended and output_read not in watched:
-            return output, None
+            output += part or b""
+            if len(output) == room:
+                return output, "output"
+
+
+def read_some(pipe: int, most: int) -> bytes | None:
+    """Read up to ``most`` bytes: b"" at the end of the file, None if there is nothing to read."""
+    try:
+        return os.read(pipe, min(most, READ_BYTES))
+    except BlockingIOError:
+        return None

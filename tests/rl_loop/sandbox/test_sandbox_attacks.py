@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+import resource
 import socket
 import textwrap
 from collections.abc import Callable, Iterator
@@ -161,6 +162,27 @@ ATTACKS = (
                     print('REFUSED')
         """,
             "(REFUSED\n){6}",
+        ),
+        "less processor time than allowed": Attack(
+            r"""
+            import resource
+            resource.setrlimit(resource.RLIMIT_CPU, (1, 1))
+            while True:
+                pass
+        """,
+            exit_code=-9,
+            error="SIGKILL",
+        ),
+        "kill in the kernel's name": Attack(
+            r"""
+            import ctypes, os, platform, signal, struct
+            info = ctypes.create_string_buffer(128)
+            struct.pack_into('iii', info, 0, signal.SIGKILL, 0, 0x80)
+            number = 129 if platform.machine() == 'x86_64' else 138
+            ctypes.CDLL(None).syscall(number, os.getpid(), signal.SIGKILL, info)
+        """,
+            exit_code=-9,
+            error="SIGKILL",
         ),
         "exception that never ends": Attack(
             r"""
@@ -560,7 +582,7 @@ def test_attack_is_contained_and_the_next_call_answers(
     name: str, sandboxes: dict[str, SandboxUnderTest], host: dict[str, str]
 ) -> None:
     attack = ATTACKS[name]
-    is_patient = attack.error in ("memory", "locks")
+    is_patient = attack.error in ("memory", "locks", "SIGKILL")
     attacked = sandboxes["patient" if is_patient else "short"]
     code = textwrap.dedent(attack.code)
     for placeholder, value in host.items():
@@ -610,6 +632,42 @@ def test_memory_of_an_earlier_call_can_not_be_searched(
         print(counts[0], counts[1] > 0)
     """
     assert attacked.run(textwrap.dedent(search)).output == "0 True\n"
+
+
+def test_links_between_forked_mappings_count(make_sandbox: Callable) -> None:
+    """A mapping of a forked process is linked to those of all its ancestors."""
+    smallest = 128 << 20
+    sandbox = make_sandbox(
+        memory_bytes=smallest, total_memory_bytes=smallest, timeout_seconds=PATIENT_TIMEOUT
+    )
+    code = """
+        import ctypes, os, time
+        libc = ctypes.CDLL(None)
+        libc.mmap.restype = ctypes.c_void_p
+        for n in range(800):
+            page = ctypes.c_void_p(0x200000000000 + 8192 * n)
+            ctypes.memset(libc.mmap(page, ctypes.c_size_t(4096), 3, 0x100022, -1, 0), 1, 1)
+        for _ in range(60):
+            if os.fork() != 0:
+                time.sleep(60)
+        time.sleep(60)
+    """
+    result = sandbox.run(textwrap.dedent(code))
+    assert "memory" in (result.error or ""), result
+
+
+def test_buffers_of_open_files_count(make_sandbox: Callable) -> None:
+    """An open file of /proc keeps a buffer of the kernel's."""
+    files = 16_000
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most < files:
+        pytest.skip(f"no process may open more than {most} files here")
+    sandbox = make_sandbox(
+        open_files=files, total_memory_bytes=128 << 20, timeout_seconds=PATIENT_TIMEOUT
+    )
+    code = f"import os, time\nfor _ in range({files - 10}): os.open('/proc/stat', os.O_RDONLY)\ntime.sleep(60)"
+    result = sandbox.run(code)
+    assert "memory" in (result.error or ""), result
 
 
 def test_cpu_time_is_limited_for_each_process(make_sandbox: Callable) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from rl_loop.sandbox import (
     SandboxUnavailable,
     connection,
 )
+from rl_loop.sandbox.inside.process_watch import ProcessWatch
 
 HONEST = "print(sum(range(1000)))"
 
@@ -136,6 +138,25 @@ def test_hung_server_is_replaced(make_sandbox: Callable, short_grace: None) -> N
     assert sandbox.processes_left() == 0
 
 
+PTRACE_CONT, PTRACE_SEIZE, PTRACE_O_TRACEEXIT = 7, 0x4206, 0x40
+
+
+def test_verdict_does_not_wait_for_slow_ends(make_sandbox: Callable, short_grace: None) -> None:
+    """A busy machine may take longer to end many processes than a server may seem to hang."""
+    sandbox = make_sandbox(timeout_seconds=1.5)
+    call = sandbox.start("import time; time.sleep(60)")
+    program = running_program(sandbox)
+    # Traced, it stays where it is when it is killed, until its tracer lets it go on.
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.ptrace(PTRACE_SEIZE, program, None, ctypes.c_void_p(PTRACE_O_TRACEEXIT)) == 0
+    result = call.result(30)
+    assert (result.timed_out, result.exit_code) == (True, -9)
+    os.waitpid(program, 0)
+    assert libc.ptrace(PTRACE_CONT, program, None, None) == 0
+    os.waitpid(program, 0)
+    assert sandbox.run(HONEST).output == "499500\n"
+
+
 def test_interrupt_of_the_owners_terminal_does_not_reach_the_servers(one_worker) -> None:
     assert one_worker.processes_left() == 0
     assert os.getpgrp() not in {os.getpgid(pid) for pid in one_worker.processes()}
@@ -223,19 +244,79 @@ def test_sandbox_dies_with_its_owner() -> None:
     assert wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in started | inside))
 
 
-def test_a_program_killed_by_the_host_is_a_failure_of_the_sandbox(one_worker) -> None:
-    """As by the kernel when the machine, or the container around it, is out of memory."""
-    call = one_worker.start("import time; time.sleep(4)")
-    assert wait_for(lambda: len(one_worker.processes()) == 5)
+def running_program(sandbox) -> int:
+    """Process id of the program of a call that has begun."""
+    assert wait_for(lambda: len(sandbox.processes()) == 5)
     time.sleep(0.5)
-    servers = one_worker.processes()
     (program,) = [
-        pid for pid in servers if Path(f"/proc/{pid}/oom_score_adj").read_text() == "1000\n"
+        pid
+        for pid in sandbox.processes()
+        if Path(f"/proc/{pid}/oom_score_adj").read_text() == "1000\n"
     ]
-    os.kill(program, signal.SIGKILL)
+    return program
+
+
+@pytest.fixture
+def full_cgroup(tmp_path: Path) -> Iterator[Path]:
+    """A cgroup of 16 MB, which stands for a container that is out of memory."""
+    for base, limit in (
+        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
+        (Path("/sys/fs/cgroup"), "memory.max"),
+    ):
+        group = base / f"gptoss-test-{os.getpid()}"
+        try:
+            group.mkdir()
+            (group / limit).write_text(str(16 << 20))
+        except OSError:
+            if group.is_dir():
+                group.rmdir()
+            continue
+        yield group
+        wait_for(lambda group=group: not (group / "cgroup.procs").read_text())  # type: ignore[misc]
+        group.rmdir()
+        return
+    pytest.skip("no memory cgroup can be made here")
+
+
+def test_machine_out_of_memory_is_a_failure(make_sandbox: Callable, full_cgroup: Path) -> None:
+    sandbox = make_sandbox(timeout_seconds=30, use_cgroup=False)
+    code = "import time\ntime.sleep(2)\nblock = bytearray(b'x') * (64 << 20)\nprint('kept')"
+    call = sandbox.start(code)
+    (full_cgroup / "cgroup.procs").write_text(str(running_program(sandbox)))
     with pytest.raises(SandboxFailure, match="out of memory"):
-        call.result(10)
+        call.result(30)
+    assert sandbox.run(HONEST).output == "499500\n"
+
+
+def test_kill_without_evidence_is_the_programs_fault(one_worker) -> None:
+    """A program has more ways to be killed than anybody knows."""
+    call = one_worker.start("import time; time.sleep(4)")
+    os.kill(running_program(one_worker), signal.SIGKILL)
+    result = call.result(10)
+    assert (result.exit_code, result.ended) == (-9, True)
+    assert "SIGKILL" in (result.error or "")
     assert one_worker.run(HONEST).output == "499500\n"
+
+
+@pytest.mark.parametrize(
+    ("oom", "oom_kill", "killed_for", "by_machine"),
+    [(0, 0, None, False), (1, 0, None, False), (1, 2, "memory", False), (0, 1, None, True)],
+)
+def test_cgroup_tells_own_limit_from_machine(
+    oom: int, oom_kill: int, killed_for: str | None, by_machine: bool, tmp_path: Path
+) -> None:
+    """The kernel counts a process in ``oom_kill`` whichever limit it was killed for."""
+    events = tmp_path / "memory.events"
+    text = "low 0\nhigh 0\nmax 7\noom {}\noom_kill {}\noom_group_kill 0\n"
+    events.write_text(text.format(3, 4))
+    descriptor = os.open(events, os.O_RDONLY)
+    try:
+        watch = ProcessWatch(1 << 30, 1 << 16, descriptor, has_cpu_weight=True)
+        events.write_text(text.format(3 + oom, 4 + oom_kill))
+        assert watch.killed_by_own_limit() == killed_for
+        assert watch.killed_by_machine() == by_machine
+    finally:
+        os.close(descriptor)
 
 
 def test_a_server_that_can_not_start_is_a_failure_of_the_sandbox(

@@ -1,0 +1,159 @@
+"""A policy cannot leave an episode: whatever its program does, the episode ends with a reward.
+
+The programs run in real sandboxes of a real rollout worker; only the policy is a script."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rl_loop.config.load import load_config
+from rl_loop.config.run import RlConfig
+from rl_loop.data.trajectory import Trajectory
+from rl_loop.engines.protocol import GenerateRequest, GenerateResult
+from rl_loop.environments import Task
+from rl_loop.harmony.codec import ParsedMessage
+from rl_loop.rollout import agent
+from rl_loop.rollout.worker import RolloutWorker
+from rl_loop.session import worker_settings
+from tests.rl_loop.sandbox.escape_programs import (
+    ENDINGS,
+    LIMIT_VALUES,
+    LIMITS,
+    OF_EACH_KIND,
+    PROGRAMS,
+    STEPS,
+    program,
+    set_limit,
+)
+from tests.rl_loop.scripted_engine import ScriptedEngine
+
+CONFIG = Path(__file__).parents[3] / "configs/rl/tiny_retool.yaml"
+SETTINGS = (
+    "sandbox.workers=4", "sandbox.timeout_seconds=2", "sandbox.cpu_seconds=10",
+    "sandbox.memory_bytes=268435456", "sandbox.total_memory_bytes=268435456",
+    "model.max_length=60000", "training.max_tokens_per_micro_batch=60000", "rollout.max_tokens=60000",
+    "rollout.max_new_tokens_per_turn=50000", "rollout.episode_seconds=300",
+    "rollout.temperature=1",
+)  # fmt: skip
+
+
+class Policy:
+    """Calls Python with the program of its task, then gives a wrong answer."""
+
+    def __init__(self) -> None:
+        self.turns: dict[str, list[list[int]]] = {}
+        self._engines: dict[str, ScriptedEngine] = {}
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        name = request.episode.rpartition("/")[0]
+        if name not in self._engines:
+            self._engines[name] = ScriptedEngine(self.turns[name])
+        return await self._engines[name].generate(request)
+
+    async def abort(self, request_id: str | None = None) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Player:
+    """Plays one episode for each program."""
+
+    def __init__(self) -> None:
+        self._runner = asyncio.Runner()
+        self._policy = Policy()
+        config = load_config(CONFIG, RlConfig, list(SETTINGS))
+        self.worker = RolloutWorker(worker_settings(config), lambda: self._policy, 1)  # type: ignore
+        self._runner.run(self.worker.start())
+        self._played = 0
+
+    def play(self, *sessions: Sequence[str]) -> list[Trajectory]:
+        """Play an episode for each session of programs, all at the same time."""
+        return self._runner.run(self._gather(sessions))
+
+    async def _gather(self, sessions: Sequence[Sequence[str]]) -> list[Trajectory]:
+        return await asyncio.gather(*(self._play(programs) for programs in sessions))
+
+    async def _play(self, programs: Sequence[str]) -> Trajectory:
+        self._played += 1
+        name = f"t{self._played}"
+        codec = self.worker.codec
+        turns = [
+            codec.render_assistant([ParsedMessage("analysis", "python", "code", code)], "<|call|>")
+            for code in programs
+        ]
+        answer = [ParsedMessage("final", None, None, r"\boxed{0}")]
+        self._policy.turns[name] = [*turns, codec.render_assistant(answer, "<|return|>")]
+        metadata = {"expression": "17*23", "stateful": len(programs) > 1}
+        question = [{"role": "user", "content": "What is 17*23?"}]
+        group = await self.worker.run_group(
+            Task(name, question, "391", metadata=metadata), (0,), 1.0
+        )
+        [episode] = [*group.trajectories, *group.invalid]
+        return episode
+
+    def close(self) -> None:
+        self._runner.run(self.worker.close())
+        self._runner.close()
+
+
+@pytest.fixture(scope="module")
+def player() -> Iterator[Player]:
+    made = Player()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agent, "TOOL_PAUSES", (0.0, 0.0, 0.0))
+        yield made
+    made.close()
+
+
+def check(episodes: Sequence[Trajectory], names: Sequence[str]) -> None:
+    """Each episode has the reward of its wrong answer."""
+    for episode, name in zip(episodes, names, strict=True):
+        assert episode.invalid is None, f"{name}: {episode.invalid}"
+        assert episode.reward == -1.0, name
+
+
+def test_programs_that_leave_end_with_a_reward(player: Player) -> None:
+    check(player.play(*([PROGRAMS[name]] for name in OF_EACH_KIND)), OF_EACH_KIND)
+
+
+@pytest.mark.slow
+def test_any_limit_ends_with_a_reward(player: Player) -> None:
+    names = list(PROGRAMS)
+    check(player.play(*([PROGRAMS[name]] for name in names)), names)
+
+
+limits = st.builds(
+    lambda name, values: set_limit(name, min(values), max(values)),
+    st.sampled_from(LIMITS),
+    st.tuples(st.sampled_from(LIMIT_VALUES), st.sampled_from(LIMIT_VALUES)),
+)
+hostile = st.builds(
+    lambda steps, ending: program(*steps, ending=ending),
+    st.lists(st.one_of(limits, st.sampled_from(list(STEPS.values()))), max_size=4),
+    st.sampled_from(list(ENDINGS.values())),
+)
+sessions = st.lists(hostile, min_size=1, max_size=2)
+TRIED_TOGETHER = 12
+
+
+def try_sessions(player: Player, tried: list[list[str]]) -> None:
+    check(player.play(*tried), ["\n--- next\n".join(programs) for programs in tried])
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+@given(tried=st.lists(sessions, min_size=TRIED_TOGETHER, max_size=TRIED_TOGETHER))
+def test_any_hostile_program_ends_with_a_reward(player: Player, tried: list[list[str]]) -> None:
+    try_sessions(player, tried)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(tried=st.lists(sessions, min_size=TRIED_TOGETHER, max_size=TRIED_TOGETHER))
+def test_many_hostile_programs_end_with_a_reward(player: Player, tried: list[list[str]]) -> None:
+    try_sessions(player, tried)
