@@ -3,7 +3,7 @@ the environment.
 
 An infrastructure failure is never a reward. What failed is tried again a few times; an episode
 that cannot go on is *invalid*: it enters no baseline, no gradient and no evaluation, and is
-counted under ``rollout/invalid/COMPONENT``. What the policy does cause, an endless tool call for
+counted under ``rollout/invalid/COMPONENT`` and ``rollout/invalid/COMPONENT/CULPRIT``. What the policy does cause, an endless tool call for
 instance, is a time-out and is punished: otherwise breaking things would be a way out of a task
 that goes badly."""
 

@@ -149,7 +149,9 @@ def _signal(records: Records) -> Finding | None:
 def _infrastructure(records: Records) -> Finding | None:
     newest = records[-RECENT:]
     prefix = "rollout/invalid/"
-    names = sorted({name for record in newest for name in record if name.startswith(prefix)})
+    found = {name for record in newest for name in record if name.startswith(prefix)}
+    # Causes of a component are shares of it.
+    names = sorted(name for name in found if "/" not in name.removeprefix(prefix))
     if not names:
         return None
     lost = {name: statistics.fmean(_values(newest, name) or [0.0]) for name in names}

@@ -168,7 +168,7 @@ class RolloutWorker:
         try:
             return await self.sandbox.run(code, history, on_begin=clock.start)
         except SandboxFailure as failure:
-            raise InfrastructureFailure("sandbox", str(failure)) from failure
+            raise InfrastructureFailure("sandbox", str(failure), failure.culprit) from failure
         finally:
             clock.start()
 

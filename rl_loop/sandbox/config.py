@@ -14,6 +14,11 @@ class SandboxFailure(RuntimeError):
     has no memory or no process left, the sandbox was closed. It says nothing about the program and
     must not become a reward."""
 
+    def __init__(self, reason: str, culprit: str = "no server") -> None:
+        """``reason``: for people. ``culprit``: the kind of failure, under which it is counted."""
+        super().__init__(reason)
+        self.culprit = culprit
+
 
 class SandboxUnavailable(UserError, SandboxFailure):
     """Untrusted code can not be isolated on this machine; the message says why and what to do."""

@@ -71,9 +71,10 @@ class ExecutionResult:
 class ServerLost(Exception):
     """The server died, hung or could not set the call up."""
 
-    def __init__(self, reason: str, started: bool) -> None:
-        """``started``: the program had begun and may be the cause."""
+    def __init__(self, reason: str, culprit: str, started: bool) -> None:
+        """``culprit``: the kind of failure. ``started``: the program had begun and may be the cause."""
         super().__init__(reason)
+        self.culprit = culprit
         self.started = started
 
 
@@ -205,16 +206,17 @@ class ServerProcess:
 
             if kind == FAILED:
                 reason = payload.decode("utf-8", "replace")
-                raise ServerLost(f"a call failed in the sandbox: {reason}", started)
+                # Once a program has begun, a server reports only this (``run_call``).
+                culprit = "machine out of memory" if started else "set-up of a call"
+                raise ServerLost(f"a call failed in the sandbox: {reason}", culprit, started)
             if kind != RESULT or not started:
-                raise ServerLost(f"the server sent {kind!r} out of turn", started)
+                raise ServerLost(f"the server sent {kind!r} out of turn", "server died", started)
             return self._result(payload)
         except TimeoutError as error:
-            raise ServerLost(str(error), started) from None
+            raise ServerLost(str(error), "server hung", started) from None
         except (OSError, EOFError, ValueError, KeyError) as error:
-            raise ServerLost(
-                f"the sandbox's server died: {self.close() or error}", started
-            ) from error
+            reason = f"the sandbox's server died: {self.close() or error}"
+            raise ServerLost(reason, "server died", started) from error
 
     def kill(self) -> None:
         """Kill the server and all that runs in it; from any thread."""

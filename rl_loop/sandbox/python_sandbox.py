@@ -155,7 +155,7 @@ class PythonSandbox:
 
     def _execute(self, code: str, history: Sequence[str]) -> ExecutionResult:
         """Raises SandboxFailure."""
-        reason = ""
+        failure = SandboxFailure(_CLOSED, "closed")
         for _ in range(2):
             try:
                 server = self._servers.get(threading.get_ident())
@@ -165,15 +165,15 @@ class PythonSandbox:
             except (SandboxUnavailable, OSError) as error:
                 # OSError: this process has no descriptor, process or memory left to start a server
                 # with
-                reason = str(error)
+                failure = SandboxFailure(str(error))
             except ServerLost as error:
-                reason = str(error)
+                failure = SandboxFailure(str(error), error.culprit)
                 self._discard_server()
                 if not self._closing:
-                    logger.warning("a sandbox server was lost and is replaced: %s", reason)
+                    logger.warning("a sandbox server was lost and is replaced: %s", error)
                 if error.started:
                     break
-        raise SandboxFailure(_CLOSED if self._closing else reason)
+        raise SandboxFailure(_CLOSED, "closed") if self._closing else failure
 
     def _replace_server(self) -> ServerProcess:
         """Raises SandboxUnavailable if the new server does not start, or the sandbox is being

@@ -1,5 +1,6 @@
 """The numbers worth watching about the episodes and the updates of one step."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -81,16 +82,31 @@ def add_held_out_metrics(metrics: StepMetrics, groups: Sequence[TrajectoryGroup]
 
 
 def add_lost_episodes(metrics: StepMetrics, groups: Sequence[TrajectoryGroup], prefix: str) -> None:
-    """Add how many episodes infrastructure failures ended, by what failed, and how many tasks
-    could not be run."""
-    invalid = [episode.invalid for group in groups for episode in group.invalid]
-    episodes = len(invalid) + sum(len(group.trajectories) for group in groups)
-    for component in COMPONENTS:
-        failed = sum(reason is not None and reason.component == component for reason in invalid)
-        metrics.add_mean(f"{prefix}/invalid/{component}", failed, episodes, "sequences")
+    """Add the share of episodes that infrastructure failures ended, by cause, and the share of tasks
+    that could not be run."""
+    lost = [episode.invalid for group in groups for episode in group.invalid]
+    invalid = [reason for reason in lost if reason is not None]
+    episodes = len(lost) + sum(len(group.trajectories) for group in groups)
+
+    name = f"{prefix}/invalid"
+    shares = Counter({name: len(lost)} | {f"{name}/{component}": 0 for component in COMPONENTS})
+    shares.update(f"{name}/{reason.component}" for reason in invalid)
+    # Only causes that occurred have a curve: they are named by servers and functions.
+    shares.update(
+        f"{name}/{reason.component}/{_curve_name(reason.culprit)}"
+        for reason in invalid
+        if reason.culprit
+    )
+    for share, failed in shares.items():
+        metrics.add_mean(share, failed, episodes, "sequences")
 
     skipped = sum(group.skipped is not None for group in groups)
     metrics.add_mean(f"{prefix}/skipped_tasks", skipped, len(groups), "groups")
+
+
+def _curve_name(culprit: str) -> str:
+    """Return a culprit's name in the letters that a metric's name may have."""
+    return re.sub(r"[^A-Za-z0-9.-]+", "_", culprit).strip("_")[:80]
 
 
 def add_signal_metrics(

@@ -56,6 +56,12 @@ def test_a_healthy_run_passes_every_check() -> None:
         ("signal", {"rollout/groups_without_signal": 0.9}, "warning", "90% of the tasks"),
         ("infrastructure", {"rollout/invalid/sandbox": 0.05}, "warning", "most to sandbox"),
         ("infrastructure", {"rollout/invalid/engine": 0.5}, "bad", "most to engine"),
+        (
+            "infrastructure",
+            {"rollout/invalid/sandbox": 0.1, "rollout/invalid/sandbox/server_hung": 0.1},
+            "warning",
+            "1.0% of the episodes",
+        ),
         ("endings", {"finish/length": 0.8}, "warning", "most at length"),
         ("speed", {"seconds/step": 50.0}, "warning", "5.0 times the usual"),
     ],

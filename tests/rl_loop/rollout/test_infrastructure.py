@@ -642,9 +642,37 @@ def test_invalid_episodes_are_counted_by_what_failed_and_skipped_tasks_by_themse
     values = metrics.values()
     assert values["rollout/invalid/tool"] == values["rollout/invalid/engine"] == 0.25
     assert values["rollout/invalid/checker"] == 0.0
+    assert values["rollout/invalid"] == 0.5
     assert {f"rollout/invalid/{component}" for component in COMPONENTS} <= values.keys()
     assert values["rollout/skipped_tasks"] == 0.5
     assert values["reward"] == 1.0
+
+
+def test_share_of_invalid_episodes_has_a_curve_per_cause() -> None:
+    causes = [
+        ("sandbox", "server hung"),
+        ("sandbox", "server hung"),
+        ("sandbox", "machine out of memory"),
+        ("tool", "tool server http://a:1/mcp"),
+        ("engine", ""),
+    ]
+    lost = [replace(failed(), invalid=InvalidReason(c, "reason", culprit)) for c, culprit in causes]
+    metrics = StepMetrics(0)
+    add_rollout_metrics(metrics, [TrajectoryGroup("t", [valid(1.0)] * 5, invalid=lost)])
+    shares = {
+        name: value
+        for name, value in metrics.values().items()
+        if name.startswith("rollout/invalid") and value > 0
+    }
+    assert shares == {
+        "rollout/invalid": 0.5,
+        "rollout/invalid/sandbox": 0.3,
+        "rollout/invalid/sandbox/server_hung": 0.2,
+        "rollout/invalid/sandbox/machine_out_of_memory": 0.1,
+        "rollout/invalid/tool": 0.1,
+        "rollout/invalid/tool/tool_server_http_a_1_mcp": 0.1,
+        "rollout/invalid/engine": 0.1,
+    }
 
 
 def test_the_breaker_ends_a_run_by_share_and_by_streak_and_names_the_culprit() -> None:
