@@ -4,6 +4,7 @@
 
 import copy
 import json
+import math
 from collections.abc import Awaitable, Generator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from random import Random
@@ -392,16 +393,51 @@ def function_of(recipient: str) -> str:
     return recipient.removeprefix(FUNCTIONS)
 
 
+DEEPEST_ARGUMENTS = 64
+"""Levels of JSON that a call may have: libraries which write or read it have limits of their own."""
+
+
 def arguments_of(text: str) -> dict[str, Any]:
-    """Parse the JSON object that a function is called with. Raises ToolError."""
+    """Parse the JSON object that a function is called with.
+
+    Raises ToolError, also for what Python reads and JSON does not have: NaN, infinite numbers, half
+    of a surrogate pair. A server would fail over it as if it were broken."""
     try:
-        arguments = json.loads(text)
+        arguments = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        json.dumps(arguments, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise ToolError(f"the arguments are not JSON: {error}") from None
 
     if not isinstance(arguments, dict):
         raise ToolError("the arguments must be a JSON object")
+    if _is_deeper(arguments, DEEPEST_ARGUMENTS):
+        raise ToolError(f"the arguments have more than {DEEPEST_ARGUMENTS} levels")
     return arguments
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is too large a number")
+    return number
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Return True if JSON has more than ``levels`` levels of objects and lists."""
+    level = [value]
+    for _ in range(levels):
+        children: list[Any] = []
+        for parent in level:
+            if isinstance(parent, dict):
+                children += parent.values()
+            elif isinstance(parent, list):
+                children += parent
+        level = children
+    return any(isinstance(child, dict | list) for child in level)
 
 
 # ---- for ``solve``

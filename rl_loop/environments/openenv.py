@@ -28,7 +28,7 @@ from rl_loop.environments.base import (
     arguments_of,
     function_of,
 )
-from rl_loop.environments.replayed import ReplayedEnvironment, ReplayedOptions
+from rl_loop.environments.replayed import ReplayedEnvironment, ReplayedOptions, WorldLost
 from rl_loop.environments.row_tasks import row_task
 from rl_loop.environments.tool_servers.content import text_of
 from rl_loop.environments.tool_servers.schemas import described_tool
@@ -106,6 +106,12 @@ def failure_of(options: OpenEnvOptions, what: str) -> InfrastructureFailure:
     return InfrastructureFailure("environment", f"{culprit} {what}", culprit)
 
 
+def _lost(options: OpenEnvOptions, what: str) -> WorldLost:
+    """Make the failure of a session that ended in an action."""
+    culprit = f"OpenEnv at {options.url}"
+    return WorldLost("environment", f"{culprit} {what}", culprit)
+
+
 class OpenEnvSession:
     """One session of a server: a WebSocket."""
 
@@ -171,11 +177,10 @@ class OpenEnvSession:
         except TimeoutError:
             raise
         except (aiohttp.ClientError, OSError) as error:
-            raise failure_of(self._options, f"broke off: {describe(error)}") from error
+            raise _lost(self._options, f"broke off: {describe(error)}") from error
         if answer.type is not aiohttp.WSMsgType.TEXT:
-            raise failure_of(
-                self._options, f"broke off ({answer.type.name.lower()}) in answer to a {kind}"
-            )
+            reason = f"broke off ({answer.type.name.lower()}) in answer to a {kind}"
+            raise _lost(self._options, reason)
         return self._read(answer.data)
 
     def _read(self, text: str) -> Observed:
@@ -316,7 +321,11 @@ class OpenEnvEnvironment(ReplayedEnvironment[OpenEnvOptions]):
         if self.options.interface != "text":
             return self.ended(text.strip())
         await self.ready()
-        observed: Observed = await self.act({self.options.text_field: text})
+        try:
+            observed: Observed = await self.act({self.options.text_field: text})
+        except ToolError:
+            # There is no world in which it could be said.
+            return self.ended(text.strip())
         if observed.done or observed.is_late:
             return self.ended(text.strip())
         return StepResult(user=observed.error or self._text_of(observed))

@@ -3,6 +3,7 @@
 A server cannot be copied. What brings another one to the same place are the actions since its
 beginning: they are the state of such an environment."""
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,9 +13,19 @@ from rl_loop.environments.base import (
     Execute,
     RewardConfig,
     Task,
+    ToolError,
 )
 from rl_loop.environments.row_tasks import row_of
 from rl_loop.infrastructure import InfrastructureFailure
+
+
+class WorldLost(InfrastructureFailure):
+    """The world ended in the middle of an action."""
+
+
+ATTEMPTS = 3
+"""New worlds in which an action is tried. If it ends them all, it and not the infrastructure is to
+blame: each of them could be reached, and did all that the episode had done before."""
 
 
 class ReplayedOptions(EnvironmentOptions):
@@ -52,6 +63,8 @@ class ReplayedEnvironment[O: ReplayedOptions](Environment):
         self._deeds: list[Deed] = []
         self._is_stale = False
         """Whether the world has gone further than ``_deeds``."""
+        self._ended_worlds: Counter[tuple[int, str]] = Counter()
+        """Worlds that ended in an action, by the number of actions before it and the action."""
 
     # ---- what a subclass defines
 
@@ -69,7 +82,9 @@ class ReplayedEnvironment[O: ReplayedOptions](Environment):
         raise NotImplementedError
 
     async def do(self, action: Any) -> Any:
-        """Act in the world and return the outcome, comparable by ``==``. Raises InfrastructureFailure."""
+        """Act in the world and return the outcome, comparable by ``==``.
+
+        Raises InfrastructureFailure, and of these WorldLost if the world ended in the action."""
         raise NotImplementedError
 
     # ---- what it calls
@@ -80,16 +95,27 @@ class ReplayedEnvironment[O: ReplayedOptions](Environment):
             await self.open()
 
     async def act(self, action: Any) -> Any:
-        """Act for the policy, and keep it. Raises InfrastructureFailure."""
+        """Act for the policy, and keep it.
+
+        Raises InfrastructureFailure, and ToolError for an action that ends every world it is done
+        in. The episode then continues in a world without that action."""
         await self.ready()
         try:
             outcome = await self.do(action)
-        except BaseException:
+        except BaseException as error:
             # What was asked may be done, or a part of it.
             self._is_stale = True
+            if isinstance(error, WorldLost) and self._ends_worlds(action):
+                raise ToolError("this call ended the server that it was made to") from error
             raise
         self._deeds.append(Deed(action, outcome))
         return outcome
+
+    def _ends_worlds(self, action: Any) -> bool:
+        """Count a world that ended in an action. Return True if the action is to blame."""
+        key = (len(self._deeds), repr(action))
+        self._ended_worlds[key] += 1
+        return self._ended_worlds[key] >= ATTEMPTS
 
     # ---- setting back
 

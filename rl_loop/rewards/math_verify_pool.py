@@ -16,6 +16,7 @@ import threading
 import time
 from typing import IO
 
+from rl_loop.out_of_memory import out_of_memory_kills
 from rl_loop.rewards.failure import CheckerFailure
 from rl_loop.rewards.math_verify_server import READY
 
@@ -32,6 +33,8 @@ REPLY_SECONDS = 180.0
 """A comparison may take its processor time many times over if there are many."""
 STOP_SECONDS = 5.0
 """The server gets to end by itself."""
+CONTROL = b'["1/2", "0.5"]\n'
+"""A question that math-verify says yes to, if it works at all."""
 LONGEST = 2000
 """Characters of an expression; a longer one counts as not equivalent."""
 
@@ -59,18 +62,24 @@ class MathVerifyPool:
     def equivalent(self, answer: str, truth: str) -> bool:
         """Say whether math-verify finds two mathematical expressions (LaTeX or plain) equivalent.
 
-        Raises CheckerFailure if math-verify cannot be started, or its process dies twice without
-        having had the time that a comparison may take."""
+        An answer over which two processes die is not, unless the machine is out of memory. Raises
+        CheckerFailure if math-verify cannot be started, does not answer, or fails at any question."""
         if max(len(answer), len(truth)) > LONGEST:
             return False
 
         question = json.dumps([answer, truth]).encode() + b"\n"
+        killed_before = out_of_memory_kills()
         with self._vacancies:
             # An idle worker may have died since it was last asked; the second one is fresh.
             for worker in (self._idle_worker(), None):
                 verdict = self._ask(worker or self._new_worker(), question)
                 if verdict is not None:
                     return verdict
+
+            # A policy must not be able to leave an episode by an answer that crashes sympy.
+            is_well = self._ask(self._new_worker(), CONTROL) is True
+            if is_well and out_of_memory_kills() == killed_before:
+                return False
         raise CheckerFailure(
             f"the process of math-verify died twice over {answer!r} against {truth!r}"
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rl_loop.chat.cut_text import cut_text
+from rl_loop.environments.replayed import WorldLost
 from rl_loop.environments.tool_servers.config import FACTORIES, ToolServerConfig
 from rl_loop.environments.tool_servers.content import text_of
 from rl_loop.infrastructure import InfrastructureFailure, describe
@@ -87,8 +88,8 @@ class ServerConnection:
     async def call(self, tool: str, arguments: dict[str, Any]) -> ToolAnswer:
         """Call a tool by the name that the server has for it.
 
-        Raises InfrastructureFailure if the connection is lost, or the server answers that it
-        failed itself. A tool's error is an answer, and so is that it took too long."""
+        Raises WorldLost if the connection is lost, and InfrastructureFailure if it was so before, or
+        if the server answers that it failed itself. A tool's error is an answer, and so is that it took too long."""
         if not self.is_usable:
             raise self._failure(f"is gone: {self._reason()}")
         assert self._client is not None and self._holding is not None
@@ -102,7 +103,7 @@ class ServerConnection:
             if asking.done():
                 return self._answer_of(tool, asking)
             if self._holding.done():
-                raise self._failure(f"broke down in a call of {tool}: {self._reason()}")
+                raise self._lost(f"broke down in a call of {tool}: {self._reason()}")
             return ToolAnswer(f"{tool} did not answer within {seconds:g} s", is_error=True)
         finally:
             await _end(asking)
@@ -162,7 +163,7 @@ class ServerConnection:
         from mcp.types import CONNECTION_CLOSED, INVALID_PARAMS, REQUEST_TIMEOUT
 
         if asking.cancelled():
-            raise self._failure(f"broke down in a call of {tool}: {self._reason()}")
+            raise self._lost(f"broke down in a call of {tool}: {self._reason()}")
         error = asking.exception()
         if error is None:
             result = asking.result()
@@ -176,6 +177,7 @@ class ServerConnection:
         if not isinstance(error, MCPError) or error.code == CONNECTION_CLOSED:
             self._client = None
             self._closing.set()
+            raise self._lost(f"broke down in a call of {tool}: {describe(error)}") from error
         raise self._failure(f"failed in a call of {tool}: {describe(error)}") from error
 
     def _reason(self) -> str:
@@ -190,6 +192,10 @@ class ServerConnection:
     def _failure(self, what: str) -> InfrastructureFailure:
         culprit = f"tool server {self.name}"
         return InfrastructureFailure("tool", f"{culprit} {what}", culprit)
+
+    def _lost(self, what: str) -> WorldLost:
+        culprit = f"tool server {self.name}"
+        return WorldLost("tool", f"{culprit} {what}", culprit)
 
 
 async def _end(task: "asyncio.Future[Any]") -> None:

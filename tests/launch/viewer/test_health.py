@@ -60,7 +60,7 @@ def test_a_healthy_run_passes_every_check() -> None:
             "infrastructure",
             {"rollout/invalid/sandbox": 0.1, "rollout/invalid/sandbox/server_hung": 0.1},
             "warning",
-            "1.0% of the episodes",
+            "10.0% of the episodes",
         ),
         ("endings", {"finish/length": 0.8}, "warning", "most at length"),
         ("speed", {"seconds/step": 50.0}, "warning", "5.0 times the usual"),

@@ -20,6 +20,10 @@ ONCE = -200
 """A guess at which the server dies, unless it has done so before."""
 
 
+CUT = -300
+"""A guess at which the server, which is well otherwise, cuts the connection."""
+
+
 def happens_once() -> bool:
     """Whether this is the first time, of this process and those before it."""
     trace = Path(os.environ["TRACE"])
@@ -187,6 +191,9 @@ def serve_by_wire(port: int, interface: str) -> None:
         game = Game()
         try:
             async for message in socket:
+                if f'"number": {CUT}' in message.data:
+                    await socket.close()
+                    break
                 await socket.send_json(answers(game, json.loads(message.data)))
         finally:
             sessions -= 1

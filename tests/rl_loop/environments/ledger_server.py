@@ -67,6 +67,11 @@ def make(task: dict[str, Any]) -> MCPServer:
         return f"alive with {sum(entries)}"
 
     @server.tool()
+    def die() -> str:
+        """End the server."""
+        os._exit(3)
+
+    @server.tool()
     def refuse(code: int) -> str:
         """Answer an error of the protocol instead of a result."""
         REFUSED.append(code)

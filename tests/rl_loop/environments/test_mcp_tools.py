@@ -244,6 +244,42 @@ def test_a_server_that_dies_in_a_call_is_replaced_and_brought_to_where_it_was(
     assert trajectory.invalid is None
 
 
+def test_call_that_always_ends_its_server_is_the_policys(harmony: Harmony) -> None:
+    task = make_task({"bank": STDIO}, {"answer": "7"})
+    trajectory = play(
+        harmony,
+        task,
+        call(harmony, "deposit", amount=5),
+        call(harmony, "die"),
+        call(harmony, "balance"),
+        final(harmony, "7"),
+    )
+    assert trajectory.invalid is None
+    assert read(trajectory) == ["5 in it", "this call ended the server that it was made to", "5"]
+    assert (trajectory.tool_errors, trajectory.reward) == (1, 1.0)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        r'{"amount": 1, "memo": "\ud800"}',
+        '{"amount": NaN}',
+        '{"amount": 1e999}',
+        '{"amount": ' + "[" * 300 + "]" * 300 + "}",
+        '{"amount": ' + "9" * 4000 + "}",
+        r'{"amount": "\u0000"}',
+        '{"amount": true, "amount": null}',
+        '{"": {"__proto__": []}}',
+    ],
+)
+def test_any_arguments_leave_the_episode_valid(harmony: Harmony, arguments: str) -> None:
+    """The transport writes JSON of its own, which has limits that Python's has not."""
+    message = ParsedMessage("commentary", "functions.deposit", "<|constrain|>json", arguments)
+    sampled = harmony.render_assistant([message], "<|call|>")
+    trajectory = play(harmony, make_task({"bank": STDIO}), sampled, final(harmony, "7"))
+    assert trajectory.invalid is None, trajectory.invalid
+
+
 def test_without_replay_a_spoiled_call_is_not_repeated(harmony: Harmony, tmp_path: Path) -> None:
     task = make_task({"bank": STDIO}, replay=False)
     trajectory = play(

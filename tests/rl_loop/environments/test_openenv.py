@@ -28,7 +28,7 @@ from rl_loop.harmony.vocabulary import GptOssVocabulary
 from rl_loop.infrastructure import InfrastructureFailure
 from rl_loop.rollout import agent
 from rl_loop.rollout.agent import run_episode
-from tests.rl_loop.environments.guessing_server import FAR, ONCE, RULES, SLOW
+from tests.rl_loop.environments.guessing_server import CUT, FAR, ONCE, RULES, SLOW
 from tests.rl_loop.scripted_engine import ScriptedEngine
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
@@ -44,6 +44,7 @@ class Served:
     """A server that can be started again at the same place."""
 
     def __init__(self, way: str, trace: Path, interface: str = "step") -> None:
+        self.way = way
         # Nothing else is given this one while the server is away.
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -313,6 +314,16 @@ def test_a_server_that_dies_and_is_there_again_is_brought_to_where_it_was(
     assert heard(trajectory) == ["higher", "guess 2 is negative"]
     assert trajectory.reward_parts["score"] == 0.75
     assert trajectory.invalid is None
+
+
+def test_step_that_always_ends_its_session_is_the_policys(harmony: Harmony, served: Served) -> None:
+    if served.way != "wire":
+        pytest.skip("only the mock server cuts connections")
+    task = make_task(served.url)
+    trajectory = play(harmony, task, guess(harmony, 3), guess(harmony, CUT), guess(harmony, 7))
+    assert trajectory.invalid is None
+    assert heard(trajectory) == ["higher", "this call ended the server that it was made to"]
+    assert trajectory.reward_parts["score"] == 0.75
 
 
 def test_a_step_that_takes_too_long_is_the_policys_doing(harmony: Harmony, served: Served) -> None:

@@ -15,7 +15,12 @@ from rl_loop.environments.base import (
     arguments_of,
     function_of,
 )
-from rl_loop.environments.replayed import ReplayedEnvironment, ReplayedOptions
+from rl_loop.environments.replayed import (
+    ATTEMPTS,
+    ReplayedEnvironment,
+    ReplayedOptions,
+    WorldLost,
+)
 from rl_loop.environments.row_tasks import row_task
 from rl_loop.infrastructure import InfrastructureFailure
 
@@ -48,6 +53,9 @@ class Counting(ReplayedEnvironment[ReplayedOptions]):
         if action == 13 and not self._was_lost:
             self._was_lost = True
             raise InfrastructureFailure("tool", "lost")
+        if action == 666:
+            self._is_open = False
+            raise WorldLost("tool", "lost in the action")
         return self.worlds[-1]
 
     async def answer(self, text: str) -> StepResult:
@@ -82,6 +90,25 @@ def test_what_failed_may_be_done_so_the_next_action_is_in_a_new_world() -> None:
     assert asyncio.run(run()) == [14, 3]
 
 
+def test_action_that_ends_every_world_is_the_policys() -> None:
+    async def run() -> list[int]:
+        environment = Counting()
+        await environment.act(1)
+        for _ in range(ATTEMPTS - 1):
+            with pytest.raises(WorldLost):
+                await environment.act(666)
+        with pytest.raises(ToolError, match="ended the server"):
+            await environment.act(666)
+        # It was not done in the world in which the episode continues.
+        assert await environment.act(2) == 3
+        # Counted from the beginning in another place of the episode.
+        with pytest.raises(WorldLost):
+            await environment.act(666)
+        return environment.worlds
+
+    assert asyncio.run(run()) == [667] * ATTEMPTS + [669]
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -89,6 +116,13 @@ def test_what_failed_may_be_done_so_the_next_action_is_in_a_new_world() -> None:
         ("[" * 100_000, "the arguments are not JSON"),
         ("[1]", "the arguments must be a JSON object"),
         ("null", "the arguments must be a JSON object"),
+        ('{"a": NaN}', "NaN is not a number of JSON"),
+        ('{"a": [-Infinity]}', "-Infinity is not a number of JSON"),
+        ('{"a": 1e999}', "1e999 is too large a number"),
+        ('{"a": ' + "9" * 5000 + "}", "the arguments are not JSON"),
+        (r'{"a": "\ud800"}', "the arguments are not JSON"),
+        (r'{"\udfff": 1}', "the arguments are not JSON"),
+        ('{"a": ' + "[" * 64 + "]" * 64 + "}", "the arguments have more than 64 levels"),
     ],
 )
 def test_arguments_that_are_none_are_the_policys_to_read(text: str, said: str) -> None:

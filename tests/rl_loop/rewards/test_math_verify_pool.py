@@ -109,22 +109,47 @@ def test_a_server_that_died_is_started_again(pool) -> None:
     assert pool.equivalent("x+1", "1+x")
 
 
-def test_a_process_that_is_killed_at_work_is_replaced_and_the_answer_judged_again() -> None:
-    pool = MathVerifyPool(seconds=60.0)
-    assert pool.equivalent("1/2", "0.5")
+def kill_at_work(pool: MathVerifyPool, times: int) -> bool:
+    """Kill the workers of a comparison one after the other, and return its verdict."""
     with ThreadPoolExecutor(1) as threads:
         slow = threads.submit(pool.equivalent, SLOW[0], "4")
-        for death in range(2):
+        for death in range(times):
             wait_for(lambda: any(child.cpu_times().user > 0.3 for child in own_processes(pool)[1:]))
             (worker,) = own_processes(pool)[1:]
             worker.kill()
             wait_for(lambda w=worker: not w.is_running() or w.status() == psutil.STATUS_ZOMBIE)
             if death == 0:
                 assert not slow.done(), "one death is nobody's fault"
-        with pytest.raises(CheckerFailure, match="died twice"):
-            slow.result()
+        return slow.result()
+
+
+@pytest.fixture
+def patient_pool() -> Iterator[MathVerifyPool]:
+    pool = MathVerifyPool(seconds=60.0)
+    assert pool.equivalent("1/2", "0.5")
+    yield pool
     assert pool.equivalent("x+1", "1+x")
     pool.close()
+
+
+def test_answer_that_crashes_the_checker_is_wrong(patient_pool) -> None:
+    """The checker works, as another question shows: in doubt it is the answer's fault."""
+    assert not kill_at_work(patient_pool, times=2)
+
+
+def test_checker_failure_when_machine_out_of_memory(patient_pool, monkeypatch) -> None:
+    counts = iter((3, 4))
+    monkeypatch.setattr(math_verify_pool, "out_of_memory_kills", lambda: next(counts))
+    with pytest.raises(CheckerFailure, match="died twice"):
+        kill_at_work(patient_pool, times=2)
+    monkeypatch.undo()
+
+
+def test_checker_failure_when_every_question_kills_it(patient_pool, monkeypatch) -> None:
+    monkeypatch.setattr(math_verify_pool, "CONTROL", b"no JSON\n")
+    with pytest.raises(CheckerFailure, match="died twice"):
+        kill_at_work(patient_pool, times=2)
+    monkeypatch.undo()
 
 
 def test_a_checker_that_cannot_start_is_a_failure_of_the_checker_and_says_why(monkeypatch) -> None:
