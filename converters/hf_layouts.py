@@ -155,13 +155,15 @@ def openai_config(raw: dict[str, Any]) -> dict[str, Any]:
     """Return OpenAI's config.json in Hugging Face's keys. KeyError names a missing key."""
     original_length = raw["initial_context_length"]
     factor = raw["rope_scaling_factor"]
+    rope_keys = ("rope_theta", "rope_scaling_factor", "rope_ntk_alpha", "rope_ntk_beta")
     return {
-        **{key: value for key, value in raw.items() if not key.startswith("rope_")},
+        **{key: value for key, value in raw.items() if key not in rope_keys},
         "model_type": "gpt_oss",
         "num_local_experts": raw["num_experts"],
         "num_experts_per_tok": raw["experts_per_token"],
         "rope_theta": raw["rope_theta"],
         "rope_scaling": {
+            "rope_type": "yarn",
             "factor": factor,
             "beta_slow": raw["rope_ntk_alpha"],
             "beta_fast": raw["rope_ntk_beta"],

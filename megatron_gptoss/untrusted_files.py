@@ -1,6 +1,23 @@
-"""Checks of names that come out of a file, which a stranger may have written."""
+"""Checked reading of files that someone else may have written.
 
+A path may be a FIFO that blocks for ever, a device without end, or JSON that is larger or nested
+deeper than any real file. ``read_bytes`` and ``read_json`` reject these with one sentence.
+"""
+
+import json
 import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+MAX_SETTINGS_BYTES = 16 << 20
+"""Size limit of settings such as ``config.json``. Real files have a few kilobytes."""
+MAX_LISTING_BYTES = 256 << 20
+"""Size limit of indexes and tokenizers. The largest tokenizers have about 35 MB."""
+
+
+class UntrustedFileError(ValueError):
+    """A file was rejected. The message begins with its path."""
 
 
 def is_plain_name(name: object) -> bool:
@@ -8,3 +25,101 @@ def is_plain_name(name: object) -> bool:
     if not isinstance(name, str) or name in ("", ".", ".."):
         return False
     return os.path.basename(name) == name and "\0" not in name
+
+
+def check_regular(path: Path) -> int:
+    """Return the size in bytes of a regular file. Symbolic links are followed.
+
+    Raises:
+        FileNotFoundError: if ``path`` does not exist.
+        OSError: if it cannot be accessed.
+        UntrustedFileError: if it is a FIFO, a device, a socket or a directory.
+    """
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise UntrustedFileError(
+            f"{path}: is {_kind(status.st_mode)}, not a regular file. Replace it by a copy of the "
+            "file that is meant"
+        )
+    return status.st_size
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading, unbuffered. Raises as ``check_regular`` does."""
+    check_regular(path)
+    # The file may have been replaced by a FIFO: opening that would block without O_NONBLOCK.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            raise UntrustedFileError(f"{path}: is {_kind(mode)}, not a regular file")
+        return open(descriptor, "rb", buffering=0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_bytes(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> bytes:
+    """Read a regular file of at most ``max_bytes``. Raises as ``check_regular`` does."""
+    size = check_regular(path)
+    if size <= max_bytes:
+        with open_regular(path) as file:
+            content = b""
+            # Pseudo files such as those of /proc have size 0 and content without a known end.
+            while len(content) <= max_bytes:
+                piece = file.read(max_bytes + 1 - len(content))
+                if not piece:
+                    return content
+                content += piece
+        size = len(content)
+    raise UntrustedFileError(
+        f"{path}: has {size:,} bytes or more, and such a file has at most {max_bytes:,}. Check what "
+        "the file is"
+    )
+
+
+def read_json(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> Any:
+    """Read a JSON file of at most ``max_bytes``.
+
+    Raises:
+        FileNotFoundError: if ``path`` does not exist.
+        OSError: if it cannot be accessed.
+        UntrustedFileError: if it is not a regular file, too large, not JSON, nested too deep, or
+            has a key twice in one object.
+    """
+    return parse_json(read_bytes(path, max_bytes), path)
+
+
+def parse_json(content: bytes | str, path: Path) -> Any:
+    """Parse JSON. ``path`` names it in errors. Raises UntrustedFileError."""
+    try:
+        return json.loads(content, object_pairs_hook=_without_duplicates)
+    except RecursionError:
+        raise UntrustedFileError(
+            f"{path}: not valid JSON (nested too deep). Copy or download it again"
+        ) from None
+    except ValueError as error:
+        raise UntrustedFileError(
+            f"{path}: not valid JSON ({error}). Copy or download it again"
+        ) from None
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        # Python takes the last value, other parsers the first one.
+        raise ValueError(f"the key {twice!r} is there twice in one object")
+    return result
+
+
+def _kind(mode: int) -> str:
+    kinds = {
+        stat.S_IFIFO: "a FIFO",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFDIR: "a directory",
+    }
+    return kinds.get(stat.S_IFMT(mode), "a special file")

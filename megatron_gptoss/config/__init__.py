@@ -4,8 +4,14 @@ Every model is strict: an unknown key, a wrong type or an impossible layout rais
 ValidationError, which names the key, before anything is started. None of it imports torch."""
 
 from megatron_gptoss.config.adapter import AdapterConfig
-from megatron_gptoss.config.hf_config import load_hf_config, rope_settings
-from megatron_gptoss.config.model import AdapterTarget, ModelConfig, Quantization
+from megatron_gptoss.config.hf_config import HfKeys, load_hf_config, read_rope
+from megatron_gptoss.config.model import (
+    AdapterTarget,
+    ModelConfig,
+    Quantization,
+    check_layer_types,
+    derived_head_size,
+)
 from megatron_gptoss.config.optimizer import OptimizerConfig
 from megatron_gptoss.config.parallel import ParallelConfig
 from megatron_gptoss.config.quantization import check_blocks, check_quantization
@@ -14,13 +20,16 @@ from megatron_gptoss.config.strict_model import StrictModel
 __all__ = [
     "AdapterConfig",
     "AdapterTarget",
+    "HfKeys",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "Quantization",
     "StrictModel",
     "check_blocks",
+    "check_layer_types",
     "check_quantization",
+    "derived_head_size",
     "load_hf_config",
-    "rope_settings",
+    "read_rope",
 ]

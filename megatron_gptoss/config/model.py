@@ -4,9 +4,9 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from megatron_gptoss.config.hf_config import load_hf_config
+from megatron_gptoss.config.hf_config import HfKeys, load_hf_config
 from megatron_gptoss.config.strict_model import StrictModel
 from megatron_gptoss.rope_scaling import RopeScaling
 
@@ -14,6 +14,23 @@ AdapterTarget = Literal["q", "k", "v", "o", "experts", "router", "embedding", "h
 """Weights that can have adapters: of every layer, and the embedding and the output layer."""
 Quantization = Literal["mxfp4"]
 """Formats that experts are trained through."""
+
+UPPER_BOUNDS = {
+    "num_layers": 1024,
+    "num_experts": 4096,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 20,
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "head_size": 1 << 14,
+    "vocab_size": 1 << 24,
+    "max_length": 1 << 31,
+}
+"""Largest values by field. Memory grows with them, and untrusted files may have any number."""
+MAX_MATRICES = 1 << 16
+"""Largest product of layers and experts. Tables of tensors have that many entries."""
+MAX_ATTENTION_WIDTH = 1 << 20
+"""Largest product of query heads and head size."""
 
 
 class ModelConfig(StrictModel, ABC):
@@ -23,12 +40,17 @@ class ModelConfig(StrictModel, ABC):
     The formulas of memory, time and layouts know models by these properties alone.
     """
 
+    # Infinity and NaN are valid in Python's JSON.
+    model_config = ConfigDict(allow_inf_nan=False)
+
     adapter_targets: ClassVar[tuple[AdapterTarget, ...]] = ()
     """Weights of this family that adapters are built for."""
     quantizations: ClassVar[tuple[Quantization, ...]] = ()
     """Formats that this family's experts can be trained through or held in."""
     hf_model_types: ClassVar[tuple[str, ...]]
     """Values of ``model_type`` in config.json that this family reads."""
+    hf_keys: ClassVar[HfKeys]
+    """Keys of config.json that this family reads. All others are rejected."""
     default_vocabulary: ClassVar[Literal["gptoss", "tokenizer"]] = "tokenizer"
     """Token ids of a run that names none: the released ones of GPT-OSS, or those of the checkpoint's
     tokenizer."""
@@ -63,6 +85,28 @@ class ModelConfig(StrictModel, ABC):
     """Longest sequence, in tokens."""
     initializer_std: float = Field(0.02, gt=0)
     """Standard deviation of randomly initialised weights; unused when weights are loaded."""
+
+    @field_validator("*")
+    @classmethod
+    def _check_bound(cls, value: Any, info: ValidationInfo) -> Any:
+        bound = UPPER_BOUNDS.get(info.field_name or "")
+        if bound is not None and value > bound:
+            raise ValueError(f"exceeds {bound:,}, the largest value that is accepted")
+        return value
+
+    @model_validator(mode="after")
+    def _check_products(self) -> Self:
+        if self.num_layers * self.num_experts > MAX_MATRICES:
+            raise ValueError(
+                f"num_layers ({self.num_layers}) times num_experts ({self.num_experts}) exceeds "
+                f"{MAX_MATRICES:,}"
+            )
+        if self.query_size > MAX_ATTENTION_WIDTH:
+            raise ValueError(
+                f"num_attention_heads ({self.num_attention_heads}) times head_size "
+                f"({self.head_size}) exceeds {MAX_ATTENTION_WIDTH:,}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_heads(self) -> Self:
@@ -160,3 +204,29 @@ class ModelConfig(StrictModel, ABC):
             expected = " or ".join(repr(name) for name in cls.hf_model_types)
             raise ValueError(f"{where}: model_type is {model_type!r}, expected {expected}")
         return cls.from_hf_dict(raw, where)
+
+
+def derived_head_size(raw: dict[str, Any], where: str) -> int:
+    """Return the head size of a ``config.json`` without head_dim.
+
+    Raises:
+        ValueError: naming the key that is not a positive integer.
+    """
+    sizes = []
+    for key in ("hidden_size", "num_attention_heads"):
+        value = raw[key]
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise ValueError(f"{where}: {key} is {value!r}, expected a positive integer")
+        sizes.append(value)
+    return sizes[0] // sizes[1]
+
+
+def check_layer_types(raw: dict[str, Any], config: ModelConfig, where: str) -> None:
+    """Raise ValueError unless the attention of each layer in ``config.json`` is that of ``config``."""
+    layer_types = raw.get("layer_types")
+    if layer_types not in (None, config.layer_types):
+        kinds = " and ".join(dict.fromkeys(config.layer_types))
+        raise ValueError(
+            f"{where}: layer_types must be {kinds} in turn for num_hidden_layers "
+            f"({config.num_layers}) layers, got {str(layer_types)[:200]}"
+        )

@@ -245,7 +245,7 @@ def _without(key: str) -> Any:
             "config.json: hidden_act must be 'silu'",
         ),
         ("llama", lambda w, c: c.pop("vocab_size"), "config.json: key 'vocab_size' is missing"),
-        ("qwen2", lambda w, c: c.update(use_sliding_window=True), "use_sliding_window is true"),
+        ("qwen2", lambda w, c: c.update(use_sliding_window=True), "use_sliding_window must be False"),
         (
             "qwen2",
             lambda w, c: c.update(rope_scaling={"type": "dynamic", "factor": 2.0}),
@@ -254,7 +254,7 @@ def _without(key: str) -> Any:
         (
             "qwen2",
             lambda w, c: c.update(rope_scaling={"type": "yarn", "factor": 2.0}),
-            r"rope_scaling.original_max_position_embeddings: Field required",
+            r"rope_scaling.original_max_position_embeddings is missing",
         ),
     ],
 )

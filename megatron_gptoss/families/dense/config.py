@@ -6,27 +6,18 @@ adds biases to the projections to queries, keys and values.
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
-from megatron_gptoss.config import ModelConfig, rope_settings
+from megatron_gptoss.config import (
+    HfKeys,
+    ModelConfig,
+    check_layer_types,
+    derived_head_size,
+    read_rope,
+)
 from megatron_gptoss.rope_scaling import RopeScaling
 
 DenseRopeScaling = Annotated[RopeScaling, Field(discriminator="rope_type")]
-
-_HF_NAMES = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_attention_heads": "num_attention_heads",
-    "vocab_size": "vocab_size",
-    "rms_norm_eps": "rms_norm_eps",
-    "max_length": "max_position_embeddings",
-}
-"""Keys of config.json that have to be there, by field."""
-
-_FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-"""Keys of config.json whose other values are other models, and what they must say if present.
-attention_bias of Llama adds one to the output projection, too."""
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 
@@ -35,6 +26,39 @@ class DenseModelConfig(ModelConfig):
     """A decoder without experts: Llama (also SmolLM2 and others of its shape) or Qwen2 and Qwen2.5."""
 
     hf_model_types: ClassVar[tuple[str, ...]] = ("llama", "qwen2")
+    hf_keys: ClassVar[HfKeys] = HfKeys(
+        fields={
+            "num_hidden_layers": "num_layers",
+            "hidden_size": "hidden_size",
+            "intermediate_size": "intermediate_size",
+            "num_attention_heads": "num_attention_heads",
+            "num_key_value_heads": "num_key_value_heads",
+            "head_dim": "head_size",
+            "vocab_size": "vocab_size",
+            "rms_norm_eps": "rms_norm_eps",
+            "max_position_embeddings": "max_length",
+            "initializer_range": "initializer_std",
+            "tie_word_embeddings": "tie_word_embeddings",
+        },
+        optional=frozenset({
+            "num_key_value_heads", "head_dim", "initializer_range", "tie_word_embeddings",
+        }),
+        nullable=frozenset({"num_key_value_heads", "head_dim"}),
+        fixed={
+            # attention_bias of Llama adds one to the output projection, too.
+            "attention_bias": (False,),
+            "hidden_act": ("silu", "swish"),
+            "is_llama_config": (True,),
+            "mlp_bias": (False,),
+            "quantization_config": (),
+            "rope_interleaved": (False,),
+            "use_mrope": (False,),
+            # Qwen2.5 names a window in every config.json, and uses it in none.
+            "use_sliding_window": (False,),
+        },
+        checked=frozenset({"architectures", "layer_types", "sliding_window"}),
+        carried=frozenset({"max_window_layers", "pretraining_tp"}),
+    )  # fmt: skip
 
     model_type: Literal["llama", "qwen2"]
     """qwen2 has biases of queries, keys and values, llama has none."""
@@ -79,7 +103,6 @@ class DenseModelConfig(ModelConfig):
 
     def to_hf_config(self, **extra: Any) -> dict[str, Any]:
         """Return the content of ``config.json``; ``extra`` adds keys such as eos_token_id."""
-        fields = {key: getattr(self, name) for name, key in _HF_NAMES.items()}
         rope_scaling = None if self.rope_scaling is None else self.rope_scaling.model_dump()
 
         if self.model_type == "llama":
@@ -89,7 +112,13 @@ class DenseModelConfig(ModelConfig):
         return {
             "architectures": [_ARCHITECTURES[self.model_type]],
             "model_type": self.model_type,
-            **fields,
+            "num_hidden_layers": self.num_layers,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_attention_heads": self.num_attention_heads,
+            "vocab_size": self.vocab_size,
+            "rms_norm_eps": self.rms_norm_eps,
+            "max_position_embeddings": self.max_length,
             "num_key_value_heads": self.num_key_value_heads,
             "head_dim": self.head_size,
             "rope_theta": self.rope_theta,
@@ -110,64 +139,38 @@ class DenseModelConfig(ModelConfig):
         Raises:
             ValueError: naming the key that is missing or unsupported.
         """
-        fields: dict[str, Any] = {"model_type": raw["model_type"]}
-        for name, key in _HF_NAMES.items():
-            if key not in raw:
-                raise ValueError(f"{where}: key '{key}' is missing")
-            fields[name] = raw[key]
-        _check_supported(raw, where)
+        model_type = raw["model_type"]
+        fields = {"model_type": model_type, **cls.hf_keys.read(raw, where)}
+        _check_of_type(raw, where)
 
-        heads = raw["num_attention_heads"]
-        fields["num_key_value_heads"] = raw.get("num_key_value_heads") or heads
-        fields["head_size"] = raw.get("head_dim") or raw["hidden_size"] // heads
-        fields["tie_word_embeddings"] = raw.get("tie_word_embeddings", False)
-        if "initializer_range" in raw:
-            fields["initializer_std"] = raw["initializer_range"]
+        # As transformers derives them from null, or from their absence.
+        fields.setdefault("num_key_value_heads", raw["num_attention_heads"])
+        if "head_size" not in fields:
+            fields["head_size"] = derived_head_size(raw, where)
 
-        rope = rope_settings(raw)
-        if "rope_theta" in rope:
-            fields["rope_theta"] = rope.pop("rope_theta")
-        fields["rope_scaling"] = _read_rope_scaling(rope, where)
-        return cls(**fields)
+        rope = read_rope(raw, where)
+        if rope.theta is not None:
+            fields["rope_theta"] = rope.theta
+        fields["rope_scaling"] = rope.build(TypeAdapter(DenseRopeScaling), where)
+        config = cls.hf_keys.build(cls, fields, where)
+        check_layer_types(raw, config, where)
+        return config
 
 
-def _check_supported(raw: dict[str, Any], where: str) -> None:
-    """Refuse what our layers do not compute: it would load and be wrong."""
-    for key, value in _FIXED.items():
-        if raw.get(key, value) != value:
-            raise ValueError(f"{where}: {key} must be {value!r}, got {raw[key]!r}")
-
-    # Qwen2.5 names a window in every config.json, and uses it in none.
-    if raw.get("use_sliding_window"):
+def _check_of_type(raw: dict[str, Any], where: str) -> None:
+    """Check keys whose meaning depends on model_type. Raises ValueError naming the key."""
+    model_type = raw["model_type"]
+    architectures = raw.get("architectures")
+    if architectures not in (None, [_ARCHITECTURES[model_type]]):
         raise ValueError(
-            f"{where}: use_sliding_window is true; layers with a window are not built for "
-            f"{raw['model_type']}"
+            f"{where}: architectures must be {[_ARCHITECTURES[model_type]]}, got {architectures!r}. "
+            "Other architectures are not built"
         )
-    layer_types = set(raw.get("layer_types") or ["full_attention"])
-    if layer_types != {"full_attention"}:
-        raise ValueError(f"{where}: layer_types must all be full_attention, got {layer_types}")
-
-
-def _read_rope_scaling(rope: dict[str, Any], where: str) -> RopeScaling | None:
-    """Read rope_scaling without its rope_theta. Raises ValueError naming the key."""
-    settings = dict(rope)
-    # Older files have type for rope_type.
-    rope_type = settings.pop("rope_type", None) or settings.pop("type", None) or "default"
-    settings.pop("type", None)
-    if rope_type == "default":
-        return None
-
-    known = ("linear", "yarn", "llama3")
-    if rope_type not in known:
+    # Without the key, transformers gives a Qwen2 model 32 of them.
+    if model_type == "qwen2" and "num_key_value_heads" not in raw:
+        raise ValueError(f"{where}: key 'num_key_value_heads' is missing")
+    if model_type == "llama" and raw.get("sliding_window") is not None:
         raise ValueError(
-            f"{where}: rope_scaling.rope_type {rope_type!r} is not built; known: {', '.join(known)}"
+            f"{where}: sliding_window must be null, got {raw['sliding_window']!r}. Layers with a "
+            "window are not built for llama"
         )
-    if rope_type == "linear":
-        settings = {"factor": settings.get("factor")}
-    try:
-        adapter: TypeAdapter[RopeScaling] = TypeAdapter(DenseRopeScaling)
-        return adapter.validate_python({"rope_type": rope_type, **settings})
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"][1:])
-        raise ValueError(f"{where}: rope_scaling.{key}: {first['msg']}") from None

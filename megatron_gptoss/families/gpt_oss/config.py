@@ -2,29 +2,28 @@
 
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, TypeAdapter, model_validator
 
-from megatron_gptoss.config import AdapterTarget, ModelConfig, Quantization, rope_settings
+from megatron_gptoss.config import (
+    AdapterTarget,
+    HfKeys,
+    ModelConfig,
+    Quantization,
+    check_layer_types,
+    derived_head_size,
+    read_rope,
+)
 from megatron_gptoss.rope_scaling import YarnScaling
 
-_HF_NAMES = {
-    "num_layers": "num_hidden_layers",
-    "num_experts": "num_local_experts",
-    "experts_per_token": "num_experts_per_tok",
-    "head_size": "head_dim",
-    "max_length": "max_position_embeddings",
-    "initializer_std": "initializer_range",
-}
-"""Keys of Hugging Face's config.json where they differ from the fields of the configuration."""
-_HF_ROPE_NAMES = {
+_ROPE_NAMES = {
     "yarn_factor": "factor",
     "yarn_original_length": "original_max_position_embeddings",
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
 }
-"""The same within rope_scaling."""
-_HF_OPTIONAL = ("swiglu_limit", "rms_norm_eps", "rope_theta", "max_length", "initializer_std")
-"""Fields whose defaults hold where config.json says nothing."""
+"""Keys of the rotary settings, by field."""
+_QUANTIZATION_KEYS = {"quant_method", "modules_to_not_convert", "dequantize"}
+_EXPERT_PATTERN = "experts"
 
 
 class GptOssModelConfig(ModelConfig):
@@ -36,6 +35,38 @@ class GptOssModelConfig(ModelConfig):
     quantizations: ClassVar[tuple[Quantization, ...]] = ("mxfp4",)
     hf_model_types: ClassVar[tuple[str, ...]] = ("gpt_oss",)
     default_vocabulary = "gptoss"
+    hf_keys: ClassVar[HfKeys] = HfKeys(
+        fields={
+            "num_hidden_layers": "num_layers",
+            "num_local_experts": "num_experts",
+            "num_experts_per_tok": "experts_per_token",
+            "hidden_size": "hidden_size",
+            "intermediate_size": "intermediate_size",
+            "num_attention_heads": "num_attention_heads",
+            "num_key_value_heads": "num_key_value_heads",
+            "head_dim": "head_size",
+            "vocab_size": "vocab_size",
+            "sliding_window": "sliding_window",
+            "swiglu_limit": "swiglu_limit",
+            "rms_norm_eps": "rms_norm_eps",
+            "max_position_embeddings": "max_length",
+            "initializer_range": "initializer_std",
+        },
+        optional=frozenset({
+            "swiglu_limit", "rms_norm_eps", "max_position_embeddings", "initializer_range",
+        }),
+        nullable=frozenset({"num_key_value_heads", "head_dim"}),
+        same={"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
+        fixed={
+            "architectures": (["GptOssForCausalLM"],),
+            "attention_bias": (True,),
+            "hidden_act": ("silu",),
+            "swiglu_alpha": (1.702,),
+            "tie_word_embeddings": (False,),
+        },
+        checked=frozenset({"initial_context_length", "layer_types", "quantization_config"}),
+        carried=frozenset({"output_router_logits", "router_aux_loss_coef"}),
+    )  # fmt: skip
 
     model_type: Literal["gpt_oss"] = "gpt_oss"
     """The family."""
@@ -70,9 +101,9 @@ class GptOssModelConfig(ModelConfig):
     """YaRN context extension factor (arXiv 2309.00071)."""
     yarn_original_length: int = Field(4096, gt=0)
     """Context length before extension, in tokens."""
-    yarn_beta_fast: float = 32.0
+    yarn_beta_fast: float = Field(32.0, gt=0)
     """Rotations above which a frequency is left alone."""
-    yarn_beta_slow: float = 1.0
+    yarn_beta_slow: float = Field(1.0, gt=0)
     """Rotations below which a frequency is fully interpolated."""
     max_length: int = Field(131_072, gt=0)
     """Longest sequence, in tokens."""
@@ -128,13 +159,14 @@ class GptOssModelConfig(ModelConfig):
 
     def to_hf_config(self, **extra: Any) -> dict[str, Any]:
         """Return the content of ``config.json``; ``extra`` adds keys such as eos_token_id."""
+        keys = {name: key for key, name in self.hf_keys.fields.items()}
         fields = {}
         for name, value in self.model_dump().items():
-            if name not in _HF_ROPE_NAMES:
-                fields[_HF_NAMES.get(name, name)] = value
+            if name not in _ROPE_NAMES:
+                fields[keys.get(name, name)] = value
 
         rope_scaling = {"rope_type": "yarn", "truncate": False}
-        for name, key in _HF_ROPE_NAMES.items():
+        for name, key in _ROPE_NAMES.items():
             rope_scaling[key] = getattr(self, name)
 
         return {
@@ -159,33 +191,61 @@ class GptOssModelConfig(ModelConfig):
         Raises:
             ValueError: naming the key that is missing or unsupported.
         """
-        rope = rope_settings(raw)
-        if "rope_theta" in rope:
-            raw = raw | {"rope_theta": rope["rope_theta"]}
+        fields = cls.hf_keys.read(raw, where)
+        _check_quantization(raw.get("quantization_config"), where)
+        # As transformers derives them from null.
+        fields.setdefault("num_key_value_heads", raw["num_attention_heads"])
+        if "head_size" not in fields:
+            fields["head_size"] = derived_head_size(raw, where)
 
-        fields = {}
-        for name in cls.model_fields:
-            if name in _HF_ROPE_NAMES:
-                section = rope
-                key = _HF_ROPE_NAMES[name]
-            else:
-                section = raw
-                key = _HF_NAMES.get(name, name)
-
-            if key in section:
-                fields[name] = section[key]
-            elif name not in _HF_OPTIONAL:
-                raise ValueError(f"{where}: key '{key}' is missing")
-        config = cls(**fields)
-
-        # What our layers take for granted has to hold: other values would load and be wrong.
-        if rope.get("truncate", True):
+        rope = read_rope(raw, where)
+        if rope.theta is not None:
+            fields["rope_theta"] = rope.theta
+        if rope.scaling["rope_type"] != "yarn":
             raise ValueError(
-                f"{where}: rope_scaling.truncate must be false, as in the released models"
+                f"{where}: {rope.section}.rope_type must be 'yarn', got "
+                f"{rope.scaling['rope_type']!r}. Other rotary embeddings are not built for gpt_oss"
             )
-        layer_types = raw.get("layer_types", config.layer_types)
-        if layer_types != config.layer_types:
+        scaling = rope.build(TypeAdapter(YarnScaling), where)
+        assert isinstance(scaling, YarnScaling)
+        if scaling.truncate:
             raise ValueError(
-                f"{where}: layer_types must alternate sliding_attention, full_attention; got {layer_types}"
+                f"{where}: {rope.section}.truncate must be false, as in the released models"
+            )
+        for name, key in _ROPE_NAMES.items():
+            fields[name] = getattr(scaling, key)
+        config = cls.hf_keys.build(cls, fields, where)
+
+        check_layer_types(raw, config, where)
+        original_length = raw.get("initial_context_length")
+        if original_length not in (None, config.yarn_original_length):
+            raise ValueError(
+                f"{where}: initial_context_length ({original_length!r}) and {rope.section}."
+                f"original_max_position_embeddings ({config.yarn_original_length}) must be equal. "
+                "Correct the wrong one"
             )
         return config
+
+
+def _check_quantization(settings: Any, where: str) -> None:
+    """Raise ValueError unless ``quantization_config`` is absent or says that experts are MXFP4."""
+    if settings is None:
+        return
+    if not isinstance(settings, dict) or settings.get("quant_method") != "mxfp4":
+        method = settings.get("quant_method") if isinstance(settings, dict) else settings
+        raise ValueError(
+            f"{where}: quantization_config.quant_method must be 'mxfp4', got {method!r}. Use the model "
+            "in bf16 or MXFP4"
+        )
+    for key, value in settings.items():
+        if key not in _QUANTIZATION_KEYS and value is not None:
+            raise ValueError(
+                f"{where}: quantization_config.{key} is unknown ({value!r}). Use the model in bf16 or "
+                "MXFP4 as it was released"
+            )
+    for module in settings.get("modules_to_not_convert") or ():
+        if _EXPERT_PATTERN in str(module):
+            raise ValueError(
+                f"{where}: quantization_config.modules_to_not_convert names experts ({module!r}), and "
+                "all experts are converted or none. Remove it"
+            )
