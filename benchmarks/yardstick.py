@@ -110,6 +110,7 @@ def prepare(gguf: Path, directory: Path) -> None:
     from transformers import AutoTokenizer
 
     from converters.hf_directory import write_hf_directory
+    from converters.model_extras import ModelExtras
 
     config = smollm2()
     weights = dict(dequantized(gguf, config))
@@ -121,7 +122,7 @@ def prepare(gguf: Path, directory: Path) -> None:
             directory,
             config,
             weights.items(),
-            tokenizer_files=files,
+            extras=ModelExtras.of_files(files),
             eos_token_ids=[end],
             overwrite=True,
         )

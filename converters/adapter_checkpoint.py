@@ -21,6 +21,7 @@ from converters.torch_dist_files import TorchDistReader, TorchDistWriter, refuse
 from megatron_gptoss.checkpoint.checksums import write_checksums
 from megatron_gptoss.checkpoint.directory import ADAPTER_FILE, MODEL_CONFIG_FILE
 from megatron_gptoss.config import AdapterConfig, ModelConfig
+from megatron_gptoss.untrusted_files import read_json
 
 
 class CheckpointAdapters:
@@ -57,7 +58,7 @@ Adapters = CheckpointAdapters | PeftDirectory
 def _read_adapter_file(file: Path) -> tuple[AdapterConfig, str]:
     """Read the settings of a checkpoint's adapters, and the digest of their base."""
     try:
-        content = json.loads(file.read_text())
+        content = read_json(file)
         return AdapterConfig.model_validate(content["settings"]), content["base"]
     except FileNotFoundError:
         raise ConversionError(

@@ -1,4 +1,7 @@
-"""Compares tensors bit for bit at the speed of memory (torch.equal takes 0.1 GB/s of bytes)."""
+"""Comparisons and checks of tensors at the speed of memory.
+
+torch.equal takes 0.1 GB/s of bytes, torch.isfinite 0.15 GB/s of bf16.
+"""
 
 import os
 from dataclasses import dataclass
@@ -6,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
+from converters.errors import ConversionError
 
 PIECE_BYTES = 1 << 20
 """Bytes that are compared at a time: they stay in the processor's cache."""
@@ -29,6 +34,35 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
         if not np.array_equal(first_bytes[piece], second_bytes[piece]):
             return False
     return True
+
+
+def require_finite(
+    tensor: torch.Tensor, name: str, where: Path | str, expert: int | None = None
+) -> None:
+    """Raise ConversionError naming a tensor of floats that holds NaN or infinity.
+
+    Args:
+        tensor: of any shape, or empty.
+        name: of the tensor.
+        where: the file or directory that it is read from, or written to.
+        expert: index of the slice that ``tensor`` is; None if it is all of it.
+    """
+    if tensor.numel() == 0 or not tensor.is_floating_point():
+        return
+    # NaN shows in both ends. aminmax takes 10 GB/s.
+    low, high = torch.aminmax(tensor.detach())
+    if low.isfinite() and high.isfinite():
+        return
+
+    bad = (~tensor.isfinite()).nonzero()
+    first = bad[0].tolist()
+    value = tensor[tuple(first)].item()
+    if expert is not None:
+        first = [expert, *first]
+    raise ConversionError(
+        f"{where}: tensor {name} holds {value} at {first} ({len(bad):,} values are not finite). Such "
+        "weights compute nothing; use an earlier or undamaged copy"
+    )
 
 
 def as_bytes(tensor: torch.Tensor) -> np.ndarray:

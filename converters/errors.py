@@ -1,5 +1,4 @@
-"""The errors of conversions and of gathering weights, and what an error of the file system must
-say."""
+"""Errors of conversions and of gathering weights, and checks that raise them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

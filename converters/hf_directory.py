@@ -6,8 +6,6 @@ hold ``model--00001-of-00007.safetensors`` and so on without an index. Nothing i
 asked for except headers.
 """
 
-import json
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,30 +14,34 @@ from typing import Any
 import torch
 
 from converters import hf_layouts
-from converters.bits import FileRange, TensorRange
+from converters.bits import FileRange, TensorRange, require_finite, same_bits
 from converters.errors import ConversionError, count_tensors
 from converters.hf_layouts import BLOCK, Shape, StoredTensor, is_expert_matrix, mxfp4_shapes
-from converters.hf_shards import INDEX_FILE, SINGLE_FILE, ShardWriter, write_json
+from converters.hf_shards import ShardWriter, write_json
 from converters.mapping import NamedTensor
+from converters.model_extras import (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    ModelExtras,
+    read_object,
+    write_files,
+)
 from converters.names import hf_shapes
 from converters.new_directory import new_directory, refuse_missing, refuse_partial
 from converters.safetensors_files import Entry, SafetensorsFile
+from converters.weight_files import INDEX_FILE, SINGLE_FILE, read_index, weight_files
 from gptoss_kernels import mxfp4
 from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.config.hf_config import TOKEN_IDS
 from megatron_gptoss.families.registry import read_hf_config
-from megatron_gptoss.untrusted_files import is_plain_name
 
-CONFIG_FILE = "config.json"
-GENERATION_FILE = "generation_config.json"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
+EMBEDDING = "model.embed_tokens.weight"
+OUTPUT_LAYER = "lm_head.weight"
 LARGEST_FINITE_SCALE = 252
 """Above it 6 * 2 ** (scale - 127) may overflow bf16."""
+FLOATS = ("BF16", "F16", "F32")
+ROWS_AT_A_TIME = 8192
+"""Rows of the embedding that are compared at a time."""
 
 
 @dataclass(frozen=True)
@@ -80,19 +82,18 @@ class HfDirectory:
         if not unfinished:
             refuse_partial(self.path)
 
-        self.config = _read_model_config(self.path)
-        weight_map = _read_index(self.path)
-        if weight_map is None:
-            file_names = _files_without_index(self.path)
-        else:
-            file_names = sorted(set(weight_map.values()))
+        self.config, raw_config = _read_model_config(self.path)
+        weight_map = read_index(self.path)
+        file_names = weight_files(self.path, weight_map)
         self._files = {file: SafetensorsFile(self.path / file, from_disk) for file in file_names}
         self._file_of = weight_map or {
             name: file for file, content in self._files.items() for name in content.entries
         }
-        self._stored = hf_layouts.stored_tensors(self.config, self._file_of)
         self._check_index()
+        self._drop_tied_output_layer()
+        self._stored = hf_layouts.stored_tensors(self.config, self._file_of)
         self._check_tensors()
+        self._check_quantization(raw_config)
 
     def names(self) -> list[str]:
         """Return the names of all tensors, in the order of ``names.hf_shapes``."""
@@ -137,12 +138,14 @@ class HfDirectory:
 
         Raises:
             KeyError: if there is no such name.
-            ConversionError: if it cannot be read, or holds numbers beyond bf16.
+            ConversionError: if it cannot be read, or holds NaN, infinity or numbers beyond bf16.
         """
         stored = self._stored[name]
         packed = self.read_mxfp4(name, expert)
         if packed is None:
             tensor = self._read(stored.names[0], stored, expert)
+            stored_name = stored.names[0]
+            require_finite(tensor, stored_name, self.path / self._file_of[stored_name], expert)
         else:
             blocks, scales = packed
             tensor = mxfp4.dequantize(blocks, scales)
@@ -203,11 +206,64 @@ class HfDirectory:
                     "says"
                 )
         for file, content in self._files.items():
+            twice = [name for name in content.entries if self._file_of.get(name, file) != file]
+            if twice:
+                raise ConversionError(
+                    f"{self.path / file}: {count_tensors(twice)} also in "
+                    f"{self._file_of[twice[0]]}, and loaders differ in which one they take. Remove one"
+                )
             unlisted = [name for name in content.entries if name not in self._file_of]
             if unlisted:
                 raise ConversionError(
                     f"{self.path / file}: {count_tensors(unlisted)} in it, but not in {INDEX_FILE}"
                 )
+
+    def _drop_tied_output_layer(self) -> None:
+        """Leave out a stored output layer that is tied to the embedding, after comparing both."""
+        if not self.config.tied_embeddings or OUTPUT_LAYER not in self._file_of:
+            return
+        stored = self._file(OUTPUT_LAYER)
+        where = f"{stored.path}: tensor {OUTPUT_LAYER}"
+        if EMBEDDING not in self._file_of:
+            raise ConversionError(f"{where} is there without {EMBEDDING}, which it is tied to")
+        entries = (self._entry(OUTPUT_LAYER), self._entry(EMBEDDING))
+        if any(entry.dtype_name not in FLOATS for entry in entries):
+            return  # what is wrong with the dtype is said later
+
+        same_form = entries[0].shape == entries[1].shape and entries[0].dtype == entries[1].dtype
+        rows = entries[0].shape[0] if entries[0].shape else 0
+        same_values = same_form and all(
+            same_bits(
+                stored.read(OUTPUT_LAYER, start, start + ROWS_AT_A_TIME),
+                self._file(EMBEDDING).read(EMBEDDING, start, start + ROWS_AT_A_TIME),
+            )
+            for start in range(0, rows, ROWS_AT_A_TIME)
+        )
+        if not same_values:
+            raise ConversionError(
+                f"{where} differs from {EMBEDDING}, but config.json has tie_word_embeddings true, and "
+                "loaders differ in which one they take. Set it to false, or remove the tensor"
+            )
+        self._file_of = {name: f for name, f in self._file_of.items() if name != OUTPUT_LAYER}
+
+    def _check_quantization(self, raw_config: dict[str, Any]) -> None:
+        """Check that config.json says of experts in MXFP4 that they are."""
+        packed = [name for name, stored in self._stored.items() if stored.is_mxfp4]
+        is_declared = raw_config.get("quantization_config") is not None
+        if self._is_openai or is_declared == bool(packed):
+            return
+        if packed:
+            problem = "is missing, but experts are stored in MXFP4"
+        else:
+            problem = "says MXFP4, but experts are stored as floats"
+        raise ConversionError(
+            f"{self.path / CONFIG_FILE}: quantization_config {problem}, so that transformers reads "
+            "another model. Correct config.json"
+        )
+
+    @property
+    def _is_openai(self) -> bool:
+        return EMBEDDING not in self._file_of
 
     def _check_tensors(self) -> None:
         """Check that the stored tensors are those of the configuration."""
@@ -242,7 +298,7 @@ class HfDirectory:
                 f"{where} has shape {list(entry.shape)}, but config.json describes {list(shape)}"
             )
 
-        supported = ("U8",) if stored.is_mxfp4 else ("BF16", "F16", "F32")
+        supported = ("U8",) if stored.is_mxfp4 else FLOATS
         if entry.dtype_name not in supported:
             raise ConversionError(f"{where} has the unsupported dtype {entry.dtype_name}")
 
@@ -254,80 +310,30 @@ def _rows(stored: StoredTensor, expert: int | None) -> tuple[int, int | None]:
     return stored.rows.start, stored.rows.stop
 
 
-def _read_model_config(directory: Path) -> ModelConfig:
+def _read_model_config(directory: Path) -> tuple[ModelConfig, dict[str, Any]]:
+    """Read config.json: as a configuration, and as it is."""
     path = directory / CONFIG_FILE
     try:
-        # Without a file, from_hf_config below says what is missing.
-        raw = _read_json(path) if path.exists() else {}
+        # Without a file, read_hf_config below says what is missing.
+        raw = read_object(path)
         is_openai = "num_experts" in raw and "model_type" not in raw
         if is_openai:
-            return read_hf_config(hf_layouts.openai_config(raw))
-        return read_hf_config(directory)
+            return read_hf_config(hf_layouts.openai_config(raw)), raw
+        return read_hf_config(directory), raw
+    except ConversionError:
+        raise
     except KeyError as error:
         raise ConversionError(f"{path}: key {error} is missing") from None
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         message = str(error)
         if str(path) not in message:
-            message = f"{path}: {message}"
+            message = f"{path}: {message.removeprefix('config: ')}"
         raise ConversionError(message) from None
-
-
-def _read_index(directory: Path) -> dict[str, str] | None:
-    """Return the file name of every stored tensor; None without an index."""
-    index = directory / INDEX_FILE
-    if not index.exists():
-        return None
-
-    # An index that was edited or cut short may be any JSON.
-    weight_map = _read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise ConversionError(
-            f"{index}: key weight_map is missing or not a table of tensor names and files"
-        )
-    # Said before opening any file: half a download is the usual reason.
-    for file in sorted(set(weight_map.values()), key=str):
-        if not is_plain_name(file):
-            raise ConversionError(
-                f"{index}: names the file {file!r}, which is not in its directory"
-            )
-        if not (directory / file).exists():
-            raise ConversionError(
-                f"{index}: names the file {file}, which is not there; download it again"
-            )
-    return weight_map
-
-
-def _files_without_index(directory: Path) -> list[str]:
-    if (directory / SINGLE_FILE).exists():
-        return [SINGLE_FILE]
-    files = sorted(path.name for path in directory.glob("model--*.safetensors"))
-    if not files:
-        raise ConversionError(f"{directory}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
-    return files
-
-
-def tokenizer_and_generation(directory: Path) -> tuple[list[Path], dict[str, Any]]:
-    """Return the tokenizer files of a Hugging Face directory and its generation_config.json.
-
-    The latter is {} without one. Raises ConversionError if there is no such directory.
-    """
-    directory = Path(directory)
-    if not directory.is_dir():
-        raise ConversionError(f"{directory}: no such directory; expected one with tokenizer files")
-
-    files = [directory / name for name in TOKENIZER_FILES if (directory / name).exists()]
-    generation = directory / GENERATION_FILE
-    if not generation.exists():
-        return files, {}
-    return files, _read_json(generation)
 
 
 def vocabulary_size(directory: Path) -> int | None:
     """Return vocab_size of config.json; None where a directory has no such file or key."""
-    path = Path(directory) / CONFIG_FILE
-    if not path.exists():
-        return None
-    return _read_json(path).get("vocab_size")
+    return read_object(Path(directory) / CONFIG_FILE).get("vocab_size")
 
 
 # -- writing -----------------------------------------------------------------------------------
@@ -338,9 +344,8 @@ def write_hf_directory(
     config: ModelConfig,
     named_tensors: Iterable[NamedTensor],
     *,
-    tokenizer_files: Sequence[Path] = (),
+    extras: ModelExtras | None = None,
     eos_token_ids: Sequence[int] = (),
-    generation_config: dict[str, Any] | None = None,
     max_shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
     quantized: bool = False,
@@ -353,9 +358,8 @@ def write_hf_directory(
         directory: to write.
         config: of the model.
         named_tensors: all weights, written as they come.
-        tokenizer_files: copied under their own names.
-        eos_token_ids: stored where ``generate`` looks for them.
-        generation_config: content of generation_config.json.
+        extras: tokenizer, generation settings and token ids to write; none by default.
+        eos_token_ids: end tokens to write in place of those of ``extras``.
         max_shard_bytes: of a file; a larger tensor has its own.
         overwrite: replace a directory that exists, once the new one is complete.
         quantized: the experts' matrices come as MXFP4 blocks and scales.
@@ -381,13 +385,9 @@ def write_hf_directory(
             del tensor  # or two would be held while the next one is made
         dtype = shards.finish()
 
-        generation = dict(generation_config or {})
-        if eos_token_ids:
-            generation["eos_token_id"] = list(eos_token_ids)
-        _write_settings(partial, config, dtype, quantized, generation)
-
-        for file in tokenizer_files:
-            shutil.copyfile(file, partial / Path(file).name)
+        extras = extras or ModelExtras()
+        _write_settings(partial, config, dtype, quantized, extras, list(eos_token_ids))
+        write_files(extras.files, partial)
         if check is not None:
             check(partial)
 
@@ -397,20 +397,25 @@ def _write_settings(
     config: ModelConfig,
     dtype: torch.dtype,
     quantized: bool,
-    generation: dict[str, Any],
+    extras: ModelExtras,
+    eos_token_ids: list[int],
 ) -> None:
-    """Write config.json, and generation_config.json unless ``generation`` is empty."""
+    """Write config.json, and generation_config.json unless there is nothing to write in it."""
+    generation = dict(extras.generation)
+    keys: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
+    if quantized:
+        keys["quantization_config"] = hf_layouts.QUANTIZATION_CONFIG
+    keys |= extras.config
+    if eos_token_ids:
+        generation["eos_token_id"] = keys["eos_token_id"] = eos_token_ids
+    # Engines read these from config.json where there is no generation_config.json.
+    for key in TOKEN_IDS:
+        if keys.get(key) is None and key in generation:
+            keys[key] = generation[key]
+
     if generation:
         write_json(directory / GENERATION_FILE, generation)
-
-    extra: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
-    if quantized:
-        extra["quantization_config"] = hf_layouts.QUANTIZATION_CONFIG
-    # Engines read these from config.json where there is no generation_config.json.
-    for key in ("eos_token_id", "pad_token_id"):
-        if key in generation:
-            extra[key] = generation[key]
-    write_json(directory / CONFIG_FILE, config.to_hf_config(**extra))
+    write_json(directory / CONFIG_FILE, config.to_hf_config(**keys))
 
 
 def written_shapes(config: ModelConfig, quantized: bool) -> dict[str, Shape]:
@@ -441,13 +446,3 @@ def written_shapes(config: ModelConfig, quantized: bool) -> dict[str, Shape]:
         else:
             shapes[name] = shape
     return shapes
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConversionError(f"{path}: cannot be read as JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise ConversionError(f"{path}: holds no JSON object")
-    return content

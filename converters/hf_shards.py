@@ -7,13 +7,11 @@ from typing import Any
 
 import torch
 
-from converters.bits import FileRange
+from converters.bits import FileRange, require_finite
 from converters.errors import ConversionError, count_tensors
 from converters.hf_layouts import Shape
 from converters.safetensors_files import SafetensorsWriter
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+from converters.weight_files import INDEX_FILE, SINGLE_FILE
 
 
 class ShardWriter:
@@ -40,6 +38,7 @@ class ShardWriter:
                 f"tensor {name} has shape {list(tensor.shape)}, expected {expected_shape}"
             )
 
+        require_finite(tensor, name, "the weights to write")
         self._sizes[name] = tensor.nbytes
         self._dtype = self._dtype or tensor.dtype
         return self._writer_with_room(tensor.nbytes).add(name, tensor)

@@ -14,6 +14,7 @@ from converters.torch_dist_files import Shape, TorchDistReader
 from megatron_gptoss.checkpoint.directory import MODEL_CONFIG_FILE, QUANTIZATION_FILE
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.families.registry import parse_model_config
+from megatron_gptoss.untrusted_files import read_bytes
 
 MODEL_KEYS = ("embedding.", "decoder.", "output_layer.")
 """Keys of the model start with these; a trainer's checkpoint also holds the optimizer's."""
@@ -85,7 +86,7 @@ class MegatronCheckpoint:
 def read_model_config(path: Path) -> ModelConfig:
     """Read the ModelConfig that lies beside a checkpoint. Raises ConversionError."""
     try:
-        return parse_model_config(path.read_text())
+        return parse_model_config(read_bytes(path))
     except FileNotFoundError:
         raise ConversionError(
             f"{path}: missing; it holds the model configuration, and import and trainer write it"

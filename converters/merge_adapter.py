@@ -12,14 +12,10 @@ from converters.adapter_base import parameter_digest, read_base
 from converters.adapter_checkpoint import Adapters, CheckpointAdapters, open_adapters
 from converters.bits import same_bits
 from converters.errors import ConversionError
-from converters.hf_directory import (
-    HfDirectory,
-    tokenizer_and_generation,
-    write_hf_directory,
-    written_shapes,
-)
+from converters.hf_directory import HfDirectory, write_hf_directory, written_shapes
 from converters.hf_layouts import is_expert_matrix
 from converters.mapping import NamedParts, ParameterMapping
+from converters.model_extras import read_extras
 from converters.mxfp4_definition import defined_values, nearest, some_rows
 from converters.mxfp4_export import quantize
 from converters.names import parameter_mappings, stack_experts
@@ -79,7 +75,7 @@ def merge_adapter(
         torch.bfloat16 if quantized else DTYPES[dtype],
         quantized,
     )
-    tokenizer_files, generation_config = tokenizer_and_generation(hf_dir)
+    extras = read_extras(hf_dir)
 
     report = MergeReport()
 
@@ -92,8 +88,7 @@ def merge_adapter(
             merged_dir,
             source.config,
             stack_experts(source.config, parts),
-            tokenizer_files=tokenizer_files,
-            generation_config=generation_config,
+            extras=extras,
             quantized=quantized,
             check=check,
         )

@@ -1,6 +1,5 @@
 """PEFT's ``adapter_config.json``: what it says of an adapter of GPT-OSS, and what we cannot read."""
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.errors import ConversionError
+from converters.model_extras import read_object
 from megatron_gptoss.config import AdapterConfig, ModelConfig
 
 CONFIG_FILE = "adapter_config.json"
@@ -149,14 +149,9 @@ class PeftSettings:
 
 def read_settings(file: Path) -> PeftSettings:
     """Read PEFT's settings. Raises ConversionError naming the key that cannot be read."""
-    try:
-        settings: Any = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise ConversionError(f"{file}: missing; expected an adapter in PEFT's format") from None
-    except ValueError as error:
-        raise ConversionError(f"{file}: not valid JSON ({error})") from None
-    if not isinstance(settings, dict):
-        raise ConversionError(f"{file}: holds no JSON object")
+    if not file.exists():
+        raise ConversionError(f"{file}: missing; expected an adapter in PEFT's format")
+    settings = read_object(file)
 
     if settings.get("peft_type") != "LORA":
         raise ConversionError(

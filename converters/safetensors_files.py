@@ -20,6 +20,12 @@ from safetensors import SafetensorError, safe_open
 
 from converters.bits import FileRange
 from converters.errors import ConversionError, name_file_in_errors
+from megatron_gptoss.untrusted_files import (
+    UntrustedFileError,
+    check_regular,
+    open_regular,
+    parse_json,
+)
 
 Shape = tuple[int, ...]
 DTYPES = {
@@ -32,7 +38,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LENGTH_BYTES = 8
 """A file begins with the length of its JSON header, little-endian."""
 MOST_HEADER_BYTES = 100_000_000
-"""What the safetensors library reads of a header at most, too."""
+"""Size limit of a header, which the safetensors library has, too."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +77,14 @@ class SafetensorsFile:
         self.path = path
         self._from_disk = from_disk
         try:
+            # Opening a FIFO would block for ever.
+            check_regular(path)
             with safe_open(path, framework="pt"):
                 pass  # the library checks the header and that the file is as long as it says
-            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (lives as long as this object)
-            header = _read_header(self._file)
+            self._file = open_regular(path)
+            header = _read_header(self._file, path)
+        except UntrustedFileError as error:
+            raise ConversionError(str(error)) from None
         except (SafetensorError, OSError) as error:
             raise ConversionError(
                 f"{path}: truncated or not a safetensors file ({error}{_where_it_ends(path)}); "
@@ -89,6 +99,8 @@ class SafetensorsFile:
             )
             for name, entry in header.tensors.items()
         }
+        self.metadata = header.metadata
+        """Texts by key that a writer stored beside the tensors."""
 
     def file_range(self, name: str, start: int = 0, stop: int | None = None) -> FileRange:
         """Return the bytes of rows ``start`` to ``stop`` along the first dimension."""
@@ -130,24 +142,25 @@ class SafetensorsFile:
 class _Header:
     tensors: dict[str, dict[str, Any]]
     """JSON entries by tensor name: dtype, shape and data_offsets."""
+    metadata: dict[str, str]
     data_start: int
     """Offset that data_offsets count from."""
 
 
-def _read_header(file: Any) -> _Header:
+def _read_header(file: Any, path: Path) -> _Header:
     (length,) = struct.unpack("<Q", file.read(LENGTH_BYTES))
     if length > MOST_HEADER_BYTES:
         raise ValueError(f"its header would have {length:,} bytes")
-    tensors = json.loads(file.read(length))
-    tensors.pop("__metadata__", None)
-    return _Header(tensors, data_start=LENGTH_BYTES + length)
+    tensors = parse_json(file.read(length), path)
+    metadata = tensors.pop("__metadata__", None) or {}
+    return _Header(tensors, metadata, data_start=LENGTH_BYTES + length)
 
 
 def _where_it_ends(path: Path) -> str:
     """Describe the first incomplete tensor of a truncated file; "" if that cannot be said."""
     try:
         with open(path, "rb") as file:
-            header = _read_header(file)
+            header = _read_header(file, path)
         data_bytes = path.stat().st_size - header.data_start
         by_offset = sorted(header.tensors.items(), key=lambda item: item[1]["data_offsets"])
         for name, entry in by_offset:
@@ -173,8 +186,20 @@ class SafetensorsWriter:
     (``new_directory`` does). Raises OSError.
     """
 
-    def __init__(self, path: Path, expected: Mapping[str, Shape]) -> None:
-        """Create ``path``; ``expected`` are all tensors that might come."""
+    def __init__(
+        self,
+        path: Path,
+        expected: Mapping[str, Shape],
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        """Create ``path``.
+
+        Args:
+            path: of the new file.
+            expected: shapes of all tensors that might come.
+            metadata: texts to store beside the tensors. Loaders ignore them.
+        """
+        self._metadata = {"format": "pt", **(metadata or {})}
         # No header is longer than that of all tensors, each at a place of 14 digits.
         longest = {
             name: self._entry("BF16", shape, 10**13, 10**13) for name, shape in expected.items()
@@ -223,7 +248,6 @@ class SafetensorsWriter:
     def _entry(dtype_name: str, shape: Shape, start: int, stop: int) -> dict[str, object]:
         return {"dtype": dtype_name, "shape": list(shape), "data_offsets": [start, stop]}
 
-    @staticmethod
-    def _header(entries: Mapping[str, object]) -> bytes:
-        content = {"__metadata__": {"format": "pt"}, **entries}
+    def _header(self, entries: Mapping[str, object]) -> bytes:
+        content = {"__metadata__": self._metadata, **entries}
         return json.dumps(content, separators=(",", ":")).encode()

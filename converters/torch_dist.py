@@ -14,7 +14,7 @@ import math
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 
@@ -23,7 +23,6 @@ from converters.errors import ConversionError
 from converters.families.registry import tensors_of
 from converters.hf_directory import (
     HfDirectory,
-    tokenizer_and_generation,
     vocabulary_size,
     write_hf_directory,
     written_shapes,
@@ -31,6 +30,7 @@ from converters.hf_directory import (
 from converters.hf_layouts import is_expert_matrix
 from converters.mapping import NamedParts, ParameterMapping
 from converters.megatron_checkpoint import MegatronCheckpoint, check_same_model
+from converters.model_extras import EXTRAS_FOLDER, ModelExtras, copy_extras, read_extras
 from converters.mxfp4_export import quantize
 from converters.names import parameter_mappings, stack_experts
 from converters.new_directory import new_directory
@@ -75,6 +75,7 @@ def import_checkpoint(
         ConversionError: naming the file, key or tensor.
     """
     source = HfDirectory(hf_dir)
+    extras = read_extras(hf_dir)
     selection = select_parameters("import", source.config, check)
     converted_dtype = None if dtype is None else DTYPES[dtype]
 
@@ -87,6 +88,7 @@ def import_checkpoint(
             writer.add_object("common_state", (1,), (0,), state)
         (partial / MODEL_CONFIG_FILE).write_text(source.config.model_dump_json(indent=1))
         write_checksums(partial, writer.checksum())
+        copy_extras(extras, Path(hf_dir), partial / EXTRAS_FOLDER)
         result = check_import(hf_dir, partial, converted_dtype, selection, check_progress)
     return result
 
@@ -168,8 +170,9 @@ def export_checkpoint(
         megatron_dir: the source, imported or saved by a trainer.
         hf_dir: the directory to write; does not exist after an error.
         dtype: of the weights. With "mxfp4", only the experts' matrices are quantized.
-        reference: another Hugging Face directory, whose tokenizer files and generation settings are
-            copied. To "mxfp4", its scales are kept wherever they still fit, unless experts were trained
+        reference: another Hugging Face directory, whose tokenizer, chat templates, token ids and
+            generation settings are copied; by default those of the model that the checkpoint was
+            imported from. To "mxfp4", its scales are kept wherever they still fit, unless experts were trained
             through MXFP4: these have bytes of their own.
         max_shard_bytes: of a file.
         progress: told how far writing is.
@@ -202,8 +205,7 @@ def export_checkpoint(
             hf_dir,
             checkpoint.config,
             stack_experts(checkpoint.config, parts),
-            tokenizer_files=settings.tokenizer_files,
-            generation_config=settings.generation_config,
+            extras=settings.extras,
             max_shard_bytes=max_shard_bytes,
             quantized=quantized,
             on_written=exporter.note_written,
@@ -216,8 +218,7 @@ def export_checkpoint(
 class _Reference:
     """What an export takes over from another directory."""
 
-    tokenizer_files: list[Path] = field(default_factory=list)
-    generation_config: dict[str, Any] = field(default_factory=dict)
+    extras: ModelExtras = field(default_factory=ModelExtras)
     original: HfDirectory | None = None
     """The model whose MXFP4 scales are kept."""
 
@@ -226,9 +227,10 @@ def _read_reference(
     path: Path | None, checkpoint: MegatronCheckpoint, quantized: bool
 ) -> _Reference:
     if path is None:
-        return _Reference()
+        imported = checkpoint.path / EXTRAS_FOLDER
+        return _Reference(read_extras(imported)) if imported.is_dir() else _Reference()
 
-    tokenizer_files, generation_config = tokenizer_and_generation(path)
+    extras = read_extras(path)
     # A tokenizer of other tokens would make nonsense of every text, and nothing would say so.
     vocab_size = vocabulary_size(path)
     if vocab_size not in (None, checkpoint.config.vocab_size):
@@ -238,14 +240,14 @@ def _read_reference(
         )
     # Kept scales would give other bytes than those that were trained and sampled.
     if not quantized or checkpoint.is_quantized:
-        return _Reference(tokenizer_files, generation_config)
+        return _Reference(extras)
     # A directory with nothing but a tokenizer is a reference, too.
     if not (Path(path) / "config.json").exists():
-        return _Reference(tokenizer_files, generation_config)
+        return _Reference(extras)
 
     original = HfDirectory(path)
     check_same_model(original, checkpoint.config, checkpoint.path)
-    return _Reference(tokenizer_files, generation_config, original)
+    return _Reference(extras, original)
 
 
 @dataclass(frozen=True)

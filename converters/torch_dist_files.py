@@ -32,6 +32,7 @@ from megatron_gptoss.checkpoint.checksums import FileChecksum, damage_in
 from megatron_gptoss.checkpoint.directory import latest_checkpoint, offer_earlier
 from megatron_gptoss.checkpoint.errors import CheckpointError
 from megatron_gptoss.checkpoint.pickled_metadata import METADATA_FILE, read_metadata
+from megatron_gptoss.untrusted_files import check_regular
 
 DATA_FILE = "__0_0.distcp"
 FORMAT_FILE = "metadata.json"
@@ -304,6 +305,7 @@ class TorchDistReader:
         dtype = self._tensors[key].properties.dtype
         length = math.prod(shape) * dtype.itemsize
         try:
+            check_regular(path)
             with open(path, "rb") as file:
                 # torch.save puts a tensor's values into the record "data/0" of its archive,
                 # uncompressed.
@@ -369,6 +371,7 @@ class TorchDistReader:
         place = self._place(key, chunk)
         path = self.directory / place.relative_path
         try:
+            check_regular(path)
             with open(path, "rb") as file:
                 if self._from_disk:
                     os.posix_fadvise(

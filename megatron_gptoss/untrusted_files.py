@@ -64,12 +64,12 @@ def read_bytes(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> bytes:
     size = check_regular(path)
     if size <= max_bytes:
         with open_regular(path) as file:
-            content = b""
-            # Pseudo files such as those of /proc have size 0 and content without a known end.
+            content = bytearray()
+            # A file may grow, and those of /proc have size 0. A read allocates what it asks for.
             while len(content) <= max_bytes:
-                piece = file.read(max_bytes + 1 - len(content))
+                piece = file.read(max(size + 1 - len(content), 1 << 16))
                 if not piece:
-                    return content
+                    return bytes(content)
                 content += piece
         size = len(content)
     raise UntrustedFileError(

@@ -3,7 +3,8 @@ policy that was trained."""
 
 import logging
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,7 +13,7 @@ import torch
 
 from converters.adapter_checkpoint import export_adapter, peft_base_name
 from converters.errors import ConversionError
-from converters.hf_directory import tokenizer_and_generation
+from converters.model_extras import EXTRAS_FOLDER, ModelExtras, read_extras
 from converters.mxfp4_tensors import Digests
 from megatron_gptoss.checkpoint.directory import latest_checkpoint
 from megatron_gptoss.config import Quantization
@@ -62,30 +63,34 @@ def export_policy(
     directory: Path,
     *,
     tokenizer_source: Path | None = None,
+    settings_source: Path | None = None,
     quantization: Quantization | None = None,
     sampled: Digests | None = None,
 ) -> int:
-    """Have the trainer's weights, config.json, tokenizer and generation settings written to
-    ``directory``, by rank 0 of the trainer.
-
-    ``tokenizer_source``: a Hugging Face directory, or a run with an export, whose tokenizer and
-    chat template are taken if the vocabulary is not our own. ``quantization``: experts are written
-    in it, the bits that were trained. ``sampled``: digests of those that engines sampled from last;
-    empty or None if they held another form of them.
+    """Have rank 0 of the trainer write weights, config.json, tokenizer and generation settings.
 
     A sample of what is on the disk is compared with the trainer's weights, and of quantized experts
-    all bits with the trainer's and the engines'. Returns how many matrices these are. Raises
-    ConversionError naming the tensor that differs; the directory is then as it was."""
-    with tempfile.TemporaryDirectory() as scratch:
-        files = codec.vocabulary.save(Path(scratch))
-        if files:
-            template = Path(scratch) / CHAT_TEMPLATE_FILE
-            template.write_text(codec.chat_template())
-            files = [*files, template]
-        else:
-            files = _tokenizer_files(tokenizer_source)
-        contents = {file.name: file.read_bytes() for file in files}
+    all bits with the trainer's and the engines'.
 
+    Args:
+        trainer: holds the policy.
+        codec: has the end tokens and, of a vocabulary made for the run, tokenizer and chat template.
+        directory: to write.
+        tokenizer_source: a Hugging Face directory, an imported checkpoint, or a run with an export.
+            Tokenizer and chat templates are copied from it if the vocabulary is not the run's own.
+        settings_source: likewise; generation settings and token ids are copied from it. By default
+            those of ``tokenizer_source``.
+        quantization: format of the experts, the bits that were trained.
+        sampled: digests of the experts that engines sampled from last; empty or None if they held
+            another form of them.
+
+    Returns:
+        The number of matrices whose bits were all compared.
+
+    Raises:
+        ConversionError: naming the tensor that differs; the directory is then as it was.
+    """
+    settings = _extras_of(settings_source or tokenizer_source) or ModelExtras()
     packed_digests: dict[str, Digests] = {}
     if quantization is not None:
         packed_digests["the trainer"] = trainer.packed_digests()
@@ -97,7 +102,7 @@ def export_policy(
     trainer.export(
         WeightExport(
             directory,
-            files=contents,
+            replace(settings, files=_tokenizer_files(codec, tokenizer_source)),
             eos_token_ids=tuple(codec.stop_token_ids),
             packed=quantization is not None,
             packed_digests=packed_digests,
@@ -106,20 +111,33 @@ def export_policy(
     return len(packed_digests.get("the trainer", {}))
 
 
-def _tokenizer_files(source: Path | None) -> list[Path]:
-    """Return the tokenizer files of what a run began with; warn if it has none."""
-    if source is not None:
-        for directory in (source, source / "export"):
-            if not (directory / "config.json").exists():
-                continue
-            files, _ = tokenizer_and_generation(directory)
-            if files:
-                return files
+def _tokenizer_files(codec: ChatCodec, source: Path | None) -> Mapping[str, bytes]:
+    """Return tokenizer and chat templates by name; warn if there are none."""
+    with tempfile.TemporaryDirectory() as scratch:
+        files = codec.vocabulary.save(Path(scratch))
+        if files:
+            template = Path(scratch) / CHAT_TEMPLATE_FILE
+            template.write_text(codec.chat_template())
+            return ModelExtras.of_files([*files, template]).files
+
+    extras = _extras_of(source)
+    if extras is not None and extras.files:
+        return extras.files
     logger.warning(
         "the export gets no tokenizer and no chat template: %s holds none; copy those of the base model there",
         source or "nothing that the run began with",
     )
-    return []
+    return {}
+
+
+def _extras_of(source: Path | None) -> ModelExtras | None:
+    """Read the extras of a model's directory, an imported checkpoint or a run with an export."""
+    if source is None:
+        return None
+    for directory in (source, source / "export", source / EXTRAS_FOLDER):
+        if (directory / "config.json").exists():
+            return read_extras(directory)
+    return None
 
 
 def export_trained_adapter(checkpoints: Path, directory: Path, base: Path | None) -> None:

@@ -293,6 +293,7 @@ def _export(
         session.codec,
         session.run.export,
         tokenizer_source=config.tokenizer or config.initial_weights,
+        settings_source=config.initial_weights,
         quantization=config.quantization,
         sampled=sampled_bits,
     )

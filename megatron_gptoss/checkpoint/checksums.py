@@ -13,7 +13,13 @@ from typing import Any
 
 import xxhash
 
-from megatron_gptoss.untrusted_files import is_plain_name
+from megatron_gptoss.untrusted_files import (
+    MAX_LISTING_BYTES,
+    UntrustedFileError,
+    check_regular,
+    is_plain_name,
+    read_json,
+)
 
 CHECKSUMS_FILE = "checksums.json"
 """Not there in checkpoints of versions that wrote none; these are loaded unchecked."""
@@ -86,7 +92,13 @@ def damage_in(directory: Path, share: int = 0, shares: int = 1) -> str | None:
     """
     listing = directory / CHECKSUMS_FILE
     try:
-        expected = _parse(json.loads(listing.read_bytes()))
+        # A FIFO would block whoever opens it, also in a checkpoint without checksums.
+        for path in directory.iterdir():
+            if not path.is_dir():
+                check_regular(path)
+        expected = _parse(read_json(listing, MAX_LISTING_BYTES))
+    except UntrustedFileError as error:
+        return str(error)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, AttributeError) as error:

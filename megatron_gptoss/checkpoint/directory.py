@@ -27,6 +27,7 @@ from pathlib import Path
 from gptoss_kernels.cache import write_atomically
 from megatron_gptoss.checkpoint.errors import CheckpointError
 from megatron_gptoss.durable_files import sync_names
+from megatron_gptoss.untrusted_files import read_bytes
 
 MODEL_CONFIG_FILE = "gptoss_config.json"
 ADAPTER_FILE = "adapter.json"
@@ -64,7 +65,7 @@ def latest_checkpoint(root: Path) -> Path | None:
     if not pointer.exists():
         return None
 
-    name = pointer.read_bytes().decode(errors="replace").strip()
+    name = read_bytes(pointer).decode(errors="replace").strip()
     path = find_checkpoint(root, name)
     if path is None:
         raise CheckpointError(

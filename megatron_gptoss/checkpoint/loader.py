@@ -1,6 +1,5 @@
 """Loading checkpoints into a trainer or a model."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from megatron_gptoss.checkpoint.streamed_state import (
     take_out_parameter_state,
 )
 from megatron_gptoss.trainer import PolicyTrainer
+from megatron_gptoss.untrusted_files import MAX_LISTING_BYTES, read_json
 
 
 def find_damage(path: Path) -> str | None:
@@ -121,7 +121,7 @@ def _load_trainer(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
         # Without saved state the optimizer's master weights have to come from the model.
         trainer.optimizer.reload_model_params()
 
-    training_state: dict[str, Any] = json.loads((path / TRAINING_STATE_FILE).read_text())
+    training_state: dict[str, Any] = read_json(path / TRAINING_STATE_FILE, MAX_LISTING_BYTES)
     return training_state
 
 

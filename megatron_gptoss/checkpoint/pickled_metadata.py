@@ -25,9 +25,11 @@ from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
-from megatron_gptoss.untrusted_files import is_plain_name
+from megatron_gptoss.untrusted_files import is_plain_name, read_bytes
 
 METADATA_FILE = ".metadata"
+MAX_METADATA_BYTES = 1 << 30
+"""Size limit. The metadata of a 120B model's checkpoint have a few megabytes."""
 
 CLASSES: dict[tuple[str, str], Any] = {
     **{
@@ -73,7 +75,7 @@ def read_metadata(path: Path) -> dcp.Metadata:
             needs, or a data file outside its directory.
     """
     try:
-        metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
+        metadata = _MetadataUnpickler(io.BytesIO(read_bytes(path, MAX_METADATA_BYTES))).load()
         places = list(metadata.storage_data.values())
         _ = metadata.state_dict_metadata.items()
         names = {place.relative_path for place in places}

@@ -1,6 +1,5 @@
 """Which tensors of a trainer a checkpoint holds, as Megatron's sharded state dicts."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from megatron_gptoss.config import AdapterConfig
 from megatron_gptoss.critic import ValueHead
 from megatron_gptoss.model import chunks_of
 from megatron_gptoss.trainer import PolicyTrainer
+from megatron_gptoss.untrusted_files import read_json
 
 EXPERTS_APART = "experts_have_an_optimizer_of_their_own"
 """Key of a checkpoint under which ``experts_apart`` is kept."""
@@ -96,7 +96,7 @@ def check_adapters(path: Path, model: torch.nn.Module) -> None:
         CheckpointError: saying what differs; the base is compared, too.
     """
     file = path / ADAPTER_FILE
-    saved = json.loads(file.read_text()) if file.exists() else None
+    saved = read_json(file) if file.exists() else None
     if not has_adapters(model):
         if saved is None:
             return

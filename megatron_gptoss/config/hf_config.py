@@ -136,9 +136,7 @@ class HfKeys:
 
     def carried_from(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of a parsed ``config.json`` that an export copies."""
-        return {
-            key: value for key, value in raw.items() if key in CARRIED or key in self.carried
-        }
+        return {key: value for key, value in raw.items() if key in CARRIED or key in self.carried}
 
     def build(self, model: type[Config], fields: Mapping[str, Any], where: str) -> Config:
         """Validate the fields. Raises ValueError naming the key of ``config.json`` in one line."""

@@ -19,10 +19,16 @@ DEFAULT_FAMILY = "gpt_oss"
 _BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.hf_model_types}
 
 
+def known_family(model_type: object) -> type[ModelConfig] | None:
+    """Return the configuration class of a ``model_type``; None if there is none."""
+    return _BY_MODEL_TYPE.get(model_type) if isinstance(model_type, str) else None
+
+
 def family_of(model_type: object, where: str) -> type[ModelConfig]:
     """Return the configuration class of a ``model_type``. Raises ValueError naming the known ones."""
-    if isinstance(model_type, str) and model_type in _BY_MODEL_TYPE:
-        return _BY_MODEL_TYPE[model_type]
+    family = known_family(model_type)
+    if family is not None:
+        return family
     known = ", ".join(_BY_MODEL_TYPE)
     raise ValueError(f"{where}: model_type is {model_type!r}, expected one of {known}")
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from converters.hf_directory import HfDirectory, write_hf_directory
+from converters.model_extras import ModelExtras
 from converters.names import hf_shapes
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.user_error import UserError
@@ -128,7 +129,7 @@ def prepare(directory: Path, size: Size, precision: Precision, seed: int = 0) ->
         config = SIZES[size]
         tensors = designed_weights(config, 2 * seed + number)
         stored = ((key, tensor.to(DTYPES[precision])) for key, tensor in tensors)
-        write_hf_directory(directory / name, config, stored, tokenizer_files=files)
+        write_hf_directory(directory / name, config, stored, extras=ModelExtras.of_files(files))
 
 
 @contextmanager

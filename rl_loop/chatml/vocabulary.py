@@ -13,6 +13,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 
+from megatron_gptoss.untrusted_files import MAX_LISTING_BYTES, UntrustedFileError, read_bytes
 from megatron_gptoss.user_error import UserError
 from rl_loop.harmony.vocabulary import byte_pair_tokenizer, tokens_of
 
@@ -123,13 +124,15 @@ def read_vocabulary(directory: Path, size: int) -> ChatMlVocabulary:
     """
     file = directory / TOKENIZER_FILE
     try:
-        content = file.read_text()
+        content = read_bytes(file, MAX_LISTING_BYTES)
+    except UntrustedFileError as error:
+        raise TokenizerError(str(error)) from None
     except OSError as error:
         raise TokenizerError(
             f"{file}: {error.strerror}; it holds the tokens of the model"
         ) from None
     try:
-        return ChatMlVocabulary(content, size, str(file))
+        return ChatMlVocabulary(content.decode(), size, str(file))
     except TokenizerError:
         raise
     except Exception as error:  # what tokenizers raises has no class of its own

@@ -1,16 +1,17 @@
 """Checks that weights to begin with, and checkpoints to go on from, are complete and of the
 configured model."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 from converters.errors import ConversionError
+from converters.model_extras import read_object
 from converters.peft_settings import read_settings
+from converters.weight_files import read_index, weight_files
 from megatron_gptoss.checkpoint.directory import ADAPTER_FILE, MODEL_CONFIG_FILE
 from megatron_gptoss.config import AdapterConfig, ModelConfig
 from megatron_gptoss.families.registry import parse_model_config, read_hf_config
-from megatron_gptoss.untrusted_files import is_plain_name
+from megatron_gptoss.untrusted_files import read_json
 from rl_loop.config.errors import CannotStart
 from rl_loop.tracking.run_directory import RunDirectory
 
@@ -73,7 +74,7 @@ def check_initial_adapter(path: Path, adapter: AdapterConfig, model: ModelConfig
 
     _compare_models(key, checkpoint / MODEL_CONFIG_FILE, model, _read_model_config)
     try:
-        settings = json.loads((checkpoint / ADAPTER_FILE).read_bytes())["settings"]
+        settings = read_json(checkpoint / ADAPTER_FILE)["settings"]
         difference = adapter.difference(AdapterConfig.model_validate(settings), model)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CannotStart(
@@ -133,38 +134,20 @@ def check_newest_checkpoint(run: RunDirectory) -> None:
 
 
 def _check_safetensors(key: str, path: Path) -> None:
-    """Raise CannotStart if one of the directory's files of weights is missing."""
-    index = path / "model.safetensors.index.json"
-    if not index.exists():
-        if not any(path.glob("model*.safetensors")):
-            raise CannotStart(
-                f"{key}: {path} has a config.json, but neither model.safetensors nor {index.name}"
-            )
-        return
-
+    """Raise CannotStart if a file of weights is missing, or there is a second set of weights."""
     try:
-        files = sorted(set(json.loads(index.read_bytes())["weight_map"].values()), key=str)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CannotStart(f"{key}: {index} cannot be read ({error!r})") from None
-    outside = [file for file in files if not is_plain_name(file)]
-    if outside:
-        raise CannotStart(
-            f"{key}: {index} names the file {outside[0]!r}, which is not in its directory"
-        )
-    missing = [file for file in files if not (path / file).exists()]
-    if missing:
-        raise CannotStart(
-            f"{key}: {path} lacks {missing[0]} ({len(missing)} of {len(files)} files); download it again"
-        )
+        weight_files(path, read_index(path))
+    except ConversionError as error:
+        raise CannotStart(f"{key}: {error}") from None
 
 
 def _is_original_format(key: str, hf_config: Path) -> bool:
     """Whether the file is OpenAI's, whose keys are other ones. The trainer compares the shapes of
     its tensors."""
     try:
-        return "model_type" not in json.loads(hf_config.read_bytes())
-    except (OSError, ValueError) as error:
-        raise _not_described(key, hf_config, error) from None
+        return "model_type" not in read_object(hf_config)
+    except ConversionError as error:
+        raise CannotStart(f"{key}: {error}") from None
 
 
 def _compare_models(

@@ -1,6 +1,5 @@
 """Writing the policy as a Hugging Face directory, from the rank that the weights are gathered on."""
 
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -74,19 +73,16 @@ def write_export(export: WeightExport, model: ModelConfig, weights: Iterable[Nam
             yield name, on_host
             del tensor, on_host  # or they would outlive their successor's gathering
 
-    with tempfile.TemporaryDirectory() as scratch:
-        for name, content in export.files.items():
-            (Path(scratch) / name).write_bytes(content)
-        write_hf_directory(
-            export.directory,
-            model,
-            on_their_way(),
-            tokenizer_files=sorted(Path(scratch).iterdir()),
-            eos_token_ids=export.eos_token_ids,
-            overwrite=True,
-            quantized=export.packed,
-            check=check,
-        )
+    write_hf_directory(
+        export.directory,
+        model,
+        on_their_way(),
+        extras=export.extras,
+        eos_token_ids=export.eos_token_ids,
+        overwrite=True,
+        quantized=export.packed,
+        check=check,
+    )
 
 
 def check_packed_experts(

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from converters.model_extras import ModelExtras
 from converters.mxfp4_tensors import Digests
 from megatron_gptoss.samples import INPUT_COLUMNS, TrainingSamples
 from megatron_gptoss.step_results import StepStatistics
@@ -82,7 +83,7 @@ class TrainerGroup:
     def export(self, export: WeightExport) -> None:
         """Have all weights written to a Hugging Face directory, by rank 0."""
         # A tokenizer of 28 MB would otherwise be in Ray's store once for every rank.
-        gathered_only = replace(export, files={}, packed_digests={})
+        gathered_only = replace(export, extras=ModelExtras(), packed_digests={})
         others = self._settings.parallel.world_size - 1
         arguments = [(export,), *[(gathered_only,)] * others]
         self.ranks.call("export", arguments, asked=[0])

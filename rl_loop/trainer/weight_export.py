@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from converters.model_extras import ModelExtras
 from converters.mxfp4_tensors import Digests
 
 
@@ -14,10 +15,10 @@ class WeightExport:
 
     directory: Path
     """Replaced if it exists, once the new one is complete."""
-    files: Mapping[str, bytes] = field(default_factory=dict)
-    """Tokenizer and chat template, by the names of their files."""
+    extras: ModelExtras = field(default_factory=ModelExtras)
+    """Tokenizer, chat templates, token ids and generation settings."""
     eos_token_ids: tuple[int, ...] = ()
-    """That end a turn, for ``generation_config.json``."""
+    """End tokens of a turn, in place of those of ``extras``."""
     packed: bool = False
     """Whether experts come, and are written, as MXFP4 blocks and scales."""
     packed_digests: Mapping[str, Digests] = field(default_factory=dict)

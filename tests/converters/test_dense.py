@@ -226,7 +226,7 @@ def _without(key: str) -> Any:
         (
             "llama, tied",
             lambda w, c: w.update({"lm_head.weight": torch.ones(128, 48)}),
-            "tensor lm_head.weight is unknown to a llama model",
+            "tensor lm_head.weight differs from model.embed_tokens.weight",
         ),
         (
             "llama",
@@ -245,7 +245,11 @@ def _without(key: str) -> Any:
             "config.json: hidden_act must be 'silu'",
         ),
         ("llama", lambda w, c: c.pop("vocab_size"), "config.json: key 'vocab_size' is missing"),
-        ("qwen2", lambda w, c: c.update(use_sliding_window=True), "use_sliding_window must be False"),
+        (
+            "qwen2",
+            lambda w, c: c.update(use_sliding_window=True),
+            "use_sliding_window must be False",
+        ),
         (
             "qwen2",
             lambda w, c: c.update(rope_scaling={"type": "dynamic", "factor": 2.0}),

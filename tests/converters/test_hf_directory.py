@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from transformers import GptOssForCausalLM
 
 from converters.errors import ConversionError
-from converters.hf_directory import HfDirectory, tokenizer_and_generation, write_hf_directory
+from converters.hf_directory import HfDirectory, write_hf_directory
+from converters.model_extras import read_extras
 from tests.converters.models import TINY, save_hf
 
 Weights = dict[str, torch.Tensor]
@@ -89,12 +90,11 @@ def test_tokenizer_and_generation_settings_are_copied(tmp_path: Path, weights: W
     source.mkdir()
     (source / "tokenizer.json").write_text("{}")
     (source / "generation_config.json").write_text('{"eos_token_id": [3], "pad_token_id": 5}')
-    files, generation = tokenizer_and_generation(source)
-    write_hf_directory(
-        tmp_path / "out", TINY, weights.items(), tokenizer_files=files, generation_config=generation
-    )
+    extras = read_extras(source)
+    write_hf_directory(tmp_path / "out", TINY, weights.items(), extras=extras)
     assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
-    assert json.loads((tmp_path / "out/generation_config.json").read_text()) == generation
+    generation = json.loads((tmp_path / "out/generation_config.json").read_text())
+    assert generation == {"eos_token_id": [3], "pad_token_id": 5}
     assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == [3]
 
 
@@ -223,7 +223,7 @@ def test_a_broken_index_is_named(tmp_path: Path, weights: Weights) -> None:
     directory = sharded(tmp_path / "hf", weights)
     index = directory / "model.safetensors.index.json"
     index.write_text("{")
-    with pytest.raises(ConversionError, match=r"index\.json: cannot be read as JSON"):
+    with pytest.raises(ConversionError, match=r"index\.json: not valid JSON"):
         HfDirectory(directory)
     index.write_text("{}")
     with pytest.raises(ConversionError, match=r"index\.json: key weight_map is missing"):

@@ -35,7 +35,7 @@ def test_an_index_that_leads_out_of_its_directory_is_refused(
     )
     with pytest.raises(ConversionError, match=r"index\.json: names the file .*not in its direct"):
         HfDirectory(model)
-    with pytest.raises(CannotStart, match=r"index\.json names the file .*not in its directory"):
+    with pytest.raises(CannotStart, match=r"index\.json: names the file .*not in its directory"):
         _check_safetensors("initial_weights", model)
 
 

@@ -116,7 +116,7 @@ CASES: dict[str, tuple[list[str], dict[str, str], str]] = {
     "weights of sft": (["sft", SFT, "initial_weights=/none"], {}, "initial_weights: /none is neither"),
     "weights in a model's directory": (["sft", SFT, "initial_weights=FILES/bare"], {}, "neither model.safetensors"),
     "a shard": (["sft", SFT, "initial_weights=FILES/sharded"], {},
-                r"lacks model-00002-of-00002.safetensors \(1 of 2 files\)"),
+                "names the file model-00002-of-00002.safetensors, which is not there"),
     "the right model": (["sft", SFT, "initial_weights=FILES/other"], {},
                         "another model.*num_layers is 3 there and 4 here, .*sliding_window is 64 there and 16 here"),
     "the right Megatron checkpoint": (["rl", RL, "initial_weights=FILES/megatron"], {},

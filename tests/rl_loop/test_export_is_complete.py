@@ -15,11 +15,12 @@ from rl_loop import run
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.environments.arithmetic import vocabulary_text
-from rl_loop.export import CHAT_TEMPLATE_FILE, _tokenizer_files
+from rl_loop.export import CHAT_TEMPLATE_FILE, export_policy
 from rl_loop.harmony.codec import Harmony, PromptConfig
 from rl_loop.harmony.vocabulary import TinyVocabulary
 from rl_loop.session import training_of
 from rl_loop.tracking.model_card import model_card
+from rl_loop.trainer.weight_export import WeightExport
 from tests.rl_loop.conftest import SHORT_PROMPT
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -54,20 +55,61 @@ def test_what_the_template_does_not_know_it_refuses(tmp_path: Path) -> None:
         tokenizer.apply_chat_template([{"role": "tool", "content": "5"}])
 
 
-def test_the_tokenizer_of_a_chain_of_runs_is_that_of_the_first(
+class ForeignVocabulary:
+    """A codec whose vocabulary is that of the model the run began with."""
+
+    stop_token_ids = (7,)
+
+    def __init__(self) -> None:
+        self.vocabulary = self
+
+    def save(self, directory: Path) -> list[Path]:
+        return []
+
+
+class RecordingTrainer:
+    def export(self, export: WeightExport) -> None:
+        self.exported = export
+
+
+def export_from(tokenizer: Path | None, settings: Path | None = None) -> WeightExport:
+    trainer: Any = RecordingTrainer()
+    codec: Any = ForeignVocabulary()
+    export_policy(trainer, codec, Path("out"), tokenizer_source=tokenizer, settings_source=settings)
+    return trainer.exported
+
+
+@pytest.mark.parametrize("folder", ["", "export", "hugging_face"])
+def test_export_has_tokenizer_and_settings_of_its_start(folder: str, tmp_path: Path) -> None:
+    """A model's directory, a run with an export and an imported checkpoint."""
+    source = tmp_path / "first" / folder
+    (source / "additional_chat_templates").mkdir(parents=True)
+    files = ["vocab.json", "tokenizer.model", "additional_chat_templates/rag.jinja"]
+    for name in files:
+        (source / name).write_text("{}")
+    (source / "config.json").write_text('{"bos_token_id": 3, "hidden_size": 8}')
+    (source / "generation_config.json").write_text('{"temperature": 0.6}')
+
+    export = export_from(tmp_path / "first")
+    assert sorted(export.extras.files) == sorted(files)
+    assert export.extras.generation == {"temperature": 0.6}
+    assert export.extras.config == {"bos_token_id": 3}
+    assert export.eos_token_ids == (7,)
+
+    # A tokenizer of its own leaves the settings of the weights as they are.
+    (tmp_path / "tokenizer").mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / "tokenizer" / name).write_text("{}")
+    export = export_from(tmp_path / "tokenizer", tmp_path / "first")
+    assert list(export.extras.files) == ["tokenizer.json"]
+    assert export.extras.generation == {"temperature": 0.6}
+
+
+def test_export_without_tokenizer_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    export = tmp_path / "first/export"
-    export.mkdir(parents=True)
-    for name in ("config.json", "tokenizer.json", CHAT_TEMPLATE_FILE):
-        (export / name).write_text("{}")
-    assert [path.name for path in _tokenizer_files(tmp_path / "first")] == [
-        "tokenizer.json",
-        CHAT_TEMPLATE_FILE,
-    ]
-
     with caplog.at_level(logging.WARNING):
-        assert _tokenizer_files(tmp_path / "second") == []
+        assert not export_from(tmp_path / "second").extras.files
     assert "the export gets no tokenizer" in caplog.text
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache, GptOssForCausalLM
 
-from converters.hf_directory import TOKENIZER_FILES, HfDirectory
+from converters.hf_directory import HfDirectory
+from converters.model_extras import read_extras
 from rl_loop.certify.model import DTYPES, Precision
 from rl_loop.certify.subject import Generated, NotOffered, Scored, Subject
 
@@ -112,7 +113,7 @@ class TransformersModel(Subject):
 
     def tokenize(self, text: str) -> list[int]:
         """Use the directory's tokenizer."""
-        if not (self._directory / TOKENIZER_FILES[0]).exists():
+        if not read_extras(self._directory).has_tokenizer:
             raise NotOffered(f"{self._directory} has no tokenizer")
         tokenizer = AutoTokenizer.from_pretrained(self._directory)
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False)

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from converters.model_extras import ModelExtras
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.samples import ColumnError, Sample, TrainingSamples
 from rl_loop.data.stored_routes import StoredRoutes
@@ -216,7 +217,9 @@ def test_neighbours_share_a_shipment_and_only_owners_answer() -> None:
 
 def test_only_the_rank_that_writes_an_export_gets_its_files() -> None:
     ranks = RecordingRanks([RankPlace(data=0, answers=True), RankPlace(data=1, answers=True)])
-    export = WeightExport(Path("export"), files={"tokenizer.json": b"27 MB"}, packed=True)
+    export = WeightExport(
+        Path("export"), ModelExtras(files={"tokenizer.json": b"27 MB"}), packed=True
+    )
     trainer_settings = settings_of(2)
     trainer_settings.parallel.world_size = 2
     with contextlib.suppress(AttributeError):  # these ranks answer with shipments

@@ -17,6 +17,7 @@ from converters.gathering import GatheredWeights, WeightGathering
 from converters.hf_directory import HfDirectory
 from converters.live import load_hf_weights
 from converters.mapping import NamedTensor
+from converters.model_extras import ModelExtras
 from converters.names import hf_shapes
 from megatron_gptoss import distributed
 from megatron_gptoss.config import ModelConfig, ParallelConfig
@@ -27,7 +28,7 @@ from rl_loop.trainer.weight_export import WeightExport
 from tests.converters.test_live import TINY, tiny_weights
 from tests.distributed import free_port, run_distributed
 
-FILES = {"tokenizer.json": b"{}"}
+EXTRAS = ModelExtras(files={"tokenizer.json": b"{}"})
 
 
 def every_tensor_alone(alive: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -44,7 +45,7 @@ def every_tensor_alone(alive: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
 
 def test_one_tensor_is_held_at_a_time(tmp_path: Path) -> None:
     alive: list[int] = []
-    export = WeightExport(tmp_path / "export", FILES, (3, 5))
+    export = WeightExport(tmp_path / "export", EXTRAS, (3, 5))
     write_export(export, TINY, every_tensor_alone(alive))
     assert max(alive) == 0, "what was written is gone when the next one comes"
     assert (tmp_path / "export/tokenizer.json").read_bytes() == b"{}"
@@ -113,7 +114,7 @@ def export_with_faults(rank: int, port: int, directory: Path) -> list[str]:
     if rank == 1:
         gathering.local.read = read  # type: ignore[method-assign]
 
-    said.append(attempt(WeightExport(directory / "export", FILES)))
+    said.append(attempt(WeightExport(directory / "export", EXTRAS)))
 
     if rank == 1:
         exchange = GatheredWeights._send_or_receive

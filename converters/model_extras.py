@@ -1,0 +1,158 @@
+"""Tokenizer, chat templates and settings of a model's directory: all but weights and architecture.
+
+An export without them would be another model: texts become other tokens, and sampling does not stop.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from converters.errors import ConversionError
+from megatron_gptoss.config.hf_config import CARRIED
+from megatron_gptoss.families.registry import known_family
+from megatron_gptoss.untrusted_files import (
+    MAX_LISTING_BYTES,
+    MAX_SETTINGS_BYTES,
+    UntrustedFileError,
+    parse_json,
+    read_bytes,
+)
+
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+TEMPLATE_FOLDER = "additional_chat_templates"
+"""Folder of the chat templates that have a name."""
+EXTRAS_FOLDER = "hugging_face"
+"""Folder of an imported checkpoint with the extras of the model that it was imported from."""
+
+_TOKENIZER_FILE = re.compile(
+    r"(tokenizer|vocab|merges|chat_template).*"
+    r"|(added_tokens|special_tokens_map|encoder|normalizer|tekken|byte_maps|emoji|entity_vocab"
+    r"|target_vocab|word_shape|word_pronunciation)\.json"
+    r"|dict\.txt|.*\.(model|tiktoken|spm|tokenizer|jinja|codes|bpe)"
+)
+"""Names of all files from which transformers reads tokenizers and chat templates."""
+_NO_TOKENIZER_FILE = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|py|md|h5|onnx|index\.json)")
+
+
+@dataclass(frozen=True)
+class ModelExtras:
+    """What a model's directory has besides weights and architecture."""
+
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Tokenizer and chat templates by name, some in the folder additional_chat_templates."""
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    """Content of generation_config.json."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of config.json that change no logits, such as eos_token_id."""
+
+    @classmethod
+    def of_files(cls, files: Iterable[Path]) -> "ModelExtras":
+        """Read tokenizer files, which keep their own names."""
+        return cls(files={file.name: _read_file(file) for file in files})
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """True if there is any file of a tokenizer."""
+        return any(not name.endswith(".jinja") for name in self.files)
+
+
+def read_extras(directory: Path) -> ModelExtras:
+    """Read the extras of a Hugging Face directory.
+
+    Raises:
+        ConversionError: naming the directory that does not exist, the file that cannot be read, or
+            the tokenizer that needs code of its own.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise ConversionError(f"{directory}: no such directory; expected one with tokenizer files")
+
+    paths = [
+        path for path in directory.iterdir() if is_tokenizer_file(path.name) and not path.is_dir()
+    ]
+    folder = directory / TEMPLATE_FOLDER
+    if folder.is_dir():
+        paths += folder.glob("*.jinja")
+    files = {str(path.relative_to(directory)): _read_file(path) for path in sorted(paths)}
+    _check_tokenizer_code(directory, files)
+
+    raw = read_object(directory / CONFIG_FILE)
+    family = known_family(raw.get("model_type"))
+    if family is None:
+        carried = {key: value for key, value in raw.items() if key in CARRIED}
+    else:
+        carried = family.hf_keys.carried_from(raw)
+    return ModelExtras(files, read_object(directory / GENERATION_FILE), carried)
+
+
+def copy_extras(extras: ModelExtras, source: Path, folder: Path) -> None:
+    """Write what ``read_extras(source)`` returned to a new folder, from which it can be read again."""
+    folder.mkdir()
+    settings = {CONFIG_FILE: read_object(source / CONFIG_FILE), GENERATION_FILE: extras.generation}
+    for name, content in settings.items():
+        if content:
+            (folder / name).write_text(json.dumps(content, indent=2))
+    write_files(extras.files, folder)
+
+
+def write_files(files: Mapping[str, bytes], directory: Path) -> None:
+    """Write files of a model's extras to ``directory``."""
+    for name, content in files.items():
+        path = directory / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+
+
+def is_tokenizer_file(name: str) -> bool:
+    """Tell whether a tokenizer of transformers may be read from a file of this name."""
+    return bool(_TOKENIZER_FILE.fullmatch(name)) and not _NO_TOKENIZER_FILE.fullmatch(name)
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        content = read_bytes(path, MAX_LISTING_BYTES)
+        if path.suffix == ".json":
+            parse_json(content, path)
+        elif path.suffix == ".jinja":
+            content.decode()
+    except UnicodeDecodeError as error:
+        raise ConversionError(f"{path}: not UTF-8 ({error}). Copy or download it again") from None
+    except UntrustedFileError as error:
+        raise ConversionError(str(error)) from None
+    except OSError as error:
+        raise ConversionError(f"{path}: cannot be read ({error.strerror})") from None
+    return content
+
+
+def _check_tokenizer_code(directory: Path, files: Mapping[str, bytes]) -> None:
+    """Raise ConversionError if the tokenizer is a class in the directory, which is not copied."""
+    path = directory / TOKENIZER_CONFIG_FILE
+    content = parse_json(files.get(TOKENIZER_CONFIG_FILE, b"{}"), path)
+    if not isinstance(content, dict):
+        raise ConversionError(f"{path}: holds no JSON object. Copy or download it again")
+    auto_map = content.get("auto_map")
+    if auto_map:
+        raise ConversionError(
+            f"{path}: auto_map is {auto_map!r}: the tokenizer is code in the directory, which is "
+            "neither run nor copied. Convert it to a tokenizer.json and remove the key"
+        )
+
+
+def read_object(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> dict[str, Any]:
+    """Read a JSON object; {} if the file does not exist. Raises ConversionError."""
+    try:
+        content = parse_json(read_bytes(path, max_bytes), path)
+    except FileNotFoundError:
+        return {}
+    except UntrustedFileError as error:
+        raise ConversionError(str(error)) from None
+    except OSError as error:
+        raise ConversionError(f"{path}: cannot be read ({error.strerror})") from None
+    if not isinstance(content, dict):
+        raise ConversionError(f"{path}: holds no JSON object. Copy or download it again")
+    return content

@@ -1,0 +1,95 @@
+"""The files of weights in a Hugging Face directory, and directories that loaders read differently.
+
+transformers prefers ``model.safetensors`` to an index, other loaders read every safetensors file, older
+ones prefer ``pytorch_model.bin``. A directory that holds more than one set of weights is rejected.
+"""
+
+from pathlib import Path
+
+from converters.errors import ConversionError
+from converters.model_extras import read_object
+from megatron_gptoss.untrusted_files import MAX_LISTING_BYTES, is_plain_name
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+ADAPTER_SETTINGS_FILE = "adapter_config.json"
+
+
+def read_index(directory: Path) -> dict[str, str] | None:
+    """Return the file name of every stored tensor; None without an index.
+
+    Raises:
+        ConversionError: naming what is wrong with the index, or the file that is missing.
+    """
+    index = directory / INDEX_FILE
+    if not _is_there(index):
+        return None
+
+    # An index that was edited or cut short may be any JSON.
+    weight_map = read_object(index, MAX_LISTING_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ConversionError(
+            f"{index}: key weight_map is missing or not a table of tensor names and files"
+        )
+    for file in weight_map.values():
+        if not is_plain_name(file):
+            raise ConversionError(
+                f"{index}: names the file {file!r}, which is not in its directory"
+            )
+    # Checked before any file is opened: half a download is the usual reason.
+    for file in sorted(set(weight_map.values())):
+        if not (directory / file).exists():
+            raise ConversionError(
+                f"{index}: names the file {file}, which is not there; download it again"
+            )
+    return weight_map
+
+
+def weight_files(directory: Path, weight_map: dict[str, str] | None) -> list[str]:
+    """Return the names of the files that hold the weights.
+
+    Args:
+        directory: a Hugging Face directory.
+        weight_map: of its index, as ``read_index`` returns it.
+
+    Raises:
+        ConversionError: naming the file that is missing, or the second set of weights.
+    """
+    if weight_map is not None:
+        files = sorted(set(weight_map.values()))
+        origin = INDEX_FILE
+    elif _is_there(directory / SINGLE_FILE):
+        files = [SINGLE_FILE]
+        origin = SINGLE_FILE
+    else:
+        files = sorted(path.name for path in directory.glob("model--*.safetensors"))
+        origin = "the files of OpenAI's format"
+    if not files:
+        raise ConversionError(f"{directory}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+
+    others = [path.name for path in directory.iterdir() if _holds_weights(path.name)]
+    others = sorted(set(others) - set(files))
+    if others:
+        raise ConversionError(
+            f"{directory / others[0]}: is a second set of weights beside {origin} ({len(others)} such "
+            "files), and loaders differ in which one they read. Move or delete the wrong one"
+        )
+    if _is_there(directory / ADAPTER_SETTINGS_FILE):
+        raise ConversionError(
+            f"{directory / ADAPTER_SETTINGS_FILE}: stands beside the weights of a whole model, and "
+            "transformers would load the adapter's base instead. Move the adapter to its own directory"
+        )
+    return files
+
+
+def _holds_weights(name: str) -> bool:
+    if name == INDEX_FILE:
+        return False
+    if name.endswith((".safetensors", ".safetensors.index.json")):
+        return True
+    return name.startswith("pytorch_model") and name.endswith((".bin", ".bin.index.json"))
+
+
+def _is_there(path: Path) -> bool:
+    # A link to nothing is a damaged directory, not one without the file.
+    return path.exists() or path.is_symlink()
