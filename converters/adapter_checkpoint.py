@@ -4,15 +4,22 @@ import json
 from pathlib import Path
 
 import torch
+import xxhash
 
 from converters.adapter_base import directory_digest
-from converters.bits import same_bits
+from converters.bits import as_bytes, require_finite, same_bits
 from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory
 from converters.mapping import Shape
 from converters.megatron_checkpoint import read_model_config
 from converters.new_directory import final_name, new_directory, refuse_missing
-from converters.peft_format import WEIGHTS_FILE, AdapterMapping, PeftDirectory, adapter_mappings
+from converters.peft_format import (
+    BASE_KEY,
+    WEIGHTS_FILE,
+    AdapterMapping,
+    PeftDirectory,
+    adapter_mappings,
+)
 from converters.peft_settings import CONFIG_FILE, peft_config
 from converters.pipeline import Progress
 from converters.safetensors_files import SafetensorsWriter
@@ -49,6 +56,8 @@ class CheckpointAdapters:
         index = mapping.checkpoint_index
         a = self._reader.get(f"{mapping.checkpoint_key}.a", index, a_shape)
         b = self._reader.get(f"{mapping.checkpoint_key}.b", index, b_shape)
+        for name, factor in zip(mapping.names, (a, b), strict=True):
+            require_finite(factor, name, self.path)
         return a, b
 
 
@@ -73,7 +82,7 @@ def _read_adapter_file(file: Path) -> tuple[AdapterConfig, str]:
 def open_adapters(path: Path, base: HfDirectory) -> Adapters:
     """Open adapters in PEFT's format or in a trainer's checkpoint, and check them against a base.
 
-    Whether a checkpoint's were trained on the values of ``base``, only its digest says.
+    The values of ``base`` are compared later, by the digest that the adapters have of their base.
 
     Raises:
         ConversionError: naming the file, setting or tensor that does not fit.
@@ -94,6 +103,56 @@ def open_adapters(path: Path, base: HfDirectory) -> Adapters:
                 f"{path}: holds adapters of another model, whose {key} is {theirs[key]}, not {value}"
             )
     return adapters
+
+
+def check_base_digest(adapters: Adapters, digest: str, base: str) -> None:
+    """Raise ConversionError unless adapters were trained on the base with this digest.
+
+    An adapter that PEFT wrote has no digest and passes.
+
+    Args:
+        adapters: of a checkpoint or in PEFT's format.
+        digest: of the base that they are about to change.
+        base: that base and its dtype, for the error.
+    """
+    if adapters.base not in (None, digest):
+        raise ConversionError(
+            f"{adapters.path}: was trained on another base than {base}, or in another dtype: its "
+            f"base's digest is {adapters.base}, not {digest}. Name the base and the precision of the "
+            "training"
+        )
+
+
+def adapters_digest(adapters: Adapters) -> str:
+    """Compute a digest of the values and scales of adapters, the same in both formats."""
+    state = xxhash.xxh3_128()
+    for mapping in adapters.mappings:
+        state.update(f"{mapping.kind} {mapping.layer} {mapping.scale!r}".encode())
+        for factor in adapters.read(mapping):
+            state.update(as_bytes(factor.float()))
+    return state.hexdigest()
+
+
+def base_warnings(adapters: Adapters, base: Path) -> list[str]:
+    """Return a warning if an adapter without a digest names another base than ``base``."""
+    if not isinstance(adapters, PeftDirectory) or adapters.base is not None:
+        return []
+    name = adapters.base_name
+    if not name:
+        return [
+            f"{adapters.path}: does not say on which base it was trained; whether that is {base} was "
+            "not checked"
+        ]
+    if Path(name).exists() and base.exists():
+        is_same = Path(name).samefile(base)
+    else:
+        is_same = name.rstrip("/").rpartition("/")[2].lower() in str(base.resolve()).lower()
+    if is_same:
+        return []
+    return [
+        f"{adapters.path}: was trained on {name} by its {CONFIG_FILE}, which is not {base} by name; "
+        "their weights were not compared"
+    ]
 
 
 # -- export ------------------------------------------------------------------------------------
@@ -121,7 +180,7 @@ def export_adapter(
     with new_directory(peft_dir, overwrite) as partial:
         settings = peft_config(source.model, source.adapter, base)
         (partial / CONFIG_FILE).write_text(json.dumps(settings, indent=2))
-        writer = SafetensorsWriter(partial / WEIGHTS_FILE, expected)
+        writer = SafetensorsWriter(partial / WEIGHTS_FILE, expected, {BASE_KEY: source.base})
         for mapping in source.mappings:
             factors = mapping.to_peft(*source.read(mapping))
             for name, factor in zip(mapping.names, factors, strict=True):
@@ -158,11 +217,11 @@ def import_adapter(
     base: Path,
     dtype: Precision = "bf16",
     progress: Progress | None = None,
-) -> None:
+) -> list[str]:
     """Write an adapter in PEFT's format as a checkpoint of adapters, and read it back.
 
-    Tensors keep their dtypes; a trainer rounds them to its own. PEFT's format does not say on which
-    weights an adapter was trained: the checkpoint will say that it was on those of ``base``.
+    Tensors keep their dtypes; a trainer rounds them to its own. The checkpoint gets the digest of
+    ``base``. An adapter that has one already, because ``export_adapter`` wrote it, must agree.
 
     Args:
         peft_dir: the adapter.
@@ -171,12 +230,16 @@ def import_adapter(
         dtype: in which a trainer will hold the base.
         progress: told how much of the base was read.
 
+    Returns:
+        Warnings for a person.
+
     Raises:
         ConversionError: naming the file, setting or tensor that does not fit, before the base's
             weights are read.
     """
     source = HfDirectory(base)
     adapters = PeftDirectory(peft_dir, source.config)
+    settings = adapters.adapter.model_dump(mode="json")
 
     with new_directory(checkpoint) as partial:
         adapters.check_base_copies(source.get)
@@ -186,14 +249,14 @@ def import_adapter(
             state = {"checkpoint_version": 3.0, "iteration": 0}
             writer.add_object("common_state", (1,), (0,), state)
 
-        content = {
-            "base": directory_digest(source, DTYPES[dtype], progress),
-            "settings": adapters.adapter.model_dump(mode="json"),
-        }
+        digest = directory_digest(source, DTYPES[dtype], progress)
+        check_base_digest(adapters, digest, f"{base} in {dtype}")
+        content = {"base": digest, "settings": settings}
         (partial / ADAPTER_FILE).write_text(json.dumps(content, indent=1))
         (partial / MODEL_CONFIG_FILE).write_text(source.config.model_dump_json(indent=1))
         write_checksums(partial, writer.checksum())
         _check_written(CheckpointAdapters(partial, unfinished=True), adapters)
+    return base_warnings(adapters, base)
 
 
 def _write_factors(

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from converters.adapter_checkpoint import Adapters, CheckpointAdapters
+from converters.adapter_checkpoint import Adapters, check_base_digest
 from converters.errors import ConversionError
 from megatron_gptoss.checkpoint.base_digest import base_digest
 from megatron_gptoss.config import ModelConfig
@@ -26,17 +26,12 @@ def load_adapter(model: torch.nn.Module, config: ModelConfig, source: Adapters) 
         source: the adapter.
 
     Raises:
-        ConversionError: when model and adapter differ in a setting, or the adapter is a
-            checkpoint's and was trained on another base.
+        ConversionError: when model and adapter differ in a setting, or the adapter was trained on
+            another base.
     """
     _check_same_settings(model, source, config)
-    if isinstance(source, CheckpointAdapters):
-        digest = base_digest(model)
-        if source.base != digest:
-            raise ConversionError(
-                f"{source.path}: was trained on another base than that of the model, or in another "
-                f"dtype: its base's digest is {source.base}, not {digest}"
-            )
+    if source.base is not None:
+        check_base_digest(source, base_digest(model), "that of the model")
 
     mappings = {(mapping.layer, mapping.kind): mapping for mapping in source.mappings}
     group = parallel_state.get_tensor_model_parallel_group()

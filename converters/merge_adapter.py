@@ -2,14 +2,20 @@
 
 import contextlib
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 
 from converters.adapter_base import parameter_digest, read_base
-from converters.adapter_checkpoint import Adapters, CheckpointAdapters, open_adapters
+from converters.adapter_checkpoint import (
+    Adapters,
+    adapters_digest,
+    base_warnings,
+    check_base_digest,
+    open_adapters,
+)
 from converters.bits import same_bits
 from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory, write_hf_directory, written_shapes
@@ -21,10 +27,11 @@ from converters.mxfp4_export import quantize
 from converters.names import parameter_mappings, stack_experts
 from converters.new_directory import final_name
 from converters.pipeline import Progress, ordered_map
-from converters.reports import MergeLoss, MergeReport
+from converters.reports import MergeLoss, MergeReport, UpdateLoss
 from converters.torch_dist import DTYPES, ExportFormat
 from gptoss_kernels import mxfp4
 from megatron_gptoss.checkpoint.value_digest import as_digits
+from megatron_gptoss.config.hf_config import MERGED_KEY
 from megatron_gptoss.layers.merge import merge_in_pieces
 
 KINDS = {
@@ -62,22 +69,32 @@ def merge_adapter(
         What was lost, if anything is.
 
     Raises:
-        ConversionError: naming the file, key or tensor, also when the checkpoint was trained on
-            another base. An adapter in PEFT's format does not say on which it was.
+        ConversionError: naming the file, key or tensor, also when the adapter was trained on another
+            base, or is merged into this one already. An adapter that PEFT wrote has no digest of its
+            base; if it names another one, the report has a warning.
     """
     source = HfDirectory(hf_dir)
     quantized = dtype == "mxfp4"
     # Refuses widths that do not fit MXFP4, before anything is written.
     written_shapes(source.config, quantized)
+    adapters = open_adapters(adapter_dir, source)
+    extras = read_extras(hf_dir)
+    merged_before = list(extras.config.get(MERGED_KEY) or [])
+    identity = adapters_digest(adapters)
+    if identity in merged_before:
+        raise ConversionError(
+            f"{adapter_dir}: is merged into {hf_dir} already ({MERGED_KEY} in its config.json). Merge it "
+            "into the base that it was trained on"
+        )
+    extras = replace(extras, config={**extras.config, MERGED_KEY: [*merged_before, identity]})
     merger = _Merger(
         source,
-        open_adapters(adapter_dir, source),
+        adapters,
         torch.bfloat16 if quantized else DTYPES[dtype],
         quantized,
     )
-    extras = read_extras(hf_dir)
 
-    report = MergeReport()
+    report = MergeReport(warnings=base_warnings(adapters, Path(hf_dir)))
 
     def check(partial: Path) -> None:
         merger.check_base()
@@ -117,6 +134,8 @@ class _Merged:
     """Of its base."""
     quantized: _Quantized | None
     """Of an expert's matrix, when the result is MXFP4."""
+    updates: list[UpdateLoss]
+    """What rounding lost of each adapter's update, if it was trained without that rounding."""
 
 
 class _Merger:
@@ -147,15 +166,8 @@ class _Merger:
 
     def check_base(self) -> None:
         """Raise ConversionError if the adapters were trained on another base."""
-        if not isinstance(self._adapters, CheckpointAdapters):
-            return
-        digest = as_digits(self._digest)
-        if digest != self._adapters.base:
-            raise ConversionError(
-                f"{self._adapters.path}: was trained on another base than {self._source.path}, or "
-                f"in another dtype than {self._dtype}: its base's digest is {self._adapters.base}, "
-                f"not {digest}"
-            )
+        base = f"{self._source.path} in {self._dtype}"
+        check_base_digest(self._adapters, as_digits(self._digest), base)
 
     def read_back(self, partial: Path, report: MergeReport, progress: Progress | None) -> None:
         """Compare the unfinished directory, and what was reported, with a second computation."""
@@ -202,6 +214,8 @@ class _Merger:
                 layer = merged.mapping.layer
                 if merged.quantized is not None and layer is not None:
                     report.add(layer, merged.mapping.hf_names[0], merged.quantized.loss)
+                for loss in merged.updates:
+                    report.add_update(merged.mapping.name, loss)
                 yield merged
 
     def _merge(self, mapping: ParameterMapping) -> _Merged:
@@ -210,24 +224,25 @@ class _Merger:
         digest = parameter_digest(mapping, base)
 
         kinds = self._kinds(mapping)
+        updates: list[UpdateLoss] = []
         if len(kinds) > 1:
             # Queries, keys and values have the same orientation in both layouts.
             merged = [
-                self._merge_one(mapping, kind, part)
+                self._merge_one(mapping, kind, part, updates)
                 for kind, part in zip(kinds, parts, strict=True)
             ]
         elif kinds:
-            merged = list(mapping.to_hf(self._merge_one(mapping, kinds[0], base)))
+            merged = list(mapping.to_hf(self._merge_one(mapping, kinds[0], base, updates)))
         else:
             merged = parts
 
         if self._is_quantized and is_expert_matrix(mapping.hf_names[0]):
             quantized = self._quantize(mapping, parts[0], merged[0])
-            return _Merged(mapping, quantized.parts, digest, quantized)
+            return _Merged(mapping, quantized.parts, digest, quantized, updates)
 
         converted = [part.to(self._dtype).contiguous() for part in merged]
         named_parts = dict(zip(mapping.hf_names, converted, strict=True))
-        return _Merged(mapping, named_parts, digest, quantized=None)
+        return _Merged(mapping, named_parts, digest, quantized=None, updates=updates)
 
     def _kinds(self, mapping: ParameterMapping) -> tuple[str, ...]:
         for ending, kinds in KINDS.items():
@@ -236,9 +251,17 @@ class _Merger:
         return ()
 
     def _merge_one(
-        self, mapping: ParameterMapping, kind: str, weight: torch.Tensor
+        self,
+        mapping: ParameterMapping,
+        kind: str,
+        weight: torch.Tensor,
+        updates: list[UpdateLoss],
     ) -> torch.Tensor:
-        """Merge ``weight`` [out, in] with the adapter of this kind, if there is one."""
+        """Merge ``weight`` [out, in] with the adapter of this kind, if there is one.
+
+        What rounding loses is added to ``updates`` if PEFT trained the adapter: PEFT does not round
+        the merged weight, and our trainer does.
+        """
         adapter = self._mappings.get((mapping.layer, kind))
         if adapter is None:
             return weight
@@ -247,7 +270,12 @@ class _Merger:
         if mapping.expert is not None:
             a = a[mapping.expert]
             b = b[mapping.expert]
-        return merge_in_pieces(weight, a, b, self._adapters.adapter.alpha / adapter.rank)
+        merged = merge_in_pieces(weight, a, b, adapter.scale)
+        if self._adapters.base is None:
+            update = adapter.scale * (b.float() @ a.float())
+            error = (merged.float() - weight.float()) - update
+            updates.append(UpdateLoss(float(error.square().sum()), float(update.square().sum())))
+        return merged
 
     def _quantize(
         self, mapping: ParameterMapping, base: torch.Tensor, merged: torch.Tensor

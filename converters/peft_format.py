@@ -13,15 +13,17 @@ Read the other way round, either has the right shape and is wrong. Rows of B of 
 projection alternate between gate and up, as the tensor's channels do.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from converters.bits import same_bits
+from converters.bits import require_finite, same_bits
 from converters.errors import ConversionError
 from converters.families.gpt_oss.table import interleave_gate_up, separate_gate_up
 from converters.mapping import Shape
@@ -31,6 +33,8 @@ from megatron_gptoss.config import AdapterConfig, ModelConfig
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+BASE_KEY = "megatron_gptoss.base_digest"
+"""Key of the safetensors metadata that holds the digest of the base. PEFT ignores it."""
 
 _PEFT_MODULES = TARGETS | {
     "router": "model.layers.{layer}.mlp.router",
@@ -71,8 +75,13 @@ class AdapterMapping:
     shape: Shape
     """[out, in] of the weight that it changes, of one expert."""
     rank: int
+    scale: float
+    """Factor of B A."""
     experts: int | None
     """How many there are; None if it is not of experts."""
+    exchanged: bool = False
+    """True for PEFT's other layout of experts, in which A has the outputs and B the inputs. PEFT 0.19
+    and later writes it with transformers 4, whose experts do not say that they are transposed."""
 
     @property
     def checkpoint_key(self) -> str:
@@ -104,6 +113,8 @@ class AdapterMapping:
             return (self.rank, rows), (columns, self.rank)
 
         width = self.rank * (self.experts or 1)
+        if self.exchanged:
+            return (width, rows), (columns, width)
         return (width, columns), (rows, width)
 
     def to_peft(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,9 +136,10 @@ class AdapterMapping:
         if self.experts is None:
             return a, b
 
-        rows, columns = self.shape
-        a = a.view(self.experts, self.rank, columns)
-        b = b.view(rows, self.rank, self.experts).permute(2, 0, 1).contiguous()
+        a = a.view(self.experts, self.rank, -1)
+        b = b.view(-1, self.rank, self.experts).permute(2, 0, 1).contiguous()
+        if self.exchanged:
+            a, b = b.mT.contiguous(), a.mT.contiguous()
         if self.kind == "gate_up":
             b = torch.stack([separate_gate_up(of_expert) for of_expert in b])
         return a, b
@@ -143,39 +155,49 @@ def _peft_names(kind: str, layer: int | None) -> tuple[str, str]:
 
 def adapter_mappings(model: ModelConfig, adapter: AdapterConfig) -> Iterator[AdapterMapping]:
     """Yield all adapters of a model, in the order of its weights."""
+    for kind, layer in _places(model):
+        target = "experts" if kind in EXPERTS else kind
+        if target in adapter.targets:
+            rank = adapter.rank_of_experts(model) if kind in EXPERTS else adapter.rank
+            yield _mapping(model, kind, layer, rank, adapter.alpha / rank)
+
+
+def _places(model: ModelConfig) -> Iterator[tuple[str, int | None]]:
+    """Yield kind and layer of everything that can have an adapter, in the order of its weights."""
+    yield "embedding", None
+    for layer in range(model.num_layers):
+        for kind in ("q", "k", "v", "o", "router", *EXPERTS):
+            yield kind, layer
+    yield "head", None
+
+
+def _mapping(
+    model: ModelConfig, kind: str, layer: int | None, rank: int, scale: float
+) -> AdapterMapping:
     hidden = model.hidden_size
-    vocabulary_shape = (model.vocab_size, hidden)
-    attention_shapes = {
+    shapes = {
+        "embedding": (model.vocab_size, hidden),
         "q": (model.query_size, hidden),
         "k": (model.key_size, hidden),
         "v": (model.key_size, hidden),
         "o": (hidden, model.query_size),
         "router": (model.num_experts, hidden),
-    }
-    expert_shapes = {
         "gate_up": (2 * model.intermediate_size, hidden),
         "down": (hidden, model.intermediate_size),
+        "head": (model.vocab_size, hidden),
     }
-    expert_rank = adapter.rank_of_experts(model)
-
-    if "embedding" in adapter.targets:
-        yield AdapterMapping("embedding", None, vocabulary_shape, adapter.rank, experts=None)
-    for layer in range(model.num_layers):
-        for kind, shape in attention_shapes.items():
-            if kind in adapter.targets:
-                yield AdapterMapping(kind, layer, shape, adapter.rank, experts=None)
-        if "experts" in adapter.targets:
-            for kind, shape in expert_shapes.items():
-                yield AdapterMapping(kind, layer, shape, expert_rank, model.num_experts)
-    if "head" in adapter.targets:
-        yield AdapterMapping("head", None, vocabulary_shape, adapter.rank, experts=None)
+    experts = model.num_experts if kind in EXPERTS else None
+    return AdapterMapping(kind, layer, shapes[kind], rank, scale, experts)
 
 
 # -- a directory -------------------------------------------------------------------------------
 
 
 class PeftDirectory:
-    """An adapter in PEFT's format, checked against a model: every tensor is there, and no other."""
+    """An adapter in PEFT's format, checked against a model: every tensor is there, and no other.
+
+    Ranks and scales may differ, and layers may have none.
+    """
 
     def __init__(self, path: Path, model: ModelConfig) -> None:
         """Open ``path``.
@@ -187,18 +209,37 @@ class PeftDirectory:
         self._model = model
         self._file = path / WEIGHTS_FILE
         self._settings = read_settings(path / CONFIG_FILE)
-        if not self._file.exists():
+        if not self._file.exists() and not self._file.is_symlink():
             raise ConversionError(f"{self._file}: missing; only safetensors can be read")
 
         self._weights = SafetensorsFile(self._file)
-        self.adapter = self._adapter_config()
-        self.mappings = list(adapter_mappings(model, self.adapter))
+        self.base: str | None = self._weights.metadata.get(BASE_KEY)
+        """Digest of the base, as a checkpoint of adapters has it; None if PEFT wrote the file."""
+        self.mappings = self._find_mappings()
         self._check_tensors()
+
+    @property
+    def base_name(self) -> str | None:
+        """Name or directory of the base in the settings."""
+        return self._settings.base
+
+    @cached_property
+    def adapter(self) -> AdapterConfig:
+        """Settings with which a trainer has these adapters.
+
+        Raises:
+            ConversionError: naming what a trainer cannot have, although it can be merged.
+        """
+        return self._adapter_config()
 
     def read(self, mapping: AdapterMapping) -> tuple[torch.Tensor, torch.Tensor]:
         """Return A and B in our layout, of experts stacked."""
-        name_a, name_b = mapping.names
-        return mapping.from_peft(self._weights.read(name_a), self._weights.read(name_b))
+        factors = []
+        for name in mapping.names:
+            factor = self._weights.read(name)
+            require_finite(factor, name, self._file)
+            factors.append(factor)
+        return mapping.from_peft(*factors)
 
     def check_base_copies(self, get_tensor: Callable[[str], torch.Tensor]) -> None:
         """Check that what PEFT saved of the base is what the base has.
@@ -220,57 +261,113 @@ class PeftDirectory:
                 )
 
     def _adapter_config(self) -> AdapterConfig:
-        """Make our settings of PEFT's."""
-        kinds = self._kinds()
-        ranks = {kind: self._settings.rank_of(kind) for kind in kinds}
-        other_ranks = {rank for kind, rank in ranks.items() if kind not in EXPERTS}
-        expert_ranks = {rank for kind, rank in ranks.items() if kind in EXPERTS}
         file = self._settings.file
-        if len(expert_ranks) > 1:
-            raise ConversionError(f"{file}: gate_up_proj and down_proj differ in rank")
-        if len(other_ranks) > 1:
-            raise ConversionError(
-                f"{file}: adapters that are not of experts have ranks {sorted(other_ranks)}; only "
-                "one rank for all, and another one for experts, can be read"
-            )
+        advice = "Merge it into the base (gptoss convert merge) and begin with the merged model"
+        layers: dict[str, list[int | None]] = {}
+        for mapping in self.mappings:
+            layers.setdefault(mapping.kind, []).append(mapping.layer)
+        for kind, found in layers.items():
+            if kind not in ("embedding", "head") and len(found) < self._model.num_layers:
+                raise ConversionError(
+                    f"{file}: {kind} has adapters in the layers {found} only, and a trainer has them in "
+                    f"all layers or none. {advice}"
+                )
 
-        targets: list[Any] = ["experts" if kind in EXPERTS else kind for kind in kinds]
+        others = [mapping for mapping in self.mappings if mapping.experts is None]
+        experts = [mapping for mapping in self.mappings if mapping.experts is not None]
+        rank = self._one_rank(others, "adapters that are not of experts", advice)
+        expert_rank = self._one_rank(experts, "adapters of experts", advice)
+        first = self.mappings[0]
+        alpha = self._settings.alpha
+        if not math.isclose(alpha / first.rank, first.scale, rel_tol=1e-12):
+            alpha = first.scale * first.rank
+        for mapping in self.mappings:
+            if not math.isclose(alpha / mapping.rank, mapping.scale, rel_tol=1e-12):
+                raise ConversionError(
+                    f"{file}: {first.kind} is scaled by {first.scale:g} at rank {first.rank} and "
+                    f"{mapping.kind} by {mapping.scale:g} at rank {mapping.rank}, and a trainer has "
+                    f"one alpha for all. {advice}"
+                )
+
+        targets: list[Any] = ["experts" if kind in EXPERTS else kind for kind in layers]
         config = AdapterConfig(
-            rank=other_ranks.pop() if other_ranks else self._settings.rank,
-            alpha=self._settings.alpha,
-            targets=tuple(dict.fromkeys(targets)),
+            rank=rank or self._settings.rank, alpha=alpha, targets=tuple(dict.fromkeys(targets))
         )
         # Null where that is the default, as in most configurations.
-        if expert_ranks and expert_ranks != {config.rank_of_experts(self._model)}:
-            config = config.model_copy(update={"expert_rank": expert_ranks.pop()})
+        if expert_rank and expert_rank != config.rank_of_experts(self._model):
+            config = config.model_copy(update={"expert_rank": expert_rank})
         try:
             config.check_ranks(self._model)
         except ValueError as error:
             raise ConversionError(f"{file}: {error}") from None
         return config
 
-    def _kinds(self) -> list[str]:
-        """Return the kinds of adapters that settings or tensors name.
-
-        Settings may have a regular expression in place of names, and tensors may be missing.
-        """
-        named = [kind for kind in _PEFT_MODULES if self._settings.names(kind)]
-        if len(set(named) & set(EXPERTS)) == 1:
+    def _one_rank(self, mappings: list[AdapterMapping], which: str, advice: str) -> int | None:
+        ranks = sorted({mapping.rank for mapping in mappings})
+        if len(ranks) > 1:
             raise ConversionError(
-                f"{self._settings.file}: target_parameters has one of the experts' two matrices, "
-                "gate_up_proj and down_proj; adapters of both or of none can be read"
+                f"{self._settings.file}: {which} have ranks {ranks}, and a trainer has one rank for "
+                f"all, and another one for experts. {advice}"
+            )
+        return ranks[0] if ranks else None
+
+    def _find_mappings(self) -> list[AdapterMapping]:
+        """Return the adapters that the settings name, as PEFT would make them."""
+        settings = self._settings
+        mappings = [
+            _mapping(
+                self._model,
+                kind,
+                layer,
+                settings.rank_of(kind, layer),
+                settings.scale_of(kind, layer),
+            )
+            for kind, layer in _places(self._model)
+            if settings.names(kind, layer)
+        ]
+        if not mappings:
+            raise ConversionError(
+                f"{settings.file}: target_modules and target_parameters name no weight of a "
+                f"{self._model.model_type} model that can have an adapter"
             )
 
-        kinds = [kind for kind in _PEFT_MODULES if kind in named or self._has_tensors(kind)]
-        if not kinds:
-            raise ConversionError(f"{self._file}: holds no adapter of GPT-OSS")
-        return kinds
+        for mapping in mappings:
+            target = "experts" if mapping.kind in EXPERTS else mapping.kind
+            if target not in self._model.adapter_targets:
+                available = ", ".join(self._model.adapter_targets) or "none"
+                raise ConversionError(
+                    f"{settings.file}: {target} of a {self._model.model_type} model cannot be adapted; "
+                    f"available: {available}"
+                )
 
-    def _has_tensors(self, kind: str) -> bool:
-        names: set[str] = set()
-        for layer in range(self._model.num_layers):
-            names.update(_peft_names(kind, layer))
-        return not names.isdisjoint(self._weights.entries)
+        expert_layers = [{m.layer for m in mappings if m.kind == kind} for kind in EXPERTS]
+        if expert_layers[0] != expert_layers[1]:
+            raise ConversionError(
+                f"{settings.file}: target_parameters has one of the experts' two matrices, "
+                "gate_up_proj and down_proj, in some layers; adapters of both or of none can be read"
+            )
+        exchanged = [
+            replace(mapping, exchanged=mapping.experts is not None) for mapping in mappings
+        ]
+        return exchanged if self._fits_exchanged(mappings, exchanged) else mappings
+
+    def _fits_exchanged(
+        self, mappings: list[AdapterMapping], exchanged: list[AdapterMapping]
+    ) -> bool:
+        """Tell whether tensors of experts have the shapes of the other layout.
+
+        One of the two matrices always decides: the sides of gate_up_proj are equal where those of
+        down_proj are not.
+        """
+        return not self._fit(mappings) and self._fit(exchanged)
+
+    def _fit(self, mappings: list[AdapterMapping]) -> bool:
+        for mapping in mappings:
+            for name, shape in zip(mapping.names, mapping.peft_shapes, strict=True):
+                entry = self._weights.entries.get(name)
+                if mapping.experts is not None and (entry is None or entry.shape != shape):
+                    return False
+        return True
 
     def _check_tensors(self) -> None:
         """Compare names, shapes and dtypes with those that the settings ask for."""
@@ -287,7 +384,7 @@ class PeftDirectory:
             if name not in expected:
                 raise ConversionError(
                     f"{self._file}: tensor {name} is no adapter that can be read"
-                    f"{self._beyond_last_layer(name)}"
+                    f"{self._reason_against(name)}"
                 )
             if tuple(entry.shape) != expected[name]:
                 raise ConversionError(
@@ -299,9 +396,14 @@ class PeftDirectory:
                     f"{self._file}: tensor {name} has the unsupported dtype {entry.dtype_name}"
                 )
 
-    def _beyond_last_layer(self, name: str) -> str:
-        """Say, for an error, that the base has no such layer; "" if it has."""
+    def _reason_against(self, name: str) -> str:
+        """Say, for an error, why the settings have no such adapter."""
         match = _LAYER.match(name)
-        if match is None or int(match[1]) < self._model.num_layers:
-            return ""
-        return f": the base has {self._model.num_layers} layers, so the adapter is of another model"
+        if match is not None and int(match[1]) >= self._model.num_layers:
+            return f": the base has {self._model.num_layers} layers, so the adapter is of another model"
+        for kind, layer in _places(self._model):
+            if name in _peft_names(kind, layer):
+                return (
+                    f": {CONFIG_FILE} does not name this weight, so that PEFT leaves the tensor out"
+                )
+        return ""

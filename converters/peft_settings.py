@@ -1,11 +1,11 @@
-"""PEFT's ``adapter_config.json``: what it says of an adapter of GPT-OSS, and what we cannot read."""
+"""PEFT's ``adapter_config.json``: reading it, writing it, and settings that are not built."""
 
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from converters.errors import ConversionError
 from converters.model_extras import read_object
@@ -29,13 +29,22 @@ PARAMETERS = ("router", "gate_up", "down")
 """What PEFT adapts as parameters of a module, and not as a module."""
 EXPERTS = ("gate_up", "down")
 """The two matrices of experts, which have adapters both or neither."""
+MAX_REPETITIONS = 4
+"""Repetitions that a regular expression of an adapter's settings may have."""
+GROUPS = ("SUBPATTERN", "BRANCH", "MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT", "ATOMIC_GROUP")
+"""Parts of a regular expression that are not repeated, because that may take for ever."""
 _UNDERSTOOD = {
     "peft_type",
     "r",
     "lora_alpha",
     "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
     "target_modules",
     "target_parameters",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
     "bias",
     "init_lora_weights",
     # what changes nothing that is computed from the tensors
@@ -46,9 +55,6 @@ _UNDERSTOOD = {
     "revision",
     "inference_mode",
     "lora_dropout",
-    "exclude_modules",
-    "layers_to_transform",
-    "layers_pattern",
     "megatron_core",
     "qalora_group_size",
     "loftq_config",
@@ -58,11 +64,9 @@ _UNDERSTOOD = {
 }
 """Keys of PEFT's settings that may have any value, or are looked at by themselves."""
 _REASONS = {
-    "use_rslora": "the scale is alpha / rank",
     "use_dora": "adapters are plain LoRA",
     "lora_bias": "adapters have no bias",
     "modules_to_save": "only adapters are trained",
-    "alpha_pattern": "all adapters have one alpha",
     "fan_in_fan_out": "GPT-OSS has no weights that are stored transposed",
     "layer_replication": "it makes another model",
     "trainable_token_indices": "only adapters are trained",
@@ -118,33 +122,86 @@ def peft_config(model: ModelConfig, adapter: AdapterConfig, base: str | None) ->
 
 @dataclass(frozen=True)
 class PeftSettings:
-    """What ``adapter_config.json`` says."""
+    """Content of ``adapter_config.json``, with PEFT's rules for which weights it names."""
 
     file: Path
     rank: int
     alpha: float
+    is_rank_stabilized: bool
+    """True if the scale is alpha over the root of the rank (rsLoRA), not over the rank."""
     rank_pattern: dict[str, int]
     """Ranks by a regular expression of the names that have them; others have ``rank``."""
-    targets: dict[str, Any]
-    """target_modules and target_parameters as they are: lists of names, or None; of modules maybe
-    a regular expression."""
+    alpha_pattern: dict[str, float]
+    """Alphas, likewise."""
+    modules: list[str] | str | None
+    """target_modules: ends of names, or a regular expression."""
+    parameters: list[str] | None
+    """target_parameters: ends of names."""
+    excluded: list[str] | str | None
+    """exclude_modules: ends of names of modules, or a regular expression."""
+    layers: list[int] | None
+    """layers_to_transform: layers of the modules in a list; None for all."""
+    layers_patterns: list[str]
+    """layers_pattern: regular expressions of the name in front of a layer's number."""
+    base: str | None
+    """base_model_name_or_path."""
 
-    def rank_of(self, kind: str) -> int:
-        """Return the rank of a kind of adapter, as PEFT finds it, in the first layer."""
-        name = TARGETS[kind].format(layer=0)
-        for pattern, rank in self.rank_pattern.items():
-            if re.fullmatch(rf"(.*\.)?({pattern})", name):
-                return rank
-        return self.rank
+    def rank_of(self, kind: str, layer: int | None = 0) -> int:
+        """Return the rank of a kind of adapter in a layer, as PEFT finds it."""
+        return _by_pattern(self.rank_pattern, _name(kind, layer), self.rank)
 
-    def names(self, kind: str) -> bool:
-        """Tell whether this kind of adapter is in the lists of targets."""
-        key = "target_parameters" if kind in PARAMETERS else "target_modules"
-        targets = self.targets[key]
-        if not isinstance(targets, list):
+    def scale_of(self, kind: str, layer: int | None = 0) -> float:
+        """Return the factor of B A."""
+        alpha = _by_pattern(self.alpha_pattern, _name(kind, layer), self.alpha)
+        rank = self.rank_of(kind, layer)
+        return alpha / (math.sqrt(rank) if self.is_rank_stabilized else rank)
+
+    def names(self, kind: str, layer: int | None = 0) -> bool:
+        """Tell whether PEFT adapts this kind of weight in a layer (tuners_utils.py,
+        check_target_module_exists and _inject_parameters)."""
+        name = _name(kind, layer)
+        if kind in PARAMETERS:
+            return _ends_with_any(name, self.parameters or [])
+        if isinstance(self.excluded, str):
+            if re.fullmatch(self.excluded, name):
+                return False
+        elif _ends_with_any(name, self.excluded or []):
             return False
-        name = TARGETS[kind].format(layer=0)
-        return any(name == target or name.endswith(f".{target}") for target in targets)
+
+        if self.modules is None:
+            return False
+        if isinstance(self.modules, str):
+            return re.fullmatch(self.modules, name) is not None
+        if name in self.modules:
+            return True
+        return _ends_with_any(name, self.modules) and self._has_layer(name)
+
+    def _has_layer(self, name: str) -> bool:
+        if not self.layers:
+            return True
+        patterns = [rf"(?:^|.*?\.){pattern}\.(\d+)\." for pattern in self.layers_patterns]
+        for pattern in patterns or [r".*?\.[^.]*\.(\d+)\."]:
+            match = re.match(pattern, name)
+            if match is not None:
+                return int(match[match.lastindex or 1]) in self.layers
+        return False
+
+
+def _name(kind: str, layer: int | None) -> str:
+    return TARGETS[kind].format(layer=layer)
+
+
+def _ends_with_any(name: str, targets: list[str]) -> bool:
+    return any(name == target or name.endswith(f".{target}") for target in targets)
+
+
+def _by_pattern[Number: (int, float)](
+    patterns: Mapping[str, Number], name: str, default: Number
+) -> Number:
+    for pattern, value in patterns.items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", name):
+            return value
+    return default
 
 
 def read_settings(file: Path) -> PeftSettings:
@@ -152,28 +209,106 @@ def read_settings(file: Path) -> PeftSettings:
     if not file.exists():
         raise ConversionError(f"{file}: missing; expected an adapter in PEFT's format")
     settings = read_object(file)
-
     if settings.get("peft_type") != "LORA":
         raise ConversionError(
             f"{file}: peft_type is {settings.get('peft_type')!r}, expected 'LORA'"
         )
     _refuse_other_methods(file, settings)
 
-    rank_pattern = settings.get("rank_pattern") or {}
-    for pattern in rank_pattern:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ConversionError(
-                f"{file}: rank_pattern has {pattern!r}, which is no regular expression ({error})"
-            ) from None
+    layers = settings.get("layers_to_transform")
+    if isinstance(layers, int) and not isinstance(layers, bool):
+        layers = [layers]
+    base = settings.get("base_model_name_or_path")
     return PeftSettings(
         file=file,
         rank=_positive(file, settings, "r"),
         alpha=_positive(file, settings, "lora_alpha"),
-        rank_pattern={name: _positive(file, rank_pattern, name) for name in rank_pattern},
-        targets={key: settings.get(key) for key in ("target_modules", "target_parameters")},
+        is_rank_stabilized=bool(settings.get("use_rslora")),
+        rank_pattern=_numbers_by_pattern(file, settings, "rank_pattern"),
+        alpha_pattern=_numbers_by_pattern(file, settings, "alpha_pattern"),
+        modules=_names_or_pattern(file, settings, "target_modules"),
+        parameters=_list_of(file, "target_parameters", settings.get("target_parameters"), str),
+        excluded=_names_or_pattern(file, settings, "exclude_modules"),
+        layers=_list_of(file, "layers_to_transform", layers, int),
+        layers_patterns=_patterns_of_layers(file, settings),
+        base=base if isinstance(base, str) else None,
     )
+
+
+def _list_of(file: Path, key: str, value: Any, kind: type) -> Any:
+    """Return a list of texts or integers, or None. Raises ConversionError."""
+    if value is None or (
+        isinstance(value, list) and all(type(element) is kind for element in value)
+    ):
+        return value
+    elements = "texts" if kind is str else "integers"
+    raise ConversionError(f"{file}: {key} is {value!r}, expected a list of {elements} or null")
+
+
+def _names_or_pattern(file: Path, settings: Mapping[str, Any], key: str) -> Any:
+    value = settings.get(key)
+    if isinstance(value, str):
+        _check_pattern(file, key, value)
+        return value
+    return _list_of(file, key, value, str)
+
+
+def _patterns_of_layers(file: Path, settings: Mapping[str, Any]) -> list[str]:
+    value = settings.get("layers_pattern")
+    patterns = [value] if isinstance(value, str) and value else value or []
+    for pattern in _list_of(file, "layers_pattern", patterns, str):
+        _check_pattern(file, "layers_pattern", pattern)
+    return list(patterns)
+
+
+def _numbers_by_pattern(file: Path, settings: Mapping[str, Any], key: str) -> dict[str, Any]:
+    table = settings.get(key) or {}
+    if not isinstance(table, dict):
+        raise ConversionError(f"{file}: {key} is {table!r}, expected a table of numbers by name")
+    for pattern in table:
+        _check_pattern(file, key, pattern)
+    kind = "r" if key == "rank_pattern" else "lora_alpha"
+    return {name: _positive(file, table, name, kind) for name in table}
+
+
+def _check_pattern(file: Path, key: str, pattern: str) -> None:
+    """Raise ConversionError for what is not a regular expression, or takes too long to match."""
+    try:
+        re.compile(pattern)
+        parsed = re._parser.parse(pattern)  # type: ignore[attr-defined]
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ConversionError(
+            f"{file}: {key} has {pattern!r}, which is no regular expression ({error})"
+        ) from None
+
+    # Time grows with the length of a name to the power of the repetitions, and without bound if a
+    # group is repeated, such as (a+)+.
+    repetitions = _count_repetitions(parsed, inside=False)
+    if repetitions > MAX_REPETITIONS:
+        raise ConversionError(
+            f"{file}: {key} has {pattern[:80]!r}, which repeats a group or has more than "
+            f"{MAX_REPETITIONS} repetitions and may take for ever to match. List the names instead"
+        )
+
+
+def _count_repetitions(parsed: Any, inside: bool) -> float:
+    """Count the repetitions of a parsed regular expression; infinity if they are nested."""
+    total = 0.0
+    for operation, argument in parsed:
+        if str(operation) in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
+            _, most, repeated = argument
+            if most == 1:
+                total += _count_repetitions(repeated, inside)
+            elif inside or any(str(inner) in GROUPS for inner, _ in repeated):
+                return math.inf
+            else:
+                total += 1 + _count_repetitions(repeated, inside=True)
+        elif isinstance(argument, tuple | list):
+            for part in argument:
+                for branch in part if isinstance(part, list) else [part]:
+                    if hasattr(branch, "data"):
+                        total += _count_repetitions(branch, inside)
+    return total
 
 
 def _refuse_other_methods(file: Path, settings: Mapping[str, Any]) -> None:
@@ -195,15 +330,20 @@ def _refuse_other_methods(file: Path, settings: Mapping[str, Any]) -> None:
             raise ConversionError(f"{file}: {key} is {value!r}, which cannot be read: {reason}")
 
 
-def _positive(file: Path, settings: Mapping[str, Any], key: str) -> Any:
-    """Return a positive number; a rank must be an integer."""
+def _positive(
+    file: Path,
+    settings: Mapping[str, Any],
+    key: str,
+    kind: Literal["r", "lora_alpha"] | None = None,
+) -> Any:
+    """Return a positive number; one of the kind "r" must be an integer."""
     if key not in settings:
         raise ConversionError(f"{file}: key {key} is missing")
 
     value = settings[key]
     kinds: Any = (int,)
     expected = "a positive integer"
-    if key == "lora_alpha":
+    if (kind or key) == "lora_alpha":
         kinds = (int, float)
         expected = "a positive number"
     if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:

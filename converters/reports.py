@@ -1,4 +1,4 @@
-"""What a conversion says of itself when it is done."""
+"""Reports printed at the end of a conversion."""
 
 import math
 from dataclasses import dataclass, field
@@ -151,20 +151,67 @@ class MergeLoss:
 
 
 @dataclass
+class UpdateLoss:
+    """What rounding a merged weight lost of an adapter's update."""
+
+    squared_error: float = 0.0
+    """Sum of (merged - base - update)**2."""
+    squared_update: float = 0.0
+    """Sum of update**2."""
+
+    @property
+    def relative(self) -> float:
+        """Root mean square error over root mean square update."""
+        return _root_of_ratio(self.squared_error, self.squared_update)
+
+    def add(self, other: "UpdateLoss") -> None:
+        """Take a further weight into account."""
+        self.squared_error += other.squared_error
+        self.squared_update += other.squared_update
+
+
+@dataclass
 class MergeReport:
-    """What merging did to the experts; its text is for a person."""
+    """What merging lost; its text is for a person."""
 
     layers: dict[int, MergeLoss] = field(default_factory=dict)
     """By layer; empty unless the merged model is MXFP4."""
     tensors: dict[str, MergeLoss] = field(default_factory=dict)
     """The same by tensor name."""
+    updates: dict[str, UpdateLoss] = field(default_factory=dict, compare=False)
+    """Loss by rounding, by the name of the parameter; empty for adapters that were trained here,
+    whose trainer rounds the same way."""
+    warnings: list[str] = field(default_factory=list, compare=False)
+    """What could not be checked."""
 
     def add(self, layer: int, name: str, loss: MergeLoss) -> None:
         """Take one more expert of the tensor ``name`` into account."""
         self.layers.setdefault(layer, MergeLoss()).add(loss)
         self.tensors.setdefault(name, MergeLoss()).add(loss)
 
+    def add_update(self, name: str, loss: UpdateLoss) -> None:
+        """Take one more adapter of the parameter ``name`` into account."""
+        self.updates.setdefault(name, UpdateLoss()).add(loss)
+
     def __str__(self) -> str:
+        lines = [f"warning: {warning}" for warning in self.warnings]
+        lines += self._quantization_lines()
+        if self.updates:
+            total = UpdateLoss()
+            for update in self.updates.values():
+                total.add(update)
+            worst = max(self.updates, key=lambda name: self.updates[name].relative)
+            lines.append(
+                f"rounding the merged weights loses {total.relative:.1%} of the adapter's updates; "
+                f"most of {worst}, {self.updates[worst].relative:.1%}"
+            )
+        elif not self.layers:
+            lines.append("merged to the bits that the trainer multiplied with")
+        return "\n".join(lines)
+
+    def _quantization_lines(self) -> list[str]:
+        if not self.layers:
+            return []
         lines = [f"layer {layer}: {loss}" for layer, loss in self.layers.items()]
         worst = max(self.tensors, key=lambda name: self.tensors[name].relative)
         lines.append(f"worst tensor: {worst}, {self.tensors[worst]}")
@@ -173,7 +220,7 @@ class MergeReport:
         for loss in self.layers.values():
             total.add(loss)
         lines.append(f"all experts: {total}")
-        return "\n".join(lines)
+        return lines
 
 
 def _root_of_ratio(numerator: float, denominator: float) -> float:

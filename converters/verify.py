@@ -1,12 +1,12 @@
 """Is a Megatron checkpoint the model of a Hugging Face directory? Compares tensors and logits."""
 
 import contextlib
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from converters.bits import require_finite
 from converters.errors import ConversionError
 from converters.families.registry import tensors_of
 from converters.forward import compare_stages
@@ -29,7 +29,7 @@ class Difference:
 
     name: str
     largest: float
-    """Largest absolute difference of any two elements; nan if either side has one."""
+    """Largest absolute difference of any two elements."""
     elements: int
     """How many elements differ."""
 
@@ -110,6 +110,8 @@ def _compare_tensors(
 ) -> list[Difference]:
     def compare(mapping: ParameterMapping) -> list[Difference]:
         parts = mapping.named_parts(checkpoint.parameter(mapping))
+        for name, part in parts.items():
+            require_finite(part, name, checkpoint.path, mapping.expert)
         return [
             _difference(name, source.get(name, mapping.expert), part)
             for name, part in parts.items()
@@ -157,12 +159,5 @@ def _difference(name: str, expected: torch.Tensor, actual: torch.Tensor) -> Diff
         differing = int((first.view(torch.int32) != second.view(torch.int32)).sum())
         if differing:
             elements += differing
-            largest = _larger(largest, (first - second).abs().max().item())
+            largest = max(largest, (first - second).abs().max().item())
     return Difference(name, largest, elements)
-
-
-def _larger(first: float, second: float) -> float:
-    """Return the larger number, or nan if either is."""
-    if math.isnan(first) or math.isnan(second):
-        return math.nan
-    return max(first, second)

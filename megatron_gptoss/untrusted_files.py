@@ -10,13 +10,15 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megatron_gptoss.user_error import UserError
+
 MAX_SETTINGS_BYTES = 16 << 20
 """Size limit of settings such as ``config.json``. Real files have a few kilobytes."""
 MAX_LISTING_BYTES = 256 << 20
 """Size limit of indexes and tokenizers. The largest tokenizers have about 35 MB."""
 
 
-class UntrustedFileError(ValueError):
+class UntrustedFileError(UserError, ValueError):
     """A file was rejected. The message begins with its path."""
 
 

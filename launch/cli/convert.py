@@ -133,7 +133,9 @@ def convert_import_adapter(
     from converters.adapter_checkpoint import import_adapter
 
     with bytes_bars("base  ") as [progress]:
-        import_adapter(peft_dir, megatron_dir, base, dtype=precision, progress=progress)
+        warnings = import_adapter(peft_dir, megatron_dir, base, dtype=precision, progress=progress)
+    for warning in warnings:
+        print(f"warning: {warning}")
     print(megatron_dir)
 
 
@@ -167,8 +169,7 @@ def convert_merge(
             progress=progress,
             check_progress=checked,
         )
-    if report.tensors:
-        print(report)
+    print(report)
     print(merged_dir)
 
 

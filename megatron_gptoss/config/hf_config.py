@@ -27,8 +27,11 @@ IGNORED = frozenset({
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
+MERGED_KEY = "megatron_gptoss_merged_adapters"
+"""Key of a merged model with the digests of its adapters, so that none is merged twice."""
+
 CARRIED = frozenset({
-    *TOKEN_IDS, "sep_token_id", "decoder_start_token_id",
+    *TOKEN_IDS, MERGED_KEY, "sep_token_id", "decoder_start_token_id",
     # outputs beside the logits
     "chunk_size_feed_forward", "output_attentions", "output_hidden_states", "return_dict",
     "use_cache",

@@ -1,6 +1,7 @@
 """Checks that weights to begin with, and checkpoints to go on from, are complete and of the
 configured model."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from converters.weight_files import read_index, weight_files
 from megatron_gptoss.checkpoint.directory import ADAPTER_FILE, MODEL_CONFIG_FILE
 from megatron_gptoss.config import AdapterConfig, ModelConfig
 from megatron_gptoss.families.registry import parse_model_config, read_hf_config
-from megatron_gptoss.untrusted_files import read_json
+from megatron_gptoss.untrusted_files import read_bytes, read_json
 from rl_loop.config.errors import CannotStart
 from rl_loop.tracking.run_directory import RunDirectory
 
@@ -92,10 +93,6 @@ def _check_peft_settings(key: str, file: Path, adapter: AdapterConfig, model: Mo
     except ConversionError as error:
         raise CannotStart(f"{key}: {error}") from None
 
-    if settings.alpha != adapter.alpha:
-        raise CannotStart(
-            f"{key}: {file} has lora_alpha {settings.alpha:g}, and this run adapter.alpha {adapter.alpha:g}"
-        )
     for target in adapter.targets:
         kind: str = target
         rank = adapter.rank
@@ -106,18 +103,28 @@ def _check_peft_settings(key: str, file: Path, adapter: AdapterConfig, model: Mo
             raise CannotStart(
                 f"{key}: {file} has rank {settings.rank_of(kind)} for {target}, and this run {rank}"
             )
+        if not math.isclose(settings.scale_of(kind), adapter.alpha / rank, rel_tol=1e-12):
+            raise CannotStart(
+                f"{key}: {file} scales {target} as lora_alpha {settings.scale_of(kind) * rank:g} does, and "
+                f"this run has adapter.alpha {adapter.alpha:g}"
+            )
 
 
 def _checkpoint_of(path: Path) -> Path:
     """Return the newest checkpoint of a run directory; of another, the directory itself."""
     pointer = path / "checkpoints" / "latest"
     if pointer.exists():
-        return path / "checkpoints" / pointer.read_text().strip()
+        return path / "checkpoints" / _pointed_to(pointer)
     return path
 
 
+def _pointed_to(pointer: Path) -> str:
+    """Return the name of the checkpoint that the file ``latest`` names."""
+    return read_bytes(pointer).decode(errors="replace").strip()
+
+
 def _read_model_config(file: Path) -> ModelConfig:
-    return parse_model_config(file.read_bytes())
+    return parse_model_config(read_bytes(file))
 
 
 def check_newest_checkpoint(run: RunDirectory) -> None:
@@ -126,7 +133,7 @@ def check_newest_checkpoint(run: RunDirectory) -> None:
         pointer = root / "latest"
         if not pointer.exists():
             continue
-        newest = pointer.read_text().strip()
+        newest = _pointed_to(pointer)
         if not (root / newest / "metadata.json").exists():
             raise CannotStart(
                 f"{pointer} names {newest}, which is missing or incomplete; correct or delete the file"

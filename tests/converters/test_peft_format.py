@@ -231,12 +231,25 @@ LAYER_2 = f"{PREFIX}model.layers.2.self_attn.k_proj.lora_A.weight"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (change_settings(use_rslora=True), "use_rslora is True.* the scale is alpha / rank"),
         (change_settings(use_dora=True), "use_dora is True"),
         (change_settings(lora_bias=True), "lora_bias is True"),
         (change_settings(bias="all"), "bias is 'all'"),
         (change_settings(modules_to_save=["lm_head"]), "modules_to_save"),
-        (change_settings(alpha_pattern={"q_proj": 4}), "alpha_pattern"),
+        (change_settings(alpha_pattern={"q_proj": -4}), "q_proj is -4, expected a positive number"),
+        (change_settings(alpha_pattern=[4]), r"alpha_pattern is \[4\], expected a table"),
+        (change_settings(layers_to_transform=["1"]), "layers_to_transform is .*list of integers"),
+        (
+            change_settings(layers_to_transform=[1]),
+            "layers.0.* does not name this weight, so that PEFT",
+        ),
+        (change_settings(exclude_modules=["k_proj"]), "k_proj.* does not name this weight"),
+        (change_settings(target_modules="(a+)+b"), "target_modules has .*may take for ever"),
+        (change_settings(rank_pattern={"(a|a)*": 2}), "rank_pattern has .*may take for ever"),
+        (change_settings(exclude_modules="a*b*c*d*e*f"), "exclude_modules has .*may take for ever"),
+        (
+            change_settings(target_modules=["x"], target_parameters=None),
+            "name no weight of a gpt_oss",
+        ),
         (change_settings(layer_replication=[[0, 2]]), "layer_replication"),
         (change_settings(init_lora_weights="pissa"), "'pissa', which changes the base"),
         (change_settings(use_something_new=True), "use_something_new is True.* it is not known"),
@@ -248,7 +261,7 @@ LAYER_2 = f"{PREFIX}model.layers.2.self_attn.k_proj.lora_A.weight"
         (change_settings(r=4), r"embed_tokens.lora_embedding_A has shape \[8, 128\], expected \[4"),
         (
             change_settings(r=65, rank_pattern={}),
-            r"adapter.rank \(65\) exceeds .* target embedding",
+            r"embed_tokens.lora_embedding_A has shape \[8, 128\], expected \[65",
         ),
         (
             change_settings(target_parameters=["mlp.experts.down_proj"]),
@@ -265,7 +278,6 @@ LAYER_2 = f"{PREFIX}model.layers.2.self_attn.k_proj.lora_A.weight"
         (without("base_layer"), r"mlp.experts.base_layer.lora_A.weight is missing"),
         (with_tensor(K_A, torch.zeros(5, 64)), r"k_proj.lora_A.weight has shape \[5, 64\]"),
         (with_tensor(K_A, torch.zeros(8, 64).byte()), "has the unsupported dtype U8"),
-        (with_k_of_rank_5, r"have ranks \[5, 8\]"),
         (with_tensor(LAYER_2, torch.zeros(8, 64)), "no adapter .*: the base has 2 layers, so"),
         (with_tensor(f"{LAYER}.mlp.gate.lora_A.weight", torch.zeros(8, 64)), "is no adapter"),
     ],
@@ -277,6 +289,27 @@ def test_an_adapter_that_cannot_be_read_is_refused_by_name(
     change(tmp_path / "changed")
     with pytest.raises(ConversionError, match=message):
         PeftDirectory(tmp_path / "changed", MODEL)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            with_k_of_rank_5,
+            r"have ranks \[5, 8\], and a trainer has one rank .*gptoss convert merge",
+        ),
+        (change_settings(alpha_pattern={"q_proj": 4}), "q is scaled by .* one alpha for all"),
+        (change_settings(use_rslora=True), "one alpha for all"),
+    ],
+)
+def test_adapter_that_only_a_merge_can_read_says_why(
+    change: Callable[[Path], None], message: str, exported: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(exported, tmp_path / "changed")
+    change(tmp_path / "changed")
+    adapters = PeftDirectory(tmp_path / "changed", MODEL)
+    with pytest.raises(ConversionError, match=message):
+        _ = adapters.adapter
 
 
 def test_targets_may_be_a_regular_expression(exported: Path, tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ CASES: dict[str, tuple[list[str], dict[str, str], str]] = {
     "the rank of its experts": (["rl", RL, RANDOM, "adapter={rank: 8, expert_rank: 2}", "initial_adapter=FILES/peft_8"],
                                 {}, "initial_adapter: .*adapter_config.json has rank 4 for experts, and this run 2"),
     "the alpha of a PEFT adapter": (["rl", RL, RANDOM, "adapter={rank: 8, alpha: 3}", "initial_adapter=FILES/peft_8"],
-                                    {}, "initial_adapter: .*_config.json has lora_alpha 32, and this run .*alpha 3"),
+                                    {}, "_config.json scales q as lora_alpha 32 does, and this run .* 3"),
     "a PEFT adapter that can be read": (["rl", RL, RANDOM, "adapter={}", "initial_adapter=FILES/dora"], {},
                                         "initial_adapter: .*use_dora is True, which cannot be read"),
     "a tokenizer's directory": (["sft", "configs/sft/tiny_dense.yaml", "vocabulary=tokenizer", "tokenizer=/none"], {},
