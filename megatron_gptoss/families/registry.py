@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, SerializeAsAny, TypeAdapter
+from pydantic import BeforeValidator, SerializeAsAny, TypeAdapter, ValidationError
 
 from megatron_gptoss.config import ModelConfig, load_hf_config
 from megatron_gptoss.families.dense.config import DenseModelConfig
@@ -65,4 +65,10 @@ def parse_model_config(text: str | bytes) -> ModelConfig:
         ValueError: naming the key that is wrong.
     """
     adapter: TypeAdapter[ModelConfig] = TypeAdapter(AnyModelConfig)
-    return adapter.validate_json(text)
+    try:
+        return adapter.validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        message = first["msg"].removeprefix("Value error, ")
+        raise ValueError(f"{key}: {message}" if key else message) from None

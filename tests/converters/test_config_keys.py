@@ -263,3 +263,69 @@ def test_config_table_has_no_key_twice() -> None:
         sets = [table.fields, table.same, table.fixed, table.checked, table.carried]
         names = [name for keys in (*sets, CARRIED, FIXED, IGNORED) for name in keys]
         assert len(names) == len(set(names)), family
+
+
+SHARED_BY_RELEASES = {
+    "attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02, "use_cache": True,
+    "torch_dtype": "bfloat16", "transformers_version": "4.55.0",
+}  # fmt: skip
+RELEASED: dict[str, dict[str, Any]] = {
+    "openai/gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "eos_token_id": 200002,
+        "experts_per_token": 4, "head_dim": 64, "hidden_size": 2880, "initial_context_length": 4096,
+        "intermediate_size": 2880, "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64,
+        "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8,
+        "num_local_experts": 32, "output_router_logits": False, "pad_token_id": 199999,
+        "quantization_config": {
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens",
+                "lm_head",
+            ],
+            "quant_method": "mxfp4",
+        },
+        "rms_norm_eps": 1e-05, "rope_theta": 150000, "router_aux_loss_coef": 0.9,
+        "rope_scaling": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn",
+            "original_max_position_embeddings": 4096, "truncate": False,
+        },
+        "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False,
+        "vocab_size": 201088,
+    },
+    "Qwen/Qwen2.5-7B-Instruct": {
+        "architectures": ["Qwen2ForCausalLM"], "bos_token_id": 151643, "eos_token_id": 151645,
+        "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 32768,
+        "max_window_layers": 28, "model_type": "qwen2", "num_attention_heads": 28,
+        "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0, "sliding_window": 131072, "tie_word_embeddings": False,
+        "use_sliding_window": False, "vocab_size": 152064,
+    },
+    "meta-llama/Llama-3.1-8B-Instruct": {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 128000,
+        "eos_token_id": [128001, 128008, 128009], "hidden_size": 4096, "intermediate_size": 14336,
+        "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_theta": 500000.0,
+        "rope_scaling": {
+            "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3",
+            "original_max_position_embeddings": 8192,
+        },
+        "tie_word_embeddings": False, "vocab_size": 128256,
+    },
+    "HuggingFaceTB/SmolLM2-135M-Instruct": {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 1,
+        "eos_token_id": 2, "hidden_size": 576, "intermediate_size": 1536, "is_llama_config": True,
+        "max_position_embeddings": 8192, "mlp_bias": False, "model_type": "llama",
+        "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3,
+        "pad_token_id": 2, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_interleaved": False,
+        "rope_scaling": None, "rope_theta": 100000, "tie_word_embeddings": True,
+        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}, "vocab_size": 49152,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_config_of_released_model_is_read(name: str) -> None:
+    raw = SHARED_BY_RELEASES | RELEASED[name]
+    config = read_hf_config(raw)
+    assert read_hf_config(config.to_hf_config(**config.hf_keys.carried_from(raw))) == config
