@@ -47,7 +47,7 @@ from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.engines.embedded.config import EmbeddedConfig
 from rl_loop.engines.embedded.engine import TransformersEngine
 from rl_loop.session import build_tasks, trainer_settings
-from rl_loop.tracking.run_directory import metric_curve, read_json_lines
+from rl_loop.tracking.run_directory import metric_curve, read_json_lines, read_training_steps
 
 NO_CORRECTION = ["algorithm.correction.weight=none"]
 SEQUENCE = ["algorithm.correction.weight=sequence_tis", "algorithm.correction.veto=1e-4"]
@@ -250,7 +250,7 @@ def begin_process(started_processes: Any) -> None:
 def run(config: RlConfig) -> dict[str, list[float]]:
     """Train a variant with one seed, unless that is done, and return its curves by metric."""
     file = config.directory / "metrics.jsonl"
-    if not file.exists() or len(read_json_lines(file)) < config.training.steps:
+    if len(read_training_steps(file)) < config.training.steps:
         engine = engine_on_gpu(config) if torch.cuda.is_available() else None
         rollouts = LocalRollouts(config, engine)
         with local_loop(config, rollouts) as loop:

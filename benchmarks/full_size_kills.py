@@ -144,7 +144,7 @@ class FullSizeRun:
     def check(self, episodes_per_step: int) -> None:
         """Raise SystemExit unless every step and each of its episodes is there once."""
         steps = self.steps()
-        if steps != list(range(len(steps))):
+        if steps != list(range(1, len(steps) + 1)):
             raise SystemExit(f"steps are missing or were recorded twice: {steps}")
 
         reader = EpisodeReader(self.run.episodes)

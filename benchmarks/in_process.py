@@ -200,7 +200,7 @@ def local_loop(
 
         resumed = trainer.resume() if resume else None
         state = RunState.from_checkpoint(resumed.state if resumed is not None else None)
-        writer = MetricsWriter(run, state.step - 1 if resume else None)
+        writer = MetricsWriter(run, state.step if resume else None)
         stack.callback(writer.close)
         tasks = build_tasks(config)
         episodes = stack.enter_context(
@@ -208,7 +208,7 @@ def local_loop(
                 run.episodes,
                 tasks.codec.vocabulary,
                 config.tracking.episodes,
-                state.step - 1 if resume else None,
+                state.step if resume else None,
             )
         )
         recorder = StepRecorder(run, writer, Silent(), episodes)

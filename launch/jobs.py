@@ -169,12 +169,11 @@ def query(launch: Launch) -> Status:
     if launch.cancelled and state == "RUNNING":
         state = "CANCELLING"  # it saves what it has
 
-    # An evaluation after the last step is recorded as a further one.
-    step = int(json.loads(metrics[0])["step"]) + 1 if metrics else 0
+    step = int(json.loads(metrics[0])["step"]) if metrics else 0
 
     # What is left are sections "attempt NAME".
     attempts = [_parse_attempt(title, lines) for title, lines in answers.items()]
-    return Status(state=state, detail=detail, step=min(step, launch.steps), attempts=attempts)
+    return Status(state=state, detail=detail, step=step, attempts=attempts)
 
 
 def _local_state(launch: Launch) -> tuple[str, str]:

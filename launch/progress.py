@@ -63,8 +63,8 @@ class StepDisplay(Progress):
 class TrainingProgress:
     """Shows a training run while it is entered as a context.
 
-    Give ``step`` to ``MetricsWriter`` as a listener and call ``phase`` as the loop goes on. Steps
-    are numbered from 0; a resumed run begins at ``first_step``."""
+    Give ``step`` to ``MetricsWriter`` as a listener and call ``phase`` as the loop goes on. A
+    resumed run has completed ``first_step`` steps."""
 
     def __init__(
         self,
@@ -127,17 +127,18 @@ class TrainingProgress:
         self._console.print(escape(message), highlight=False, soft_wrap=True)
 
     def step(self, step: int, values: dict[str, float]) -> None:
-        """Show that step number ``step`` (from 0) has ended with these metrics."""
-        now = time.monotonic()
-        self._step_seconds.append(now - self._step_ended)
-        self._step_ended = now
-
-        # The evaluation after the last step has the number of a further step, which there is not.
-        self._done = min(step + 1, self._total)
+        """Show metrics of ``step`` completed steps: of a training step or of an evaluation."""
+        if step > self._done:
+            now = time.monotonic()
+            self._step_seconds.append(now - self._step_ended)
+            self._step_ended = now
+        self._done = step
         self._latest |= values
 
-        remaining = fmean(self._step_seconds) * (self._total - self._done)
-        left = f"left {format_seconds(remaining)}"
+        left = ""
+        if self._step_seconds:
+            remaining = fmean(self._step_seconds) * (self._total - self._done)
+            left = f"left {format_seconds(remaining)}"
         self._display.metrics_line = format_metrics(self._latest)
         self._display.update(self._task, completed=self._done, left=left)
 

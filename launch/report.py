@@ -7,6 +7,7 @@ everything but its own style and embedded images.
 import base64
 import io
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -179,7 +180,7 @@ def describe_progress(records: Records, finished: bool) -> str:
     if not records:
         return "no step has ended yet"
 
-    # An evaluation after the last step has a record too, and no time of a step.
+    # An evaluation has a record too, and no time of a step.
     _, seconds = metric_curve(records, Name.STEP_SECONDS)
     count = len(seconds) or len(records)
     steps = f"{count} step{'s' if count > 1 else ''} in {format_seconds(sum(seconds))}"
@@ -272,7 +273,7 @@ def draw_chart(
     is_svg = file_format == "svg"
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=inches, dpi=130, layout="constrained")
-        draw_curves(figure.add_subplot(), chart, curves, recorded_steps=len(records))
+        draw_curves(figure.add_subplot(), chart, curves)
         # The page has a background of its own, and what it says of itself stays the same from call to call.
         no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type")) if is_svg else None
         figure.savefig(buffer, format=file_format, transparent=is_svg, metadata=no_metadata)
@@ -289,18 +290,18 @@ def chart_curves(chart: Chart, records: Records) -> list[Curve]:
     return curves
 
 
-def draw_curves(axes: Axes, chart: Chart, curves: Sequence[Curve], recorded_steps: int) -> None:
-    """Draw the curves of one chart; ``recorded_steps`` is the number of steps of the run so far."""
+def draw_curves(axes: Axes, chart: Chart, curves: Sequence[Curve]) -> None:
+    """Draw the curves of one chart."""
     step_label = "step"
     for curve in curves:
         # Metrics of rare evaluations are not noise from step to step, and a log scale shows orders
         # of magnitude.
-        is_measured_often = 2 * len(curve.values) > recorded_steps
-        if len(curve.values) >= FEW_STEPS and is_measured_often and not chart.log_scale:
+        is_sparse = 2 * len(curve.steps) <= curve.steps[-1] - curve.steps[0] + 1
+        if len(curve.values) >= FEW_STEPS and not is_sparse and not chart.log_scale:
             draw_smoothed(axes, curve)
             step_label = f"step (bold: mean of up to {2 * SMOOTHING_REACH + 1})"
         else:
-            marker = "o" if len(curve.steps) < FEW_STEPS else ""
+            marker = "o" if len(curve.steps) < FEW_STEPS or is_sparse else ""
             axes.plot(
                 curve.steps,
                 curve.values,
@@ -326,21 +327,23 @@ def draw_smoothed(axes: Axes, curve: Curve) -> None:
     axes.plot(curve.steps, curve.values, color=curve.colour, alpha=0.25, linewidth=1)
     axes.plot(
         curve.steps,
-        moving_mean(curve.values, SMOOTHING_REACH),
+        moving_mean(curve.steps, curve.values, SMOOTHING_REACH),
         color=curve.colour,
         linewidth=1.8,
         label=curve.label,
     )
 
 
-def moving_mean(values: Sequence[float], reach: int) -> list[float]:
-    """Return the mean of each value and up to ``reach`` values on either side.
+def moving_mean(steps: Sequence[int], values: Sequence[float], reach: int) -> list[float]:
+    """Return the mean of each value and of those up to ``reach`` steps before and after it.
 
-    Near the ends there are fewer of them, but as many on the left as on the right, so that a
-    straight line stays."""
+    As many values before as after it count, so fewer near the ends and beside a gap: a straight
+    line stays."""
     means = []
-    for i in range(len(values)):
-        near = min(reach, i, len(values) - 1 - i)
+    for i, step in enumerate(steps):
+        before = i - bisect_left(steps, step - reach)
+        after = bisect_right(steps, step + reach) - 1 - i
+        near = min(before, after)
         means.append(fmean(values[i - near : i + near + 1]))
     return means
 

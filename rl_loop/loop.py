@@ -392,6 +392,6 @@ class RlLoop:
         self.recorder.progress.phase("evaluate")
         self.sync_weights(step)
         groups = self.rollouts.run(self.held_out)
-        self.finish_check(record.metrics)
+        self.finish_check(record.evaluation)
         self.recorder.record_evaluation(record, groups)
-        return record.metrics
+        return record.evaluation

@@ -237,7 +237,7 @@ class Session:
         self.progress = self._stack.enter_context(
             self._show(config.name, config.training.steps, state.step)
         )
-        resume_after = state.step - 1 if self._how.may_resume else None
+        resume_after = state.step if self._how.may_resume else None
         trackers = experiment_trackers(config.name, dump_config(config), self.run)
         for tracker in trackers:
             self._stack.callback(tracker.close)

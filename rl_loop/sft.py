@@ -110,7 +110,7 @@ def add_validation_loss(
     sequences_at_a_time: int,
 ) -> None:
     """Measure the cross-entropy in nats per learned token, over all sources and for each."""
-    with record.timed("validate"):
+    with record.timed_evaluation("validate"):
         for name, samples in validation.items():
             total, tokens = 0.0, 0
             # As many at a time as in a step, which is what Ray's store has room for.
@@ -120,9 +120,10 @@ def add_validation_loss(
                 total -= float(log_probs.sum(dtype=np.float64))
                 tokens += len(log_probs)
 
-            record.metrics.add_mean(Name.VALIDATION_LOSS, total, tokens, "tokens")
+            record.evaluation.add_mean(Name.VALIDATION_LOSS, total, tokens, "tokens")
             if len(validation) > 1:
-                record.metrics.add_mean(f"{Name.VALIDATION_LOSS}/{name}", total, tokens, "tokens")
+                by_source = f"{Name.VALIDATION_LOSS}/{name}"
+                record.evaluation.add_mean(by_source, total, tokens, "tokens")
 
 
 class DemonstrationBatches:

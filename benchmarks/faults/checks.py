@@ -41,7 +41,7 @@ def compare_curves(course: Course, reference: dict[int, Numbers], tolerance: flo
     far as that one has come."""
     recorded = course.recorded()
     steps = [step.step for step in recorded]
-    if steps != list(range(len(steps))):
+    if steps != list(range(1, len(steps) + 1)):
         return f"steps are missing or were recorded twice: {steps}"
 
     for step in recorded:

@@ -248,7 +248,8 @@ class Course:
                 continue
             name = row["task_id"]
             versions = (row["oldest_version"], row["newest_version"])
-            if versions != (row["step"], row["step"]):
+            # The first step, 1, is sampled with the weights of 0 updates.
+            if versions != (row["step"] - 1, row["step"] - 1):
                 name = f"{name} of weights {versions[0]} to {versions[1]}"
             trained.setdefault(row["step"], Counter())[name] += 1
         return trained
@@ -260,10 +261,10 @@ class Course:
             step: Counter(
                 {
                     task.task_id: SAMPLES_PER_TASK
-                    for task in tasks.train(step * TASKS_PER_STEP, TASKS_PER_STEP)
+                    for task in tasks.train((step - 1) * TASKS_PER_STEP, TASKS_PER_STEP)
                 }
             )
-            for step in range(steps)
+            for step in range(1, steps + 1)
         }
 
 

@@ -222,7 +222,7 @@ def state_of(
 
     ``now``: seconds since 1970; ``steps``: how many the run is to have; ``holder_lives``: whether
     the process that holds its lock is there, None if it is on another machine."""
-    done = records[-1]["step"] + 1 if records else 0
+    done = records[-1]["step"] if records else 0
     if is_finished and (steps is None or done >= steps):
         return "finished"
     if holder_lives is False:

@@ -113,7 +113,7 @@ class RunView:
             "state": state,
             "generation": self.metrics.generation,
             "records": len(records),
-            "step": _last_training_step(records, steps),
+            "step": int(records[-1]["step"]) if records else None,
             "steps": steps,
             "time": records[-1].get("time") if records else None,
             "headlines": _headlines(records),
@@ -197,16 +197,6 @@ def _planned_steps(config: dict[str, Any]) -> int | None:
     training = config.get("training")
     steps = training.get("steps") if isinstance(training, dict) else None
     return steps if isinstance(steps, int) else None
-
-
-def _last_training_step(records: list[dict[str, Any]], steps: int | None) -> int | None:
-    """Return the number, from 0, of the last step; None before the first has ended.
-
-    The evaluation after the last step is recorded as a further one, which there is not."""
-    if not records:
-        return None
-    last = int(records[-1]["step"])
-    return last if steps is None else min(last, steps - 1)
 
 
 def _headlines(records: list[dict[str, Any]]) -> dict[str, float]:

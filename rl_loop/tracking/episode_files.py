@@ -134,7 +134,10 @@ def merge_small_files(directory: Path) -> bool:
 
 
 def keep_steps_up_to(directory: Path, step: int) -> None:
-    """Drop the episodes of later steps, and what a crash left half-way."""
+    """Drop the episodes of later steps, and what a crash left half-way.
+
+    Held-out episodes of ``step`` itself are dropped, because a resume after it samples them again.
+    """
     if not directory.exists():
         return
     for left_behind in directory.glob(".*.tmp"):
@@ -145,15 +148,19 @@ def keep_steps_up_to(directory: Path, step: int) -> None:
         if path not in {file.path for file in files}:
             path.unlink()  # merged into another
     for file in files:
-        steps = _read(file.path, ["step"]).column("step")
-        if len(steps) == 0 or pc.min(steps).as_py() > step:
+        kept = _is_kept(_read(file.path, ["step", "split"]), step)
+        if not pc.any(kept).as_py():
             file.path.unlink()
-        elif pc.max(steps).as_py() > step:
-            kept = (
-                table.filter(pc.less_equal(table.column("step"), step))
-                for table in read_row_groups(file.path)
-            )
-            atomic_write_bytes(file.path, _to_parquet(kept))
+        elif not pc.all(kept).as_py():
+            tables = (table.filter(_is_kept(table, step)) for table in read_row_groups(file.path))
+            atomic_write_bytes(file.path, _to_parquet(tables))
+
+
+def _is_kept(table: pa.Table, step: int) -> pa.ChunkedArray:
+    """Return a boolean per episode: True if a resume after ``step`` steps keeps it."""
+    steps = table.column("step")
+    was_trained_on = pc.not_equal(table.column("split"), "held_out")
+    return pc.or_(pc.less(steps, step), pc.and_(pc.equal(steps, step), was_trained_on))
 
 
 @contextmanager

@@ -45,7 +45,7 @@ class EpisodeRecorder:
     ) -> None:
         """``keep``: episodes of each step and split, as ``tracking.episodes`` says.
 
-        ``resume_after``: the last step that the run goes on from; what is there of later ones is
+        ``resume_after``: number of steps in the loaded checkpoint. Episodes of later steps are
         dropped. None for a new run."""
         self._directory = directory
         self._vocabulary = vocabulary

@@ -90,6 +90,8 @@ class EpisodesOfSplit:
     """Of the valid episodes of ``groups``, in order; None if they are not trained on."""
     trained: TrainedTokens | None = None
     """Of ``samples``; None if the policy was not trained on them."""
+    step: int | None = None
+    """Number of completed steps that the episodes belong to; None for that of the recorded step."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ class SampleRow:
 class _Row:
     """One episode and where it belongs."""
 
+    step: int
     split: str
     group: int
     sample: int
@@ -144,18 +147,18 @@ def episode_table(
     token sequences.
 
     Args:
-        step: the number of the step.
+        step: number of the step; the first training step has 1.
         splits: what there is to record.
         first_id: of the first row; the others count on.
         at_most: rows of each split, evenly spread over its tasks; None takes all.
     """
     rows: list[_Row] = []
     for split in splits:
-        rows += _thinned(_rows_of(split), at_most)
+        rows += _thinned(_rows_of(step, split), at_most)
 
     columns: dict[str, pa.Array] = {
         "id": pa.array(range(first_id, first_id + len(rows)), pa.int64()),
-        "step": pa.array([step] * len(rows), pa.int32()),
+        "step": pa.array([row.step for row in rows], pa.int32()),
     }
     for field in FIGURES:
         if field.name not in columns:
@@ -175,14 +178,14 @@ def sample_rows(step: int, splits: Sequence[EpisodesOfSplit], at_most: int) -> l
     """Return a few episodes of a step, ``at_most`` of each split, evenly spread over its tasks."""
     rows: list[_Row] = []
     for split in splits:
-        rows += _thinned(_rows_of(split), at_most)
+        rows += _thinned(_rows_of(step, split), at_most)
 
     samples = []
     for row in rows:
         turns = [f"[{turn.role}] {_utf8(turn.text)}" for turn in row.trajectory.turns]
         samples.append(
             SampleRow(
-                step=step,
+                step=row.step,
                 split=row.split,
                 task_id=_utf8(row.trajectory.task_id),
                 reward=_reward(row),
@@ -194,8 +197,10 @@ def sample_rows(step: int, splits: Sequence[EpisodesOfSplit], at_most: int) -> l
     return samples
 
 
-def _rows_of(split: EpisodesOfSplit) -> list[_Row]:
+def _rows_of(step: int, split: EpisodesOfSplit) -> list[_Row]:
     estimates = _estimates(split)
+    if split.step is not None:
+        step = split.step
     rows = []
     sequence = 0
     for number, group in enumerate(split.groups):
@@ -211,7 +216,7 @@ def _rows_of(split: EpisodesOfSplit) -> list[_Row]:
                 first, last = split.samples.offsets[sequence : sequence + 2].tolist()
                 tokens = slice(first, last)
                 sequence += 1
-            rows.append(_Row(split.split, number, i, trajectory, tokens, estimates))
+            rows.append(_Row(step, split.split, number, i, trajectory, tokens, estimates))
     return rows
 
 

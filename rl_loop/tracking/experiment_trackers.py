@@ -130,16 +130,14 @@ class MlflowTracker:
         now = int(time.time() * 1000)
         metrics = [Metric(name, value, now, step) for name, value in values.items()]
         self._try(
-            f"metrics of step {step + 1}", lambda: self._client.log_batch(self._id, metrics=metrics)
+            f"metrics of step {step}", lambda: self._client.log_batch(self._id, metrics=metrics)
         )
 
     def log_samples(self, step: int, samples: Sequence[SampleRow]) -> None:
         rows = [list(asdict(sample).values()) for sample in samples]
         table = {"columns": SAMPLE_COLUMNS, "data": rows}
-        file = f"samples/step_{step + 1:06}.json"
-        self._try(
-            f"samples of step {step + 1}", lambda: self._client.log_dict(self._id, table, file)
-        )
+        file = f"samples/step_{step:06}.json"
+        self._try(f"samples of step {step}", lambda: self._client.log_dict(self._id, table, file))
 
     def close(self) -> None:
         self._try("that the run has ended", lambda: self._client.set_terminated(self._id))

@@ -86,6 +86,7 @@ class StepMetrics:
     their parts."""
 
     step: int
+    """Number of completed steps that the values belong to; the first training step has 1."""
     scalars: dict[str, Scalar] = field(default_factory=dict)
 
     def add_mean(self, name: str, total: float, count: float, over: str) -> None:
@@ -123,12 +124,16 @@ class StepMetrics:
 
 
 class MetricsWriter:
-    """Writes each step's values to ``metrics.jsonl`` (one flushed line) and ``tensorboard/``, and
-    hands them on.
+    """Writes values to ``metrics.jsonl`` (flushed lines) and ``tensorboard/``, and passes them on.
 
-    ``resume_after`` is the last step that the loaded checkpoint knows: later ones are dropped
-    (hidden in TensorBoard), and the curve continues; None starts anew. ``listeners`` get (step,
-    values). NaN and infinity are null in JSON."""
+    A line's step is the number of completed steps: 1 for the first training step, 0 for an
+    evaluation before it. An evaluation has a line of its own.
+
+    Args:
+        resume_after: number of steps in the loaded checkpoint. Lines of later steps are dropped
+            (hidden in TensorBoard), and the curve continues. None starts a new curve.
+        listeners: get (step, values) of each line. NaN and infinity are null in JSON.
+    """
 
     def __init__(
         self, run: RunDirectory, resume_after: int | None = None, listeners: Iterable[Listener] = ()

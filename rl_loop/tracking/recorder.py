@@ -33,11 +33,17 @@ DRIFT_STEPS = 10
 
 
 class StepRecord:
-    """What becomes known of one step while it runs."""
+    """Metrics of one step while it runs.
 
-    def __init__(self, step: int, progress: Progress) -> None:
-        self.step = step
-        self.metrics = StepMetrics(step)
+    The step number of a record is the number of completed steps. The update of the step belongs to
+    ``done + 1`` steps. An evaluation of the policy before that update belongs to ``done`` steps."""
+
+    def __init__(self, done: int, progress: Progress) -> None:
+        """``done``: steps that were completed before this one."""
+        self.metrics = StepMetrics(done + 1)
+        """Metrics of the episodes and of the update."""
+        self.evaluation = StepMetrics(done)
+        """Metrics of held-out data; empty if the step has no evaluation."""
         self._progress = progress
         self._began = time.monotonic()
 
@@ -45,10 +51,21 @@ class StepRecord:
     def timed(self, phase: str) -> Iterator[None]:
         """Show ``phase`` to the user and add the seconds that the block takes to
         ``seconds/PHASE``."""
+        with self._timed(phase, self.metrics):
+            yield
+
+    @contextmanager
+    def timed_evaluation(self, phase: str) -> Iterator[None]:
+        """Do the same as ``timed`` for a phase that belongs to the evaluation."""
+        with self._timed(phase, self.evaluation):
+            yield
+
+    @contextmanager
+    def _timed(self, phase: str, metrics: StepMetrics) -> Iterator[None]:
         self._progress.phase(phase)
         began = time.monotonic()
         yield
-        self.metrics.add(f"seconds/{phase}", time.monotonic() - began, "sum", "phases")
+        metrics.add(f"seconds/{phase}", time.monotonic() - began, "sum", "phases")
 
     def add_speed(self, tokens: int) -> None:
         """Add the step's wall time until now, and the tokens that it sampled
@@ -82,8 +99,9 @@ class StepRecorder:
         ]
         self._watch = SignalWatch()
 
-    def begin_step(self, step: int) -> StepRecord:
-        return StepRecord(step, self.progress)
+    def begin_step(self, done: int) -> StepRecord:
+        """Return the record of the step that follows ``done`` completed steps."""
+        return StepRecord(done, self.progress)
 
     def record_rl_step(
         self,
@@ -110,31 +128,39 @@ class StepRecorder:
         if rollouts.replaced:
             recorded.append(EpisodesOfSplit("replaced", rollouts.replaced))
         if rollouts.held_out:
-            add_held_out_metrics(metrics, rollouts.held_out)
-            recorded.append(EpisodesOfSplit("held_out", rollouts.held_out))
-        self._record_episodes(record.step, recorded)
+            add_held_out_metrics(record.evaluation, rollouts.held_out)
+            held_out = EpisodesOfSplit("held_out", rollouts.held_out, step=record.evaluation.step)
+            recorded.append(held_out)
+        # First, because Weights & Biases takes steps in ascending order only.
+        self._write_evaluation(record)
+        self._record_episodes(metrics.step, recorded)
 
         record.add_speed(sum(map(len, rollouts.sequences)))
         self._writer.write(metrics)
 
     def record_sft_step(self, record: StepRecord, tokens: int) -> None:
         """Write a finished step of supervised fine-tuning, which trained on ``tokens``."""
+        self._write_evaluation(record)
         record.add_speed(tokens)
         self._writer.write(record.metrics)
 
     def record_validation(self, record: StepRecord) -> None:
         """Write a measurement of the loss that belongs to no training step."""
-        self._writer.write(record.metrics)
+        self._write_evaluation(record)
 
     def record_evaluation(self, record: StepRecord, groups: Sequence[TrajectoryGroup]) -> None:
         """Write an evaluation that belongs to no training step."""
-        add_held_out_metrics(record.metrics, groups)
-        self._record_episodes(record.step, [EpisodesOfSplit("held_out", groups)])
-        self._writer.write(record.metrics)
+        add_held_out_metrics(record.evaluation, groups)
+        self._record_episodes(record.evaluation.step, [EpisodesOfSplit("held_out", groups)])
+        self._write_evaluation(record)
 
     def finish_writing(self) -> None:
         """Wait until all episodes are on the disk. Raises RunWriteError if they cannot be."""
         self._episodes.finish_writing()
+
+    def _write_evaluation(self, record: StepRecord) -> None:
+        if record.evaluation.scalars:
+            self._writer.write(record.evaluation)
 
     def _record_episodes(self, step: int, splits: Sequence[EpisodesOfSplit]) -> None:
         self._episodes.record(step, splits)
@@ -165,4 +191,4 @@ class StepRecorder:
         gradients = [update.grad_norm for update in updates.policy]
         warning = self._watch.observe(metrics.values(), gradients)
         if warning is not None:
-            self.progress.note(f"step {metrics.step + 1}: {warning}")
+            self.progress.note(f"step {metrics.step}: {warning}")

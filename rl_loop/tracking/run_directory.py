@@ -80,7 +80,8 @@ class RunDirectory:
         """As resolved, overrides included; what a resume changed stands on top."""
 
         self.metrics = path / "metrics.jsonl"
-        """One line per step: {"step", "time", NAME: value, ...}."""
+        """Lines of {"step", "time", NAME: value, ...}: one per training step, numbered from 1, and
+        one per evaluation, whose step is the number of training steps before it."""
 
         self.metric_descriptions = path / "metrics.describe.json"
         """{NAME: "mean over tokens", ...}."""
@@ -159,10 +160,16 @@ class RunDirectory:
         append_lines(self.refused, [json.dumps(record) for record in records])
 
     def keep_steps_up_to(self, step: int) -> None:
-        """Drop metrics of later steps, and a last line that a crash cut short. A resume begins
-        with it."""
+        """Drop metrics of later steps, and a last line that a crash cut short.
+
+        A resume after ``step`` steps begins with it. It evaluates again where an evaluation after
+        that step is due, so such an evaluation is dropped too."""
         if self.metrics.exists():
-            kept = [record for record in read_json_lines(self.metrics) if record["step"] <= step]
+            kept = [
+                record
+                for record in read_json_lines(self.metrics)
+                if record["step"] < step or (record["step"] == step and is_training_step(record))
+            ]
             text = "".join(json.dumps(record) + "\n" for record in kept)
             atomic_write_text(self.metrics, text)
 
@@ -188,9 +195,7 @@ def check_start(path: Path | str, how: Start) -> RunDirectory:
         raise RunDirectoryError(f"{run.path} is a file; a run needs a directory")
 
     if how is Start.NEW and run.has_begun:
-        records = read_json_lines(run.metrics)
-        # The last one may be of nothing but the evaluation at the end.
-        steps = sum("seconds/step" in record for record in records)
+        steps = len(read_training_steps(run.metrics))
         raise RunDirectoryError(
             f"{run.path} already holds a run ({steps} steps); add --resume to continue it or --overwrite to delete it"
         )
@@ -310,6 +315,16 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RunDirectoryError(f"{path} holds a {type(value).__name__}, expected an object")
     return value
+
+
+def is_training_step(record: dict[str, Any]) -> bool:
+    """Return True if a line of metrics.jsonl is of a training step, and not of an evaluation."""
+    return "seconds/step" in record
+
+
+def read_training_steps(path: Path) -> list[dict[str, Any]]:
+    """Read the records of training steps of a metrics.jsonl, without evaluations."""
+    return list(filter(is_training_step, read_json_lines(path)))
 
 
 def metric_curve(records: Iterable[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:

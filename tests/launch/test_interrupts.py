@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_loop.tracking.run_directory import read_json_lines
+from rl_loop.tracking.run_directory import read_training_steps
 from tests.launch.terminal import Terminal
 
 ROOT = Path(__file__).parents[2]
@@ -110,7 +110,7 @@ def test_a_stopped_run_says_what_it_has_saved_and_leaves_no_process(
     assert f"to continue: gptoss {kind} configs/" in said
     assert "--resume" in said.splitlines()[-1]
 
-    steps = len(read_json_lines(run / "metrics.jsonl"))
+    steps = len(read_training_steps(run / "metrics.jsonl"))
     checkpoints = run / "checkpoints"
     assert not list(checkpoints.glob("*.partial"))
     if how == "INT twice" and "stopped at once" in said:

@@ -20,9 +20,9 @@ def run_two_steps(terminal: bool) -> str:
     console = Console(file=output, force_terminal=terminal, width=100, color_system=None)
     with TrainingProgress("RL · [tiny]", total_steps=4, first_step=1, console=console) as progress:
         progress.phase("rollout")
-        progress.step(1, VALUES)
+        progress.step(2, VALUES)
         progress.note("saved runs/tiny/[1]")
-        progress.step(2, VALUES | {Name.REWARD: 0.75})
+        progress.step(3, VALUES | {Name.REWARD: 0.75})
     return output.getvalue()
 
 
@@ -65,7 +65,7 @@ def test_a_value_that_is_not_finite_is_shown_and_does_not_stop_the_run() -> None
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=100, color_system=None)
     with TrainingProgress("RL", total_steps=2, console=console) as progress:
-        progress.step(0, {Name.REWARD: float("nan"), Name.GRAD_NORM: float("inf")})
+        progress.step(1, {Name.REWARD: float("nan"), Name.GRAD_NORM: float("inf")})
     assert "reward nan" in output.getvalue()
     assert "grad norm inf" in output.getvalue()
 
@@ -74,8 +74,14 @@ def test_the_clock_shows_hours_only_when_there_are_some() -> None:
     assert [format_seconds(s) for s in (-3, 61, 3661)] == ["0:00", "1:01", "1:01:01"]
 
 
-def test_an_evaluation_after_the_last_step_is_not_counted_as_a_step() -> None:
+def test_progress_shows_evaluations_at_completed_steps() -> None:
     console = Console(file=io.StringIO(), force_terminal=False, width=100)
-    with TrainingProgress("RL", total_steps=2, console=console) as progress:
-        progress.step(2, {Name.HELD_OUT_ACCURACY: 0.9})
-    assert console.file.getvalue() == "step 2/2  held out 0.900  left 0:00\n"
+    with TrainingProgress("RL", total_steps=1, console=console) as progress:
+        progress.step(0, {Name.HELD_OUT_ACCURACY: 0.1})
+        progress.step(1, {Name.REWARD: 0.5})
+        progress.step(1, {Name.HELD_OUT_ACCURACY: 0.9})
+    assert console.file.getvalue().splitlines() == [
+        "step 0/1  held out 0.100",
+        "step 1/1  reward 0.500  left 0:00",
+        "step 1/1  held out 0.900  left 0:00",
+    ]

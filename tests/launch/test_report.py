@@ -252,5 +252,12 @@ def test_figures_are_readable(value: object, shown: str) -> None:
 
 
 def test_the_moving_mean_keeps_a_straight_line() -> None:
-    assert moving_mean([0.0, 1.0, 2.0, 3.0, 4.0], reach=2) == [0.0, 1.0, 2.0, 3.0, 4.0]
-    assert moving_mean([0.0, 3.0, 0.0], reach=1) == [0.0, 1.0, 0.0]
+    steps = range(1, 6)
+    assert moving_mean(steps, [0.0, 1.0, 2.0, 3.0, 4.0], reach=2) == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert moving_mean([1, 2, 3], [0.0, 3.0, 0.0], reach=1) == [0.0, 1.0, 0.0]
+
+
+def test_moving_mean_keeps_values_across_a_gap() -> None:
+    """Its reach is in steps: a value 20 steps away belongs to another policy."""
+    steps = [1, 2, 3, 23, 43]
+    assert moving_mean(steps, [0.0, 3.0, 0.0, 6.0, 9.0], reach=2) == [0.0, 1.0, 0.0, 6.0, 9.0]

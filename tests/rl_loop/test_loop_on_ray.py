@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
 import math
 import os
@@ -19,9 +20,14 @@ import psutil
 import pytest
 import ray
 import torch
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from converters.hf_directory import HfDirectory
 from converters.merge_adapter import merge_adapter
+from launch.progress import TrainingProgress
+from launch.report import build_report
+from launch.viewer.run_view import RunView
 from megatron_gptoss.checkpoint import gathered_state
 from megatron_gptoss.user_error import UserError
 from rl_loop.canary import CanaryError, CanaryTolerance, check_canary
@@ -34,7 +40,13 @@ from rl_loop.infrastructure import COMPONENTS, InfrastructureOutage
 from rl_loop.rollout.group_stream import GroupRequest
 from rl_loop.run import Interrupted, run_engine_report, run_rl, run_sft
 from rl_loop.session import build_rollouts, build_tasks, build_trainer
-from rl_loop.tracking.run_directory import read_json_lines
+from rl_loop.tracking.run_directory import (
+    is_training_step,
+    metric_curve,
+    read_json,
+    read_json_lines,
+    read_training_steps,
+)
 from rl_loop.trainer.ray_ranks import RankDied, TrainerProcess
 from tests.forked_workers import local_ray
 from tests.waiting import wait_until
@@ -62,7 +74,9 @@ RL = [
 
 
 class Quiet:
-    """A progress display that shows nothing; ``on_step`` is called after every step."""
+    """A progress display that shows nothing.
+
+    ``on_step`` is called after every training step with the number of completed steps."""
 
     def __init__(self, on_step: object = None) -> None:
         self.on_step, self.notes = on_step, []
@@ -79,7 +93,7 @@ class Quiet:
         self.notes.append(message)
 
     def step(self, step: int, values: dict[str, float]) -> None:
-        if self.on_step is not None:
+        if self.on_step is not None and is_training_step(values):
             self.on_step(step)
 
 
@@ -193,6 +207,45 @@ def test_adapters_go_from_sft_to_rl_and_are_exported_alone_and_merged(
         assert (run / "config.yaml").read_text() == kept
 
 
+def test_all_outputs_number_steps_alike(tmp_path: Path) -> None:
+    """Step N of the terminal is step N of every file and page: N steps are completed."""
+    terminal = io.StringIO()
+    config = rl_config(tmp_path, "training.steps=3", "evaluate_every=2", "tracking.episodes=all")
+    run = run_rl(config, lambda *title: TrainingProgress(*title, Console(file=terminal, width=500)))
+    build_report(run)
+
+    trained, evaluated = [1, 2, 3], [0, 2, 3]
+    lines = re.findall(r"^step (\d+)/3  (.*)", terminal.getvalue(), re.MULTILINE)
+    assert [int(step) for step, text in lines if text.startswith("reward")] == trained
+    assert [int(step) for step, text in lines if text.startswith("held out")] == evaluated
+
+    records = read_json_lines(run / "metrics.jsonl")
+    assert metric_curve(records, "reward")[0] == trained
+    assert metric_curve(records, "held_out/accuracy")[0] == evaluated
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("reward")] == trained
+    assert [event.step for event in events.Scalars("held_out/accuracy")] == evaluated
+
+    viewed = RunView("run", run)
+    assert viewed.overview()["step"] == 3 and viewed.overview()["state"] == "finished"
+    curves = viewed.curves(-1, 0)
+    shown_rewards = curves["metrics"]["reward"]
+    pairs = zip(curves["steps"], shown_rewards, strict=True)
+    assert [step for step, reward in pairs if reward is not None] == trained
+    viewed.episodes.refresh()
+    rows = viewed.episodes.figures.to_pylist()
+    assert sorted({row["step"] for row in rows if row["split"] == "train"}) == trained
+    assert sorted({row["step"] for row in rows if row["split"] == "held_out"}) == evaluated
+
+    assert read_json(run / "summary.json")["steps"] == 3
+    assert (run / "checkpoints/latest").read_text() == "step_000003"
+    page = (run / "report.html").read_text()
+    assert re.search(r"3 steps in \d", page)
+    shown = {int(step) for step in re.findall(r"<summary><b>step (\d+)</b>", page)}
+    assert {0, 3} <= shown <= {*trained, *evaluated}
+
+
 def test_experts_in_four_bits_go_from_sft_to_rl_and_their_bits_are_exported(
     tmp_path: Path,
 ) -> None:
@@ -207,7 +260,7 @@ def test_experts_in_four_bits_go_from_sft_to_rl_and_their_bits_are_exported(
     assert summary["packed_experts_equal"] == 2 * 2 * 4
     assert summary["greedy_answers_equal"] == summary["greedy_answers_compared"] == 4
     assert summary["max_ratio_deviation"] == 0
-    for step in read_json_lines(run / "metrics.jsonl"):
+    for step in read_training_steps(run / "metrics.jsonl"):
         assert step["mismatch/packed_experts_compared"] == 2 * 2 * 4
     exported = HfDirectory(run / "export")
     assert exported.read_mxfp4("model.layers.0.mlp.experts.down_proj") is not None
@@ -277,7 +330,7 @@ def test_an_interrupted_run_saves_and_continues_the_same_curve(
     with pytest.raises(Interrupted, match="saved after step 1 of 3"):
         run_rl(config, stopping)
     assert stopping.notes
-    assert happened == ["exempted", "step 0"]
+    assert happened == ["exempted", "step 1"]
     resumed = run_rl(config, Quiet(), resume=True)
     assert curve(resumed) == pytest.approx(curve(whole.directory), rel=1e-4, abs=1e-6)
 
@@ -310,11 +363,11 @@ def test_an_interrupt_ends_the_rollouts_that_overlap_training(tmp_path: Path) ->
     with pytest.raises(Interrupted, match="saved after step 2 of 40"):
         run_rl(
             config,
-            Quiet(on_step=lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 1 else None),
+            Quiet(on_step=lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 2 else None),
         )
     assert [
         step["rollout/staleness_max"]
-        for step in read_json_lines(config.directory / "metrics.jsonl")
+        for step in read_training_steps(config.directory / "metrics.jsonl")
     ] == [0, 1]
     assert (config.directory / "checkpoints/latest").read_text() == "step_000002"
 
@@ -424,7 +477,7 @@ def test_a_run_two_steps_ahead_goes_on_with_a_worker_that_was_killed(tmp_path: P
     killed: list[int] = []
 
     def kill_a_worker(step: int) -> None:
-        if step == 1:
+        if step == 2:
             ours = psutil.Process().children(recursive=True)
             victims = [p for p in ours if "ray::RolloutWorker" in " ".join(p.cmdline())]
             killed.append(victims[0].pid)
@@ -499,12 +552,15 @@ def test_a_run_goes_on_without_the_episodes_that_infrastructure_failures_ended(
     limits = ["rollout.max_invalid_share=0.95", "training.steps=3", "evaluate_every=1"]
     config = rl_config(tmp_path, *only_tools, *limits)
     run_rl(config, Quiet())
-    steps = read_json_lines(config.directory / "metrics.jsonl")[:3]
+    records = read_json_lines(config.directory / "metrics.jsonl")
+    steps = [record for record in records if is_training_step(record)]
+    evaluations = [record for record in records if not is_training_step(record)]
+    assert len(evaluations) == 4
+    assert all(record["held_out/invalid/environment"] <= 1 for record in evaluations)
     lost = [step["rollout/invalid/environment"] for step in steps]
     assert any(0 < share < 1 for share in lost)
     for step in steps:
         assert math.isfinite(step["reward"])
-        assert step["held_out/invalid/environment"] <= 1
         assert step["rollout/skipped_tasks"] == 0
 
     # counted as they come: the generator's first tasks may all have prompts that fit

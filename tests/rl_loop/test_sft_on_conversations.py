@@ -88,7 +88,7 @@ def test_a_run_measures_reports_and_exports(tmp_path: Path) -> None:
 
     measured = losses(run, "validation/loss")
     assert sorted(measured) == [0, 4, 6]
-    assert sorted(losses(run)) == list(range(6))
+    assert sorted(losses(run)) == list(range(1, 7))
     assert measured[6] < measured[0]
     # Before the first step the policy is random, and says nothing in particular.
     assert measured[0] == pytest.approx(math.log(600), rel=0.2)
@@ -135,13 +135,13 @@ def test_a_run_that_was_killed_goes_on_with_the_samples_that_come_next(tmp_path:
     overrides = ["training.checkpoint_every=2", "data.validation_share=0.1"]
     whole = run_sft(config(path, "name=whole", *overrides), Quiet())
 
-    # Killed after step 4 of which 3 and 4 are lost: a step that is saved is complete before the next update.
+    # Killed in step 5. A step that is saved is complete before the next update.
     program = f"""
     import os, signal
     from tests.rl_loop.test_sft_on_conversations import Path, Quiet, config, run_sft
 
     def kill(step):
-        if step == 4:
+        if step == 5:
             os.kill(os.getpid(), signal.SIGKILL)
 
     if __name__ == "__main__":
@@ -171,7 +171,7 @@ def test_a_run_that_was_killed_goes_on_with_the_samples_that_come_next(tmp_path:
 def test_an_interrupt_keeps_the_place_in_the_data(tmp_path: Path) -> None:
     path = write_chats(tmp_path, 30)
     whole = run_sft(config(path, "name=whole"), Quiet())
-    stopping = Quiet(lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 2 else None)
+    stopping = Quiet(lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 3 else None)
     with pytest.raises(Interrupted, match="saved after step 3 of 6"):
         run_sft(config(path, "name=stopped"), stopping)
     with pytest.raises(ConfigError, match=r"--resume cannot change data.seed: 0 -> 1"):
@@ -218,13 +218,13 @@ def test_an_interrupt_in_the_last_step_leaves_the_export_to_a_resume(
 def test_a_run_ends_with_its_data(tmp_path: Path) -> None:
     path = write_chats(tmp_path, 6)  # nine samples
     run = run_sft(config(path, "data.epochs=2", "training.steps=50"), Quiet())
-    assert sorted(losses(run)) == [0, 1, 2, 3, 4]
+    assert sorted(losses(run)) == [1, 2, 3, 4, 5]
     assert (run / "checkpoints/latest").read_text() == "step_000005"
     assert read_json(run / "summary.json")["steps"] == 5
 
     # There is nothing left to go on with.
     again = run_sft(config(path, "data.epochs=2", "training.steps=50"), Quiet(), resume=True)
-    assert sorted(losses(again)) == [0, 1, 2, 3, 4]
+    assert sorted(losses(again)) == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.slow

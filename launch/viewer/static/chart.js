@@ -6,17 +6,48 @@ import { number } from "./format.js";
 const HEIGHT = 210;
 const DASHES = [[], [6, 4], [2, 3], [10, 3, 2, 3]];
 
-/** The mean of each value and up to `reach` on either side; as many on the left as on the right. */
-export function smoothed(values, reach) {
-  if (reach === 0) return values;
-  const known = values.flatMap((value, place) => (value === null ? [] : [place]));
-  const result = new Array(values.length).fill(null);
-  known.forEach((place, i) => {
-    const near = Math.min(reach, i, known.length - 1 - i);
-    const window = known.slice(i - near, i + near + 1);
-    result[place] = window.reduce((sum, at) => sum + values[at], 0) / window.length;
+/**
+ * The mean of each value and of those up to `reach` steps before and after it.
+ *
+ * As many values before as after it count, so fewer near the ends and beside a gap. A curve with
+ * values at fewer than half of its steps, such as an evaluation, is drawn as measured: its neighbors
+ * are other policies, not noise.
+ */
+export function smoothed(steps, values, reach) {
+  if (reach === 0 || isSparse(steps)) return values;
+  return steps.map((step, i) => {
+    const before = i - placeOf(steps, step - reach);
+    const after = placeOf(steps, step + reach + 1) - 1 - i;
+    const near = Math.min(before, after);
+    const window = values.slice(i - near, i + near + 1);
+    return window.reduce((sum, value) => sum + value, 0) / window.length;
   });
-  return result;
+}
+
+/** The place of the first of the ascending steps that is not below `limit`. */
+function placeOf(steps, limit) {
+  let low = 0;
+  let high = steps.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (steps[middle] < limit) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+function isSparse(steps) {
+  return 2 * steps.length <= steps[steps.length - 1] - steps[0] + 1;
+}
+
+/** A curve without the steps that have no value of it. */
+function measured(curve) {
+  const places = curve.values.flatMap((value, place) => (value === null ? [] : [place]));
+  return {
+    ...curve,
+    steps: places.map((place) => curve.steps[place]),
+    values: places.map((place) => curve.values[place]),
+  };
 }
 
 export function themeColour(name) {
@@ -49,7 +80,7 @@ export class Chart {
    * @param {number} reach of smoothing
    */
   show(curves, reach) {
-    this.curves = curves.filter((curve) => curve.values.some((value) => value !== null));
+    this.curves = curves.map(measured).filter((curve) => curve.values.length > 0);
     this.reach = reach;
     this.node.hidden = this.curves.length === 0;
     if (this.node.hidden || this.canvas.clientWidth === 0) return;
@@ -68,12 +99,13 @@ export class Chart {
     const drawn = [];
     const columns = [];
     for (const curve of this.curves) {
-      if (this.reach > 0) {
+      const bold = smoothed(curve.steps, curve.values, this.reach);
+      if (bold !== curve.values) {
         drawn.push({ curve, faint: true });
         columns.push([curve.steps, curve.values]);
       }
       drawn.push({ curve, faint: false });
-      columns.push([curve.steps, smoothed(curve.values, this.reach)]);
+      columns.push([curve.steps, bold]);
     }
     return { data: uPlot.join(columns), drawn };
   }
@@ -87,7 +119,7 @@ export class Chart {
       alpha: faint ? 0.3 : 1,
       dash: DASHES[curve.dash % DASHES.length],
       spanGaps: true,
-      points: { show: data[0].length < 30 && !faint, size: 5 },
+      points: { show: (data[0].length < 30 || isSparse(curve.steps)) && !faint, size: 5 },
     }));
     const axis = {
       stroke: themeColour("--soft"),
@@ -180,12 +212,7 @@ export function logTicks(min, max) {
   return ticks.filter((tick) => min <= tick && tick <= max);
 }
 
-function newest(curve) {
-  for (let i = curve.values.length - 1; i >= 0; i--) {
-    if (curve.values[i] !== null) return curve.values[i];
-  }
-  return null;
-}
+const newest = (curve) => curve.values[curve.values.length - 1];
 
 /** The steps that all charts show: dragged in one of them or typed. */
 export class Zoom {

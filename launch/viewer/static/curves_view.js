@@ -144,7 +144,7 @@ export class CurvesView {
     if (isChosen) swatch.style.setProperty("--curve", `var(${this.colourOf(run, chosen)})`);
 
     const of = run.steps ? ` of ${number(run.steps)}` : "";
-    const progress = run.step === null ? "" : `step ${number(run.step + 1)}${of}, ${ago(run.time)}`;
+    const progress = run.step === null ? "" : `step ${number(run.step)}${of}, ${ago(run.time)}`;
     const headlines = Object.entries(run.headlines).map(([name, value]) =>
       element("div", {}, element("dt", {}, HEADLINES[name] ?? name), element("dd", {}, number(value, 3))),
     );

@@ -87,12 +87,13 @@ class ExampleRun:
         """Finish so many steps. ``values`` replace usual ones."""
         first = self._step
         self._step += steps
-        record_steps(self.directory.episodes, range(first, self._step))
-        for step in range(first, self._step):
+        steps = range(first + 1, self._step + 1)
+        record_steps(self.directory.episodes, steps)
+        for step in steps:
             metrics = StepMetrics(step)
             usual = {
-                Name.REWARD: step / 20 - 1,
-                Name.ACCURACY: min(1.0, step / 40),
+                Name.REWARD: (step - 1) / 20 - 1,
+                Name.ACCURACY: min(1.0, (step - 1) / 40),
                 Name.LOGPROB_GAP: 1e-6,
                 "ratio/deviation_max": 0.0,
                 Name.GRAD_NORM: 0.5,
@@ -106,6 +107,13 @@ class ExampleRun:
             for name, value in (usual | values).items():
                 metrics.add(name, value, "last")
             self._writer.write(metrics)
+
+    def evaluate(self, **values: float) -> None:
+        """Record an evaluation after the steps so far."""
+        metrics = StepMetrics(self._step)
+        for name, value in values.items():
+            metrics.add(name, value, "last")
+        self._writer.write(metrics)
 
     def close(self) -> None:
         self._writer.close()

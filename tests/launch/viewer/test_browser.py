@@ -24,6 +24,7 @@ from PIL import Image
 from launch.report import build_report
 from rl_loop.tracking.episode_files import list_files
 from rl_loop.tracking.episode_recorder import EpisodeRecorder
+from rl_loop.tracking.metrics import Name
 from tests.launch.viewer.served import ExampleRun, Served, served
 from tests.recorded_episodes import VOCABULARY, groups_of_step, train_split
 from tests.waiting import wait_until
@@ -421,3 +422,60 @@ def test_the_theme_is_chosen_and_kept(chromium: Any, viewer: Served) -> None:
         page.reload()
         assert page.evaluate("document.documentElement.dataset.theme") == "dark"
         page.wait_for_selector(".chart canvas")
+
+
+# ---- the drawn curves
+
+KEEP_CHARTS = """
+window.charts = [];
+let plain;
+Object.defineProperty(window, "uPlot", {
+  get: () => plain && new Proxy(plain, {
+    construct(target, values) {
+      const chart = new target(...values);
+      window.charts.push(chart);
+      return chart;
+    },
+  }),
+  set(value) { plain = value; },
+});
+"""
+"""Collects the charts of a page, to ask what they draw."""
+
+
+@pytest.mark.parametrize("reach", [4, 30])
+def test_sparse_curve_is_drawn_through_its_values(
+    reach: int, chromium: Any, tmp_path: Path
+) -> None:
+    """A held-out accuracy of 0.867 after step 20 once was drawn at 0.685, the mean of three."""
+    measured = {0: 0.336, 20: 0.867, 40: 0.852, 60: 0.891}
+    run = ExampleRun(tmp_path / "runs" / "evaluated", steps=0)
+    for done in range(80):
+        if done in measured:
+            run.evaluate(**{Name.HELD_OUT_ACCURACY: measured[done]})
+        run.add(1, **{Name.ACCURACY: done % 2})
+    run.close()
+    with served(tmp_path / "runs") as viewer, opened(chromium, viewer) as page:
+        page.context.add_init_script(KEEP_CHARTS)
+        page.evaluate("(reach) => localStorage.setItem('smoothing', reach)", reach)
+        page.reload()
+        until(page, "window.charts?.some((chart) => chart.series.length > 1)")
+        (chart,) = page.evaluate(
+            """() => window.charts
+                .filter((chart) => chart.series.some((one) => one.label === "held_out/accuracy"))
+                .map((chart) => ({
+                  steps: chart.data[0],
+                  lines: chart.series.map((one, i) => [one.label, [...chart.data[i]]]),
+                }))"""
+        )
+    held_out = [values for label, values in chart["lines"] if label == "held_out/accuracy"]
+    assert len(held_out) == 1, "no faint line beside a bold one that differs from it"
+    drawn = {
+        step: value
+        for step, value in zip(chart["steps"], held_out[0], strict=True)
+        if value is not None
+    }
+    assert drawn == measured
+    faint, bold = (values for label, values in chart["lines"] if label == "accuracy")
+    assert faint[1:] == [0, 1] * 40
+    assert all(0.4 < value < 0.6 for value in bold[10:70]), "a metric of every step is smoothed"

@@ -43,7 +43,7 @@ def test_a_damaged_file_is_named_and_the_others_are_shown(
     with served(tmp_path) as viewer:
         for query in ("", "text=compute", "sort=reward"):
             page = page_of(viewer, query)
-            assert {row["step"] for row in page["rows"]} == {0, 2}
+            assert {row["step"] for row in page["rows"]} == {1, 3}
             assert page["total"] == page["recorded"] == 8
             (named,) = page["damaged"]
             assert named.startswith(f"{path} is damaged")
@@ -73,7 +73,7 @@ def test_damaged_text_is_left_out_of_a_search_and_named(episodes: Path, tmp_path
         assert (page["total"], page["searched"], page["recorded"]) == (8, 12, 12)
         assert page["damaged"][0].startswith(f"{path} is damaged")
 
-        (broken,) = page_of(viewer, "step_from=1&step_to=1&limit=1")["rows"]
+        (broken,) = page_of(viewer, "step_from=2&step_to=2&limit=1")["rows"]
         answer = viewer.get(f"/api/runs/run/episodes/{broken['id']}")
         assert answer.status == 400
         assert f"{path} is damaged" in answer.json["error"]

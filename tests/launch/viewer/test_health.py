@@ -24,8 +24,8 @@ def records(steps: int = 40, **last: Any) -> list[dict[str, Any]]:
         "seconds/step": 10.0,
     }
     made = []
-    for step in range(steps):
-        changed = last if step >= steps - 10 else {}
+    for step in range(1, steps + 1):
+        changed = last if step > steps - 10 else {}
         made.append({"step": step, "time": 1000.0 + 10 * step, **healthy, **changed})
     return made
 

@@ -27,8 +27,8 @@ def test_a_configuration_that_cannot_be_read_is_said_and_read_again(
     assert overview["steps"] == 7
 
 
-def test_the_evaluation_after_the_last_step_is_no_step(tmp_path: Path) -> None:
+def test_overview_step_counts_completed_steps(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("training: {steps: 2}\n")
-    lines = [f'{{"step": {step}, "time": 1.0}}\n' for step in range(3)]
+    lines = [f'{{"step": {step}, "time": 1.0}}\n' for step in (0, 1, 2, 2)]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
-    assert RunView("run", tmp_path).overview()["step"] == 1
+    assert RunView("run", tmp_path).overview()["step"] == 2

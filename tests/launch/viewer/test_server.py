@@ -49,7 +49,7 @@ def test_all_runs_of_a_directory_are_listed_with_their_health(viewer: Served) ->
     listed = {run["name"]: run for run in viewer.get("/api/runs").json["runs"]}
     assert set(listed) == {"first", "second"}
     first = listed["first"]
-    assert (first["step"], first["steps"], first["state"]) == (29, 100, "running")
+    assert (first["step"], first["steps"], first["state"]) == (30, 100, "running")
     assert first["headlines"]["reward"] == pytest.approx(29 / 20 - 1)
     assert {finding["level"] for finding in first["findings"]} == {"good"}
     checks = [finding["check"] for finding in first["findings"]]
@@ -60,23 +60,23 @@ def test_curves_are_columns_and_only_new_steps_are_sent(tmp_path: Path) -> None:
     run = ExampleRun(tmp_path / "run", steps=3)
     with served(tmp_path) as viewer:
         whole = viewer.get("/api/runs/run/curves").json
-        assert whole["steps"] == [0, 1, 2]
+        assert whole["steps"] == [1, 2, 3]
         assert whole["metrics"]["reward"] == [-1.0, -0.95, -0.9]
         assert whole["descriptions"]["reward"] == "last over steps"
 
         run.add(2)
         known = f"generation={whole['generation']}&after=3"
-        assert viewer.get(f"/api/runs/run/curves?{known}").json["steps"] == [3, 4]
+        assert viewer.get(f"/api/runs/run/curves?{known}").json["steps"] == [4, 5]
 
         # Half a line is not read before its other half is there.
         with open(run.directory.metrics, "a") as file:
-            file.write('{"step": 5, "time": 1')
-        assert viewer.get(f"/api/runs/run/curves?{known}").json["steps"] == [3, 4]
+            file.write('{"step": 6, "time": 1')
+        assert viewer.get(f"/api/runs/run/curves?{known}").json["steps"] == [4, 5]
 
         # A resume drops steps: whoever knows more begins anew.
-        run.directory.keep_steps_up_to(1)
+        run.directory.keep_steps_up_to(2)
         again = viewer.get(f"/api/runs/run/curves?{known}").json
-        assert (again["steps"], again["after"]) == ([0, 1], 0)
+        assert (again["steps"], again["after"]) == ([1, 2], 0)
         assert again["generation"] > whole["generation"]
     run.close()
 
@@ -178,7 +178,7 @@ def test_a_column_sorts_the_table(viewer: Served) -> None:
     ascending = episodes(viewer, "sort=reward&descending=false&limit=70")["rows"]
     assert [row["reward"] for row in ascending] == [-1.0] * 60 + [1.0] * 10
     # Equal ones are newest first in either direction.
-    assert [row["step"] for row in ascending[:2]] == [29, 29]
+    assert [row["step"] for row in ascending[:2]] == [30, 30]
 
 
 def test_rows_without_a_value_are_sorted_last(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from benchmarks.in_process import LocalRollouts, local_loop
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
-from rl_loop.tracking.run_directory import read_json_lines
+from rl_loop.tracking.run_directory import read_training_steps
 from tests.rl_loop.algorithms.test_algorithms_end_to_end import SMALL
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -47,7 +47,7 @@ def train(
 ) -> list[dict[str, Any]]:
     with local_loop(settings, rollouts, resume) as loop:
         loop.train()
-    return read_json_lines(settings.directory / "metrics.jsonl")
+    return read_training_steps(settings.directory / "metrics.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_adapters_train_on_policy_and_leave_their_reference_step_by_step(
         before = loop.trainer.weights()
         loop.train()
         after = loop.trainer.weights()
-    steps = read_json_lines(settings.directory / "metrics.jsonl")
+    steps = read_training_steps(settings.directory / "metrics.jsonl")
     for step in steps:
         assert all(value is not None and math.isfinite(value) for value in step.values())
         assert step["mismatch/canary_gap"] < 1e-5

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from rl_loop.config.training import DemonstrationConfig
 from rl_loop.export import export_policy, greedy_agreement
 from rl_loop.lifecycle.start_checks import check_chat_format
 from rl_loop.session import build_tasks, trainer_settings
-from rl_loop.tracking.run_directory import read_json_lines
+from rl_loop.tracking.run_directory import read_training_steps
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SMALL = [
@@ -102,7 +101,7 @@ def test_every_step_of_rl_has_a_ratio_of_exactly_1_and_the_export_is_the_policy(
         )
     assert agreement.equal == agreement.compared > 0
 
-    steps: list[dict[str, Any]] = read_json_lines(settings.directory / "metrics.jsonl")
+    steps = read_training_steps(settings.directory / "metrics.jsonl")
     assert len([step for step in steps if "grad_norm" in step]) == 2
     for step in steps:
         assert all(value is not None and math.isfinite(value) for value in step.values())

@@ -20,7 +20,7 @@ from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.export import export_policy, greedy_agreement
 from rl_loop.session import build_tasks
-from rl_loop.tracking.run_directory import read_json_lines
+from rl_loop.tracking.run_directory import read_training_steps
 from rl_loop.trainer.gathered_export import check_packed_experts
 from tests.rl_loop.algorithms.test_algorithms_end_to_end import SMALL
 
@@ -43,7 +43,7 @@ def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRollouts
 
 
 def steps_of(settings: RlConfig) -> list[dict[str, Any]]:
-    return read_json_lines(settings.directory / "metrics.jsonl")
+    return read_training_steps(settings.directory / "metrics.jsonl")
 
 
 @pytest.mark.parametrize(

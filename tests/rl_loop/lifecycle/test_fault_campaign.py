@@ -205,10 +205,10 @@ class Recorded:
         return self.trained
 
     def expected_episodes(self, steps: int) -> dict[int, Counter[str]]:
-        return {step: self.expected[step] for step in range(steps)}
+        return {step: self.expected[step] for step in range(1, steps + 1)}
 
 
-UNDISTURBED = {0: Numbers(0.5, 6.25), 1: Numbers(-0.25, 6.0), 2: Numbers(0.0, 6.5)}
+UNDISTURBED = {1: Numbers(0.5, 6.25), 2: Numbers(-0.25, 6.0), 3: Numbers(0.0, 6.5)}
 EPISODES = {step: Counter({f"task {step}": 4}) for step in UNDISTURBED}
 
 
@@ -216,31 +216,31 @@ EPISODES = {step: Counter({f"task {step}": 4}) for step in UNDISTURBED}
     ("numbers", "trained", "left", "verdict"),
     [
         (UNDISTURBED, EPISODES, [], ""),
-        (dict(list(UNDISTURBED.items())[:2]), {0: EPISODES[0], 1: EPISODES[1]}, [], ""),
+        (dict(list(UNDISTURBED.items())[:2]), {1: EPISODES[1], 2: EPISODES[2]}, [], ""),
         (
-            {0: UNDISTURBED[0], 2: UNDISTURBED[2]},
+            {1: UNDISTURBED[1], 3: UNDISTURBED[3]},
             EPISODES,
             [],
-            "missing or were recorded twice: [0, 2]",
+            "missing or were recorded twice: [1, 3]",
         ),
         (
-            UNDISTURBED | {1: Numbers(-0.2500000001, 6.0)},
+            UNDISTURBED | {2: Numbers(-0.2500000001, 6.0)},
             EPISODES,
             [],
-            "the loss of step 1 is -0.25",
+            "the loss of step 2 is -0.25",
         ),
-        (UNDISTURBED | {1: Numbers(math.nan, 6.0)}, EPISODES, [], "the loss of step 1 is nan"),
-        (UNDISTURBED | {2: Numbers(0.0, 6.4)}, EPISODES, [], "the entropy of step 2 is 6.4"),
+        (UNDISTURBED | {2: Numbers(math.nan, 6.0)}, EPISODES, [], "the loss of step 2 is nan"),
+        (UNDISTURBED | {3: Numbers(0.0, 6.4)}, EPISODES, [], "the entropy of step 3 is 6.4"),
         (
-            UNDISTURBED | {3: Numbers(0.5, 6.0)},
+            UNDISTURBED | {4: Numbers(0.5, 6.0)},
             EPISODES,
             [],
-            "the undisturbed run does not have: [3]",
+            "the undisturbed run does not have: [4]",
         ),
-        (UNDISTURBED, EPISODES | {2: Counter({"task 2": 3})}, [], "step 2 was trained on"),
-        (UNDISTURBED, EPISODES | {2: Counter({"task 2": 5})}, [], "step 2 was trained on"),
-        (UNDISTURBED, EPISODES | {2: Counter({"task 1": 4})}, [], "step 2 was trained on"),
-        (UNDISTURBED, EPISODES | {3: Counter({"task 3": 4})}, [], "step 3 was trained on"),
+        (UNDISTURBED, EPISODES | {3: Counter({"task 3": 3})}, [], "step 3 was trained on"),
+        (UNDISTURBED, EPISODES | {3: Counter({"task 3": 5})}, [], "step 3 was trained on"),
+        (UNDISTURBED, EPISODES | {3: Counter({"task 2": 4})}, [], "step 3 was trained on"),
+        (UNDISTURBED, EPISODES | {4: Counter({"task 4": 4})}, [], "step 4 was trained on"),
         (UNDISTURBED, EPISODES, ["ray::TrainerProcess"], "left behind"),
     ],
     ids=[

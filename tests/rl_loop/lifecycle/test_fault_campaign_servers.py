@@ -205,7 +205,7 @@ def test_a_bit_that_flips_and_bytes_that_stay_are_named_by_the_sync(tmp_path: Pa
 def test_an_episode_of_other_weights_is_not_one_of_its_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    row = {"step": 3, "split": "train", "invalid": None, "task_id": "a", "oldest_version": 3}
+    row = {"step": 4, "split": "train", "invalid": None, "task_id": "a", "oldest_version": 3}
     rows = [row | {"newest_version": version} for version in (3, 3, 4)]
 
     class Reader:
@@ -216,7 +216,7 @@ def test_an_episode_of_other_weights_is_not_one_of_its_step(
     monkeypatch.setattr("benchmarks.faults.course.EpisodeReader", lambda path: Reader())
     course = Course.__new__(Course)
     course.run = RunDirectory(Path("runs/any"))
-    assert course.episodes() == {3: Counter({"a": 2, "a of weights 3 to 4": 1})}
+    assert course.episodes() == {4: Counter({"a": 2, "a of weights 3 to 4": 1})}
 
 
 # -- two faults at once ----------------------------------------------------------------------------

@@ -103,8 +103,8 @@ def trained_tasks(run: RunDirectory) -> dict[int, Counter[str]]:
     tasks: dict[int, Counter[str]] = {}
     for row in reader.figures.to_pylist():
         if row["split"] == "train":
-            assert row["step"] - STALENESS <= row["oldest_version"] <= row["newest_version"]
-            assert row["newest_version"] <= row["step"]
+            updates = row["step"] - 1  # before the step
+            assert updates - STALENESS <= row["oldest_version"] <= row["newest_version"] <= updates
             tasks.setdefault(row["step"], Counter())[row["task_id"]] += 1
     return tasks
 
@@ -141,14 +141,14 @@ def test_a_killed_run_goes_on_from_its_newest_checkpoint_and_trains_every_group_
 
     # Steps of the checkpoint stay as they are, to the last digit; the others are taken anew.
     after = steps_of(run)
-    assert [step["step"] for step in after] == list(range(STEPS))
+    assert [step["step"] for step in after] == list(range(1, STEPS + 1))
     assert after[:latest] == before[:latest]
     assert all(step["time"] > before[-1]["time"] for step in after[latest:])
 
     # In order, every step is trained on its own tasks, as if nothing had happened.
     tasks = build_tasks(config)
     expected = {
-        step: Counter({task.task_id: SAMPLES for task in tasks.train(step * TASKS, TASKS)})
+        step + 1: Counter({task.task_id: SAMPLES for task in tasks.train(step * TASKS, TASKS)})
         for step in range(STEPS)
     }
     assert trained_tasks(run) == expected

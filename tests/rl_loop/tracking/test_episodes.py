@@ -384,8 +384,10 @@ def test_the_loop_records_every_episode_and_a_resume_continues(tmp_path: Path) -
 
     per_step = settings.rollout.tasks_per_step * settings.rollout.samples_per_task
     of_training = [row["step"] for row in whole if row["split"] == "train"]
-    assert of_training == [step for step in range(4) for _ in range(per_step)]
+    assert of_training == [step for step in range(1, 5) for _ in range(per_step)]
     assert {row["step"] for row in whole if row["split"] == "held_out"} >= {0, 4}
+    assert all(row["newest_version"] == row["step"] - 1 for row in whole if row["split"] == "train")
+    assert all(row["newest_version"] == row["step"] for row in whole if row["split"] == "held_out")
 
 
 def test_groups_that_dynamic_sampling_replaced_are_recorded_as_such(tmp_path: Path) -> None:
@@ -406,7 +408,7 @@ def test_groups_that_dynamic_sampling_replaced_are_recorded_as_such(tmp_path: Pa
         loop.train()
         loop.recorder.finish_writing()
         directory = loop.recorder.run.episodes
-        (metrics,) = read_json_lines(loop.recorder.run.metrics)
+        _, metrics = read_json_lines(loop.recorder.run.metrics)
     rollouts.close()
 
     rows = reader_of(directory).figures.select(["split", "task_id", "advantage", "sample"])

@@ -8,8 +8,14 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rl_loop.tracking.metrics import MetricsWriter, StepMetrics
-from rl_loop.tracking.run_directory import RunDirectory, read_json, read_json_lines, start_run
+from rl_loop.tracking.metrics import MetricsWriter, Name, StepMetrics
+from rl_loop.tracking.run_directory import (
+    RunDirectory,
+    is_training_step,
+    read_json,
+    read_json_lines,
+    start_run,
+)
 
 
 def test_parts_with_different_token_counts_merge_into_the_token_mean() -> None:
@@ -50,6 +56,7 @@ def write_steps(writer: MetricsWriter, steps: range, value: float) -> None:
     for step in steps:
         metrics = StepMetrics(step)
         metrics.add("reward", value, "last")
+        metrics.add(Name.STEP_SECONDS, 1.0, "last")
         writer.write(metrics)
     writer.close()
 
@@ -64,26 +71,44 @@ def test_lines_tensorboard_and_listeners_get_the_same_numbers_and_a_resume_drops
     tmp_path: Path,
 ) -> None:
     run = start_run(tmp_path / "run", "a: 1\n")
-    write_steps(MetricsWriter(run), range(5), value=1.0)
+    write_steps(MetricsWriter(run), range(1, 6), value=1.0)
     with open(run.metrics, "a") as file:
-        file.write('{"step": 5, "rew')  # what a killed process leaves
+        file.write('{"step": 6, "rew')  # what a killed process leaves
 
     # Its files are read in the order of their names, which begin with the second; within one the
     # tenth file of a process comes before the ninth.
     time.sleep(1.1)
     heard: list[tuple[int, dict[str, float]]] = []
     resumed = MetricsWriter(
-        run, resume_after=2, listeners=[lambda step, values: heard.append((step, values))]
+        run, resume_after=3, listeners=[lambda step, values: heard.append((step, values))]
     )
-    write_steps(resumed, range(3, 5), value=2.0)
+    write_steps(resumed, range(4, 6), value=2.0)
 
-    expected = [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
+    expected = [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0)]
     assert [
         (record["step"], record["reward"]) for record in read_json_lines(run.metrics)
     ] == expected
     assert tensorboard_curve(run) == expected
-    assert heard == [(3, {"reward": 2.0}), (4, {"reward": 2.0})]
-    assert read_json(run.metric_descriptions) == {"reward": "last over steps"}
+    values = {"reward": 2.0, Name.STEP_SECONDS: 1.0}
+    assert heard == [(4, values), (5, values)]
+    described = dict.fromkeys(("reward", Name.STEP_SECONDS), "last over steps")
+    assert read_json(run.metric_descriptions) == described
+
+
+def test_resume_drops_the_evaluation_that_it_repeats(tmp_path: Path) -> None:
+    run = start_run(tmp_path, "")
+    writer = MetricsWriter(run)
+    for step in range(3):
+        evaluation = StepMetrics(step)
+        evaluation.add("held_out/reward", 0.5, "last")
+        writer.write(evaluation)
+        trained = StepMetrics(step + 1)
+        trained.add(Name.STEP_SECONDS, 1.0, "last")
+        writer.write(trained)
+    writer.close()
+    MetricsWriter(run, resume_after=2).close()
+    kept = [(r["step"], is_training_step(r)) for r in read_json_lines(run.metrics)]
+    assert kept == [(0, False), (1, True), (1, False), (2, True)]
 
 
 def test_a_value_that_is_not_finite_is_null_in_valid_json(tmp_path: Path) -> None:
