@@ -23,7 +23,7 @@ class Gpu:
 
 
 KNOWN_GPUS = {
-    "h100": Gpu("H100 80GB", 79.1 * GIB),
+    "h100": Gpu("H100", 79.1 * GIB),
     "h200": Gpu("H200", 139.8 * GIB),
     "b200": Gpu("B200", 178.3 * GIB),
 }

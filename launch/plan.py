@@ -1,6 +1,5 @@
 """What ``gptoss plan`` prints, computed from the configuration alone."""
 
-import math
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 
@@ -13,6 +12,7 @@ from megatron_gptoss.context_parallel import (
 )
 from megatron_gptoss.context_parallel.cost_model import SchemeCost
 from megatron_gptoss.planning.flops import MATMUL_CEILING, training_flops
+from megatron_gptoss.planning.memory import worst_account
 from megatron_gptoss.planning.memory_advice import Hardware, describe_layout, layouts_that_fit
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.planning.step_time import StepTime, predict_step
@@ -37,9 +37,11 @@ class UpdatePrediction:
     """Predicted time of one update with a parallel layout."""
 
     micro_batches: int
-    """Per data-parallel rank."""
+    """Number per data-parallel rank."""
+    episodes: int
+    """Number of sequences of the greatest length."""
     tokens: int
-    """Of the whole update."""
+    """Number in the whole update."""
     step: StepTime
     tokens_per_second: float
     """Per GPU."""
@@ -51,12 +53,17 @@ class UpdatePrediction:
         return f"{self.step.total:.2f} s, {speed}, {self.mfu:.1%} MFU"
 
 
-def predict_update(inputs: MemoryInputs) -> UpdatePrediction:
-    """Predict an update at the rates of H200s in which every episode is as long as it may be."""
+def predict_update(inputs: MemoryInputs, sequences: int | None = None) -> UpdatePrediction:
+    """Predict an update at the rates of H200s. Every sequence is as long as it may be.
+
+    Args:
+        inputs: model, layout and batch.
+        sequences: number per update; None takes that of ``inputs``, which supervised runs do not
+            have: their memory does not depend on it.
+    """
     parallel = inputs.parallel
     lengths = full_row(inputs)
-    # Supervised runs do not bound the sequences of a step here: one fills the fewest micro-batches.
-    episodes = 1 if math.isinf(inputs.sequences) else int(inputs.sequences)
+    episodes = sequences or int(inputs.sequences)
 
     # Rounded up to what the pipeline's schedule can divide.
     multiple = parallel.micro_batch_multiple
@@ -79,6 +86,7 @@ def predict_update(inputs: MemoryInputs) -> UpdatePrediction:
     flops *= micro_batches * parallel.data
     return UpdatePrediction(
         micro_batches=micro_batches,
+        episodes=episodes,
         tokens=tokens,
         step=step,
         tokens_per_second=tokens / gpu_seconds,
@@ -86,39 +94,82 @@ def predict_update(inputs: MemoryInputs) -> UpdatePrediction:
     )
 
 
-def speed_notes(hardware: Hardware) -> list[str]:
-    """Say that times are of another GPU than the one a plan is made for; nothing if they are not."""
-    if MEASURED_GPU in hardware.gpu:
-        return []
-    return [
-        f"times are those of {MEASURED_GPU}s, whose rates were measured; memory is that of the GPU planned for "
-        f"({hardware.gpu}, {hardware.gigabytes:g} GB)"
-    ]
+def speed_notes(hardware: Hardware, made_for: float | None) -> list[str]:
+    """Return what to know about the hardware of a plan.
+
+    Args:
+        hardware: the GPU that is planned for.
+        made_for: ``parallel.gpu_memory`` of the configuration, in GB.
+    """
+    notes = []
+    if MEASURED_GPU not in hardware.gpu:
+        notes.append(
+            f"times are those of {MEASURED_GPU}s, whose rates were measured; memory is that of the GPU "
+            f"planned for ({hardware.gpu}, {hardware.gigabytes:g} GB)"
+        )
+    if made_for is not None and made_for != hardware.gigabytes:
+        notes.append(
+            f"the configuration is made for GPUs of {made_for:g} GB (parallel.gpu_memory): with "
+            f"{hardware.gigabytes:g} GB another layout may be faster"
+        )
+    return notes
 
 
-def step_plan(inputs: MemoryInputs, gigabytes: float) -> str:
+def step_plan(inputs: MemoryInputs, gigabytes: float, sequences: int | None = None) -> str:
     """Describe the time of one update as configured, and with the fastest layouts of as many GPUs.
 
-    ``gigabytes`` is the memory of a GPU, in units of 1e9 bytes."""
-    configured = predict_update(inputs)
+    ``gigabytes`` is the memory of a GPU, in units of 1e9 bytes. ``sequences``: see
+    ``predict_update``."""
+    configured = predict_update(inputs, sequences)
     # Parts that would be shown as 0.00 are left out.
     seconds = asdict(configured.step)
     parts = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items() if value >= 0.005)
-    lines = [
-        f"an update at the rates of {MEASURED_GPU}s, {configured.tokens} tokens in "
-        f"{configured.micro_batches} micro-batches per data-parallel rank: {configured} ({parts})",
-        "the fastest layouts that fit, as predicted:",
-    ]
+    return "\n".join(
+        [
+            f"an update at the rates of {MEASURED_GPU}s, of {configured.episodes} sequences of "
+            f"{inputs.longest_sequence} tokens, the longest that are allowed ({configured.tokens} tokens in "
+            f"{configured.micro_batches} micro-batches per data-parallel rank): {configured} ({parts})",
+            *_layout_lines(inputs, configured, gigabytes),
+        ]
+    )
 
+
+def _layout_lines(
+    inputs: MemoryInputs, configured: UpdatePrediction, gigabytes: float
+) -> list[str]:
+    """Return the fastest layouts that fit, the configured one among them if it does."""
+    accounts = layouts_that_fit(inputs, gigabytes)
+    # A pipeline whose last stage has fewer layers is none of those that are tried.
+    if all(layout != inputs.parallel for layout, _ in accounts):
+        account = worst_account(inputs, gigabytes)
+        if account.peak.total <= gigabytes * 1e9:
+            accounts.append((inputs.parallel, account))
+    gpus = inputs.parallel.world_size
+    if not accounts:
+        return [f"no layout of the trainer's {gpus} GPUs fits, so none is compared"]
+
+    # Layouts round tokens up to full micro-batches differently, so time does not compare them.
     fitting = [
-        (predict_update(replace(inputs, parallel=layout)), layout, account)
-        for layout, account in layouts_that_fit(inputs, gigabytes)
+        (predict_update(replace(inputs, parallel=layout), configured.episodes), layout, account)
+        for layout, account in accounts
     ]
-    fitting.sort(key=lambda entry: entry[0].step.total)
-    for update, layout, account in fitting[:LAYOUTS_SHOWN]:
+    fitting.sort(key=lambda entry: -entry[0].tokens_per_second)
+    fastest = fitting[0][0].tokens_per_second
+
+    lines = [f"the fastest layouts of the trainer's {gpus} GPUs that fit, as predicted:"]
+    for place, (update, layout, account) in enumerate(fitting):
+        is_configured = layout == inputs.parallel
+        if place >= LAYOUTS_SHOWN and not is_configured:
+            continue
         needed = account.peak.total / 1e9
-        lines.append(f"  {describe_layout(layout, inputs.parallel)}: {needed:.1f} GB, {update}")
-    return "\n".join(lines)
+        line = f"  {describe_layout(layout, inputs.parallel)}: {needed:.1f} GB, {update}"
+        if is_configured:
+            line += "  <- configured"
+            slower = 1 - configured.tokens_per_second / fastest
+            if slower >= 0.005:
+                line += f", {slower:.0%} slower than the fastest"
+        lines.append(line)
+    return lines
 
 
 def attention_plan(inputs: MemoryInputs, dtype: str) -> str:

@@ -139,20 +139,25 @@ def run_ahead_plan(
     if not isinstance(engine, SglangConfig):
         return f"rollouts: nothing is predicted for engines of type {engine.type}"
     prediction = predict_run_ahead(rollout, trainer, tool_seconds)
+    episodes = rollout.tasks_per_step * rollout.samples_per_task
+    longest = rollout.max_response_tokens
+    lengths = (
+        f"{episodes} episodes of {MEAN_LENGTH * longest:.0f} sampled tokens on average (assumed: "
+        f"{MEAN_LENGTH:g} of the longest, {longest})"
+    )
     if engine.shares_trainer_gpus:
         seconds = prediction.step_seconds(0)
         return (
-            "rollouts: the engines share the trainer's GPUs and take turns with it (algorithm.max_staleness 0); a step "
-            f"takes {seconds:.1f} s at the rates of {MEASURED_GPU}s, {prediction.training:.1f} of them the update: "
-            f"{prediction.tokens_per_second(0):.0f} tokens/s/GPU"
+            f"a step at the rates of {MEASURED_GPU}s, of {lengths}: {seconds:.1f} s, of which the update "
+            f"takes {prediction.training:.1f} s, {prediction.tokens_per_second(0):.0f} tokens/s/GPU; the engines share "
+            "the trainer's GPUs and take turns with it (algorithm.max_staleness 0)"
         )
 
     least = prediction.least_that_pays
     lines = [
-        f"rollouts at the rates of {MEASURED_GPU}s, episodes of up to {rollout.max_response_tokens} sampled tokens, "
-        f"{MEAN_LENGTH:g} of that on average, {tool_seconds:g} s per tool call: a step's episodes keep the engines "
-        f"busy for {prediction.engines:.1f} s, the longest takes {prediction.longest_episode:.1f} s, the update "
-        f"{prediction.training:.1f} s",
+        f"a step at the rates of {MEASURED_GPU}s, of {lengths}, {tool_seconds:g} s per tool call: the engines are "
+        f"busy for {prediction.engines:.1f} s, the longest episode takes {prediction.longest_episode:.1f} s, the "
+        f"update {prediction.training:.1f} s",
         f"  {'max_staleness':>13}{'s/step':>10}{'times':>8}{'tokens/s/GPU':>14}"
         f"{'trainer idle':>14}{'engines idle':>14}  bound by",
     ]

@@ -21,5 +21,6 @@ def out_of_memory_explained(inputs: MemoryInputs) -> Iterator[None]:
             _, total = torch.cuda.mem_get_info()
             gigabytes = total / 1e9
         first_line = str(error).splitlines()[0]
-        message = f"{first_line}\n{memory_plan(inputs, Hardware(gigabytes))}"
+        plan = memory_plan(inputs, Hardware(gigabytes))
+        message = f"{first_line}\nThe prediction for this run was:\n{plan}"
         raise torch.OutOfMemoryError(message) from error

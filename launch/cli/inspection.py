@@ -50,25 +50,33 @@ def plan(
         str | None,
         Option(
             "--gpu",
-            help="h100, h200 or b200. Without it this machine's, else parallel.gpu_memory or an H200.",
+            help="h100, h200 or b200. Default: this machine's, else parallel.gpu_memory, else h200.",
         ),
     ] = None,
     gpu_gb: Annotated[
         float | None,
-        Option("--gpu-gb", help="Memory of one GPU, all of it, instead of --gpu."),
+        Option("--gpu-gb", help="Whole memory of one GPU in GB (1e9 bytes), instead of --gpu."),
     ] = None,
     host_gb: Annotated[
         float | None,
-        Option("--host-gb", help="Memory of a node, for offloaded optimizer state and saves."),
+        Option(
+            "--host-gb",
+            help="Memory of a node in GB, for offloaded optimizer state and checkpoints.",
+        ),
     ] = None,
     tool_seconds: Annotated[
         float,
-        Option("--tool-seconds", min=0, help="Of a tool call, for what max_staleness would bring."),
+        Option(
+            "--tool-seconds",
+            min=0,
+            help="Seconds of a tool call, for the prediction of max_staleness.",
+        ),
     ] = 0.0,
 ) -> None:
-    """Say how the layout would run: the memory of a GPU in every phase, time, how layers
-    communicate under context parallelism, and what rollouts that run ahead would bring. Exit code 1
-    if the configuration does not fit."""
+    """Print whether a configuration fits, its memory by phase, its time and faster layouts.
+
+    Needs neither weights nor a GPU. Exit code 1 if the configuration does not fit.
+    """
     from rl_loop.config.load import load_rl_config, load_run_config
 
     rl = None if sft else load_rl_config(path, overrides)
@@ -82,9 +90,9 @@ def plan(
     inputs = config.memory_inputs
     print(
         memory_plan(inputs, hardware),
-        *speed_notes(hardware),
+        *speed_notes(hardware, config.parallel.gpu_memory),
         attention_plan(inputs, config.dtype),
-        step_plan(inputs, hardware.gigabytes),
+        step_plan(inputs, hardware.gigabytes, getattr(config, "sequences_per_step", None)),
         sep="\n",
     )
     if rl is not None:

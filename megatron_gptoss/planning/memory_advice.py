@@ -156,10 +156,16 @@ def _change_optimizer(inputs: MemoryInputs, **update: object) -> MemoryInputs:
 
 
 def memory_plan(inputs: MemoryInputs, hardware: Hardware) -> str:
-    """Say what each phase takes of a GPU, which layouts fit, and what would take less."""
+    """Return the plan as text: whether it fits, each phase, layouts that fit, and what takes less.
+
+    A GB is 1e9 bytes everywhere."""
     gigabytes = hardware.gigabytes
     account = worst_account(inputs, gigabytes)
-    lines = [_summary(inputs, account, hardware), *_phase_table(account)]
+    lines = [
+        _verdict(inputs, account, hardware),
+        _summary(inputs, hardware),
+        *_phase_table(account),
+    ]
 
     parts = asdict(account.memory).items()
     in_words = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts)
@@ -171,13 +177,9 @@ def memory_plan(inputs: MemoryInputs, hardware: Hardware) -> str:
     gpus = inputs.parallel.world_size
     fitting = layouts_that_fit(inputs, gigabytes)
     if fitting:
-        lines.append(f"simplest layouts of {gpus} GPUs that fit:")
+        lines.append(f"simplest layouts of the trainer's {gpus} GPUs that fit:")
     else:
-        peak = account.peak
-        lines.append(
-            f"no layout of {gpus} GPUs fits; as configured most goes to the {peak.name} "
-            f"({peak.total / 1e9:.1f} GB)"
-        )
+        lines.append(f"no layout of the trainer's {gpus} GPUs fits (parallel.world_size={gpus})")
     for layout, needed in fitting[:5]:
         description = describe_layout(layout, inputs.parallel)
         lines.append(f"  {description}: {needed.peak.total / 1e9:.1f} GB")
@@ -190,19 +192,42 @@ def memory_plan(inputs: MemoryInputs, hardware: Hardware) -> str:
 
 
 def is_too_much(inputs: MemoryInputs, hardware: Hardware) -> bool:
-    """Return whether the configuration does not fit: a phase the GPU, or optimizer state that is
-    offloaded or saved the host."""
+    """Return True if the configuration does not fit the GPU, or the host's memory as far as that is
+    known."""
     account = worst_account(inputs, hardware.gigabytes)
-    if account.peak.total > hardware.gigabytes * 1e9:
-        return True
-    if hardware.host_gigabytes is None:
-        return False
-    return _host_bytes(inputs, account, hardware) > hardware.host_gigabytes * 1e9
+    needed, present = account.peak.total, hardware.gigabytes * 1e9
+    return needed > present or _host_excess(inputs, account, hardware) > 0
 
 
-def _summary(inputs: MemoryInputs, account: Account, hardware: Hardware) -> str:
+def _verdict(inputs: MemoryInputs, account: Account, hardware: Hardware) -> str:
+    """Return the first line of a plan: "fits" or "does not fit", and by how much."""
     peak = account.peak
-    share = peak.total / (hardware.gigabytes * 1e9) if hardware.gigabytes else math.inf
+    needed, present = peak.total / 1e9, hardware.gigabytes
+    text = f"the {peak.name} needs {needed:.1f} GB of a GPU's {present:g} GB"
+    if needed > present:
+        return f"does not fit: {text}, {needed - present:.1f} GB too much"
+
+    excess = _host_excess(inputs, account, hardware)
+    if excess > 0:
+        return (
+            f"does not fit: {text}, but offloaded state and checkpoints need "
+            f"{_host_bytes(inputs, account, hardware) / 1e9:.1f} GB of a node's "
+            f"{hardware.host_gigabytes:g} GB of memory, {excess / 1e9:.1f} GB too much"
+        )
+    fits = "fits" if needed <= (1 - ACCURACY) * present else "fits, but only just"
+    return f"{fits}: {text}, {present - needed:.1f} GB to spare"
+
+
+def _host_excess(inputs: MemoryInputs, account: Account, hardware: Hardware) -> float:
+    """Return the bytes by which a node's memory is too small; 0 if it suffices or is not known."""
+    if hardware.host_gigabytes is None:
+        return 0.0
+    needed = _host_bytes(inputs, account, hardware)
+    return max(0.0, needed - hardware.host_gigabytes * 1e9)
+
+
+def _summary(inputs: MemoryInputs, hardware: Hardware) -> str:
+    """Return the title of the table of phases."""
     text = f"memory per {hardware.gpu}, in bf16, {inputs.tokens} tokens per micro-batch"
     if inputs.adapter is not None:
         text += f", adapters of rank {inputs.adapter.rank} on a base in {inputs.parallel.base}"
@@ -210,13 +235,7 @@ def _summary(inputs: MemoryInputs, account: Account, hardware: Hardware) -> str:
         text += f", experts trained through {inputs.quantization}"
     for optimizer in inputs.auxiliary_models:
         text += ", with the critic" if optimizer else ", with the reference policy"
-
-    text += f": {peak.total / 1e9:.1f} GB in the {peak.name}, "
-    if share > 1:
-        return f"{text}more than its {hardware.gigabytes:g} GB"
-    if share > 1 - ACCURACY:
-        return f"{text}which its {hardware.gigabytes:g} GB can hold, but only just"
-    return f"{text}of its {hardware.gigabytes:g} GB"
+    return f"{text}:"
 
 
 def _phase_table(account: Account) -> list[str]:

@@ -20,7 +20,7 @@ from megatron_gptoss.packing import schedule
 from megatron_gptoss.planning.memory import worst_account
 from megatron_gptoss.planning.memory_advice import Hardware, layouts_that_fit, memory_plan
 from megatron_gptoss.planning.parameter_counts import parameters_per_gpu
-from rl_loop.config.load import load_config
+from rl_loop.config.load import load_config, load_run_config
 from rl_loop.config.run import RlConfig, SftConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -205,8 +205,8 @@ def test_servers_on_the_trainers_gpus_must_fit_beside_what_the_trainer_keeps() -
         return len(layouts_that_fit(training, H200)), plan.splitlines()[0]
 
     (many, good), (few, bad) = plan_with(0.4), plan_with(0.65)
-    assert good.endswith("in the rollout, of its 150.1 GB")
-    assert bad.endswith("in the rollout, more than its 150.1 GB")
+    assert re.fullmatch(r"fits: the rollout needs \S+ GB of a GPU's 150.1 GB, .* to spare", good)
+    assert re.fullmatch(r"does not fit: the rollout needs .* 150.1 GB, \S+ GB too much", bad)
     assert few < many
 
 
@@ -259,9 +259,9 @@ def test_the_fastest_layouts_that_fit_come_with_memory_time_and_mfu() -> None:
     ]
     config = load_config(CONFIG, RlConfig, overrides)
     configured, title, *rows = step_plan(config.memory_inputs, 80).splitlines()
-    assert title == "the fastest layouts that fit, as predicted:"
+    assert title == "the fastest layouts of the trainer's 16 GPUs that fit, as predicted:"
 
-    pattern = r"  .*: ([\d.]+) GB, ([\d.]+) s, (\d+) tokens/s/GPU, ([\d.]+)% MFU"
+    pattern = r"  .*: ([\d.]+) GB, ([\d.]+) s, (\d+) tokens/s/GPU, ([\d.]+)% MFU(?:  <- conf.*)?"
     figures = [[float(text) for text in re.fullmatch(pattern, row).groups()] for row in rows]
     memory, seconds, speed, mfu = zip(*figures, strict=True)
     assert max(memory) <= 80
@@ -270,6 +270,49 @@ def test_the_fastest_layouts_that_fit_come_with_memory_time_and_mfu() -> None:
     assert list(mfu) == sorted(mfu, reverse=True)
     assert 20 < mfu[0] < 60
     assert re.search(r" tokens/s/GPU, [\d.]+% MFU", configured)
+
+
+def test_step_plan_without_a_fitting_layout_says_so() -> None:
+    inputs = load_config(CONFIGS / "rl/gpt-oss-20b_1x8.yaml", RlConfig).memory_inputs
+    *_, last = step_plan(inputs, 84.9).splitlines()
+    assert last == "no layout of the trainer's 4 GPUs fits, so none is compared"
+
+
+@pytest.mark.parametrize(
+    "name", ["rl/gpt-oss-20b_1x8_80gb", "rl/gpt-oss-120b_8x8", "sft/gpt-oss-120b_2x8_80gb"]
+)
+def test_step_plan_marks_the_configured_layout(name: str) -> None:
+    config = load_run_config(CONFIGS / f"{name}.yaml", name[: name.index("/")])
+    memory = config.parallel.gpu_memory or H200
+    sequences = getattr(config, "sequences_per_step", None)
+    first, *rows = step_plan(config.memory_inputs, memory, sequences).splitlines()
+    (marked,) = [row for row in rows if "<- configured" in row]
+    speed = first.partition("): ")[2].partition(" (")[0]
+    assert speed in marked, "the configured layout is compared as it is described above"
+    assert config.parallel.sizes in marked
+
+
+def test_step_plan_states_its_lengths() -> None:
+    config = load_config(CONFIGS / "rl/gpt-oss-20b_1x8_80gb.yaml", RlConfig)
+    text = step_plan(config.memory_inputs, 75)
+    assert "of 256 sequences of 16384 tokens, the longest that are allowed" in text
+
+
+def test_plan_counts_the_sequences_of_a_supervised_step(capfd: pytest.CaptureFixture[str]) -> None:
+    """One full micro-batch per rank says nothing of a pipeline, whose bubble is then half."""
+    with pytest.raises(SystemExit):
+        app(["plan", str(CONFIGS / "sft/gpt-oss-120b_2x8.yaml"), "--sft", "--gpu", "h200"])
+    said = capfd.readouterr().out
+    assert "of 128 sequences of 16384 tokens" in said
+    assert "in 32 micro-batches per data-parallel rank" in said
+
+
+def test_plan_uses_one_unit_of_memory(capfd: pytest.CaptureFixture[str]) -> None:
+    for options in (["--gpu", "h100"], ["--host-gb", "64"]):
+        with pytest.raises(SystemExit):
+            app(["plan", str(CONFIGS / "rl/gpt-oss-20b_1x8_80gb.yaml"), *options])
+    said = capfd.readouterr().out
+    assert " GB" in said and "GiB" not in said and "80GB" not in said
 
 
 SHIPPED = sorted(path for kind in ("rl", "sft") for path in (CONFIGS / kind).glob("*.yaml"))
@@ -396,8 +439,9 @@ def test_a_configuration_says_for_which_gpu_it_is_planned_where_nothing_else_doe
 
     status, said = plan_command(capfd)
     assert status == 0
-    assert said.startswith("memory per GPU of parallel.gpu_memory, ")
-    assert "its 75 GB" in said.splitlines()[0]
+    assert said.startswith("fits")
+    assert "\nmemory per GPU of parallel.gpu_memory, " in said
+    assert "a GPU's 75 GB" in said.splitlines()[0]
 
     assert plan_command(capfd, larger)[0] == 1
     assert plan_command(capfd, larger, "--gpu", "h200")[0] == 0
@@ -412,8 +456,8 @@ def test_a_configuration_says_for_which_gpu_it_is_planned_where_nothing_else_doe
 @pytest.mark.parametrize(
     ("cluster_memory", "said"),
     [
-        (None, "memory per GPU of parallel.gpu_memory, .* 75 GB"),
-        (60, "memory per GPU, .* more than its 60 GB"),
+        (None, "memory plan\nfits, but only just: .* of a GPU's 75 GB"),
+        (60, "memory plan\ndoes not fit: .* of a GPU's 60 GB"),
     ],
 )
 def test_a_dry_run_plans_for_the_clusters_gpu_else_for_the_configurations(
@@ -437,10 +481,10 @@ def test_h200s_as_nvidia_smi_shows_them_are_those_of_the_table() -> None:
 @pytest.mark.parametrize(
     ("options", "status", "said"),
     [
-        (["--gpu", "h200"], 0, "of its 150.1 GB"),
-        (["--gpu", "H100"], 1, "more than its 84.9 GB"),
-        (["--gpu-gb", "75"], 1, "more than its 75 GB"),
-        (["--gpu", "h200", "--host-gb", "100"], 1, "more than its 100 GB"),
+        (["--gpu", "h200"], 0, "fits: the rollout needs 133.3 GB of a GPU's 150.1 GB, 16.8 GB to"),
+        (["--gpu", "H100"], 1, "does not fit: the "),
+        (["--gpu-gb", "75"], 1, "of a GPU's 75 GB, "),
+        (["--gpu", "h200", "--host-gb", "100"], 1, "GB of a node's 100 GB of memory, "),
         (["--gpu", "gtx"], 1, "the plan knows h100, h200, b200"),
         (["--gpu-gb", "-3"], 1, "--gpu-gb -3: give a size above 0"),
     ],
@@ -459,7 +503,7 @@ def test_the_command_ends_with_1_if_the_configuration_does_not_fit(
 @pytest.mark.parametrize(
     ("options", "note"),
     [
-        (["--gpu", "h100"], "the GPU planned for (H100 80GB, 84.9 GB)"),
+        (["--gpu", "h100"], "the GPU planned for (H100, 84.9 GB)"),
         (["--gpu-gb", "75"], "the GPU planned for (GPU, 75 GB)"),
         (["--gpu", "h200"], None),
     ],

@@ -108,7 +108,12 @@ def test_engines_on_the_trainers_gpus_need_none_of_their_own() -> None:
     seconds = prediction.longest_episode + prediction.training
     assert prediction.step_seconds(0) == seconds
     speed = f"{prediction.tokens_per_gpu / seconds:.0f} tokens/s/GPU"
-    assert f"takes {seconds:.1f} s" in plan_of(config) and speed in plan_of(config)
+    plan = plan_of(config)
+    longest = config.rollout.max_response_tokens
+    assert (
+        f"of 128 episodes of {longest / 2:.0f} sampled tokens on average (assumed: 0.5 of" in plan
+    )
+    assert f": {seconds:.1f} s, of which" in plan and speed in plan
 
 
 def test_the_command_says_what_the_configured_lengths_and_tools_make_of_it() -> None:

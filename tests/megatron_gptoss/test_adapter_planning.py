@@ -132,7 +132,7 @@ def test_a_critic_has_a_base_of_its_own() -> None:
 def test_the_plan_says_what_is_trained_and_offers_four_bits_where_the_base_is_frozen() -> None:
     inputs = inputs_of(GPT_OSS_20B, base="bf16")
     plan = memory_plan(inputs, Hardware(H200))
-    assert ", adapters of rank 32 on a base in bf16: " in plan.splitlines()[0]
+    assert ", adapters of rank 32 on a base in bf16:" in plan.splitlines()[1]
 
     def offered(of: MemoryInputs) -> list[str]:
         return [override for override, _ in smaller_settings(of, H200)]

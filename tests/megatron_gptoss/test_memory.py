@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -575,7 +576,7 @@ def test_a_critic_and_a_reference_policy_take_room_beside_the_policy() -> None:
     assert critic.gradients - alone.gradients == (alone.gradients - 4 * vocabulary) / 2
     assert (critic.optimizer, critic.activations) == (alone.optimizer, alone.activations)
     plan = memory_plan(replace(training, auxiliary_models=[OptimizerConfig(), None]), Hardware(141))
-    assert ", with the critic, with the reference policy: " in plan
+    assert ", with the critic, with the reference policy:" in plan
 
 
 def test_running_out_of_memory_prints_the_plan_and_what_to_set_next() -> None:
@@ -593,9 +594,11 @@ def test_running_out_of_memory_prints_the_plan_and_what_to_set_next() -> None:
         )
     small = Hardware(60)
     assert is_too_much(training, small)
-    assert "no layout of 4 GPUs fits; as configured most goes to the update (" in memory_plan(
-        training, small
+    plan = memory_plan(training, small)
+    assert re.match(
+        r"does not fit: the update needs \S+ GB of a GPU's 60 GB, \S+ GB too much\n", plan
     )
+    assert "no layout of the trainer's 4 GPUs fits" in plan
     assert "tensor 1, pipeline 1, context 4, expert 4" in memory_plan(training, Hardware(141))
 
 
@@ -609,6 +612,8 @@ def test_the_host_must_hold_what_is_offloaded_and_saved(host: float | None, too_
     assert is_too_much(inputs, hardware) == too_much
 
     plan = memory_plan(inputs, hardware).splitlines()
+    assert plan[0].startswith("does not fit: " if too_much else "fits: ")
+    assert ("offloaded state and checkpoints need 425.8 GB" in plan[0]) == too_much
     resting, saving = [line for line in plan if "host memory" in line]
     assert resting.startswith(
         "host memory: 133.0 GB, pinned, for the optimizer state of a node's 2"
@@ -661,8 +666,9 @@ def test_the_table_shows_every_phase_and_which_needs_most() -> None:
     inputs = MemoryInputs(GPT_OSS_20B, TWO_GPUS, BF16_MOMENTS, 16_384, engine=engine)
     shown = account(inputs, H200)
     lines = memory_plan(inputs, Hardware(H200, "H200")).splitlines()
-    assert lines[0].startswith("memory per H200, in bf16, 16384 tokens per micro-batch: ")
-    for line, phase in zip(lines[2:], shown.phases, strict=False):
+    assert lines[0].startswith(f"does not fit: the {shown.peak.name} needs ")
+    assert lines[1] == "memory per H200, in bf16, 16384 tokens per micro-batch:"
+    for line, phase in zip(lines[3:], shown.phases, strict=False):
         name, *figures = line.removesuffix("  <- most").split()
         assert name == phase.name
         sizes = (phase.trainer, phase.engine, phase.around, phase.total)

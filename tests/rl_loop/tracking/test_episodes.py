@@ -356,6 +356,7 @@ def test_the_loop_records_every_episode_and_a_resume_continues(tmp_path: Path) -
 
     def rows(directory: Path) -> list[dict[str, object]]:
         names = ["step", "split", "group", "sample", "task_id", "reward", "tokens"]
+        names.append("newest_version")
         reader = reader_of(directory)
         return reader.figures.select(names).to_pylist()
 
