@@ -8,6 +8,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from launch.control_characters import show_control_characters
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.conversations.dataset import ConversationData, Preview
 from rl_loop.conversations.refusals import describe_kinds
@@ -51,21 +52,26 @@ def print_preview(
         for number, sample in enumerate(preview.samples[:samples], start=1):
             _print_sample(number, sample, codec, console)
         for line in figures(preview):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            _print_line(line, console)
     return all_learn
 
 
 def _print_sample(number: int, sample: DataSample, codec: ChatCodec, console: Console) -> None:
     learned = int(np.count_nonzero(sample.loss_mask))
     title = f"sample {number}: {sample.name}; {len(sample.token_ids)} tokens, {learned} learned"
-    console.print(title, style="bold", highlight=False, markup=False, soft_wrap=True)
+    _print_line(title, console, style="bold")
 
     if console.is_terminal:
         console.print(coloured(sample, codec), highlight=False)
     else:
         for line in token_lines(sample, codec):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            _print_line(line, console)
     console.print()
+
+
+def _print_line(line: str, console: Console, style: str | None = None) -> None:
+    shown = show_control_characters(line)
+    console.print(shown, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 def pieces_of(sample: DataSample, codec: ChatCodec) -> Iterator[Piece]:
@@ -98,7 +104,7 @@ def coloured(sample: DataSample, codec: ChatCodec) -> Text:
     text = Text()
     for number, piece in enumerate(pieces_of(sample, codec)):
         styles = LEARNED_STYLES if piece.learned else CONTEXT_STYLES
-        shown = piece.text.replace("\n", "\u23ce\n")
+        shown = show_control_characters(piece.text).replace("\n", "\u23ce\n")
         text.append(shown, style=styles[number % 2])
     return text
 

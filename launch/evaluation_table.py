@@ -6,7 +6,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from launch.control_characters import show_control_characters
 from rl_loop.evaluation.statistics import compare, scores
 
 Episodes = Sequence[dict[str, Any]]
@@ -28,7 +30,7 @@ def print_evaluation(episodes: Episodes, baseline: Episodes) -> None:
         counts = Counter(episode[key] for episode in episodes if episode[key] is not None)
         if counts:
             listed = ", ".join(f"{name} {count}" for name, count in counts.most_common())
-            console.print(f"{key}: {listed}")
+            console.print(show_control_characters(f"{key}: {listed}"), markup=False)
 
 
 def _group_by_category(episodes: Episodes) -> dict[str, Episodes]:
@@ -58,5 +60,6 @@ def _build_table(rows: dict[str, Episodes], baseline: Episodes) -> tuple[Table, 
         if baseline:
             change = compare(episodes, baseline)
             cells.append("no common task" if change is None else str(change))
-        table.add_row(category, str(len(tasks)), *cells)
+        shown = Text(show_control_characters(category))
+        table.add_row(shown, str(len(tasks)), *cells)
     return table, len(columns)

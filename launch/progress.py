@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from launch.control_characters import show_control_characters
 from rl_loop.tracking.metrics import Name
 
 # Metric -> (label, format), in reading order.
@@ -124,7 +125,8 @@ class TrainingProgress:
 
     def note(self, message: str) -> None:
         """Print one line that stays, above the display."""
-        self._console.print(escape(message), highlight=False, soft_wrap=True)
+        shown = escape(show_control_characters(message))
+        self._console.print(shown, highlight=False, soft_wrap=True)
 
     def step(self, step: int, values: dict[str, float]) -> None:
         """Show metrics of ``step`` completed steps: of a training step or of an evaluation."""

@@ -21,6 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from launch.control_characters import show_control_characters
 from launch.progress import format_seconds
 from rl_loop.tracking.episode_reader import EpisodeReader
 from rl_loop.tracking.metrics import Name
@@ -167,12 +168,6 @@ def build_report(run_dir: Path | str) -> Path:
 
 def _read_json_if_present(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
-
-
-def show_control_characters(value: object) -> str:
-    """Replace control characters by pictures of them, so that no browser interprets them."""
-    text = str(value)
-    return "".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else c for c in text)
 
 
 def describe_progress(records: Records, finished: bool) -> str:

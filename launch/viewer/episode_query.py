@@ -25,6 +25,10 @@ SORTABLE = tuple(
 )
 
 
+LARGEST_NUMBER = 2**63 - 1
+"""Arrow compares columns with numbers of 64 bits."""
+
+
 class QueryError(UserError):
     """A filter cannot be read; the message names it."""
 
@@ -79,14 +83,20 @@ def _parse(name: str, text: str, kind: Any) -> Any:
     kinds = (kind, *get_args(kind))
     try:
         if int in kinds:
-            return int(text)
+            number = int(text)
+            if not -LARGEST_NUMBER <= number <= LARGEST_NUMBER:
+                raise ValueError
+            return number
         if float in kinds:
             value = float(text)
             if not np.isfinite(value):
                 raise ValueError
             return value
     except ValueError:
-        raise QueryError(f"{name}: {text!r} is no number") from None
+        shown = text if len(text) < 40 else f"{text[:40]}..."
+        raise QueryError(
+            f"{name}: {shown!r} is not a number that it can be compared with"
+        ) from None
     if kind is bool:
         if text not in ("true", "false"):
             raise QueryError(f"{name}: {text!r} is neither true nor false")

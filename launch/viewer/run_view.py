@@ -12,11 +12,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from launch.viewer.health import Finding, find, state_of
+from launch.viewer.own_files import open_own_file, read_own_file
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import read_yaml
+from rl_loop.tracking.episode_files import list_files
 from rl_loop.tracking.episode_reader import EpisodeReader
 from rl_loop.tracking.metrics import Name
-from rl_loop.tracking.run_directory import RunDirectory, RunDirectoryError, read_json
+from rl_loop.tracking.run_directory import RunDirectory
 from rl_loop.tracking.run_lock import LOCK_FILE
 
 HEADLINES = (Name.REWARD, Name.ACCURACY, Name.HELD_OUT_ACCURACY, Name.LOSS)
@@ -37,14 +39,14 @@ class MetricsTail:
     def refresh(self) -> None:
         """Read what is new. Lines that are no JSON are left out."""
         try:
-            with open(self._path, "rb") as file:
+            with open_own_file(self._path) as file:
                 status = os.fstat(file.fileno())
                 # A resume replaces the file, by another one or a shorter one.
                 if status.st_ino != self._inode or status.st_size < self._position:
                     self._begin_anew(status.st_ino)
                 file.seek(self._position)
                 data = file.read()
-        except FileNotFoundError:
+        except OSError:  # not there, or a link
             if self.records:
                 self._begin_anew(-1)
             return
@@ -52,7 +54,7 @@ class MetricsTail:
         complete, newline, _ = data.rpartition(b"\n")
         self._position += len(complete) + len(newline)
         for line in complete.splitlines():
-            with suppress(ValueError):
+            with suppress(ValueError, RecursionError):
                 record = json.loads(line)
                 if isinstance(record, dict) and isinstance(record.get("step"), int):
                     self.records.append(_numbers_of(record))
@@ -113,6 +115,7 @@ class RunView:
             "state": state,
             "generation": self.metrics.generation,
             "records": len(records),
+            "has_episodes": bool(list_files(self.directory.episodes)),
             "step": int(records[-1]["step"]) if records else None,
             "steps": steps,
             "time": records[-1].get("time") if records else None,
@@ -143,20 +146,21 @@ class RunView:
 
     def config_text(self) -> str:
         with suppress(OSError):
-            return self.directory.config.read_text(errors="replace")
+            return read_own_file(self.directory.config).decode(errors="replace")
         return ""
 
     def failure(self) -> str | None:
         """Return the last line of error.log: the error that ended the run."""
         with suppress(OSError):
-            text = (self.directory.path / "error.log").read_text(errors="replace")
+            text = read_own_file(self.directory.path / "error.log").decode(errors="replace")
             lines = text.strip().splitlines()
             return lines[-1][:500] if lines else None
         return None
 
     def _json_if_present(self, path: Path) -> dict[str, Any]:
-        with suppress(RunDirectoryError):
-            return read_json(path) if path.exists() else {}
+        with suppress(OSError, ValueError, RecursionError):
+            value = json.loads(read_own_file(path))
+            return value if isinstance(value, dict) else {}
         return {}
 
     def _read_config(self) -> dict[str, Any]:
@@ -166,10 +170,11 @@ class RunView:
         figures are worth a look all the same."""
         file = self.directory.config
         try:
-            stamp = file.stat().st_mtime_ns
+            stamp = file.lstat().st_mtime_ns
             if stamp != self._config_stamp:
                 self._config_stamp = stamp
                 self._config = {}
+                open_own_file(file).close()
                 tree = OmegaConf.to_container(read_yaml(file))
                 assert isinstance(tree, dict)
                 self._config = {str(key): value for key, value in tree.items()}
@@ -184,7 +189,7 @@ class RunView:
 
         The lock itself is not tried: that could turn away a run that begins just then."""
         try:
-            text = (self.directory.path / LOCK_FILE).read_text(errors="replace")
+            text = read_own_file(self.directory.path / LOCK_FILE).decode(errors="replace")
         except OSError:
             return None
         words = text.split()

@@ -43,7 +43,7 @@ class RunConfig(StrictModel):
     command: ClassVar[str]
     """The ``gptoss`` command that runs it."""
 
-    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$")
+    name: str = Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
     """Name of the run; its directory is ``output_dir/name``."""
     output_dir: Path = Path("runs")
     """Where run directories are made."""

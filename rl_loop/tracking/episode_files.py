@@ -82,7 +82,8 @@ def list_files(directory: Path) -> list[EpisodeFile]:
     found = []
     for path in directory.glob("*-*.parquet"):
         first, _, last = path.stem.partition("-")
-        if first.isdigit() and last.isdigit():
+        # A link could lead to another run's episodes, and a pipe would block its reader.
+        if first.isdigit() and last.isdigit() and path.is_file() and not path.is_symlink():
             found.append(EpisodeFile(int(first), int(last), path))
 
     # Of files that begin together the longest comes first, and hides what a merge left behind.

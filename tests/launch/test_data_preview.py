@@ -67,6 +67,22 @@ def test_without_a_terminal_each_token_has_a_line_with_its_mask(
     assert "'🫠'" in text or "' 🫠'" in text, "a character is not shown in halves"
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_preview_prints_no_control_characters(
+    terminal: bool, harmony: Harmony, tmp_path: Path
+) -> None:
+    """Data may come from anyone: an escape sequence could retitle or clear the terminal."""
+    path = tmp_path / "chats.jsonl"
+    odd = "\x1b]0;owned\x07 \x9b2J \x1b[2J \x7f \u202e"
+    bad = {"messages": [{"role": odd, "content": odd}]}
+    path.write_text(f"{json.dumps(chat(user(odd), said(odd)))}\n{json.dumps(bad)}\n")
+    text = printed(path, harmony, terminal=terminal)
+    colours = re.compile(r"\x1b\[[0-9;]*m")  # those of the preview itself
+    rest = colours.sub("", text) if terminal else text
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", rest)
+    assert "owned" in rest and "refused" in rest
+
+
 def test_on_a_terminal_what_is_learned_has_another_colour(chats: Path, harmony: Harmony) -> None:
     text = printed(chats, harmony, terminal=True)
     assert "\x1b[" in text

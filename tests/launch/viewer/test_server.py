@@ -4,11 +4,13 @@ import json
 import os
 import socket
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
 
+from launch.viewer.episode_query import EpisodeQuery
 from launch.viewer.run_view import find_runs
 from launch.viewer.server import STATIC_FILES, open_server
 from megatron_gptoss.user_error import UserError
@@ -375,3 +377,68 @@ def test_mistakes_are_said_before_anything_starts(runs: Path, tmp_path: Path) ->
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=rf"cannot listen on 127\.0\.0\.1:{port}.*--port"):
             open_server([runs], "127.0.0.1", port, False)
+
+
+# ---- untrusted parameters and directories
+
+ODD_VALUES = [
+    "9" * 30,
+    "-" + "9" * 30,
+    "9223372036854775808",
+    "1e400",
+    "nan",
+    "%00",
+    "%ff",
+    "x" * 5000,
+]
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(EpisodeQuery)])
+def test_filters_never_fail(name: str, viewer: Served) -> None:
+    for value in ODD_VALUES:
+        answer = viewer.get(f"/api/runs/first/episodes?{name}={value}")
+        assert answer.status in (200, 400), (value, answer.body[:300])
+
+
+@pytest.mark.parametrize("value", ["9" * 30, "-1", "-" + "9" * 30])
+def test_odd_numbers_of_an_address_do_not_fail(value: str, viewer: Served) -> None:
+    assert viewer.get(f"/api/runs/first/episodes/{value}").status == 404
+    for name in ("after", "generation"):
+        assert viewer.get(f"/api/runs/first/curves?{name}={value}").status == 200
+
+
+READ_BY_VIEWER = (
+    "config.yaml", "metrics.jsonl", "metrics.describe.json", "summary.json", "error.log", "run.lock",
+    "episodes/000000-000009.parquet",
+)  # fmt: skip
+PAGES = ("/api/runs", "/api/runs/run/config", "/api/runs/run/curves", "/api/runs/run/episodes")
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+@pytest.mark.parametrize("name", READ_BY_VIEWER)
+def test_viewer_reads_own_files_only(name: str, kind: str, tmp_path: Path) -> None:
+    """A run directory may be someone else's: its files may be links to those of the reader."""
+    secret = tmp_path / "secret"
+    secret.write_text('{"step": 1, "mark": 4711.25, "text": "4711.25"}\n')
+    run = ExampleRun(tmp_path / "runs" / "run", steps=1)
+    run.close()
+    file = run.directory.path / name
+    if file.exists():
+        file.unlink()
+    if kind == "link":
+        file.symlink_to(secret)
+    else:
+        os.mkfifo(file)
+    with served(tmp_path / "runs") as viewer:
+        for page in PAGES:
+            answer = viewer.get(page)
+            assert answer.status == 200
+            assert b"4711" not in answer.body
+
+
+def test_overview_tells_whether_there_are_episodes(tmp_path: Path) -> None:
+    ExampleRun(tmp_path / "with", steps=1).close()
+    ExampleRun(tmp_path / "without").close()
+    with served(tmp_path) as viewer:
+        runs = viewer.get("/api/runs").json["runs"]
+    assert {run["name"]: run["has_episodes"] for run in runs} == {"with": True, "without": False}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -300,3 +301,35 @@ def test_what_is_served_may_be_named_as_the_shipped_ones_are() -> None:
     assert load_served_config(Path("tiny_shop")).command == "sft"
     with pytest.raises(ConfigError, match="did you mean tiny_retool"):
         load_served_config(Path("tiny_retol"))
+
+
+@pytest.mark.parametrize(
+    "name", [".", "..", ".hidden", "-x", "--resume", "a" * 300, "a/b", "a b", ""]
+)
+def test_run_name_cannot_leave_its_directory(name: str) -> None:
+    """The name becomes a directory, a job's name and an argument of commands."""
+    config = CONFIGS / "rl/tiny_retool.yaml"
+    with pytest.raises(ConfigError, match="name: "):
+        load_config(config, RlConfig, [f"name={json.dumps(name)}"])
+
+
+def test_mapping_override_replaces_a_section() -> None:
+    """Merged with the file's, keys of another data set or engine would stay."""
+    shop = load_config(CONFIGS / "sft/tiny_shop.yaml", SftConfig, ["data={path: chats.jsonl}"])
+    assert shop.data is not None
+    (source,) = shop.data.sources.values()
+    assert (source.path, source.validation_path) == ("chats.jsonl", None)
+    other = "tasks.sources={mine: {environment: retool}}"
+    mine = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, [other])
+    assert list(mine.tasks.sources) == ["mine"]
+
+
+def test_held_out_data_belongs_to_its_training_data() -> None:
+    file = CONFIGS / "sft/tiny_shop.yaml"
+    with pytest.raises(
+        ConfigError, match=r"data\.validation_path: runs/shop/held_out\.jsonl belongs"
+    ):
+        load_config(file, SftConfig, ["data.path=chats.jsonl"])
+    for held_out in ("null", "held.jsonl"):
+        changes = ["data.path=chats.jsonl", f"data.validation_path={held_out}"]
+        assert load_config(file, SftConfig, changes).data is not None
