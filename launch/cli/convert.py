@@ -1,15 +1,19 @@
 """``gptoss convert``: Hugging Face <-> Megatron checkpoints."""
 
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 import typer
 from typer import Argument, Option
 
+from launch.cli.groups import UnbrokenHelp
+
 convert = typer.Typer(
+    cls=UnbrokenHelp,
     no_args_is_help=True,
     help="Hugging Face <-> Megatron checkpoints, without a GPU.",
 )
@@ -39,6 +43,8 @@ def convert_import(
     check: CheckOption = "sample",
 ) -> None:
     """Hugging Face -> Megatron torch_dist, loadable at any parallel layout."""
+    if is_megatron(hf_dir):
+        refuse_direction(hf_dir, "a Megatron checkpoint", "export", megatron_dir)
     from converters.torch_dist import import_checkpoint
 
     with bytes_bars("import", "check ") as (progress, checked):
@@ -68,6 +74,8 @@ def convert_export(
     check: CheckOption = "sample",
 ) -> None:
     """Megatron torch_dist -> Hugging Face safetensors."""
+    if (megatron_dir / "config.json").exists() and not (megatron_dir / "metadata.json").exists():
+        refuse_direction(megatron_dir, "a Hugging Face directory", "import", hf_dir)
     from converters.torch_dist import export_checkpoint
 
     with bytes_bars("export", "check ") as (progress, checked):
@@ -178,14 +186,30 @@ def convert_verify(
     hf_dir: Annotated[Path, Argument(help="The Hugging Face directory.")],
     megatron_dir: Annotated[Path, Argument(help="The torch_dist checkpoint.")],
 ) -> None:
-    """Compare every tensor of the two bit for bit, and what the two models compute, layer by
+    """Compare two checkpoints, given in any order: all tensors bit for bit, and the outputs of every
     layer."""
+    # Before the slow imports, and because `convert export` takes the two in the other order.
+    if is_megatron(hf_dir) and not is_megatron(megatron_dir):
+        hf_dir, megatron_dir = megatron_dir, hf_dir
     from converters.verify import verify
 
     with bytes_bars("verify") as [progress]:
         result = verify(hf_dir, megatron_dir, progress)
     print(result)
     raise typer.Exit(0 if result.equal else 1)
+
+
+def is_megatron(directory: Path) -> bool:
+    """Return True if a directory is a torch_dist checkpoint."""
+    return (directory / "metadata.json").exists() and not (directory / "config.json").exists()
+
+
+def refuse_direction(source: Path, kind: str, command: str, target: Path) -> NoReturn:
+    """Raise ConversionError for a source that the other command reads."""
+    from converters.errors import ConversionError
+
+    words = shlex.join(["gptoss", "convert", command, str(source), str(target)])
+    raise ConversionError(f"{source}: {kind}, which another command reads. Run `{words}`")
 
 
 @contextmanager

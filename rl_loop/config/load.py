@@ -48,6 +48,8 @@ def load_config[Config: RunConfig](
     # Before the other overrides, which may change something inside the named file.
     for key in ("model", "algorithm"):
         changes = _insert_named_section(path, tree, key, changes)
+    _refuse_split_data(path, tree, changes)
+    _drop_replaced_sections(tree, changes)
 
     try:
         merged = OmegaConf.merge(tree, OmegaConf.from_dotlist(changes))
@@ -60,6 +62,39 @@ def load_config[Config: RunConfig](
             f"{path}: one of {' '.join(changes)} is a list where the file has keys, or the other way round"
         ) from None
     return validated(path, kind, raw)
+
+
+HELD_OUT_OF = {"path": "validation_path", "train_path": "held_out_path"}
+"""Keys of training data, and of the held-out data beside it."""
+
+
+def _refuse_split_data(path: Path, tree: Any, changes: list[str]) -> None:
+    """Raise ConfigError if overrides replace training data and keep the file's held-out data."""
+    keys = {change.partition("=")[0] for change in changes}
+    for key in keys:
+        section, _, name = key.rpartition(".")
+        if name not in HELD_OUT_OF or not section:
+            continue
+        held_out = f"{section}.{HELD_OUT_OF[name]}"
+        value = OmegaConf.select(tree, held_out)
+        if value is not None and not any(other in (held_out, section) for other in keys):
+            raise ConfigError(
+                f"{held_out}: {value} belongs to the {key} of {path}, which the command line replaces. "
+                f"Add {held_out}=FILE, or {held_out}=null"
+            )
+
+
+def _drop_replaced_sections(tree: Any, changes: list[str]) -> None:
+    """Delete what an override ``key={...}`` replaces as a whole: merged with it, keys of another
+    data set or engine would stay."""
+    for change in changes:
+        key, _, value = change.partition("=")
+        if not value.lstrip().startswith("{"):
+            continue
+        parent, _, name = key.rpartition(".")
+        section = OmegaConf.select(tree, parent) if parent else tree
+        if OmegaConf.is_dict(section) and name in section:
+            del section[name]
 
 
 def value_origins(
@@ -247,7 +282,10 @@ def _refuse_other_kind(path: Path, kind: type[StrictModel], error: ValidationErr
             f"{', '.join(keys_of_other)}), not of `gptoss {this.command}`"
         )
         if this is RlConfig:
-            message += "; `gptoss plan` and `gptoss launch` take it with --sft"
+            message += (
+                ". `gptoss plan`, `gptoss config` and `gptoss launch` take it with --sft; `gptoss eval` "
+                "takes one of configs/rl, with --weights RUN/export"
+            )
         raise ConfigError(message) from None
 
 

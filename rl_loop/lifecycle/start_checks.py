@@ -24,6 +24,7 @@ from rl_loop.lifecycle.disk_checks import (
     export_bytes,
     kept_adapter_bytes,
 )
+from rl_loop.lifecycle.remedies import how_to_make, how_to_make_weights
 from rl_loop.lifecycle.store_size import (
     StoreNeed,
     check_local_store,
@@ -103,7 +104,9 @@ def check_chat_format(config: RunConfig) -> None:
         )
     source = config.tokenizer or config.initial_weights
     if config.vocabulary == "tokenizer" and source is not None and not source.exists():
-        raise CannotStart(f"vocabulary tokenizer: {source} does not exist")
+        raise CannotStart(
+            f"vocabulary tokenizer: {source} does not exist. {how_to_make_weights(source)}"
+        )
     if config.vocabulary == "tokenizer" and tokenizer_directory(source) is None:
         raise CannotStart(
             f"vocabulary tokenizer: there is no tokenizer.json in {source or 'initial_weights, which is null'}; "
@@ -195,7 +198,7 @@ def check_conversations(data: DataConfig) -> None:
 
 def _check_file(key: str, path: Path) -> None:
     if not path.exists():
-        raise CannotStart(f"{key}: {path} does not exist")
+        raise CannotStart(f"{key}: {path} does not exist. {how_to_make(key, path)}")
     if not path.is_file():
         raise CannotStart(f"{key}: {path} is no file")
     if not os.access(path, os.R_OK):

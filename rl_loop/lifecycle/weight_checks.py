@@ -8,12 +8,13 @@ from pathlib import Path
 from converters.errors import ConversionError
 from converters.model_extras import read_object
 from converters.peft_settings import read_settings
-from converters.weight_files import read_index, weight_files
+from converters.weight_files import INDEX_FILE, read_index, weight_files
 from megatron_gptoss.checkpoint.directory import ADAPTER_FILE, MODEL_CONFIG_FILE
 from megatron_gptoss.config import AdapterConfig, ModelConfig
 from megatron_gptoss.families.registry import parse_model_config, read_hf_config
 from megatron_gptoss.untrusted_files import read_bytes, read_json
 from rl_loop.config.errors import CannotStart
+from rl_loop.lifecycle.remedies import how_to_make, how_to_make_weights
 from rl_loop.tracking.run_directory import RunDirectory
 
 PEFT_CONFIG_FILE = "adapter_config.json"
@@ -34,12 +35,14 @@ def check_weights(key: str, path: Path, model: ModelConfig) -> None:
             _compare_models(key, hf_config, model, read_hf_config)
         return
 
+    if not path.exists():
+        raise CannotStart(f"{key}: {path} does not exist. {how_to_make_weights(path)}")
     checkpoint = _checkpoint_of(path)
     if not (checkpoint / "metadata.json").exists():
-        missing = "" if path.exists() else ": it does not exist"
         raise CannotStart(
             f"{key}: {path} is neither a Hugging Face directory (config.json), nor a Megatron checkpoint "
-            f"(metadata.json), nor the directory of a run that has saved a checkpoint{missing}"
+            "(metadata.json), nor the directory of a run that has saved a checkpoint. "
+            f"{how_to_make_weights(path)}"
         )
 
     if (checkpoint / ADAPTER_FILE).exists():
@@ -65,12 +68,13 @@ def check_initial_adapter(path: Path, adapter: AdapterConfig, model: ModelConfig
         _check_peft_settings(key, path / PEFT_CONFIG_FILE, adapter, model)
         return
 
+    if not path.exists():
+        raise CannotStart(f"{key}: {path} does not exist. {how_to_make(key, path)}")
     checkpoint = _checkpoint_of(path)
     if not (checkpoint / ADAPTER_FILE).exists():
-        missing = "" if path.exists() else ": it does not exist"
         raise CannotStart(
             f"{key}: {path} is neither a run of adapters that has saved a checkpoint, nor a checkpoint of adapters "
-            f"({ADAPTER_FILE}), nor an adapter in PEFT's format ({PEFT_CONFIG_FILE}){missing}"
+            f"({ADAPTER_FILE}), nor an adapter in PEFT's format ({PEFT_CONFIG_FILE}). {how_to_make(key, path)}"
         )
 
     _compare_models(key, checkpoint / MODEL_CONFIG_FILE, model, _read_model_config)
@@ -142,6 +146,13 @@ def check_newest_checkpoint(run: RunDirectory) -> None:
 
 def _check_safetensors(key: str, path: Path) -> None:
     """Raise CannotStart if a file of weights is missing, or there is a second set of weights."""
+    has_index = (path / INDEX_FILE).exists()
+    if not has_index and not any(path.glob("model*.safetensors")):
+        raise CannotStart(
+            f"{key}: {path} has a config.json, but neither model.safetensors nor {INDEX_FILE}. "
+            f"{how_to_make_weights(path)}"
+        )
+
     try:
         weight_files(path, read_index(path))
     except ConversionError as error:

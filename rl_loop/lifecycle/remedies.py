@@ -1,0 +1,87 @@
+"""Commands that make what a run lacks, for error messages."""
+
+import shlex
+from pathlib import Path
+
+from rl_loop.config.load import read_yaml
+from rl_loop.config.shipped import shipped_directories
+
+HUB_NAMES = {
+    "gpt-oss-20b": "openai/gpt-oss-20b",
+    "gpt-oss-120b": "openai/gpt-oss-120b",
+    "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    **{
+        f"qwen2.5-{size}": f"Qwen/Qwen2.5-{size.upper()}-Instruct"
+        for size in ("0.5b", "1.5b", "3b", "7b", "14b", "32b")
+    },
+}
+"""Names of directories that shipped configurations expect, and of the models on the hub."""
+
+ONLY_OF_RELEASE = ' --exclude "original/*" "metal/*"'
+"""Options of ``hf download``: copies of the weights in other formats."""
+
+EXAMPLES = {
+    "shop": "python examples/chat_with_tools.py",
+    "clerk": "python examples/clerk_agent.py",
+}
+"""Directories below runs/ that shipped configurations read, and the programs that write them."""
+
+
+def how_to_make(key: str, path: Path) -> str:
+    """Return a sentence with the command that makes the missing file or directory of ``key``."""
+    name = key.rpartition(".")[2]
+    if name in ("initial_weights", "--weights", "tokenizer"):
+        return how_to_make_weights(path)
+    if name == "initial_adapter":
+        return (
+            "`gptoss sft CONFIG` or `gptoss rl CONFIG` with `adapter` makes one: name its run directory, or "
+            "its adapter/"
+        )
+    if name == "episodes":
+        return f"`gptoss eval CONFIG --output {path}` makes it"
+    return how_to_make_data(key, path)
+
+
+def how_to_make_weights(path: Path) -> str:
+    """Return a sentence with the command that makes or downloads a model."""
+    config = _training_of(path)
+    if config is not None:
+        return f"`gptoss sft {config}` makes it"
+    if path.parent.name.startswith("checkpoints"):
+        return "`ls` shows the checkpoints that the run has"
+    if path.name == "export":
+        return f"The run {path.parent} makes it at its end: `gptoss rl CONFIG --resume`"
+    hub_name = HUB_NAMES.get(path.name.lower())
+    if hub_name is not None:
+        options = ONLY_OF_RELEASE if hub_name.startswith("openai/") else ""
+        directory = shlex.quote(str(path))
+        return f"`hf download {hub_name} --local-dir {directory}{options}` downloads it"
+    return (
+        f"`hf download MODEL --local-dir {shlex.quote(str(path))}` downloads a model there; or name the "
+        "directory of a run"
+    )
+
+
+def how_to_make_data(key: str, path: Path) -> str:
+    """Return a sentence with the command that makes a data file, or shows what it has to hold."""
+    program = EXAMPLES.get(path.parent.name)
+    if program is not None and path.parent.parent.name == "runs":
+        return f"`{program} {path.parent}` makes it"
+    if key.startswith("tasks."):
+        return (
+            "Write a task per line (docs/environments.md, Data), or name a data set of the hub: "
+            f"{key}=hub:NAME:SPLIT"
+        )
+    return (
+        "Write a conversation per line (docs/data.md), or name a data set of the hub: "
+        f"{key}=hub:NAME:SPLIT. `gptoss data preview CONFIG` shows what is read"
+    )
+
+
+def _training_of(path: Path) -> Path | None:
+    """Return the shipped configuration of ``gptoss sft`` whose run directory ``path`` is or is in."""
+    for directory in shipped_directories():
+        for file in sorted((directory / "sft").glob("*.yaml")):
+            if read_yaml(file).get("name") in path.parts:
+                return Path("configs/sft") / file.name
+    return None
