@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from omegaconf import OmegaConf
 from pydantic import Field, StringConstraints, model_validator
 
+from launch.gpus import count_gpus
 from megatron_gptoss.config import StrictModel
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import read_yaml, validated
@@ -39,14 +40,19 @@ class ClusterConfig(StrictModel):
     """A directory that every node sees at this path. Relative paths of a run's configuration are
     below it."""
     python: str = sys.executable
-    """The interpreter on the nodes (inside the container, if there is one) that has this project's
-    requirements."""
+    """The trainer's interpreter on the nodes, inside the container if there is one. It has this
+    project's requirements."""
+    engine_python: str | None = None
+    """The interpreter on the nodes that has SGLang, as ``gptoss doctor --install-engine`` prints it.
+    It replaces ``rollout.engine.python`` of the run's file, but not of the command line. null: that
+    of the run."""
     nodes: int = Field(1, gt=0)
     """Nodes that hold the trainer ranks and, without rollout_nodes, the rollout workers too."""
     rollout_nodes: int = Field(0, ge=0)
     """Further nodes for rollout workers alone; with them the job is a heterogeneous one."""
     gpus_per_node: int = Field(0, ge=0)
-    """GPUs of each node; 0 for runs on CPUs."""
+    """GPUs of each node; 0 for runs on CPUs. Default: with kind local those of this machine, else
+    0."""
     gpu_type: str | None = None
     """The type as ``sinfo -o %G`` shows it, such as h200; null takes any."""
     gpu_memory: float | None = Field(None, gt=0, allow_inf_nan=False)
@@ -131,4 +137,7 @@ def load_cluster(name: str, nodes: int | None = None) -> ClusterConfig:
     tree = read_yaml(path)
     if nodes is not None:
         tree["nodes"] = nodes
-    return validated(path, ClusterConfig, OmegaConf.to_container(tree, resolve=True))
+    cluster = validated(path, ClusterConfig, OmegaConf.to_container(tree, resolve=True))
+    if cluster.kind == "local" and "gpus_per_node" not in cluster.model_fields_set:
+        return cluster.model_copy(update={"gpus_per_node": count_gpus()})
+    return cluster

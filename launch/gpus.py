@@ -1,6 +1,7 @@
 """Which GPU a plan is made for: one that is named, that of this machine, or of the configuration."""
 
 import math
+import os
 import shutil
 import subprocess
 from dataclasses import dataclass, replace
@@ -58,6 +59,25 @@ def local_gpu() -> Gpu | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return min(_read_gpus(answer.stdout), key=lambda gpu: gpu.total_bytes, default=None)
+
+
+def count_gpus() -> int:
+    """Return how many GPUs of this machine programs may use, as CUDA_VISIBLE_DEVICES says."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        named = [name.strip() for name in visible.split(",")]
+        return named.index("-1") if "-1" in named else len(list(filter(None, named)))
+
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return 0
+    try:
+        answer = subprocess.run(
+            [program, "--list-gpus"], capture_output=True, text=True, timeout=30, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return sum(line.startswith("GPU ") for line in answer.stdout.splitlines())
 
 
 def _read_gpus(table: str) -> list[Gpu]:

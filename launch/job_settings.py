@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.cluster import ClusterConfig
 from megatron_gptoss.config import ParallelConfig
 from rl_loop.config.rollout import RolloutConfig
 from rl_loop.lifecycle.store_size import StoreNeed
@@ -27,5 +28,13 @@ class JobSettings:
     """What a step holds in Ray's object store."""
     paths: tuple[tuple[str, Path], ...]
     """(key, path) of every file that the configuration names and the cluster must have."""
+    engine_python: str | None
+    """Interpreter of the rollout servers; None if the engine runs in the trainer's."""
     configuration: str
     """The whole of it as YAML, for the training command on the cluster to read."""
+
+    def engine_key(self, cluster: ClusterConfig) -> str:
+        """Return the key that sets ``engine_python``."""
+        if self.engine_python == cluster.engine_python:
+            return "cluster.engine_python"
+        return "rollout.engine.python"

@@ -11,6 +11,7 @@ from typing import Any
 
 from launch.cluster import ClusterConfig
 from rl_loop.config.errors import CannotStart
+from rl_loop.engines.backend import EngineConfig, EngineUnavailable
 from rl_loop.lifecycle.store_size import StoreNeed, check_local_store
 
 IDLE_MIB = 1024
@@ -44,9 +45,18 @@ class Gpu:
     """MiB."""
 
 
-def check_node(cluster: ClusterConfig, store: StoreNeed) -> NodeCheck:
-    """Check this node's disks, ports and GPUs, and its room for Ray's object store."""
+def check_node(
+    cluster: ClusterConfig, store: StoreNeed, engine: EngineConfig | None = None
+) -> NodeCheck:
+    """Check this node's disks, ports and GPUs, and its room for Ray's object store.
+
+    ``engine``: of the servers that are to run here; its interpreter is tried."""
     check = NodeCheck()
+    if engine is not None:
+        try:
+            engine.check_machine()
+        except (EngineUnavailable, OSError, subprocess.SubprocessError) as error:
+            check.problems.append(str(error))
     try:
         check_local_store(store)
     except CannotStart as too_small:

@@ -112,7 +112,9 @@ class NodeProgram:
     def join_ray(self) -> None:
         """Check the node and bring it into Ray, together with all others."""
         self.report("checking")
-        check = check_node(self.cluster, self.settings.store)
+        rollout = self.settings.rollout
+        engine = rollout.engine if rollout is not None and self.plan.servers else None
+        check = check_node(self.cluster, self.settings.store, engine)
         if check.problems:
             self._give_up("; ".join(check.problems), check)
 

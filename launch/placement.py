@@ -25,8 +25,18 @@ class NodePlan:
     """Numbers of the rollout engine's server processes."""
     workers: list[int] = field(default_factory=list)
     """Numbers of rollout workers."""
-    free_gpus: int = 0
-    """GPUs that nothing on this node uses yet."""
+    gpus: int = 0
+    """Number of GPUs of the node."""
+    rank_gpus: list[int] = field(default_factory=list)
+    """GPU of each of ``ranks``, by its number in the node."""
+    server_gpus: list[list[int]] = field(default_factory=list)
+    """GPUs of each of ``servers``."""
+
+    @property
+    def free_gpus(self) -> int:
+        """Number of GPUs that no rank and no server of its own uses; below 0 without GPUs."""
+        used = {*self.rank_gpus, *(gpu for gpus in self.server_gpus for gpu in gpus)}
+        return self.gpus - len(used)
 
     def resources(self) -> dict[str, int]:
         """Return the Ray resources that bring actors here; see ``rl_loop.cluster.placement``."""
@@ -51,8 +61,8 @@ def place(
         )
 
     gpus = cluster.gpus_per_node
-    trainers = [NodePlan(f"trainer {i}", free_gpus=gpus) for i in range(cluster.nodes)]
-    rollouts = [NodePlan(f"rollout {i}", free_gpus=gpus) for i in range(cluster.rollout_nodes)]
+    trainers = [NodePlan(f"trainer {i}", gpus=gpus) for i in range(cluster.nodes)]
+    rollouts = [NodePlan(f"rollout {i}", gpus=gpus) for i in range(cluster.rollout_nodes)]
     plans = [*trainers, *rollouts]
 
     _place_ranks(parallel, cluster, trainers)
@@ -88,7 +98,7 @@ def _place_ranks(
     for rank in range(ranks):
         node = trainers[rank // per_node]
         node.ranks.append(rank)
-        node.free_gpus -= 1
+        node.rank_gpus.append(rank % per_node)
 
 
 def _ranks_per_node(parallel: ParallelConfig, cluster: ClusterConfig) -> int:
@@ -110,8 +120,11 @@ def _place_servers(
         per_node = _ranks_per_node(parallel, cluster)
         for server in range(servers.count):
             # Server i uses the GPUs of the ranks from i x gpus_each on.
-            node = min(server * servers.gpus_each // per_node, len(trainers) - 1)
+            first = server * servers.gpus_each
+            node = min(first // per_node, len(trainers) - 1)
             trainers[node].servers.append(server)
+            shared = [(first + gpu) % per_node for gpu in range(servers.gpus_each)]
+            trainers[node].server_gpus.append(shared)
         return
 
     for server in range(servers.count):
@@ -124,8 +137,9 @@ def _place_servers(
                 f"{parallel.world_size} trainer ranks; raise cluster.nodes or "
                 "cluster.rollout_nodes, or set rollout.engine.colocated"
             )
+        used = roomiest.gpus - roomiest.free_gpus
         roomiest.servers.append(server)
-        roomiest.free_gpus -= servers.gpus_each
+        roomiest.server_gpus.append(list(range(used, used + servers.gpus_each)))
 
 
 def _place_workers(count: int, hosts: list[NodePlan]) -> None:
@@ -140,19 +154,36 @@ def _place_workers(count: int, hosts: list[NodePlan]) -> None:
 def describe_placement(
     plans: list[NodePlan], rollout: RolloutConfig, sandbox: SandboxConfig
 ) -> str:
-    """Return the placement as text, one node a line."""
+    """Return the placement as text, one node a line, with the number of each GPU in its node."""
     lines = []
     for plan in plans:
         roles = []
         if plan.ranks:
-            roles.append(f"ranks {plan.ranks[0]} to {plan.ranks[-1]}")
+            ranks = _numbered("rank", plan.ranks)
+            if plan.gpus:
+                ranks += f" on {_numbered('GPU', plan.rank_gpus)}"
+            roles.append(ranks)
         if plan.servers:
             servers = rollout.engine.server_processes
             assert servers is not None
-            numbers = ", ".join(map(str, plan.servers))
-            roles.append(f"{servers.name}s {numbers} ({servers.gpus_each} GPUs each)")
+            places = [
+                f"{number} on {_numbered('GPU', gpus)}" if plan.gpus and gpus else f"{number}"
+                for number, gpus in zip(plan.servers, plan.server_gpus, strict=True)
+            ]
+            roles.append(f"{servers.name} {', '.join(places)}")
         if plan.workers:
             roles.append(f"rollout workers {', '.join(map(str, plan.workers))}")
             roles.append(f"{len(plan.workers) * sandbox.workers} sandbox processes")
         lines.append(f"  {plan.name:10}  {'; '.join(roles)}")
+    if any(plan.gpus for plan in plans):
+        lines.append(
+            "  Ray may give out GPUs of ranks, and of servers of their own, in another order."
+        )
     return "\n".join(lines)
+
+
+def _numbered(what: str, numbers: list[int]) -> str:
+    """Return such as "rank 3", "GPUs 0 to 3"; ``numbers`` follow one another."""
+    if len(numbers) == 1:
+        return f"{what} {numbers[0]}"
+    return f"{what}s {numbers[0]} to {numbers[-1]}"

@@ -13,6 +13,7 @@ from launch.job_settings import JobSettings
 from launch.jobs import ClusterError, format_script, run_shell, split_sections
 from launch.node_checks import busy_ports
 from rl_loop.config.errors import ConfigError
+from rl_loop.lifecycle.remedies import how_to_make
 
 Answers = dict[str, list[str]]
 """What preflight.sh printed: the lines of each section."""
@@ -56,7 +57,7 @@ class Partition:
 def check_before_queue(settings: JobSettings, cluster: ClusterConfig) -> None:
     """Raise ConfigError with every field that will not work, and what there is instead."""
     paths = [*settings.paths, *_container_paths(cluster)]
-    answers = _ask_login_node(cluster, paths)
+    answers = _ask_login_node(settings, cluster, paths)
 
     problems: list[str] = []
     if cluster.kind == "slurm":
@@ -71,6 +72,7 @@ def check_before_queue(settings: JobSettings, cluster: ClusterConfig) -> None:
         problems += slurm_problems(cluster, partitions, answers)
 
     problems += _file_problems(cluster, paths, answers)
+    problems += _engine_problems(settings, cluster, answers)
     if cluster.kind == "local":
         problems += [f"cluster.ray_port: {problem}" for problem in busy_ports(cluster)]
 
@@ -81,7 +83,9 @@ def check_before_queue(settings: JobSettings, cluster: ClusterConfig) -> None:
         raise ConfigError("preflight:\n" + "\n".join(f"  {problem}" for problem in problems))
 
 
-def _ask_login_node(cluster: ClusterConfig, paths: list[tuple[str, Path]]) -> Answers:
+def _ask_login_node(
+    settings: JobSettings, cluster: ClusterConfig, paths: list[tuple[str, Path]]
+) -> Answers:
     """Run preflight.sh where jobs are submitted.
 
     Raises ConfigError if that machine does not answer."""
@@ -92,6 +96,7 @@ def _ask_login_node(cluster: ClusterConfig, paths: list[tuple[str, Path]]) -> An
             "SHARED": str(cluster.shared_dir.absolute()),
             # The interpreter of a container cannot be seen from outside.
             "PYTHON": cluster.python if cluster.container is None else "true",
+            "ENGINE_PYTHON": settings.engine_python or "" if cluster.container is None else "",
         },
     )
     try:
@@ -111,7 +116,10 @@ def _file_problems(
     problems = []
     for key, path in paths:
         if str(path) in absent:
-            problems.append(f"{key}: {path} does not exist or cannot be read there")
+            problem = f"{key}: {path} does not exist or cannot be read there"
+            if not key.startswith("cluster."):
+                problem += f". {how_to_make(key, path)}"
+            problems.append(problem)
 
     if answers["shared_dir"]:
         problems.append(f"cluster.shared_dir: {answers['shared_dir'][0]}")
@@ -124,8 +132,25 @@ def _file_problems(
             )
 
     if cluster.container is None and not answers["python"]:
-        problems.append(f"cluster.python: there is no {cluster.python} there")
+        problems.append(
+            f"cluster.python: there is no {cluster.python} there. `make setup` in a checkout on the cluster makes "
+            "CHECKOUT/.venv/bin/python"
+        )
     return problems
+
+
+def _engine_problems(settings: JobSettings, cluster: ClusterConfig, answers: Answers) -> list[str]:
+    """Return what is wrong with the interpreter of the rollout servers there."""
+    python = settings.engine_python
+    if python is None or cluster.container is not None:
+        return []
+    key = settings.engine_key(cluster)
+    remedy = "`gptoss doctor --install-engine DIR` there makes DIR/bin/python"
+    if answers["engine"] == ["missing"]:
+        return [f"{key}: there is no {python} there. {remedy}"]
+    if answers["engine"] != ["ready"]:
+        return [f"{key}: {python} there has no SGLang. {remedy}"]
+    return []
 
 
 def slurm_problems(

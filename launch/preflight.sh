@@ -1,4 +1,5 @@
-# What preflight asks of the machine that submits. Set before it: SHARED, PYTHON, and the paths that must exist as $1, ...
+# What preflight asks of the machine that submits. Set before it: SHARED, PYTHON, ENGINE_PYTHON
+# (empty where there is none to look for), and the paths that must exist as $1, ...
 show() { echo "@$1"; shift; timeout 20 "$@" 2>&1; }
 slurm=$(command -v sbatch)
 echo "@sbatch"; echo "$slurm"
@@ -11,5 +12,12 @@ echo "@shared_dir"
 { mkdir -p "$SHARED" && touch "$SHARED/.gptoss-preflight" && rm "$SHARED/.gptoss-preflight"; } 2>&1
 echo "@free"; df -Pk "$SHARED" 2>/dev/null | awk 'NR == 2 {print $4}'
 echo "@python"; command -v "$PYTHON"
+echo "@engine"
+if [ -z "$ENGINE_PYTHON" ]; then :
+elif ! command -v "$ENGINE_PYTHON" >/dev/null; then echo missing
+elif timeout 20 "$ENGINE_PYTHON" -c 'import importlib.util as i, sys; sys.exit(i.find_spec("sglang") is None)' 2>/dev/null
+then echo ready
+else echo "no sglang"
+fi
 echo "@absent"; for path; do [ -r "$path" ] || echo "$path"; done
 true

@@ -5,12 +5,13 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from launch.cluster import ClusterConfig
-from launch.gpus import configured_hardware
+from launch.gpus import configured_hardware, planned_hardware
 from launch.job_settings import JobSettings
 from launch.jobs import ACTIVE, Launch, known_launches, query, registry
 from launch.placement import describe_placement, place
@@ -36,8 +37,6 @@ def _resolve(value: Any, key: str, cluster: ClusterConfig) -> Any:
     """Resolve the paths of a tree of dictionaries whose own key is ``key``."""
     if isinstance(value, dict):
         return {name: _resolve(item, name, cluster) for name, item in value.items()}
-    if value == sys.executable:  # a default: the interpreter of this machine
-        return cluster.python
     if _is_path(value, key):
         return str(cluster.shared_dir.absolute() / value)
     return value
@@ -52,6 +51,42 @@ def _is_path(value: Any, key: str) -> bool:
     return is_named_so and isinstance(value, str) and not is_of_hub(value)
 
 
+def with_engine_python[Config: RunConfig](
+    config: Config, cluster: ClusterConfig, overrides: Sequence[str] = ()
+) -> Config:
+    """Return ``config`` with the interpreter that the cluster has for SGLang.
+
+    The command line comes first, then the cluster's file, then the run's. Raises ConfigError if
+    none of them names one for a job of Slurm, whose servers would start with the interpreter of the
+    machine that submits."""
+    named = engine_python(config)
+    if named is None:
+        return config
+    if any(override.partition("=")[0] == ENGINE_PYTHON for override in overrides):
+        return config
+    if cluster.engine_python is not None:
+        values = config.model_dump()
+        values["rollout"]["engine"]["python"] = cluster.engine_python
+        return type(config).model_validate(values)
+    if cluster.kind == "slurm" and named == sys.executable:
+        raise ConfigError(
+            "cluster.engine_python: null, and the run's SGLang servers need an interpreter of their own. "
+            "On the cluster, `gptoss doctor --install-engine DIR` makes it; write DIR/bin/python here"
+        )
+    return config
+
+
+ENGINE_PYTHON = "rollout.engine.python"
+
+
+def engine_python(config: RunConfig) -> str | None:
+    """Return the interpreter of the run's rollout servers; None if they do not have their own."""
+    if not isinstance(config, RlConfig):
+        return None
+    python: str | None = getattr(config.rollout.engine, "python", None)
+    return python
+
+
 def job_settings(config: RunConfig) -> JobSettings:
     """Collect what the parts of a launch, and the programs on its nodes, need."""
     # The run makes output_dir itself; every other path must exist on the cluster.
@@ -64,6 +99,7 @@ def job_settings(config: RunConfig) -> JobSettings:
         rollout=config.rollout if isinstance(config, RlConfig) else None,
         store=store_need(config),
         paths=tuple(paths),
+        engine_python=engine_python(config),
         configuration=dump_config(config),
     )
 
@@ -82,14 +118,20 @@ def _paths_below(value: Any, key: str) -> list[tuple[str, Path]]:
 def describe_launch(config: RunConfig, cluster: ClusterConfig) -> str:
     """Return what a launch would do, as text; nothing is written or asked of the cluster."""
     settings = job_settings(config)
+    notes = []
+    if cluster.kind == "local" and not cluster.gpus_per_node and config.dtype == "bfloat16":
+        needed = _gpus_needed(settings)
+        cluster = cluster.model_copy(update={"gpus_per_node": needed})
+        notes = [f"  This machine shows no GPU; the run needs {needed}."]
     plans = place(settings.parallel, settings.rollout, cluster)
-    sections = {"placement": describe_placement(plans, config.rollout, config.sandbox)}
+    placement = [describe_placement(plans, config.rollout, config.sandbox), *notes]
+    sections = {
+        "placement": "\n".join(placement),
+        "interpreters and files": _describe_requirements(settings, cluster),
+    }
 
     if cluster.gpus_per_node:
-        if cluster.gpu_memory is None:
-            hardware = configured_hardware(config.parallel.gpu_memory)
-        else:
-            hardware = Hardware(cluster.gpu_memory)
+        hardware = _hardware(cluster, config.parallel.gpu_memory)
         hardware = replace(hardware, gpus_per_node=cluster.gpus_per_node)
         sections["memory plan"] = memory_plan(config.memory_inputs, hardware)
 
@@ -100,6 +142,35 @@ def describe_launch(config: RunConfig, cluster: ClusterConfig) -> str:
 
     sections["configuration"] = settings.configuration
     return "\n".join(f"# {title}\n{text.rstrip()}\n" for title, text in sections.items())
+
+
+def _gpus_needed(settings: JobSettings) -> int:
+    """Return the GPUs of trainer and servers on one node."""
+    servers = settings.rollout.engine.server_processes if settings.rollout is not None else None
+    if servers is None or servers.share_trainer_gpus:
+        return settings.parallel.world_size
+    return settings.parallel.world_size + servers.count * servers.gpus_each
+
+
+def _hardware(cluster: ClusterConfig, configured: float | None) -> Hardware:
+    """Return the GPU of a cluster's nodes. ``configured``: ``parallel.gpu_memory``."""
+    if cluster.gpu_memory is not None:
+        return Hardware(cluster.gpu_memory)
+    if cluster.kind == "local":
+        return planned_hardware(configured_gigabytes=configured)
+    return configured_hardware(configured)
+
+
+def _describe_requirements(settings: JobSettings, cluster: ClusterConfig) -> str:
+    """Return the interpreters of a run, and the files that have to be there before it starts."""
+    lines = [("trainer", cluster.python, "cluster.python")]
+    if settings.engine_python is not None:
+        key = settings.engine_key(cluster)
+        if settings.engine_python == cluster.python:
+            key += ": the trainer's own, which cannot have SGLang"
+        lines.append(("engine", settings.engine_python, key))
+    lines += [("file", str(path), key) for key, path in settings.paths]
+    return "\n".join(f"  {what:8} {path}  ({key})" for what, path, key in lines)
 
 
 def start(config: RunConfig, cluster: ClusterConfig) -> Launch:

@@ -36,6 +36,7 @@ def launch_start(
 
     cluster_config = load_cluster(cluster, nodes)
     config = load_run_config(path, "sft" if sft else "rl", overrides)
+    config = submit.with_engine_python(config, cluster_config, overrides or ())
     config = submit.resolve_paths(config, cluster_config)
     if dry_run:
         print(submit.describe_launch(config, cluster_config))

@@ -22,7 +22,7 @@ from launch.node_checks import NodeCheck, check_node, find_outlier_nodes, find_s
 from launch.placement import place
 from launch.preflight import Partition, parse_seconds
 from launch.ray_node import HeadAddress, RayNode, node_address, ray_start_command
-from launch.submit import job_settings, resolve_paths
+from launch.submit import job_settings, resolve_paths, with_engine_python
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
@@ -454,3 +454,104 @@ def test_files_of_conversations_are_looked_for_on_the_cluster_too() -> None:
         "data.sources.a.path": Path("/shared/chats.jsonl"),
         "data.sources.a.validation_path": Path("/held.jsonl"),
     }
+
+
+# ---- one node
+
+
+@pytest.mark.parametrize(
+    ("config", "places"),
+    [
+        (
+            "gpt-oss-20b_1x8_80gb",
+            "ranks 0 to 7 on GPUs 0 to 7; SGLang server 0 on GPUs 0 to 1, 1 on GPUs 2 to 3, "
+            "2 on GPUs 4 to 5, 3 on GPUs 6 to 7; ",
+        ),
+        (
+            "gpt-oss-20b_1x8",
+            "ranks 0 to 3 on GPUs 0 to 3; SGLang server 0 on GPU 4, 1 on GPU 5, 2 on GPU 6, 3 on GPU 7",
+        ),
+        ("gpt-oss-20b-adapter_1x1_80gb", "rank 0 on GPU 0; SGLang server 0 on GPU 0; "),
+    ],
+)
+def test_dry_run_on_one_node_has_plan_and_gpus(
+    config: str, places: str, command: ForkedCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = command.run("launch", config, "--dry-run", PATH="/usr/bin:/bin")
+    assert done.returncode == 0, done.stderr
+    assert places in done.stdout
+    assert "# memory plan\nfits" in done.stdout
+    assert "This machine shows no GPU; the run needs " in done.stdout
+
+
+def test_local_launch_offers_the_machine_s_gpus_to_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With none, ranks of the 20B would have trained on processors."""
+    fake_nvidia_smi(tmp_path, "GPU 0: H200 (UUID: a)\nGPU 1: H200 (UUID: b)", monkeypatch)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    cluster = load_cluster("local")
+    assert cluster.gpus_per_node == 2
+    head = HeadAddress("10.0.0.1", "", port=1, dashboard_port=2, check_port=3, client_port=4)
+    node = RayNode(
+        cluster=cluster, name="n0", is_head=True, resources={}, scratch=tmp_path,
+        object_store_bytes=1,
+    )  # fmt: skip
+    assert "--num-gpus=2" in ray_start_command(node, head)
+
+    for visible, count in (("", 0), ("1", 1), ("0,1", 2), ("0,-1,1", 1)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert load_cluster("local").gpus_per_node == count
+    own = tmp_path / "cluster.yaml"
+    own.write_text("kind: local\ngpus_per_node: 0\n")
+    assert load_cluster(str(own)).gpus_per_node == 0
+
+
+# ---- the engine's interpreter
+
+MATH = "rl/gpt-oss-20b_1x8_80gb_math.yaml"  # names /opt/sglang/bin/python
+PLAIN = "rl/gpt-oss-20b_2x8.yaml"
+
+
+@pytest.mark.parametrize(
+    ("config", "cluster_python", "overrides", "expected"),
+    [
+        (PLAIN, "/s/python", [], "/s/python"),
+        (MATH, "/s/python", [], "/s/python"),
+        (MATH, None, [], "/opt/sglang/bin/python"),
+        (MATH, "/s/python", ["rollout.engine.python=/mine/python"], "/mine/python"),
+    ],
+)
+def test_cluster_names_the_engine_interpreter(
+    config: str, cluster_python: str | None, overrides: list[str], expected: str
+) -> None:
+    cluster = ClusterConfig(
+        kind="slurm", shared_dir=Path("/s"), python="/t/python", engine_python=cluster_python
+    )
+    loaded = load_config(ROOT / "configs" / config, RlConfig, overrides)
+    placed = resolve_paths(with_engine_python(loaded, cluster, overrides), cluster)
+    assert job_settings(placed).engine_python == expected
+
+
+def test_slurm_without_engine_interpreter_is_an_error() -> None:
+    cluster = ClusterConfig(kind="slurm", shared_dir=Path("/s"), python="/t/python")
+    config = load_config(ROOT / "configs" / PLAIN, RlConfig)
+    with pytest.raises(ConfigError, match=r"cluster\.engine_python: null.*--install-engine DIR"):
+        with_engine_python(config, cluster)
+    embedded = load_config(ROOT / "configs/rl/tiny_retool.yaml", RlConfig)
+    assert with_engine_python(embedded, cluster) == embedded
+
+
+def test_node_without_sglang_is_bad(tmp_path: Path) -> None:
+    """The interpreter of the tests has none."""
+    cluster = cluster_of_gpus(tmp_path, gpus_per_node=0)
+    engine = load_config(ROOT / "configs" / PLAIN, RlConfig).rollout.engine
+    (problem,) = check_node(cluster, SMALL_STORE, engine).problems
+    assert re.search(r"rollout\.engine\.python: .* has no SGLang; `gptoss doctor", problem)
+    assert check_node(cluster, SMALL_STORE).problems == []
+
+
+def test_shipped_clusters_name_two_interpreters() -> None:
+    for name in ("slurm", "single_node", "slurm_container"):
+        cluster = load_cluster(name)
+        assert cluster.engine_python not in (None, cluster.python)
