@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
+
+from rl_loop.extras import install_command
 
 
 class Status(StrEnum):
@@ -92,7 +93,7 @@ def run_check(name: str, check: Callable[[], Finding]) -> Check:
 def print_doctor() -> bool:
     """Run all checks and print them; returns ``is_ready``."""
     checks = run_doctor()
-    Console().print(doctor_table(checks))
+    print_checks(checks, Console())
 
     from gptoss_kernels.sink_attention import describe  # imports torch
 
@@ -110,18 +111,18 @@ def is_ready(checks: list[Check]) -> bool:
     return all(check.status is not Status.MISSING for check in checks)
 
 
-def doctor_table(checks: list[Check]) -> Table:
-    """Return a table with a row for each check."""
-    table = Table(title="gptoss doctor", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for column in ("part", "status", "found", "what to do"):
-        table.add_column(column, overflow="fold")
+def print_checks(checks: list[Check], console: Console) -> None:
+    """Print a line for each check, and one with its advice.
 
+    No line is broken: a command that is broken in the middle of a path cannot be copied."""
+    width = max(len(check.name) for check in checks)
     for check in checks:
-        style = STYLES[check.status]
-        status = f"[{style}]{check.status}[/]"
-        # Escaped: rich would take "engine[torch]" for markup.
-        table.add_row(check.name, status, escape(check.detail), escape(check.advice))
-    return table
+        line = Text(f"{check.name:{width}}  ")
+        line.append(f"{check.status:7}", style=STYLES[check.status])
+        line.append(f"  {check.detail}")
+        console.print(line, soft_wrap=True)
+        if check.advice:
+            console.print(Text(f"{'':{width}}  -> {check.advice}"), soft_wrap=True)
 
 
 def check_python() -> Finding:
@@ -158,7 +159,7 @@ def check_nemo_run() -> Finding:
     try:
         return check_package("nemo-run", "nemo_run")()
     except importlib.metadata.PackageNotFoundError:
-        advice = f"`gptoss launch` on Slurm needs it: pip install {_with_extra('launch')}"
+        advice = f"`gptoss launch` on Slurm needs it: {install_command('launch')}"
         return Finding(Status.LIMITED, "not installed", advice)
 
 
@@ -183,14 +184,7 @@ def _gpu_command() -> str:
     pins = Path(__file__).resolve().parents[1] / "requirements-gpu.txt"
     if pins.exists():
         return f"pip install --no-build-isolation --no-deps --require-hashes -r {pins}"
-    return f"pip install --no-build-isolation {_with_extra('gpu')}"
-
-
-def _with_extra(name: str) -> str:
-    """Return what pip installs for an extra, from a checkout or by name."""
-    checkout = Path(__file__).resolve().parents[1]
-    is_checkout = (checkout / "pyproject.toml").exists()
-    return f"-e '.[{name}]' in {checkout}" if is_checkout else f"'megatron-gptoss[{name}]'"
+    return install_command("gpu", "--no-build-isolation ")
 
 
 def check_o200k() -> Finding:

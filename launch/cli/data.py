@@ -6,8 +6,10 @@ import typer
 from typer import Option
 
 from launch.cli.arguments import ConfigFile, Overrides
+from launch.cli.groups import UnbrokenHelp
 
 data = typer.Typer(
+    cls=UnbrokenHelp,
     no_args_is_help=True,
     help="The conversations that `gptoss sft` learns.",
 )

@@ -1,5 +1,6 @@
 """How groups of commands behave: failures in one line, and a command that may be left out."""
 
+import inspect
 import os
 import select
 import signal
@@ -15,7 +16,19 @@ from rl_loop.config.shipped import find_config
 from rl_loop.logs import configure_logging
 
 
-class ErrorsInOneLine(typer.core.TyperGroup):
+class UnbrokenHelp(typer.core.TyperGroup):
+    """Joins the lines of its commands' help, which --help of the group would break twice."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for command in self.commands.values():
+            if command.help is not None:
+                paragraphs = inspect.cleandoc(command.help).split("\n\n")
+                joined = (" ".join(paragraph.split()) for paragraph in paragraphs)
+                command.help = "\n\n".join(joined)
+
+
+class ErrorsInOneLine(UnbrokenHelp):
     """Ends every failure in one line; that of a bug of ours names the file with the traceback."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -52,12 +65,13 @@ def drop_output_that_nobody_reads() -> bool:
 
 def print_failure(error: Exception, directory: Path | None = None) -> None:
     """Print one line on standard error; where a traceback helps, write it into ``directory``."""
+    from launch.control_characters import show_control_characters
     from rl_loop.lifecycle.failures import explain
 
-    print(f"gptoss: {explain(error, directory)}", file=sys.stderr)
+    print(f"gptoss: {show_control_characters(explain(error, directory))}", file=sys.stderr)
 
 
-class GroupWithDefault(typer.core.TyperGroup):
+class GroupWithDefault(UnbrokenHelp):
     """Runs the command that was added first if the first argument is no command: ``gptoss launch
     CONFIG``."""
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from rl_loop.tracking.metrics import Name
+from rl_loop.tracking.signal_watch import explain_no_signal
 
 Level = Literal["good", "warning", "bad"]
 Records = Sequence[dict[str, Any]]
@@ -137,11 +138,16 @@ def _signal(records: Records) -> Finding | None:
         return None
     mean = statistics.fmean(shares)
     says = f"{mean:.0%} of the tasks of the last {len(shares)} steps had nothing to learn from"
+    newest = next(record for record in reversed(records) if Name.GROUPS_WITHOUT_SIGNAL in record)
+    measured = {name: value for name, value in newest.items() if value is not None}
+    solves = measured.get(Name.ACCURACY, 0.0)
     if mean == 1:
-        says += ": every advantage is 0, look at whole episodes"
-        return Finding("bad", "signal", says, Name.GROUPS_WITHOUT_SIGNAL)
+        says += f": {explain_no_signal(measured)}"
+        level: Level = "warning" if solves >= 1 else "bad"
+        return Finding(level, "signal", says, Name.GROUPS_WITHOUT_SIGNAL)
     if mean > 0.8:
-        says += ": harder or easier tasks, or algorithm.dynamic_sampling_rounds, would help"
+        tasks = "harder" if solves > 0.5 else "easier"
+        says += f": {tasks} tasks, or algorithm.dynamic_sampling_rounds, would help"
         return Finding("warning", "signal", says, Name.GROUPS_WITHOUT_SIGNAL)
     return Finding("good", "signal", says, Name.GROUPS_WITHOUT_SIGNAL)
 

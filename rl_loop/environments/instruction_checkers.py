@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from rl_loop.extras import install_command
 from rl_loop.rewards import CheckerFailure
 
 PUNKT = {"punkt_tab": "tokenizers/punkt_tab/english/"}
@@ -62,7 +63,7 @@ def ifeval_checkers() -> dict[str, Any]:
         import langdetect
         from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT
     except ImportError as error:
-        raise CheckerFailure(f"{error}; pip install 'megatron-gptoss[environments]'") from None
+        raise CheckerFailure(f"{error}; {install_command('environments')}") from None
 
     # langdetect draws samples of a text: without a seed, its verdicts differ from run to run.
     langdetect.DetectorFactory.seed = 0

@@ -18,6 +18,7 @@ from rl_loop.environments.base import (
     Task,
     final,
 )
+from rl_loop.extras import ExtraMissing
 from rl_loop.infrastructure import describe
 from rl_loop.rewards import CheckerFailure
 from rl_loop.rewards.math_answer import last_boxed, normalised
@@ -77,7 +78,10 @@ class ReasoningGymEnvironment(Environment):
 @lru_cache(maxsize=16)
 def _dataset(generator: str, seed: int, settings: str) -> Any:
     """Make a data set of a generator; ``settings`` is JSON."""
-    import reasoning_gym  # an extra: pip install 'megatron-gptoss[environments]'
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise ExtraMissing("environment reasoning", "environments", error) from None
 
     return reasoning_gym.create_dataset(
         generator, seed=seed, size=DATASET_SIZE, **json.loads(settings)

@@ -1,6 +1,6 @@
 """Notices that a run learns nothing, and says why as far as its metrics tell."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rl_loop.tracking.metrics import Name
 
@@ -49,6 +49,11 @@ def _reason(values: dict[str, float], gradients: Sequence[float]) -> str:
             "clip_fraction for what leaves tokens out, and at ablation.freeze"
         )
 
+    return explain_no_signal(values)
+
+
+def explain_no_signal(values: Mapping[str, float]) -> str:
+    """Return why no group has a signal, and what to do about it, from the metrics of a step."""
     reward = values.get(Name.REWARD, 0.0)
     finding = (
         "no task has episodes that earn differently, so every advantage is 0 "
@@ -62,7 +67,7 @@ def _reason(values: dict[str, float], gradients: Sequence[float]) -> str:
     )
 
 
-def _endings(values: dict[str, float]) -> str:
+def _endings(values: Mapping[str, float]) -> str:
     """The most frequent ending of episodes, such as "100 % end as format_error"."""
     endings = {name: share for name, share in values.items() if name.startswith("finish/")}
     if not endings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -9,9 +10,14 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
+from transformers import GptOssConfig
+from transformers.models.gpt_oss import GptOssForCausalLM
 from typer.testing import CliRunner
 
 from launch.cli import app
@@ -421,3 +427,50 @@ def test_the_hint_at_the_end_of_a_run_can_be_copied(
     ((config, weights, _),) = evaluated
     assert config == trained[0]
     assert weights == config.directory / "export"
+
+
+def all_commands(group: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield words, group
+    for name, command in getattr(group, "commands", {}).items():
+        yield from all_commands(command, (*words, name))
+
+
+@pytest.mark.parametrize("width", ["60", "80", "120"])
+def test_help_breaks_lines_once(width: str) -> None:
+    """A description has the line breaks of the width, and none of the source's besides."""
+    for words, _ in all_commands(typer.main.get_command(app)):
+        output = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": width}).output
+        lines = [line.removeprefix("│").removesuffix("│") for line in output.splitlines()]
+        for line, following in itertools.pairwise(lines):
+            start = len(following) - len(following.lstrip())
+            is_continued = (
+                following.strip() and start == len(line) - len(line.lstrip()) and start > 4
+            )
+            if not is_continued or "[" in following:
+                continue
+            first_word = following.split()[0]
+            room = len(line) - len(line.rstrip()) - 1
+            assert len(first_word) >= room, (words, line, following)
+
+
+def test_verify_takes_both_orders(tmp_path: Path) -> None:
+    hf, megatron = tmp_path / "hf", tmp_path / "megatron"
+    model = load_config(
+        ROOT / "configs/rl/tiny_retool.yaml", RlConfig, ["model.num_layers=2"]
+    ).model
+    GptOssForCausalLM(GptOssConfig(**model.to_hf_config())).save_pretrained(hf)
+
+    def run(*words: object) -> tuple[int, str]:
+        result = CliRunner().invoke(app, ["convert", *map(str, words)])
+        return result.exit_code, result.output
+
+    assert run("import", hf, megatron)[0] == 0
+    for order in ((hf, megatron), (megatron, hf)):
+        code, output = run("verify", *order)
+        assert code == 0, output
+    for words, command in (
+        (("import", megatron, "new"), f"gptoss convert export {megatron} new"),
+        (("export", hf, "new"), f"gptoss convert import {hf} new"),
+    ):
+        code, output = run(*words)
+        assert code == 1 and command in output, output

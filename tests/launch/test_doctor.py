@@ -16,9 +16,9 @@ from launch.doctor import (
     check_package,
     check_sandbox,
     check_transformer_engine,
-    doctor_table,
     is_ready,
     memory_bytes,
+    print_checks,
     run_check,
     run_doctor,
 )
@@ -70,14 +70,21 @@ def test_a_limited_machine_is_ready_and_one_with_a_missing_part_is_not() -> None
     assert not is_ready([limited, Check("sandbox", Status.MISSING, "", "")])
 
 
-def test_the_table_shows_names_findings_and_advice_literally() -> None:
+def test_doctor_prints_findings_and_advice_literally() -> None:
     console = Console(file=io.StringIO(), width=120)
-    console.print(
-        doctor_table([Check("engine", Status.LIMITED, "[none]", "pip install engine[torch]")]),
-    )
+    print_checks([Check("engine", Status.LIMITED, "[none]", "pip install engine[torch]")], console)
     output = console.file.getvalue()
     for part in ("engine", "limited", "[none]", "pip install engine[torch]"):
         assert part in output
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_doctor_breaks_no_command(terminal: bool) -> None:
+    """A command that is broken in the middle of a path cannot be copied."""
+    command = "pip install -r " + "/a/long/path" * 9 + "/requirements-gpu.txt"
+    console = Console(file=io.StringIO(), width=60, force_terminal=terminal)
+    print_checks([Check("engine", Status.LIMITED, "none", f"do: {command}")], console)
+    assert command in console.file.getvalue()
 
 
 def test_memory_is_at_most_what_the_machine_has() -> None:

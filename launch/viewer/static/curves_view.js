@@ -157,7 +157,7 @@ export class CurvesView {
       troubles.map((finding) => this.finding(finding)),
       this.healthy(run, troubles.length, isOpen),
       element("dl.headlines", {}, headlines),
-      element("a", { href: this.app.address("episodes", { run: run.name }) }, "Episodes"),
+      run.has_episodes ? element("a", { href: this.app.address("episodes", { run: run.name }) }, "Episodes") : "",
     );
   }
 

@@ -46,6 +46,10 @@ export class EpisodesView {
   }
 
   show() {
+    if (!this.app.run().has_episodes) {
+      this.showNone();
+      return;
+    }
     const changed = debounced(200, (name, value) => this.filter(name, value));
     this.inputs = Object.fromEntries(
       INPUTS.map(([name, , type]) => [
@@ -84,6 +88,19 @@ export class EpisodesView {
       this.pages,
     );
     this.load();
+  }
+
+  /** Say why there is no table. */
+  showNone() {
+    const why =
+      "No episode is recorded. Supervised runs have none; a run of gptoss rl records them after its first step, unless tracking.episodes is 0.";
+    this.isEmpty = true;
+    fill(
+      this.app.main,
+      element("h1", {}, "Episodes"),
+      element("form.controls", { onsubmit: (event) => event.preventDefault() }, runChoice(this.app, "episodes")),
+      element("p.soft", { role: "status" }, why),
+    );
   }
 
   /** The filters as the server takes them. */
@@ -126,7 +143,11 @@ export class EpisodesView {
   update() {
     const isFirstPage = !Number(this.app.parameters.offset);
     const run = this.app.run();
-    if (isFirstPage && run.records !== this.records) this.load();
+    if (this.isEmpty) {
+      if (!run.has_episodes) return;
+      this.isEmpty = false;
+      this.show();
+    } else if (isFirstPage && run.records !== this.records) this.load();
     this.records = run.records;
   }
 
@@ -206,6 +227,7 @@ export class EpisodesView {
 
   key(key) {
     const rows = this.page?.rows ?? [];
+    if (this.isEmpty) return false;
     if (key === "/") this.inputs.text.focus();
     else if (key === "j") this.mark(Math.min(this.row + 1, rows.length - 1));
     else if (key === "k") this.mark(this.row - 1);

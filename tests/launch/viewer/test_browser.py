@@ -479,3 +479,13 @@ def test_sparse_curve_is_drawn_through_its_values(
     faint, bold = (values for label, values in chart["lines"] if label == "accuracy")
     assert faint[1:] == [0, 1] * 40
     assert all(0.4 < value < 0.6 for value in bold[10:70]), "a metric of every step is smoothed"
+
+
+def test_run_without_episodes_has_no_empty_table(chromium: Any, tmp_path: Path) -> None:
+    ExampleRun(tmp_path / "runs" / "supervised").close()
+    with served(tmp_path / "runs") as viewer, opened(chromium, viewer) as page:
+        until(page, "document.querySelector('.run')")
+        assert "Episodes" not in page.locator(".run").inner_text()
+        page.goto(viewer.address + "#/episodes?run=supervised")
+        until(page, "document.body.innerText.includes('No episode is recorded')")
+        assert page.locator("table").count() == 0

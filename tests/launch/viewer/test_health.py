@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from launch.viewer.health import Finding, find, state_of
+from rl_loop.tracking.signal_watch import SignalWatch
 
 
 def records(steps: int = 40, **last: Any) -> list[dict[str, Any]]:
@@ -115,3 +116,15 @@ def test_a_run_that_is_made_longer_is_not_finished() -> None:
     made = records(40)
     now = made[-1]["time"] + 5
     assert state_of(made, now, steps=80, is_finished=True, holder_lives=True) == "running"
+
+
+@pytest.mark.parametrize(("accuracy", "level"), [(0.0, "bad"), (1.0, "warning")])
+def test_viewer_gives_the_advice_of_the_terminal(accuracy: float, level: str) -> None:
+    last = {"rollout/groups_without_signal": 1.0, "accuracy": accuracy, "finish/stop": 1.0}
+    made = records(**last)
+    (found,) = [finding for finding in find(made, True) if finding.check == "signal"]
+    watch = SignalWatch(patience=1)
+    said = watch.observe(made[-1], [0.0])
+    assert said is not None
+    assert found.level == level
+    assert found.says.partition(": ")[2] == said.partition("steps: ")[2]

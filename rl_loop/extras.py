@@ -1,0 +1,26 @@
+"""Optional dependencies of this project, and the commands that install them."""
+
+from pathlib import Path
+
+from megatron_gptoss.user_error import UserError
+
+
+class ExtraMissing(UserError):
+    """A package of an optional dependency is not installed; the message has the command."""
+
+    def __init__(self, user: str, extra: str, error: ImportError) -> None:
+        super().__init__(f"{user}: {error}. `{install_command(extra)}` installs it")
+
+
+def install_command(extra: str, options: str = "") -> str:
+    """Return the command that installs an extra. The project is on no package index, so pip gets
+    the checkout or the wheel.
+
+    Args:
+        extra: its name in pyproject.toml.
+        options: further options of pip, with a blank at the end.
+    """
+    root = Path(__file__).resolve().parents[1]
+    if (root / "pyproject.toml").exists():
+        return f"pip install {options}-e '{root}[{extra}]'"
+    return f'pip install {options}"$(ls megatron_gptoss-*.whl)[{extra}]"'
