@@ -84,12 +84,16 @@ def _refuse_split_data(path: Path, tree: Any, changes: list[str]) -> None:
             )
 
 
+DATA_SECTION = re.compile(r"(.*\.)?(data|vocabulary_data|sources)")
+"""Keys whose mapping names all of the data."""
+
+
 def _drop_replaced_sections(tree: Any, changes: list[str]) -> None:
-    """Delete what an override ``key={...}`` replaces as a whole: merged with it, keys of another
-    data set or engine would stay."""
+    """Delete the data that an override ``key={...}`` replaces: merged with it, files of other data
+    would stay."""
     for change in changes:
         key, _, value = change.partition("=")
-        if not value.lstrip().startswith("{"):
+        if not value.lstrip().startswith("{") or not DATA_SECTION.fullmatch(key):
             continue
         parent, _, name = key.rpartition(".")
         section = OmegaConf.select(tree, parent) if parent else tree

@@ -244,7 +244,7 @@ def test_a_missing_config_is_named() -> None:
 def test_a_missing_model_directory_is_named(tmp_path: Path) -> None:
     result = gptoss("eval", RL, "--weights", str(tmp_path / "none"))
     assert result.returncode == 1
-    assert "none is neither a Hugging Face directory" in result.stderr
+    assert "none does not exist. `hf download MODEL --local-dir " in result.stderr
     assert "Traceback" not in result.stderr
 
 

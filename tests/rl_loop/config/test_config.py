@@ -313,8 +313,8 @@ def test_run_name_cannot_leave_its_directory(name: str) -> None:
         load_config(config, RlConfig, [f"name={json.dumps(name)}"])
 
 
-def test_mapping_override_replaces_a_section() -> None:
-    """Merged with the file's, keys of another data set or engine would stay."""
+def test_data_override_replaces_the_section() -> None:
+    """Merged with the file's, files of other data would stay."""
     shop = load_config(CONFIGS / "sft/tiny_shop.yaml", SftConfig, ["data={path: chats.jsonl}"])
     assert shop.data is not None
     (source,) = shop.data.sources.values()
@@ -322,6 +322,8 @@ def test_mapping_override_replaces_a_section() -> None:
     other = "tasks.sources={mine: {environment: retool}}"
     mine = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, [other])
     assert list(mine.tasks.sources) == ["mine"]
+    merged = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, ["rollout={workers: 1}"])
+    assert (merged.rollout.workers, merged.rollout.tasks_per_step) == (1, 12)
 
 
 def test_held_out_data_belongs_to_its_training_data() -> None:
