@@ -169,5 +169,7 @@ class ChatCodec(Protocol):
 
 
 def without_surrogates(text: str) -> str:
-    """Replace halves of surrogate pairs, which no encoding of text has, by U+FFFD."""
+    """Join surrogate pairs to characters, and replace a half of one by U+FFFD."""
+    if text.isascii():
+        return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

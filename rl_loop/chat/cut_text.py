@@ -1,5 +1,7 @@
 """Cuts a text to a size in bytes."""
 
+from rl_loop.chat.codec import without_surrogates
+
 
 def cut_text(text: str, max_bytes: int) -> str:
     """Return ``text`` if its UTF-8 has at most ``max_bytes``, else its beginning and its end.
@@ -7,24 +9,17 @@ def cut_text(text: str, max_bytes: int) -> str:
     These have ``max_bytes`` together, and between them stands how much is left out. Lone
     surrogates become U+FFFD."""
     if len(text) <= max_bytes:
-        data = _well_formed(text).encode()
+        data = without_surrogates(text).encode()
         if len(data) <= max_bytes:
             return data.decode()
 
     # Only as many characters are encoded as can be kept. Errors are those of a character that is
     # cut in two.
     half = max_bytes // 2
-    begin = _well_formed(text[:half]).encode()[:half].decode(errors="ignore")
+    begin = without_surrogates(text[:half]).encode()[:half].decode(errors="ignore")
     end = ""
     if half > 0:
-        end = _well_formed(text[-half:]).encode()[-half:].decode(errors="ignore")
+        end = without_surrogates(text[-half:]).encode()[-half:].decode(errors="ignore")
 
     left_out = len(text) - len(begin) - len(end)
     return f"{begin}\n[{left_out} characters left out]\n{end}"
-
-
-def _well_formed(text: str) -> str:
-    """Join surrogate pairs to characters, and replace a half of one by U+FFFD."""
-    if text.isascii():
-        return text
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

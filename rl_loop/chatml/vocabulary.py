@@ -15,6 +15,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 
 from megatron_gptoss.untrusted_files import MAX_LISTING_BYTES, UntrustedFileError, read_bytes
 from megatron_gptoss.user_error import UserError
+from rl_loop.chat.codec import without_surrogates
+from rl_loop.chat.text_encoding import REPLACEMENT, check_encodes_text
 from rl_loop.harmony.vocabulary import byte_pair_tokenizer, tokens_of
 
 IM_START = "<|im_start|>"
@@ -25,6 +27,8 @@ TOOL_CALL_END = "</tool_call>"
 
 TINY_MARKUP = (END_OF_TEXT, IM_START, IM_END, TOOL_CALL, TOOL_CALL_END)
 """Added tokens of a small vocabulary; Qwen2.5 has these and more."""
+UNKNOWN = "<|no token of the vocabulary|>"
+"""Name of the id that bytes without a token become before they are replaced."""
 TOKENIZER_FILE = "tokenizer.json"
 
 # How Qwen2.5 splits text before byte-pair merging.
@@ -73,20 +77,47 @@ class ChatMlVocabulary:
             )
         self._known = largest + 1
 
-        # The same tokenizer without its added tokens, so that no text can become one. The post
-        # processor would look for them.
-        plain = {**description, "added_tokens": [], "post_processor": None}
-        self._text_tokenizer = Tokenizer.from_str(json.dumps(plain))
-        for name in self.markup:
-            if self._names.keys() & set(self.encode_text(name)):
-                raise TokenizerError(f"{where}: the text {name!r} becomes a token with a meaning")
+        self._text_tokenizer = Tokenizer.from_str(json.dumps(_text_only(description, where)))
+        self._forbidden = frozenset([*self._names, self._text_tokenizer.token_to_id(UNKNOWN)])
+        """Ids that encoded text must not contain: the markup, and the id of unknown bytes."""
+        try:
+            check_encodes_text(self, self._forbidden, self.markup)
+        except ValueError as error:
+            raise TokenizerError(
+                f"{where}: {error}. Use a tokenizer whose vocabulary can spell all text"
+            ) from None
 
         ends = [name for name in (IM_END, END_OF_TEXT) if name in self.markup]
         self.stop_token_ids: tuple[int, ...] = tuple(self.markup[name] for name in ends)
 
     def encode_text(self, text: str) -> list[int]:
-        """Encode plain text; nothing in it becomes a token with a meaning of its own."""
-        return self._text_tokenizer.encode(text, add_special_tokens=False).ids
+        """Encode plain text; nothing in it becomes a token with a meaning of its own.
+
+        Characters without tokens, and halves of surrogate pairs, become U+FFFD ("?" if the
+        tokenizer has no tokens for U+FFFD either).
+        """
+        text = without_surrogates(text)
+        ids = self._encode(text)
+        if self._forbidden.isdisjoint(ids):
+            return ids
+
+        # Normalization may join characters.
+        if self._text_tokenizer.normalizer is not None:
+            text = self._text_tokenizer.normalizer.normalize_str(text)
+        # Each character by itself: byte-pair merging starts from single characters, so that a
+        # character whose bytes all have tokens can be encoded wherever it stands.
+        fallback = REPLACEMENT if self._has_tokens(REPLACEMENT) else "?"
+        missing = {character for character in set(text) if not self._has_tokens(character)}
+        ids = self._encode("".join(fallback if c in missing else c for c in text))
+        return [token_id for token_id in ids if token_id not in self._forbidden]
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._text_tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _has_tokens(self, character: str) -> bool:
+        """Return True if the tokenizer has tokens for a character."""
+        return self._forbidden.isdisjoint(self._encode(character))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode with markup written out; bytes that are not UTF-8 become U+FFFD."""
@@ -162,6 +193,41 @@ def tiny_vocabulary(size: int, corpus: str) -> ChatMlVocabulary:
     markup = [AddedToken(name, normalized=False, special=True) for name in TINY_MARKUP]
     tokenizer.add_special_tokens(markup)
     return ChatMlVocabulary(tokenizer.to_str(), size, "the tiny vocabulary", is_own=True)
+
+
+def _text_only(description: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a tokenizer that knows text only, so that no text can become another token.
+
+    ``description``: content of ``tokenizer.json``. Raises TokenizerError if the tokenizer is not a
+    byte-pair encoding.
+    """
+    model = description["model"]
+    # Older files do not name the type of their model.
+    if model.get("type", "BPE") != "BPE":
+        raise TokenizerError(
+            f"{where}: the tokenizer's model is {model['type']}. Use one with byte-pair encoding"
+        )
+
+    # Bytes without a token become the tokenizer's unknown token, which may be a stop token
+    # (SmolLM2), or vanish if there is none. With an id of their own they are found.
+    vocabulary = model["vocab"]
+    unknown = 1 + max([*vocabulary.values(), *(t["id"] for t in description["added_tokens"])])
+    model = {
+        **model,
+        "vocab": {**vocabulary, UNKNOWN: unknown},
+        "unk_token": UNKNOWN,
+        "dropout": None,  # would encode one text differently each time
+    }
+    # The post-processor would look for the added tokens. Truncation would lose text, and padding
+    # would add a special token.
+    return {
+        **description,
+        "model": model,
+        "added_tokens": [],
+        "post_processor": None,
+        "truncation": None,
+        "padding": None,
+    }
 
 
 def _check_markup(added_tokens: list[dict[str, Any]], where: str) -> None:

@@ -7,10 +7,12 @@ inside a header for a recipient.
 from collections.abc import Sequence
 from enum import Enum, auto
 
-from rl_loop.harmony.vocabulary import SPECIAL_TOKENS, TURN_ENDS, special_id
-
-FIRST_SPECIAL_ID = 199_998
-"""Harmony ids from here on are special tokens, the reserved ones included."""
+from rl_loop.harmony.vocabulary import (
+    FIRST_SPECIAL_ID,
+    SPECIAL_TOKENS,
+    TURN_ENDS,
+    special_id,
+)
 
 
 class _Place(Enum):

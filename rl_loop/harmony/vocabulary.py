@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Literal
 
 from openai_harmony import HarmonyEncoding, HarmonyEncodingName, load_harmony_encoding
 
+from rl_loop.chat.codec import without_surrogates
+from rl_loop.chat.text_encoding import check_encodes_text
 from rl_loop.harmony.bounded_encoding import O200K_PATTERN, encode_bounded
 from rl_loop.harmony.o200k import FILE_NAME, VocabularyUnavailable, ensure_o200k
 
@@ -33,6 +35,8 @@ SPECIAL_TOKENS = (
 )
 TURN_ENDS = ("<|return|>", "<|call|>")
 """What ends an assistant turn."""
+FIRST_SPECIAL_ID = 199_998
+"""Harmony ids from here on are special tokens, the reserved ones included."""
 FIRST_RESERVED_ID = 200_013
 """Harmony ids from here on are special tokens that mean nothing."""
 BYTES = 256
@@ -63,7 +67,7 @@ def _harmony_ids(text: str) -> list[int]:
     def encode(piece: str) -> list[int]:
         return harmony_encoding().encode(piece, disallowed_special=())
 
-    return encode_bounded(text, encode)
+    return encode_bounded(without_surrogates(text), encode)
 
 
 class GptOssVocabulary:
@@ -72,9 +76,13 @@ class GptOssVocabulary:
     def __init__(self) -> None:
         self.size = 201_088
         self.stop_token_ids: tuple[int, ...] = tuple(map(special_id, TURN_ENDS))
+        check_encodes_text(self, range(FIRST_SPECIAL_ID, self.size), SPECIAL_TOKENS)
 
     def encode_text(self, text: str) -> list[int]:
-        """Encode plain text; "<|end|>" in it is seven characters, not the special token."""
+        """Encode plain text; "<|end|>" in it is seven characters, not the special token.
+
+        Halves of surrogate pairs become U+FFFD.
+        """
         return _harmony_ids(text)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -132,14 +140,18 @@ class TinyVocabulary:
 
         # Without the special tokens, so that no text can become one.
         self._tokenizer = byte_pair_tokenizer(self._bytes)
+        check_encodes_text(self, range(first_special, size), names)
 
     def encode_text(self, text: str) -> list[int]:
-        """Encode plain text; nothing in it becomes a special token."""
+        """Encode plain text; nothing in it becomes a special token.
+
+        Halves of surrogate pairs become U+FFFD.
+        """
 
         def encode(piece: str) -> list[int]:
             return self._tokenizer.encode(piece, add_special_tokens=False).ids
 
-        return encode_bounded(text, encode)
+        return encode_bounded(without_surrogates(text), encode)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode with special tokens written out; bytes that are not UTF-8 become U+FFFD."""

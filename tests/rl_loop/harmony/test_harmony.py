@@ -12,7 +12,7 @@ from openai_harmony import Message
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.environments import arithmetic
 from rl_loop.environments.retool import INSTRUCTIONS
-from rl_loop.harmony.codec import FormatError, Harmony, ParsedMessage, ToolOutput
+from rl_loop.harmony.codec import FormatError, Harmony, ParsedMessage, Tool, ToolOutput
 from rl_loop.harmony.vocabulary import SPECIAL_TOKENS, harmony_encoding
 from tests.rl_loop.fuzz_harmony import fuzz
 from tests.rl_loop.harmony_reference import RecipientPlace, assistant, encode, meaning, sampled_turn
@@ -69,6 +69,37 @@ def test_special_tokens_in_a_tools_answer_stay_text(harmony: Harmony) -> None:
     assert harmony.decode(ids) == (
         f"<|start|>python to=assistant<|channel|>analysis<|message|>{ATTACK}<|end|><|start|>assistant"
     )
+
+
+SPELLED = st.sampled_from([*SPECIAL_TOKENS, "<|reserved_200013|>", "a", " ", "\x04", "\n", "\ud800"])
+LOOK_ALIKES = st.lists(SPELLED, min_size=1, max_size=4).map("".join)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(LOOK_ALIKES, min_size=6, max_size=6))
+def test_no_text_of_a_prompt_becomes_a_special_token(
+    tiny: Harmony, full: Harmony, texts: list[str]
+) -> None:
+    def prompt(harmony: Harmony, texts: list[str]) -> list[int]:
+        # Only what tools answer may have halves of surrogate pairs: elsewhere they are refused.
+        said, asked, thought, answered, described, default = (
+            text.replace("\ud800", "") or "x" for text in texts
+        )
+        messages = [
+            {"role": "developer", "content": said},
+            {"role": "user", "content": asked},
+            {"role": "assistant", "thinking": thought, "content": answered},
+            {"role": "user", "content": asked},
+        ]
+        schema = {"type": "string", "description": described, "default": default, "title": said}
+        parameters = {"type": "object", "properties": {"a": schema}}
+        tools = [Tool("f", described, parameters)]
+        ids = harmony.render_prompt(messages, tools)
+        return ids + harmony.render_observation([ToolOutput("functions.f", "commentary", texts[0])])
+
+    for harmony in (tiny, full):
+        plain = special_tokens(harmony, prompt(harmony, ["x"] * 6))
+        assert special_tokens(harmony, prompt(harmony, texts)) == plain
 
 
 def test_assistant_begins_once_after_several_tool_answers(harmony: Harmony) -> None:

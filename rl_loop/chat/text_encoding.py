@@ -1,0 +1,47 @@
+"""The promise of every vocabulary: text never becomes a special token, and no part of it is lost."""
+
+from collections.abc import Collection, Iterable
+from functools import cache
+from typing import Protocol
+
+REPLACEMENT = "\ufffd"
+"""Encoded in place of characters that a vocabulary has no tokens for."""
+
+
+class TextVocabulary(Protocol):
+    """The part of ``rl_loop.chat.codec.Vocabulary`` that is checked."""
+
+    def encode_text(self, text: str) -> list[int]: ...
+
+
+@cache
+def probe_texts() -> tuple[str, ...]:
+    """Return texts that contain every byte that UTF-8 can contain."""
+    # All of ASCII, every continuation byte, and one character for every first byte above.
+    points = [*range(0x800), *range(0x800, 0x10000, 0x1000), *range(0x10000, 0x110000, 0x40000)]
+    characters = [chr(point) for point in points if not 0xD800 <= point < 0xE000]
+    return (*characters[:128], "".join(characters[128:]), REPLACEMENT, "\ud800", "a\x00\x04\x7fb")
+
+
+def check_encodes_text(
+    vocabulary: TextVocabulary, special_ids: Collection[int], names: Iterable[str]
+) -> None:
+    """Check that a vocabulary encodes text as text.
+
+    Args:
+        vocabulary: the vocabulary to check.
+        special_ids: ids that no text may become.
+        names: names of special tokens, which are text where a text spells them.
+
+    Raises:
+        ValueError: naming the text that becomes a special token or nothing at all.
+    """
+    special = set(special_ids)
+    spelled = [text for name in names for text in (name, f"a {name}\n{name}b")]
+    for text in (*probe_texts(), *spelled):
+        ids = vocabulary.encode_text(text)
+        if not ids:
+            raise ValueError(f"the text {text!r} becomes no token at all")
+        if not special.isdisjoint(ids):
+            found = min(special.intersection(ids))
+            raise ValueError(f"the text {text[:40]!r} becomes the special token {found}")
