@@ -1,44 +1,180 @@
-"""Calls that wait for their answers, in conversations that clients and data sets write."""
+"""Matches the answers of tools with the calls of a policy.
 
-from collections.abc import Sequence
+Neither Harmony nor ChatML has ids of calls. A policy knows by the place of an answer which call it
+belongs to, so that answers are rendered in the order of their calls. Clients and data sets send them
+in any order.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rl_loop.chat.tools import FUNCTIONS
 
+Numbered = tuple[int, dict[str, Any]]
+"""Number of a message in its conversation, and the message."""
 
-@dataclass
+
+@dataclass(eq=False)
 class OpenCall:
     """A call of the assistant that no tool has answered yet."""
 
     call_id: str | None
     recipient: str
     channel: str
+    is_left: bool = False
+    """True if the conversation went on with something other than the answer."""
 
 
-def answered_call(
-    open_calls: Sequence[OpenCall], call_id: str | None, name: str | None
-) -> OpenCall:
-    """Return the call that a tool's answer belongs to: the one of its id or of its name, else the
-    only one.
+class UnmatchedAnswer(ValueError):
+    """An answer of a tool belongs to no call, or to one that cannot be told."""
 
-    Raises ValueError if there is none, or if it cannot be told."""
-    candidates = list(open_calls)
-    if call_id is not None:
-        candidates = [call for call in candidates if call.call_id == call_id]
-    if name is not None:
-        candidates = [call for call in candidates if call.recipient in (name, f"{FUNCTIONS}{name}")]
+    def __init__(self, place: int, message: str) -> None:
+        """``place``: index of the answer."""
+        super().__init__(message)
+        self.place = place
 
-    if not candidates:
-        description = "open call"
-        if name:
-            description += f" of {name}"
-        if call_id is not None:
-            description += f" with id {call_id!r}"
-        raise ValueError(f"no {description} precedes this answer")
 
-    # Several calls of one function without ids are answered in their order.
-    if call_id is None and len({call.recipient for call in candidates}) > 1:
-        raise ValueError(
-            "several calls are open: say by name or tool_call_id which one this answers"
-        )
-    return candidates[0]
+def calls_of(message: Mapping[str, Any]) -> list[OpenCall]:
+    """Return the calls of a message of the assistant. Malformed calls are left out."""
+    calls: list[OpenCall] = []
+    entries = message.get("tool_calls")
+    for entry in entries if isinstance(entries, list) else ():
+        function = entry.get("function") or entry if isinstance(entry, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("name"), str):
+            name = function["name"].removeprefix(FUNCTIONS)
+            calls.append(OpenCall(entry.get("id"), f"{FUNCTIONS}{name}", "commentary"))
+    return calls
+
+
+def answered_calls(
+    calls: Sequence[OpenCall], answers: Sequence[Mapping[str, Any]], *, by_place: bool = False
+) -> list[OpenCall]:
+    """Return the call that each answer belongs to.
+
+    Ids decide first (``tool_call_id``), then names (``name``). Answers with neither belong to the
+    calls that are left, in their order.
+
+    Args:
+        calls: the calls that are open, the oldest first.
+        answers: messages of tools that follow one another.
+        by_place: whether answers without id and name may belong to calls of different functions.
+
+    Raises:
+        UnmatchedAnswer: if a call is missing, or it is not clear which one is answered.
+    """
+    # Ids of answers say nothing if the calls were written down without theirs.
+    has_ids = any(call.call_id is not None for call in calls) or not by_place
+    claims = [_claim(answer, has_ids) for answer in answers]
+
+    left = [*(c for c in calls if not c.is_left), *(c for c in calls if c.is_left)]
+    matched: dict[int, OpenCall] = {}
+    # The answers that say most about their call choose first.
+    for place in sorted(range(len(answers)), key=lambda i: claims[i].rank):
+        try:
+            call = claims[place].choose(left, by_place)
+        except ValueError as error:
+            raise UnmatchedAnswer(place, str(error)) from None
+        left.remove(call)
+        matched[place] = call
+    return [matched[place] for place in range(len(answers))]
+
+
+def in_call_order(
+    calls: Sequence[OpenCall], answers: Sequence[Numbered], *, by_place: bool = False
+) -> list[tuple[Numbered, OpenCall]]:
+    """Put answers that follow one another into the order of their calls.
+
+    Arguments as in ``answered_calls``. Raises UnmatchedAnswer, also if a call of a function is
+    answered while an earlier call of the same turn and function is not.
+    """
+    matched = answered_calls(calls, [message for _, message in answers], by_place=by_place)
+    place_of = {id(call): place for place, call in enumerate(calls)}
+    order = sorted(range(len(answers)), key=lambda i: place_of[id(matched[i])])
+
+    answered = {id(call) for call in matched}
+    missing: set[str] = set()
+    for call in calls:
+        if id(call) not in answered:
+            if not call.is_left:
+                missing.add(call.recipient)
+        elif call.recipient in missing:
+            raise UnmatchedAnswer(
+                matched.index(call),
+                f"an earlier call of {call.recipient} has no answer, and a policy tells answers "
+                "apart by their order. Send the answers of all calls together",
+            )
+    return [(answers[i], matched[i]) for i in order]
+
+
+def with_answers_in_order(
+    messages: Iterable[dict[str, Any]], earlier: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, Any], ...]:
+    """Return a conversation whose answers of tools are in the order of their calls.
+
+    Answers that cannot be matched stay where they are. ``earlier``: messages that precede.
+    """
+    ordered: list[dict[str, Any]] = []
+    answers: list[Numbered] = []
+    calls = calls_of(earlier[-1]) if earlier else []
+
+    def take_answers() -> None:
+        try:
+            ordered.extend(message for (_, message), _ in in_call_order(calls, answers))
+        except UnmatchedAnswer:
+            ordered.extend(message for _, message in answers)
+        answers.clear()
+
+    for message in messages:
+        if message["role"] == "tool":
+            answers.append((len(answers), message))
+            continue
+        take_answers()
+        calls = calls_of(message)
+        ordered.append(message)
+    take_answers()
+    return tuple(ordered)
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """The call that an answer names."""
+
+    call_id: str | None
+    name: str | None
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.call_id is not None else 1 if self.name is not None else 2
+
+    def choose(self, calls: Sequence[OpenCall], by_place: bool) -> OpenCall:
+        """Return one of ``calls``. Raises ValueError."""
+        candidates = list(calls)
+        if self.call_id is not None:
+            candidates = [call for call in candidates if call.call_id == self.call_id]
+        if self.name is not None:
+            named = (self.name, f"{FUNCTIONS}{self.name}")
+            candidates = [call for call in candidates if call.recipient in named]
+
+        if not candidates:
+            description = "open call"
+            if self.name:
+                description += f" of {self.name}"
+            if self.call_id is not None:
+                description += f" with id {self.call_id!r}"
+            raise ValueError(f"no {description} precedes this answer")
+
+        is_clear = by_place or self.call_id is not None
+        if not is_clear and len({call.recipient for call in candidates}) > 1:
+            raise ValueError(
+                "several calls are open: say by name or tool_call_id which one this answers"
+            )
+        return candidates[0]
+
+
+def _claim(answer: Mapping[str, Any], has_ids: bool) -> _Claim:
+    call_id, name = answer.get("tool_call_id"), answer.get("name")
+    return _Claim(
+        call_id if has_ids and call_id is not None else None,
+        name if isinstance(name, str) and name else None,
+    )

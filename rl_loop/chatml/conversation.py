@@ -15,8 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rl_loop.chat.open_calls import OpenCall, answered_call
-from rl_loop.chat.tools import FUNCTIONS
+from rl_loop.chat.open_calls import (
+    Numbered,
+    OpenCall,
+    UnmatchedAnswer,
+    answered_calls,
+    calls_of,
+    in_call_order,
+)
 from rl_loop.harmony.conversation import content_text, describe_message
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -74,63 +80,43 @@ def answered_messages(
             or an answer without a call.
     """
     read: list[ChatMessage] = []
-    answers = _Answers(open_calls)
+    calls = list(open_calls)
+    answers: list[Numbered] = []
     for number, message in enumerate(messages, start=first_number):
         chat = chat_message(number, message)
+        if chat.role == "tool":
+            answers.append((number, message))
+            continue
         try:
-            if chat.role == "tool":
-                answers.add(message, chat)
-                continue
-            read += answers.take()
-        except ValueError as error:
+            read += _answers_in_order(calls, answers)
+        except MissingAnswer as error:
             raise ValueError(f"{describe_message(number, message)}: {error}") from None
-
         read.append(chat)
-        if chat.role == "assistant":
-            answers = _Answers(_open_calls(message))
-    read += answers.take()
+        calls, answers = calls_of(message) if chat.role == "assistant" else [], []
+    read += _answers_in_order(calls, answers)
     open_calls.clear()
     _check_end(read)
     return read
 
 
-class _Answers:
-    """The answers to the calls of one turn."""
+class MissingAnswer(ValueError):
+    """A call has no answer where the conversation continues."""
 
-    def __init__(self, calls: Sequence[OpenCall]) -> None:
-        self._calls = list(calls)
-        self._open = list(calls)
-        self._answers: list[tuple[int, ChatMessage]] = []
-        """Each with the place of its call."""
 
-    def add(self, message: dict[str, Any], answer: ChatMessage) -> None:
-        """Add an answer. Raises ValueError if it belongs to none of the calls."""
-        call = answered_call(self._open, message.get("tool_call_id"), message.get("name"))
-        self._open.remove(call)
-        self._answers.append((self._calls.index(call), answer))
-
-    def take(self) -> list[ChatMessage]:
-        """Return the answers in the order of their calls. Raises ValueError if one is missing."""
-        if self._open:
-            call = self._open[0]
+def _answers_in_order(calls: Sequence[OpenCall], answers: Sequence[Numbered]) -> list[ChatMessage]:
+    """Return the answers to all calls of a turn in the order of the calls. Raises ValueError."""
+    try:
+        answered = answered_calls(calls, [message for _, message in answers])
+    except UnmatchedAnswer as error:
+        raise ValueError(f"{describe_message(*answers[error.place])}: {error}") from None
+    for call in calls:
+        if call not in answered:
             named = "" if call.call_id is None else f" ({call.call_id})"
-            raise ValueError(
+            raise MissingAnswer(
                 f"the call of {call.recipient}{named} has no answer, and ChatML tells answers apart by "
                 "their order"
             )
-        answers, self._answers = self._answers, []
-        return [answer for _, answer in sorted(answers, key=lambda entry: entry[0])]
-
-
-def _open_calls(message: dict[str, Any]) -> list[OpenCall]:
-    """Return the calls of a message of the assistant that was read before."""
-    calls = message.get("tool_calls") or []
-    return [
-        OpenCall(
-            call.get("id"), f"{FUNCTIONS}{(call.get('function') or call)['name']}", "commentary"
-        )
-        for call in calls
-    ]
+    return [chat_message(*answer) for answer, _ in in_call_order(calls, answers)]
 
 
 def _check_end(messages: Sequence[ChatMessage]) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from rl_loop.chat.open_calls import Numbered
 from rl_loop.chat.tools import Tool
 from rl_loop.chatml.codec import ChatMl
 from rl_loop.chatml.conversation import ChatMessage, chat_message
@@ -24,11 +25,10 @@ from rl_loop.conversations.conversation import (
 )
 from rl_loop.conversations.errors import ConversationError
 from rl_loop.conversations.formats import (
-    Numbered,
     format_of,
+    paired_answers,
     plain_messages,
     plain_sharegpt,
-    take_answer,
 )
 from rl_loop.conversations.rendering import RenderedSample, RenderOptions, fit
 
@@ -141,7 +141,7 @@ def answers_in_order(messages: Sequence[Numbered]) -> list[Numbered]:
             raise ConversationError(
                 f"message {number} calls {len(calls)} functions, and {len(answers)} answers follow"
             )
-        ordered += [take_answer(answers, call) for call in calls]
+        ordered += paired_answers(message, answers)
     return ordered
 
 

@@ -12,14 +12,12 @@ from typing import Any
 from openai_harmony import DeveloperContent, Message, ReasoningEffort, Role, SystemContent
 from pydantic import ValidationError
 
+from rl_loop.chat.open_calls import Numbered, UnmatchedAnswer, calls_of, in_call_order
 from rl_loop.conversations.config import Format
-from rl_loop.conversations.conversation import FUNCTIONS, Conversation, make_conversation
+from rl_loop.conversations.conversation import Conversation, make_conversation
 from rl_loop.conversations.errors import ConversationError
 from rl_loop.harmony.codec import Tool
 from rl_loop.harmony.conversation import describe_message
-
-Numbered = tuple[int, dict[str, Any]]
-"""The number of a message in its file, and the message."""
 
 THOUGHTS = ("thinking", "reasoning_content", "reasoning")
 """Keys under which data sets and servers have the analysis before a message."""
@@ -211,27 +209,26 @@ def _in_turns(
         )
 
     kept = {key: message[key] for key in ("role", "weight") if key in message}
-    for i, call in enumerate(calls):
+    ordered = paired_answers(message, answers[: len(calls)])
+    for i, (call, answer) in enumerate(zip(calls, ordered, strict=True)):
         # What is thought and said comes before the first.
         yield number, (message if i == 0 else kept) | {"tool_calls": [call]}
-        yield take_answer(answers, call)
-    yield from answers
+        yield answer
+    yield from answers[len(calls) :]
 
 
-def take_answer(answers: list[Numbered], call: dict[str, Any]) -> Numbered:
-    """Remove the answer to ``call`` from ``answers`` and return it: the one that names it, else the
-    first."""
-    answer = next((a for a in answers if _answers(a[1], call)), answers[0])
-    answers.remove(answer)
-    return answer
+def paired_answers(message: dict[str, Any], answers: Sequence[Numbered]) -> list[Numbered]:
+    """Return the answers to a message's calls in the order of these calls, one for each.
 
-
-def _answers(answer: dict[str, Any], call: dict[str, Any]) -> bool:
-    """Say whether a tool's answer names this call, by its id or else by its function."""
-    if answer.get("tool_call_id") is not None and call.get("id") is not None:
-        return bool(answer["tool_call_id"] == call["id"])
-    name = answer.get("name")
-    return name is None or str(name).removeprefix(FUNCTIONS) == call["function"]["name"]
+    Answers that name no call belong to the calls that are left, in their order. Raises
+    ConversationError for an answer that names a call which the message does not make.
+    """
+    try:
+        ordered = in_call_order(calls_of(message), answers, by_place=True)
+    except UnmatchedAnswer as error:
+        named = describe_message(*answers[error.place])
+        raise ConversationError(f"{named}: {error}") from None
+    return [answer for answer, _ in ordered]
 
 
 # ---- ShareGPT

@@ -25,7 +25,7 @@ from typing import Any
 
 from openai_harmony import Author, DeveloperContent, Message, Role, TextContent
 
-from rl_loop.chat.open_calls import OpenCall, answered_call
+from rl_loop.chat.open_calls import Numbered, OpenCall, UnmatchedAnswer, in_call_order
 from rl_loop.chat.tools import FUNCTIONS
 
 CHANNELS = ("analysis", "commentary", "final")
@@ -60,10 +60,39 @@ class MessageTranslator:
 
         Raises ValueError naming the message and the reason.
         """
+        if isinstance(message, dict) and message.get("role") == "tool":
+            return self.translate_answers([(number, message)])
+        for call in self.open_calls:
+            call.is_left = True
         try:
             return _to_harmony(message, self.open_calls)
         except ValueError as error:
             raise ValueError(f"{describe_message(number, message)}: {error}") from None
+
+    def translate_answers(self, answers: Sequence[Numbered]) -> list[Message]:
+        """Turn answers of tools that follow one another into messages, in the order of their calls.
+
+        Raises ValueError naming the message and the reason.
+        """
+        for number, message in answers:
+            try:
+                _check_keys(message)
+                _header_word(message, "name")
+            except ValueError as error:
+                raise ValueError(f"{describe_message(number, message)}: {error}") from None
+        try:
+            ordered = in_call_order(self.open_calls, answers)
+        except UnmatchedAnswer as error:
+            raise ValueError(f"{describe_message(*answers[error.place])}: {error}") from None
+
+        rendered: list[Message] = []
+        for (number, message), call in ordered:
+            self.open_calls.remove(call)
+            try:
+                rendered.append(_tool_answer(message, call))
+            except ValueError as error:
+                raise ValueError(f"{describe_message(number, message)}: {error}") from None
+        return rendered
 
 
 def describe_message(number: int, message: Any) -> str:
@@ -83,7 +112,8 @@ def prompt_messages(
 
     A chat's "system" message is what Harmony calls the developer message. A tool's answer belongs
     to the open call of its ``tool_call_id`` or its ``name``, or to the only one, and gets that
-    call's recipient as its name.
+    call's recipient as its name. Answers that follow one another are put into the order of their
+    calls.
 
     Raises ValueError, naming the message and the reason, for what cannot be rendered, and if the
     assistant's turn is not what comes next.
@@ -94,8 +124,15 @@ def prompt_messages(
     """
     translator = MessageTranslator(open_calls)
     rendered: list[Message] = []
+    answers: list[Numbered] = []
     for number, message in enumerate(messages, start=first_number):
+        if isinstance(message, dict) and message.get("role") == "tool":
+            answers.append((number, message))
+            continue
+        rendered += translator.translate_answers(answers)
+        answers.clear()
         rendered += translator.translate(number, message)
+    rendered += translator.translate_answers(answers)
 
     if messages and messages[-1]["role"] == "assistant":
         raise ValueError(
@@ -174,6 +211,20 @@ def _to_harmony(message: dict[str, Any], open_calls: list[OpenCall]) -> list[Mes
             f"a message must be a mapping of keys to values, not {type(message).__name__}"
         )
 
+    role = _check_keys(message)
+    if role == "assistant":
+        rendered, calls = _assistant_messages(message)
+        open_calls += calls
+        return rendered
+    if role == "user":
+        return [user_message(_content(message), _header_word(message, "name"))]
+
+    instructions = DeveloperContent(instructions=_content(message))
+    return [Message.from_role_and_content(Role.DEVELOPER, instructions)]
+
+
+def _check_keys(message: dict[str, Any]) -> str:
+    """Return the role of a message. Raises ValueError for a wrong one and for an unknown key."""
     role = message.get("role")
     if not isinstance(role, str) or role not in ALLOWED_KEYS:
         raise ValueError(f"the role must be one of {', '.join(ALLOWED_KEYS)}")
@@ -184,18 +235,7 @@ def _to_harmony(message: dict[str, Any], open_calls: list[OpenCall]) -> list[Mes
     if unknown := sorted(present - allowed - {"role"}):
         known = ", ".join(sorted(allowed))
         raise ValueError(f"{unknown[0]!r} cannot be rendered here; known: {known}")
-
-    if role == "assistant":
-        rendered, calls = _assistant_messages(message)
-        open_calls += calls
-        return rendered
-    if role == "tool":
-        return [_tool_answer(message, open_calls)]
-    if role == "user":
-        return [user_message(_content(message), _header_word(message, "name"))]
-
-    instructions = DeveloperContent(instructions=_content(message))
-    return [Message.from_role_and_content(Role.DEVELOPER, instructions)]
+    return role
 
 
 def _assistant_messages(message: dict[str, Any]) -> tuple[list[Message], list[OpenCall]]:
@@ -286,11 +326,8 @@ def _function_call(tool_call: Any) -> _FunctionCall:
     )
 
 
-def _tool_answer(message: dict[str, Any], open_calls: list[OpenCall]) -> Message:
-    """Turn a tool's answer into a message, and close the call that it answers."""
-    name = _header_word(message, "name")
-    call = answered_call(open_calls, message.get("tool_call_id"), name)
-    open_calls.remove(call)
+def _tool_answer(message: dict[str, Any], call: OpenCall) -> Message:
+    """Turn a tool's answer into a message. ``call``: the call that it answers."""
     channel = message.get("channel") or call.channel
     _check_channel(channel)
     recipient = _header_word(message, "recipient") or "assistant"

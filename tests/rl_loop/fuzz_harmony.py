@@ -18,7 +18,6 @@ from rl_loop.data.trajectory import FinishReason
 from rl_loop.engines.protocol import SamplingParams
 from rl_loop.environments import ENVIRONMENTS, RewardConfig, Task, arithmetic, make_environment
 from rl_loop.harmony.codec import Harmony, PromptConfig
-
 from rl_loop.harmony.vocabulary import (
     FIRST_SPECIAL_ID,
     SPECIAL_TOKENS,

@@ -591,8 +591,9 @@ def test_chats_of_openai_are_rendered_with_what_they_leave_unsaid() -> None:
             assistant("I will look.", "commentary"),
             assistant('{"place": "Oslo"}', *call),
             assistant('{"place": "Rømø"}', *call),
-            tool("functions.weather", "warm", "commentary"),
+            # In the order of the calls: Harmony has no ids.
             tool("functions.weather", "cold", "commentary"),
+            tool("functions.weather", "warm", "commentary"),
         ]
     )
 
