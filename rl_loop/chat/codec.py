@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from rl_loop.chat.messages import FormatError, ParsedMessage, ToolOutput
+from rl_loop.chat.messages import CutTurn, FormatError, ParsedMessage, ToolOutput
 from rl_loop.chat.open_calls import OpenCall
 from rl_loop.chat.tools import BuiltinTool, PythonTool, Tool
 
@@ -108,16 +108,6 @@ class ChatCodec(Protocol):
     # ---- conversations of clients, which the gateway serves
 
     @property
-    def answer_end(self) -> int:
-        """The token that a policy ends an answer with."""
-        ...
-
-    @property
-    def message_end(self) -> int:
-        """The token that stands behind an answer when the conversation goes on."""
-        ...
-
-    @property
     def knows_reasoning_effort(self) -> bool:
         """Whether a prompt can say how much the policy is to think."""
         ...
@@ -157,6 +147,10 @@ class ChatCodec(Protocol):
         On "analysis" is only what the format itself tells apart as thoughts; all other text is said to
         the client.
         """
+        ...
+
+    def parse_cut_for_client(self, ids: Sequence[int]) -> CutTurn:
+        """Read a turn that a limit cut off, as far as ``parse_for_client`` would read it."""
         ...
 
     def without_finished_analysis(self, ids: Sequence[int]) -> list[int]:

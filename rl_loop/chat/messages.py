@@ -38,3 +38,16 @@ class FormatError:
     kind: str
     """Under which it is counted. Of Harmony "structure", "header", "role", "channel" or "recipient",
     of ChatML "structure" or "tool_call"."""
+
+
+@dataclass(frozen=True)
+class CutTurn:
+    """A sampled turn that a limit cut off."""
+
+    messages: list[ParsedMessage]
+    """The messages that can be read; the last one, a call too, may be incomplete."""
+    closing: tuple[int, ...]
+    """Token ids that stand behind the turn when the conversation continues."""
+    dropped: int = 0
+    """Number of tokens at the end of the conversation that are left out when it continues, because
+    they are part of no message."""

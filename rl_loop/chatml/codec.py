@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_loop.chat.codec import Effort, without_surrogates
-from rl_loop.chat.messages import FormatError, ParsedMessage, ToolOutput
+from rl_loop.chat.messages import CutTurn, FormatError, ParsedMessage, ToolOutput
 from rl_loop.chat.open_calls import OpenCall
 from rl_loop.chat.tools import FUNCTIONS, BuiltinTool, PythonTool, Tool, check_names
 from rl_loop.chatml.chat_template import CHAT_TEMPLATE
@@ -107,7 +107,7 @@ class ChatMl:
         self.stop_token_ids = vocabulary.stop_token_ids
         self._prompt = prompt
         self._python_seconds = python_seconds
-        self._end = self.answer_end = self.message_end = vocabulary.markup[IM_END]
+        self._end = vocabulary.markup[IM_END]
 
     # ---- rendering
 
@@ -277,6 +277,22 @@ class ChatMl:
             return turn
         return _messages_of(turn, "commentary", [_function_call(call) for call in turn.calls])
 
+    def parse_cut_for_client(self, ids: Sequence[int]) -> CutTurn:
+        """Read a turn that a limit cut off: see ``ChatCodec``.
+
+        The conversation continues behind all of it. A call that was cut off is not read: its name
+        and its arguments are one value of JSON.
+        """
+        messages = self.parse_for_client([*ids, self._end])
+        if isinstance(messages, FormatError):
+            text = self.vocabulary.decode(ids)
+            whole = text[: text.rfind(TOOL_CALL)] if messages.kind == "tool_call" else ""
+            turn = _turn_of(whole.removesuffix("\n"))
+            messages = []
+            if isinstance(turn, _SampledTurn) and (turn.text or turn.calls):
+                messages = _messages_of(turn, "commentary", list(map(_function_call, turn.calls)))
+        return CutTurn(messages, (self._end,))
+
     def without_finished_analysis(self, ids: Sequence[int]) -> list[int]:
         """Return all of a conversation: ChatML shows earlier turns whole."""
         return list(ids)
@@ -293,20 +309,7 @@ class ChatMl:
         if not ids or ids[-1] != self._end or not is_legal:
             return FormatError("structure")
 
-        text, *parts = MARKUP.split(self.vocabulary.decode(body))
-        if not parts:
-            return _SampledTurn(text)
-
-        # begin, JSON, end, what follows; begin again...
-        calls: list[_SampledCall] = []
-        for start in range(0, len(parts), 4):
-            call = _sampled_call(parts[start : start + 4])
-            if call is None:
-                return FormatError("tool_call")
-            calls.append(call)
-
-        # The line break before the first call is the format's.
-        return _SampledTurn(text.removesuffix("\n"), calls)
+        return _turn_of(self.vocabulary.decode(body))
 
     def split_at_calls(
         self, ids: Sequence[int], messages: Sequence[ParsedMessage]
@@ -437,6 +440,24 @@ def _sampled_call(parts: Sequence[str]) -> _SampledCall | None:
         return None
 
     return _SampledCall(call["name"], call.get("arguments", {}))
+
+
+def _turn_of(said: str) -> _SampledTurn | FormatError:
+    """Read the text of a turn, with the markup of its calls."""
+    text, *parts = MARKUP.split(said)
+    if not parts:
+        return _SampledTurn(text)
+
+    # begin, JSON, end, what follows; begin again...
+    calls: list[_SampledCall] = []
+    for start in range(0, len(parts), 4):
+        call = _sampled_call(parts[start : start + 4])
+        if call is None:
+            return FormatError("tool_call")
+        calls.append(call)
+
+    # The line break before the first call is the format's.
+    return _SampledTurn(text.removesuffix("\n"), calls)
 
 
 def _messages_of(

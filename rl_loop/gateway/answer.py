@@ -43,6 +43,8 @@ class Answer:
     def as_message(self) -> dict[str, Any]:
         """Return the message that the client has in its conversation from now on."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["thinking"] = self.reasoning
         if self.calls:
             message["tool_calls"] = [
                 {"id": call.call_id, "function": {"name": call.name, "arguments": call.arguments}}
@@ -59,36 +61,30 @@ class ReadTurn:
     format_error: str | None = None
     """Why the turn is none that a client can be given: a ``FormatError.kind``, "unknown_tool", or
     "unanswered" if it says nothing to anybody."""
-    closing: tuple[int, ...] | None = ()
-    """Token ids that the conversation needs behind a turn that a limit cut off, before it can go
-    on; None if it cannot, because the turn was cut off inside a header or a call."""
+    closing: tuple[int, ...] = ()
+    """Token ids behind a turn that a limit cut off, when the conversation continues."""
+    dropped: int = 0
+    """Number of tokens at the end of such a turn that are left out then: see ``CutTurn``."""
 
 
 def read_turn(codec: ChatCodec, sampled: GenerateResult, tools: Sequence[Tool]) -> ReadTurn:
     """Parse a sampled turn. ``tools``: those that the client offered."""
     ids = sampled.output_ids
+    names = {f"{FUNCTIONS}{tool.name}" for tool in tools}
     if sampled.finish_reason is not FinishReason.STOP:
-        return _read_cut_turn(codec, ids)
+        # It is no format error, whatever is in it.
+        cut = codec.parse_cut_for_client(ids)
+        readable = [m for m in cut.messages if m.recipient is None or m.recipient in names]
+        return ReadTurn(_answer_of(readable), closing=cut.closing, dropped=cut.dropped)
 
     messages = codec.parse_for_client(ids)
     if isinstance(messages, FormatError):
         return ReadTurn(Answer(), format_error=messages.kind)
-
-    names = {f"{FUNCTIONS}{tool.name}" for tool in tools}
     if any(m.recipient is not None and m.recipient not in names for m in messages):
         return ReadTurn(Answer(), format_error="unknown_tool")
     if all(message.channel == "analysis" and message.recipient is None for message in messages):
         return ReadTurn(Answer(), format_error="unanswered")
     return ReadTurn(_answer_of(messages))
-
-
-def _read_cut_turn(codec: ChatCodec, ids: Sequence[int]) -> ReadTurn:
-    """Read a turn that a limit cut off; it is no format error, whatever is in it."""
-    # Were it to end here, would it be legal? Not inside a header, and not inside a call.
-    messages = codec.parse_for_client([*ids, codec.answer_end])
-    if isinstance(messages, FormatError):
-        return ReadTurn(Answer(), closing=None)
-    return ReadTurn(_answer_of(messages), closing=(codec.message_end,))
 
 
 def _answer_of(messages: Sequence[ParsedMessage]) -> Answer:

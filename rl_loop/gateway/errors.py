@@ -1,4 +1,4 @@
-"""Refusals, in the shape that OpenAI's API and its clients have for them."""
+"""Errors, in the shape that OpenAI's API and its clients have for them."""
 
 from typing import Any, Literal
 
@@ -6,14 +6,16 @@ ErrorCode = Literal[
     "invalid_request",
     "unsupported_parameter",
     "invalid_api_key",
+    "model_not_found",
+    "too_many_requests",
     "response_not_found",
     "not_found",
     "context_length_exceeded",
-    "format_error",
     "session_over",
     "infrastructure_failure",
     "internal_error",
 ]
+ErrorType = Literal["invalid_request_error", "server_error", "model_error"]
 
 
 class ApiError(Exception):
@@ -22,24 +24,33 @@ class ApiError(Exception):
     def __init__(
         self,
         status: int,
-        code: ErrorCode,
+        code: ErrorCode | None,
         message: str,
         *,
         parameter: str | None = None,
+        kind: ErrorType | None = None,
     ) -> None:
-        """``parameter``: the key of the request that is wrong, such as ``messages[2].content``."""
+        """Make an error.
+
+        Args:
+            status: HTTP status.
+            code: the reason, for programs.
+            message: the reason, for people.
+            parameter: key of the request that is wrong, such as ``messages[2].content``.
+            kind: OpenAI's type of the error; None for the one of the status.
+        """
         super().__init__(message)
         self.status = status
         self.code = code
         self.parameter = parameter
+        self.kind: ErrorType = kind or ("invalid_request_error" if status < 500 else "server_error")
 
     def body(self) -> dict[str, Any]:
         """Return what OpenAI's API answers: ``{"error": {...}}``."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {
             "error": {
                 "message": str(self),
-                "type": kind,
+                "type": self.kind,
                 "param": self.parameter,
                 "code": self.code,
             }
@@ -49,3 +60,12 @@ class ApiError(Exception):
 def invalid_request(message: str, parameter: str) -> ApiError:
     """Make the error of a request with a wrong value; the message begins with its key."""
     return ApiError(400, "invalid_request", f"{parameter}: {message}", parameter=parameter)
+
+
+def invalid_content(reason: str) -> ApiError:
+    """Make the error of a turn that is not legal, as OpenAI's servers report it.
+
+    ``reason``: kind of the format error.
+    """
+    message = f"The model produced invalid content ({reason})."
+    return ApiError(500, None, message, kind="model_error")

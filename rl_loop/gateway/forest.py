@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from rl_loop.chat.open_calls import OpenCall
+from rl_loop.chat.open_calls import OpenCall, with_answers_in_order
 from rl_loop.data.trajectory import FinishReason, Trajectory
 from rl_loop.engines.protocol import GenerateResult
 from rl_loop.gateway.answer import Answer
 from rl_loop.gateway.errors import ApiError
-from rl_loop.gateway.request import TurnRequest, extended_key
+from rl_loop.gateway.request import TurnRequest, called, extended_key
 from rl_loop.rollout.episode_draft import EpisodeDraft
 
 
@@ -50,14 +50,17 @@ class Node:
     """Of the conversation with instructions and tools: ``TurnRequest.conversation_keys``."""
     open_calls: list[OpenCall]
     """Calls that no tool has answered yet, those of this turn included."""
-    closing: tuple[int, ...] | None
-    """Tokens that stand behind the turn when the conversation goes on; None if it cannot."""
+    closing: tuple[int, ...]
+    """Tokens that stand behind the turn when the conversation continues."""
+    dropped: int
+    """Number of tokens at the end of the turn that are left out when the conversation continues."""
     fingerprint: bytes
     """Of the request."""
     is_stored: bool = True
     """Whether a request may go on from it by its id."""
-    delivered: bool = False
-    """Whether the client has got the answer."""
+    delivered: bool | None = None
+    """True if a client has received the answer, False if its connection was lost; None while the
+    answer is sent."""
     is_leaf: bool = True
     """Whether no turn goes on from its tokens."""
 
@@ -106,8 +109,10 @@ class Forest:
         """By response id, in the order in which they were added."""
         self._by_key: dict[bytes, Node] = {}
         """The newest turn of every conversation that can go on."""
-        self._by_fingerprint: dict[bytes, Node] = {}
-        """The newest answer to every request."""
+        self._by_fingerprint: dict[bytes, list[Node]] = {}
+        """The answers to equal requests, the newest last."""
+        self._by_call: dict[str, Node] = {}
+        """The turn that made a call, by the id of the call."""
 
     def __len__(self) -> int:
         """Return the number of turns."""
@@ -134,9 +139,9 @@ class Forest:
         """Whether one of the turns is the response of that id."""
         return response_id in self._nodes
 
-    def answered(self, fingerprint: bytes) -> Node | None:
-        """Return the newest answer to a request that is equal to another one, if there is any."""
-        return self._by_fingerprint.get(fingerprint)
+    def answers(self, fingerprint: bytes) -> Sequence[Node]:
+        """Return the answers to requests that are equal to another one, the newest last."""
+        return self._by_fingerprint.get(fingerprint, ())
 
     # ---- growing
 
@@ -152,6 +157,11 @@ class Forest:
             conversation = (*previous.messages, *conversation)
 
         earlier = previous.messages if previous is not None else ()
+        # Results have no ids in a prompt: a client may send them in any order.
+        ordered = with_answers_in_order(request.messages, earlier)
+        if any(one is not other for one, other in zip(ordered, request.messages, strict=True)):
+            request = replace(request, messages=ordered)
+            conversation = (*earlier, *ordered)
         everything = (*request.head, *conversation)
         keys = request.conversation_keys((*request.head, *earlier))
         parent = None
@@ -161,7 +171,7 @@ class Forest:
             parent = self._by_key.get(keys[length])
             # Answers can read the same and differ in hidden reasoning: the id says which it is.
             if previous is not None and previous.key == keys[length]:
-                parent = previous if previous.closing is not None else None
+                parent = previous
             if parent is not None:
                 reused = length
                 break
@@ -170,9 +180,24 @@ class Forest:
             parent=parent,
             conversation=conversation,
             keys=keys,
-            new_messages=everything[reused:],
+            new_messages=tuple(map(self._with_thinking, everything[reused:])),
             first_number=max(0, reused - len(request.head)),
         )
+
+    def _with_thinking(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message with the stored thinking if it is a turn with calls of this session.
+
+        Clients need not repeat thinking, and the policy needs it until its calls have led to an
+        answer, whatever else of the conversation is rendered anew.
+        """
+        calls = message.get("tool_calls") if message["role"] == "assistant" else None
+        node = self._by_call.get(calls[0].get("id")) if calls else None
+        if not calls or node is None or not node.answer.reasoning:
+            return message
+        stated = node.answer.as_message()["tool_calls"]
+        if list(map(called, calls)) != list(map(called, stated)):
+            return message  # an edited turn
+        return message | {"thinking": node.answer.reasoning}
 
     def add(self, node: Node) -> None:
         """Add a turn."""
@@ -180,9 +205,10 @@ class Forest:
         if node.parent is not None:
             node.parent.is_leaf = False
         if node.format_error is None:
-            self._by_fingerprint[node.fingerprint] = node
-            if node.closing is not None:
-                self._by_key[node.key] = node
+            self._by_fingerprint.setdefault(node.fingerprint, []).append(node)
+            self._by_key[node.key] = node
+            for call in node.answer.calls:
+                self._by_call[call.call_id] = node
 
         if self._remembered_turns is not None and len(self) > self._remembered_turns:
             self._forget(next(iter(self._nodes.values())))
@@ -192,8 +218,13 @@ class Forest:
         del self._nodes[node.response_id]
         if self._by_key.get(node.key) is node:
             del self._by_key[node.key]
-        if self._by_fingerprint.get(node.fingerprint) is node:
-            del self._by_fingerprint[node.fingerprint]
+        for call in node.answer.calls:
+            self._by_call.pop(call.call_id, None)
+        equal = self._by_fingerprint.get(node.fingerprint, [])
+        if node in equal:
+            equal.remove(node)
+        if not equal:
+            self._by_fingerprint.pop(node.fingerprint, None)
 
     # ---- what is trained on
 

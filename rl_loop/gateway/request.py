@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from rl_loop.chat.codec import Effort
+from rl_loop.chat.json_values import canonical_json, canonical_value
 from rl_loop.chat.tools import Tool
 
 
@@ -41,7 +42,7 @@ class TurnRequest:
         """Equal for equal requests."""
         content = [
             [digest.hex() for digest in self._message_digests],
-            [_canonical_tool(tool) for tool in self.tools],
+            self._tools,
             self.instructions,
             self.previous_id,
             self.reasoning_effort,
@@ -57,6 +58,10 @@ class TurnRequest:
         """One for each of ``messages``: a long conversation is read once."""
         return [_message_digest(message) for message in self.messages]
 
+    @cached_property
+    def _tools(self) -> list[Any]:
+        return [[t.name, t.description, canonical_value(t.parameters)] for t in self.tools]
+
     @property
     def head(self) -> tuple[dict[str, Any], ...]:
         """The instructions as messages: one or none."""
@@ -68,10 +73,11 @@ class TurnRequest:
         """Return a key of each beginning of ``earlier`` and the request's own messages, from none to
         all of them.
 
-        Two beginnings have one key if they read the same to the policy: the same texts, calls,
-        tools and reasoning effort. Reasoning that a client repeats, or leaves out, does not count.
+        Two beginnings have one key if they say the same to the policy: equal texts, calls, tools
+        and reasoning effort. JSON is compared by its value, whatever its spelling. Reasoning that a
+        client repeats, or leaves out, does not count.
         """
-        key = _digest([[_canonical_tool(tool) for tool in self.tools], self.reasoning_effort])
+        key = _digest([self._tools, self.reasoning_effort])
         keys = [key]
         for digest in [*map(_message_digest, earlier), *self._message_digests]:
             key = _chained(key, digest)
@@ -94,10 +100,7 @@ def _chained(key: bytes, digest: bytes) -> bytes:
 
 def _canonical_message(message: dict[str, Any]) -> list[Any]:
     """Return what makes two messages the same message."""
-    calls = []
-    for call in message.get("tool_calls") or ():
-        function = call["function"]
-        calls.append([call.get("id"), function["name"], _canonical_json(function["arguments"])])
+    calls = [[call.get("id"), *called(call)] for call in message.get("tool_calls") or ()]
     return [
         message["role"],
         message.get("name"),
@@ -107,20 +110,13 @@ def _canonical_message(message: dict[str, Any]) -> list[Any]:
     ]
 
 
-def _canonical_json(text: str) -> Any:
-    """Return the value of JSON, so that its spelling does not count; other text as it is."""
-    try:
-        return [json.loads(text)]
-    except (ValueError, RecursionError):
-        return text
-
-
-def _canonical_tool(tool: Tool) -> list[Any]:
-    return [tool.name, tool.description, tool.parameters]
+def called(call: dict[str, Any]) -> list[Any]:
+    """Return what makes two calls the same call: the name and the value of the arguments."""
+    function = call["function"]
+    return [function["name"], canonical_json(function["arguments"])]
 
 
 def _digest(content: Any) -> bytes:
-    # Escaped, so that halves of surrogate pairs do no harm. Keys of a schema keep their order:
-    # the prompt shows them in it.
+    # Escaped, so that halves of surrogate pairs do no harm.
     text = json.dumps(content, ensure_ascii=True)
     return hashlib.blake2b(text.encode(), digest_size=16).digest()

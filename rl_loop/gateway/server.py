@@ -116,8 +116,7 @@ class Gateway:
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
         session = self._sessions.get(key.strip())
         if kind.lower() != "bearer" or session is None:
-            message = "this API key belongs to no session"
-            raise ApiError(401, "invalid_api_key", message)
+            raise ApiError(401, "invalid_api_key", "Incorrect API key provided")
         return session
 
     # ---- the server
@@ -181,14 +180,19 @@ class Gateway:
             is_retry=request.headers.get(RETRY_HEADER, "0") != "0",
         )
         usage = session.usage_of(node)
-        if call.stream:
-            response = await _send_events(request, call, node, usage)
-        else:
-            response = web.json_response(call.answer(node, usage))
-            await response.prepare(request)
-            await response.write_eof()
-        node.delivered = True
-        return response
+        try:
+            if call.stream:
+                response = await _send_events(request, call, node, usage)
+            else:
+                response = web.json_response(call.answer(node, usage))
+                await response.prepare(request)
+                await response.write_eof()
+            node.delivered = True
+            return response
+        finally:
+            # The connection was lost: whoever asks again gets this answer.
+            if node.delivered is None:
+                node.delivered = False
 
     async def _rewards(self, request: web.Request) -> web.Response:
         session = self.session_of(request)
@@ -205,7 +209,8 @@ class Gateway:
         name = request.match_info["name"]
         if name != self._settings.model:
             known = self._settings.model
-            raise ApiError(404, "not_found", f"there is no model {name!r}, only {known!r}")
+            message = f"The model {name!r} does not exist. Use {known!r}"
+            raise ApiError(404, "model_not_found", message)
         return web.json_response(self._describe_model())
 
     def _describe_model(self) -> dict[str, Any]:
@@ -218,7 +223,7 @@ async def _json_of(request: web.Request) -> Any:
     try:
         return json.loads(await request.read())
     except (ValueError, RecursionError) as error:
-        raise ApiError(400, "invalid_request", f"the body is no JSON: {error}") from None
+        raise ApiError(400, "invalid_request", f"the body is not valid JSON: {error}") from None
 
 
 async def _send_events(

@@ -6,6 +6,7 @@ with this request and with every later one."""
 
 import asyncio
 import secrets
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from rl_loop.config.episode import EpisodeLimits
 from rl_loop.data.trajectory import FinishReason, InvalidReason, Trajectory
 from rl_loop.engines.protocol import GenerateResult, ModelShape, RolloutEngine, SamplingParams
 from rl_loop.gateway.answer import ReadTurn, read_turn
-from rl_loop.gateway.errors import ApiError, ErrorCode
+from rl_loop.gateway.errors import ApiError, invalid_content
 from rl_loop.gateway.forest import Forest, Node, Place, new_routes, next_key, without_routes
 from rl_loop.gateway.request import TurnRequest
 from rl_loop.gateway.reward import GivenReward
@@ -32,6 +33,10 @@ from rl_loop.tasks.prompt_limit import LONGEST_TOKEN
 SHORT_CHARACTERS = 8192
 SHORT_TOKENS = 256
 """What is rendered, or parsed, on the event loop: it takes a millisecond or less."""
+
+
+REMEMBERED_ABANDONED = 256
+"""Abandoned requests whose retries are known to have no answer."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +78,12 @@ class SessionEnd:
         """Return what the client is told."""
         if self.invalid is not None:
             return ApiError(503, "infrastructure_failure", self.message)
-        code: ErrorCode = "session_over"
         if self.format_error is not None:
-            code = "format_error"
-        return ApiError(400, code, self.message)
+            return invalid_content(self.format_error)
+        return ApiError(400, "session_over", self.message)
 
 
-@dataclass
+@dataclass(eq=False)
 class _PendingTurn:
     """A turn that is being sampled."""
 
@@ -140,44 +144,79 @@ class Session:
         self._counted_turns = 0
         """Those that were sampled, and those that are being sampled."""
         self._sampled_tokens = 0
-        self._pending: dict[bytes, _PendingTurn] = {}
-        """By the request's fingerprint."""
+        self._pending: dict[bytes, list[_PendingTurn]] = {}
+        """By the fingerprint of the request, which several clients may send."""
+        self._abandoned: deque[bytes] = deque(maxlen=REMEMBERED_ABANDONED)
+        """Requests whose turns were cancelled because their clients left."""
 
     async def respond(
         self, request: TurnRequest, response_id: str, *, is_retry: bool = False
     ) -> Node:
         """Return the policy's turn.
 
-        Equal requests at the same time get one turn, and so does one that comes again because its
-        answer got lost: ``is_retry`` says that the client sends it a second time. When nobody
-        waits any more, sampling stops and nothing is kept.
+        Each request gets a sample of its own, also among equal ones at the same time. Only a request
+        that comes again gets the turn of an earlier one: its answer could not be delivered, or the
+        client marks it as a retry. When no client waits any more, sampling stops and nothing is
+        kept.
 
-        ``response_id`` names the turn if it is a new one. Raises ApiError."""
-        answered = self.forest.answered(request.fingerprint)
-        if answered is not None and (is_retry or not answered.delivered):
-            return answered
+        Args:
+            request: the conversation.
+            response_id: names the turn if it is a new one.
+            is_retry: whether the client says that it has sent the request before.
 
-        pending = self._pending.get(request.fingerprint)
+        Raises:
+            ApiError: if there is no turn.
+        """
+        equal = self.forest.answers(request.fingerprint)
+        for node in equal:
+            if node.delivered is False:
+                node.delivered = None
+                return node
+        if is_retry and request.fingerprint in self._abandoned:
+            # The turn that this client waited for is gone: others that are equal are not its own.
+            self._abandoned.remove(request.fingerprint)
+            is_retry = False
+        if is_retry and equal:
+            return equal[-1]
+
+        pending = self._retried(request.fingerprint) if is_retry else None
         if pending is None:
             task = asyncio.create_task(self._take_turn(request, response_id))
             pending = _PendingTurn(task)
-            self._pending[request.fingerprint] = pending
+            self._pending.setdefault(request.fingerprint, []).append(pending)
 
         pending.waiting += 1
         try:
-            # Shielded: a client that leaves must not take the answer from another one.
+            # Shielded: a client that leaves must not take the answer from its own retry.
             return await asyncio.shield(pending.task)
         except asyncio.CancelledError:
             # The turn was cancelled and not its client: the session was closed meanwhile.
             if pending.task.cancelled() and self.end is not None:
                 raise self.end.as_error() from None
+            if pending.task.done() and not pending.task.cancelled():
+                _mark_lost(pending.task)
             raise
         finally:
             pending.waiting -= 1
             if pending.waiting == 0:
-                if self._pending.get(request.fingerprint) is pending:
-                    del self._pending[request.fingerprint]
-                pending.task.cancel()
+                self._remove(request.fingerprint, pending)
+
+    def _retried(self, fingerprint: bytes) -> _PendingTurn | None:
+        """Return a turn in flight whose client may have sent its request again."""
+        for pending in self._pending.get(fingerprint, ()):
+            if pending.waiting == 1:
+                return pending
+        return None
+
+    def _remove(self, fingerprint: bytes, pending: _PendingTurn) -> None:
+        """Stop a turn that no client waits for."""
+        equal = self._pending[fingerprint]
+        equal.remove(pending)
+        if not equal:
+            del self._pending[fingerprint]
+        if not pending.task.done():
+            pending.task.cancel()
+            self._abandoned.append(fingerprint)
 
     def usage_of(self, node: Node) -> "Usage":
         """Count the tokens of a turn."""
@@ -222,7 +261,7 @@ class Session:
         """Stop what is being sampled, and take no more requests."""
         if self.end is None:
             self.end = SessionEnd(FinishReason.STOP, "the session is over")
-        tasks = [pending.task for pending in self._pending.values()]
+        tasks = [pending.task for equal in self._pending.values() for pending in equal]
         for task in tasks:
             task.cancel()
         for task in tasks:
@@ -293,7 +332,7 @@ class Session:
         if sampled.finish_reason is FinishReason.TIMEOUT:
             raise self._out_of_time()
         if turn.format_error is not None:
-            message = f"the model wrote an illegal message ({turn.format_error})"
+            message = str(invalid_content(turn.format_error))
             reason = FinishReason.FORMAT_ERROR
             raise self._ended(SessionEnd(reason, message, format_error=turn.format_error))
         return node
@@ -320,6 +359,10 @@ class Session:
             OpenCall(call.call_id, f"{FUNCTIONS}{call.name}", call.channel)
             for call in turn.answer.calls
         ]
+        # A turn that was cut off before it said anything is no message to render.
+        message = turn.answer.as_message()
+        is_empty = finish_reason is not FinishReason.STOP and message.keys() == {"role", "content"}
+        said = () if is_empty and not message["content"] else (message,)
         new_role = "prompt"
         if prompt.parent is not None:
             new_role = "tool" if place.new_messages[0]["role"] == "tool" else "user"
@@ -334,10 +377,11 @@ class Session:
             finish_reason=finish_reason,
             answer=turn.answer,
             format_error=turn.format_error,
-            messages=(*place.conversation, turn.answer.as_message()),
+            messages=(*place.conversation, *said),
             key=next_key(place, turn.answer),
             open_calls=prompt.open_calls + calls,
             closing=turn.closing,
+            dropped=turn.dropped,
             fingerprint=request.fingerprint,
             is_stored=request.is_stored,
         )
@@ -383,13 +427,14 @@ class Session:
         except ValueError as error:
             raise ApiError(400, "invalid_request", str(error), parameter="messages") from None
 
-        new_ids = [*(parent.closing or ()), *new_ids]
+        new_ids = [*parent.closing, *new_ids]
+        before = parent.token_ids()
+        kept = before[: len(before) - parent.dropped]
         if self._settings.history == "harmony":
-            before = parent.token_ids()
-            kept = self._codec.without_finished_analysis(before)
-            if kept != before:
-                # Other tokens stand before what comes next: the sequence ends here.
-                return _Prompt(None, kept + new_ids, open_calls)
+            kept = self._codec.without_finished_analysis(kept)
+        if kept != before:
+            # Other tokens stand before what comes next: the sequence ends here.
+            return _Prompt(None, kept + new_ids, open_calls)
         return _Prompt(parent, new_ids, open_calls)
 
     # ---- its limits
@@ -463,6 +508,12 @@ class Session:
         if self._settings.is_episode and self.end is None:
             self.end = end
         return end.as_error()
+
+
+def _mark_lost(task: "asyncio.Task[Node]") -> None:
+    """Note that the client has left just when its turn was complete."""
+    if task.exception() is None and task.result().delivered is None:
+        task.result().delivered = False
 
 
 def _characters(messages: Sequence[dict[str, Any]]) -> int:

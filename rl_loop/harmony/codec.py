@@ -22,7 +22,7 @@ from openai_harmony import (
 )
 
 from rl_loop.chat.codec import Effort, without_surrogates
-from rl_loop.chat.messages import FormatError, ParsedMessage, ToolOutput
+from rl_loop.chat.messages import CutTurn, FormatError, ParsedMessage, ToolOutput
 from rl_loop.chat.open_calls import OpenCall
 from rl_loop.chat.tools import BuiltinTool, PythonTool, Tool, check_names
 from rl_loop.harmony import chat_template
@@ -56,6 +56,8 @@ __all__ = [
 
 REMEMBERED_HEADERS = 4096
 """Headers of which the tokens are kept: there are few different ones."""
+TRIED_ENDS = 16
+"""Messages at the end of an illegal turn that are tried as its last legal one."""
 
 
 class Harmony:
@@ -81,6 +83,7 @@ class Harmony:
         header = harmony_encoding().encode("<|start|>assistant", allowed_special="all")
         self.assistant_header = vocabulary.from_harmony(header)
         [self.answer_end] = self._special("<|return|>")
+        [self.call_end] = self._special("<|call|>")
         [self.message_end] = self._special("<|end|>")
         self._history = History(vocabulary)
         self._openings = Openings(self)
@@ -351,6 +354,26 @@ class Harmony:
     def parse_for_client(self, ids: Sequence[int]) -> list[ParsedMessage] | FormatError:
         """Parse a turn as ``parse`` does: channels say what is whose."""
         return self.parse(ids)
+
+    def parse_cut_for_client(self, ids: Sequence[int]) -> CutTurn:
+        """Read a turn that a limit cut off: see ``ChatCodec``.
+
+        A header that was cut off is left out: it says nothing yet.
+        """
+        # Within a text, which may be the arguments of a call.
+        for end, closing in ((self.answer_end, self.message_end), (self.call_end, self.call_end)):
+            messages = self.parse([*ids, end])
+            if not isinstance(messages, FormatError):
+                return CutTurn(messages, (closing,))
+
+        # Within a header, or somewhere illegal: as far as the last message that is complete.
+        ends = [place for place, token in enumerate(ids) if token == self.message_end]
+        for place in reversed(ends[-TRIED_ENDS:]):
+            for end in (self.answer_end, self.call_end):
+                messages = self.parse([*ids[:place], end])
+                if not isinstance(messages, FormatError):
+                    return CutTurn(messages, (), dropped=len(ids) - place - 1)
+        return CutTurn([], (), dropped=len(ids) + len(self.assistant_header))
 
     def without_finished_analysis(self, ids: Sequence[int]) -> list[int]:
         """Leave out the analysis that led to earlier answers: see ``History``."""

@@ -118,7 +118,7 @@ def test_the_policy_is_the_only_model(tiny: Harmony, model: GptOssForCausalLM) -
             client = served.client()
             assert [entry.id async for entry in client.models.list()] == ["policy"]
             assert (await client.models.retrieve("policy")).id == "policy"
-            with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-4'"):
+            with pytest.raises(openai.NotFoundError, match="The model 'gpt-4' does not exist"):
                 await client.models.retrieve("gpt-4")
 
     asyncio.run(run())

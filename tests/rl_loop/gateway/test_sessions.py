@@ -136,9 +136,9 @@ def test_what_goes_wrong_with_a_request_ends_an_episode_and_no_session_that_is_o
 ) -> None:
     async def play(session: Session) -> None:
         for text in ("Hi", "Hi"):
-            with pytest.raises(ApiError, match="illegal message") as error:
+            with pytest.raises(ApiError, match="invalid content") as error:
                 await ask(session, "one", request(text))
-            assert error.value.code == "format_error"
+            assert (error.value.status, error.value.kind) == (500, "model_error")
         answer = await ask(session, "two", request("Hi"))
         assert answer.answer.texts == ("Hello",)
         with pytest.raises(ApiError, match="nothing is trained here"):
@@ -149,7 +149,7 @@ def test_what_goes_wrong_with_a_request_ends_an_episode_and_no_session_that_is_o
 
     async def end(session: Session) -> None:
         for _ in range(2):
-            with pytest.raises(ApiError, match="illegal message"):
+            with pytest.raises(ApiError, match="invalid content"):
                 await ask(session, "one", request("Hi"))
         assert session.end is not None
 

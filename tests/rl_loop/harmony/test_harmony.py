@@ -71,7 +71,9 @@ def test_special_tokens_in_a_tools_answer_stay_text(harmony: Harmony) -> None:
     )
 
 
-SPELLED = st.sampled_from([*SPECIAL_TOKENS, "<|reserved_200013|>", "a", " ", "\x04", "\n", "\ud800"])
+SPELLED = st.sampled_from(
+    [*SPECIAL_TOKENS, "<|reserved_200013|>", "a", " ", "\x04", "\n", "\ud800"]
+)
 LOOK_ALIKES = st.lists(SPELLED, min_size=1, max_size=4).map("".join)
 
 
