@@ -14,10 +14,8 @@ FUNCTIONS = "functions."
 class Tool:
     """A function that the policy calls as ``functions.name`` with JSON arguments.
 
-    Harmony shows ``parameters`` in TypeScript, as openai-harmony translates them: types, enums,
-    optional properties, defaults, nested objects, arrays, ``oneOf``, ``nullable``, titles,
-    descriptions and examples. Any other keyword of JSON schema (``anyOf``, ``$ref``) becomes
-    ``any``. Other formats show the schema. Raises ValueError for a name that no header can carry.
+    Harmony shows ``parameters`` in TypeScript, see ``rl_loop.harmony.json_schema``. ChatML shows the
+    schema itself. Raises ValueError for a name that no header can carry.
     """
 
     name: str

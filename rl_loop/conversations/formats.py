@@ -18,6 +18,7 @@ from rl_loop.conversations.conversation import Conversation, make_conversation
 from rl_loop.conversations.errors import ConversationError
 from rl_loop.harmony.codec import Tool
 from rl_loop.harmony.conversation import describe_message
+from rl_loop.harmony.json_schema import harmony_schema
 
 THOUGHTS = ("thinking", "reasoning_content", "reasoning")
 """Keys under which data sets and servers have the analysis before a message."""
@@ -365,11 +366,15 @@ def _rich_content(number: int, message: dict[str, Any]) -> SystemContent | Devel
     if unknown:
         raise ConversationError(f"{name}: {kinds[0]} has no key {unknown[0]!r}")
     try:
-        return reader.model_validate(fields)
+        content = reader.model_validate(fields)
     except ValidationError as error:
         mistake = error.errors()[0]
         place = ".".join(map(str, mistake["loc"]))
         raise ConversationError(f"{name}: {kinds[0]}.{place}: {mistake['msg']}") from None
+    for namespace in (content.tools or {}).values():
+        for tool in namespace.tools:
+            tool.parameters = harmony_schema(tool.parameters)
+    return content
 
 
 # ---- tools

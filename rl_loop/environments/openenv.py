@@ -31,7 +31,6 @@ from rl_loop.environments.base import (
 from rl_loop.environments.replayed import ReplayedEnvironment, ReplayedOptions, WorldLost
 from rl_loop.environments.row_tasks import row_task
 from rl_loop.environments.tool_servers.content import text_of
-from rl_loop.environments.tool_servers.schemas import described_tool
 from rl_loop.infrastructure import InfrastructureFailure, describe
 
 NUMBER = "{number}"
@@ -275,7 +274,7 @@ class OpenEnvEnvironment(ReplayedEnvironment[OpenEnvOptions]):
                 return []
             case "step":
                 schema = await _action_schema(self.options)
-                return [described_tool("step", "Acts in the environment.", schema)]
+                return [Tool("step", "Acts in the environment.", schema)]
         listed = await session.step({"type": "list_tools"})
         described = listed.observation.get("tools")
         if not described:
@@ -387,7 +386,7 @@ async def _action_schema(options: OpenEnvOptions) -> dict[str, Any]:
 def _tool_of(described: dict[str, Any]) -> Tool:
     """Return a tool of the environment. Raises ValueError for a name that no call can say."""
     schema = described.get("input_schema") or described.get("inputSchema") or {}
-    return described_tool(described["name"], described.get("description") or "", schema)
+    return Tool(described["name"], described.get("description") or "", schema)
 
 
 def _with_tool_error(observed: Observed) -> Observed:

@@ -6,11 +6,12 @@ from typing import Literal
 from openai_harmony import ToolDescription, ToolNamespaceConfig
 
 from rl_loop.chat.tools import BuiltinTool, Tool
+from rl_loop.harmony.json_schema import harmony_schema
 
 
 def described_function(tool: Tool) -> ToolDescription:
     """Return the description of a function that openai-harmony renders."""
-    return ToolDescription.new(tool.name, tool.description, tool.parameters)
+    return ToolDescription.new(tool.name, tool.description, harmony_schema(tool.parameters))
 
 
 def described_builtin(tool: BuiltinTool) -> ToolNamespaceConfig:

@@ -17,7 +17,6 @@ from rl_loop.environments.tool_servers.connection import (
     ServerTool,
     ToolAnswer,
 )
-from rl_loop.environments.tool_servers.schemas import described_tool
 
 Servers = Mapping[str, ToolServerConfig]
 """By a name of the configuration's choice."""
@@ -79,7 +78,7 @@ class ToolBox:
     def offered(self) -> list[Tool]:
         """Return what the prompt describes."""
         return [
-            described_tool(name, tool.described.description, tool.described.schema)
+            Tool(name, tool.described.description, tool.described.schema)
             for name, tool in self._tools.items()
             if tool.is_offered
         ]

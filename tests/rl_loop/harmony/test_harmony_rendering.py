@@ -275,7 +275,6 @@ EVERYTHING = {
             },
             "required": ["deep"],
         },
-        "unknown": {"anyOf": [{"type": "string"}, {"type": "null"}]},
         "untyped": {},
     },
     "required": ["zulu", "either", "inner"],
@@ -360,7 +359,6 @@ inner: {
         x: number,
         },
     },
-unknown?: any,
 untyped?: any,
 }) => any;""" in harmony_encoding().decode(ids)
 
@@ -375,7 +373,7 @@ LEAVES = st.fixed_dictionaries(
     optional={
         "description": st.text('ab é\n"<|end|>', max_size=12),
         "default": st.none() | st.booleans() | st.integers() | st.text('xy"', max_size=3),
-        "enum": st.lists(st.sampled_from(["p", "q r", 1]), max_size=3),
+        "enum": st.lists(st.sampled_from(["p", "q r"]), max_size=3),
         "nullable": st.booleans(),
         "title": st.text("T", max_size=2),
         "examples": st.lists(st.sampled_from(["e", 2]), max_size=2),
@@ -400,8 +398,11 @@ SCHEMAS = st.recursive(
 @settings(deadline=None, max_examples=150)
 @given(SCHEMAS)
 def test_any_schema_is_described_as_openai_harmony_describes_it(schema: dict[str, Any]) -> None:
+    # A function without arguments is documented as "() => any".
+    is_object = schema.get("type", "object") == "object" and "oneOf" not in schema
+    parameters = None if is_object and not schema.get("properties") else schema
     content = DeveloperContent.new().with_function_tools(
-        [ToolDescription.new("f", "Does f.", schema)]
+        [ToolDescription.new("f", "Does f.", parameters)]
     )
     developer = Message.from_role_and_content(Role.DEVELOPER, content)
     assert BARE.render_prompt(

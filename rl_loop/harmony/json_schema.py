@@ -1,0 +1,303 @@
+"""JSON schemas of tools in the words that Harmony's ``namespace functions`` can show.
+
+openai-harmony shows types, enums of texts, defaults, nested objects, arrays, ``oneOf`` and
+``nullable``, and writes ``any`` for everything else. Here ``$ref``, ``anyOf``, ``allOf``, ``const``
+and schemas without ``type``, which pydantic and others write, are put into these words. A schema of
+shown words only is left as it is.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+DEEPEST = 24
+"""Levels of a schema that are shown."""
+MOST_NODES = 1000
+"""Schemas within the schema of one tool that are shown. References can multiply without end."""
+LONGEST_VALUE = 2000
+"""Characters of a default or of an example, written as JSON, that are shown."""
+
+SHOWN = (
+    "type",
+    "title",
+    "description",
+    "examples",
+    "enum",
+    "default",
+    "nullable",
+    "properties",
+    "required",
+    "items",
+    "oneOf",
+)
+"""Keywords that openai-harmony shows."""
+
+Schema = dict[str, Any]
+
+
+def harmony_schema(schema: Mapping[str, Any] | None) -> Schema | None:
+    """Return the schema of a tool's arguments as openai-harmony can show it.
+
+    Returns None for a tool without arguments, which the format and the released models' chat template
+    write as ``() => any``.
+    """
+    if schema is None:
+        return None
+    shown = _Translation(schema).shown(schema, DEEPEST, frozenset())
+    is_object = shown.get("type", "object") == "object" and "oneOf" not in shown
+    if is_object and not shown.get("properties"):
+        return None
+    # pydantic names the model of the arguments after the function.
+    if "properties" in shown:
+        shown.pop("title", None)
+    return shown
+
+
+@dataclass
+class _Translation:
+    """The translation of one tool's schema."""
+
+    root: Mapping[str, Any]
+    """The schema that ``$ref`` refers into."""
+    nodes: int = 0
+    """Number of schemas that were translated."""
+
+    def shown(self, schema: Any, levels: int, within: frozenset[str]) -> Schema:
+        """Translate a schema and everything in it.
+
+        Args:
+            schema: of JSON schema; anything else allows any value.
+            levels: levels that may be shown.
+            within: references that this schema is part of. A type that refers to itself has no end.
+        """
+        self.nodes += 1
+        if not isinstance(schema, Mapping) or levels == 0 or self.nodes > MOST_NODES:
+            return {}
+
+        schema, within, is_translated = self._resolved(schema, within, levels)
+        translated = {key: schema[key] for key in SHOWN if key in schema}
+        for key in ("default", "examples"):
+            if key in translated and not _is_short(translated[key]):
+                del translated[key]
+        # A default of null says no more than that the argument may be left out.
+        if is_translated and translated.get("default", 0) is None:
+            del translated["default"]
+
+        if "type" not in translated and "oneOf" not in translated:
+            translated |= _implied_type(schema)
+        if not any(isinstance(value, str) for value in _list(translated, "enum")):
+            translated |= _values_in_words(translated)
+            translated.pop("enum", None)
+        if isinstance(translated.get("properties"), Mapping):
+            translated["properties"] = {
+                str(name): _without_title(str(name), self.shown(value, levels - 1, within))
+                for name, value in translated["properties"].items()
+            }
+        self._add_map(schema, translated, levels, within)
+        self._add_items(schema, translated, levels, within)
+        if isinstance(translated.get("oneOf"), list):
+            translated["oneOf"] = [
+                self.shown(choice, levels - 1, within) for choice in translated["oneOf"]
+            ]
+            if translated.pop("nullable", False) is True:
+                _add_null(translated["oneOf"])
+        return translated
+
+    def _resolved(
+        self, schema: Mapping[str, Any], within: frozenset[str], levels: int
+    ) -> tuple[Mapping[str, Any], frozenset[str], bool]:
+        """Replace what openai-harmony does not show at the top of a schema.
+
+        Returns the schema, the references that it is part of, and whether anything was replaced.
+        """
+        is_translated = False
+        # Each replacement removes one keyword; references may lead to further ones.
+        for _ in range(levels):
+            reference = schema.get("$ref")
+            if isinstance(reference, str):
+                beside = {key: value for key, value in schema.items() if key != "$ref"}
+                referred = {} if reference in within else _referred(reference, self.root)
+                # The name of the model, as pydantic writes it.
+                if referred.get("title") == reference.rpartition("/")[2]:
+                    referred = {key: value for key, value in referred.items() if key != "title"}
+                within |= {reference}
+                schema = {**referred, **beside}
+            elif isinstance(schema.get("allOf"), list):
+                schema, within = self._joined(schema, within, levels)
+            elif isinstance(schema.get("anyOf"), list):
+                schema = _with_choices(schema)
+            elif "const" in schema:
+                beside = {key: value for key, value in schema.items() if key != "const"}
+                schema = {"enum": [schema["const"]], **beside}
+            else:
+                return schema, within, is_translated
+            is_translated = True
+        return {}, within, True
+
+    def _joined(
+        self, schema: Mapping[str, Any], within: frozenset[str], levels: int
+    ) -> tuple[Mapping[str, Any], frozenset[str]]:
+        """Join the parts of ``allOf`` to one schema; the keywords beside it are the last part."""
+        parts = [*schema["allOf"], {k: v for k, v in schema.items() if k != "allOf"}]
+        joined: Schema = {}
+        for part in parts:
+            if not isinstance(part, Mapping) or self.nodes > MOST_NODES:
+                continue
+            part, within, _ = self._resolved(part, within, levels - 1)
+            self.nodes += 1 + len(_mapping(part, "properties"))
+            properties = {**_mapping(joined, "properties"), **_mapping(part, "properties")}
+            required = [*_list(joined, "required"), *_list(part, "required")]
+            joined |= part
+            if properties:
+                joined["properties"] = properties
+            if required:
+                joined["required"] = list(dict.fromkeys(map(str, required)))
+        return joined, within
+
+    def _add_map(
+        self, schema: Mapping[str, Any], translated: Schema, levels: int, within: frozenset[str]
+    ) -> None:
+        """Show the values of an object whose keys are free, as TypeScript's index signature."""
+        values = schema.get("additionalProperties")
+        if translated.get("type") == "object" and isinstance(values, Mapping) and values:
+            key = "[key: string]"
+            properties = {**_mapping(translated, "properties")}
+            properties[key] = self.shown(values, levels - 1, within)
+            translated["properties"] = properties
+            translated["required"] = [*_list(translated, "required"), key]
+
+    def _add_items(
+        self, schema: Mapping[str, Any], translated: Schema, levels: int, within: frozenset[str]
+    ) -> None:
+        """Show the elements of an array. Those of a tuple are shown as one of their types."""
+        items = schema.get("items")
+        tuple_items = schema.get("prefixItems", items if isinstance(items, list) else None)
+        if isinstance(tuple_items, list):
+            choices = [self.shown(item, levels - 1, within) for item in tuple_items]
+            distinct = [c for i, c in enumerate(choices) if c not in choices[:i]]
+            translated.pop("items", None)
+            if distinct:
+                is_one = len(distinct) == 1
+                translated["items"] = distinct[0] if is_one else {"oneOf": distinct}
+        elif "items" in translated:
+            translated["items"] = self.shown(items, levels - 1, within)
+
+
+def _with_choices(schema: Mapping[str, Any]) -> Schema:
+    """Return a schema with ``oneOf`` in place of ``anyOf``, or with the only choice there is."""
+    choices = schema["anyOf"]
+    beside = {key: value for key, value in schema.items() if key != "anyOf"}
+    others = [choice for choice in choices if not _is_null(choice)]
+    has_null = len(others) < len(choices)
+    if len(others) == 1 and isinstance(others[0], Mapping):
+        result: Schema = {**others[0], **beside}
+    elif others:
+        result = {**beside, "oneOf": others}
+    else:
+        result = {**beside, "type": "null"}
+        has_null = False
+    if has_null:
+        result["nullable"] = True
+    return result
+
+
+def _add_null(choices: list[Schema]) -> None:
+    """Let the last choice be null, too: of ``oneOf`` itself this is not shown."""
+    for choice in reversed(choices):
+        if isinstance(choice.get("type"), str):
+            choice["nullable"] = True
+            return
+
+
+def _implied_type(schema: Mapping[str, Any]) -> Schema:
+    """Return the keywords of the type that a schema without ``type`` implies."""
+    values = _list(schema, "enum")
+    others = [value for value in values if value is not None]
+    nullable: Schema = {"nullable": True} if len(others) < len(values) else {}
+    if others and all(isinstance(value, str) for value in others):
+        return {"type": "string", "enum": others, **nullable}
+    if others:
+        kinds = sorted({_type_of(value) for value in others})
+        kind = kinds[0] if len(kinds) == 1 else kinds
+        return {"type": kind, **nullable}
+    if isinstance(schema.get("properties"), Mapping):
+        return {"type": "object"}
+    if isinstance(schema.get("additionalProperties"), Mapping):
+        return {"type": "object"}
+    if "items" in schema or "prefixItems" in schema:
+        return {"type": "array"}
+    return {}
+
+
+def _values_in_words(schema: Mapping[str, Any]) -> Schema:
+    """Return a description that lists the values of an enum, which is shown of texts only."""
+    values = [value for value in _list(schema, "enum") if value is not None]
+    if not values or not _is_short(values):
+        return {}
+    said = f"One of {', '.join(map(json.dumps, values))}."
+    return {"description": " ".join(filter(None, [_text(schema, "description"), said]))}
+
+
+def _type_of(value: Any) -> str:
+    match value:
+        case bool():
+            return "boolean"
+        case int() | float():
+            return "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+    return "object"
+
+
+def _referred(reference: str, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what ``#/$defs/NAME`` stands for; nothing for references into other documents."""
+    found: Any = root
+    if reference != "#" and not reference.startswith("#/"):
+        return {}
+    for part in reference.split("/")[1:]:
+        part = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and part.isdecimal() and int(part) < len(found):
+            found = found[int(part)]
+        else:
+            found = found.get(part) if isinstance(found, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def _is_null(schema: Any) -> bool:
+    if not isinstance(schema, Mapping):
+        return False
+    return schema.get("type") == "null" or ("const" in schema and schema["const"] is None)
+
+
+def _is_short(value: Any) -> bool:
+    """Return True if a value is short and flat enough to be shown."""
+    try:
+        text = json.dumps(value)
+    except (ValueError, TypeError, RecursionError):
+        return False
+    return len(text) <= LONGEST_VALUE and text.count("[") + text.count("{") < 100
+
+
+def _without_title(name: str, schema: Schema) -> Schema:
+    """Leave out a title that only repeats the property's name, as pydantic writes it."""
+    if schema.get("title") == name.replace("_", " ").title():
+        schema.pop("title")
+    return schema
+
+
+def _mapping(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = schema.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _list(schema: Mapping[str, Any], key: str) -> list[Any]:
+    value = schema.get(key)
+    return value if isinstance(value, list) else []
+
+
+def _text(schema: Mapping[str, Any], key: str) -> str:
+    value = schema.get(key)
+    return value if isinstance(value, str) else ""
