@@ -77,8 +77,8 @@ class _Translation:
 
         schema, within, is_translated = self._resolved(schema, within, levels)
         translated = {key: schema[key] for key in SHOWN if key in schema}
-        for key in ("default", "examples"):
-            if key in translated and not _is_short(translated[key]):
+        for key, value in list(translated.items()):
+            if not _can_be_shown(key, value):
                 del translated[key]
         # A default of null says no more than that the argument may be left out.
         if is_translated and translated.get("default", 0) is None:
@@ -272,10 +272,31 @@ def _is_null(schema: Any) -> bool:
     return schema.get("type") == "null" or ("const" in schema and schema["const"] is None)
 
 
+def _can_be_shown(key: str, value: Any) -> bool:
+    """Return True if openai-harmony can read the value of a keyword."""
+    match key:
+        case "type":
+            kinds = value if isinstance(value, list) else [value]
+            return all(isinstance(kind, str) for kind in kinds)
+        case "title" | "description":
+            return isinstance(value, str)
+        case "default" | "examples":
+            return _is_short(value)
+        case "enum" | "required":
+            return isinstance(value, list) and all(map(_is_short, value))
+        case "nullable":
+            return isinstance(value, bool)
+        case "properties":
+            return isinstance(value, Mapping)
+        case "oneOf":
+            return isinstance(value, list)
+    return True
+
+
 def _is_short(value: Any) -> bool:
-    """Return True if a value is short and flat enough to be shown."""
+    """Return True if a value of JSON is short and flat enough to be shown."""
     try:
-        text = json.dumps(value)
+        text = json.dumps(value, allow_nan=False)
     except (ValueError, TypeError, RecursionError):
         return False
     return len(text) <= LONGEST_VALUE and text.count("[") + text.count("{") < 100

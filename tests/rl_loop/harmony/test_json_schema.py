@@ -278,27 +278,9 @@ def test_a_schema_without_end_is_shown_to_a_limit(name: str) -> None:
     assert "$ref" not in text
 
 
-KEYWORDS = st.sampled_from(
-    [
-        "type",
-        "$ref",
-        "anyOf",
-        "oneOf",
-        "allOf",
-        "items",
-        "properties",
-        "enum",
-        "const",
-        "required",
-        "prefixItems",
-        "not",
-        "nullable",
-        "additionalProperties",
-        "default",
-        "description",
-        "$defs",
-    ]
-)
+WORDS = ["type", "$ref", "anyOf", "oneOf", "allOf", "items", "properties", "enum", "const", "not"]
+MORE = ["required", "prefixItems", "nullable", "additionalProperties", "default", "description"]
+KEYWORDS = st.sampled_from([*WORDS, *MORE, "$defs"])
 ANYTHING = st.recursive(
     st.none()
     | st.booleans()
