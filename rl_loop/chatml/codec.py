@@ -428,6 +428,11 @@ def _call_of(message: ParsedMessage) -> Call:
     return Call(name, json.dumps(json.loads(message.text), ensure_ascii=False))
 
 
+def call_recipient(call: Call) -> str:
+    """Return the recipient that environments see of a call."""
+    return PYTHON if call.name == PYTHON else f"{FUNCTIONS}{call.name}"
+
+
 def _sampled_call(parts: Sequence[str]) -> _SampledCall | None:
     """Read <tool_call>, JSON, </tool_call> and the text behind it; None if that is no call."""
     if len(parts) != 4 or parts[0] != TOOL_CALL or parts[2] != TOOL_CALL_END or parts[3].strip():

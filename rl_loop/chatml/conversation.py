@@ -23,6 +23,7 @@ from rl_loop.chat.open_calls import (
     calls_of,
     in_call_order,
 )
+from rl_loop.chat.tools import FUNCTIONS, NAME
 from rl_loop.harmony.conversation import content_text, describe_message
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -172,6 +173,12 @@ def _call(tool_call: Any) -> Call:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError('a tool call must be like {"function": {"name": ..., "arguments": ...}}')
 
+    name = function["name"].removeprefix(FUNCTIONS)
+    if not NAME.fullmatch(name):
+        raise ValueError(
+            f"a function is called {name!r}; a name has letters, digits and any of _ . -"
+        )
+
     # OpenAI's format has them as a string of JSON, data sets often as the object itself.
     arguments = function.get("arguments")
     if arguments is None:
@@ -181,4 +188,4 @@ def _call(tool_call: Any) -> Call:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             raise ValueError(f"the arguments of {function['name']} are no JSON") from None
-    return Call(function["name"], json.dumps(arguments, ensure_ascii=False))
+    return Call(name, json.dumps(arguments, ensure_ascii=False))

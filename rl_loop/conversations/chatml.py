@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from rl_loop.chat.messages import FormatError
 from rl_loop.chat.open_calls import Numbered
 from rl_loop.chat.tools import Tool
-from rl_loop.chatml.codec import ChatMl
+from rl_loop.chatml.codec import ChatMl, call_recipient
 from rl_loop.chatml.conversation import ChatMessage, chat_message
 from rl_loop.chatml.vocabulary import TOOL_CALL, TOOL_CALL_END
 from rl_loop.conversations.config import Format
@@ -93,9 +94,31 @@ class ChatMlRenderer:
             else:
                 sample.add(self._codec.render_replies(others), learned=False)
             turn = self._codec.render_turn(statement.message, statement.is_cut)
+            if not statement.is_cut:
+                self._check_reads_back(statement, turn)
             sample.add(turn, statement.learned)
             others, is_first_turn = [], False
         return sample
+
+    def _check_reads_back(self, statement: ChatStatement, turn: Sequence[int]) -> None:
+        """Check that reinforcement learning would read the calls of a turn as they are meant.
+
+        Raises ConversationError naming the message.
+        """
+        if not statement.message.calls:
+            return
+        read = self._codec.parse(turn)
+        if isinstance(read, FormatError):
+            raise ConversationError(
+                f"message {statement.number}: the policy would be punished for its calls: "
+                f"a format error ({read.kind})"
+            )
+        recipients = [message.recipient for message in read if message.recipient is not None]
+        meant = [call_recipient(call) for call in statement.message.calls]
+        if recipients != meant:
+            raise ConversationError(
+                f"message {statement.number}: its calls of {meant} would be read as {recipients}"
+            )
 
     def _render_opening(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[int]:
         try:

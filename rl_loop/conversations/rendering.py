@@ -18,7 +18,7 @@ from rl_loop.conversations.config import Format
 from rl_loop.conversations.conversation import Conversation, Statement
 from rl_loop.conversations.errors import ConversationError
 from rl_loop.conversations.formats import read_conversation
-from rl_loop.harmony.codec import Harmony, ParsedMessage
+from rl_loop.harmony.codec import FormatError, Harmony, ParsedMessage
 from rl_loop.harmony.conversation import message_text, without_finished_analysis
 
 REMEMBERED_OPENINGS = 256
@@ -74,6 +74,8 @@ class ConversationRenderer:
         self._harmony = harmony
         self._options = options
         self._openings: OrderedDict[OpeningKey, list[int]] = OrderedDict()
+        self._misread: dict[tuple[ParsedMessage, ...], str] = {}
+        """How turns without their texts are misread, "" if they are not."""
 
     def render_record(self, record: Any, form: Format) -> tuple[list[RenderedSample], list[str]]:
         """Read a record of a file and ``render`` it."""
@@ -148,6 +150,7 @@ class ConversationRenderer:
 
     def _add_turn(self, sample: RenderedSample, turn: Sequence[Statement], is_cut: bool) -> None:
         """Add one turn, after its header. Without a stop token if it was cut off."""
+        self._check_reads_back(turn)
         for i, statement in enumerate(turn):
             if i > 0:
                 sample.add(self._harmony.assistant_header, statement.learned)
@@ -156,14 +159,35 @@ class ConversationRenderer:
             if i == len(turn) - 1:
                 end = "<|call|>" if statement.is_call else "<|return|>"
                 end = None if is_cut else end
-            message = statement.message
-            parsed = ParsedMessage(
-                channel=message.channel or "",
-                recipient=message.recipient,
-                content_type=message.content_type,
-                text=message_text(message),
-            )
+            text = message_text(statement.message)
+            parsed = _parsed(statement.message, text)
             sample.add(self._harmony.render_sampled(parsed, end), statement.learned)
+
+    def _check_reads_back(self, turn: Sequence[Statement]) -> None:
+        """Check that reinforcement learning would read the turn as it is meant.
+
+        Raises ConversationError naming the message whose header is read as another one.
+        """
+        # Texts are encoded as text, so that only headers can be misread: there are few of them.
+        messages = tuple(_parsed(statement.message, "") for statement in turn)
+        reason = self._misread.get(messages)
+        if reason is None:
+            reason = self._misreading(messages)
+            if len(self._misread) >= REMEMBERED_OPENINGS:
+                self._misread.clear()
+            self._misread[messages] = reason
+        if reason:
+            raise ConversationError(f"message {turn[0].number}: {reason}")
+
+    def _misreading(self, messages: Sequence[ParsedMessage]) -> str:
+        """Say how a turn without its texts is misread; "" if it is not."""
+        read = self._harmony.parse(self._harmony.render_assistant(messages))
+        if isinstance(read, FormatError):
+            return f"the policy would be punished for its turn: a format error ({read.kind})"
+        for meant, understood in zip(messages, read, strict=True):
+            if meant != understood:
+                return f"the header of {meant} would be read as {understood}"
+        return ""
 
     def _add_others(self, sample: RenderedSample, others: Sequence[Statement]) -> None:
         """Add what users, tools and the developer say, and the header with which the assistant's
@@ -195,6 +219,11 @@ class ConversationRenderer:
         if len(self._openings) > REMEMBERED_OPENINGS:
             self._openings.popitem(last=False)
         return ids
+
+
+def _parsed(message: Message, text: str) -> ParsedMessage:
+    """Return a message of the assistant as it is sampled, with another text."""
+    return ParsedMessage(message.channel or "", message.recipient, message.content_type, text)
 
 
 def _opening_key(conversation: Conversation) -> OpeningKey:

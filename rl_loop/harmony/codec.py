@@ -31,6 +31,7 @@ from rl_loop.harmony.conversation import (
     CONSTRAIN,
     message_text,
     prompt_messages,
+    sampled_content_type,
     tool_message,
     user_message,
     without_finished_analysis,
@@ -290,8 +291,9 @@ class Harmony:
         ids = self._special("<|channel|>") + encode_text(channel)
         if recipient is not None:
             ids += encode_text(f" to={recipient}")
-        if content_type is not None:
-            ids += self._content_type(content_type)
+        written = sampled_content_type(content_type, recipient)
+        if written is not None:
+            ids += self._content_type(written)
         return ids + self._special("<|message|>")
 
     def _special(self, token: str) -> list[int]:

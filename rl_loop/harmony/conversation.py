@@ -262,7 +262,8 @@ def _assistant_messages(message: dict[str, Any]) -> tuple[list[Message], list[Op
         channel = message.get("channel") or _usual_channel(recipient, bool(tool_calls))
         _check_channel(channel)
         text = _content(message)
-        rendered.append(assistant_message(channel, text, recipient, _content_type(message)))
+        content_type = sampled_content_type(_content_type(message), recipient)
+        rendered.append(assistant_message(channel, text, recipient, content_type))
         if recipient:
             calls.append(OpenCall(None, recipient, channel))
 
@@ -390,6 +391,19 @@ def _content_type(message: dict[str, Any]) -> str | None:
             f"content_type is {value!r}; it is one word, which {CONSTRAIN} may precede"
         )
     return value
+
+
+def sampled_content_type(content_type: str | None, recipient: str | None) -> str | None:
+    """Return a content type as GPT-OSS samples it, so that it is read as one.
+
+    There is no space behind <|constrain|>. Without a recipient, a single word would be read as the
+    recipient.
+    """
+    if content_type is None:
+        return None
+    word = content_type.removeprefix(CONSTRAIN).removeprefix(" ")
+    is_constrained = content_type.startswith(CONSTRAIN) or recipient is None
+    return f"{CONSTRAIN}{word}" if is_constrained else word
 
 
 def message_text(message: Message) -> str:
