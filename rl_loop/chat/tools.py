@@ -84,7 +84,8 @@ IMPORTANT: Your python environment is not shared between calls. You will have to
 
 def check_names(tools: Sequence[Tool | BuiltinTool | PythonTool]) -> None:
     """Raise ValueError if two tools have one name."""
-    names = [tool.name for tool in tools]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"two tools are named {name!r}")
+    names: set[str] = set()
+    for tool in tools:
+        if tool.name in names:
+            raise ValueError(f"two tools are named {tool.name!r}")
+        names.add(tool.name)

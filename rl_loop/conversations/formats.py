@@ -13,6 +13,7 @@ from openai_harmony import DeveloperContent, Message, ReasoningEffort, Role, Sys
 from pydantic import ValidationError
 
 from rl_loop.chat.open_calls import Numbered, UnmatchedAnswer, calls_of, in_call_order
+from rl_loop.chat.tools import check_names
 from rl_loop.conversations.config import Format
 from rl_loop.conversations.conversation import Conversation, make_conversation
 from rl_loop.conversations.errors import ConversationError
@@ -393,10 +394,10 @@ def read_tools(value: Any) -> list[Tool]:
         raise ConversationError(f"'tools' is {_kind(value)}, not a list")
 
     tools = [_tool(number, described) for number, described in enumerate(value)]
-    names = [tool.name for tool in tools]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConversationError(f"two tools are named {name!r}")
+    try:
+        check_names(tools)
+    except ValueError as error:
+        raise ConversationError(str(error)) from None
     return tools
 
 

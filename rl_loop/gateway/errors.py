@@ -15,6 +15,8 @@ ErrorCode = Literal[
     "infrastructure_failure",
     "internal_error",
 ]
+LONGEST_MESSAGE = 1000
+"""Characters of an error: it may repeat what the client has sent."""
 ErrorType = Literal["invalid_request_error", "server_error", "model_error"]
 
 
@@ -39,7 +41,7 @@ class ApiError(Exception):
             parameter: key of the request that is wrong, such as ``messages[2].content``.
             kind: OpenAI's type of the error; None for the one of the status.
         """
-        super().__init__(message)
+        super().__init__(message[:LONGEST_MESSAGE])
         self.status = status
         self.code = code
         self.parameter = parameter

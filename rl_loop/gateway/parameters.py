@@ -9,8 +9,17 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rl_loop.chat.codec import Effort
-from rl_loop.chat.tools import Tool
+from rl_loop.chat.tools import Tool, check_names
 from rl_loop.gateway.errors import ApiError, invalid_request
+
+MAX_MESSAGES = 2048
+"""Messages, or items, of a request."""
+MAX_TOOLS = 256
+"""Functions of a request."""
+MAX_TOOL_CHARACTERS = 32_768
+"""Characters of the description of one function, its schema included."""
+MAX_TOOLS_CHARACTERS = 1_048_576
+"""Characters of the descriptions of all functions."""
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of content that are text."""
@@ -56,6 +65,10 @@ def checked_parameters(
     """
     if not isinstance(body, dict):
         raise ApiError(400, "invalid_request", "the body must be a JSON object")
+    for key, most in (("messages", MAX_MESSAGES), ("input", MAX_MESSAGES), ("tools", MAX_TOOLS)):
+        value = body.get(key)
+        if isinstance(value, list) and len(value) > most:
+            raise invalid_request(f"has {len(value)} entries, more than {most}", key)
 
     parameters: dict[str, Any] = {}
     for key, value in body.items():
@@ -128,6 +141,9 @@ def tool_of(function: dict[str, Any], where: str) -> Tool:
     parameters = function.get("parameters")
     if parameters is not None:
         mapping(parameters, f"{where}.parameters")
+    size = len(repr((name, description, parameters)))
+    if size > MAX_TOOL_CHARACTERS:
+        raise invalid_request(f"has {size} characters, more than {MAX_TOOL_CHARACTERS}", where)
     try:
         return Tool(name, text_value(description, f"{where}.description"), parameters or None)
     except ValueError as error:
@@ -139,10 +155,13 @@ def offered(tools: Sequence[Tool], tool_choice: Any) -> tuple[Tool, ...]:
 
     Nothing forces a policy to call, or not to: with "none" it is not told of any tool. Raises
     ApiError for a choice that cannot be kept."""
-    names = [tool.name for tool in tools]
-    for name in names:
-        if names.count(name) > 1:
-            raise invalid_request(f"two tools are named {name!r}", "tools")
+    size = sum(len(repr(tool)) for tool in tools)
+    if size > MAX_TOOLS_CHARACTERS:
+        raise invalid_request(f"have {size} characters, more than {MAX_TOOLS_CHARACTERS}", "tools")
+    try:
+        check_names(tools)
+    except ValueError as error:
+        raise invalid_request(str(error), "tools") from None
 
     if tool_choice in (None, "auto"):
         return tuple(tools)

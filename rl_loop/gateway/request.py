@@ -37,6 +37,23 @@ class TurnRequest:
     is_stored: bool = True
     """Whether later requests may name the response."""
 
+    def prepare(self) -> None:
+        """Compute what takes long with long requests, so that it is known later.
+
+        Raises RecursionError for a schema that is nested too deeply.
+        """
+        _ = self.fingerprint, self.size, self.tools_size
+
+    @cached_property
+    def size(self) -> int:
+        """Characters of the messages."""
+        return text_size(self.messages)
+
+    @cached_property
+    def tools_size(self) -> int:
+        """Characters of the tools."""
+        return sum(len(repr(tool)) for tool in self.tools)
+
     @cached_property
     def fingerprint(self) -> bytes:
         """Equal for equal requests."""
@@ -83,6 +100,16 @@ class TurnRequest:
             key = _chained(key, digest)
             keys.append(key)
         return keys
+
+
+def text_size(messages: Sequence[dict[str, Any]]) -> int:
+    """Count the characters of messages, those of calls and of thinking included."""
+    size = 0
+    for message in messages:
+        size += len(message.get("content") or "") + len(message.get("thinking") or "")
+        for call in message.get("tool_calls") or ():
+            size += len(call["function"]["arguments"])
+    return size
 
 
 def extended_key(key: bytes, message: dict[str, Any]) -> bytes:

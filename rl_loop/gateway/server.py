@@ -13,7 +13,9 @@ from aiohttp import web
 
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.engines.protocol import ModelShape, RolloutEngine
+from rl_loop.gateway.body import MAX_BODY_BYTES, SHORT_BODY_BYTES, parse_json, read_body
 from rl_loop.gateway.chat import ChatCall
+from rl_loop.gateway.connections import Connections, server_options
 from rl_loop.gateway.errors import ApiError, ErrorCode
 from rl_loop.gateway.forest import Node
 from rl_loop.gateway.request import TurnRequest
@@ -23,12 +25,17 @@ from rl_loop.gateway.session import Session, SessionSettings, Usage
 from rl_loop.infrastructure import describe
 
 LOOPBACK = "127.0.0.1"
-MAX_BODY_BYTES = 64 * 1024 * 1024
-"""Of a request; the longest context is a few megabytes of text."""
+MAX_IN_FLIGHT = 1024
+"""Requests of one key at the same time."""
+CLOSING_STATUSES = (401, 408, 413, 415, 429)
+"""Answers behind which a connection is closed, because the body is not read."""
 STOP_SECONDS = 5.0
 """What requests have to end when the server stops."""
 RETRY_HEADER = "x-stainless-retry-count"
 """In which OpenAI's clients say how often they have sent a request before."""
+
+SESSION = web.RequestKey("session", Session)
+"""Session of a request whose key is valid."""
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +84,7 @@ class Gateway:
         self._settings = settings
         self._sessions: dict[str, Session] = {}
         """By API key."""
+        self._connections = Connections()
         self._runner: web.AppRunner | None = None
         self._url = ""
 
@@ -117,6 +125,13 @@ class Gateway:
         session = self._sessions.get(key.strip())
         if kind.lower() != "bearer" or session is None:
             raise ApiError(401, "invalid_api_key", "Incorrect API key provided")
+        if SESSION not in request:
+            request[SESSION] = session
+            session.in_flight += 1
+            self._connections.begin_request(request.protocol)
+        if session.in_flight > MAX_IN_FLIGHT:
+            message = f"this key has more than {MAX_IN_FLIGHT} requests in flight"
+            raise ApiError(429, "too_many_requests", message)
         return session
 
     # ---- the server
@@ -128,7 +143,7 @@ class Gateway:
 
     async def start(self) -> None:
         """Listen. Raises OSError naming the address if that is not possible."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_json])
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._answer])
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/responses", self._responses)
         app.router.add_post("/v1/rewards", self._rewards)
@@ -137,9 +152,15 @@ class Gateway:
 
         # A client that leaves cancels its handler, and with it what is sampled for it alone.
         self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=STOP_SECONDS
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=STOP_SECONDS,
+            **server_options(),
         )
         await self._runner.setup()
+        assert self._runner.server is not None
+        self._connections.watch(self._runner.server)
         await web.TCPSite(self._runner, self._settings.host, self._settings.port).start()
 
         host, port = self._runner.addresses[0][:2]
@@ -157,23 +178,51 @@ class Gateway:
 
     # ---- requests
 
+    @web.middleware
+    async def _answer(
+        self,
+        request: web.Request,
+        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        """Answer a request; every failure in the API's own shape."""
+        try:
+            return await handler(request)
+        except ApiError as error:
+            return _error_response(error)
+        except web.HTTPException as error:
+            message = f"{request.method} {request.path}: {error.reason}"
+            code: ErrorCode = "not_found" if error.status in (404, 405) else "invalid_request"
+            return _error_response(ApiError(error.status, code, message))
+        except ConnectionResetError:
+            # The client has left while its answer was sent: nobody reads another one.
+            raise
+        except Exception as error:
+            logger.exception("%s %s failed", request.method, request.path)
+            return _error_response(ApiError(500, "internal_error", describe(error)))
+        finally:
+            session = request.get(SESSION)
+            if session is not None:
+                session.in_flight -= 1
+                self._connections.end_request(request.protocol)
+
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        session = self.session_of(request)
-        call = ChatCall(await _json_of(request), self._settings.model)
-        return await self._respond(request, session, call)
+        return await self._respond(request, ChatCall)
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
-        session = self.session_of(request)
-        call = ResponsesCall(await _json_of(request), self._settings.model)
-        return await self._respond(request, session, call)
+        return await self._respond(request, ResponsesCall)
 
     async def _respond(
-        self, request: web.Request, session: Session, call: Call
+        self, request: web.Request, kind: Callable[[Any, str], Call]
     ) -> web.StreamResponse:
         """Sample a turn and send it.
 
         A stream begins when the turn is complete: what goes wrong before is an error with a
-        status, and a weight sync in the middle of a turn is not seen."""
+        status, and a weight sync in the middle of a turn is not seen.
+
+        ``kind``: dialect of the request.
+        """
+        session = self.session_of(request)
+        call = await self._read_call(request, session, kind)
         node = await session.respond(
             call.request,
             f"{call.id_prefix}{secrets.token_hex(16)}",
@@ -194,11 +243,28 @@ class Gateway:
             if node.delivered is None:
                 node.delivered = False
 
+    async def _read_call(
+        self, request: web.Request, session: Session, kind: Callable[[Any, str], Call]
+    ) -> Call:
+        """Read a request. Raises ApiError."""
+        body = await read_body(request)
+        model = self._settings.model
+        if len(body) <= SHORT_BODY_BYTES:
+            return _call_of(body, kind, model)
+        return await session.off_loop(_call_of, body, kind, model)
+
     async def _rewards(self, request: web.Request) -> web.Response:
         session = self.session_of(request)
-        reward = read_reward(await _json_of(request))
+        reward = read_reward(parse_json(await self._short_body(request)))
         session.add_reward(reward)
         return web.json_response({"object": "reward", "response_id": reward.response_id})
+
+    async def _short_body(self, request: web.Request) -> bytes:
+        """Return the body of a request that is never long. Raises ApiError."""
+        body = await read_body(request)
+        if len(body) > SHORT_BODY_BYTES:
+            raise ApiError(413, "invalid_request", f"more than {SHORT_BODY_BYTES} bytes")
+        return body
 
     async def _models(self, request: web.Request) -> web.Response:
         self.session_of(request)
@@ -218,12 +284,14 @@ class Gateway:
         return {"id": name, "object": "model", "created": 0, "owned_by": "megatron-gptoss"}
 
 
-async def _json_of(request: web.Request) -> Any:
-    """Return the JSON of a request. Raises ApiError."""
+def _call_of(body: bytes, kind: Callable[[Any, str], Call], model: str) -> Call:
+    """Read a request, and everything of it that takes long with long requests. Raises ApiError."""
     try:
-        return json.loads(await request.read())
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, "invalid_request", f"the body is not valid JSON: {error}") from None
+        call = kind(parse_json(body), model)
+        call.request.prepare()
+    except RecursionError:
+        raise ApiError(400, "invalid_request", "the body is nested too deeply") from None
+    return call
 
 
 async def _send_events(
@@ -248,28 +316,10 @@ async def _send_events(
     return response
 
 
-@web.middleware
-async def _errors_as_json(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    """Answer every failure in the API's own shape."""
-    try:
-        return await handler(request)
-    except ApiError as error:
-        return _error_response(error)
-    except web.HTTPException as error:
-        message = f"{request.method} {request.path}: {error.reason}"
-        code: ErrorCode = "not_found" if error.status in (404, 405) else "invalid_request"
-        return _error_response(ApiError(error.status, code, message))
-    except ConnectionResetError:
-        # The client has left while its answer was sent: nobody reads another one.
-        raise
-    except Exception as error:
-        logger.exception("%s %s failed", request.method, request.path)
-        return _error_response(ApiError(500, "internal_error", describe(error)))
-
-
 def _error_response(error: ApiError) -> web.Response:
     # What has failed was tried again already: a client that does so, too, only takes longer.
     headers = {"x-should-retry": "false"}
-    return web.json_response(error.body(), status=error.status, headers=headers)
+    response = web.json_response(error.body(), status=error.status, headers=headers)
+    if error.status in CLOSING_STATUSES:
+        response.force_close()
+    return response

@@ -7,10 +7,10 @@ with this request and with every later one."""
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.chat.open_calls import OpenCall
@@ -21,7 +21,7 @@ from rl_loop.engines.protocol import GenerateResult, ModelShape, RolloutEngine, 
 from rl_loop.gateway.answer import ReadTurn, read_turn
 from rl_loop.gateway.errors import ApiError, invalid_content
 from rl_loop.gateway.forest import Forest, Node, Place, new_routes, next_key, without_routes
-from rl_loop.gateway.request import TurnRequest
+from rl_loop.gateway.request import TurnRequest, text_size
 from rl_loop.gateway.reward import GivenReward
 from rl_loop.infrastructure import InfrastructureFailure
 from rl_loop.off_loop import off_loop
@@ -31,6 +31,8 @@ from rl_loop.rollout.turn_sampler import TurnSampler
 from rl_loop.tasks.prompt_limit import LONGEST_TOKEN
 
 SHORT_CHARACTERS = 8192
+MESSAGE_CHARACTERS = 64
+"""Characters that take as long to render as the header of a message."""
 SHORT_TOKENS = 256
 """What is rendered, or parsed, on the event loop: it takes a millisecond or less."""
 
@@ -126,6 +128,8 @@ class Session:
         self.clock = EpisodeClock(settings.limits.episode_seconds)
         """Runs while the session does, but for the time that it waits for the engine."""
         self.end: SessionEnd | None = None
+        self.in_flight = 0
+        """Number of requests that are being answered."""
         self.was_too_long = False
         """Whether the last request was refused because the conversation left no room to answer."""
         self.prefilled_again = 0
@@ -139,6 +143,7 @@ class Session:
         """By the response that earned it, None for the session as a whole."""
         self.clock.start()
 
+        self._off_loop = asyncio.Lock()
         self._begun_turns = 0
         """All of them: they number the turns."""
         self._counted_turns = 0
@@ -257,6 +262,16 @@ class Session:
         """Return what was captured: see ``Forest.trajectories``."""
         return self.forest.trajectories(task_id, self._codec.decode)
 
+    async def off_loop[**P, T](
+        self, function: Callable[P, T], *arguments: P.args, **options: P.kwargs
+    ) -> T:
+        """Call ``function`` on a thread.
+
+        One call at a time: the requests of a session do not take the threads from other sessions.
+        """
+        async with self._off_loop:
+            return await off_loop(function, *arguments, **options)
+
     async def close(self) -> None:
         """Stop what is being sampled, and take no more requests."""
         if self.end is None:
@@ -302,10 +317,10 @@ class Session:
         place = self.forest.find(request)
         self._check_size(request, place)
         # A thread costs as much as tokenizing a page: short texts are done here.
-        if _characters(place.new_messages) <= SHORT_CHARACTERS:
+        if self._work(request, place) <= SHORT_CHARACTERS:
             prompt = self._render(request, place)
         else:
-            prompt = await off_loop(self._render, request, place)
+            prompt = await self.off_loop(self._render, request, place)
         prefix = prompt.token_ids
         room = self._room(request, len(prefix))
 
@@ -321,7 +336,7 @@ class Session:
         if len(sampled.output_ids) <= SHORT_TOKENS:
             turn = read_turn(self._codec, sampled, request.tools)
         else:
-            turn = await off_loop(read_turn, self._codec, sampled, request.tools)
+            turn = await self.off_loop(read_turn, self._codec, sampled, request.tools)
         node = self._node(request, response_id, place, prompt, sampled, turn, room)
         self._sampled_tokens += len(sampled.output_ids)
         # A turn beside this one may have ended the session meanwhile.
@@ -458,11 +473,19 @@ class Session:
     def _check_size(self, request: TurnRequest, place: Place) -> None:
         """Raise ApiError for a text that is surely too long, before it is tokenized."""
         limit = self._settings.limits.max_tokens
-        size = _characters(place.new_messages)
+        size = text_size(place.new_messages)
         if place.parent is None:
-            size += sum(len(repr(tool)) for tool in request.tools)
+            size += request.tools_size
         if size > LONGEST_TOKEN * limit:
             raise self._too_long(f"at least {size // LONGEST_TOKEN}")
+        # Every message has a header of at least two tokens.
+        if 2 * len(place.new_messages) > limit:
+            raise self._too_long(f"at least {2 * len(place.new_messages)}")
+
+    def _work(self, request: TurnRequest, place: Place) -> int:
+        """Return how much there is to render, in characters of text that take as long."""
+        work = text_size(place.new_messages) + MESSAGE_CHARACTERS * len(place.new_messages)
+        return work if place.parent is not None else work + request.tools_size
 
     def _room(self, request: TurnRequest, used: int) -> Room:
         """Return how many tokens a turn behind ``used`` ones may have.
@@ -514,11 +537,6 @@ def _mark_lost(task: "asyncio.Task[Node]") -> None:
     """Note that the client has left just when its turn was complete."""
     if task.exception() is None and task.result().delivered is None:
         task.result().delivered = False
-
-
-def _characters(messages: Sequence[dict[str, Any]]) -> int:
-    """Count what messages say."""
-    return sum(len(message.get("content") or "") for message in messages)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from openai_harmony import (
     RenderConversationConfig,
     Role,
     SystemContent,
+    ToolDescription,
 )
 
 from rl_loop.chat.codec import Effort, without_surrogates
@@ -26,6 +27,7 @@ from rl_loop.chat.messages import CutTurn, FormatError, ParsedMessage, ToolOutpu
 from rl_loop.chat.open_calls import OpenCall
 from rl_loop.chat.tools import BuiltinTool, PythonTool, Tool, check_names
 from rl_loop.harmony import chat_template
+from rl_loop.harmony.bounded_rendering import developer_text, takes_long
 from rl_loop.harmony.conversation import (
     CHANNELS,
     CONSTRAIN,
@@ -127,6 +129,12 @@ class Harmony:
         if system is not None:
             rendered.insert(0, system)
 
+        if takes_long(rendered):
+            ids = []
+            for message in rendered:
+                ids += self._render_bounded(message, has_functions=bool(tools))
+            return ids + self.assistant_header
+
         # openai-harmony's own dropping leaves out too little: see without_finished_analysis.
         ids = harmony_encoding().render_conversation_for_completion(
             Conversation.from_messages(rendered),
@@ -162,6 +170,14 @@ class Harmony:
         if system is not None:
             opening.insert(0, system)
 
+        if takes_long(opening):
+            described = [part for message in opening for part in message.content]
+            has_functions = any("functions" in (getattr(p, "tools", None) or {}) for p in described)
+            bounded: list[int] = []
+            for message in opening:
+                bounded += self._render_bounded(message, has_functions=has_functions)
+            return bounded
+
         # As a whole: the system message speaks of functions if the developer's describes any.
         ids = harmony_encoding().render_conversation(
             Conversation.from_messages(opening),
@@ -175,7 +191,7 @@ class Harmony:
         Of the developer, with whatever it describes; of all others, with the text that they have.
         """
         if message.author.role in (Role.DEVELOPER, Role.SYSTEM):
-            return self.vocabulary.from_harmony(harmony_encoding().render(message))
+            return self._render_bounded(message, has_functions=False)
 
         # openai-harmony tokenizes a text as a whole, in time that grows with the square of its
         # longest word; `encode_text` does not. So it gets the message without its text.
@@ -184,6 +200,35 @@ class Harmony:
         before = self.vocabulary.from_harmony(frame[:-1])
         after = self.vocabulary.from_harmony(frame[-1:])  # <|end|>, of a call <|call|>
         return before + self.vocabulary.encode_text(message_text(message)) + after
+
+    def _render_bounded(self, message: Message, *, has_functions: bool) -> list[int]:
+        """Render one message in time that is linear in its length.
+
+        ``has_functions``: whether a developer message describes functions, of which the system message
+        speaks then.
+        """
+        if message.author.role is Role.SYSTEM and has_functions:
+            # Rendered before a function, which is left out again.
+            function = DeveloperContent.new().with_function_tools([ToolDescription.new("f", "")])
+            pair = [message, Message.from_role_and_content(Role.DEVELOPER, function)]
+            ids = harmony_encoding().render_conversation(
+                Conversation.from_messages(pair),
+                RenderConversationConfig(auto_drop_analysis=False),
+            )
+            return self.vocabulary.from_harmony(ids[: ids.index(special_id("<|end|>")) + 1])
+
+        text = None
+        if message.author.role is Role.DEVELOPER and takes_long([message]):
+            text = developer_text(message.content[0])
+        if text is None and message.author.role in (Role.DEVELOPER, Role.SYSTEM):
+            return self.vocabulary.from_harmony(harmony_encoding().render(message))
+        if text is None:
+            return self.render_message(message)
+
+        frame = _frame(Role.DEVELOPER, message.author.name, None, None, None)
+        before = self.vocabulary.from_harmony(frame[:-1])
+        after = self.vocabulary.from_harmony(frame[-1:])
+        return before + self.vocabulary.encode_text(text) + after
 
     def render_continuation(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from pydantic import ValidationError
 from rl_loop.config.load import dump_config, load_config
 from rl_loop.config.run import SftConfig
 from rl_loop.harmony.codec import BuiltinTool, Harmony, PromptConfig, PythonTool, Tool, ToolOutput
-from rl_loop.harmony.tool_descriptions import released_tool
+from rl_loop.harmony.tool_descriptions import described_function, released_tool
 from rl_loop.harmony.vocabulary import GptOssVocabulary, harmony_encoding
 from rl_loop.sandbox import SandboxConfig
 from tests.rl_loop import harmony_reference as reference
@@ -737,3 +738,48 @@ def test_half_of_a_surrogate_pair_from_a_tool_or_user_becomes_the_replacement_ch
     assert ids == harmony.render_observation(
         [ToolOutput("python", "analysis", "a\ufffdb")], "\ufffd"
     )
+
+
+# ---- long instructions and tools
+
+
+WORDS = st.text("ab 1é\n\t'.{}", max_size=40) | st.sampled_from(["x" * 300, " " * 300, "\n" * 300])
+DESCRIBED = st.tuples(WORDS, WORDS, st.sampled_from([None, "object", "empty"]))
+
+
+@settings(deadline=None, max_examples=100)
+@given(WORDS, st.lists(DESCRIBED, max_size=3), st.booleans())
+def test_long_openings_are_openai_harmonys(
+    instructions: str, described: list[tuple[str, str, str | None]], is_long: bool
+) -> None:
+    """Every opening is rendered by parts, and compared with openai-harmony's whole rendering."""
+    tools = []
+    for number, (description, word, kind) in enumerate(described):
+        properties = {"a": {"type": "string", "description": word, "default": "d"}}
+        schema = {"type": "object", "properties": properties if kind == "object" else {}}
+        tools.append(Tool(f"f{number}", description, schema if kind else None))
+    if is_long:
+        instructions += " word" * 3000
+    messages = [{"role": "developer", "content": instructions}, {"role": "user", "content": "q"}]
+    full = Harmony(TOKENS, PromptConfig(current_date="2026-01-01"))
+    ids = full.render_prompt(messages if instructions else messages[1:], tools)
+
+    content = DeveloperContent.new()
+    if instructions:
+        content = content.with_instructions(instructions)
+    if tools:
+        content = content.with_function_tools([described_function(tool) for tool in tools])
+    rendered = [full._system_message(()), user("q")]
+    if instructions or tools:
+        rendered.insert(1, Message.from_role_and_content(Role.DEVELOPER, content))
+    assert ids == reference.render_for_completion(rendered)
+
+
+def test_long_words_of_openings_take_no_longer_than_others() -> None:
+    word = "x" * 300_000
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "description": word}}}
+    tools = [Tool("f", f"Does it {word}.", parameters)]
+    start = time.process_time()
+    text = BARE.decode(BARE.render_prompt([{"role": "developer", "content": word}], tools))
+    assert time.process_time() - start < 10
+    assert text.count(word) == 3

@@ -1,0 +1,93 @@
+"""Renders developer messages of any length in time that is linear in it.
+
+openai-harmony tokenizes the text of a message as a whole, while it holds the interpreter, in time that
+grows with the square of the longest word. So it gets only short descriptions of single functions, and
+long words are put in afterwards. The text is what openai-harmony writes, and is tokenized in parts
+(``rl_loop.harmony.bounded_encoding``).
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from openai_harmony import DeveloperContent, Message, Role, ToolDescription
+
+from rl_loop.harmony.vocabulary import harmony_encoding
+
+SHORT_CHARACTERS = 8192
+"""Characters of a message that openai-harmony renders in a millisecond or two."""
+LONG_WORD = re.compile(r"\S{256,}|[^\S\r\n]{256,}")
+"""Text within a line that byte-pair encoding takes long for."""
+LONG_RUN = re.compile(r"\S{256,}|\s{256,}")
+"""The same, across lines: functions are described line by line, instructions are not."""
+FUNCTIONS_BEGIN = "# Tools\n\n## functions\n\nnamespace functions {\n\n"
+FUNCTIONS_END = "} // namespace functions"
+
+
+def takes_long(messages: Sequence[Message]) -> bool:
+    """Return True if openai-harmony would take long to render messages."""
+    size = 0
+    for message in messages:
+        for part in message.content:
+            text = getattr(part, "text", None)
+            text = repr(part) if text is None else text
+            size += len(text)
+            if size > SHORT_CHARACTERS or LONG_RUN.search(text):
+                return True
+    return False
+
+
+def developer_text(content: DeveloperContent) -> str | None:
+    """Return the text of a developer message, as openai-harmony writes it.
+
+    None if it describes tools other than functions.
+    """
+    parts: list[str] = []
+    if content.instructions:
+        parts.append(f"# Instructions\n\n{content.instructions}")
+    namespaces = content.tools or {}
+    if set(namespaces) - {"functions"}:
+        return None
+    if "functions" in namespaces:
+        namespace = namespaces["functions"]
+        if namespace.description:
+            return None
+        described = "".join(map(_function_text, namespace.tools))
+        parts.append(f"{FUNCTIONS_BEGIN}{described}{FUNCTIONS_END}")
+    return "\n\n".join(parts)
+
+
+def _function_text(tool: ToolDescription) -> str:
+    """Return the description of one function, as openai-harmony writes it."""
+    words: list[str] = []
+    written = json.dumps([tool.name, tool.description, tool.parameters], ensure_ascii=False)
+    # Private characters, more of them than the description itself has in a row.
+    mark = "\ue000"
+    while mark in written:
+        mark += "\ue000"
+
+    def shortened(match: re.Match[str]) -> str:
+        words.append(match.group())
+        return f"{mark}{len(words) - 1}\ue001"
+
+    short = ToolDescription.new(
+        tool.name, _replaced(tool.description, shortened), _replaced(tool.parameters, shortened)
+    )
+    content = DeveloperContent.new().with_function_tools([short])
+    message = Message.from_role_and_content(Role.DEVELOPER, content)
+    text = harmony_encoding().decode(harmony_encoding().render(message))
+    text = text.partition(FUNCTIONS_BEGIN)[2].rpartition(FUNCTIONS_END)[0]
+    return re.sub(f"{mark}(\\d+)\ue001", lambda match: words[int(match.group(1))], text)
+
+
+def _replaced(value: Any, shortened: Any) -> Any:
+    """Return a value of JSON whose long words are replaced."""
+    match value:
+        case str():
+            return LONG_WORD.sub(shortened, value)
+        case dict():
+            return {_replaced(k, shortened): _replaced(v, shortened) for k, v in value.items()}
+        case list():
+            return [_replaced(item, shortened) for item in value]
+    return value
