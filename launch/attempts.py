@@ -50,6 +50,7 @@ class Attempt:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.head = path / "head.json"
+        self.ray_token = path / "ray_token"
         self.nodes = path / "nodes"
         self.driver_log = path / "driver.log"
         self.bandwidth = path / "bandwidth.json"

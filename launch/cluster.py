@@ -87,9 +87,9 @@ class ClusterConfig(StrictModel):
     ray_port: int | None = Field(None, ge=1024, le=60_000)
     """First of 1,000 ports that Ray uses, for clusters with firewalls between nodes; null takes
     free ones."""
-    dashboard: bool = True
-    """Ray's dashboard, and with it the list of metric addresses for Prometheus: a dozen processes
-    on the head node."""
+    dashboard: bool = False
+    """Run Ray's dashboard, which asks for the attempt's token, and serve metrics for Prometheus on
+    every node, which anyone who reaches the nodes can read. A dozen processes on the head node."""
     ready_seconds: int = Field(600, gt=0)
     """Seconds within which every node must be checked and in Ray; those that are not are named,
     left out and replaced once."""

@@ -22,6 +22,7 @@ from launch.job_settings import JobSettings
 from launch.node_checks import find_outlier_nodes, find_slow_nodes
 from launch.node_program import POLL_SECONDS, NodeProgram
 from launch.ray_node import HeadAddress
+from rl_loop.cluster.tokens import ray_token_environment, write_token
 from rl_loop.lifecycle.interrupt import EXIT_STATUSES
 from rl_loop.tracking.run_directory import read_json, write_json
 
@@ -95,6 +96,8 @@ class HeadNode(NodeProgram):
 
     def _train(self, outcome: Outcome) -> None:
         """Bring all nodes into Ray, run the training command and fill in how it ended."""
+        # The other nodes read the token once there are addresses.
+        write_token(self.attempt.ray_token)
         head = HeadAddress.choose(self.cluster)
         write_json(self.attempt.head, asdict(head))
         self._write_environment()
@@ -177,6 +180,7 @@ class HeadNode(NodeProgram):
         ]
         environment = {
             "RAY_ADDRESS": ray_address,
+            **ray_token_environment(self.attempt.ray_token),
             "TYPER_STANDARD_TRACEBACK": "1",  # first_error reads Python's own tracebacks
         }
         driver = self.start_child(command, self.attempt.driver_log, environment)
@@ -192,7 +196,7 @@ class HeadNode(NodeProgram):
 
     def _copy_metric_addresses(self) -> None:
         """Copy the addresses for Prometheus, which Ray keeps up to date in its own directory."""
-        discovery = self.scratch / "prom_metrics_service_discovery.json"
+        discovery = self.ray_directory / "prom_metrics_service_discovery.json"
         # Prometheus reads the copy: the scratch directory is on this node alone, and ends with the
         # run.
         if discovery.exists():

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,7 +29,8 @@ from launch.ray_node import (
 )
 from rl_loop.cluster.placement import end_with_parent
 from rl_loop.cluster.processes import kill_tree
-from rl_loop.cluster.ray_session import ray_environment
+from rl_loop.cluster.ray_session import WITHOUT_METRICS, ray_environment
+from rl_loop.cluster.tokens import ray_token_environment
 from rl_loop.lifecycle.store_size import store_bytes
 from rl_loop.tracking.run_directory import RunDirectory, read_json, write_json
 
@@ -69,9 +71,11 @@ class NodeProgram:
         attempt = os.environ["GPTOSS_ATTEMPT"]
         self.run = RunDirectory(settings.directory)
         self.attempt = Attempt(self.run.path / "attempts" / attempt)
-        # Short, because Ray's unix sockets lie below it; with the index, because the nodes of a
-        # test share one /tmp.
-        self.scratch = Path("/tmp") / f"gptoss-ray-{attempt}-{index}"
+        # Ray would take the user's own token from the environment instead of the attempt's.
+        os.environ.pop("RAY_AUTH_TOKEN", None)
+        # Closed to other users. Short, because Ray's Unix sockets lie below it.
+        self.scratch = Path(tempfile.mkdtemp(prefix="gptoss-", dir="/tmp"))
+        self.ray_directory = self.scratch / "ray"
         self.ray_log = self.attempt.path / f"{self.name}.ray.log"
         self.plan = place(settings.parallel, settings.rollout, cluster)[index]
 
@@ -145,12 +149,18 @@ class NodeProgram:
             name=self.name,
             is_head=self.is_head,
             resources=self.plan.resources(),
-            scratch=self.scratch,
+            scratch=self.ray_directory,
             object_store_bytes=store_bytes(self.settings.store),
         )
         # Ray would start an idle worker per CPU; the actors are few and start when they are
         # needed.
-        environment = {"RAY_prestart_worker_first_driver": "0", **ray_environment()}
+        environment = {
+            "RAY_prestart_worker_first_driver": "0",
+            **ray_environment(),
+            **ray_token_environment(self.attempt.ray_token),
+        }
+        if not self.cluster.dashboard:
+            environment |= WITHOUT_METRICS
 
         # Every try appends to the same log; "started" must be that of this one.
         for _ in range(RAY_STARTS):
@@ -260,6 +270,8 @@ class NodeProgram:
         # A log is not worth the outcome: copytree raises a subclass of OSError for single files,
         # too.
         with suppress(OSError):
-            logs = self.scratch / "session_latest" / "logs"
+            logs = self.ray_directory / "session_latest" / "logs"
             shutil.copytree(logs, self.attempt.path / "ray" / self.name, dirs_exist_ok=True)
         shutil.rmtree(self.scratch, ignore_errors=True)
+        if self.is_head:
+            self.attempt.ray_token.unlink(missing_ok=True)

@@ -26,8 +26,6 @@ class HeadAddress:
     dashboard_port: int
     check_port: int
     """Port at which the bandwidth check's processes meet."""
-    client_port: int
-    """Port of Ray's client server."""
 
     @classmethod
     def choose(cls, cluster: ClusterConfig) -> Self:
@@ -49,7 +47,6 @@ class HeadAddress:
             port=port_at(0),
             dashboard_port=dashboard_port,
             check_port=port_at(9),
-            client_port=port_at(8),
         )
 
 
@@ -63,13 +60,14 @@ class RayNode:
     resources: dict[str, int]
     """Custom resources that bring the planned actors to this node."""
     scratch: Path
-    """Ray's temporary directory; short, because unix sockets lie below it."""
+    """Ray's temporary directory, in one that only this user may enter. Short, because Unix sockets
+    lie below it."""
     object_store_bytes: int
     """Of the node's part of Ray's store: a step has to fit."""
 
 
-# Ports of Ray's parts on every node, as distances from cluster.ray_port. The head uses 0, 3, 8 and
-# 9 besides.
+# Ports of Ray's parts on every node, as distances from cluster.ray_port. The head node also uses 0,
+# 3 and 9.
 PART_PORTS = {
     "node-manager-port": 1,
     "object-manager-port": 2,
@@ -108,7 +106,6 @@ def ray_start_command(node: RayNode, head: HeadAddress) -> list[str]:
             f"--port={head.port}",
             f"--dashboard-host={address}",
             f"--dashboard-port={head.dashboard_port}",
-            f"--ray-client-server-port={head.client_port}",
             "--no-monitor",
             f"--include-dashboard={str(cluster.dashboard).lower()}",
         ]

@@ -3,6 +3,7 @@
 import gc
 import os
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.cpu_runtime import enable_cpu_runtime
+from megatron_gptoss.rendezvous import rank_store
 
 TIMEOUT = timedelta(minutes=10)
 """For joining, and for every collective call."""
@@ -21,10 +23,18 @@ def initialize(
     rank: int = 0,
     master: str = "127.0.0.1",
     port: int = 29500,
+    store_file: Path | None = None,
 ) -> None:
     """Join ``parallel.world_size`` ranks and lay Megatron's groups over them. Collective.
 
     Uses NCCL on GPUs (the local rank comes from LOCAL_RANK), gloo on CPUs.
+
+    Args:
+        parallel: layout of the ranks.
+        rank: index of this rank.
+        master: address of rank 0, where ranks on several machines meet.
+        port: free port there.
+        store_file: path where ranks on one machine meet instead. Other users cannot reach it.
 
     Raises:
         RuntimeError: if another layout is active in this process.
@@ -35,7 +45,7 @@ def initialize(
             "torch.distributed is initialised already in this process; call shutdown() first"
         )
 
-    _join_ranks(parallel.world_size, rank, master, port)
+    _join_ranks(parallel.world_size, rank, master, port, store_file)
     _create_groups(parallel)
 
     # The model has no dropout, but Megatron asks that its tracker of random states exists. The one
@@ -47,7 +57,9 @@ def initialize(
     )
 
 
-def _join_ranks(world_size: int, rank: int, master: str, port: int) -> None:
+def _join_ranks(
+    world_size: int, rank: int, master: str, port: int, store_file: Path | None
+) -> None:
     backend = "gloo"
     if torch.cuda.is_available():
         backend = "nccl"
@@ -55,7 +67,7 @@ def _join_ranks(world_size: int, rank: int, master: str, port: int) -> None:
 
     # With a tcp:// address instead of a store, torchrun's environment would make every rank a
     # client of a store that nobody serves.
-    store = dist.TCPStore(master, port, world_size, is_master=rank == 0, timeout=TIMEOUT)
+    store = rank_store(world_size, rank, master, port, store_file, TIMEOUT)
     dist.init_process_group(
         backend,
         store=store,

@@ -26,13 +26,13 @@ def view(
     ] = None,
     host: Annotated[
         str,
-        Option(help="The address to listen on. Any but this machine's own needs a token."),
+        Option(help="Address to listen on."),
     ] = "127.0.0.1",
     port: Annotated[int, Option(help="0 takes any that is free.")] = 8642,
     token: Annotated[
         bool,
-        Option("--token", help="Ask for a token here, too: other people use this machine."),
-    ] = False,
+        Option(help="Ask for the token of the printed address. Other hosts always need it."),
+    ] = True,
 ) -> None:
     """Show runs in a browser while they go on: curves, health, every episode token by token."""
     from launch.viewer.server import open_server

@@ -1,6 +1,10 @@
-"""A local Ray of our own that a busy machine does not keep from starting, or the cluster that
-RAY_ADDRESS names.
+"""A local Ray of our own, or the cluster that RAY_ADDRESS names.
 
+A local Ray is closed to other users and to the network: it listens on loopback only, requires a
+random token (``rl_loop.cluster.tokens``), and keeps its sockets in a directory that only its user
+may enter. The dashboard's agent, which runs programs for its callers, listens nowhere.
+
+A busy machine does not keep it from starting.
 Ray 2.55 gives its parts times to start that are in its code and not in a setting. The control
 store has 30 s to publish its port ("Timed out waiting for file"). The raylet ends when the
 dashboard agent, a Python program with seconds of imports, has not published its ports after 15 s
@@ -9,14 +13,16 @@ registered after 30 s ("The current node timed out during startup"). Two busy co
 that. So the agent's ports are chosen and published before the raylet starts, which then waits for
 nobody, and the driver waits for as long as control store and raylet live."""
 
+import atexit
 import logging
 import os
+import secrets
 import select
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -25,6 +31,7 @@ from typing import Any
 from megatron_gptoss.user_error import UserError
 from rl_loop.cluster.placement import free_port
 from rl_loop.cluster.processes import kill_tree
+from rl_loop.cluster.tokens import private_directory, require_ray_token, write_token
 
 START_SECONDS = 300.0
 """How long Ray may take to start; an idle machine needs 5 s."""
@@ -64,11 +71,26 @@ AGENT_PORTS = (
     ("runtime_env_agent_port", "RUNTIME_ENV_AGENT_PORT_NAME"),
 )
 
+NO_PORT = -1
+"""Published by an agent that does not listen. Ray's processes would send the run's token to whoever
+listens on any other port."""
+
 IDLE_PARTS = ("start_monitor", "start_log_monitor", "start_api_server")
 """Of Ray's Node: each starts a Python program that does nothing for a run on one machine. The autoscaler's monitor has
 no nodes to ask for, the log monitor sends what ``log_to_driver=False`` refuses, and the dashboard's server, which Ray
 starts and waits for with ``include_dashboard=False`` too, would only report usage to Ray's makers. Together they take
 2 s of processor time at every start, about a third of what Ray takes."""
+
+
+LOOPBACK = "127.0.0.1"
+
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Network interface of process groups. By default both libraries choose one that other machines
+reach."""
+
+WITHOUT_METRICS = {"RAY_enable_metrics_collection": "0"}
+"""Environment of a Ray without a dashboard. Its nodes serve neither metrics nor the dashboard's
+agent, which runs programs for its callers."""
 
 
 class RayStartError(UserError):
@@ -200,7 +222,9 @@ def ray_environment() -> dict[str, str]:
 def local_environment() -> dict[str, str]:
     """The environment of a Ray on this machine, which others may use at the same time: a laptop's
     processors."""
-    environment = ray_environment()
+    environment = ray_environment() | WITHOUT_METRICS
+    for name in INTERFACE_VARIABLES:
+        environment[name] = os.environ.get(name, "lo")
     if "OMP_WAIT_POLICY" not in os.environ:
         environment["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", OPENMP_SPIN_COUNT)
     return environment
@@ -213,12 +237,21 @@ def start_local_ray(
 ) -> None:
     """Start a Ray on this machine and connect to it.
 
-    ``num_cpus`` None means all processors. Raises RayStartError if it is not up after
-    ``seconds``."""
+    Args:
+        num_cpus: processors that Ray offers; all by default.
+        object_store_bytes: size of the object store.
+        seconds: time limit.
+
+    Raises:
+        RayStartError: if Ray is not up after ``seconds``.
+        NotPrivate: if another user owns the directory for Ray's files.
+    """
     import ray
 
+    directory = local_directory()
     os.environ.update(local_environment())
-    with patient_start(seconds), _without_idle_parts():
+    require_ray_token(_new_token(directory))
+    with patient_start(seconds), _without_idle_parts(), _with_silent_agent(), _on_loopback():
         ray.init(
             address="local",
             num_cpus=num_cpus or os.cpu_count(),
@@ -226,7 +259,56 @@ def start_local_ray(
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
+            _node_ip_address=LOOPBACK,
+            # Ray makes its directory accessible to everybody; this one is below a private one.
+            _temp_dir=str(directory / "ray"),
         )
+
+
+def local_directory() -> Path:
+    """Return the directory of this user's local Rays: sockets, logs, spilled objects, tokens."""
+    # The name is short because Unix sockets lie below it.
+    root = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    return private_directory(Path(root).absolute() / f"gptoss-{os.getuid()}")
+
+
+def _new_token(directory: Path) -> Path:
+    """Write a token for one Ray. The file is deleted when this process exits."""
+    path = directory / f"token-{secrets.token_hex(8)}"
+    write_token(path)
+    atexit.register(path.unlink, missing_ok=True)
+    return path
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Keep the address of a Ray that starts in this process as it is asked for.
+
+    Ray replaces a loopback address by one that other machines reach."""
+    from ray._private import services
+
+    resolve = services.resolve_ip_for_localhost
+    services.resolve_ip_for_localhost = lambda host: host
+    try:
+        yield
+    finally:
+        services.resolve_ip_for_localhost = resolve
+
+
+@contextmanager
+def _with_silent_agent() -> Iterator[None]:
+    """While inside, the dashboard's agent of a Ray that starts in this process listens nowhere.
+
+    The raylet needs the agent's process, but its services are for a dashboard: jobs, logs,
+    profiles, metrics. Ray leaves them out when the dashboard's requirements are not installed."""
+    from ray._private import utils
+
+    get_error = utils.get_dashboard_dependency_error
+    utils.get_dashboard_dependency_error = lambda: ImportError("the dashboard is switched off")
+    try:
+        yield
+    finally:
+        utils.get_dashboard_dependency_error = get_error
 
 
 @contextmanager
@@ -308,9 +390,15 @@ def patient_start(seconds: float = START_SECONDS) -> Iterator[None]:
 def _choose_agent_ports(node: Any, raylet: Any) -> None:
     """Give the agents of a node their ports beforehand, where Ray looks for them."""
     for field, name in AGENT_PORTS:
-        port = getattr(node._ray_params, field) or free_port()
-        setattr(node._ray_params, field, port)
+        port = NO_PORT
+        if field == "runtime_env_agent_port" or not _is_without_metrics():
+            port = getattr(node._ray_params, field) or free_port()
+            setattr(node._ray_params, field, port)
         raylet.persist_port(node.get_session_dir_path(), node.node_id, getattr(raylet, name), port)
+
+
+def _is_without_metrics() -> bool:
+    return WITHOUT_METRICS.items() <= os.environ.items()
 
 
 def _check_start(nodes: list[Any], deadline: float, seconds: float) -> None:
@@ -333,11 +421,17 @@ def _logs(nodes: list[Any]) -> str:
 
 
 def main() -> None:
-    """Run Ray's command line, of which ``start`` gives a node of a cluster the same patience."""
-    from ray.scripts.scripts import main as ray_command_line
+    """Run Ray's command line, whose ``start`` gives a node of a cluster the same patience.
 
-    with patient_start():
-        ray_command_line()
+    Ray's client server, a further way to run programs, does not start. Without a dashboard the
+    dashboard's agents listen nowhere."""
+    from ray.scripts import scripts
+
+    internals: Any = scripts
+    internals.get_ray_client_dependency_error = lambda: ImportError("the client is switched off")
+    silent = _with_silent_agent() if _is_without_metrics() else nullcontext()
+    with patient_start(), silent:
+        internals.main()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Lock
@@ -19,6 +20,7 @@ from rl_loop.cluster.placement import (
     outlive_sigterm,
     placement_options,
 )
+from rl_loop.cluster.ray_session import local_directory
 from rl_loop.logs import with_logging
 from rl_loop.trainer.rank_answers import RankPlace
 from rl_loop.trainer.rank_start import check_local_ranks, start_limit, wait_for_processes
@@ -76,6 +78,7 @@ class RayRanks:
 
         actor_class = ray.remote(with_logging(TrainerProcess))
         master, port = master_address()
+        store_file = None if has_placement() else local_directory() / f"ranks-{uuid.uuid4().hex}"
         threads = max(1, cores // world)
         self.actors: list[Any] = []
         for rank in range(world):
@@ -84,7 +87,7 @@ class RayRanks:
                 num_gpus=1 if has_gpus else 0,
                 **placement_options(TRAINER_RANK, rank),
             )
-            self.actors.append(actor.remote(settings, rank, master, port, threads))
+            self.actors.append(actor.remote(settings, rank, master, port, threads, store_file))
 
         self._processes = ["a node not yet known"] * world
         self._asking = Lock()

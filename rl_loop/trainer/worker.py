@@ -4,6 +4,7 @@ which the actors of ``trainer.ray_ranks`` make one each in their processes."""
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,14 +49,28 @@ class TrainerWorker:
     ranks of a data-parallel rank."""
 
     def __init__(
-        self, settings: TrainerSettings, rank: int, master: str, port: int, threads: int
+        self,
+        settings: TrainerSettings,
+        rank: int,
+        master: str,
+        port: int,
+        threads: int,
+        store_file: Path | None = None,
     ) -> None:
-        """``master``, ``port``: where rank 0 gathers the process group. ``threads``: of
-        torch in this process."""
+        """Join the other ranks and build the model.
+
+        Args:
+            settings: settings of all ranks.
+            rank: index of this rank.
+            master: address of rank 0, where the ranks meet.
+            port: free port there.
+            threads: threads of torch in this process.
+            store_file: path where ranks on one machine meet instead.
+        """
         torch.set_num_threads(threads)
         self.settings = settings
         self.algorithm = settings.algorithm
-        distributed.initialize(settings.parallel, rank, master, port)
+        distributed.initialize(settings.parallel, rank, master, port, store_file)
         self.memory = phase_memory()
         self.memory.enter("start")
 

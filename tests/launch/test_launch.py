@@ -342,7 +342,7 @@ def test_a_node_without_room_for_a_steps_part_of_rays_store_is_bad(tmp_path: Pat
 
 
 def test_a_node_starts_ray_with_room_for_a_step(tmp_path: Path) -> None:
-    head = HeadAddress("10.0.0.1", "", port=1, dashboard_port=2, check_port=3, client_port=4)
+    head = HeadAddress("10.0.0.1", "", port=1, dashboard_port=2, check_port=3)
     node = RayNode(
         cluster=cluster_of_gpus(tmp_path), name="n0", is_head=True, resources={}, scratch=tmp_path,
         object_store_bytes=12345,

@@ -24,6 +24,7 @@ from torch.multiprocessing import reductions, set_sharing_strategy
 
 from converters.hf_directory import write_hf_directory
 from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.rendezvous import tcp_store
 from rl_loop.cluster.placement import free_address
 from rl_loop.engines.sglang.sync_plan import Servers, SyncPlan
 
@@ -184,7 +185,7 @@ class ServerGroup:
 def _make_group(name: str, host: str, port: int, world: int, plan: SyncPlan) -> Any:
     """Make rank 0 of a process group that is not part of this process's default one."""
     timeout = timedelta(seconds=plan.seconds)
-    store = dist.TCPStore(host, port, world, is_master=True, timeout=timeout)
+    store = tcp_store(host, port, world, is_master=True, timeout=timeout)
 
     # torch has no public call for processes that share no default group; SGLang's servers make
     # theirs in the same way (init_custom_process_group in srt/utils/common.py).

@@ -1,0 +1,376 @@
+"""Lists what the processes of a run listen on, and tries each as another user and from the network.
+
+``findings`` runs this file as a program twice: once as a user without rights, once in a network
+namespace of its own, from which the machine is one hop away. Neither has the run's token. Each
+prints what it could do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+STRANGER = 65_534
+"""User id of nobody."""
+SECONDS = 3.0
+"""Time limit of one try."""
+PEER = "10.231.{}.{}"
+"""Addresses of the machine and of the stranger in the network namespace."""
+
+PATHS = (
+    # Ray: dashboard, its agents, metrics
+    "/api/jobs/",
+    "/api/version",
+    "/nodes?view=summary",
+    "/api/actors",
+    "/logs",
+    "/metrics",
+    # SGLang and OpenAI
+    "/server_info",
+    "/model_info",
+    "/get_server_info",
+    "/v1/models",
+    "/v1/loads",
+    # the viewer
+    "/",
+    "/api/runs",
+)
+PROGRAM_PATHS = ("/api/job_agent/jobs/", "/api/jobs/")
+"""Where Ray's dashboard and its agents take the command of a job."""
+POSTS = {
+    "/get_or_create_runtime_env": b"",
+    "/update_weights_from_disk": b'{"model_path": "/"}',
+    "/release_memory_occupation": b"{}",
+    "/flush_cache": b"{}",
+    "/generate": b'{"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}',
+    "/v1/chat/completions": b'{"model": "x", "messages": [{"role": "user", "content": "x"}]}',
+}
+CALLS = (
+    "NodeInfoGcsService/GetAllNodeInfo",
+    "NodeInfoGcsService/GetClusterId",
+    "InternalKVGcsService/InternalKVKeys",
+    "InternalKVGcsService/GetInternalConfig",
+    "JobInfoGcsService/GetAllJobInfo",
+    "ActorInfoGcsService/GetAllActorInfo",
+    "NodeManagerService/GetNodeStats",
+    "NodeManagerService/GetSystemConfig",
+    "NodeManagerService/RequestWorkerLease",
+    "CoreWorkerService/GetCoreWorkerStats",
+    "CoreWorkerService/PushTask",
+    "ObjectManagerService/Pull",
+    "ObjectManagerService/Push",
+    "ReporterService/GetTraceback",
+    "LogService/ListLogs",
+    "RayletDriver/KVList",
+)
+"""Methods of Ray's services; each reads the state of a run, or runs something."""
+CLOSED = ("UNAUTHENTICATED", "UNIMPLEMENTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
+"""Answers of gRPC that give nothing away. UNAVAILABLE: no gRPC listens there."""
+
+
+@dataclass(frozen=True)
+class Door:
+    """A socket that a process of a run listens on."""
+
+    process: str
+    kind: str
+    """tcp, udp or unix."""
+    host: str
+    """Address, or path of a Unix socket; a null byte in front stands for an abstract name."""
+    port: int = 0
+
+    @property
+    def is_loopback(self) -> bool:
+        return self.host.removeprefix("::ffff:").startswith("127.") or self.host == "::1"
+
+    @property
+    def is_everywhere(self) -> bool:
+        return self.host in ("0.0.0.0", "::")
+
+    def __str__(self) -> str:
+        return f"{self.process} {self.kind} {self.host!r} {self.port}"
+
+
+def process_tree(pid: int) -> list[psutil.Process]:
+    """Return a process and all that it has started."""
+    parent = psutil.Process(pid)
+    return [parent, *parent.children(recursive=True)]
+
+
+def doors(processes: Iterable[psutil.Process]) -> list[Door]:
+    """Return everything that processes listen on."""
+    found = set()
+    unix = _listening_unix_sockets()
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            name = process.name()
+            for connection in process.net_connections("inet"):
+                is_tcp = connection.type == socket.SOCK_STREAM
+                if is_tcp and connection.status != psutil.CONN_LISTEN:
+                    continue
+                if not is_tcp and connection.raddr:
+                    continue
+                kind = "tcp" if is_tcp else "udp"
+                found.add(Door(name, kind, connection.laddr.ip, connection.laddr.port))
+            for inode in _socket_inodes(process.pid) & unix.keys():
+                found.add(Door(name, "unix", unix[inode]))
+    return sorted(found, key=str)
+
+
+def _listening_unix_sockets() -> dict[int, str]:
+    """Return the names of listening Unix sockets of this machine by inode."""
+    names = {}
+    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+        fields = line.split(maxsplit=7)
+        accepts_connections = int(fields[3], 16) & 0x10000
+        if accepts_connections and len(fields) == 8:
+            name = fields[7]
+            names[int(fields[6])] = f"\0{name[1:]}" if name.startswith("@") else name
+    return names
+
+
+def _socket_inodes(pid: int) -> set[int]:
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            target = os.readlink(link)
+            if target.startswith("socket:["):
+                inodes.add(int(target[8:-1]))
+    return inodes
+
+
+def missing_parts() -> str | None:
+    """Return why strangers cannot be tried on this machine, or None."""
+    if os.getuid() != 0:
+        return "another user and a network namespace need root"
+    if shutil.which("ip") is None:
+        return "there is no ip command (iproute2)"
+    try:
+        with _network_namespace():
+            return None
+    except subprocess.CalledProcessError as error:
+        return f"no network namespace: {error.stderr.strip()}"
+
+
+def findings(found: list[Door], loot: Path) -> list[str]:
+    """Return what strangers can do through the doors, one sentence each.
+
+    Args:
+        found: doors of a run.
+        loot: directory in which everybody may write. A program that a stranger makes a run execute
+            leaves a file there.
+    """
+    loot.mkdir(mode=0o777, parents=True)
+    loot.chmod(0o777)
+    described = json.dumps([asdict(door) for door in found])
+    command = [sys.executable, __file__, str(loot)]
+    results = _run([*command, "user"], described)
+    with _network_namespace() as (inside, machine):
+        results += _run([*inside, *command, machine], described)
+    results += [f"a program of a stranger ran: {path.name}" for path in loot.iterdir()]
+    return sorted(set(results))
+
+
+def _run(command: list[str], described: str) -> list[str]:
+    paths = os.pathsep.join(str(Path(__file__).parents[1] / part) for part in (".", "kernels"))
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("RAY_", "SGLANG", "GPTOSS"))
+    }
+    done = subprocess.run(
+        command,
+        input=described,
+        env={**environment, "PYTHONPATH": paths, "GRPC_VERBOSITY": "NONE"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [str(line) for line in json.loads(done.stdout.splitlines()[-1])]
+
+
+@contextmanager
+def _network_namespace() -> Iterator[tuple[list[str], str]]:
+    """Make a network namespace that reaches this machine.
+
+    Yields the command that runs a program in it, and the machine's address."""
+    number = os.getpid() % 250 + 2
+    name, outer, inner = (f"{part}{number}" for part in ("gptoss", "gpto", "gpti"))
+    machine, stranger = (PEER.format(number, host) for host in (1, 2))
+    inside = ["ip", "netns", "exec", name]
+    commands = [
+        ["ip", "netns", "add", name],
+        ["ip", "link", "add", outer, "type", "veth", "peer", "name", inner, "netns", name],
+        ["ip", "addr", "add", f"{machine}/30", "dev", outer],
+        ["ip", "link", "set", outer, "up"],
+        [*inside, "ip", "addr", "add", f"{stranger}/30", "dev", inner],
+        [*inside, "ip", "link", "set", inner, "up"],
+    ]
+    try:
+        for command in commands:
+            subprocess.run(command, check=True, capture_output=True, text=True)
+        yield inside, machine
+    finally:
+        subprocess.run(["ip", "link", "del", outer], capture_output=True, check=False)
+        subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+# -- the stranger ---------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Try every door of the list on standard input, and print what succeeded."""
+    # Everything is imported before the rights are gone: the interpreter may lie where a stranger
+    # cannot read.
+    import grpc
+
+    unused_port = "http://127.0.0.1:9/"
+    _status(unused_port)
+    _connects("127.0.0.1", 9)
+
+    loot, place = Path(sys.argv[1]), sys.argv[2]
+    os.setgroups([])
+    os.setresgid(STRANGER, STRANGER, STRANGER)
+    os.setresuid(STRANGER, STRANGER, STRANGER)
+
+    found = [Door(**fields) for fields in json.load(sys.stdin)]
+    # Most of the time is waiting for doors that stay silent.
+    with ThreadPoolExecutor(32) as pool:
+        results = list(pool.map(lambda door: _try_door(door, place, loot, grpc), found))
+    prefix = "as another user" if place == "user" else "from the network"
+    print(json.dumps([f"{prefix}: {success}" for result in results for success in result]))
+
+
+def _try_door(door: Door, place: str, loot: Path, grpc: Any) -> list[str]:
+    """Return what a stranger can do through a door.
+
+    Args:
+        door: the door.
+        place: "user" for another user of the machine; else the address of the machine as seen from
+            the network.
+        loot: directory in which programs of the stranger leave a file.
+        grpc: the module.
+    """
+    is_user = place == "user"
+    if door.kind == "unix":
+        return _try_unix(door) if is_user else []
+    if door.kind == "udp":
+        return [f"{door}: UDP is open"] if is_user else []
+
+    # From outside every port is tried, whatever address the door claims to have.
+    host = place
+    if is_user:
+        host = "127.0.0.1" if door.is_everywhere else door.host.removeprefix("::ffff:")
+    if not _connects(host, door.port):
+        return []
+    successes = []
+    if not is_user and door.is_loopback:
+        successes.append(f"{door}: reached from the network")
+    successes += _try_http(door, host, loot)
+    successes += _try_grpc(door, host, grpc)
+    return successes + _try_store(door, host)
+
+
+def _try_unix(door: Door) -> list[str]:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(SECONDS)
+        try:
+            client.connect(door.host)
+        except OSError:
+            return []
+    return [f"{door}: another user connects"]
+
+
+def _connects(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+def _try_http(door: Door, host: str, loot: Path) -> list[str]:
+    origin = f"http://{host}:{door.port}"
+    if _status(f"{origin}/health") is None and _status(f"{origin}/") is None:
+        return []  # no HTTP
+
+    successes = []
+    for path in PATHS:
+        if _status(origin + path) == 200:
+            successes.append(f"{door}: GET {path} is answered")
+    for path in PROGRAM_PATHS:
+        job = json.dumps({"entrypoint": f"touch {loot}/http-{door.port}"}).encode()
+        if _status(origin + path, job) == 200:
+            successes.append(f"{door}: POST {path} takes a program")
+    for path, body in POSTS.items():
+        if _status(origin + path, body) == 200:
+            successes.append(f"{door}: POST {path} is answered")
+    return successes
+
+
+def _status(url: str, body: bytes | None = None) -> int | None:
+    """Return the status of an answer, None if it is not HTTP."""
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except Exception:
+        return None
+
+
+def _try_grpc(door: Door, host: str, grpc: Any) -> list[str]:
+    successes = []
+    with grpc.insecure_channel(f"{host}:{door.port}") as channel:
+        try:
+            grpc.channel_ready_future(channel).result(timeout=2)
+        except grpc.FutureTimeoutError:
+            return []
+        for name in CALLS:
+            call = channel.unary_unary(f"/ray.rpc.{name}", lambda _: b"", lambda answer: answer)
+            try:
+                call(None, timeout=SECONDS)
+                code = "OK"
+            except grpc.RpcError as error:
+                code = error.code().name
+            if code not in CLOSED:
+                successes.append(f"{door}: {name} is answered ({code})")
+    return successes
+
+
+def _try_store(door: Door, host: str) -> list[str]:
+    """Try whether a port is a store of torch, in which the processes of a group meet."""
+    if not speaks_like_a_store(host, door.port):
+        return []
+    return [f"{door}: the store of a process group is open"]
+
+
+def speaks_like_a_store(host: str, port: int) -> bool:
+    """Return True if a port answers the first messages of a client of torch's TCPStore."""
+    validate = bytes([0]) + (0x3C85F7CE).to_bytes(4, sys.byteorder)
+    ping = bytes([13]) + (0x1234).to_bytes(4, sys.byteorder)
+    with suppress(OSError), socket.create_connection((host, port), timeout=SECONDS) as client:
+        client.settimeout(SECONDS)
+        client.sendall(validate + ping)
+        return client.recv(64) == (0x1234).to_bytes(4, sys.byteorder)
+    return False
+
+
+if __name__ == "__main__":
+    main()

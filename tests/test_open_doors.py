@@ -1,0 +1,258 @@
+"""No socket of a local command lets another user, or another machine, in."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_gptoss.rendezvous import tcp_store
+from rl_loop.cluster.placement import free_port
+from rl_loop.cluster.tokens import NotPrivate, private_directory, write_token
+from rl_loop.tracking.run_directory import RunDirectory, read_json_lines
+from tests.open_doors import (
+    STRANGER,
+    doors,
+    findings,
+    missing_parts,
+    process_tree,
+    speaks_like_a_store,
+)
+
+ROOT = Path(__file__).parents[1]
+SMALL = (
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.intermediate_size=48",
+    "model.head_size=16",
+)
+RL = (
+    "rl",
+    "configs/rl/tiny_retool.yaml",
+    *SMALL,
+    "initial_weights=null",
+    "training.steps=5000",
+    "rollout.workers=1",
+    "rollout.tasks_per_step=1",
+    "rollout.samples_per_task=2",
+    "rollout.max_new_tokens_per_turn=16",
+    "evaluate_every=10000",
+    "training.checkpoint_every=10000",
+)
+COMMANDS = {
+    "rl": RL,
+    # Two ranks meet somewhere.
+    "rl on two ranks": (*RL, "parallel.world_size=2"),
+    "sft": ("sft", "configs/sft/tiny_retool.yaml", *SMALL, "training.steps=5000"),
+}
+
+needs_strangers = pytest.mark.skipif(
+    missing_parts() is not None, reason=f"no strangers here: {missing_parts()}"
+)
+
+
+@pytest.fixture
+def short_directory() -> Iterator[Path]:
+    """A directory whose path is short, because Ray's Unix sockets lie below it."""
+    with tempfile.TemporaryDirectory(prefix="gptoss-doors-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@contextmanager
+def running(arguments: tuple[str, ...], folder: Path, name: str) -> Iterator[psutil.Process]:
+    """Run a command of gptoss; its output goes to ``folder``/log."""
+    with open(folder / "log", "wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "launch", *arguments, f"name={name}", f"output_dir={folder}"],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "RAY_TMPDIR": str(folder)},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            yield psutil.Process(process.pid)
+        finally:
+            for child in process_tree(process.pid)[1:]:
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
+            process.kill()
+            process.wait()
+
+
+def wait_until(done: Callable[[], bool], folder: Path, process: psutil.Process) -> None:
+    deadline = time.monotonic() + 400
+    while not done():
+        log = (folder / "log").read_text(errors="replace")
+        assert process.is_running() and process.status() != psutil.STATUS_ZOMBIE, log
+        assert time.monotonic() < deadline, log
+        time.sleep(0.2)
+
+
+def steps(run: RunDirectory) -> int:
+    return len(read_json_lines(run.metrics)) if run.metrics.exists() else 0
+
+
+@needs_strangers
+@pytest.mark.parametrize("command", COMMANDS)
+def test_training_has_no_open_door(command: str, short_directory: Path) -> None:
+    """The command trains with Ray, ranks and rollout workers while strangers try all it listens on."""
+    folder = short_directory
+    run = RunDirectory(folder / "run")
+    with running(COMMANDS[command], folder, "run") as process:
+        wait_until(lambda: steps(run) >= 2, folder, process)
+        tree = process_tree(process.pid)
+        found = doors(tree)
+        assert {door.kind for door in found} == {"tcp", "unix"}
+        assert [door for door in found if door.kind != "unix" and not door.is_loopback] == []
+        assert findings(found, folder / "loot") == []
+
+        # Ray's directory is closed, and so is the token.
+        assert (folder / f"gptoss-{os.getuid()}").stat().st_mode & 0o777 == 0o700
+        (token,) = (folder / f"gptoss-{os.getuid()}").glob("token-*")
+        assert token.stat().st_mode & 0o777 == 0o600
+        assert places_of(token.read_text(), tree, [folder], beside=token) == []
+
+
+def places_of(
+    secret: str, tree: list[psutil.Process], folders: list[Path], beside: Path
+) -> list[str]:
+    """Return where a secret stands that others may read: command lines, environments, files."""
+    places = []
+    for process in tree:
+        if secret in " ".join(process.cmdline()):
+            places.append(f"command line of {process.name()}")
+        if secret in str(process.environ()):
+            places.append(f"environment of {process.name()}")
+    for folder in folders:
+        for file in folder.rglob("*"):
+            if file.is_file() and file != beside and secret.encode() in file.read_bytes():
+                places.append(str(file))
+    return places
+
+
+@needs_strangers
+def test_viewer_shows_nothing_without_its_token(tmp_path: Path) -> None:
+    """A terminal on a machine that others use, too: loopback alone is no protection."""
+    run = tmp_path / "runs" / "one"
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
+    process = subprocess.Popen(
+        [sys.executable, "-m", "launch", "view", str(tmp_path / "runs"), "--port", "0"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        address = process.stdout.readline().split()[0]
+        origin, _, token = address.partition("?token=")
+        headers = {"Authorization": f"Bearer {token}"}
+        request = urllib.request.Request(f"{origin}api/runs", headers=headers)
+        with urllib.request.urlopen(request) as answer:
+            assert answer.status == 200
+        found = doors(process_tree(process.pid))
+        assert [door.kind for door in found] == ["tcp"]
+        assert found[0].is_loopback
+        assert findings(found, tmp_path / "loot") == []
+    finally:
+        process.kill()
+        process.wait()
+
+
+@needs_strangers
+def test_findings_name_open_doors(tmp_path: Path) -> None:
+    """Doors that are open on purpose: a page, a store, a Unix socket, a port on every address."""
+    program = f"""
+import http.server, os, socket, threading, torch.distributed as dist
+os.chdir({str(tmp_path)!r})
+os.umask(0)
+store = dist.TCPStore("127.0.0.1", 0, None, True)
+unix = socket.socket(socket.AF_UNIX)
+unix.bind("\\0gptoss-open-door-{os.getpid()}")
+unix.listen()
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
+print("ready", flush=True)
+server.serve_forever()
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        text = "\n".join(findings(doors(process_tree(process.pid)), tmp_path / "loot"))
+    finally:
+        process.kill()
+        process.wait()
+    assert "GET / is answered" in text
+    assert "another user connects" in text
+    assert text.count("the store of a process group is open") == 2
+    assert "from the network: python tcp '::'" in text
+
+
+def test_store_of_a_group_listens_on_one_address() -> None:
+    port = free_port()
+    timeout = timedelta(seconds=20)
+    server = tcp_store("127.0.0.1", port, 1, is_master=True, timeout=timeout)
+    client = tcp_store("127.0.0.1", port, 1, is_master=False, timeout=timeout)
+    server.set("key", "value")
+    assert client.get("key") == b"value"
+    assert speaks_like_a_store("127.0.0.1", port)
+    listening = [door for door in doors([psutil.Process()]) if door.port == port]
+    assert [door.host for door in listening] == ["127.0.0.1"]
+
+
+def test_single_rank_opens_no_port(tmp_path: Path) -> None:
+    program = f"""
+from tests.open_doors import doors
+import psutil
+from megatron_gptoss import distributed
+from megatron_gptoss.config import ParallelConfig
+distributed.initialize(ParallelConfig(), port={free_port()})
+print([str(door) for door in doors([psutil.Process()]) if not door.is_loopback])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/kernels", "GLOO_SOCKET_IFNAME": "lo"},
+        check=False,
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_token_is_new_each_time_and_private(tmp_path: Path) -> None:
+    first = write_token(tmp_path / "token")
+    (tmp_path / "token").chmod(0o644)
+    second = write_token(tmp_path / "token")
+    assert first != second and len(second) == 64
+    assert (tmp_path / "token").read_text() == second
+    assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
+
+
+def test_private_directory_closes_an_open_one(tmp_path: Path) -> None:
+    directory = tmp_path / "open"
+    directory.mkdir(mode=0o777)
+    assert private_directory(directory).stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="another owner needs root")
+def test_private_directory_refuses_another_owner(tmp_path: Path) -> None:
+    directory = tmp_path / "squatted"
+    directory.mkdir()
+    os.chown(directory, STRANGER, STRANGER)
+    with pytest.raises(NotPrivate, match="is not a directory of this user"):
+        private_directory(directory)
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(NotPrivate, match="is not a directory of this user"):
+        private_directory(tmp_path / "link")
