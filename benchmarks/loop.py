@@ -275,9 +275,9 @@ def run(
             "sleep", session.rollouts.pause
         )
 
-        urls = server_urls(session)
+        urls, key = server_urls(session)
         if urls:
-            watch.loads = stack.enter_context(ServerLoads(urls))
+            watch.loads = stack.enter_context(ServerLoads(urls, key))
 
         for place, value in enumerate(values):
             now = time.monotonic()
@@ -310,16 +310,17 @@ def run_value(
         loop.collector.close()
 
 
-def server_urls(session: Session) -> list[str]:
-    """Return the addresses of SGLang's servers; none for other engines."""
+def server_urls(session: Session) -> tuple[list[str], str | None]:
+    """Return the addresses of SGLang's servers, none for other engines, and the servers' key."""
     from rl_loop.engines.sglang.backend import SglangBackend
     from rl_loop.engines.sglang.fleet import statuses
 
     assert session.rollouts is not None
     backend = session.rollouts.backend
     if not isinstance(backend, SglangBackend):
-        return []
-    return [status.url for status in asyncio.run(statuses(backend.fleet.actors))]
+        return [], None
+    known = asyncio.run(statuses(backend.fleet.actors))
+    return [status.url for status in known], backend.fleet.api_key
 
 
 @contextmanager
@@ -372,8 +373,9 @@ class LoadSample:
 class ServerLoads:
     """Asks servers of SGLang all the time how many requests they have. A context."""
 
-    def __init__(self, urls: Sequence[str]) -> None:
+    def __init__(self, urls: Sequence[str], api_key: str | None = None) -> None:
         self._urls = urls
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._samples: list[LoadSample] = []
         self._lock = Lock()
         self._stop = Event()
@@ -403,7 +405,10 @@ class ServerLoads:
     def _ask(self, url: str) -> None:
         while not self._stop.wait(LOAD_SECONDS):
             try:
-                with urllib.request.urlopen(f"{url}/v1/loads?include=core", timeout=5) as answer:
+                question = urllib.request.Request(
+                    f"{url}/v1/loads?include=core", headers=self._headers
+                )
+                with urllib.request.urlopen(question, timeout=5) as answer:
                     sample = load_sample(json.load(answer))
             except OSError:
                 # A server that is being started again says nothing.

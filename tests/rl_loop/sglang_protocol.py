@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import yaml
 from aiohttp import web
 
 from megatron_gptoss.families.registry import read_hf_config
@@ -106,6 +107,7 @@ class LocalServer:
         self.groups: dict[str, Any] = {}
         self.profile: dict[str, Any] = {}  # what start_profile asked for
         self.runner: web.AppRunner | None = None
+        self.api_key = ""  # asked for on every path but those of health, as SGLang does
         self.url = ""
         self._digest: str | None = None
 
@@ -134,6 +136,10 @@ class LocalServer:
 
     @web.middleware
     async def _note(self, request: web.Request, handler: Any) -> Any:
+        authorization = request.headers.get("Authorization", "")
+        is_public = request.path.startswith(("/health", "/metrics"))
+        if self.api_key and not is_public and authorization != f"Bearer {self.api_key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
         self.calls.append(request.path)
         fault = self._take_fault(request.path)
         if fault == "die":
@@ -605,6 +611,7 @@ def main(server: LocalServer | None = None) -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model-path", type=Path, required=True)
     parser.add_argument("--tp-size", type=int, default=1)
+    parser.add_argument("--config", type=Path)
     arguments, _ = parser.parse_known_args()
     described = json.loads((arguments.model_path / "config.json").read_text())
     assert described["swiglu_limit"] == 7.0
@@ -617,4 +624,6 @@ def main(server: LocalServer | None = None) -> None:
     server = server or LocalServer(token_seconds=token_seconds)
     server.ranks = arguments.tp_size
     server.says = json.loads(os.environ.get("SAYS", "[]"))
+    if arguments.config is not None:
+        server.api_key = yaml.safe_load(arguments.config.read_text())["api-key"]
     asyncio.run(_main(server, arguments))

@@ -33,6 +33,7 @@ class SglangBackend(RolloutBackend):
             servers=self.fleet.actors,
             model=self.context.model,
             wait_seconds=self.settings.start_seconds,
+            api_key=self.fleet.api_key,
         )
 
     def start(self, workers: EngineWorkers) -> None:
@@ -68,7 +69,9 @@ class SglangBackend(RolloutBackend):
         self.fleet.close()
 
 
-def connect_engine(servers: list[Any], model: ModelConfig, wait_seconds: float) -> RolloutEngine:
+def connect_engine(
+    servers: list[Any], model: ModelConfig, wait_seconds: float, api_key: str
+) -> RolloutEngine:
     """Build a client of ``servers``, which are actors of SglangServer. No server is asked yet."""
     from rl_loop.engines.sglang.engine import SglangEngine
 
@@ -79,4 +82,5 @@ def connect_engine(servers: list[Any], model: ModelConfig, wait_seconds: float) 
         num_experts=model.num_experts,
         vocab_size=model.vocab_size,
         wait_seconds=wait_seconds,
+        api_key=api_key,
     )

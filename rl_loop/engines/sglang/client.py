@@ -28,11 +28,15 @@ class RequestRejected(ValueError):
 class SglangClient:
     """Talks to the server at ``url`` (``http://host:port``).
 
-    After ``idle_seconds`` of silence on a connection the server counts as dead.
+    After ``idle_seconds`` of silence on a connection the server counts as dead. ``api_key`` is the
+    key that the server was started with, if it has one.
     """
 
-    def __init__(self, url: str, idle_seconds: float = 300.0) -> None:
+    def __init__(
+        self, url: str, idle_seconds: float = 300.0, *, api_key: str | None = None
+    ) -> None:
         self.url = url
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         # No limit of the whole answer: a stream lasts as long as a turn does.
         self._timeout = aiohttp.ClientTimeout(
             total=None,
@@ -47,6 +51,7 @@ class SglangClient:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),  # no limit of connections
                 timeout=self._timeout,
+                headers=self._headers,
             )
         return self._session
 

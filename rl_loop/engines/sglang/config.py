@@ -30,6 +30,15 @@ MOE_CONFIGS = Path(__file__).parent / "moe_configs"
 """Settings of SGLang's mixture-of-experts kernel for GPT-OSS's shapes, by GPU; made by
 ``benchmarks/tune_moe.py``."""
 
+RESERVED_ARGUMENTS = {
+    "--api-key": "every run makes a random key for its servers",
+    "--admin-api-key": "every run makes a random key for its servers",
+    "--config": "servers get the run's key in such a file",
+    "--tokenizer-worker-num": "SGLang then does not ask for the key",
+    "--grpc-port": "SGLang does not ask for the key there",
+}
+"""Options that would open a server to others, and why a user cannot set them."""
+
 BUCKET_BYTES = 1 << 30
 PACKED_BUCKET_BYTES = 2 << 30
 """With MXFP4 experts. How long their sync takes goes by the number of requests: 11 for the whole 20B
@@ -120,6 +129,7 @@ class SglangConfig(EngineConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        self._check_access()
         self._check_packed_experts()
         self._check_sampling()
         self._check_window()
@@ -131,6 +141,14 @@ class SglangConfig(EngineConfig):
             )
         self._check_prefill_graphs()
         return self
+
+    def _check_access(self) -> None:
+        names = {argument.partition("=")[0] for argument in self.arguments}
+        for name in sorted(names & RESERVED_ARGUMENTS.keys()):
+            raise ValueError(
+                f"rollout.engine.arguments: {name} is not supported, because "
+                f"{RESERVED_ARGUMENTS[name]}. Leave it out"
+            )
 
     def _check_prefill_graphs(self) -> None:
         if not self.prefill_graph_tokens:
@@ -302,7 +320,7 @@ class SglangConfig(EngineConfig):
 
         # A wrapper that sets PYTHONPATH, instead of adding to it, would serve what is to be mended
         # without a word.
-        uses_plugin = self._mends and self.environment.get("SGLANG_PLUGINS") != "none"
+        uses_plugin = self.environment.get("SGLANG_PLUGINS") != "none"
         if uses_plugin and not self._can_import(python, PLUGIN_MODULE):
             raise EngineUnavailable(
                 f"rollout.engine.python: {python} does not take PYTHONPATH, with which servers get the plugin for "
@@ -341,18 +359,17 @@ class SglangConfig(EngineConfig):
             variables["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
         variables |= self.env
 
-        if mends := self._mends:
-            variables["GPTOSS_SGLANG_MENDS"] = ",".join(mends)
-            paths = [str(PLUGIN)]
-            if users_path := self.env.get("PYTHONPATH"):
-                paths.append(users_path)
-            variables["PYTHONPATH"] = os.pathsep.join(paths)
+        variables["GPTOSS_SGLANG_MENDS"] = ",".join(self._mends)
+        paths = [str(PLUGIN)]
+        if users_path := self.env.get("PYTHONPATH"):
+            paths.append(users_path)
+        variables["PYTHONPATH"] = os.pathsep.join(paths)
         return variables
 
     @property
     def _mends(self) -> list[str]:
         """What the plugin has to mend in a server (``plugin/gptoss_sglang.py``)."""
-        mends = []
+        mends = ["hidden_key", "bound_store"]
         if self.attention_backend == "triton":
             mends.append("triton_window")
         if self.colocated:

@@ -49,6 +49,7 @@ class SglangEngine:
         vocab_size: int,
         wait_seconds: float = 1800.0,
         abort_seconds: float = 5.0,
+        api_key: str | None = None,
     ) -> None:
         """Prepare for generation; nothing is connected yet.
 
@@ -58,6 +59,7 @@ class SglangEngine:
             vocab_size: token ids are below this.
             wait_seconds: longest that a request waits for a server that holds the policy.
             abort_seconds: longest that a turn lives on after it was aborted.
+            api_key: key of the servers, if they have one.
         """
         self.oldest_version = 0
         self._reader = AnswerReader(
@@ -68,6 +70,7 @@ class SglangEngine:
         )
         self._wait_seconds = wait_seconds
         self._abort_seconds = abort_seconds
+        self._api_key = api_key
 
         # What is known of the servers, and when (on the event loop's clock) they were asked.
         self._servers = servers
@@ -192,7 +195,9 @@ class SglangEngine:
         return version is not None and version >= self.oldest_version
 
     def _client(self, url: str) -> SglangClient:
-        return self._clients.setdefault(url, SglangClient(url))
+        if url not in self._clients:
+            self._clients[url] = SglangClient(url, api_key=self._api_key)
+        return self._clients[url]
 
     async def _stream(self, turn: Turn, server: ServerStatus) -> None:
         """Let ``server`` go on with the turn to its end.

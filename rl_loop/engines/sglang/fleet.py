@@ -10,6 +10,7 @@ take memory that the trainer needs. One that ended meanwhile comes back with the
 import asyncio
 import json
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -64,6 +65,8 @@ layer has its turn."""
 
 DISK_PATIENCE = 15
 """How many times longer than for a bucket a server may take to read all weights from a disk."""
+
+KEY_BYTES = 32
 
 ANSWER_SECONDS = 60.0
 """How long an actor may take to answer; its methods return at once."""
@@ -145,6 +148,8 @@ class SglangFleet:
         self._settings = settings
         self._model = context.model
         self._directory = context.directory
+        self.api_key = secrets.token_hex(KEY_BYTES)
+        """Key of all servers: without it a server answers nothing but health checks."""
         self.actors = self._create_actors(context)
 
         # What restarted servers are brought to; None while there is nothing that could be sent.
@@ -191,6 +196,7 @@ class SglangFleet:
                 start_seconds=settings.start_seconds,
                 health_seconds=settings.health_seconds,
                 memory_fault=partial(memory_fault, fraction=settings.memory_fraction),
+                api_key=self.api_key,
             )
             actors.append(actor)
         return actors
@@ -371,6 +377,7 @@ class SglangFleet:
                 seconds=seconds,
                 compare=compare,
                 packed=self._settings.packs_experts,
+                api_key=self.api_key,
             )
             for rank, its_urls in urls.items()
         }
@@ -487,12 +494,13 @@ class SglangFleet:
         seconds = self._settings.sync_seconds
         self._at_all(urls, lambda client: client.call(path, {"tags": tags}, seconds=seconds))
 
-    @staticmethod
-    def _at_all[T](urls: tuple[str, ...], call: Callable[[SglangClient], Awaitable[T]]) -> list[T]:
+    def _at_all[T](
+        self, urls: tuple[str, ...], call: Callable[[SglangClient], Awaitable[T]]
+    ) -> list[T]:
         """Make one call at every server, all at the same time."""
 
         async def call_one(url: str) -> T:
-            client = SglangClient(url)
+            client = SglangClient(url, api_key=self.api_key)
             try:
                 return await call(client)
             finally:

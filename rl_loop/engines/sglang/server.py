@@ -15,11 +15,12 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from rl_loop.cluster.placement import end_with_parent, free_address
@@ -90,6 +91,7 @@ class SglangServer:
         start_seconds: float = 1200,
         health_seconds: float = 30,
         memory_fault: Callable[[str], str | None] = lambda log: None,
+        api_key: str | None = None,
     ) -> None:
         """Prepare a server; the first call of ``status`` starts it.
 
@@ -101,8 +103,10 @@ class SglangServer:
             health_seconds: time between two health checks, and longest that one may take.
             memory_fault: (what a process printed) -> what to change, if it ended for want of GPU
                 memory.
+            api_key: key that the server asks its clients for; None asks for none.
         """
         self._command = command
+        self._api_key = api_key
         self._memory_fault = memory_fault
         self._log = log
         self._start_seconds = start_seconds
@@ -234,7 +238,7 @@ class SglangServer:
         # whoever knows servers by their URL sees that this is another one.
         host, port = free_address()
         url = f"http://{host}:{port}"
-        client = SglangClient(url)
+        client = SglangClient(url, api_key=self._api_key)
         self._syncing = False
         self._process = None
         self._status = ServerStatus(url, ServerState.STARTING, incarnation=time.time_ns())
@@ -244,8 +248,9 @@ class SglangServer:
             command = await asyncio.to_thread(self._command, host, port)
             if not self._may_start.is_set():
                 return Fault("held while it started")
-            self._process = self._start_process(command)
-            fault = await self._wait_until_healthy(client, self._process)
+            with self._key_options() as options:
+                self._process = self._start_process([*command, *options])
+                fault = await self._wait_until_healthy(client, self._process)
             if fault is not None:
                 return self._explain(fault)
             self._change(state=ServerState.STALE)
@@ -257,6 +262,20 @@ class SglangServer:
         finally:
             await client.close()
 
+    @contextmanager
+    def _key_options(self) -> Iterator[list[str]]:
+        """Yield the options that give a server its key, while a file holds the key.
+
+        The command line of a process is visible to every user of the machine."""
+        if self._api_key is None:
+            yield []
+            return
+        # Only this user can read it. A server reads it once, when it starts.
+        with NamedTemporaryFile("w", prefix="gptoss-", suffix=".yaml") as file:
+            file.write(f"api-key: {self._api_key}\n")
+            file.flush()
+            yield ["--config", file.name]
+
     def _explain(self, fault: str) -> Fault:
         """Say of a process that ended for want of memory what to change."""
         advice = self._memory_fault(self._printed())
@@ -266,7 +285,7 @@ class SglangServer:
 
     def _start_process(self, command: list[str]) -> subprocess.Popen[bytes]:
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("ab") as log:
+        with open(self._log, "ab", opener=_open_private) as log:
             self._log_start = log.tell()
             return subprocess.Popen(
                 command,
@@ -275,7 +294,7 @@ class SglangServer:
                 env=self._environment,
                 # A process group of its own, which _kill ends with all of SGLang's helpers.
                 start_new_session=True,
-                preexec_fn=end_with_parent,
+                preexec_fn=_prepare_process,
             )
 
     async def _wait_until_healthy(
@@ -336,3 +355,14 @@ class SglangServer:
                 return log.read().decode(errors="replace")
         except OSError:
             return ""
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _prepare_process() -> None:
+    """Called in a server's process between fork and exec."""
+    end_with_parent()
+    # SGLang's processes unpickle what comes through the Unix sockets that they make in /tmp.
+    os.umask(0o077)

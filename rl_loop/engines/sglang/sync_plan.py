@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +35,8 @@ class SyncPlan:
     """Whether to compare checksums of a sample afterwards."""
     packed: bool = False
     """Whether experts go as MXFP4 blocks and scales, to servers that hold them so."""
+    api_key: str | None = field(default=None, repr=False)
+    """Key of the servers; None if they have none."""
 
 
 class Servers:
@@ -42,7 +44,7 @@ class Servers:
 
     def __init__(self, plan: SyncPlan) -> None:
         self.plan = plan
-        self._clients = [SglangClient(url, plan.seconds) for url in plan.urls]
+        self._clients = [SglangClient(url, plan.seconds, api_key=plan.api_key) for url in plan.urls]
 
     async def call(self, path: str, body: dict[str, Any] | None) -> list[Any]:
         """POST ``body`` to each server, or GET without one; return their answers."""

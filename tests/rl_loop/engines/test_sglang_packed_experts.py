@@ -642,7 +642,8 @@ def test_a_run_with_quantization_may_have_servers_with_packed_experts(tmp_path: 
     engine = load_config(path, RlConfig, [*options, "quantization=mxfp4"]).rollout.engine
     assert isinstance(engine, SglangConfig)
     assert engine.environment["GPTOSS_SGLANG_MENDS"] == (
-        "mxfp4_experts,sound_assembler,quick_routing,quick_products,quick_few_tokens,quick_pause"
+        "hidden_key,bound_store"
+        ",mxfp4_experts,sound_assembler,quick_routing,quick_products,quick_few_tokens,quick_pause"
         ",quick_sampling,quick_window,fp32_logits"
     )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rl_loop.cluster.placement import free_port
 from rl_loop.engines.backend import EngineUnavailable
 from rl_loop.engines.sglang.config import PLUGIN, SglangConfig
 from tests.rl_loop.plugin_process import write_modules
@@ -98,6 +99,9 @@ async def pause():
 asyncio.run(pause())
 """
 
+MENDS = "GPTOSS_SGLANG_MENDS"
+ALWAYS = "hidden_key,bound_store"
+"""Mends of every server."""
 TRITON: dict[str, object] = {"attention_backend": "triton"}
 COLOCATED: dict[str, object] = {"colocated": True, "weight_sync": "cuda_ipc"}
 
@@ -112,7 +116,7 @@ def run(
         "sglang/srt/managers/tokenizer_manager.py": MANAGER,
     }
     write_modules(tmp_path, modules)
-    # What is not at stake here would look for more of SGLang.
+    # What is not at stake here would look for more of SGLang, or for torch.
     environment = SglangConfig(
         quick_sampling=False,
         quick_window=False,
@@ -120,6 +124,7 @@ def run(
         env={"PYTHONPATH": str(tmp_path)},
         **settings,
     ).environment
+    environment[MENDS] = environment[MENDS].removeprefix(f"{ALWAYS},")
     return subprocess.run(
         [sys.executable, "-S", "-c", code],
         env=os.environ | environment,
@@ -166,12 +171,15 @@ def test_a_server_of_another_version_pauses_as_it_does_and_serves(tmp_path: Path
 
 def test_servers_get_what_their_settings_need() -> None:
     def mends(**settings: object) -> str:
-        return SglangConfig(**settings).environment["GPTOSS_SGLANG_MENDS"]
+        return SglangConfig(**settings).environment[MENDS]
 
-    assert mends(attention_backend="fa3") == "quick_pause,quick_sampling,quick_window,fp32_logits"
-    assert mends(**TRITON) == "triton_window,quick_pause,quick_sampling,fp32_logits"
-    assert mends(**COLOCATED) == "sleeping_cache,quick_sampling,quick_window,fp32_logits"
-    assert mends(**COLOCATED, deterministic=True) == "sleeping_cache"
+    assert (
+        mends(attention_backend="fa3")
+        == f"{ALWAYS},quick_pause,quick_sampling,quick_window,fp32_logits"
+    )
+    assert mends(**TRITON) == f"{ALWAYS},triton_window,quick_pause,quick_sampling,fp32_logits"
+    assert mends(**COLOCATED) == f"{ALWAYS},sleeping_cache,quick_sampling,quick_window,fp32_logits"
+    assert mends(**COLOCATED, deterministic=True) == f"{ALWAYS},sleeping_cache"
     assert SglangConfig(**TRITON).environment["PYTHONPATH"] == str(PLUGIN)
 
 
@@ -193,7 +201,7 @@ def test_an_interpreter_that_hides_the_plugin_is_refused(tmp_path: Path) -> None
     wrap(str(packages))
     with pytest.raises(
         EngineUnavailable,
-        match="the plugin for triton_window, quick_pause, quick_sampling, fp32_logits: ",
+        match=r"the plugin for .*triton_window, quick_pause, quick_sampling, fp32_logits: ",
     ):
         SglangConfig(**settings).check_machine()
     SglangConfig(**settings, env={"SGLANG_PLUGINS": "none"}).check_machine()
@@ -233,3 +241,47 @@ def test_the_plugin_needs_nothing_that_a_servers_environment_does_not_have() -> 
     for name, source in modules.items():
         missing = imported_packages(source) - available - sys.stdlib_module_names
         assert not missing, f"{name} imports {', '.join(missing)}"
+
+
+KEY_AND_STORE = """
+import os, sys, torch.distributed as dist
+from importlib.metadata import entry_points
+(plugin,) = entry_points(group="sglang.srt.plugins")
+plugin.load()()
+from sglang.srt.server_args import ServerArgs
+print(ServerArgs("model", "secret-key", None))
+
+port = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+import psutil
+print([c.laddr.ip for c in psutil.Process().net_connections() if c.laddr.port == port and c.status == "LISTEN"])
+"""
+SERVER_ARGS = """
+import dataclasses
+@dataclasses.dataclass
+class ServerArgs:
+    model_path: str
+    api_key: str | None
+    admin_api_key: str | None
+"""
+
+
+def test_key_is_hidden_and_store_is_bound(tmp_path: Path) -> None:
+    """SGLang prints its arguments, and torch opens a store on every address of the machine."""
+    write_modules(
+        tmp_path,
+        {"sglang/version.py": '__version__ = "0.5.17"\n', "sglang/srt/server_args.py": SERVER_ARGS},
+    )
+    paths = os.pathsep.join([str(PLUGIN), str(tmp_path)])
+    done = subprocess.run(
+        [sys.executable, "-c", KEY_AND_STORE, str(free_port())],
+        env=os.environ | {"PYTHONPATH": paths, MENDS: ALWAYS},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
+    assert done.stdout.splitlines() == [
+        "ServerArgs(model_path='model', api_key='***', admin_api_key=None)",
+        "['127.0.0.1']",
+    ], done.stderr

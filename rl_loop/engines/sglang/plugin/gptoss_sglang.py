@@ -2,6 +2,9 @@
 
 ``GPTOSS_SGLANG_MENDS`` names what, with commas in between:
 
+* ``hidden_key``: the key of a server does not appear in its log, where SGLang prints all arguments.
+* ``bound_store``: the store in which a server's processes meet listens on the server's address.
+  torch would open it on every address of the machine, and it has no authentication.
 * ``triton_window``: ``triton`` attention decodes with all 128 keys of a window. SGLang gives
   backends the window without the query, 127. Prefill, and other backends, add the query; the
   buffer of keys from which ``triton`` decodes counts the query among the 127 (sglang pull request
@@ -30,8 +33,10 @@
 """
 
 import asyncio
+import importlib
 import logging
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -71,6 +76,41 @@ def register() -> None:
                 f"{name} is mended for SGLang {VERSION} and this is {__version__}: {mend.advice}, "
                 "or see whether it still needs mending, and if not, set SGLANG_PLUGINS=none"
             )
+
+
+def hide_key() -> None:
+    """Leave the keys out when SGLang prints a server's arguments."""
+    from sglang.srt.server_args import ServerArgs
+
+    original_repr = ServerArgs.__repr__
+
+    @wraps(original_repr)
+    def without_keys(self: Any) -> str:
+        text: str = original_repr(self)
+        for key in (self.api_key, self.admin_api_key):
+            if key:
+                text = text.replace(key, "***")
+        return text
+
+    ServerArgs.__repr__ = without_keys
+
+
+def bind_store() -> None:
+    """Let the stores of torch that ``tcp://`` addresses name listen on those addresses only."""
+    # The package has a function of the same name.
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+    original_store = rendezvous.TCPStore
+
+    def bound_store(
+        host_name: str, port: int, world_size: int | None = None, is_master: bool = False,
+        **options: Any,
+    ) -> Any:  # fmt: skip
+        if is_master:
+            listener = socket.create_server((host_name, port))
+            options["master_listen_fd"] = listener.detach()
+        return original_store(host_name, port, world_size, is_master, **options)
+
+    rendezvous.TCPStore = bound_store
 
 
 def decode_with_whole_window() -> None:
@@ -188,6 +228,8 @@ def keep_logits_in_fp32() -> None:
 
 
 MENDS = {
+    "hidden_key": Mend(hide_key),
+    "bound_store": Mend(bind_store),
     "triton_window": Mend(decode_with_whole_window, "use attention_backend fa3"),
     "sleeping_cache": Mend(free_cache_while_sleeping, "give servers GPUs of their own"),
     "mxfp4_experts": Mend(sync_mxfp4_experts, "leave rollout.engine.quantization out"),

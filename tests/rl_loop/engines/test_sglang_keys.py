@@ -1,0 +1,88 @@
+"""Servers of a run answer its clients only."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rl_loop.engines.sglang.client import RequestRejected, SglangClient
+from rl_loop.engines.sglang.config import SglangConfig
+from rl_loop.engines.sglang.server import ServerState, SglangServer
+from tests.waiting import PATIENCE_SECONDS
+
+ROOT = Path(__file__).parents[3]
+KEY = "0123456789abcdef" * 4
+PROTECTED = {
+    "/generate": {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}},
+    "/update_weights_from_disk": {"model_path": "/tmp"},
+    "/release_memory_occupation": {"tags": ["weights"]},
+    "/flush_cache": {},
+    "/server_info": None,
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "gpt_oss", "swiglu_limit": 7.0, "num_hidden_layers": 2}'
+    )
+    return tmp_path
+
+
+def test_server_answers_only_with_its_key(model: Path) -> None:
+    """A real process, which gets the key as SGLang would, and a client that lacks it."""
+
+    def command(host: str, port: int) -> list[str]:
+        words = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
+        return [*words, "--host", host, "--port", str(port)]
+
+    async def check() -> None:
+        paths = [ROOT / "tests/rl_loop/sglang_process", ROOT, ROOT / "kernels"]
+        environment = {"PYTHONPATH": ":".join(map(str, paths))}
+        server = SglangServer(command, environment, model / "server.log", api_key=KEY)
+        try:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while not (status := await server.status()).healthy:
+                    assert not status.fault, status.fault
+                    await asyncio.sleep(0.1)
+            assert status.state is ServerState.STALE
+
+            for key in (None, "", KEY[:-1]):
+                stranger = SglangClient(status.url, api_key=key)
+                for path, body in PROTECTED.items():
+                    with pytest.raises(RequestRejected, match="HTTP 401"):
+                        await stranger.call(path, body, seconds=PATIENCE_SECONDS)
+                await stranger.close()
+
+            friend = SglangClient(status.url, api_key=KEY)
+            await friend.call("/server_info", seconds=PATIENCE_SECONDS)
+            await friend.close()
+
+            # Neither the command line, which all users see, nor a file that stays, has the key.
+            (process,) = (
+                child
+                for child in psutil.Process().children()
+                if "sglang.launch_server" in child.cmdline()
+            )
+            words = process.cmdline()
+            assert KEY not in " ".join(words)
+            assert KEY not in str(process.environ())
+            assert not Path(words[words.index("--config") + 1]).exists()
+            assert KEY not in (model / "server.log").read_text()
+            assert (model / "server.log").stat().st_mode & 0o777 == 0o600
+        finally:
+            await server.stop()
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    "argument", ["--api-key", "--admin-api-key=x", "--config", "--tokenizer-worker-num=2"]
+)
+def test_arguments_cannot_open_a_server(argument: str) -> None:
+    with pytest.raises(ValueError, match=f"rollout.engine.arguments: {argument.split('=')[0]} "):
+        SglangConfig(arguments=[argument, "x"])
