@@ -1,5 +1,6 @@
 """What a cluster offers and how a run is started on it: the YAML files of ``configs/cluster``."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -17,6 +18,21 @@ Variable = Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Z0-9_]*$")]
 TimeLimit = Annotated[str, StringConstraints(pattern=r"^(\d+-)?\d{1,2}:\d{2}:\d{2}$")]
 SBATCH_FIELDS = ("account", "partition", "qos", "constraint", "exclude")
 """Fields of a cluster that are options of sbatch by the same name."""
+SCRIPT_LINES = (*SBATCH_FIELDS, "gpu_type", "memory_per_node")
+"""Fields that stand quoted in a line of the batch script."""
+SCRIPT_WORDS = ("shared_dir", "python")
+"""Fields that are words of a command of the batch script. nemo-run does not quote them."""
+CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
+NOT_OF_A_WORD = re.compile(r"[^\w./:@%+=,#~-]")
+
+
+def check_script_word(key: str, value: object) -> None:
+    """Raise ValueError if a shell would not read a value as one word."""
+    if found := NOT_OF_A_WORD.search(str(value)):
+        raise ValueError(
+            f"{key} ({str(value)!r}) has {found[0]!r}, which a shell would interpret in the batch "
+            "script. Use another path"
+        )
 
 
 class ContainerConfig(StrictModel):
@@ -83,7 +99,8 @@ class ClusterConfig(StrictModel):
     container: ContainerConfig | None = None
     """Null runs in ``python``'s own environment."""
     env: dict[Variable, str] = Field(default_factory=dict)
-    """Further environment variables on every node, in capitals, such as NCCL_SOCKET_IFNAME."""
+    """Further environment variables of all processes on every node, in capitals, such as
+    NCCL_SOCKET_IFNAME. Slurm and the container do not get them."""
     ray_port: int | None = Field(None, ge=1024, le=60_000)
     """First of 1,000 ports that Ray uses, for clusters with firewalls between nodes; null takes
     free ones."""
@@ -109,13 +126,30 @@ class ClusterConfig(StrictModel):
             raise ValueError(
                 f"shared_dir ({self.shared_dir}) must be an absolute path on the cluster",
             )
-        if self.login is not None and "@" not in self.login:
+        if self.login is not None and re.fullmatch(r"[\w.][\w.-]*@[\w.:-]+", self.login) is None:
             raise ValueError(f"login ({self.login}) must be user@host")
+        if self.kind == "slurm":
+            self._check_script_values()
         if self.kind == "local" and (self.nodes, self.rollout_nodes) != (1, 0):
             raise ValueError(
                 f"nodes ({self.nodes} + {self.rollout_nodes}): kind local is one machine",
             )
         return self
+
+    def _check_script_values(self) -> None:
+        """Raise ValueError if a value would be more than its place in the batch script."""
+        for key in SCRIPT_LINES:
+            if CONTROL_CHARACTER.search(getattr(self, key) or ""):
+                raise ValueError(
+                    f"{key} ({getattr(self, key)!r}) has a line break or another control "
+                    "character. It has to be one line of the batch script"
+                )
+        for key in SCRIPT_WORDS:
+            check_script_word(key, getattr(self, key))
+        if self.container is not None:
+            check_script_word("container.image", self.container.image)
+            for mount in self.container.mounts:
+                check_script_word("container.mounts", mount)
 
 
 def load_cluster(name: str, nodes: int | None = None) -> ClusterConfig:

@@ -14,7 +14,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from launch.cluster import load_cluster
+from launch.cluster import ClusterConfig, load_cluster
 from launch.head_node import HeadNode
 from launch.node_program import AttemptEnded, NodeProgram
 from launch.submit import job_settings
@@ -61,6 +61,17 @@ def run_node(config_file: str, cluster_file: str, command: str, group: int) -> i
     return WorkerNode(settings, cluster, index).main()
 
 
+def enter_environment(cluster: ClusterConfig) -> None:
+    """Start this program again with the variables of the cluster's file, if it lacks any.
+
+    Some are read when a program starts, such as LD_LIBRARY_PATH."""
+    if cluster.env.items() <= os.environ.items():
+        return
+    command = [sys.executable, "-m", "launch.node", *sys.argv[1:]]
+    os.execve(sys.executable, command, {**os.environ, **cluster.env})
+
+
 if __name__ == "__main__":
     config_file, cluster_file, command, group = sys.argv[1:]
+    enter_environment(load_cluster(cluster_file))
     sys.exit(run_node(config_file, cluster_file, command, int(group)))

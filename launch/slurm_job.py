@@ -9,9 +9,10 @@ from typing import Any
 import nemo_run
 from nemo_run.core.frontend.console.api import CONSOLE
 
-from launch.cluster import SBATCH_FIELDS, ClusterConfig
+from launch.cluster import SBATCH_FIELDS, ClusterConfig, check_script_word
 from launch.job_settings import JobSettings
 from launch.snapshot import node_arguments, write_snapshot
+from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import dump_config
 
 CODE = "/nemo_run/code"
@@ -34,6 +35,10 @@ class SlurmJob:
     """One submission of a run; ``stamp`` tells it from others of the same run."""
 
     def __init__(self, settings: JobSettings, cluster: ClusterConfig, stamp: str) -> None:
+        try:
+            check_script_word("the directory of the run", settings.directory)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         self.settings = settings
         self.cluster = cluster
         self.stamp = stamp
@@ -174,12 +179,12 @@ class SlurmJob:
 
     def _environment(self) -> dict[str, str]:
         """Return the variables of the job, quoted for the shell."""
-        # What the cluster's file sets comes last and may replace ours.
+        # Those of the cluster's file may be secrets. They are in the snapshot alone, and the nodes
+        # read them from there: the script prints every line into the job's log.
         environment = {
             "GPTOSS_RUN_DIR": str(self.settings.directory),
             "PYTHONPATH": f"{CODE}:{CODE}/kernels",
             "PYTHONUNBUFFERED": "1",
-            **self.cluster.env,
         }
         return {name: shlex.quote(value) for name, value in environment.items()}
 
