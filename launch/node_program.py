@@ -19,6 +19,7 @@ from launch.attempts import Attempt
 from launch.cluster import ClusterConfig
 from launch.job_settings import JobSettings
 from launch.node_checks import NodeCheck, check_node
+from launch.output import make_files_private
 from launch.placement import place
 from launch.ray_node import (
     HeadAddress,
@@ -32,7 +33,12 @@ from rl_loop.cluster.processes import kill_tree
 from rl_loop.cluster.ray_session import WITHOUT_METRICS, ray_environment
 from rl_loop.cluster.tokens import ray_token_environment
 from rl_loop.lifecycle.store_size import store_bytes
-from rl_loop.tracking.run_directory import RunDirectory, read_json, write_json
+from rl_loop.tracking.run_directory import (
+    RunDirectory,
+    make_run_directory,
+    read_json,
+    write_json,
+)
 
 POLL_SECONDS = 0.5
 RAY_STARTS = 3
@@ -87,6 +93,8 @@ class NodeProgram:
 
     def main(self) -> int:
         """Run the node until the attempt has ended; returns the exit status."""
+        make_files_private()
+        make_run_directory(self.run.path)
         self.attempt.nodes.mkdir(parents=True, exist_ok=True)
         for number in STOP_SIGNALS:
             signal.signal(number, self._request_stop)
@@ -95,7 +103,7 @@ class NodeProgram:
         # alone.
         console = os.dup(1)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        log = os.open(self.attempt.path / f"{self.name}.log", flags, 0o644)
+        log = os.open(self.attempt.path / f"{self.name}.log", flags, 0o600)
         os.dup2(log, 1)
         os.dup2(log, 2)
         try:

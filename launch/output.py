@@ -53,10 +53,15 @@ class ResilientOutput(io.FileIO):
         """Make the descriptor refer to the log, or to nothing if the log cannot be opened."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         try:
-            file = os.open(self._log, flags, 0o644)
+            file = os.open(self._log, flags, 0o600)
         except OSError:
             file = os.open(os.devnull, flags)
 
         # Under the same number, so that code which writes to descriptor 1 or 2 goes on as well.
         os.dup2(file, self.fileno(), inheritable=False)
         os.close(file)
+
+
+def make_files_private() -> None:
+    """Close what this process and its children create to other users: episodes, weights, settings."""
+    os.umask(0o077)

@@ -2,8 +2,12 @@
 packages where there is no checkout."""
 
 import io
+import logging
+import os
+import re
 import subprocess
 import tarfile
+from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,12 +21,79 @@ JOB_FOLDER = ".gptoss"
 """Folder of the snapshot that holds the configurations of the job and git.txt."""
 
 
-def write_snapshot(archive: Path, texts: dict[str, str]) -> Path:
-    """Pack the checkout, without what git ignores, or the installed packages into a tar.gz file and
-    return its path.
+SECRET_NAMES = (
+    ".env",
+    ".env.*",
+    "*.env",
+    ".envrc",
+    "*.pem",
+    "*.key",
+    "*.p12",
+    "*.pfx",
+    "*.jks",
+    "*.keystore",
+    "*.kdbx",
+    "*.gpg",
+    "*.asc",
+    "id_rsa*",
+    "id_dsa*",
+    "id_ecdsa*",
+    "id_ed25519*",
+    ".netrc",
+    "_netrc",
+    ".npmrc",
+    ".pypirc",
+    ".git-credentials",
+    ".pgpass",
+    ".htpasswd",
+    "*token",
+    "*token.txt",
+    "*tokens.txt",
+    "*secret*",
+    "*credential*",
+    "*password*",
+    "*api_key*",
+    "*apikey*",
+    "*api-key*",
+    "kubeconfig*",
+    "service?account*.json",
+)
+"""Names of files that hold keys, in small letters. A file of a folder with such a name counts, too."""
+SECRET_CONTENTS = re.compile(
+    rb"-----BEGIN [A-Z ]*PRIVATE KEY"
+    rb"|\bhf_[A-Za-z0-9]{30,}"
+    rb"|\bsk-[A-Za-z0-9_-]{20,}"
+    rb"|\bgh[pousr]_[A-Za-z0-9]{30,}"
+    rb"|\bgithub_pat_[A-Za-z0-9_]{30,}"
+    rb"|\bglpat-[A-Za-z0-9_-]{20,}"
+    rb"|\bxox[abprs]-[A-Za-z0-9-]{10,}"
+    rb"|\b(AKIA|ASIA)[A-Z0-9]{16}\b"
+    rb"|\bAIza[A-Za-z0-9_-]{35}"
+)
+"""Private keys, and tokens of Hugging Face, OpenAI, GitHub, GitLab, Slack, AWS and Google."""
+SEARCHED_BYTES = 1 << 20
+"""Bytes at the start of an untracked file that are searched for secrets."""
 
-    ``texts`` are further files in JOB_FOLDER, by name. git.txt there names the commit and holds
-    the difference to it, or the installed version. Raises ConfigError in a checkout without git."""
+logger = logging.getLogger(__name__)
+
+
+def write_snapshot(archive: Path, texts: dict[str, str]) -> Path:
+    """Pack the checkout, without what git ignores, or the installed packages into a tar.gz file.
+
+    git.txt in JOB_FOLDER names the commit and holds the difference to it, or the installed version.
+    Untracked files that look like keys are left out, and named in a warning. Only the user can
+    read the archive and its files.
+
+    Args:
+        archive: path of the file.
+        texts: further files in JOB_FOLDER, by name.
+
+    Returns:
+        ``archive``.
+
+    Raises:
+        ConfigError: in a checkout without git.
+    """
     # So that the job's code can be had again after the checkout has moved on.
     is_installed = (PROJECT / "gptoss_kernels").is_dir()
     if is_installed:
@@ -33,19 +104,58 @@ def write_snapshot(archive: Path, texts: dict[str, str]) -> Path:
         state = _git("rev-parse", "HEAD") + _git("status", "--short") + _git("diff", "HEAD")
 
     # Fast compression: the user waits for it, and the code is a few megabytes.
-    with tarfile.open(archive, "w:gz", compresslevel=1) as tar:
+    archive.unlink(missing_ok=True)
+    with (
+        open(archive, "xb", opener=_open_private) as output,
+        tarfile.open(fileobj=output, mode="w:gz", compresslevel=1) as tar,
+    ):
         for name, file in files.items():
-            tar.add(file, arcname=name)
+            tar.add(file, arcname=name, filter=_private)
         for name, text in {"git.txt": state, **texts}.items():
             _add_text(tar, f"{JOB_FOLDER}/{name}", text)
     return archive
 
 
 def _files_of_checkout() -> dict[str, Path]:
-    """Return what git knows or does not ignore, by its path in the checkout."""
-    listed = _git("ls-files", "--cached", "--others", "--exclude-standard", "-z").split("\0")
+    """Return what git knows or does not ignore, by its path in the checkout, but no keys."""
+    tracked = _listed("--cached")
+    untracked = _listed("--others", "--exclude-standard")
+    secrets = sorted(name for name, file in untracked.items() if _looks_secret(name, file))
+    for name in secrets:
+        logger.warning(
+            "%s: looks like a key and is left out of the job's code. Have git ignore it, or add it "
+            "to git if the job needs it",
+            name,
+        )
+    return tracked | {name: untracked[name] for name in untracked if name not in secrets}
+
+
+def _listed(*options: str) -> dict[str, Path]:
+    """Return files that ``git ls-files`` lists, by their path in the checkout."""
+    names = _git("ls-files", *options, "-z").split("\0")
     # A deleted file is still listed, and the list ends with an empty name.
-    return {name: PROJECT / name for name in listed if name and (PROJECT / name).is_file()}
+    return {name: PROJECT / name for name in names if name and (PROJECT / name).is_file()}
+
+
+def _looks_secret(name: str, file: Path) -> bool:
+    """Return True if an untracked file seems to hold a key, by its name or its contents."""
+    # Source code and its folders are often named after secrets.
+    parts = [part.lower() for part in Path(name).parts]
+    is_code = file.suffix in (".py", ".md", ".html", ".js", ".c", ".h")
+    if not is_code and any(fnmatch(part, kind) for part in parts for kind in SECRET_NAMES):
+        return True
+    with file.open("rb") as content:
+        return SECRET_CONTENTS.search(content.read(SEARCHED_BYTES)) is not None
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _private(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Take the rights of other users away from an entry of an archive."""
+    entry.mode &= 0o700
+    return entry
 
 
 def _files_of_installation() -> dict[str, Path]:
@@ -66,6 +176,7 @@ def _add_text(tar: tarfile.TarFile, name: str, text: str) -> None:
     content = text.encode()
     entry = tarfile.TarInfo(name)
     entry.size = len(content)
+    entry.mode = 0o600
     tar.addfile(entry, io.BytesIO(content))
 
 

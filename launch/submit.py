@@ -14,6 +14,7 @@ from launch.cluster import ClusterConfig
 from launch.gpus import configured_hardware, planned_hardware
 from launch.job_settings import JobSettings
 from launch.jobs import ACTIVE, Launch, known_launches, query, registry
+from launch.output import make_files_private
 from launch.placement import describe_placement, place
 from launch.preflight import check_before_queue
 from launch.snapshot import node_arguments, write_snapshot
@@ -24,7 +25,7 @@ from rl_loop.config.run import RlConfig, RunConfig
 from rl_loop.data.hub import is_of_hub
 from rl_loop.lifecycle.resume import changes_since
 from rl_loop.lifecycle.start_checks import check_what_a_run_needs, store_need
-from rl_loop.tracking.run_directory import RunDirectory
+from rl_loop.tracking.run_directory import RunDirectory, make_run_directory
 
 
 def resolve_paths[Config: RunConfig](config: Config, cluster: ClusterConfig) -> Config:
@@ -178,6 +179,7 @@ def start(config: RunConfig, cluster: ClusterConfig) -> Launch:
 
     Raises ConfigError."""
     _check_name_is_free(config.name)
+    make_files_private()
 
     # The cheapest checks come first; ``place`` raises ConfigError if the run does not fit.
     settings = job_settings(config)
@@ -190,6 +192,8 @@ def start(config: RunConfig, cluster: ClusterConfig) -> Launch:
     if cluster.kind == "local":
         check_what_a_run_needs(config, has_own_ray=True)
 
+    if cluster.login is None:
+        make_run_directory(config.directory)
     now = time.localtime()
     stamp = time.strftime("%Y%m%d-%H%M%S", now)
     if cluster.kind == "slurm":

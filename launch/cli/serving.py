@@ -1,6 +1,7 @@
 """The command that serves a checkpoint."""
 
 import logging
+import stat
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -32,9 +33,12 @@ def serve(
         ),
     ] = "127.0.0.1",
     port: Annotated[int, Option(help="Port to listen on; 0 for any that is free.")] = 8000,
-    api_key: Annotated[
-        list[str] | None,
-        Option(help="A key that clients may use, with conversations of its own; else one is made."),
+    api_key_file: Annotated[
+        Path | None,
+        Option(
+            help="File with a key per line that clients may use, each with conversations of its "
+            "own. Only its owner may read it. Without it one key is made and printed."
+        ),
     ] = None,
     name: Annotated[
         str | None,
@@ -59,6 +63,7 @@ def serve(
     from rl_loop.lifecycle.start_checks import check_what_a_server_needs
 
     check_what_a_server_needs(config, weights)
+    keys = read_keys(api_key_file) if api_key_file is not None else ()
 
     from rl_loop.gateway.serve import ServeOptions
     from rl_loop.run import run_server
@@ -67,13 +72,13 @@ def serve(
     options = ServeOptions(
         host=host,
         port=port,
-        api_keys=tuple(api_key or ()),
+        api_keys=keys,
         model=name,
         max_tokens=max_tokens,
         history=history,
     )
 
-    run_server(config, options, partial(_print_address, name), weights)
+    run_server(config, options, partial(_print_address, name, not keys), weights)
 
 
 def _say_which_weights(run: Path, source: Path | None) -> None:
@@ -95,7 +100,32 @@ def _say_which_weights(run: Path, source: Path | None) -> None:
         logger.warning(warning)
 
 
-def _print_address(name: str, base_url: str, keys: list[str]) -> None:
-    print(f"serving {name} at {base_url}; Ctrl-C stops")
-    for key in keys:
-        print(f"API key: {key}", flush=True)
+def read_keys(path: Path) -> tuple[str, ...]:
+    """Return the API keys of a file, one per line.
+
+    Raises:
+        ServeError: if the file cannot be read, has no key, or other users can read it.
+    """
+    from rl_loop.gateway.serve import ServeError
+
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ServeError(f"--api-key-file {path}: cannot be read ({error})") from None
+    if mode & 0o077:
+        raise ServeError(
+            f"--api-key-file {path}: other users can read it (mode {mode:04o}). Run chmod 600 {path}"
+        )
+    keys = tuple(line.strip() for line in lines if line.strip())
+    if not keys:
+        raise ServeError(f"--api-key-file {path}: has no key. Write one key per line")
+    return keys
+
+
+def _print_address(name: str, is_new: bool, base_url: str, keys: list[str]) -> None:
+    """Print where clients connect, and keys that were made for this server."""
+    print(f"serving {name} at {base_url}; Ctrl-C stops", flush=True)
+    if is_new:
+        for key in keys:
+            print(f"API key: {key}", flush=True)

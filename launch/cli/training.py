@@ -31,12 +31,13 @@ def train(
 
     ``run`` does what the command says; ``start_options`` are its resume, resume_or_new and
     overwrite."""
-    from launch.output import outlive_output
+    from launch.output import make_files_private, outlive_output
     from launch.progress import TrainingProgress
     from rl_loop.config.load import load_run_config
     from rl_loop.run import Interrupted
 
     config = load_run_config(path, command, overrides)
+    make_files_private()
     outlive_output(config.directory / "output.log")  # a run outlives its terminal
 
     try:

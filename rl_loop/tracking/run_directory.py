@@ -220,9 +220,13 @@ def start_run(path: Path | str, config_yaml: str, how: Start = Start.NEW) -> Run
 
 
 def make_run_directory(path: Path) -> None:
-    """Make the directory if it is missing. Raises RunDirectoryError."""
+    """Make the directory of a run if it is missing, closed to other users.
+
+    Raises:
+        RunDirectoryError: if it cannot be made.
+    """
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise RunDirectoryError(
             f"cannot create the run directory {path}: {error.strerror}"
