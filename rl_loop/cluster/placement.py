@@ -38,6 +38,17 @@ def placement_options(role: str, index: int) -> dict[str, Any]:
     return {"resources": {f"{role}_{index}": 1}}
 
 
+def ranks_are_here(world_size: int) -> bool:
+    """Return True if all trainer ranks run on the machine of this process."""
+    if not has_placement():
+        return True
+    import ray
+
+    places = {f"{TRAINER_RANK}_{rank}" for rank in range(world_size)}
+    nodes = {node["NodeID"] for node in ray.nodes() if places & node["Resources"].keys()}
+    return nodes == {ray.get_runtime_context().get_node_id()}
+
+
 class PlaceLost(UserError):
     """The node on which an actor was planned has died."""
 

@@ -19,6 +19,7 @@ from rl_loop.cluster.placement import (
     master_address,
     outlive_sigterm,
     placement_options,
+    ranks_are_here,
 )
 from rl_loop.cluster.ray_session import local_directory
 from rl_loop.logs import with_logging
@@ -78,7 +79,9 @@ class RayRanks:
 
         actor_class = ray.remote(with_logging(TrainerProcess))
         master, port = master_address()
-        store_file = None if has_placement() else local_directory() / f"ranks-{uuid.uuid4().hex}"
+        store_file = None
+        if ranks_are_here(world):
+            store_file = local_directory() / f"ranks-{uuid.uuid4().hex}"
         threads = max(1, cores // world)
         self.actors: list[Any] = []
         for rank in range(world):

@@ -170,6 +170,16 @@ def ray_actors(kind: str, run: RunDirectory, node: str | None = None) -> list[ps
     return found
 
 
+def processes_of(run: RunDirectory) -> list[psutil.Process]:
+    """Processes of the job of ``run`` on all nodes."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess):
+            if process.environ().get("GPTOSS_RUN_DIR") == str(run.path):
+                found.append(process)
+    return found
+
+
 def steps_done(run: RunDirectory) -> int:
     return (
         len([record for record in read_json_lines(run.metrics) if "reward" in record])

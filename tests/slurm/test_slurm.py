@@ -7,8 +7,10 @@ import json
 import re
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from launch.cluster import load_cluster
@@ -18,7 +20,8 @@ from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.tracking.run_directory import RunDirectory, read_json, read_json_lines
-from tests.slurm.conftest import ROOT, SMALL, Lab, ray_actors, steps_done
+from tests.open_doors import doors, findings
+from tests.slurm.conftest import ROOT, SMALL, Lab, processes_of, ray_actors, steps_done
 
 pytestmark = pytest.mark.slurm
 STEPS = "training.steps=6"
@@ -122,6 +125,55 @@ def test_preemption_and_the_time_limit_leave_the_curve_as_it_would_have_been(
     lab.until(lambda: len(lab.outcomes(run)) == 3, "the last attempt to finish", run=run)
     assert lab.outcomes(run)[-1]["result"] == "finished"
     assert curve(run) == [pytest.approx(step, rel=1e-5, abs=1e-7) for step in curve(uninterrupted)]
+
+
+@pytest.mark.parametrize("dashboard", [False, True])
+def test_launched_job_has_no_open_door(lab: Lab, dashboard: bool, tmp_path: Path) -> None:
+    """Two nodes train while another user, and another machine, try all they listen on."""
+    name = f"doors-{dashboard}".lower()
+    secret = "kept-from-everybody"
+    run = lab.launch(
+        name,
+        "training.steps=5000",
+        nodes=2,
+        dashboard=dashboard,
+        env={"OMP_NUM_THREADS": "1", "A_SECRET": secret},
+    )
+    lab.until(lambda: steps_done(run) >= 1, "the first step", run=run)
+    processes = processes_of(run)
+    found = doors(processes)
+    (attempt,) = (run.path / "attempts").iterdir()
+    token_file = attempt / "ray_token"
+    token = token_file.read_text()
+
+    # docs/security.md says of these that they are open on clusters.
+    expected = "the store of a process group is open"
+    open_doors = [
+        success
+        for success in findings(found, tmp_path / "loot")
+        if not (expected in success and "ray::Train" in success)
+    ]
+    if dashboard:
+        # Numbers, the page that asks for the token, and Ray's version.
+        public = ("GET /metrics is answered", "GET / is answered", "GET /api/version is answered")
+        open_doors = [success for success in open_doors if not success.endswith(public)]
+    assert open_doors == []
+
+    assert token_file.stat().st_mode & 0o777 == 0o600
+    assert run.path.stat().st_mode & 0o777 == 0o700
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            assert token not in " ".join(process.cmdline())
+            assert token not in str(process.environ())
+    for file in run.path.rglob("*"):
+        if file.is_file() and file != token_file:
+            content = file.read_bytes()
+            assert token.encode() not in content, file
+            # The snapshot brings the variables to the nodes; no script and no log has them.
+            assert secret.encode() not in content or file.name == "cluster.yaml", file
+
+    lab.gptoss("launch", "cancel", name)
+    lab.until(lambda: lab.state(name) == "", "the end of the job")
 
 
 def test_a_killed_rank_of_a_heterogeneous_job_is_the_first_error_within_a_minute(lab: Lab) -> None:
