@@ -1,7 +1,7 @@
 """Stores in which the processes of a group find each other.
 
-torch's stores have no authentication. Whoever reaches one can take the place of a process, and
-collective calls on Python objects unpickle what the others send."""
+torch's stores have no authentication. A program that reaches one can take the place of a process.
+Collective calls on Python objects unpickle the messages of the other processes."""
 
 import socket
 from datetime import timedelta

@@ -24,12 +24,12 @@ from typing import Any
 
 import psutil
 
-STRANGER = 65_534
+ATTACKER = 65_534
 """User id of nobody."""
 SECONDS = 3.0
 """Time limit of one try."""
 PEER = "10.231.{}.{}"
-"""Addresses of the machine and of the stranger in the network namespace."""
+"""Addresses of the machine and of the attacker in the network namespace."""
 
 PATHS = (
     # Ray: dashboard, its agents, metrics
@@ -154,7 +154,7 @@ def _socket_inodes(pid: int) -> set[int]:
 
 
 def missing_parts() -> str | None:
-    """Return why strangers cannot be tried on this machine, or None."""
+    """Return why attackers cannot be tried on this machine, or None."""
     if os.getuid() != 0:
         return "another user and a network namespace need root"
     if shutil.which("ip") is None:
@@ -167,11 +167,11 @@ def missing_parts() -> str | None:
 
 
 def findings(found: list[Door], loot: Path) -> list[str]:
-    """Return what strangers can do through the doors, one sentence each.
+    """Return the successes of attackers, one sentence each.
 
     Args:
         found: doors of a run.
-        loot: directory in which everybody may write. A program that a stranger makes a run execute
+        loot: directory in which everybody may write. A program that an attacker makes a run execute
             leaves a file there.
     """
     loot.mkdir(mode=0o777, parents=True)
@@ -181,7 +181,7 @@ def findings(found: list[Door], loot: Path) -> list[str]:
     results = _run([*command, "user"], described)
     with _network_namespace() as (inside, machine):
         results += _run([*inside, *command, machine], described)
-    results += [f"a program of a stranger ran: {path.name}" for path in loot.iterdir()]
+    results += [f"a program of an attacker ran: {path.name}" for path in loot.iterdir()]
     return sorted(set(results))
 
 
@@ -211,14 +211,14 @@ def _network_namespace() -> Iterator[tuple[list[str], str]]:
     Yields the command that runs a program in it, and the machine's address."""
     number = os.getpid() % 250 + 2
     name, outer, inner = (f"{part}{number}" for part in ("gptoss", "gpto", "gpti"))
-    machine, stranger = (PEER.format(number, host) for host in (1, 2))
+    machine, attacker = (PEER.format(number, host) for host in (1, 2))
     inside = ["ip", "netns", "exec", name]
     commands = [
         ["ip", "netns", "add", name],
         ["ip", "link", "add", outer, "type", "veth", "peer", "name", inner, "netns", name],
         ["ip", "addr", "add", f"{machine}/30", "dev", outer],
         ["ip", "link", "set", outer, "up"],
-        [*inside, "ip", "addr", "add", f"{stranger}/30", "dev", inner],
+        [*inside, "ip", "addr", "add", f"{attacker}/30", "dev", inner],
         [*inside, "ip", "link", "set", inner, "up"],
     ]
     try:
@@ -230,12 +230,12 @@ def _network_namespace() -> Iterator[tuple[list[str], str]]:
         subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-# -- the stranger ---------------------------------------------------------------------------------
+# -- the attacker ---------------------------------------------------------------------------------
 
 
 def main() -> None:
     """Try every door of the list on standard input, and print what succeeded."""
-    # Everything is imported before the rights are gone: the interpreter may lie where a stranger
+    # Everything is imported before the rights are gone: the interpreter may lie where an attacker
     # cannot read.
     import grpc
 
@@ -245,8 +245,8 @@ def main() -> None:
 
     loot, place = Path(sys.argv[1]), sys.argv[2]
     os.setgroups([])
-    os.setresgid(STRANGER, STRANGER, STRANGER)
-    os.setresuid(STRANGER, STRANGER, STRANGER)
+    os.setresgid(ATTACKER, ATTACKER, ATTACKER)
+    os.setresuid(ATTACKER, ATTACKER, ATTACKER)
 
     found = [Door(**fields) for fields in json.load(sys.stdin)]
     # Most of the time is waiting for doors that stay silent.
@@ -257,13 +257,13 @@ def main() -> None:
 
 
 def _try_door(door: Door, place: str, loot: Path, grpc: Any) -> list[str]:
-    """Return what a stranger can do through a door.
+    """Return the successes of an attacker at a door.
 
     Args:
         door: the door.
         place: "user" for another user of the machine; else the address of the machine as seen from
             the network.
-        loot: directory in which programs of the stranger leave a file.
+        loot: directory in which programs of the attacker leave a file.
         grpc: the module.
     """
     is_user = place == "user"

@@ -21,7 +21,7 @@ from rl_loop.cluster.placement import free_port
 from rl_loop.cluster.tokens import NotPrivate, private_directory, write_token
 from rl_loop.tracking.run_directory import RunDirectory, read_json_lines
 from tests.open_doors import (
-    STRANGER,
+    ATTACKER,
     doors,
     findings,
     missing_parts,
@@ -56,8 +56,8 @@ COMMANDS = {
     "sft": ("sft", "configs/sft/tiny_retool.yaml", *SMALL, "training.steps=5000"),
 }
 
-needs_strangers = pytest.mark.skipif(
-    missing_parts() is not None, reason=f"no strangers here: {missing_parts()}"
+needs_attackers = pytest.mark.skipif(
+    missing_parts() is not None, reason=f"attackers cannot be tried here: {missing_parts()}"
 )
 
 
@@ -102,10 +102,10 @@ def steps(run: RunDirectory) -> int:
     return len(read_json_lines(run.metrics)) if run.metrics.exists() else 0
 
 
-@needs_strangers
+@needs_attackers
 @pytest.mark.parametrize("command", COMMANDS)
 def test_training_has_no_open_door(command: str, short_directory: Path) -> None:
-    """The command trains with Ray, ranks and rollout workers while strangers try all it listens on."""
+    """The command trains with Ray, ranks and rollout workers while attackers try all it listens on."""
     folder = short_directory
     run = RunDirectory(folder / "run")
     with running(COMMANDS[command], folder, "run") as process:
@@ -140,7 +140,7 @@ def places_of(
     return places
 
 
-@needs_strangers
+@needs_attackers
 def test_viewer_shows_nothing_without_its_token(tmp_path: Path) -> None:
     """A terminal on a machine that others use, too: loopback alone is no protection."""
     run = tmp_path / "runs" / "one"
@@ -169,7 +169,7 @@ def test_viewer_shows_nothing_without_its_token(tmp_path: Path) -> None:
         process.wait()
 
 
-@needs_strangers
+@needs_attackers
 def test_findings_name_open_doors(tmp_path: Path) -> None:
     """Doors that are open on purpose: a page, a store, a Unix socket, a port on every address."""
     program = f"""
@@ -250,7 +250,7 @@ def test_private_directory_closes_an_open_one(tmp_path: Path) -> None:
 def test_private_directory_refuses_another_owner(tmp_path: Path) -> None:
     directory = tmp_path / "squatted"
     directory.mkdir()
-    os.chown(directory, STRANGER, STRANGER)
+    os.chown(directory, ATTACKER, ATTACKER)
     with pytest.raises(NotPrivate, match="is not a directory of this user"):
         private_directory(directory)
     (tmp_path / "link").symlink_to(tmp_path)

@@ -24,7 +24,7 @@ def private_directory(path: Path) -> Path:
         NotPrivate: if another user owns ``path``, or it is a link or a file.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # Another user may have made it first in a directory such as /tmp, to read what is put there.
+    # Another user may have made it first in a directory such as /tmp, to read the files in it.
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise NotPrivate(

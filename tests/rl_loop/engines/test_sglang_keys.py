@@ -52,11 +52,11 @@ def test_server_answers_only_with_its_key(model: Path) -> None:
             assert status.state is ServerState.STALE
 
             for key in (None, "", KEY[:-1]):
-                stranger = SglangClient(status.url, api_key=key)
+                attacker = SglangClient(status.url, api_key=key)
                 for path, body in PROTECTED.items():
                     with pytest.raises(RequestRejected, match="HTTP 401"):
-                        await stranger.call(path, body, seconds=PATIENCE_SECONDS)
-                await stranger.close()
+                        await attacker.call(path, body, seconds=PATIENCE_SECONDS)
+                await attacker.close()
 
             friend = SglangClient(status.url, api_key=KEY)
             await friend.call("/server_info", seconds=PATIENCE_SECONDS)
