@@ -56,9 +56,14 @@ COMMANDS = {
     "sft": ("sft", "configs/sft/tiny_retool.yaml", *SMALL, "training.steps=5000"),
 }
 
-needs_attackers = pytest.mark.skipif(
-    missing_parts() is not None, reason=f"attackers cannot be tried here: {missing_parts()}"
-)
+needs_attackers = pytest.mark.usefixtures("attackers")
+
+
+@pytest.fixture(scope="module")
+def attackers() -> None:
+    """Skip where neither another user nor a network namespace can be had."""
+    if reason := missing_parts():
+        pytest.skip(f"attackers cannot be tried here: {reason}")
 
 
 @pytest.fixture
