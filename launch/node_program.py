@@ -30,7 +30,7 @@ from launch.ray_node import (
 )
 from rl_loop.cluster.placement import end_with_parent
 from rl_loop.cluster.processes import kill_tree
-from rl_loop.cluster.ray_session import WITHOUT_METRICS, ray_environment
+from rl_loop.cluster.ray_session import WITHOUT_METRICS, loopback_environment, ray_environment
 from rl_loop.cluster.tokens import ray_token_environment
 from rl_loop.lifecycle.store_size import store_bytes
 from rl_loop.tracking.run_directory import (
@@ -77,6 +77,8 @@ class NodeProgram:
         attempt = os.environ["GPTOSS_ATTEMPT"]
         self.run = RunDirectory(settings.directory)
         self.attempt = Attempt(self.run.path / "attempts" / attempt)
+        if cluster.kind == "local":
+            os.environ.update(loopback_environment())
         # Ray would take the user's own token from the environment instead of the attempt's.
         os.environ.pop("RAY_AUTH_TOKEN", None)
         # Closed to other users. Short, because Ray's Unix sockets lie below it.

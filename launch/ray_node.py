@@ -11,6 +11,7 @@ from typing import Self
 
 from launch.cluster import ClusterConfig
 from rl_loop.cluster.placement import free_port
+from rl_loop.cluster.ray_session import LOOPBACK
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class HeadAddress:
                 return free_port()
             return cluster.ray_port + distance
 
-        host = node_address()
+        host = ray_address(cluster)
         dashboard_port = port_at(3)
         dashboard = "is switched off"
         if cluster.dashboard:
@@ -83,7 +84,7 @@ LAST_WORKER_PORT = 999
 def ray_start_command(node: RayNode, head: HeadAddress) -> list[str]:
     """Return the ``ray start`` command of a node."""
     cluster = node.cluster
-    address = node_address()
+    address = ray_address(cluster)
     command = [
         sys.executable,
         "-m",
@@ -125,6 +126,11 @@ def _port_options(base: int | None) -> list[str]:
         f"--min-worker-port={base + FIRST_WORKER_PORT}",
         f"--max-worker-port={base + LAST_WORKER_PORT}",
     ]
+
+
+def ray_address(cluster: ClusterConfig) -> str:
+    """Return the address that Ray has on this node: loopback if no other node has to reach it."""
+    return LOOPBACK if cluster.kind == "local" else node_address()
 
 
 def node_address() -> str:

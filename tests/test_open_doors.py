@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -126,6 +127,45 @@ def test_training_has_no_open_door(command: str, short_directory: Path) -> None:
         (token,) = (folder / f"gptoss-{os.getuid()}").glob("token-*")
         assert token.stat().st_mode & 0o777 == 0o600
         assert places_of(token.read_text(), tree, [folder], beside=token) == []
+
+
+@needs_attackers
+def test_local_launch_has_no_open_door(short_directory: Path) -> None:
+    """``gptoss launch`` on this machine: its Ray is that of a cluster's node."""
+    folder = short_directory
+    run = RunDirectory(folder / "run")
+    cluster = folder / "cluster.yaml"
+    cluster.write_text("kind: local\nmin_free_disk: 0\n")
+    started = subprocess.run(
+        [
+            *(sys.executable, "-m", "launch", "launch", *RL[1:], "name=run"),
+            *(f"output_dir={folder}", "--cluster", str(cluster)),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "XDG_STATE_HOME": str(folder / "state")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert started.returncode == 0, started.stderr
+    pid = int(re.search(r"process (\d+) in", started.stdout)[1])  # type: ignore[index]
+    try:
+        deadline = time.monotonic() + 400
+        while steps(run) < 2:
+            assert psutil.pid_exists(pid), started.stdout
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        tree = process_tree(pid)
+        found = doors(tree)
+        assert [door for door in found if door.kind != "unix" and not door.is_loopback] == []
+        assert findings(found, folder / "loot") == []
+        (token,) = folder.glob("run/attempts/*/ray_token")
+        assert token.stat().st_mode & 0o777 == 0o600
+        assert places_of(token.read_text(), tree, [folder], beside=token) == []
+    finally:
+        for child in reversed(process_tree(pid)):
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
 
 
 def places_of(

@@ -22,14 +22,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 from megatron_gptoss.user_error import UserError
-from rl_loop.cluster.placement import free_port
+from rl_loop.cluster.placement import free_port, has_placement
 from rl_loop.cluster.processes import kill_tree
 from rl_loop.cluster.tokens import private_directory, require_ray_token, write_token
 
@@ -84,6 +84,9 @@ starts and waits for with ``include_dashboard=False`` too, would only report usa
 
 LOOPBACK = "127.0.0.1"
 
+MAX_SOCKET_PATH = 107
+SOCKET_PATH_CHARACTERS = len("/ray/session_2026-11-27_20-21-36_680220_4194304/sockets/plasma_store")
+
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Network interface of process groups. By default both libraries choose one that other machines
 reach."""
@@ -114,7 +117,10 @@ def ray_session(object_store_bytes: int = DEFAULT_STORE_BYTES) -> Iterator[None]
 
     if "RAY_ADDRESS" in os.environ:
         os.environ.update(ray_environment())
-        ray.init(log_to_driver=False, logging_level=logging.ERROR)
+        # Only Rays that ``gptoss launch`` starts on one machine listen on loopback.
+        is_local = has_placement() and os.environ["RAY_ADDRESS"].startswith(f"{LOOPBACK}:")
+        with _on_loopback() if is_local else nullcontext():
+            ray.init(log_to_driver=False, logging_level=logging.ERROR)
         processes = None
     else:
         start_local_ray(object_store_bytes=object_store_bytes)
@@ -223,11 +229,15 @@ def local_environment() -> dict[str, str]:
     """The environment of a Ray on this machine, which others may use at the same time: a laptop's
     processors."""
     environment = ray_environment() | WITHOUT_METRICS
-    for name in INTERFACE_VARIABLES:
-        environment[name] = os.environ.get(name, "lo")
+    environment |= loopback_environment()
     if "OMP_WAIT_POLICY" not in os.environ:
         environment["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", OPENMP_SPIN_COUNT)
     return environment
+
+
+def loopback_environment() -> dict[str, str]:
+    """Return the variables that keep process groups on loopback, unless the user has set others."""
+    return {name: os.environ.get(name, "lo") for name in INTERFACE_VARIABLES}
 
 
 def start_local_ray(
@@ -267,9 +277,12 @@ def start_local_ray(
 
 def local_directory() -> Path:
     """Return the directory of this user's local Rays: sockets, logs, spilled objects, tokens."""
-    # The name is short because Unix sockets lie below it.
-    root = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
-    return private_directory(Path(root).absolute() / f"gptoss-{os.getuid()}")
+    root = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp").absolute()
+    name = f"gptoss-{os.getuid()}"
+    # Unix sockets lie below it, whose paths cannot be longer.
+    if len(str(root / name)) + SOCKET_PATH_CHARACTERS > MAX_SOCKET_PATH:
+        root = Path("/tmp")
+    return private_directory(root / name)
 
 
 def _new_token(directory: Path) -> Path:
@@ -429,8 +442,13 @@ def main() -> None:
 
     internals: Any = scripts
     internals.get_ray_client_dependency_error = lambda: ImportError("the client is switched off")
-    silent = _with_silent_agent() if _is_without_metrics() else nullcontext()
-    with patient_start(), silent:
+    is_local = f"--node-ip-address={LOOPBACK}" in sys.argv
+    with ExitStack() as stack:
+        stack.enter_context(patient_start())
+        if _is_without_metrics():
+            stack.enter_context(_with_silent_agent())
+        if is_local:
+            stack.enter_context(_on_loopback())
         internals.main()
 
 
