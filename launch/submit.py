@@ -136,6 +136,10 @@ def describe_launch(config: RunConfig, cluster: ClusterConfig) -> str:
         hardware = replace(hardware, gpus_per_node=cluster.gpus_per_node)
         sections["memory plan"] = memory_plan(config.memory_inputs, hardware)
 
+    if cluster.env:
+        # Values may be secrets.
+        sections["variables"] = "\n".join(f"{name}=***" for name in cluster.env)
+
     if cluster.kind == "slurm":
         from launch.slurm_job import SlurmJob  # imports nemo-run
 

@@ -111,6 +111,7 @@ def test_dry_run_and_script_hide_variables(tmp_path: Path) -> None:
     done = dry_run(tmp_path)
     assert "#SBATCH" in done.stdout, done.stderr
     assert SECRET not in done.stdout + done.stderr
+    assert "WANDB_API_KEY=***" in done.stdout
 
 
 def test_node_program_starts_again_with_variables(tmp_path: Path) -> None:
