@@ -79,9 +79,9 @@ class RayRanks:
 
         actor_class = ray.remote(with_logging(TrainerProcess))
         master, port = master_address()
-        store_file = None
+        self._store_file = None
         if ranks_are_here(world):
-            store_file = local_directory() / f"ranks-{uuid.uuid4().hex}"
+            self._store_file = local_directory() / f"ranks-{uuid.uuid4().hex}"
         threads = max(1, cores // world)
         self.actors: list[Any] = []
         for rank in range(world):
@@ -90,7 +90,9 @@ class RayRanks:
                 num_gpus=1 if has_gpus else 0,
                 **placement_options(TRAINER_RANK, rank),
             )
-            self.actors.append(actor.remote(settings, rank, master, port, threads, store_file))
+            self.actors.append(
+                actor.remote(settings, rank, master, port, threads, self._store_file)
+            )
 
         self._processes = ["a node not yet known"] * world
         self._asking = Lock()
@@ -147,6 +149,8 @@ class RayRanks:
     def close(self) -> None:
         for actor in self.actors:
             ray.kill(actor)
+        if self._store_file is not None:
+            self._store_file.unlink(missing_ok=True)
 
     def _join(self, calls: list[Any]) -> list[Any]:
         """Return all results, or raise the error of the rank that failed first.
