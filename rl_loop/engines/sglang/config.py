@@ -76,7 +76,8 @@ class SglangConfig(EngineConfig):
     """Environment variables of the servers, besides those of this process (PYTHONPATH is not
     passed on)."""
     arguments: list[str] = Field(default_factory=list)
-    """Further arguments of ``sglang.launch_server``; of an option given twice the last counts."""
+    """Further arguments of ``sglang.launch_server``; of an option given twice the last counts.
+    Options that would open a server to others are refused, such as ``--api-key``."""
     attention_backend: Literal["fa3", "triton", "fa4", "trtllm_mha", "intel_amx"] = "fa3"
     """Those that compute attention sinks: fa3 for Hopper, trtllm_mha for Blackwell, triton
     anywhere, with a plugin that mends its window."""
