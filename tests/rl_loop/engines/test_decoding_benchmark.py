@@ -192,7 +192,8 @@ def test_every_way_but_bf16_packs_experts_and_mends_can_be_withheld(
         packs = name not in decoding.BF16_WAYS
         way = decoding.prepare(name, variation, 0, options, config, tmp_path, packed=packs)
         packs_experts[name] = way.packed
-        mends[name] = way.server._environment[servers.MENDS]
+        # Every server has the first two, which protect its key and its store.
+        mends[name] = way.server._environment[servers.MENDS].removeprefix("hidden_key,bound_store,")
 
     assert packs_experts == {
         "bf16": False,
@@ -213,23 +214,23 @@ def test_every_way_but_bf16_packs_experts_and_mends_can_be_withheld(
     packed = (
         "mxfp4_experts,sound_assembler,quick_routing,quick_products,quick_few_tokens,quick_pause"
     )
-    rounded = ",quick_sampling,quick_window"
-    both = f"{rounded},fp32_logits"
+    kernels = ",quick_sampling,quick_window"
+    defaults = f"{kernels},fp32_logits"
     assert mends == {
-        "bf16": f"quick_pause{both}",
-        "mxfp4": packed + both,
-        "mxfp4_slow_routing": packed.replace("quick_routing,", "") + both,
-        "mxfp4_slow_products": packed.replace("quick_products,", "") + both,
-        "mxfp4_slow_few_tokens": packed.replace("quick_few_tokens,", "") + both,
+        "bf16": f"quick_pause{defaults}",
+        "mxfp4": packed + defaults,
+        "mxfp4_slow_routing": packed.replace("quick_routing,", "") + defaults,
+        "mxfp4_slow_products": packed.replace("quick_products,", "") + defaults,
+        "mxfp4_slow_few_tokens": packed.replace("quick_few_tokens,", "") + defaults,
         "bf16_slow_sampling": "quick_pause,quick_window,fp32_logits",
         "mxfp4_slow_sampling": f"{packed},quick_window,fp32_logits",
         "bf16_slow_window": "quick_pause,quick_sampling,fp32_logits",
         "mxfp4_slow_window": f"{packed},quick_sampling,fp32_logits",
         "bf16_slow": "quick_pause,fp32_logits",
         "mxfp4_slow": f"{packed},fp32_logits",
-        "bf16_rounded_logits": f"quick_pause{rounded}",
-        "mxfp4_rounded_logits": packed + rounded,
-        "mxfp4_sglang_fp32_logits": packed + rounded,
+        "bf16_rounded_logits": f"quick_pause{kernels}",
+        "mxfp4_rounded_logits": packed + kernels,
+        "mxfp4_sglang_fp32_logits": packed + kernels,
     }
 
 
