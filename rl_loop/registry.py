@@ -7,6 +7,10 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+TAG = "type="
+"""Prefix of the tags of unions that are chosen by a ``type``. pydantic puts tags into the location of
+errors; messages to users leave them out."""
+
 
 @dataclass(frozen=True)
 class Registry[T]:

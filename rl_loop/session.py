@@ -406,7 +406,7 @@ def training_of(config: RunConfig) -> "Training":
     algorithm = ""
     if isinstance(config, RlConfig):
         algorithm = (
-            f"Advantages: {config.algorithm.advantage}; loss: {config.algorithm.policy_loss}; "
+            f"Advantages: {config.algorithm.advantage.type}; loss: {config.algorithm.policy_loss.type}; "
             f"{config.rollout.tasks_per_step} tasks with {config.rollout.samples_per_task} episodes each "
             f"per step; learning rate {config.optimizer.lr:g}."
         )

@@ -39,7 +39,7 @@ class BatchRewards:
     totals: torch.Tensor
     """fp64 [samples]: rewards after all penalties."""
     parts: torch.Tensor
-    """fp64 [samples, parts]: what ``algorithm.reward_weights`` names, often nothing, and the
+    """fp64 [samples, parts]: the parts in ``algorithm.advantage.reward_weights``, often none, and the
     penalty on length if there is one."""
     part_weights: list[float]
     """Weight of each column of ``parts``."""
@@ -54,9 +54,11 @@ class BatchRewards:
 def sample_advantages(config: AlgorithmConfig, rewards: BatchRewards) -> torch.Tensor:
     """Compute one advantage per sample of a batch, fp64 [samples], by ``config.advantage``.
 
-    gae is no such estimator: it has one advantage per token (``generalized_advantages``). Raises
-    ValueError if a foreign estimator returns anything but one finite number per sample."""
-    estimate = ADVANTAGES.resolve(config.advantage)
+    gae has one advantage per token instead (``generalized_advantages``).
+
+    Raises:
+        ValueError: a custom estimator does not return one finite number per sample."""
+    estimate = ADVANTAGES.resolve(config.advantage.type)
     advantages = estimate(rewards, **config.advantage_arguments)
 
     # Anything of another shape would be broadcast or dealt out to the wrong samples further on.
@@ -65,16 +67,16 @@ def sample_advantages(config: AlgorithmConfig, rewards: BatchRewards) -> torch.T
             tuple(advantages.shape) if torch.is_tensor(advantages) else type(advantages).__name__
         )
         raise ValueError(
-            f"algorithm.advantage {config.advantage} returned {shape}, expected [{len(rewards.totals)}]"
+            f"algorithm.advantage {config.advantage.type} returned {shape}, expected [{len(rewards.totals)}]"
         )
     if not advantages.isfinite().all():
-        raise ValueError(f"algorithm.advantage {config.advantage} returned {advantages.tolist()}")
+        raise ValueError(
+            f"algorithm.advantage {config.advantage.type} returned {advantages.tolist()}"
+        )
     return advantages.detach().double()
 
 
-def grpo(
-    rewards: BatchRewards, *, standard_deviation: StandardDeviation = "sample"
-) -> torch.Tensor:
+def grpo(rewards: BatchRewards, *, standard_deviation: StandardDeviation) -> torch.Tensor:
     """Divide the distance to the group's mean by its standard deviation: fp64 [samples]."""
     groups = [group_advantages(group, "grpo", standard_deviation) for group in rewards.groups()]
     return torch.cat(groups)
@@ -90,9 +92,7 @@ def leave_one_out(rewards: BatchRewards) -> torch.Tensor:
     return torch.cat([group_advantages(group, "leave_one_out") for group in rewards.groups()])
 
 
-def gdpo(
-    rewards: BatchRewards, *, standard_deviation: StandardDeviation = "sample"
-) -> torch.Tensor:
+def gdpo(rewards: BatchRewards, *, standard_deviation: StandardDeviation) -> torch.Tensor:
     """Normalise every reward part of a group by itself and add up: fp64 [samples]."""
     # Parts, not totals: a total hides a rare reward behind a common one.
     groups = rewards.parts.split(rewards.group_sizes)

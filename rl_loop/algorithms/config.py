@@ -9,7 +9,14 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from megatron_gptoss.config import OptimizerConfig, StrictModel
-from rl_loop.algorithms.registry import ADVANTAGES, POLICY_LOSSES, check_function
+from rl_loop.algorithms.choices import (
+    AnyAdvantage,
+    AnyPolicyLoss,
+    CustomAdvantage,
+    GdpoAdvantage,
+    GrpoAdvantage,
+    PpoLoss,
+)
 
 type Order = Literal["in_order", "ready_first"]
 """Which groups of episodes a step trains on (``rl_loop.rollout.admission``)."""
@@ -20,17 +27,6 @@ Aggregation = Literal[
 
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "leave_one_out", "gdpo")
 """They compare a sample with the other samples of its task."""
-
-ADVANTAGE_KEYS = {"grpo": ("standard_deviation",), "gdpo": ("standard_deviation",)}
-"""Which keys of AlgorithmConfig a known estimator takes as arguments."""
-
-POLICY_LOSS_KEYS = {
-    "ppo": ("clip_low", "clip_high", "dual_clip"),
-    "gspo": ("clip_low", "clip_high"),
-    "cispo": ("clip_low", "clip_high"),
-    "reinforce": (),
-}
-"""Which keys of AlgorithmConfig a known loss takes as arguments."""
 
 
 class CorrectionConfig(StrictModel):
@@ -119,18 +115,14 @@ class CriticConfig(StrictModel):
 class AlgorithmConfig(StrictModel):
     """Advantages, the policy loss and what keeps them honest."""
 
-    advantage: str = "grpo"
-    """What a sample is compared with: its group (grpo, dr_grpo, leave_one_out; gdpo for several
-    rewards), the mean of the batch (reinforce) or a value model (gae); or MODULE:FUNCTION."""
-    advantage_options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of an advantage that is MODULE:FUNCTION."""
-    reward_weights: dict[str, float] = Field(default_factory=dict)
-    """Of gdpo and MODULE:FUNCTION: reward part -> weight. A part that an episode does not have
-    counts as 0, what doing nothing scores."""
+    advantage: AnyAdvantage = GrpoAdvantage()
+    """Baseline of a sample: its group (grpo, dr_grpo, leave_one_out; gdpo for several rewards), the
+    mean of the batch (reinforce), a value model (gae), or MODULE:FUNCTION. A plain name stands for
+    ``{type: NAME}``."""
     standard_deviation: Literal["sample", "population"] = "sample"
-    """Of grpo, gdpo and whitening: whether sums of squares are divided by n - 1 (sample: verl,
-    TRL, slime, OpenRLHF) or by n (population). With population, advantages are 15 % larger at 4
-    samples per task, 7 % at 8."""
+    """Divisor of a sum of squares in grpo, gdpo and whitening: n - 1 (sample: verl, TRL, slime,
+    OpenRLHF) or n (population). With population, advantages are 15% larger at 4 samples per task,
+    7% at 8."""
     whiten_advantages: bool = False
     """Bring the advantages of the batch to mean 0 and standard deviation 1; gdpo always does."""
     whiten_over: Literal["auto", "tokens", "samples"] = "auto"
@@ -138,25 +130,12 @@ class AlgorithmConfig(StrictModel):
     OpenRLHF) or every sample (TRL). Over tokens, long episodes count more, and groups of equal
     rewards are moved away from 0. auto: samples with gdpo (its paper and TRL), tokens
     otherwise."""
-    gamma: float = Field(1.0, gt=0, le=1)
-    """Discount per sampled token, of gae."""
-    gae_lambda: float = Field(1.0, ge=0, le=1)
-    """1 trusts returns, 0 the critic."""
     critic: CriticConfig | None = None
-    """Goes together with gae."""
-    policy_loss: str = "ppo"
-    """ppo: clipped ratio per token. gspo: per sequence. cispo: clipped ratio as constant weight.
-    reinforce: none. Or MODULE:FUNCTION."""
-    policy_loss_options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of a loss that is MODULE:FUNCTION; it gets none of the three keys
-    below."""
-    clip_low: float = Field(0.2, ge=0, le=1)
-    """Lower bound of the importance ratio is 1 - clip_low."""
-    clip_high: float = Field(0.28, ge=0)
-    """Upper bound of the importance ratio is 1 + clip_high."""
-    dual_clip: float | None = Field(None, gt=1)
-    """Of ppo: bound of the loss for negative advantages, as a multiple of the advantage; null for
-    none."""
+    """Value model of gae; null for all other advantages."""
+    policy_loss: AnyPolicyLoss = PpoLoss()
+    """Loss per token. ppo: clipped ratio per token. gspo: clipped ratio per sequence. cispo: clipped
+    ratio as constant weight. reinforce: no ratio. Or MODULE:FUNCTION. A plain name stands for
+    ``{type: NAME}`` with the defaults of that loss."""
     aggregation: Aggregation = "token-mean"
     """How token losses become one number; always over the whole mini-batch. token-mean: DAPO.
     seq-mean-token-mean: GRPO and GSPO. seq-mean-token-sum-norm: Dr. GRPO, sums divided by
@@ -209,25 +188,27 @@ class AlgorithmConfig(StrictModel):
     @property
     def whitens_over(self) -> str | None:
         """``whiten_over`` with auto resolved; None where advantages are not whitened."""
-        if not self.whiten_advantages and self.advantage != "gdpo":
+        if not self.whiten_advantages and self.advantage.type != "gdpo":
             return None
         if self.whiten_over != "auto":
             return self.whiten_over
-        return "samples" if self.advantage == "gdpo" else "tokens"
+        return "samples" if self.advantage.type == "gdpo" else "tokens"
 
     @property
     def advantage_arguments(self) -> dict[str, Any]:
         """Keyword arguments with which the advantage estimator is called."""
-        if self.advantage not in ADVANTAGES:
-            return self.advantage_options
-        return {key: getattr(self, key) for key in ADVANTAGE_KEYS.get(self.advantage, ())}
+        if isinstance(self.advantage, GrpoAdvantage | GdpoAdvantage):
+            return {"standard_deviation": self.standard_deviation}
+        if isinstance(self.advantage, CustomAdvantage):
+            return self.advantage.arguments
+        return {}
 
     @property
-    def policy_loss_arguments(self) -> dict[str, Any]:
-        """Keyword arguments with which the policy loss is called."""
-        if self.policy_loss not in POLICY_LOSSES:
-            return self.policy_loss_options
-        return {key: getattr(self, key) for key in POLICY_LOSS_KEYS[self.policy_loss]}
+    def reward_weights(self) -> dict[str, float]:
+        """Weights of the reward parts that the advantage looks at; empty if it takes totals."""
+        if isinstance(self.advantage, GdpoAdvantage | CustomAdvantage):
+            return self.advantage.reward_weights
+        return {}
 
     @field_validator("old_log_probs", mode="before")
     @classmethod
@@ -240,8 +221,6 @@ class AlgorithmConfig(StrictModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        check_function(ADVANTAGES, self.advantage, self.advantage_options)
-        check_function(POLICY_LOSSES, self.policy_loss, self.policy_loss_options)
         self._check_advantage()
         self._check_whitening()
         self._check_old_log_probs()
@@ -249,46 +228,38 @@ class AlgorithmConfig(StrictModel):
         return self
 
     def _check_advantage(self) -> None:
-        foreign = self.advantage not in ADVANTAGES
+        is_custom = isinstance(self.advantage, CustomAdvantage)
 
-        if self.advantage == "gae" and not self.critic:
+        if self.advantage.type == "gae" and not self.critic:
             raise ValueError("advantage gae needs a value model: set algorithm.critic")
-        if self.critic and self.advantage != "gae":
+        if self.critic and self.advantage.type != "gae":
             raise ValueError(
-                f"a critic is of no use to advantage {self.advantage}: use gae or set algorithm.critic to null"
+                f"a critic is of no use to advantage {self.advantage.type}: use gae or set algorithm.critic to null"
             )
 
-        # Unused weights or a missing critic would be a run that differs silently from what was
-        # asked.
-        if self.advantage == "gdpo" and not self.reward_weights:
-            raise ValueError(
-                "advantage gdpo needs algorithm.reward_weights, such as {correct: 1.0}"
-            )
-        if self.reward_weights and self.advantage != "gdpo" and not foreign:
-            raise ValueError(f"reward_weights belong to gdpo; advantage is {self.advantage}")
-        if self.advantage == "gdpo" and self.kl and self.kl.place == "reward":
+        if self.advantage.type == "gdpo" and self.kl and self.kl.place == "reward":
             raise ValueError(
                 "kl.place reward with advantage gdpo: every reward is divided by its own "
                 "standard deviation, which would undo kl.coefficient, and the paper has its KL "
                 "in the loss: set kl.place to loss"
             )
 
-        # Whether a foreign estimator learns from groups of equal rewards is its author's to know.
+        # Only the author of a custom estimator knows if it learns from groups of equal rewards.
         if (
             self.dynamic_sampling_rounds > 1
-            and self.advantage not in GROUP_ADVANTAGES
-            and not foreign
+            and self.advantage.type not in GROUP_ADVANTAGES
+            and not is_custom
         ):
             raise ValueError(
                 "dynamic_sampling_rounds above 1 drops groups of equal rewards, and advantage "
-                f"{self.advantage} learns from them, as it compares with other tasks or a value "
+                f"{self.advantage.type} learns from them, as it compares with other tasks or a value "
                 "model: set it to 1, or use a group-relative advantage"
             )
 
     def _check_whitening(self) -> None:
         if self.whiten_over != "auto" and self.whitens_over is None:
             raise ValueError("whiten_over belongs to whiten_advantages, which is false")
-        if self.whiten_over == "samples" and self.advantage == "gae":
+        if self.whiten_over == "samples" and self.advantage.type == "gae":
             raise ValueError(
                 "whiten_over samples with advantage gae, which has one advantage per token: use tokens"
             )
@@ -351,11 +322,8 @@ class AlgorithmConfig(StrictModel):
             )
 
     def _check_policy_loss(self) -> None:
-        if self.dual_clip and self.policy_loss != "ppo":
-            raise ValueError(f"dual_clip belongs to policy_loss ppo, not {self.policy_loss}")
-
         needless = self.old_log_probs_from == "forward" and not self.correction.active
-        if self.policy_loss == "reinforce" and needless:
+        if self.policy_loss.type == "reinforce" and needless:
             raise ValueError(
                 "policy_loss reinforce has no ratio: old_log_probs would be computed for "
                 "nothing; leave it at auto with mini_batches 1"

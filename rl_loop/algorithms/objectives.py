@@ -192,11 +192,11 @@ def _policy_loss(
         sequences=sequences,
     )
     # Resolved by name in this process: functions of the user are not sent from the driver.
-    policy_loss = POLICY_LOSSES.resolve(config.policy_loss)
-    result = policy_loss(inputs, **config.policy_loss_arguments)
+    policy_loss = POLICY_LOSSES.resolve(config.policy_loss.type)
+    result = policy_loss(inputs, **config.policy_loss.arguments)
 
     # A mean instead of a loss per token would be broadcast, and silently weigh every token alike.
-    name = f"algorithm.policy_loss {config.policy_loss}"
+    name = f"algorithm.policy_loss {config.policy_loss.type}"
     if not isinstance(result, PolicyLoss):
         raise ValueError(f"{name} returned {type(result).__name__}, expected PolicyLoss")
     for field in ("loss", "ratio", "clipped"):

@@ -71,8 +71,8 @@ def bounded_expm1(log_ratio: Tensor) -> Tensor:
 def ppo_loss(
     inputs: LossInputs,
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
+    clip_low: float,
+    clip_high: float,
     dual_clip: float | None = None,
 ) -> PolicyLoss:
     """Clip the ratio of every token: L = max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A).
@@ -101,7 +101,7 @@ def ppo_loss(
     return PolicyLoss(loss=loss, ratio=ratio.detach(), clipped=clipped)
 
 
-def gspo_loss(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> PolicyLoss:
+def gspo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> PolicyLoss:
     """Clip one ratio per sequence, s = exp(mean of log r) (GSPO, arXiv 2507.18071, eq. 5 and 7).
 
     The mean is over the tokens of the sequence that learn, and is clamped itself, not its terms.
@@ -117,7 +117,7 @@ def gspo_loss(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 
     return ppo_loss(inputs, clip_low=clip_low, clip_high=clip_high)
 
 
-def cispo_loss(inputs: LossInputs, *, clip_low: float = 1.0, clip_high: float = 0.28) -> PolicyLoss:
+def cispo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> PolicyLoss:
     """Take the clipped ratio as a constant weight: no token loses its gradient.
 
     L = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi (CISPO, arXiv 2506.13585, eq. 4)."""

@@ -48,16 +48,7 @@ POLICY_LOSSES: Registry[Callable[..., Any]] = Registry(
 def check_function(
     registry: Registry[Callable[..., Any]], name: str, options: Mapping[str, Any]
 ) -> None:
-    """Raise ValueError if ``name`` is unknown or its function cannot be called with ``options``.
-
-    Options are for foreign functions: those that are known here have keys of their own."""
-    if name in registry:
-        if options:
-            raise ValueError(
-                f"{registry.kind} {name} takes no options; they belong to MODULE:FUNCTION"
-            )
-        return
-
+    """Raise ValueError if MODULE:FUNCTION cannot be imported or does not take ``options``."""
     signature = inspect.signature(registry.resolve(name))
     try:
         signature.bind(None, **options)

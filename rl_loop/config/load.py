@@ -13,12 +13,13 @@ from yaml import YAMLError
 
 from megatron_gptoss.config import StrictModel
 from megatron_gptoss.families.registry import read_hf_config
+from rl_loop.algorithms.choices import CHOICES, as_section
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.config.served_weights import served_weights
 from rl_loop.config.shipped import find_config, find_section, section_names
 from rl_loop.config.suggestions import known_keys, similar_keys, similar_names
-from rl_loop.engines.registry import TAG
+from rl_loop.registry import TAG
 
 MOST_YAML_BYTES = 1 << 20
 MOST_YAML_VALUES = 100_000
@@ -36,7 +37,11 @@ def load_config[Config: RunConfig](
 
     ``model: NAME`` and ``algorithm: NAME`` stand for NAME.yaml in a folder of that name beside the
     file's own, or among the shipped ones. A name of a shipped configuration stands for its file.
-    Raises ConfigError naming file and keys."""
+    ``policy_loss: NAME`` and ``advantage: NAME`` stand for ``{type: NAME}``; an override of the type
+    drops the keys of the other type.
+
+    Raises:
+        ConfigError: names file and keys."""
     path = find_config(path, kind.command)
     if not path.exists():
         raise ConfigError(f"{path}: no such file{similar_names(path.stem, kind.command)}")
@@ -52,6 +57,7 @@ def load_config[Config: RunConfig](
     _drop_replaced_sections(tree, changes)
 
     try:
+        changes = _insert_choices(tree, changes)
         merged = OmegaConf.merge(tree, OmegaConf.from_dotlist(changes))
         raw = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
@@ -128,14 +134,21 @@ def value_origins(
         origins[key] = "command line"
 
     # A section that is a name has its values from the file of that name.
+    chosen = {key: origins.pop(key) for key in CHOICES if key in origins}
     for key in ("model", "algorithm"):
         if isinstance(tree.get(key), str):
             origins.pop(key, None)
             file = _section_file(path, key, tree[key])
             section = OmegaConf.to_container(read_yaml(file))
             for name in _leaf_keys(section):
-                origins.setdefault(f"{key}.{name}", str(file))
-    return origins
+                full = f"{key}.{name}"
+                choice = next((c for c in CHOICES if full == c or full.startswith(f"{c}.")), None)
+                if choice is None:
+                    origins.setdefault(full, str(file))
+                elif choice not in chosen:
+                    origins.setdefault(f"{choice}.type" if full == choice else full, str(file))
+    # A plain name says the type of a choice; the rest are the defaults of that type.
+    return origins | {f"{key}.type": origin for key, origin in chosen.items()}
 
 
 def _leaf_keys(tree: Any, prefix: str = "") -> list[str]:
@@ -242,6 +255,40 @@ def _insert_named_section(path: Path, tree: Any, key: str, changes: list[str]) -
     if isinstance(name, str):
         tree[key] = read_yaml(_section_file(path, key, name))
     return [change for change in changes if not change.startswith(prefix)]
+
+
+def _insert_choices(tree: Any, changes: list[str]) -> list[str]:
+    """Put the type of each of CHOICES, from the YAML tree or the last override of it, into ``tree``.
+
+    Another type than the tree's replaces the section, because bounds of one loss are no bounds of
+    another. Returns the overrides without those of a type; overrides below a section are kept."""
+    for key in CHOICES:
+        section = as_section(_plain(OmegaConf.select(tree, key)))
+        is_chosen = section is not None
+        others = []
+        for change in changes:
+            name = change.partition("=")[0]
+            if name not in (key, f"{key}.type"):
+                others.append(change)
+                continue
+            is_chosen = True
+            value = as_section(_plain(OmegaConf.select(OmegaConf.from_dotlist([change]), name)))
+            keeps_type = isinstance(section, dict) and section.get("type") == _type_of(value)
+            if name == key or not keeps_type:
+                section = value
+        changes = others
+        if is_chosen:
+            OmegaConf.update(tree, key, section, merge=False, force_add=True)
+    return changes
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of OmegaConf as plain Python."""
+    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+
+
+def _type_of(section: Any) -> Any:
+    return section.get("type") if isinstance(section, dict) else None
 
 
 def _section_file(path: Path, key: str, name: str) -> Path:

@@ -288,9 +288,9 @@ class RlConfig(RunConfig):
                 f"x algorithm.mini_batches ({self.parallel.data} x {algorithm.mini_batches})"
             )
 
-        if algorithm.advantage in GROUP_ADVANTAGES and rollout.samples_per_task == 1:
+        if algorithm.advantage.type in GROUP_ADVANTAGES and rollout.samples_per_task == 1:
             raise ValueError(
-                f"algorithm.advantage {algorithm.advantage} compares the samples of a task, and "
+                f"algorithm.advantage {algorithm.advantage.type} compares the samples of a task, and "
                 "rollout.samples_per_task is 1: use 2 or more, or advantage gae or reinforce"
             )
 
@@ -423,6 +423,7 @@ def check_reward_parts(config: RlConfig, parts: set[str]) -> None:
     unknown = sorted(set(config.algorithm.reward_weights) - parts)
     if unknown:
         raise ConfigError(
-            f"algorithm.reward_weights: no environment of tasks.sources has a reward part {', '.join(unknown)}; there "
-            f"are {', '.join(sorted(parts))} (an environment's own are those that unfinished() returns)"
+            "algorithm.advantage.reward_weights: no environment of tasks.sources has a reward part "
+            f"{', '.join(unknown)}; there are {', '.join(sorted(parts))} (an environment's own are "
+            "those that unfinished() returns)"
         )

@@ -24,18 +24,22 @@ def similar_names(name: str, folder: str) -> str:
 def similar_keys(key: str, kind: type[StrictModel]) -> str:
     """Return "; did you mean ...?" with keys of ``kind`` that are nearly ``key``, or nothing.
 
-    Looked for are misspelled keys of the same section, then keys of that name in other ones.
+    Keys of that name in other sections come first, then misspelled keys of the same section. A key
+    that only another type of a union has is reported as such.
 
     Args:
         key: dotted, such as ``optimizer.learning_rate``.
     """
     section, _, name = key.rpartition(".")
-    known = list(known_keys(kind))
+    # Members of a union share keys.
+    known = list(dict.fromkeys(known_keys(kind)))
+    if key in known:
+        return f" for this {section}.type"
 
-    siblings = [other for other in known if other.rpartition(".")[0] == section]
-    near = get_close_matches(key, siblings, MOST_SUGGESTED, cutoff=0.75)
+    near = [other for other in known if other.rpartition(".")[2] == name][:MOST_SUGGESTED]
     if not near:
-        near = [other for other in known if other.rpartition(".")[2] == name][:MOST_SUGGESTED]
+        siblings = [other for other in known if other.rpartition(".")[0] == section]
+        near = get_close_matches(key, siblings, MOST_SUGGESTED, cutoff=0.75)
     return _question(near)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from megatron_gptoss.samples import TrainingSamples
 from rl_loop.algorithms import advantages
+from rl_loop.algorithms.choices import GaeAdvantage
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.algorithms.policy_loss import kl_estimate
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
@@ -38,9 +39,9 @@ def assign_advantages(
     rewards = torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float64)
     rewards = rewards + config.overlong_penalty * length_penalties
     sequences = torch.tensor([len(trajectory.sequences) for trajectory in trajectories])
-    if config.advantage == "gae":
+    if isinstance(config.advantage, GaeAdvantage):
         per_sample = rewards.repeat_interleave(sequences)
-        return _assign_generalized_advantages(samples, per_sample, config)
+        return _assign_generalized_advantages(samples, per_sample, config, config.advantage)
 
     parts, part_weights = _reward_parts(trajectories, length_penalties, config)
     batch = advantages.BatchRewards(
@@ -77,7 +78,7 @@ def has_signal(group: TrajectoryGroup, config: AlgorithmConfig) -> bool:
 
     # What is compared, one column after the other: any difference in any of them is a signal.
     columns = [[trajectory.reward for trajectory in group.trajectories]]
-    if config.advantage == "gdpo":
+    if config.advantage.type == "gdpo":
         compared = [name for name, weight in config.reward_weights.items() if weight != 0]
         columns = [[t.reward_parts.get(name, 0.0) for t in group.trajectories] for name in compared]
     return not all(
@@ -180,7 +181,7 @@ def _kl_penalties(
 
 
 def _assign_generalized_advantages(
-    samples: TrainingSamples, rewards: torch.Tensor, config: AlgorithmConfig
+    samples: TrainingSamples, rewards: torch.Tensor, config: AlgorithmConfig, gae: GaeAdvantage
 ) -> TrainingSamples:
     """Estimate advantages and returns of sampled tokens. ``rewards``: fp64 [samples], which come
     with the last sampled token of a sample; a KL penalty comes with every one."""
@@ -218,8 +219,8 @@ def _assign_generalized_advantages(
         estimates=sampled_estimates,
         final_rewards=rewards.numpy(),
         token_rewards=token_rewards,
-        gamma=config.gamma,
-        lam=config.gae_lambda,
+        gamma=gae.gamma,
+        lam=gae.gae_lambda,
     )
     _spread_heads(returns, samples, counts)
     if whitens:

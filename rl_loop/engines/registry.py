@@ -10,7 +10,7 @@ from megatron_gptoss.planning.memory_inputs import EngineMemory
 from rl_loop.engines.backend import BackendContext, EngineConfig, RolloutBackend, ServerProcesses
 from rl_loop.engines.embedded.config import EmbeddedConfig
 from rl_loop.engines.sglang.config import SglangConfig
-from rl_loop.registry import Registry, subclass_of
+from rl_loop.registry import TAG, Registry, subclass_of
 
 BACKENDS: Registry[type[RolloutBackend]] = Registry(
     kind="rollout backend",
@@ -23,10 +23,6 @@ BACKENDS: Registry[type[RolloutBackend]] = Registry(
         "sglang": "rl_loop.engines.sglang.backend:SglangBackend",
     },
 )
-
-TAG = "type="
-"""How the tags of the union begin. They show up in the location of pydantic's errors and
-are left out for users."""
 
 
 class ExternalEngineConfig(EngineConfig):

@@ -22,6 +22,7 @@ from rl_loop.algorithms.advantages import (
     reinforce_advantages,
     whiten,
 )
+from rl_loop.algorithms.choices import CispoLoss, GaeAdvantage, GspoLoss, PpoLoss
 from rl_loop.algorithms.config import AlgorithmConfig, CriticConfig, KlConfig
 from rl_loop.algorithms.correction import mismatch_sums
 from rl_loop.algorithms.objectives import policy_objective, value_objective
@@ -229,7 +230,9 @@ def test_policy_losses_and_their_gradients_are_those_of_the_formula(name: str) -
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_on_policy_every_loss_has_the_gradient_of_reinforce_and_clips_nothing(name: str) -> None:
     log_probs = tensor(LOG_PROBS).requires_grad_()
-    result = POLICY_LOSSES.resolve(name)(inputs(log_probs, SEQUENCE_ADVANTAGES, old=None))
+    arguments = AlgorithmConfig.model_validate({"policy_loss": name}).policy_loss.arguments
+    policy_loss = POLICY_LOSSES.resolve(name)
+    result = policy_loss(inputs(log_probs, SEQUENCE_ADVANTAGES, old=None), **arguments)
     assert torch.equal(result.ratio, torch.ones_like(result.ratio))
     assert not result.clipped.any()
     result.loss.sum().backward()
@@ -332,11 +335,17 @@ def in_fp64(batch: PackedBatch) -> PackedBatch:
 
 CONFIGS = {
     "ppo": AlgorithmConfig(
-        mini_batches=2, dual_clip=3.0, max_staleness=1, kl=KlConfig(), entropy_bonus=0.01
+        mini_batches=2,
+        policy_loss=PpoLoss(dual_clip=3.0),
+        max_staleness=1,
+        kl=KlConfig(),
+        entropy_bonus=0.01,
     ),
-    "gspo": AlgorithmConfig(mini_batches=2, policy_loss="gspo", aggregation="seq-mean-token-mean"),
+    "gspo": AlgorithmConfig(
+        mini_batches=2, policy_loss=GspoLoss(), aggregation="seq-mean-token-mean"
+    ),
     "cispo": AlgorithmConfig(
-        mini_batches=2, policy_loss="cispo", aggregation="seq-mean-token-sum-norm"
+        mini_batches=2, policy_loss=CispoLoss(), aggregation="seq-mean-token-sum-norm"
     ),
     "sequence mis": AlgorithmConfig.model_validate(
         {
@@ -351,7 +360,7 @@ CONFIGS = {
             },
         }
     ),
-    "critic": AlgorithmConfig(advantage="gae", critic=CriticConfig()),
+    "critic": AlgorithmConfig(advantage=GaeAdvantage(), critic=CriticConfig()),
 }
 
 

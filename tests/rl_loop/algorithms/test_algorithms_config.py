@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
+from launch.config_view import config_lines
+from rl_loop.algorithms.config import AlgorithmConfig
+from rl_loop.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 from rl_loop.config.errors import ConfigError
-from rl_loop.config.load import load_config
+from rl_loop.config.load import load_config, read_yaml
 from rl_loop.config.run import RlConfig
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -22,8 +29,10 @@ def test_every_named_algorithm_loads(path: Path) -> None:
         "training.max_tokens_per_micro_batch=8192",
     ]
     room += ["rollout.max_tokens=8192", "rollout.max_new_tokens_per_turn=2048"]
-    config = load_config(TINY, RlConfig, [f"algorithm={path.stem}", "algorithm.gamma=0.99", *room])
-    assert config.algorithm.gamma == 0.99
+    config = load_config(
+        TINY, RlConfig, [f"algorithm={path.stem}", "algorithm.entropy_bonus=0.5", *room]
+    )
+    assert config.algorithm.entropy_bonus == 0.5
 
 
 @pytest.mark.parametrize(
@@ -38,16 +47,16 @@ def test_every_named_algorithm_loads(path: Path) -> None:
         (["order=ready_first", "dynamic_sampling_rounds=2"], "whose rounds take tasks in order"),
         (["mini_batches=2", "old_log_probs=detach"], "only the first is on-policy"),
         (["old_log_probs=substitute"], "substitute is called detach now"),
-        (["advantage=gdpo"], "gdpo needs algorithm.reward_weights"),
+        (["advantage=gdpo"], "gdpo needs algorithm.advantage.reward_weights"),
         (["routing_replay=R2"], "R2 replays the routes of the forward pass"),
         (["routing_replay=R3"], "set rollout.routed_experts"),
         (["kl.estimator=k1"], "kl.estimator k1 does nothing in the loss"),
         (["correction.off_policy_limit=1e-4"], "which is 1 with old_log_probs detach"),
         (["correction.bounds=[0.5,2]"], "bounds belong to sequence_mis and icepop"),
         (["correction.weight=icepop", "correction.bounds=[2,3]"], "must hold 1"),
-        (["policy_loss=gspo", "dual_clip=3"], "dual_clip belongs to policy_loss ppo"),
+        (["policy_loss=gspo", "policy_loss.dual_clip=3"], "dual_clip: unknown key for this"),
         (
-            ["advantage=gdpo", "reward_weights={correct: 1.0}", "kl={place: reward}"],
+            ["advantage={type: gdpo, reward_weights: {correct: 1.0}}", "kl={place: reward}"],
             "would undo kl.coefficient",
         ),
         (
@@ -104,3 +113,98 @@ def test_a_penalty_on_every_length_is_refused() -> None:
 def test_an_unknown_algorithm_names_those_there_are() -> None:
     with pytest.raises(ConfigError, match="cispo, dapo"):
         load_config(TINY, RlConfig, ["algorithm=pppo"])
+
+
+ROOM = [
+    "model.max_length=8192",
+    "training.max_tokens_per_micro_batch=8192",
+    "rollout.max_tokens=8192",
+    "rollout.max_new_tokens_per_turn=2048",
+]
+"""Enough for the longest penalty on length of the named algorithms."""
+
+
+def algorithm_with(*overrides: str) -> AlgorithmConfig:
+    return load_config(TINY, RlConfig, [*ROOM, "training.steps=30", *overrides]).algorithm
+
+
+def chosen_keys(name: str, section: str) -> set[str]:
+    """Keys that a named algorithm sets itself in one of its sections."""
+    value = read_yaml(CONFIGS / f"algorithm/{name}.yaml").get(section)
+    return {str(key) for key in value} - {"type"} if isinstance(value, Mapping) else set()
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("algorithm/*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("section", ["policy_loss", "advantage"])
+def test_printed_defaults_are_the_same_however_chosen(path: Path, section: str) -> None:
+    """``policy_loss=X`` prints what an algorithm with X prints, but for keys in its own file.
+
+    gspo and cispo ran with the bounds of ppo if the loss was chosen by its key."""
+    named = printed(getattr(algorithm_with(f"algorithm={path.stem}"), section))
+    own = chosen_keys(path.stem, section)
+    given = "".join(f", {key}: {named[key]}" for key in own & {"reward_weights"})
+    needed = ["algorithm.dynamic_sampling_rounds=1"] if section == "advantage" else []
+    needed += ["algorithm.critic={}"] if named["type"] == "gae" else []
+    for choice in (
+        f"algorithm.{section}={{type: {named['type']}{given}}}",
+        f"algorithm.{section}.type={named['type']}",
+        f"algorithm.{section}={named['type']}",
+    ):
+        if given and "{" not in choice:
+            continue  # gdpo has no default weights
+        for base in ([], ["algorithm=dapo"], ["algorithm=grpo"]):
+            alone = printed(getattr(algorithm_with(*base, choice, *needed), section))
+            if named["type"] == "ppo" and base == ["algorithm=grpo"] and ".type=" in choice:
+                continue  # the same type, so the file's own bound stays
+            assert alone.keys() == named.keys()
+            differing = {key for key in named if alone[key] != named[key]}
+            assert differing <= own, (choice, base)
+
+
+def printed(section: object) -> dict[str, Any]:
+    """What ``gptoss config`` prints of a section."""
+    return TypeAdapter(Any).dump_python(section, mode="json")
+
+
+def test_every_loss_and_advantage_is_in_a_named_algorithm() -> None:
+    """The comparison above covers all names of the registries."""
+    algorithms = [algorithm_with(f"algorithm={p.stem}") for p in CONFIGS.glob("algorithm/*.yaml")]
+    assert {algorithm.policy_loss.type for algorithm in algorithms} == set(POLICY_LOSSES)
+    assert {algorithm.advantage.type for algorithm in algorithms} == set(ADVANTAGES)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_loss_functions_have_no_defaults_of_their_own(name: str) -> None:
+    """A second default beside the configuration's could differ from it; None switches off."""
+    parameters = inspect.signature(POLICY_LOSSES.resolve(name)).parameters.values()
+    assert all(p.default in (p.empty, None) for p in parameters)
+
+
+def test_an_override_keeps_the_type_and_changes_one_bound() -> None:
+    loss = algorithm_with("algorithm=gspo", "algorithm.policy_loss.clip_low=0.1").policy_loss
+    assert printed(loss) == {"type": "gspo", "clip_low": 0.1, "clip_high": 4e-4}
+
+
+def test_another_type_drops_the_bounds_of_the_named_one() -> None:
+    """dr_grpo sets clip_high for ppo, which is no bound of a sequence's ratio."""
+    loss = algorithm_with("algorithm=dr_grpo", "algorithm.policy_loss.type=gspo").policy_loss
+    assert printed(loss) == {"type": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}
+
+
+@pytest.mark.parametrize("value", ["null", "3", "[ppo]"])
+def test_a_loss_that_is_no_section_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.policy_loss"):
+        algorithm_with(f"algorithm.policy_loss={value}")
+
+
+def test_printed_origins_of_a_choice_name_the_file_or_the_command_line() -> None:
+    lines = config_lines(TINY, "rl", ["algorithm=gspo", "algorithm.advantage=dr_grpo"])
+    shown = dict(line.split("  # ") for line in lines)
+    origins = {text.split(":")[0]: (text.strip(), origin) for text, origin in shown.items()}
+    assert origins["algorithm.policy_loss.type"][0].endswith("gspo")
+    assert origins["algorithm.policy_loss.type"][1].endswith("algorithm/gspo.yaml")
+    assert origins["algorithm.policy_loss.clip_low"] == (
+        "algorithm.policy_loss.clip_low: 0.0003",
+        "default",
+    )
+    assert origins["algorithm.advantage.type"][1] == "command line"

@@ -81,7 +81,7 @@ def test_the_guides_functions_have_twenty_lines(workplace: Path) -> None:
 
 
 def test_the_guides_loss_is_its_formula_and_on_policy_that_of_reinforce(workplace: Path) -> None:
-    options = load(workplace).policy_loss_arguments
+    options = load(workplace).policy_loss.arguments
     assert options == {"tau_negative": 1.1}
     loss = POLICY_LOSSES.resolve("my_algorithms:sapo")
     log_probs = [-0.5, -1.2, -0.1]
@@ -141,14 +141,14 @@ def test_the_guides_advantage_compares_with_a_quantile_of_the_group(workplace: P
             "policy_loss=my_algorithms:PolicyLoss",
             "is the class PolicyLoss, expected a function of LossInputs",
         ),
-        ("policy_loss_options={tau: 1}", "unexpected keyword argument 'tau'; it is .*tau_positive"),
+        ("policy_loss.options={tau: 1}", "unexpected keyword argument 'tau'; it is .*tau_positive"),
         (
             "advantage=quantile",
             "there is no advantage 'quantile'; known: dr_grpo, gae, gdpo, grpo, ",
         ),
-        ("advantage_options={shares: 1}", "unexpected keyword argument 'shares'"),
-        ("advantage=grpo", "advantage grpo takes no options"),
-        ("dual_clip=3", "dual_clip belongs to policy_loss ppo"),
+        ("advantage.options={shares: 1}", "unexpected keyword argument 'shares'"),
+        ("advantage={type: grpo, options: {}}", "advantage.options: unknown key for this"),
+        ("policy_loss.dual_clip=3", "policy_loss.dual_clip: unknown key for this"),
     ],
 )
 def test_a_function_that_cannot_be_called_is_refused_before_anything_starts(

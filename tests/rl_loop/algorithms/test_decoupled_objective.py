@@ -113,7 +113,8 @@ def test_token_weights_are_exact_for_the_first_token_and_biased_behind_it() -> N
 
 def test_calling_stale_tokens_on_policy_would_be_wrong() -> None:
     now, *versions = tables(0), tables(1), tables(2)
-    none = config(correction={"weight": "none"}, old_log_probs="rollout", clip_low=1, clip_high=9e9)
+    unclipped = {"type": "ppo", "clip_low": 1, "clip_high": 9e9}
+    none = config(correction={"weight": "none"}, old_log_probs="rollout", policy_loss=unclipped)
     got = gradient_of_objective(none, now, (versions[0], versions[1]))
     assert not torch.allclose(got, exact_gradient(now), atol=1e-2)
 

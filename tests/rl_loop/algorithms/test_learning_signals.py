@@ -59,12 +59,12 @@ def test_every_rejection_is_tried() -> None:
 
 def algorithm(advantage: str, **settings: Any) -> AlgorithmConfig:
     """A configuration of this advantage with what it cannot be without."""
-    needed: dict[str, Any] = {}
+    section: dict[str, Any] = {"type": advantage}
     if advantage == "gae":
-        needed["critic"] = {}
+        settings = {"critic": {}} | settings
     if advantage == "gdpo":
-        needed["reward_weights"] = {"score": 1.0, "style": -0.5}
-    return AlgorithmConfig.model_validate({"advantage": advantage} | needed | settings)
+        section["reward_weights"] = settings.pop("reward_weights", {"score": 1.0, "style": -0.5})
+    return AlgorithmConfig.model_validate({"advantage": section} | settings)
 
 
 def episode(reward: float, tokens: int = 5, task: str = "t", **fields: Any) -> Trajectory:
@@ -92,7 +92,7 @@ def credited(
 ) -> TrainingSamples:
     """Samples with advantages; a critic's values are 0."""
     samples = to_samples(groups, config, version=0)
-    if config.advantage == "gae":
+    if config.advantage.type == "gae":
         samples = samples.with_columns(values=np.zeros(samples.tokens, dtype=np.float32))
     return assign_advantages(samples, groups, config, limit)
 
@@ -124,7 +124,7 @@ def test_a_batch_of_equal_rewards_has_advantages_of_exactly_zero(
 ) -> None:
     groups = [group([reward] * size, f"t{i}") for i, size in enumerate(sizes)]
     for config in every_advantage():
-        if config.advantage == "gae" and not config.whiten_advantages:
+        if config.advantage.type == "gae" and not config.whiten_advantages:
             continue  # it compares with the critic, not with other episodes
         assert not np.any(credited(groups, config).advantages), config
 
@@ -202,17 +202,16 @@ def exclusion(kind: str, loss: str) -> tuple[AlgorithmConfig, list[Sample], np.n
     """A configuration with every term, samples, and which tokens of the first sample are left out (by label)."""
     correction: dict[str, Any] = {"weight": "sequence_tis", "cap": 5.0}
     correction = REJECTIONS.get(kind, correction)
+    bounds = {} if loss == "reinforce" else {"clip_low": 0.9, "clip_high": 5.0}
     config = AlgorithmConfig.model_validate(
         {
-            "policy_loss": loss,
+            # Wide bounds, because clipping would hide what goes into the ratio of a sequence.
+            "policy_loss": {"type": loss} | bounds,
             "mini_batches": 2,
             "max_staleness": 1,
             "kl": {"coefficient": 0.1},
             "entropy_bonus": 0.1,
             "correction": {"weight": "token_tis"} | correction,
-            # so that a ratio of a sequence is not clipped, which would hide what goes into it
-            "clip_low": 0.9,
-            "clip_high": 5.0,
         }
     )
     samples = []
@@ -493,8 +492,8 @@ def test_mismatch_beyond_twenty_nats_is_seen() -> None:
 def test_gdpo_takes_the_penalty_on_length_as_one_more_reward() -> None:
     lengths = [3, 3, 9, 11]
     episodes = [episode(1.0, n, reward_parts={"score": 1.0}) for n in lengths]
-    config = AlgorithmConfig(
-        advantage="gdpo",
+    config = algorithm(
+        "gdpo",
         reward_weights={"score": 1.0},
         overlong_buffer=4,
         overlong_penalty=0.5,

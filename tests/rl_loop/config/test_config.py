@@ -283,7 +283,7 @@ def test_a_copied_configuration_finds_shipped_models_and_prefers_those_beside_it
     assert loaded == load_config(CONFIGS / "rl/tiny_gsm8k.yaml", RlConfig)
     origins = value_origins(copy, RlConfig, ["algorithm=grpo"])
     assert origins["model.vocab_size"] == str(CONFIGS / "model/tiny_words.yaml")
-    assert origins["algorithm.advantage"] == str(CONFIGS / "algorithm/grpo.yaml")
+    assert origins["algorithm.advantage.type"] == str(CONFIGS / "algorithm/grpo.yaml")
 
     shipped = (CONFIGS / "model/tiny_words.yaml").read_text()
     beside = tmp_path / "model/tiny_words.yaml"

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rl_loop.algorithms.advantages import TIME_BLOCK, generalized_advantages, whiten
+from rl_loop.algorithms.choices import GaeAdvantage
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.data.credit import assign_advantages
 from rl_loop.data.rollout_batch import TokenEstimates
@@ -42,6 +43,8 @@ def expected(
 ) -> tuple[list[float], list[float]]:
     """Advantages and returns of all tokens by the recursion of GAE, one token at a time."""
     assert estimates.values is not None
+    gae = config.advantage
+    assert isinstance(gae, GaeAdvantage)
     advantages: list[float] = []
     returns: list[float] = []
     for group in groups:
@@ -59,8 +62,8 @@ def expected(
                     estimates.reference_log_probs[first + i]
                 )
                 penalty = config.kl.coefficient * log_ratio
-            delta = reward - penalty + config.gamma * next_value - value
-            running = delta + config.gamma * config.gae_lambda * running
+            delta = reward - penalty + gae.gamma * next_value - value
+            running = delta + gae.gamma * gae.gae_lambda * running
             advantages[first + i], returns[first + i] = running, running + value
             reward, next_value = 0.0, value
     return advantages, returns
@@ -73,10 +76,8 @@ def test_generalized_advantages_of_any_lengths_are_those_of_the_recursion(
 ) -> None:
     config = AlgorithmConfig.model_validate(
         {
-            "advantage": "gae",
+            "advantage": {"type": "gae", "gamma": 0.99, "gae_lambda": 0.95},
             "critic": {},
-            "gamma": 0.99,
-            "gae_lambda": 0.95,
             "kl": kl,
             "whiten_advantages": whiten_advantages,
         }
@@ -115,7 +116,7 @@ def test_the_recursion_over_blocks_of_time_has_the_bits_of_one_over_all_of_it() 
 
 
 def test_all_sampled_tokens_of_an_episode_have_its_advantage_and_others_none() -> None:
-    config = AlgorithmConfig(advantage="dr_grpo")
+    config = AlgorithmConfig.model_validate({"advantage": "dr_grpo"})
     episodes = [
         Trajectory("t", [1] * 4, [0, 1, 0, 1], [0.0, -1.0, 0.0, -1.0], reward=-1.0),  # type: ignore[arg-type]
         Trajectory("t", [1] * 3, [0, 1, 1], [0.0, -1.0, -1.0], reward=1.0, excluded=True),  # type: ignore[arg-type]
@@ -140,9 +141,9 @@ def test_an_episode_of_several_sequences_counts_once_and_all_of_them_have_its_ad
     """Against the same episodes with one sequence each: what is compared must not change."""
     settings: dict[str, Any] = {"advantage": advantage}
     if advantage == "gae":
-        settings |= {"critic": {}, "gamma": 1.0, "gae_lambda": 1.0}
+        settings |= {"critic": {}}
     if advantage == "gdpo":
-        settings |= {"reward_weights": {"score": 1.0}}
+        settings["advantage"] = {"type": "gdpo", "reward_weights": {"score": 1.0}}
     config = AlgorithmConfig.model_validate(settings)
 
     def episode(reward: float, branches: int) -> Trajectory:

@@ -608,7 +608,7 @@ def failed(component: str = "tool", reason: str = "Connection refused") -> Traje
 
 
 def test_a_groups_baseline_is_that_of_its_valid_episodes() -> None:
-    config = AlgorithmConfig(advantage="dr_grpo")
+    config = AlgorithmConfig.model_validate({"advantage": "dr_grpo"})
     whole = [TrajectoryGroup("t", [valid(1.0), valid(0.0)])]
     disturbed = [
         TrajectoryGroup("t", [valid(1.0), valid(0.0)], invalid=[failed(), failed("engine")])

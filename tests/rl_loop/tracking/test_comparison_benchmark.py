@@ -72,7 +72,7 @@ def test_routes_may_be_replayed_beside_a_model_that_has_none(tmp_path: Path) -> 
         ("training.steps=7", r"training\.steps: 80 in .*, 7 in"),
         ("rollout.tasks_per_step=2", r"rollout\.tasks_per_step: 12"),
         ("reward.format_error=-2", "reward: "),
-        ("algorithm.clip_low=0.5", "algorithm: "),
+        ("algorithm.policy_loss.clip_low=0.5", "algorithm: "),
         ("tasks.held_out_tasks=2", "tasks: "),
         ("seed=1", r"seeds \(run, tasks\): \[\(0, 0\)\] of a, \[\(1, 0\)\] of b"),
         ("tasks.seed=1", r"seeds \(run, tasks\)"),

@@ -392,7 +392,9 @@ def test_a_policy_that_solves_everything_is_told_so() -> None:
 
 def test_a_weight_of_a_reward_part_that_no_environment_has_is_refused(tmp_path: Path) -> None:
     def check(weights: str) -> None:
-        settings = config(tmp_path, "algorithm=gdpo", f"algorithm.reward_weights={weights}")
+        settings = config(
+            tmp_path, "algorithm=gdpo", f"algorithm.advantage.reward_weights={weights}"
+        )
         check_reward_parts(settings, build_tasks(settings).reward_parts())
 
     check("{correct: 1.0, score: 1.0, format_error: -0.2}")
@@ -403,7 +405,7 @@ def test_a_weight_of_a_reward_part_that_no_environment_has_is_refused(tmp_path: 
 
 
 def test_illegal_episodes_do_not_end_a_run_that_weighs_the_score(tmp_path: Path) -> None:
-    weights = "algorithm.reward_weights={score: 1.0, format_error: -0.2}"
+    weights = "algorithm.advantage.reward_weights={score: 1.0, format_error: -0.2}"
     with local_loop(config(tmp_path, "algorithm=gdpo", weights, "training.steps=8")) as loop:
         loop.train()
         records = read_json_lines(loop.recorder.run.metrics)

@@ -1,0 +1,222 @@
+"""Typed sections for the policy loss and the advantage: ``{type: NAME, ...}``, or a plain NAME.
+
+Each type has the keys and the defaults of one function. No other place has defaults, so a loss has
+the same bounds however it is chosen. Needs neither torch nor Ray."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+
+from megatron_gptoss.config import StrictModel
+from rl_loop.algorithms.registry import ADVANTAGES, POLICY_LOSSES, check_function
+from rl_loop.registry import TAG
+
+
+class FunctionChoice(StrictModel):
+    """A function by name, and its keyword arguments."""
+
+    type: str
+    """Name of the function."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of the function."""
+        return self.model_dump(exclude={"type"})
+
+
+# ---- policy losses
+
+
+class PpoLoss(FunctionChoice):
+    """The ratio of every token, clipped (PPO; separate bounds as in DAPO)."""
+
+    type: Literal["ppo"] = "ppo"
+    """Name of the loss."""
+    clip_low: float = Field(0.2, ge=0, le=1)
+    """Lower bound of the importance ratio is 1 - clip_low."""
+    clip_high: float = Field(0.28, ge=0)
+    """Upper bound of the importance ratio is 1 + clip_high."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Bound of the loss for negative advantages, as a multiple of the advantage; null for none."""
+
+
+class GspoLoss(FunctionChoice):
+    """One clipped ratio per sequence (GSPO, arXiv 2507.18071)."""
+
+    type: Literal["gspo"] = "gspo"
+    """Name of the loss."""
+    clip_low: float = Field(3e-4, ge=0, le=1)
+    """Lower bound of the sequence's ratio is 1 - clip_low."""
+    clip_high: float = Field(4e-4, ge=0)
+    """Upper bound of the sequence's ratio is 1 + clip_high."""
+
+
+class CispoLoss(FunctionChoice):
+    """The clipped ratio as a constant weight (CISPO, arXiv 2506.13585)."""
+
+    type: Literal["cispo"] = "cispo"
+    """Name of the loss."""
+    clip_low: float = Field(1.0, ge=0, le=1)
+    """Lower bound of the weight is 1 - clip_low. The default sets no lower bound."""
+    clip_high: float = Field(0.28, ge=0)
+    """Upper bound of the weight is 1 + clip_high."""
+
+
+class ReinforceLoss(FunctionChoice):
+    """Log-probs weighted by advantages, without a ratio (Williams, 1992)."""
+
+    type: Literal["reinforce"] = "reinforce"
+    """Name of the loss."""
+
+
+class CustomLoss(FunctionChoice):
+    """A loss from outside the project."""
+
+    type: str
+    """MODULE:FUNCTION of a function of ``rl_loop.algorithms.policy_loss.LossInputs``."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_function(POLICY_LOSSES, self.type, self.options)
+        return self
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return self.options
+
+
+# ---- advantages
+
+
+class GrpoAdvantage(FunctionChoice):
+    """(R - mean) / std of the group (GRPO, arXiv 2402.03300)."""
+
+    type: Literal["grpo"] = "grpo"
+    """Name of the advantage."""
+
+
+class DrGrpoAdvantage(FunctionChoice):
+    """R - mean of the group (Dr. GRPO, arXiv 2503.20783)."""
+
+    type: Literal["dr_grpo"] = "dr_grpo"
+    """Name of the advantage."""
+
+
+class LeaveOneOutAdvantage(FunctionChoice):
+    """R - mean of the other samples of the group (RLOO, arXiv 2402.14740)."""
+
+    type: Literal["leave_one_out"] = "leave_one_out"
+    """Name of the advantage."""
+
+
+class GdpoAdvantage(FunctionChoice):
+    """Every reward part normalized by itself, and the batch whitened (GDPO, arXiv 2601.05242)."""
+
+    type: Literal["gdpo"] = "gdpo"
+    """Name of the advantage."""
+    reward_weights: dict[str, float] = Field(default_factory=dict)
+    """Weight of each reward part; at least one is required. A part that an episode does not have
+    counts as 0."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.reward_weights:
+            raise ValueError(
+                "advantage gdpo needs algorithm.advantage.reward_weights, such as {correct: 1.0}"
+            )
+        return self
+
+
+class ReinforceAdvantage(FunctionChoice):
+    """R - mean of the batch (Williams, 1992)."""
+
+    type: Literal["reinforce"] = "reinforce"
+    """Name of the advantage."""
+
+
+class GaeAdvantage(FunctionChoice):
+    """Generalized advantage estimation with a value model (arXiv 1506.02438)."""
+
+    type: Literal["gae"] = "gae"
+    """Name of the advantage."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount per sampled token."""
+    gae_lambda: float = Field(1.0, ge=0, le=1)
+    """1 trusts returns, 0 the critic."""
+
+
+class CustomAdvantage(FunctionChoice):
+    """An advantage from outside the project."""
+
+    type: str
+    """MODULE:FUNCTION of a function of ``rl_loop.algorithms.advantages.BatchRewards``."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function."""
+    reward_weights: dict[str, float] = Field(default_factory=dict)
+    """Reward parts that the function gets, with their weights. A part that an episode does not have
+    counts as 0."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_function(ADVANTAGES, self.type, self.options)
+        return self
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return self.options
+
+
+# ---- the unions
+
+
+def as_section(value: Any) -> Any:
+    """Return {type: NAME} for a plain NAME, and other values unchanged."""
+    return {"type": value} if isinstance(value, str) else value
+
+
+def _tag_of(value: Any, known: object, default: str) -> str:
+    """Return the tag of the union's member that ``value``, raw or an instance, belongs to."""
+    # Without a type it is the default, so that one override can change a bound of it.
+    name = (
+        value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
+    )
+    is_known = isinstance(name, str) and name in known  # type: ignore[operator]
+    return f"{TAG}{name}" if is_known else f"{TAG}custom"
+
+
+def _loss_tag(value: Any) -> str:
+    return _tag_of(value, POLICY_LOSSES, "ppo")
+
+
+def _advantage_tag(value: Any) -> str:
+    return _tag_of(value, ADVANTAGES, "grpo")
+
+
+AnyPolicyLoss = Annotated[
+    Annotated[PpoLoss, Tag(f"{TAG}ppo")]
+    | Annotated[GspoLoss, Tag(f"{TAG}gspo")]
+    | Annotated[CispoLoss, Tag(f"{TAG}cispo")]
+    | Annotated[ReinforceLoss, Tag(f"{TAG}reinforce")]
+    | Annotated[CustomLoss, Tag(f"{TAG}custom")],
+    Discriminator(_loss_tag),
+    BeforeValidator(as_section),
+]
+"""The type of ``algorithm.policy_loss``."""
+
+AnyAdvantage = Annotated[
+    Annotated[GrpoAdvantage, Tag(f"{TAG}grpo")]
+    | Annotated[DrGrpoAdvantage, Tag(f"{TAG}dr_grpo")]
+    | Annotated[LeaveOneOutAdvantage, Tag(f"{TAG}leave_one_out")]
+    | Annotated[GdpoAdvantage, Tag(f"{TAG}gdpo")]
+    | Annotated[ReinforceAdvantage, Tag(f"{TAG}reinforce")]
+    | Annotated[GaeAdvantage, Tag(f"{TAG}gae")]
+    | Annotated[CustomAdvantage, Tag(f"{TAG}custom")],
+    Discriminator(_advantage_tag),
+    BeforeValidator(as_section),
+]
+"""The type of ``algorithm.advantage``."""
+
+CHOICES = ("algorithm.policy_loss", "algorithm.advantage")
+"""Configuration keys whose section has a type, and for which a plain name stands."""
