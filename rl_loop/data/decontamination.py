@@ -1,60 +1,118 @@
-"""Which training prompts give away a held-out prompt.
+"""Finds training prompts that give away a held-out prompt.
 
-The rule is GPT-3's (arXiv 2005.14165, appendix C): two prompts with SHARED_WORDS words in a row
-in common are taken for copies. Words that many prompts have in common, because a data set wraps
-its problems into a form, give nothing away."""
+Two prompts with SHARED_WORDS words in a row in common count as copies (GPT-3, arXiv 2005.14165,
+appendix C). A shorter prompt is a copy if all of it stands in the other one as a sentence. Words
+that many prompts have in common, because a data set wraps its problems into a form, do not
+count."""
 
 import re
-from collections import Counter
+import unicodedata
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 SHARED_WORDS = 13
-"""As many words in a row in common make a copy."""
+"""Words in a row in common that make a copy."""
+FREE_WORDS = 8
+"""A short prompt of at least this many words may stand in the middle of a sentence."""
 
 FEW_PROMPTS = 10
 FEW_SHARE = 0.01
-"""What no more training prompts than these have in common is always taken for copies; what more
-have may be a form."""
+"""Words that at most this many training prompts share always count. Words that more prompts share
+may belong to a form."""
 HELD_OUT_SHARE = 0.1
-"""A form is in at least this share of the held-out prompts too, and in two."""
+"""A form is in at least this share of the held-out prompts, and in two."""
 ENOUGH_HELD_OUT = 20
 TRAINING_SHARE = 0.1
-"""Fewer than ENOUGH_HELD_OUT held-out prompts say nothing about forms: a form is then what this
-share of the training prompts has."""
+"""With fewer than ENOUGH_HELD_OUT held-out prompts, a form is in this share of the training
+prompts."""
+
+WORD, IDEOGRAPH, LETTER = 4, 2, 1
+"""Weights of a word between blanks, and of a character of a script without blanks: about 2
+ideographs, or 4 letters, make a word."""
+IDEOGRAPHS = (
+    "\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\ua000-\ua4cf\U00020000-\U0003ffff"
+)
+"""Kana, Chinese characters and Yi. NFKC maps compatibility forms to them."""
+LETTERS = "\u0e00-\u0eff\u0f00-\u0fff\u1000-\u109f\u1780-\u17ff\u1950-\u19df\u1a20-\u1aaf"
+"""Thai, Lao, Tibetan, Burmese, Khmer, Tai."""
+MARKS = "\u0300-\u036f\u0591-\u05c7\u0610-\u065f\u0900-\u0963\u0966-\u0dff"
+"""Signs within words that are no letters for ``re``."""
+TOKEN = re.compile(
+    rf"(?P<ideograph>[{IDEOGRAPHS}])|(?P<letter>[{LETTERS}])"
+    rf"|(?:(?![{IDEOGRAPHS}{LETTERS}])[\w{MARKS}])+|[^\w\s]"
+)
+
+# Text on either side of a sentence. After "2 *", or before "* 5", "3 + 4" is part of something else.
+BEFORE_SENTENCE = re.compile(
+    r"(?:^|\n|[;?!\"`#$。、「『《]|(?<=[a-z])>|\*\*|(?<![0-9])[.:]|[.:](?=\s))\s*$"
+)
+AFTER_SENTENCE = re.compile(
+    r"\s*(?:$|\n|[;?!\"`#$。、」』》]|</|\*\*|[.,](?![0-9])|:(?!\s*[0-9])|(?<=\s)\()"
+)
+CONTEXT = 16
+"""Characters before a sentence that are looked at."""
+FINAL_MARKS = frozenset(".?!。")
 
 WordRun = tuple[str, ...]
-"""Words that follow each other in a prompt."""
+"""Words in a row of a prompt."""
 
 
 def find_giveaways(prompts: Iterable[str], held_out: Sequence[str]) -> list[bool]:
-    """Say of each training prompt whether it gives away a held-out one.
+    """Return for each training prompt whether it gives away a held-out one.
 
-    It does if they are equal or have SHARED_WORDS words in a row in common that are not the words
-    of a form. Prompts of fewer words must have all of them in common.
+    It does if any of these holds:
 
-    Exact, whatever the number of copies. Only the runs of the held-out prompts are kept; the time
-    grows with the number of words in all prompts together."""
+    - The prompts are equal.
+    - They have SHARED_WORDS words in a row in common that are not the words of a form.
+    - One of them has fewer words, and all of it is in the other one: as a sentence, or, from
+      FREE_WORDS words on, as the end of one.
+
+    The result is exact for any number of copies. Only the words of the held-out prompts and of short
+    training prompts are kept. The time grows with the number of words in all prompts.
+    """
+    held_out_words = [_Words(prompt) for prompt in held_out]
     held_out_counts: Counter[WordRun] = Counter()
-    for prompt in held_out:
-        held_out_counts.update({run for _, run in _runs(_words(prompt))})
+    short_held_out = _ShortPrompts()
+    for words in held_out_words:
+        if words.is_short:
+            short_held_out.add(words)
+        held_out_counts.update({run for _, run in words.runs()})
 
-    # Looking up a run's first and last word is cheaper than making the run, and nearly always
-    # enough.
+    # Looking up a run's first and last word is cheaper than making the run, and usually enough.
     ends = {(run[0], run[-1]) for run in held_out_counts}
     held_out_prompts = set(held_out)
 
     shared_runs: list[list[tuple[int, WordRun]]] = []
+    contained: list[set[WordRun]] = []
+    short_training = _ShortPrompts()
+    prompts_of: dict[WordRun, list[int]] = defaultdict(list)
     is_equal: list[bool] = []
     training_counts: Counter[WordRun] = Counter()
-    for prompt in prompts:
-        shared = [
-            (start, run) for start, run in _runs(_words(prompt), ends) if run in held_out_counts
-        ]
-        training_counts.update({run for _, run in shared})
+    for number, prompt in enumerate(prompts):
+        words = _Words(prompt)
+        shared = [(start, run) for start, run in words.runs(ends) if run in held_out_counts]
+        short = short_held_out.in_text(words)
+        if words.is_short and words.tokens:
+            prompts_of[short_training.add(words)].append(number)
+
+        training_counts.update({run for _, run in shared} | short)
         shared_runs.append(shared)
+        contained.append(short)
         is_equal.append(prompt in held_out_prompts)
 
-    # Only now is it known how many prompts have a run, so that forms can be told from copies.
+    # The other way round: a short training prompt inside a held-out one.
+    for words in held_out_words:
+        inside = short_training.in_text(words)
+        for run in inside:
+            for number in prompts_of[run]:
+                contained[number].add(run)
+        held_out_counts.update(inside | short_held_out.in_text(words))
+    for run, numbers in prompts_of.items():
+        training_counts[run] = max(training_counts[run], len(numbers))
+
+    # Forms can be told from copies now that the number of prompts with each run is known.
     forms: set[WordRun] = set()
     for run, count in training_counts.items():
         if _is_form(
@@ -65,13 +123,117 @@ def find_giveaways(prompts: Iterable[str], held_out: Sequence[str]) -> list[bool
         ):
             forms.add(run)
     return [
-        equal or _gives_away(shared, forms)
-        for equal, shared in zip(is_equal, shared_runs, strict=True)
+        equal or bool(short - forms) or _gives_away(shared, forms)
+        for equal, short, shared in zip(is_equal, contained, shared_runs, strict=True)
     ]
 
 
+@dataclass
+class _Words:
+    """The words and punctuation marks of a prompt, in lower case."""
+
+    text: str
+    tokens: list[str] = field(init=False)
+    weights: list[int] = field(init=False)
+    is_short: bool = field(init=False)
+    """True if there are fewer than SHARED_WORDS words."""
+
+    def __post_init__(self) -> None:
+        self.text = unicodedata.normalize("NFKC", self.text).lower()
+        self.tokens = []
+        self.weights = []
+        for match in TOKEN.finditer(self.text):
+            self.tokens.append(match[0])
+            kind = match.lastgroup
+            self.weights.append(
+                WORD if kind is None else IDEOGRAPH if kind == "ideograph" else LETTER
+            )
+        self.is_short = sum(self.weights) < SHARED_WORDS * WORD
+
+    def runs(self, ends: set[tuple[str, str]] | None = None) -> list[tuple[int, WordRun]]:
+        """Return all runs of SHARED_WORDS words and their starts, or only those with ``ends``.
+
+        A shorter text is one run."""
+        tokens = self.tokens
+        if not tokens:
+            return []
+        if self.is_short:
+            return [(0, tuple(tokens))] if ends is None or (tokens[0], tokens[-1]) in ends else []
+
+        runs = []
+        stop = 0
+        weight = 0
+        for start in range(len(tokens)):
+            while weight < SHARED_WORDS * WORD and stop < len(tokens):
+                weight += self.weights[stop]
+                stop += 1
+            if weight < SHARED_WORDS * WORD:
+                break
+            if ends is None or (tokens[start], tokens[stop - 1]) in ends:
+                runs.append((start, tuple(tokens[start:stop])))
+            weight -= self.weights[start]
+        return runs
+
+    def is_sentence(self, start: int, stop: int, *, may_begin_anywhere: bool) -> bool:
+        """Return True if the tokens [start, stop) are one sentence, or more, of the text."""
+        begin = self._spans[start][0]
+        if not AFTER_SENTENCE.match(self.text, self._spans[stop - 1][1]):
+            return False
+        if may_begin_anywhere:
+            return True
+        # The letter in front: "^" is the beginning of the text, not of what is looked at.
+        before = self.text[max(0, begin - CONTEXT) : begin]
+        return bool(BEFORE_SENTENCE.search(f"x{before}" if begin > CONTEXT else before))
+
+    @cached_property
+    def _spans(self) -> list[tuple[int, int]]:
+        """Positions of the tokens in the text."""
+        return [match.span() for match in TOKEN.finditer(self.text)]
+
+
+class _ShortPrompts:
+    """Prompts of fewer than SHARED_WORDS words, to be found inside others."""
+
+    def __init__(self) -> None:
+        self._runs: dict[WordRun, bool] = {}
+        """The words without final marks -> whether they may follow other words of a sentence."""
+        self._lengths: dict[tuple[str, str], set[int]] = defaultdict(set)
+        """First two words -> lengths of the prompts that begin with them."""
+
+    def add(self, words: _Words) -> WordRun:
+        """Add a prompt, and return its words without final marks."""
+        run = _without_final_marks(words.tokens)
+        if run:
+            self._runs[run] = sum(words.weights[: len(run)]) >= FREE_WORDS * WORD
+            self._lengths[run[0], run[1] if len(run) > 1 else ""].add(len(run))
+        return run
+
+    def in_text(self, words: _Words) -> set[WordRun]:
+        """Return the prompts that are inside a text, or equal to it."""
+        if not self._runs:
+            return set()
+        found = set()
+        tokens = words.tokens
+        for start, pair in enumerate(zip(tokens, [*tokens[1:], ""], strict=False)):
+            lengths = self._lengths.get(pair, set()) | self._lengths.get((pair[0], ""), set())
+            for length in lengths:
+                run = tuple(tokens[start : start + length])
+                if run in found or len(run) < length or run not in self._runs:
+                    continue
+                if words.is_sentence(start, start + length, may_begin_anywhere=self._runs[run]):
+                    found.add(run)
+        return found
+
+
+def _without_final_marks(tokens: list[str]) -> WordRun:
+    stop = len(tokens)
+    while stop > 0 and tokens[stop - 1] in FINAL_MARKS:
+        stop -= 1
+    return tuple(tokens[:stop])
+
+
 def _gives_away(shared: list[tuple[int, WordRun]], forms: set[WordRun]) -> bool:
-    """Say whether a run that a prompt shares is no form's, nor one that begins or ends in a form.
+    """Return True if a shared run is not a form's, and does not begin or end in a form.
 
     "in a box: What is" is in many prompts of the form, "in a box: Suppose that" in few, and
     neither is a copy."""
@@ -86,29 +248,9 @@ def _gives_away(shared: list[tuple[int, WordRun]], forms: set[WordRun]) -> bool:
 def _is_form(
     *, in_training: int, training_prompts: int, in_held_out: int, held_out_prompts: int
 ) -> bool:
-    """Say whether a run of words is a form's, by how many of how many prompts have it."""
+    """Return True if a run of words is a form's, by the numbers of prompts that have it."""
     if in_training <= max(FEW_PROMPTS, FEW_SHARE * training_prompts):
         return False
     if in_held_out >= max(2, HELD_OUT_SHARE * held_out_prompts):
         return True
     return held_out_prompts < ENOUGH_HELD_OUT and in_training > TRAINING_SHARE * training_prompts
-
-
-def _words(text: str) -> list[str]:
-    """Split into words and punctuation marks, in lower case."""
-    return re.findall(r"\w+|[^\w\s]", text.lower())
-
-
-def _runs(words: list[str], ends: set[tuple[str, str]] | None = None) -> list[tuple[int, WordRun]]:
-    """Return all runs of SHARED_WORDS words and where they begin, or only those with ``ends``.
-
-    A shorter text is one run."""
-    if not words:
-        return []
-
-    length = min(SHARED_WORDS, len(words))
-    runs = []
-    for start, pair in enumerate(zip(words, words[length - 1 :], strict=False)):
-        if ends is None or pair in ends:
-            runs.append((start, tuple(words[start : start + length])))
-    return runs

@@ -62,8 +62,8 @@ def test_one_held_out_prompt_in_a_form_of_the_training_prompts_gives_nothing_awa
 
 
 def test_short_prompts_are_compared_as_a_whole() -> None:
-    training = ["what IS x ?", "What is x? Say.", "x", ""]
-    assert find_giveaways(training, ["What is x?"]) == [True, False, False, False]
+    training = ["what IS x ?", "What is x?y", "x", ""]
+    assert find_giveaways(training, ["What is x?"]) == [True, True, False, False]
     assert find_giveaways(training, [""]) == [False, False, False, True]
     assert find_giveaways([], ["What is x?"]) == []
 
@@ -76,7 +76,7 @@ def test_what_few_prompts_share_is_found_as_the_naive_rule_finds_it(
     rng = random.Random(seed)
     # so few different words that runs of 13 are often shared, but never by more than ten prompts
     texts = [
-        " ".join(rng.choices("ab,", weights=[40, 40, 1], k=rng.randint(1, 24)))
+        " ".join(rng.choices("ab,", weights=[40, 40, 1], k=rng.randint(SHARED_WORDS, 24)))
         for _ in range(held_out + prompts)
     ]
     truth, training = texts[:held_out], texts[held_out:][:10]
@@ -113,3 +113,97 @@ def test_the_time_grows_with_the_words_and_not_with_the_copies() -> None:
     assert seconds(many_copies) < 25 * seconds(few_copies), (
         "comparing each with each would be 100 times as slow"
     )
+
+
+SHORT = "What is the sum of the first 10 primes?"
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        rf"{SHORT} Answer in \boxed{{}}.",
+        f"Solve the following problem step by step.\n\n{SHORT}\n\nThink first.",
+        f"Question: {SHORT}",
+        f"Please tell me, {SHORT.lower()}",
+        "What is the sum of the first 10 primes",
+        "What is the sum of the first 10 primes (give an integer)?",
+        f"<question>{SHORT}</question>",
+        f"**{SHORT}**",
+    ],
+)
+def test_short_held_out_question_is_found_in_longer_prompts(prompt: str) -> None:
+    assert find_giveaways([prompt], [SHORT]) == [True]
+    # The other way round the training prompt is the bare question.
+    assert find_giveaways([SHORT], [prompt]) == [True]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "What is the sum of the first 10 primes greater than 50?",
+        "What is the sum of the first 10 odd primes?",
+        "What is the product of the first 10 primes?",
+    ],
+)
+def test_other_short_questions_are_not_copies(prompt: str) -> None:
+    assert find_giveaways([prompt], [SHORT]) == [False]
+    assert find_giveaways([SHORT], [prompt]) == [False]
+
+
+def test_short_terms_inside_longer_terms_are_not_copies() -> None:
+    training = ["2 * 3 + 4", "13 + 4", "3 + 4 * 5", "0.3 + 4", "3 + 4.5", "Compute: 3 + 4."]
+    assert find_giveaways(training, ["3 + 4"]) == [False] * 5 + [True]
+
+
+CHINESE = "一个长方形的长是宽的两倍，周长是三十六厘米，求这个长方形的面积是多少平方厘米"
+
+
+@pytest.mark.parametrize(
+    ("held_out", "prompt", "is_copy"),
+    [
+        (f"{CHINESE}。", f"请解答：{CHINESE}。请写出过程。", True),
+        (f"{CHINESE}。", f"小明问老师，{CHINESE}呢。", True),
+        ("1加1等于几？", "请回答：1加1等于几？谢谢。", True),
+        ("1加1等于几？", "请回答：21加1等于几？谢谢。", False),
+        ("鶏と兎が合わせて10匹います。", "次の問題。鶏と兎が合わせて10匹います。足は何本？", True),
+        ("鶏と兎が合わせて10匹います。", "鶏と兎が合わせて12匹います。足は何本？", False),
+        (
+            "ผลบวกของจำนวนเฉพาะสิบตัวแรกเป็นเท่าใด",
+            "โจทย์: ผลบวกของจำนวนเฉพาะสิบตัวแรกเป็นเท่าใด ตอบเป็นตัวเลข",
+            False,
+        ),
+        (
+            "ผลบวกของจำนวนเฉพาะสิบตัวแรกเป็นเท่าใดในระบบเลขฐานสิบ",
+            "จงหาผลบวกของจำนวนเฉพาะสิบตัวแรกเป็นเท่าใดในระบบเลขฐานสิบ",
+            True,
+        ),
+        ("पहली दस अभाज्य संख्याओं का योग क्या है?", "हल करें: पहली दस अभाज्य संख्याओं का योग क्या है?", True),
+    ],
+)
+def test_copies_are_found_without_blanks(held_out: str, prompt: str, is_copy: bool) -> None:
+    assert find_giveaways([prompt], [held_out]) == [is_copy]
+
+
+def test_shared_beginnings_without_blanks_are_not_copies() -> None:
+    """A few characters in common are no sentence in common."""
+    training = [
+        "一个长方形的长是宽的三倍，面积是多少",
+        "求函数的最小值",
+        "一个长方形的长是宽的两倍",
+    ]
+    assert find_giveaways(training[:2], [f"{CHINESE}。"]) == [False, False]
+
+
+def test_time_of_short_prompts_grows_with_the_words() -> None:
+    """Many short held-out questions begin alike; comparing each with each would take minutes."""
+    held_out = [f"What is the value of {i} plus {i + 1}?" for i in range(5_000)]
+    training = [f"Solve it. What is the value of {i} plus {i + 1}? Say." for i in range(10_000)]
+    began = time.process_time()
+    assert sum(find_giveaways(training, held_out)) == 5_000
+    assert time.process_time() - began < 10
+
+
+def test_short_question_that_is_a_form_is_no_copy() -> None:
+    held_out = ["What is the answer?", *unrelated(5, seed=1)]
+    training = [f"{text}. What is the answer?" for text in unrelated(300)]
+    assert not any(find_giveaways(training, held_out))
