@@ -86,15 +86,40 @@ class ProgramRunner:
             what = f"{program.function} ended without a turn of the policy"
             raise InfrastructureFailure("environment", what, program.function)
         is_excluded = self.limits.truncated_episodes == "mask"
-        episode = episode_of(sequences, result, reason, mask_truncated=is_excluded)
+        episode = episode_of(
+            sequences,
+            result,
+            reason,
+            mask_truncated=is_excluded,
+            cut_whole=was_cut_whole(session, failure),
+        )
         episode.prefilled_again = session.prefilled_again
         return episode
 
 
-def end_of(session: Session, failure: InfrastructureFailure | None) -> FinishReason:
-    """Say why an episode ended. ``failure``: what the agent raised.
+def was_cut_whole(session: Session, failure: InfrastructureFailure | None) -> bool:
+    """Return True if a limit ended the episode as a whole, not only a turn of it.
 
-    Raises InfrastructureFailure if the policy had no part in it."""
+    Args:
+        session: the session of the episode.
+        failure: the error that the agent raised, if any.
+    """
+    ends = (FinishReason.STOP, FinishReason.FORMAT_ERROR)
+    if session.end is not None and session.end.reason not in ends:
+        return True
+    return session.clock.is_over or (failure is not None and session.was_too_long)
+
+
+def end_of(session: Session, failure: InfrastructureFailure | None) -> FinishReason:
+    """Return why an episode ended.
+
+    Args:
+        session: the session of the episode.
+        failure: the error that the agent raised, if any.
+
+    Raises:
+        InfrastructureFailure: the policy had no part in it.
+    """
     end = session.end
     if end is not None and end.invalid is not None:
         invalid = end.invalid
@@ -108,9 +133,9 @@ def end_of(session: Session, failure: InfrastructureFailure | None) -> FinishRea
         if session.was_too_long:
             return FinishReason.MAX_CONTEXT
         raise failure
-    # It ended by itself, perhaps behind a turn that a limit cut off.
-    nodes = session.forest.nodes
-    return nodes[-1].finish_reason if nodes else FinishReason.STOP
+    # The agent ended the episode. One of its conversations may end with a turn that was cut off.
+    cut = [node.finish_reason for node in session.forest.leaves if node.was_cut]
+    return cut[0] if cut else FinishReason.STOP
 
 
 def outcome_of(
@@ -147,12 +172,22 @@ def episode_of(
     reason: FinishReason,
     *,
     mask_truncated: bool,
+    cut_whole: bool = False,
 ) -> Trajectory:
-    """Make one episode of the sequences of its session."""
+    """Join the sequences of a session into one episode.
+
+    Args:
+        sequences: the session's sequences. Each has the finish reason of its own last turn.
+        result: reward of the episode.
+        reason: why the episode ended; all sequences get it.
+        mask_truncated: whether to exclude what a limit cut off: the sequences that end with a turn
+            that was cut off.
+        cut_whole: whether a limit ended the episode as a whole. All sequences are cut off then.
+    """
     first, *branches = sequences
     for sequence in sequences:
+        sequence.excluded = mask_truncated and (cut_whole or sequence.truncated)
         sequence.finish_reason = reason
-        sequence.excluded = mask_truncated and sequence.truncated
         sequence.format_error = result.format_error
         sequence.answer = result.answer
         sequence.reward = result.reward

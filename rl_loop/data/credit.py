@@ -70,10 +70,7 @@ def has_signal(group: TrajectoryGroup, config: AlgorithmConfig) -> bool:
 
     That is the reward, and with gdpo every weighted part of it, without penalties on length and
     KL: as in DAPO, these shape the advantages of a task but are no reason to train on it."""
-    if all(
-        trajectory.excluded or not trajectory.episode_sampled_tokens
-        for trajectory in group.trajectories
-    ):
+    if all(sequence.excluded or not sequence.sampled_tokens for sequence in group.sequences):
         return False
 
     # What is compared, one column after the other: any difference in any of them is a signal.

@@ -73,6 +73,11 @@ class Node:
             node = node.parent
         return nodes[::-1]
 
+    @property
+    def was_cut(self) -> bool:
+        """True if a limit, not the policy, ended the turn."""
+        return self.finish_reason not in (FinishReason.STOP, FinishReason.FORMAT_ERROR)
+
     def token_ids(self) -> list[int]:
         """Return all tokens up to the end of this turn."""
         ids: list[int] = []
@@ -122,6 +127,11 @@ class Forest:
     def nodes(self) -> list[Node]:
         """All turns, in the order in which they were added."""
         return list(self._nodes.values())
+
+    @property
+    def leaves(self) -> list[Node]:
+        """Last turns of all conversations, in the order in which they were added."""
+        return [node for node in self._nodes.values() if node.is_leaf]
 
     def node(self, response_id: str) -> Node:
         """Return the turn of a response. Raises ApiError if this session has none."""
@@ -233,20 +243,24 @@ class Forest:
     ) -> list[tuple[Node, Trajectory]]:
         """Return a trajectory for every leaf, in the order in which the leaves were sampled.
 
-        The mask is True on every sampled token of exactly one of them: what two leaves share is
-        trained on with the first, and is context of the second. Outcomes and rewards are left to
-        the caller.
+        Every sampled token has the mask True in exactly one trajectory. Turns that two leaves share
+        are trained with the first one and are context of the second. A leaf that was cut off comes
+        after whole ones there: it may be excluded, and shared turns with it. The caller sets
+        outcomes and rewards.
         """
+        leaves = self.leaves
         trained: set[Node] = set()
+        fresh_of: dict[Node, list[Node]] = {}
+        for leaf in sorted(leaves, key=lambda leaf: leaf.was_cut):
+            # A turn is trained together with all before it, so these are the last of the path.
+            fresh_of[leaf] = [node for node in leaf.path() if node not in trained]
+            trained.update(fresh_of[leaf])
+
         trajectories: list[tuple[Node, Trajectory]] = []
-        for leaf in self._nodes.values():
-            if not leaf.is_leaf:
-                continue
+        for leaf in leaves:
             path = leaf.path()
-            # A turn is trained together with all before it, so these are the first of the path.
-            shared = [node for node in path if node in trained]
-            fresh = path[len(shared) :]
-            trained.update(fresh)
+            fresh = fresh_of[leaf]
+            shared = path[: len(path) - len(fresh)]
             draft = _draft(task_id, shared, fresh, decode)
             trajectory = draft.to_trajectory()
             trajectory.finish_reason = leaf.finish_reason

@@ -19,8 +19,11 @@ from typing import Any
 import openai
 
 
-def ask(base_url: str, api_key: str, messages: list[dict[str, str]]) -> dict[str, Any]:
-    return post(f"{base_url}/chat/completions", api_key, {"model": "x", "messages": messages})
+def ask(
+    base_url: str, api_key: str, messages: list[dict[str, str]], **options: int
+) -> dict[str, Any]:
+    body = {"model": "x", "messages": messages, **options}
+    return post(f"{base_url}/chat/completions", api_key, body)
 
 
 def post(url: str, api_key: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -56,6 +59,18 @@ def branching(task: dict[str, Any], base_url: str, api_key: str) -> float:
         ask(base_url, api_key, [*first, user(text)])
     ask(base_url, api_key, [user("Count")])
     return 0.5
+
+
+def planned(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    """Ask what the task's plan says: [number of the answer to go on from or None, max_tokens]."""
+    talks: list[list[dict[str, Any]]] = []
+    for number, (parent, max_tokens) in enumerate(task["plan"]):
+        before = talks[parent] if parent is not None else []
+        messages = [*before, user(f"Question {number}")]
+        limit = {"max_tokens": max_tokens} if max_tokens is not None else {}
+        said = ask(base_url, api_key, messages, **limit)["choices"][0]["message"]["content"]
+        talks.append([*messages, {"role": "assistant", "content": said or ""}])
+    return 1.0
 
 
 def posting(task: dict[str, Any], base_url: str, api_key: str) -> None:

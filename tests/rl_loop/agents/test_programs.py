@@ -19,12 +19,14 @@ from rl_loop.agents import episode as episode_module
 from rl_loop.agents import process as process_module
 from rl_loop.agents.episode import ProgramRunner
 from rl_loop.agents.process import AgentProcesses
+from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.chatml.codec import ChatMl
 from rl_loop.chatml.prompt_config import ChatMlConfig
 from rl_loop.chatml.vocabulary import tiny_vocabulary
 from rl_loop.config.episode import EpisodeLimits
-from rl_loop.data.trajectory import FinishReason, Trajectory
+from rl_loop.data.credit import has_signal
+from rl_loop.data.trajectory import FinishReason, Trajectory, TrajectoryGroup
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, ModelShape, SamplingParams
 from rl_loop.environments import RewardConfig, make_offline_environment
 from rl_loop.environments.black_box import BlackBoxEnvironment, BlackBoxOptions
@@ -245,6 +247,49 @@ def test_a_program_that_is_refused_for_a_limit_is_not_infrastructure(
     assert episode.finish_reason is reason
     assert episode.truncated
     assert episode.reward == -1.0
+
+
+@pytest.mark.parametrize(
+    ("plan", "excluded"),
+    [
+        ([(None, None), (None, None)], [False, False]),
+        # A probe of 3 tokens behind a whole answer, and a cut answer before a whole probe.
+        ([(None, None), (None, 3)], [False, True]),
+        ([(None, 3), (None, None)], [True, False]),
+        ([(None, None), (0, 3), (0, None)], [True, False]),
+        ([(None, 3), (None, 3)], [True, True]),
+    ],
+)
+def test_only_sequences_that_were_cut_off_are_masked(
+    tiny: Harmony, plan: list[tuple[int | None, int | None]], excluded: list[bool]
+) -> None:
+    limits = LIMITS.model_copy(update={"truncated_episodes": "mask"})
+    turns = [says(tiny, "Hello")] * len(plan)
+    episode = episode_of(tiny, "planned", turns, limits, plan=plan)
+    assert episode.invalid is None, episode.invalid
+    assert [sequence.excluded for sequence in episode.sequences] == excluded
+    assert episode.truncated is any(excluded)
+    assert has_signal(group_of(episode), AlgorithmConfig()) is not all(excluded)
+
+    # Whole turns are trained on, also those that a cut sequence shares.
+    whole = sum(len(turns[0]) for _, max_tokens in plan if max_tokens is None)
+    kept = [s for s in episode.sequences if not s.excluded]
+    assert sum(sequence.sampled_tokens for sequence in kept) == whole
+
+
+def group_of(episode: Trajectory) -> TrajectoryGroup:
+    """The episode, and one of another reward in which nothing was sampled."""
+    other = Trajectory("task", [1], [0], [0.0], reward=episode.reward - 1)  # type: ignore[arg-type]
+    return TrajectoryGroup("task", [episode, other])
+
+
+def test_a_limit_of_the_episode_masks_all_its_sequences(tiny: Harmony) -> None:
+    """The reward then is that of an unfinished episode, whatever its conversations said."""
+    limits = LIMITS.model_copy(update={"truncated_episodes": "mask", "max_turns": 2})
+    plan = [(None, None), (None, None), (None, None)]
+    episode = episode_of(tiny, "planned", [says(tiny, "Hello")] * 2, limits, plan=plan)
+    assert episode.finish_reason is FinishReason.MAX_TURNS
+    assert [sequence.excluded for sequence in episode.sequences] == [True, True]
 
 
 @pytest.mark.parametrize("name", ["hanging", "sleeping"])
