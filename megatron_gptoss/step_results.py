@@ -16,7 +16,8 @@ class LossOutput:
     normalised with over the global batch, so that adding up micro-batches and ranks gives the
     loss."""
     sums: dict[str, Tensor] = field(default_factory=dict)
-    """Scalars that are added up over micro-batches and ranks."""
+    """Scalars that are summed over micro-batches and ranks, with the same names in every
+    micro-batch."""
     maxima: dict[str, Tensor] = field(default_factory=dict)
     """Scalars of which the largest of all micro-batches and ranks is taken."""
     token_values: dict[str, Tensor] = field(default_factory=dict)

@@ -307,15 +307,28 @@ def reduce_scalars(
     """Reduce named scalars over micro-batches, data- and context-parallel ranks. Collective.
 
     Args:
-        values: of every micro-batch, the same names in all; empty where there are none, as on
-            pipeline stages before the last.
+        values: scalars of every micro-batch, with the same names in all. Empty on pipeline stages
+            before the last.
         operation: SUM or MAX.
+
+    Raises:
+        ValueError: a name is missing in some micro-batches.
     """
-    if not values or not values[0]:
+    if not values:
+        return {}
+    names = sorted(values[0])
+    for scalars in values:
+        differing = sorted(set(names) ^ set(scalars))
+        if differing:
+            raise ValueError(
+                f"metrics of a loss: {', '.join(differing)} missing in some micro-batches. Return the "
+                "same names for every micro-batch, 0 where there is nothing to sum"
+            )
+    if not names:
         return {}
 
-    # All names in one message, in fp64: sums run over up to millions of tokens.
-    names = list(values[0])
+    # All names in one message, in fp64: sums run over up to millions of tokens. Sorted, because
+    # ranks add by position.
     rows = [torch.stack([scalars[name].detach().double() for name in names]) for scalars in values]
     stacked = torch.stack(rows)
     combine = torch.sum if operation == dist.ReduceOp.SUM else torch.amax

@@ -31,6 +31,9 @@ from rl_loop.algorithms.sequences import Sequences, sample_weights
 AGES = ("fresh", "stale")
 """Tokens of the weights that are trained, and of earlier ones: metrics have either apart."""
 
+LOSS_METRICS = "policy_loss/"
+"""Prefix of the metrics that a policy loss returns in ``PolicyLoss.sums``."""
+
 RETURNED_VALUES = ("trainer_log_probs", "entropy")
 """What ``policy_objective`` returns of tokens if asked, in nats: the log-probs that mismatch with
 the engine is measured by, and the entropy of the distribution when it was trained on."""
@@ -177,9 +180,11 @@ def _policy_loss(
 ) -> PolicyLoss:
     """Call the configured loss.
 
-    Tokens that do not learn go in as zeros. Masking the result would not do: in a backward pass 0
-    x NaN is NaN. Raises ValueError if a foreign loss returns anything else than a loss per
-    token."""
+    Tokens that do not learn go in as zeros. Masking the result is not enough, because 0 x NaN is NaN
+    in a backward pass.
+
+    Raises:
+        ValueError: the loss does not return a loss per token, or a metric is not a scalar."""
     old_log_probs = None
     if batch.old_log_probs is not None:
         old_log_probs = _only(learns, batch.old_log_probs)
@@ -207,7 +212,16 @@ def _policy_loss(
             )
     if log_probs.requires_grad and not result.loss.requires_grad:
         raise ValueError(f"{name} returned a loss without a gradient to log_probs")
-    return PolicyLoss(loss=result.loss, ratio=result.ratio.detach(), clipped=result.clipped)
+    for metric, total in result.sums.items():
+        if not isinstance(total, torch.Tensor) or total.shape != ():
+            shape = list(total.shape) if isinstance(total, torch.Tensor) else type(total).__name__
+            raise ValueError(f"{name} returned sums[{metric!r}] {shape}, expected a scalar tensor")
+    return PolicyLoss(
+        loss=result.loss,
+        ratio=result.ratio.detach(),
+        clipped=result.clipped,
+        sums={f"{LOSS_METRICS}{metric}": total.detach() for metric, total in result.sums.items()},
+    )
 
 
 def _policy_sums(
@@ -227,7 +241,7 @@ def _policy_sums(
         "entropy": _only(sampled, entropy).sum(),
         "clip_fraction": (policy.clipped & learns).sum(),
         "ratio/mean": _only(sampled, policy.ratio).sum(),
-    }
+    } | policy.sums
     if batch.reference_log_probs is not None:
         estimator = config.kl.estimator if config.kl else "k3"
         kl = kl_estimate(log_probs.detach(), batch.reference_log_probs, estimator)

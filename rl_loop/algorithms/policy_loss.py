@@ -3,7 +3,7 @@
 The papers exponentiate as it is. Here the logarithm is clamped to +-20 first, as in verl, so that
 no ratio overflows: a token beyond has a ratio of e^20 or e^-20 and no gradient through it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -48,14 +48,18 @@ class LossInputs:
 
 @dataclass
 class PolicyLoss:
-    """What a policy loss returns, [tokens] each."""
+    """Result of a policy loss: [tokens] each, but for ``sums``."""
 
     loss: Tensor
     """To be minimised; the only one with a gradient."""
     ratio: Tensor
     """The importance ratio, for metrics."""
     clipped: Tensor
-    """bool: whether clipping decided the loss of the token, for metrics."""
+    """bool: True where clipping decided the loss of the token, for metrics."""
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    """Metrics of the loss: name -> scalar, a sum over the tokens of the micro-batch in ``mask``. The
+    run logs ``policy_loss/NAME``, the sum of all micro-batches and ranks per sampled token. A loss
+    has the same names in every micro-batch."""
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:

@@ -9,15 +9,18 @@ import torch
 
 from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.step_results import StepStatistics
-from rl_loop.algorithms.objectives import AGES
+from rl_loop.algorithms.objectives import AGES, LOSS_METRICS
 from rl_loop.algorithms.policy_loss import kl_estimate
 from rl_loop.data.rollout_batch import RlUpdates, RunAhead
 from rl_loop.data.trajectory import FinishReason, Trajectory, TrajectoryGroup
 from rl_loop.infrastructure import COMPONENTS
 from rl_loop.tracking.metrics import Name, StepMetrics
 
-PER_TOKEN = ("entropy", "clip_fraction", "ratio/", "correction/", "kl_reference")
-"""How the names of sums over all loss tokens begin."""
+PER_TOKEN = ("entropy", "clip_fraction", "ratio/", "correction/", "kl_reference", LOSS_METRICS)
+"""Beginnings of the names of sums over all loss tokens."""
+
+USED_SUMS = ("loss", "tokens", "comparable", "sequences", "routes_agreeing", "routes_compared")
+"""Sums of the policy's update that have no curve of their own name."""
 
 SPEEDS = ("tokens_per_second_per_gpu", "tflops_per_gpu", "mfu")
 """Fields of StepStatistics that are None where nothing was measured."""
@@ -198,6 +201,11 @@ def _add_policy_update(metrics: StepMetrics, update: StepStatistics) -> None:
             metrics.add_mean(name, total, sums["comparable"], "tokens")
         elif name.startswith(PER_TOKEN):
             metrics.add_mean(name, total, sums["tokens"], "tokens")
+        elif name not in USED_SUMS and not name.startswith(AGES):
+            raise ValueError(
+                f"sums of the policy's update: unknown name {name!r}. Return metrics of a loss in "
+                "PolicyLoss.sums, or add the name to rl_loop/tracking/step_metrics.py"
+            )
     if "routes_compared" in sums:
         metrics.add_mean(
             "routing/agreement", sums["routes_agreeing"], sums["routes_compared"], "routes"

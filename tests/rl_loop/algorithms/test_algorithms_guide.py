@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_gptoss.step_results import StepStatistics
+from megatron_gptoss.trainer import reduce_scalars
 from rl_loop.algorithms.advantages import BatchRewards, sample_advantages
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.algorithms.objectives import policy_objective
@@ -27,6 +29,9 @@ from rl_loop.algorithms.sequences import Sequences
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
+from rl_loop.data.rollout_batch import RlUpdates
+from rl_loop.tracking.metrics import StepMetrics
+from rl_loop.tracking.step_metrics import add_update_metrics
 from tests.rl_loop.algorithms.test_algorithms import batch_of, loss_tokens, samples
 from tests.waiting import PATIENCE_SECONDS
 
@@ -188,6 +193,14 @@ def test_an_advantage_of_the_wrong_form_stops_the_run(
             lambda result: replace(result, loss=result.loss.detach()),
             "returned a loss without a gradient",
         ),
+        (
+            lambda result: replace(result, sums={"gate": result.ratio}),
+            r"returned sums\['gate'\] \[\d+\], expected a scalar tensor",
+        ),
+        (
+            lambda result: replace(result, sums={"gate": 1.0}),
+            r"returned sums\['gate'\] float, expected a scalar tensor",
+        ),
     ],
 )
 def test_a_loss_of_the_wrong_form_stops_the_run(
@@ -208,6 +221,36 @@ def test_a_loss_of_the_wrong_form_stops_the_run(
     monkeypatch.setattr(sys.modules["my_algorithms"], "sapo", wrong)
     with pytest.raises(ValueError, match=f"algorithm.policy_loss my_algorithms:sapo {message}"):
         objective(log_probs, log_probs.abs(), batch)
+
+
+def test_metrics_of_a_custom_loss_are_logged(workplace: Path) -> None:
+    """The mean over sampled tokens, under the name of the loss's own choice."""
+    everyone = samples()
+    batch = batch_of(everyone)
+    objective = policy_objective(load(workplace), loss_tokens(everyone))
+    output = objective(batch.rollout_log_probs.clone().requires_grad_(), batch.advantages, batch)
+    assert not output.sums["policy_loss/gate"].requires_grad
+
+    metrics = StepMetrics(step=0)
+    add_update_metrics(metrics, updates_of({n: float(v.detach()) for n, v in output.sums.items()}))
+    mean = float(output.sums["policy_loss/gate"] / output.sums["tokens"])
+    assert mean > 0
+    assert metrics.values()["policy_loss/gate"] == pytest.approx(mean)
+
+
+def test_a_sum_of_unknown_name_is_an_error() -> None:
+    """It was dropped, so whoever added it saw no curve and no reason."""
+    sums = {"loss": 0.0, "tokens": 1.0, "comparable": 1.0, "sequences": 1.0}
+    add_update_metrics(StepMetrics(step=0), updates_of(sums))
+    with pytest.raises(ValueError, match="unknown name 'gate'"):
+        add_update_metrics(StepMetrics(step=0), updates_of(sums | {"gate": 1.0}))
+
+
+def updates_of(sums: dict[str, float]) -> RlUpdates:
+    statistics = StepStatistics(
+        sums=sums, maxima={}, grad_norm=1.0, learning_rate=1e-6, parameters_updated=True
+    )
+    return RlUpdates(policy=[statistics], critic=[])
 
 
 @pytest.mark.slow  # tests/rl_loop/engines/test_outside_backend.py trains with a module that only workers import
@@ -236,3 +279,11 @@ def test_the_guide_pasted_as_it_is_trains_in_processes_that_import_it_anew(workp
     assert len(steps) == 3
     assert all(math.isfinite(step["loss"]) for step in steps)
     assert any(step["grad_norm"] > 0 for step in steps)
+
+
+def test_metrics_that_some_micro_batches_lack_are_an_error() -> None:
+    """Only the names of the first micro-batch counted, and ranks add by position."""
+    one, two = torch.tensor(1.0), torch.tensor(2.0)
+    for batches in ([{"a": one}, {"a": one, "b": two}], [{"a": one, "b": two}, {"a": one}]):
+        with pytest.raises(ValueError, match="metrics of a loss: b missing"):
+            reduce_scalars(batches, torch.distributed.ReduceOp.SUM)
