@@ -44,7 +44,7 @@ NAMES = {
     "-m launch": "driver",
     "raylet/raylet": "raylet",
     "gcs_server": "gcs",
-    "math_verify_server": "checkers",
+    "comparison_server": "checkers",
     "sandbox": "sandboxes",
     "bwrap": "sandboxes",
     "dashboard": "dashboard",

@@ -27,7 +27,7 @@ from rl_loop.tracking.run_directory import RunDirectoryError
 PROCESSES = {
     "trainer": "ray::TrainerProcess",
     "worker": "ray::RolloutWorker",
-    "checker": "rl_loop.rewards.math_verify_server",
+    "checker": "rl_loop.rewards.comparison_server",
     "sandbox": "rl_loop.sandbox.inside.server",
     "node": "raylet/raylet",
     "control store": "gcs_server",

@@ -45,7 +45,7 @@ class ReToolOptions(EnvironmentOptions):
     instructions: str | None = INSTRUCTIONS
     """The developer message; null for none."""
     numeric_only: bool = True
-    """Of files: leave out problems whose answer is not a number, which math-verify judges best."""
+    """Leave out rows of a file whose answer is not a number; numbers are judged exactly."""
     stateful: bool = False
     """The interpreter keeps its variables within an episode, as a notebook does: the programs so
     far run again before every new one, unheard, each with limits of time of its own. They should

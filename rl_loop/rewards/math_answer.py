@@ -1,9 +1,8 @@
-r"""Is the answer in \boxed{} equivalent to the ground truth?
+r"""Judges if the answer in \boxed{} is equivalent to the ground truth.
 
-math-verify compares expressions. What it is asked is prepared here, since it reads some notations
-wrongly and takes the last number that it finds in others: numbers are compared exactly
-(``number``, ``units``), letters of a choice as letters, and what says something else than the
-ground truth (a chain of equations, a ratio, an inequality, a denial) is told apart before."""
+An answer is right if it was read whole and everything in it was compared. Letters of a choice and
+words are compared as text, plain numbers here, and everything else in processes of their own
+(``comparison``), because algebra can take any amount of time."""
 
 import asyncio
 import re
@@ -11,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal
 
-from rl_loop.rewards.math_verify_pool import LONGEST, WORKERS, equivalent
-from rl_loop.rewards.notation import closing_brace, standard_notation
-from rl_loop.rewards.number import exact_decimals, same_number
-from rl_loop.rewards.units import NO_UNITS, parse_quantity, same_units
+from rl_loop.rewards.comparison_pool import LONGEST, WORKERS, equivalent
+from rl_loop.rewards.notation import LONGEST_PRODUCT, closing_brace, standard_notation
+from rl_loop.rewards.number import same_number
+from rl_loop.rewards.units import parse_quantity, same_units
 
 BOX_WINDOW = 20_000
 """The last box is looked for around its last mention: an answer may be megabytes of boxes."""
@@ -43,26 +42,13 @@ CHOICES = re.compile(r"\(?[A-Z]\)?(?:(?:\s*,\s*|\s*,?\s*and\s+|\s+)\(?[A-Z]\)?)+
 # "Tuesday", "not defined": words alone.
 WORDS = re.compile(r"[A-Za-z][A-Za-z'-]+(?: [A-Za-z'-]+)*")
 
-# math-verify reads the 5 in "not 5".
-DENIAL = re.compile(
-    r"\b(?:not|isn'?t|aren'?t|never|neither|nor|cannot|can'?t|except|unless|maybe|anything but)\b",
-    re.IGNORECASE,
-)
-INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|ll|gg)(?![a-zA-Z])")
-# "1 2", which math-verify takes for a product.
-DIGITS_APART = re.compile(r"[0-9] +[0-9]")
-# "101_2"
-BASE = re.compile(r"[0-9]\s*_")
-# "3:4", but neither "::" nor ":=".
-RATIO = re.compile(r"(?<![:\\])\s*:\s*(?!=)")
 # "10:15" may be a time, and is then not the ratio 2:3.
 CLOCK = re.compile(r"[0-9]{1,2}:[0-5][0-9]")
-NOT_A_POINT = re.compile(r"[<>=,\[\]]|\\(?:le|ge|ne|in|cup|cap|infty|text|\{)")
 
 # "12,345,678"; neither "0,123", which may be a decimal, nor the beginning of "1,000,2".
 THOUSANDS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9,])")
 
-# "2^{10}" and "2^9" of plain numbers, which math-verify computes before it compares.
+# "2^{10}" and "2^9" of plain numbers, which sympy computes at once.
 LITERAL_POWER = re.compile(
     r"(?<![0-9.])(?P<base>[0-9]+)\s*\^\s*(?:\{\s*(?P<braced>[0-9]+)\s*\}|(?P<digit>[0-9]))"
 )
@@ -85,7 +71,7 @@ async def judge(answer: str, ground_truth: str) -> bool:
 def is_correct(answer: str, ground_truth: str) -> bool:
     r"""Say whether the last \boxed{} of ``answer`` equals ``ground_truth``.
 
-    Raises CheckerFailure if math-verify cannot be asked."""
+    Raises CheckerFailure if the processes of comparisons do not work."""
     # What exhausts a parser is refused here: the policy writes it, so it is wrong and no failure.
     boxed = last_boxed(answer)
     if boxed is None or len(boxed) > LONGEST or _depth(boxed) > DEEPEST:
@@ -153,102 +139,34 @@ def is_equivalent(answer: str, truth: str) -> bool:
 
     plain_answer = _unwrapped(answer)
     plain_truth = _unwrapped(truth)
-    # Letters of a choice, which math-verify would take for variables.
+    # Letters of a choice, which are no variables.
     choice = _choice(truth)
     if choice is not None and _choice(answer) == choice:
         return True
     if CHOICES.fullmatch(plain_truth) and CHOICES.fullmatch(plain_answer):
         return _letters(plain_answer) == _letters(plain_truth)
-    if WORDS.fullmatch(plain_truth) and plain_answer.lower() == plain_truth.lower():
-        return True
+    if WORDS.fullmatch(plain_truth) and WORDS.fullmatch(plain_answer):
+        if plain_answer.lower() == plain_truth.lower():
+            return True
+        # Up to three letters may be a product: ab is ba.
+        if len(plain_truth) > LONGEST_PRODUCT:
+            return False
+    if CLOCK.fullmatch(_without_spaces(answer)) and CLOCK.fullmatch(_without_spaces(truth)):
+        return False
 
-    # Numbers are compared exactly, before math-verify would round them or leave units out.
     true_quantity = parse_quantity(plain_truth)
     quantity = parse_quantity(plain_answer)
     if true_quantity is not None and quantity is not None:
         is_same = same_number(quantity.number, true_quantity.number)
         return is_same and same_units(quantity.units, true_quantity.units)
 
-    if says_something_else(answer, truth):
-        return False
     # The truth is one value, so the comma of "x = 1,000" separates none.
     if "," not in _without_thousands_separators(truth):
         answer = _without_thousands_separators(answer)
-    if ":" in truth:
-        return _same_ratio(answer, truth)
-    if "=" in answer and "=" not in truth and not _splits(answer, ","):
-        return _chain_ends_in(answer, truth)
-    return _ask_math_verify(answer, truth)
-
-
-def says_something_else(answer: str, truth: str) -> bool:
-    """Say whether ``answer`` is another kind of statement than ``truth``."""
-    # Of 4\fbox{5} math-verify takes the box and leaves the rest.
-    if r"\boxed" in answer or r"\fbox" in answer:
-        return True
-    if DENIAL.search(answer) and not DENIAL.search(truth):
-        return True
-
-    # math-verify leaves words out ("5 squared"), takes digits apart for a product, and leaves a
-    # base out.
-    if _qualifiers(answer) - _qualifiers(truth) or DIGITS_APART.search(answer):
-        return True
-    if BASE.search(answer) and not BASE.search(truth):
-        return True
-
-    if _is_negated(answer) != _is_negated(truth):
-        return True
-    if bool(RATIO.search(answer)) != bool(RATIO.search(truth)):
-        return True
-    if INEQUALITY.search(answer) and _is_point(truth):
-        return True
-    if INEQUALITY.search(truth) and _is_point(answer):
-        return True
-
-    # (1,2) is a point or an interval, \{1,2\} is a set; 1,2 may be meant for either.
-    return {_brackets(answer), _brackets(truth)} == {"set", "tuple"}
-
-
-def _ask_math_verify(answer: str, truth: str) -> bool:
+        truth = _without_thousands_separators(truth)
     if _is_too_large(answer) or _is_too_large(truth):
         return False
-    # An exact truth wants an exact answer, and math-verify takes decimals for rounded.
-    if "." not in truth:
-        answer = exact_decimals(answer)
     return equivalent(answer, truth)
-
-
-def _same_ratio(answer: str, truth: str) -> bool:
-    """3:4 is 6:8, but 10:15 o'clock is not 20:30; a ratio is not a fraction."""
-    if CLOCK.fullmatch(_without_spaces(answer)) and CLOCK.fullmatch(_without_spaces(truth)):
-        return False
-
-    parts = RATIO.split(answer)
-    true_parts = RATIO.split(truth)
-    if len(parts) != len(true_parts) or not all(parts) or not all(true_parts):
-        return False
-
-    # Each part over the last one: the ratio 3:4:5 is two shares.
-    for part, true_part in zip(parts[:-1], true_parts[:-1], strict=True):
-        share = rf"\frac{{{part}}}{{{parts[-1]}}}"
-        true_share = rf"\frac{{{true_part}}}{{{true_parts[-1]}}}"
-        if not is_equivalent(share, true_share):
-            return False
-    return True
-
-
-def _chain_ends_in(answer: str, truth: str) -> bool:
-    """Say whether equations say ``truth``: x = 5 and 2 + 3 = 5 do, 3 = 4 = 5 does not.
-
-    A side with a variable in it names what was asked for (x, or x + 1), as math-verify has it."""
-    sides = [side.strip() for side in answer.split("=") if side.strip()]
-    if _has_variable(truth):
-        if sides and not _has_variable(sides[0]):
-            return False
-        values = sides[1:]
-    else:
-        values = [side for side in sides if not _has_variable(side)]
-    return bool(values) and all(is_equivalent(value, truth) for value in values)
 
 
 def _choice(text: str) -> str | None:
@@ -277,34 +195,9 @@ def _unwrapped(text: str) -> str:
     return text
 
 
-def _qualifiers(text: str) -> frozenset[str]:
-    """Return words that make more of a number than its value."""
-    words = " ".join(re.findall(r"\\text\s*\{([^{}]*)\}", text)).lower()
-    return NO_UNITS.intersection(re.findall(r"[a-z]+", words))
-
-
 def _without_spaces(text: str) -> str:
-    """Remove spaces that say nothing: all but those between letters or digits."""
-    return re.sub(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])", "", text)
-
-
-def _is_negated(text: str) -> bool:
-    r"""Say whether it has \ne in it, which standard notation ends with a blank."""
-    return r"\ne " in f"{text} "
-
-
-def _is_point(text: str) -> bool:
-    """Say whether it is one value: no relation, interval, set or list."""
-    return NOT_A_POINT.search(text) is None
-
-
-def _brackets(text: str) -> str | None:
-    """Say whether it is a "set" or a "tuple"; None if it is neither."""
-    if text.startswith(r"\{") and text.endswith(r"\}"):
-        return "set"
-    if text[:1] in "([" and text[-1:] in ")]" and _splits(text[1:-1], ","):
-        return "tuple"
-    return None
+    """Remove spaces that say nothing: all but those between letters, digits, points and commas."""
+    return re.sub(r"(?<![A-Za-z0-9.,])\s+|\s+(?![A-Za-z0-9.,])", "", text)
 
 
 def _without_thousands_separators(text: str) -> str:
@@ -315,16 +208,6 @@ def _without_thousands_separators(text: str) -> str:
         return number[0] if is_bracketed else number[0].replace(",", "")
 
     return THOUSANDS.sub(joined, text)
-
-
-def _splits(text: str, separator: str) -> bool:
-    """Say whether ``separator`` is there outside of all brackets."""
-    depth = 0
-    for character in text:
-        depth += _depth_change(character)
-        if character == separator and depth == 0:
-            return True
-    return False
 
 
 def _open_brackets(text: str) -> int:
@@ -347,23 +230,14 @@ def _depth_change(character: str) -> int:
     return (character in "([{") - (character in ")]}")
 
 
-def _has_variable(text: str) -> bool:
-    """Say whether it has letters besides commands, words, e and i, or is nothing but words."""
-    if r"\text" in text and not re.search(r"[0-9]", text):
-        return True
-    # What is left of \text{} and of commands such as \pi are no variables.
-    text = re.sub(r"\\text\s*\{[^{}]*\}|\\[a-zA-Z]+", " ", text)
-    return re.search(r"[a-df-hj-zA-Z]", text) is not None
-
-
 # ---- what cannot be computed
 
 
 def _is_too_large(text: str) -> bool:
     """Say whether a power or factorial of literal numbers is too large to be computed.
 
-    math-verify computes 9^(9^(9^9)) before anything else. Time limits hold nevertheless: this
-    only saves the time."""
+    sympy computes 9^(9^(9^9)) before anything else. Time limits hold nevertheless; this check saves
+    the time."""
     for _ in range(MOST_POWERS):
         text = BRACKETED_LITERAL.sub(r"\1", text)
         operation = _innermost(text)

@@ -1,5 +1,5 @@
-r"""One notation for what means the same: typography, Unicode and packages' commands become LaTeX
-for math-verify.
+r"""One notation for what means the same: typography, Unicode and packages' commands become plain
+LaTeX.
 
 For texts of at most a few thousand characters. Regular expressions here have no repeated group
 inside a repeated group, which could take exponential time."""
@@ -24,6 +24,20 @@ SYMBOLS = {
     "∪": r"\cup ",
     "∩": r"\cap ",
     "∈": r"\in ",
+    "∨": r"\lor ",
+    "∧": r"\land ",
+    "→": r"\to ",
+    "∖": r"\setminus ",
+    "⊂": r"\subset ",
+    "⊆": r"\subseteq ",
+    "≡": r"\equiv ",
+    "∣": r"\mid ",
+    "⟨": r"\langle ",
+    "⟩": r"\rangle ",
+    "⌊": r"\lfloor ",
+    "⌋": r"\rfloor ",
+    "⌈": r"\lceil ",
+    "⌉": r"\rceil ",
     "∶": ":",
     "′": "'",
     "″": "''",
@@ -82,6 +96,16 @@ WORDS = (
 r"""Commands that become \text{}, if there are letters in their argument."""
 FRACTIONS = ("dfrac", "tfrac", "cfrac", "nicefrac", "sfrac", "xfrac", "flatfrac", "frac")
 
+CURRENCIES = {
+    "dollar": r"\\\$|\\(?:text)?dollar(?![a-zA-Z])(?:\{\})?",
+    "euro": r"€|\\(?:text)?euro?(?![a-zA-Z])(?:\{\})?",
+    "sterling": r"£|\\(?:text)?(?:pounds?|sterling)(?![a-zA-Z])(?:\{\})?",
+    "yen": r"¥|\\(?:text)?yen(?![a-zA-Z])(?:\{\})?",
+    "rupee": "₹",
+    "cent": r"\\(?:text)?cent(?![a-zA-Z])(?:\{\})?",
+}
+"""Unit of a currency -> its signs."""
+
 REPLACEMENTS = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -91,25 +115,35 @@ REPLACEMENTS = [
             r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|bf|rm|it|sf|tt|large|Large)(?![a-zA-Z])",
             "",
         ),
+        (r"(?<=[0-9]),\\!\s*(?=[0-9]{3})", ","),
         (r"\\!|\\\(|\\\)|\\\[|\\\]|\\/|\\hspace\*?\s*\{[^{}]*\}", ""),
         (r"(?<!\\)\\[,;:> ]|~|\\q?quad(?![a-zA-Z])|\\(?:thin|med|thick)space(?![a-zA-Z])", " "),
         # 1{,}234 and 3{:}4
         (r"(?<![a-zA-Z])\{\s*([,:.;])\s*\}", r"\1"),
         (r"\\(?:colon|ratio)(?![a-zA-Z])", ":"),
-        # A degree sign says nothing that a number does not, nor does a currency.
+        # Degrees, as one command; Celsius and Fahrenheit as words.
         (
             r"(?:\{\})?\s*(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\(?:text)?degree(?![a-zA-Z])(?:\{\})?)",
             r"\\degree ",
         ),
-        (r"\\degree\s*(?:(?:C|F)(?![a-zA-Z])|\\text\s*\{\s*[CF]\s*\})?", " "),
-        (
-            r"\\?\$|[€£¥₹₽₩¢₿]|\\(?:text)?(?:euro?|pounds?|sterling|yen|dollar|cent)(?![a-zA-Z])(?:\{\})?",
-            " ",
+        (r"\\text\s*\{\s*\\degree\s*\}", r"\\degree "),
+        (r"\\degree\s*(?:C(?![a-zA-Z])|\\text\s*\{\s*C\s*\})", r"\\text{ celsius}"),
+        (r"\\degree\s*(?:F(?![a-zA-Z])|\\text\s*\{\s*F\s*\})", r"\\text{ fahrenheit}"),
+        # Currencies, as a word behind the number.
+        *(
+            (
+                rf"(?:{sign})\s*(?P<number>-?[0-9][0-9.,{{}}]*[0-9]|-?[0-9])",
+                rf"\g<number>\\text{{ {word}}}",
+            )
+            for word, sign in CURRENCIES.items()
         ),
+        *((rf"(?:{sign})", rf"\\text{{ {word}}}") for word, sign in CURRENCIES.items()),
+        (r"\$|[₽₩¢₿]", " "),
         # Relations.
         (r"\\(?:neq|ne|not\s*=)(?![a-zA-Z])|!=|\\not\s*=", r"\\ne "),
         (r"\\(?:leqslant|leqq|leq|le)(?![a-zA-Z])|<=", r"\\le "),
         (r"\\(?:geqslant|geqq|geq|ge)(?![a-zA-Z])|>=", r"\\ge "),
+        (r"\\(?:not\s*\\in|notin)(?![a-zA-Z])|∉", r"\\notin "),
         (r"\\lt(?![a-zA-Z])", "<"),
         (r"\\gt(?![a-zA-Z])", ">"),
         (r"==", "="),
@@ -117,6 +151,21 @@ REPLACEMENTS = [
         (r"\\varnothing(?![a-zA-Z])", r"\\emptyset "),
         (r"\\[dt]binom(?![a-zA-Z])", r"\\binom"),
         (rf"\\(?:{'|'.join(FRACTIONS)})(?![a-zA-Z])", r"\\frac"),
+        (r"\\(?:longrightarrow|rightarrow|to)(?![a-zA-Z])", r"\\to "),
+        (
+            r"\\(?:operatorname|mathop)\s*\{\s*(gcd|lcm|max|min|log|ln|sin|cos|tan)\s*\}",
+            r"\\operatorname{\1}",
+        ),
+        # "(mod 5)", "\pmod 5"
+        (
+            r"\(\s*(?:\\b?mod(?![a-zA-Z])|\\(?:text|mathrm|operatorname)\s*\{\s*mod\s*\}|mod\b)\s*([^()]*)\)",
+            r"\\pmod{\1}",
+        ),
+        (
+            r"(?:\\[bp]?mod(?![a-zA-Z])|\\(?:text|mathrm|operatorname)\s*\{\s*mod\s*\}|\bmod\b)"
+            r"\s*(?:\{([^{}]*)\}|([0-9]+|[a-zA-Z]))",
+            r"\\pmod{\1\2}",
+        ),
         # "√2", a bar over a digit, and a prime.
         (r"√\s*([0-9]+|[a-zA-Z]|\([^()]*\)|\{[^{}]*\})", r"\\sqrt{\1}"),
         (r"([0-9])\u0305", r"\\overline{\1}"),
@@ -124,6 +173,9 @@ REPLACEMENTS = [
     )
 ]
 """Applied in this order: some match what an earlier one wrote."""
+
+LONGEST_PRODUCT = 3
+"""Letters in a row beyond this are a word, not a product of variables."""
 
 FRACTION_OF_DIGITS = re.compile(
     r"\\frac\s*(?:\{(?P<above>[^{}]*)\}|(?P<digit_above>[0-9]))"
@@ -133,7 +185,10 @@ r"""\frac12 and \frac{1}2 as well as \frac{1}{2}"""
 # "{n \choose k}", as plain TeX writes binomials.
 CHOOSE = re.compile(r"\{?\s*([^{}\\]+?)\s*\\choose(?![a-zA-Z])\s*([^{}\\]+?)\s*\}?")
 # The words of "1, 2 and 3" and "x = 1 or x = 2".
-LIST_WORD = re.compile(r",?\s*(?:\\text\s*\{\s*(?:and|or)\s*\}|(?<=\s)(?:and|or)(?=\s))\s*")
+LIST_WORD = re.compile(
+    r",?\s*(?:\\text\s*\{\s*(?P<text>and|or)\s*\}"
+    r"|(?<=[\s)\]}0-9])(?P<word>and|or)(?=[\s(\[\\{0-9-]))\s*"
+)
 # "12 345 678" with spaces for thousands.
 DIGIT_GROUPS = re.compile(r"(?<![0-9.])[0-9]{1,3}(?: [0-9]{3})+(?![0-9]| [0-9])")
 
@@ -149,7 +204,7 @@ BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def standard_notation(text: str) -> str:
-    """Return the same answer as math-verify reads it: what is shown, not how."""
+    """Return the same answer in the LaTeX that ``statement`` reads: what is shown, not how."""
     text = _without_unicode(text)
     for pattern, replacement in REPLACEMENTS:
         text = pattern.sub(replacement, text)
@@ -162,7 +217,7 @@ def standard_notation(text: str) -> str:
 
     # "1 and 2" is a list, "12 345" one number.
     text = " ".join(text.split())
-    text = LIST_WORD.sub(", ", text)
+    text = LIST_WORD.sub(_separator, text)
     text = DIGIT_GROUPS.sub(lambda digits: digits[0].replace(" ", ""), text)
 
     # The stop of "The answer is 5." may stand inside or behind the box.
@@ -243,6 +298,15 @@ def _without_commands(text: str) -> str:
     for command in (*WORDS, "unit", "si"):
         text = replace_command(text, command, 1, _words)
     return text
+
+
+def _separator(word: re.Match[str]) -> str:
+    r"""Write \lor for "or" where the parts are conditions, and a comma otherwise.
+
+    Values, "1 or 2", are listed; "x < 1 or x > 3" is not "x < 1 and x > 3"."""
+    is_or = (word["text"] or word["word"]) == "or"
+    has_conditions = re.search(r"[<>]|\\[lg]e(?![a-zA-Z])", word.string) is not None
+    return r" \lor " if is_or and has_conditions else ", "
 
 
 def _words(content: str) -> str:

@@ -4,15 +4,14 @@ repeating decimals, percent.
 Everything is exact. When is a decimal right? If the ground truth is exact (an integer, a
 fraction, an expression, a decimal of few places), only what equals it: 3.141593 is not \pi and
 0.333333 is not 1/3. If the ground truth is a decimal of at least ROUNDED_PLACES places, it is
-taken for rounded, and what rounds to it is right too, as math-verify has it."""
+taken for rounded, and what rounds to it is right too."""
 
 import re
 from dataclasses import dataclass
 from fractions import Fraction
 
 ROUNDED_PLACES = 6
-"""Decimals of the ground truth from here on are taken for rounded; math-verify compares as many
-places."""
+"""Decimals of the ground truth with at least this many places are taken for rounded."""
 
 MOST_DIGITS = 400
 LARGEST_EXPONENT = 400
@@ -56,8 +55,7 @@ SLASH = re.compile(r"(?P<above>[^/]+)/(?P<below>[^/]+)")
 MIXED = re.compile(r"(?P<whole>[0-9]+)\s*(?P<part>\\frac.*|(?<=\s)[0-9]+\s*/\s*[0-9]+)")
 
 # "50%", "50\%", "50 percent"
-PERCENT = re.compile(r"(?P<number>.*?)\s*(?:\\?%|(?:\\text\{)?\s*(?:percent|pct)\s*\}?)")
-DECIMALS = re.compile(r"(?P<before>[0-9]*)\.(?P<after>[0-9]+)")
+PERCENT = re.compile(r"(?P<number>.*?)\s*(?:\\?%|(?:\\text\{)?\s*(?:percentage|percent|pct)\s*\}?)")
 
 
 @dataclass(frozen=True)
@@ -89,23 +87,13 @@ def parse_number(text: str) -> Number | None:
 def same_number(answer: Number, truth: Number) -> bool:
     """Say whether ``answer`` is right.
 
-    50 % may stand for 50 and for 0.5, as math-verify has it."""
+    50 % may stand for 50 and for 0.5."""
     if _is_value(answer.value, truth):
         return True
     if answer.percent == truth.percent:
         return False
     scale = Fraction(1, 100) if answer.percent else Fraction(100)
     return _is_value(answer.value * scale, truth)
-
-
-def exact_decimals(text: str) -> str:
-    """Return the expression with fractions for its decimals, which math-verify would round."""
-    return DECIMALS.sub(_as_fraction, text)
-
-
-def _as_fraction(decimal: re.Match[str]) -> str:
-    zeros = "0" * len(decimal["after"])
-    return rf"\frac{{{decimal['before']}{decimal['after']}}}{{1{zeros}}}"
 
 
 def _is_value(value: Fraction, truth: Number) -> bool:

@@ -1,8 +1,11 @@
-"""Units after a number: they may be left out, but two different ones are two different answers."""
+"""Units behind a number. An answer may leave them out, but two different ones are two answers."""
 
 import re
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Self
 
 from rl_loop.rewards.number import Number, parse_number
 
@@ -36,13 +39,13 @@ quart quarts
 cup cups
 acre acres
 hectare hectares ha
-mph
-kph kmh km/h
 deg degree degrees
 rad radian radians
 cent cents
-dollar dollars USD
+dollar dollars USD usd
 euro euros EUR
+sterling GBP
+yen JPY
 rupee rupees Rs INR
 unit units
 point points
@@ -69,25 +72,69 @@ SCALES = {
     "trillion": 10**12,
 }
 
+
+COMPOUND = {
+    "mph": {"mi": 1, "h": -1},
+    "kph": {"km": 1, "h": -1},
+    "kmh": {"km": 1, "h": -1},
+    "celsius": {"deg": 1},
+    "fahrenheit": {"deg": 1},
+}
+"""Names of products of units."""
+KINDS_OF_DEGREES = ("celsius", "fahrenheit")
+"""They are degrees, and not each other."""
+POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+"""Words before a unit."""
+
 NOT_UNITS = """
-or and not nor if when for while unless to of than less more least most
-squared cubed plus minus times over divided factorial mod modulo base half halves third thirds quarter quarters
-percent pct
+or and not nor if when for while unless to of than but except without with plus minus times over divided by into from
+between about around approximately approx roughly nearly almost over under above below exceeding beyond until up down
+more less fewer least most greater smaller larger bigger at only exactly maybe perhaps probably either neither both
+squared cubed factorial mod modulo base power exponent root reciprocal inverse negative opposite
+half halves third thirds quarter quarters fourth fourths fifth fifths sixth sixths seventh eighth ninth tenth tenths
+twice double doubled triple tripled thrice fold pairs pair couple score scores tens hundreds percent pct percentage
+zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
+eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety point
+is are was equals equal isn't aren't never cannot can't no none
 """
 NO_UNITS = frozenset(NOT_UNITS.split())
-r"""Words after a number, within \text{}, that are no unit: what is said is more than the
-number."""
+r"""Words that are no units: with them a text says more, or something else, than the number."""
 
-# "\text{cm}^2" or "cm", at the end of what is left.
+# "\text{cm}^2", "cm", "\degree", and marks of feet, inches and arcs, at the end of what is left.
 LAST_UNIT = re.compile(
-    r"(?:\\text\s*\{(?P<text>[^{}]*)\}|(?<![a-zA-Z\\{])(?P<word>[a-zA-Z]+))"
-    r"\s*(?:\^\s*\{?\s*(?P<power>-?[0-9])\s*\}?)?$"
+    r"(?:\\text\s*\{(?P<text>[^{}]*)\}|(?<![a-zA-Z\\{])(?P<word>[a-zA-Z]+)"
+    r"|(?P<degree>\\degree)|(?P<mark>(?<=[0-9}\s])'{1,3}))"
+    r"\s*(?:\^\s*\{?\s*(?P<power>-?[0-9])\s*\}?)?\s*$"
 )
-# What may stand between number and unit, or two units: "5 km/h", "5 N\cdot m".
-LAST_SEPARATOR = re.compile(r"(?:\s|/|\\cdot|\\times|\*|\bper)+$")
+# What may stand between number and unit, or between two units: "5 km/h", "5 N\cdot m".
+LAST_SEPARATOR = re.compile(r"(?:\s|/|\\cdot(?![a-z])|\\times(?![a-z])|\*|(?<![a-z])per)+$")
+WORD_IN_TEXT = re.compile(
+    r"\s*(?:(?P<over>/|per(?![a-zA-Z]))|(?P<times>[*\u00b7-])"
+    r"|(?P<word>[a-zA-Z][a-zA-Z'.]*)(?:\^\{?(?P<power>-?[0-9])\}?)?)"
+)
 
 MOST_UNITS = 6
-"""As many are looked for behind a number."""
+"""Most units, or texts of units, behind a number."""
+
+
+@dataclass(frozen=True)
+class Units:
+    """The units behind a number."""
+
+    powers: tuple[tuple[str, int], ...] = ()
+    """Known units and their powers, sorted."""
+    words: frozenset[str] = frozenset()
+    """Words that are no known unit, in the singular."""
+
+    @classmethod
+    def of(cls, name: str) -> Self:
+        """Return one known unit."""
+        return cls(((name, 1),))
+
+    @property
+    def is_given(self) -> bool:
+        """True if there are any."""
+        return bool(self.powers or self.words)
 
 
 @dataclass(frozen=True)
@@ -95,51 +142,154 @@ class Quantity:
     """A number with the units behind it."""
 
     number: Number
-    units: tuple[str, ...]
-    """The last one first, such as ("cm^2",); "" for a word that is no unit known here."""
+    units: Units
+
+
+@dataclass
+class _Collected:
+    """Units that were taken off the end of a text so far."""
+
+    powers: Counter[str] = field(default_factory=Counter)
+    words: set[str] = field(default_factory=set)
+    scale: int = 1
+
+    def units(self) -> Units:
+        powers = tuple(sorted((unit, power) for unit, power in self.powers.items() if power))
+        return Units(powers, frozenset(self.words))
 
 
 def parse_quantity(text: str) -> Quantity | None:
     r"""Return the number and units that ``text`` is, such as 5 \text{cm}^2; None if it is not."""
-    # From the end on: a unit is taken off until a number is left.
-    units: list[str] = []
-    scale = 1
-    for _ in range(MOST_UNITS):
-        number = parse_number(text)
+    for rest, collected in _without_units(text, takes_words=True):
+        number = parse_number(rest)
         if number is not None:
             # A number that is scaled is exact: 1.234567 million is an integer.
-            places = number.places if scale == 1 else 0
-            scaled = Number(number.value * Fraction(scale), places, number.percent)
-            return Quantity(scaled, tuple(units))
-
-        last = LAST_UNIT.search(text)
-        if last is None or not _is_unit(last):
-            return None
-        for word in _words(last):
-            if word in SCALES:
-                scale *= SCALES[word]
-            else:
-                power = f"^{last['power']}" if last["power"] else ""
-                units.append(UNITS.get(word, "") + power)
-        text = LAST_SEPARATOR.sub("", text[: last.start()])
+            places = number.places if collected.scale == 1 else 0
+            value = number.value * Fraction(collected.scale)
+            return Quantity(Number(value, places, number.percent), collected.units())
     return None
 
 
-def same_units(answer: tuple[str, ...], truth: tuple[str, ...]) -> bool:
-    """Say whether they can be the same: units may be left out, unknown words mean anything."""
-    if not answer or not truth or "" in answer or "" in truth:
+def parse_units(text: str) -> tuple[str, Units]:
+    r"""Split an expression and the units in \text{} behind it."""
+    body = text
+    units = Units()
+    for rest, collected in _without_units(text, takes_words=False):
+        if collected.scale != 1:
+            break
+        body = rest
+        units = collected.units()
+    return body, units
+
+
+def same_units(answer: Units, truth: Units) -> bool:
+    """Return True if they can be the same: either may be left out, and so may words.
+
+    Words that are no known unit do not contradict fewer of them: 5 red apples are 5 apples."""
+    if not answer.is_given or not truth.is_given:
         return True
-    return sorted(answer) == sorted(truth)
-
-
-def _is_unit(last: re.Match[str]) -> bool:
-    r"""Say whether the end of a text can be a unit.
-
-    Without \text{}, unknown letters are variables."""
-    if any(word.lower() in NO_UNITS or any(map(str.isdigit, word)) for word in _words(last)):
+    if answer.powers != truth.powers:
         return False
-    return not last["word"] or last["word"] in UNITS or last["word"] in SCALES
+    return answer.words <= truth.words or truth.words <= answer.words
 
 
-def _words(last: re.Match[str]) -> list[str]:
-    return (last["text"] or last["word"] or "").replace(".", " ").split()
+def _without_units(text: str, *, takes_words: bool) -> Iterator[tuple[str, _Collected]]:
+    """Yield a text with none, one, two, ... units taken off its end."""
+    collected = _Collected()
+    yield text, collected
+    for _ in range(MOST_UNITS):
+        last = LAST_UNIT.search(text)
+        if last is None or (last["word"] and not takes_words):
+            return
+        if last["degree"] and not takes_words:
+            return
+        before = text[: last.start()]
+        separator = LAST_SEPARATOR.search(before)
+        rest = before[: separator.start()] if separator else before
+        # "5m" is five times m, "5 m" are five meters.
+        if last["word"] and len(last["word"]) == 1 and not separator:
+            return
+        is_inverse = separator is not None and re.search("/|per", separator[0]) is not None
+        if not _take(collected, last, -1 if is_inverse else 1):
+            return
+        text = rest
+        yield text, collected
+
+
+def _take(collected: _Collected, last: re.Match[str], sign: int) -> bool:
+    """Add the end of a text to the units. Returns False if it is no unit.
+
+    Without \\text{}, unknown letters are variables."""
+    power = int(last["power"] or 1)
+    if last["degree"]:
+        collected.powers["deg"] += sign * power
+        return True
+    if last["mark"]:
+        collected.powers[last["mark"]] += sign * power
+        return True
+    if last["word"]:
+        word = last["word"]
+        if word not in UNITS and word not in SCALES and word not in COMPOUND:
+            return False
+        return _take_word(collected, word, sign * power)
+    return _take_text(collected, last["text"], sign, power)
+
+
+def _take_text(collected: _Collected, text: str, sign: int, power: int) -> bool:
+    """Add the units of a \\text{}, such as "square feet per second"; ``power`` is of the last."""
+    position = 0
+    direction = sign
+    next_power = 1
+    text = text.strip()
+    while position < len(text):
+        match = WORD_IN_TEXT.match(text, position)
+        if match is None:
+            return False
+        position = match.end()
+        if match["over"]:
+            direction = -sign
+        elif match["word"]:
+            word = match["word"].strip(".'")
+            if word.lower() in POWERS:
+                next_power = POWERS[word.lower()]
+                continue
+            own = next_power * int(match["power"] or 1)
+            if not text[position:].strip():
+                own *= power
+            next_power = 1
+            if not _take_word(collected, word, direction * own):
+                return False
+    return True
+
+
+def _take_word(collected: _Collected, word: str, power: int) -> bool:
+    name = word.lower()
+    if name in NO_UNITS:
+        return False
+    if name in SCALES:
+        collected.scale *= SCALES[name]
+    elif word in UNITS:
+        collected.powers[UNITS[word]] += power
+    elif name in COMPOUND:
+        for unit, own in COMPOUND[name].items():
+            collected.powers[unit] += own * power
+        if name in KINDS_OF_DEGREES:
+            collected.words.add(name)
+    elif name in UNITS and len(name) > 2:
+        collected.powers[UNITS[name]] += power
+    else:
+        collected.words.add(_singular(name))
+    return True
+
+
+def _singular(word: str) -> str:
+    for ending, replacement in (
+        ("ies", "y"),
+        ("sses", "ss"),
+        ("ses", "s"),
+        ("ss", "ss"),
+        ("s", ""),
+    ):
+        if word.endswith(ending) and len(word) > len(ending) + 1:
+            return word.removesuffix(ending) + replacement
+    return word

@@ -263,6 +263,97 @@ x^{2} | x²
 \pi/2 | \frac{\pi}{2}
 x\in[1,2] | [1,2]
 """,
+    "read whole and equal": r"""
+\log_2 8 | 3
+\log_{2}{8} | 3
+\log 100 | 2
+\ln e^2 | 2
+x \equiv 2 \pmod 5 | x \equiv 2 \pmod{5}
+x \equiv 7 \pmod 5 | x \equiv 2 \pmod 5
+2 \pmod 5 | x \equiv 2 \pmod 5
+x ≡ 2 (mod 5) | x \equiv 2 \pmod{5}
+101_2 | 101_{2}
+101_{10} | 101
+\gcd(a,3) | \gcd(3,a)
+\gcd(12,18) | 6
+1, 2, \ldots, n | 1,2,\dots,n
+\begin{cases} x+1 & x>0 \\ 2 & x \le 0\end{cases} | \begin{cases} 1+x & \text{if } x>0 \\ 2 & \text{if }x\le0\end{cases}
+x<1 \text{ or } x>3 | x>3 \text{ or } x<1
+\{x : x > 3\} | \{x \mid x > 3\}
+x > 3 | 3 < x
+x>3 | (3,\infty)
+(3,\infty) | x>3
+1<x\le 2 | (1,2]
+x \in (1,2) | (1,2)
+2x > 6 | x > 3
+-x < -3 | x > 3
+2x+4y=6 | x+2y=3
+y = 2x+1 | y=1+2x
+y-2x-1=0 | y = 2x+1
+x=5 | 5
+x = 2+3 = 5 | x=5
+\frac{1}{3} \approx 0.333 | 1/3
+x \approx 3.14 | 3.14
+\pm 5 | 5, -5
+x=\pm 5 | 5, -5
+x=-5 \text{ or } x=5 | \pm 5
+\frac{-b \pm \sqrt{b^2-4ac}}{2a} | \frac{-b \pm \sqrt{b^2-4ac}}{2a}
+1\pm\sqrt{2} | 1-\sqrt2, 1+\sqrt2
+\begin{pmatrix}1 & 2\\3 & 4\end{pmatrix} | \begin{bmatrix}1&2\\3&4\end{bmatrix}
+\begin{pmatrix}1\\2\end{pmatrix} | (1,2)
+\sin 30^\circ | \frac12
+\cos\frac{\pi}{3} | 1/2
+\sin^2 x + \cos^2 x | 1
+(x+1)^2 | x^2+2x+1
+\frac{x^2-1}{x-1} | x+1
+2\sin x\cos x | \sin 2x
+\sqrt{8} | 2\sqrt{2}
+\frac{1}{\sqrt 2} | \frac{\sqrt2}{2}
+\sqrt[3]{8} | 2
+e^{i\pi} | -1
+3+4i | 4i+3
+\frac{n(n+1)}{2} | \frac{n^2+n}{2}
+\sum_{k=1}^{n} k | \frac{n(n+1)}{2}
+n! | n\cdot(n-1)!
+|x-1| | |1-x|
+[0,1]\cup[2,3] | [2,3]\cup[0,1]
+(-\infty, 1) \cup (3, \infty) | (-\infty,1)\cup(3,\infty)
+\mathbb{R} \setminus \{0\} | \mathbb{R}\setminus\{0\}
+\{1,2,3\} | \{3,2,1\}
+(1, -2, \frac12) | (1,-2,0.5)
+5\text{ red apples} | 5\text{ apples}
+5\text{ square feet} | 5\text{ ft}^2
+5\text{ meters per second} | 5\text{ m/s}
+60\text{ mph} | 60\text{ miles per hour}
+\$5 | 5\text{ dollars}
+45^\circ | 45
+45^\circ | 45 \text{ degrees}
+\frac{\pi}{4}\text{ radians} | \frac{\pi}{4}
+\text{Sunday} | Sunday
+3x^2y | 3yx^2
+\frac{a}{b} | a/b
+2^{n+1} | 2\cdot 2^n
+x^{-1} | \frac1x
+\frac{3\pi}{4} | 0.75\pi
+\overline{AB} | \overline{AB}
+\text{(A)} | A
+a_{n+1} | a_{n+1}
+f(x)=x+1 | x+1
+\left(\frac{3}{5}, \frac{8}{3}\right] | \left(\frac35,\frac83\right]
+x=1,y=2 | (1,2)
+(1,2) | x=1, y=2
+x=1,y=2 | y=2, x=1
+f(x)=\frac{1}{x} | f(x) = x^{-1}
+\frac{1}{2}\ln 3 | \ln\sqrt{3}
+\arctan 1 | \frac{\pi}{4}
+2\sqrt{3}\text{ cm}^2 | 2\sqrt3
+1.5 \times 10^3 | 1500
+3 \frac{1}{2} | 3.5
+4! | 24
+\binom{n}{2} | \frac{n(n-1)}{2}
+-\frac{1}{2} | \frac{-1}{2}
+\lfloor 3.7 \rfloor | 3
+""",
 }
 
 OTHER = {
@@ -458,6 +549,128 @@ x² | x^3
 \frac{}{} | 5
 \text{cm} | 5
 \$ | 5
+""",
+    # what a reader that takes the part it knows, or rounds, would take for the ground truth
+    "read in part": r"""
+\frac{1}{2006!} | \frac{1}{2004!}
+x \equiv 3 \pmod 5 | x \equiv 2 \pmod 5
+x \equiv 2 \pmod 7 | x \equiv 2 \pmod 5
+2 \pmod 7 | 2 \pmod 5
+2 | x \equiv 2 \pmod 5
+x \equiv 2 \pmod 5 | 2
+101_3 | 101_2
+101_2 | 101
+101 | 101_2
+101_{2} | 5
+\gcd(a,3) | \gcd(a,2)
+30' | 30^\circ
+1, 3, 5, \ldots, 2n-1 | 1, 2, \ldots, n
+1, 2, \ldots, n | 1,2,3
+\begin{cases} x+1 & x>0 \\ 2 & x \le 0\end{cases} | \begin{cases} x-1 & x>0 \\ 2 & x \le 0\end{cases}
+\begin{cases} x+1 & x>1 \\ 2 & x \le 1\end{cases} | \begin{cases} x+1 & x>0 \\ 2 & x \le 0\end{cases}
+3 \lor 4 | 4
+3 \cup 4 | 4
+3 \to 4 | 4
+3 | 4 | 4
+3 \mid 4 | 4
+3 ∨ 4 | 4
+3 \approx 4 | 3
+3 \approx 4 | 4
+\pi \approx 3.14 | 3.14
+5 \pm 0.1 | 5
+f(2) | f(3)
+f(2)=5 | f(3)=5
+x+1=5 | 5
+x_1 | x_2
+\sum_{k=1}^{n} k | \sum_{k=1}^{n} k^2
+\lfloor x \rfloor | \lceil x \rceil
+5 € | \$5
+€5 | £5
+5\text{ apples} | 5\text{ oranges}
+5\text{ m/s} | 5\text{ m s}
+5\text{ m}^2 | 5\text{ m}
+5^\circ C | 5^\circ F
+x<1 \text{ or } x>3 | x<1 \text{ and } x>3
+\{x : x > 3\} | \{x : x > 4\}
+\{x \mid x > 3\} | \{x \mid x \ge 3\}
+\begin{pmatrix}1 & 2\\3 & 4\end{pmatrix} | \begin{pmatrix}1 & 2\\4 & 3\end{pmatrix}
+[0,1) | [0,1]
+(0,1) | [0,1]
+x > 3 | x \ge 3
+3 < x < 5 | 3 < x < 6
+\log_2 8 | 4
+\log_3 8 | \log_2 8
+2^{10} | 1025
+10^{-30} | 10^{-31}
+x + 10^{-50} | x + 10^{-51}
+\sqrt{2}+\frac{1}{2006!} | \sqrt{2}+\frac{1}{2004!}
+e^{-1000} | e^{-1001}
+n! | (n+1)!
+n!! | n!
+5\text{ hundred} | 5
+\overline{AB} | \overline{AC}
+12{:}30 \text{ PM} | 12{:}30 \text{ AM}
+1:2 | 2:1
+\text{between 3 and 5} | 5
+3 to 5 | 5
+3-5 | 5
+\frac{3}{4}\text{ of } 8 | 8
+5 \text{ more than } 3 | 3
+|x| | x
+\sqrt{x^2} | x
+x=3 \text{ and } y=4 | 4
+a \mid 5 | 5
+3 \parallel 4 | 4
+3 \oplus 4 | 4
+3 \otimes 4 | 4
+3 \circ 4 | 4
+3 ; 4 | 4
+3 & 4 | 4
+3 \\ 4 | 4
+3 \Rightarrow 4 | 4
+3 \therefore 4 | 4
+3 \mapsto 4 | 4
+3 \sim 4 | 4
+3 @ 4 | 4
+3 # 4 | 4
+3 → 4 | 4
+3 \quad 4 | 4
+3 \text{ then } 4 | 4
+3 - - 4 | 4
+3 … 4 | 4
+3 \ldots 4 | 4
+3 \not= 4 | 4
+3 ? 4 | 4
+3 ~ 4 | 4
+3 ^ 4 | 4
+3 _ 4 | 4
+3 ! 4 | 4
+3 vs 4 | 4
+3 \backslash 4 | 4
+3 \setminus 4 | 4
+3 \% 4 | 4
+"4" | 44
+\text{No} | \text{on}
+5 \bmod 3 | 3
+17 \bmod 5 | 5
+2.5.3 | 2.5
+1/2/3 | 1/2
+\binom{5}{2} | \binom{5}{1}
+P(X=2)=0.5 | 0.5
+x^2=25 | 25
+\max(1,2) | \max(1,3)
+\operatorname{lcm}(a,2) | \operatorname{lcm}(a,3)
+AB=5, CD=6 | 6
+\text{Point A at }(1,2) | (1,2)
+A(1,2) | (1,2)
+3 \times 10^{5} | 10^5
+\sin^2 x | \sin x
+\int_0^1 x dx | \int_0^2 x dx
+\lim_{x\to 0} x | \lim_{x\to 1} x
+\frac{dy}{dx} | \frac{dx}{dy}
+3\sqrt{2} | 2\sqrt{3}
+2m | 2
+5k | 5
 """,
 }
 

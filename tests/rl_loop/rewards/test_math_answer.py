@@ -12,16 +12,16 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from rl_loop.rewards.comparison_pool import LONGEST, ComparisonPool
 from rl_loop.rewards.math_answer import PLAIN_NUMBER, is_correct, last_boxed, normalised
-from rl_loop.rewards.math_verify_pool import LONGEST, MathVerifyPool
 from rl_loop.rewards.number import parse_number
 from tests.rl_loop.rewards.answer_classes import classes
 from tests.rl_loop.rewards.labelled_answers import pairs
 
 
 @pytest.fixture(scope="module")
-def math_verify() -> Iterator[MathVerifyPool]:
-    pool = MathVerifyPool(seconds=1.0)
+def comparisons() -> Iterator[ComparisonPool]:
+    pool = ComparisonPool(seconds=1.0)
     yield pool
     pool.close()
 
@@ -90,7 +90,7 @@ def plain_numbers() -> list[str]:
     return [text for text in texts if PLAIN_NUMBER.fullmatch(text)]
 
 
-def test_fast_path_of_plain_numbers_agrees_with_math_verify(math_verify) -> None:
+def test_fast_path_of_plain_numbers_agrees_with_algebra(comparisons) -> None:
     numbers = plain_numbers()
     assert len(numbers) > 80
     close = [
@@ -100,19 +100,19 @@ def test_fast_path_of_plain_numbers_agrees_with_math_verify(math_verify) -> None
         if abs(abs(Decimal(a)) - abs(Decimal(b))) < Decimal("0.00001")
     ]
     for a, b in [*close, *zip(numbers, reversed(numbers), strict=True)]:
-        assert math_verify.equivalent(a, b) is (Decimal(a) == Decimal(b)), (a, b)
+        assert comparisons.equivalent(a, b) is (Decimal(a) == Decimal(b)), (a, b)
 
 
-def test_numbers_that_math_verify_rounds_are_rounded_to_their_digits_instead(math_verify) -> None:
-    assert math_verify.equivalent("0.12345678", "0.12345679")
+def test_decimals_are_rounded_to_the_digits_of_the_truth(comparisons) -> None:
+    assert comparisons.equivalent("0.12345678", "0.12345679")
     assert is_correct(r"\boxed{0.12345678}", "0.12345679")
     # digits that are written count: math-verify sees doubles, and nine zeros as nothing
     assert not is_correct(r"\boxed{99999999999999999999.123456}", "99999999999999999999.123457")
     assert not is_correct(r"\boxed{0.000000001}", "0.000000002")
 
 
-def test_an_answer_of_absurd_length_is_wrong(math_verify) -> None:
-    assert not math_verify.equivalent("1+" * LONGEST + "1", "1")
+def test_an_answer_of_absurd_length_is_wrong(comparisons) -> None:
+    assert not comparisons.equivalent("1+" * LONGEST + "1", "1")
 
 
 def test_every_labelled_pair_is_judged_as_labelled() -> None:
@@ -202,9 +202,7 @@ def test_a_number_equals_itself_however_it_is_written(
 ) -> None:
     forms = spelled(number)
     form = forms[spelling % len(forms)]
-    assume(
-        not (r"\left(" in wrapper and ("," in form))
-    )  # (1,000) is a point, as math-verify has it
+    assume(not (r"\left(" in wrapper and ("," in form)))  # (1,000) is a point, by its comma
     written = wrapper.format(form)
     assert is_correct(rf"\boxed{{{written}}}", number), written
 
@@ -306,7 +304,7 @@ ENDLESS = {
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_no_text_takes_long(name: str) -> None:
-    assert is_correct(r"\boxed{x+1}", "1+x")  # the start of math-verify is no answer's time
+    assert is_correct(r"\boxed{x+1}", "1+x")  # the start of the processes is no answer's time
     seconds = []
     # A pause of Python's garbage collector is not the answer's time either: the best of three.
     for _ in range(3):

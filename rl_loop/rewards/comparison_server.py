@@ -1,7 +1,7 @@
-"""The side of ``math_verify_pool`` that runs math-verify: one process that imports it, and
-workers forked from it.
+"""The side of ``comparison_pool`` that compares: one process that imports sympy, and workers forked
+from it.
 
-``python -m rl_loop.rewards.math_verify_server SECONDS`` reads requests for workers from a Unix
+``python -m rl_loop.rewards.comparison_server SECONDS`` reads requests for workers from a Unix
 socket, its standard input. A request is one byte with a file descriptor: the socket on which the
 new worker is asked questions. Importing sympy takes a second or more, forking a process that has
 imported it takes milliseconds: a worker that ran out of time is replaced at once. When the socket
@@ -9,24 +9,17 @@ closes, every worker is killed and the process ends."""
 
 import ctypes
 import json
-import logging
 import os
 import resource
 import signal
 import socket
 import sys
-from fractions import Fraction
 from types import FrameType
-from typing import Any
-
-from rl_loop.rewards.number import parse_number, same_number
 
 MEMORY_BYTES = 1 << 30
 """Address space of a worker; sympy needs 60 MB."""
 READY = b"ready\n"
 """What a worker says once it can be asked."""
-DOUBLE_PRECISION = Fraction(1, 10**12)
-"""Relative error of decimals, which sympy computes with as doubles."""
 PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""
 
@@ -36,8 +29,8 @@ def serve(requests: socket.socket, seconds: float) -> None:
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C in a terminal reaches the whole process group
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    _compare("1/2", "0.5")  # imports and first use, which every worker then has
+    # Imports and first use, which every worker then has.
+    _compare(r"\sin^2 x+\cos^2 x+\sqrt{2}\pi", r"1+\frac{2\pi}{\sqrt{2}}")
     workers: set[int] = set()
 
     def reap(_signal: int, _frame: FrameType | None) -> None:
@@ -88,7 +81,7 @@ def _run_worker(questions: socket.socket, seconds: float, server_pid: int) -> No
             try:
                 same = _compare(answer, truth)
             except (Exception, RecursionError, MemoryError):
-                # math-verify and sympy raise all sorts of things over what is no mathematics.
+                # sympy raises all sorts of things.
                 same = False
             signal.setitimer(signal.ITIMER_PROF, 0)
             questions.sendall(b"true\n" if same else b"false\n")
@@ -117,45 +110,11 @@ def _die_with(server_pid: int) -> None:
 
 
 def _compare(answer: str, truth: str) -> bool:
-    """Say whether two expressions are equivalent, by math-verify and what it leaves out."""
-    from math_verify import parse, verify
+    """Return True if two texts in standard notation say the same."""
+    # Imported here: the side that asks needs no sympy.
+    from rl_loop.rewards.comparison import says_the_same
 
-    # Without math-verify's own timeouts, which are Python signal handlers.
-    gold = parse(rf"\boxed{{{truth}}}", parsing_timeout=None)
-    parsed = parse(rf"\boxed{{{answer}}}", parsing_timeout=None)
-    if not verify(gold, parsed, timeout_seconds=None) and not _same_after_simplifying(gold, parsed):
-        return False
-    return _same_digits(truth, parsed)
-
-
-def _same_after_simplifying(gold: list[Any], answer: list[Any]) -> bool:
-    """Do what math-verify leaves out: cancel in fractions, and take i for the imaginary unit."""
-    from sympy import Expr, I, simplify
-
-    if not (gold and answer and isinstance(gold[0], Expr) and isinstance(answer[0], Expr)):
-        return False
-    difference = gold[0] - answer[0]
-    imaginary = {symbol: I for symbol in difference.free_symbols if symbol.name == "i"}
-    return bool(simplify(difference.subs(imaginary)) == 0)
-
-
-def _same_digits(truth: str, answer: list[Any]) -> bool:
-    """Say whether a decimal ``truth`` has the digits of the answer.
-
-    math-verify rounds to six places, so that it takes 10^-9 for 0.000000002."""
-    from sympy import Expr, Number
-
-    number = parse_number(truth)
-    if number is None or number.places == 0 or not (answer and isinstance(answer[0], Expr)):
-        return True
-
-    value = answer[0].doit().evalf(40)
-    if not isinstance(value, Number) or not value.is_finite:
-        return True
-    digits = parse_number(str(value))
-    if digits is None or same_number(digits, number):
-        return True
-    return abs(digits.value - number.value) <= abs(number.value) * DOUBLE_PRECISION
+    return says_the_same(answer, truth)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""math-verify in processes of its own: limits, deaths, and what stays behind."""
+"""Comparisons in processes of their own: limits, deaths, and what stays behind."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from rl_loop.rewards import CheckerFailure, math_answer, math_verify_pool
-from rl_loop.rewards.math_verify_pool import MathVerifyPool
+from rl_loop.rewards import CheckerFailure, comparison_pool, math_answer
+from rl_loop.rewards.comparison_pool import ComparisonPool
 
 # each computes for minutes inside C or sympy
 SLOW = [r"\binom{10^{9}}{5\cdot 10^{8}}", "(x+1)^{5000}", "9^{9^{9^{9}}}"]
 
 
 @pytest.fixture
-def pool() -> Iterator[MathVerifyPool]:
-    found = MathVerifyPool(seconds=1.0)
+def pool() -> Iterator[ComparisonPool]:
+    found = ComparisonPool(seconds=1.0)
     assert found.equivalent("1/2", "0.5")
     yield found
     found.close()
 
 
-def own_processes(pool: MathVerifyPool) -> list[psutil.Process]:
+def own_processes(pool: ComparisonPool) -> list[psutil.Process]:
     assert pool._server is not None
     server = psutil.Process(pool._server.pid)
     return [server, *server.children()]
@@ -52,7 +52,7 @@ def test_an_answer_that_computes_for_ever_is_wrong_and_the_next_one_is_compared(
 
 
 def test_sixteen_slow_expressions_delay_no_other_answer() -> None:
-    pool = MathVerifyPool(seconds=0.5)
+    pool = ComparisonPool(seconds=0.5)
     assert pool.equivalent("1/2", "0.5")
     with ThreadPoolExecutor(16) as threads:
         slow = [threads.submit(pool.equivalent, SLOW[i % len(SLOW)], "4") for i in range(16)]
@@ -67,7 +67,7 @@ def test_sixteen_slow_expressions_delay_no_other_answer() -> None:
 
 
 def test_slow_expressions_beyond_the_number_of_workers_are_all_judged() -> None:
-    pool = MathVerifyPool(seconds=0.2, workers=2)
+    pool = ComparisonPool(seconds=0.2, workers=2)
     with ThreadPoolExecutor(7) as threads:
         slow = [threads.submit(pool.equivalent, SLOW[0], "4") for _ in range(6)]
         assert threads.submit(pool.equivalent, "x+1", "1+x").result()
@@ -76,7 +76,7 @@ def test_slow_expressions_beyond_the_number_of_workers_are_all_judged() -> None:
 
 
 def test_answers_on_the_event_loop_are_judged_beside_slow_ones(monkeypatch) -> None:
-    pool = MathVerifyPool(seconds=0.5)
+    pool = ComparisonPool(seconds=0.5)
     monkeypatch.setattr(math_answer, "equivalent", pool.equivalent)
 
     async def main() -> tuple[bool, int]:
@@ -109,7 +109,7 @@ def test_a_server_that_died_is_started_again(pool) -> None:
     assert pool.equivalent("x+1", "1+x")
 
 
-def kill_at_work(pool: MathVerifyPool, times: int) -> bool:
+def kill_at_work(pool: ComparisonPool, times: int) -> bool:
     """Kill the workers of a comparison one after the other, and return its verdict."""
     with ThreadPoolExecutor(1) as threads:
         slow = threads.submit(pool.equivalent, SLOW[0], "4")
@@ -124,8 +124,8 @@ def kill_at_work(pool: MathVerifyPool, times: int) -> bool:
 
 
 @pytest.fixture
-def patient_pool() -> Iterator[MathVerifyPool]:
-    pool = MathVerifyPool(seconds=60.0)
+def patient_pool() -> Iterator[ComparisonPool]:
+    pool = ComparisonPool(seconds=60.0)
     assert pool.equivalent("1/2", "0.5")
     yield pool
     assert pool.equivalent("x+1", "1+x")
@@ -139,29 +139,33 @@ def test_answer_that_crashes_the_checker_is_wrong(patient_pool) -> None:
 
 def test_checker_failure_when_machine_out_of_memory(patient_pool, monkeypatch) -> None:
     counts = iter((3, 4))
-    monkeypatch.setattr(math_verify_pool, "out_of_memory_kills", lambda: next(counts))
+    monkeypatch.setattr(comparison_pool, "out_of_memory_kills", lambda: next(counts))
     with pytest.raises(CheckerFailure, match="died twice"):
         kill_at_work(patient_pool, times=2)
     monkeypatch.undo()
 
 
 def test_checker_failure_when_every_question_kills_it(patient_pool, monkeypatch) -> None:
-    monkeypatch.setattr(math_verify_pool, "CONTROL", b"no JSON\n")
+    monkeypatch.setattr(comparison_pool, "CONTROL", b"no JSON\n")
     with pytest.raises(CheckerFailure, match="died twice"):
         kill_at_work(patient_pool, times=2)
     monkeypatch.undo()
 
 
 def test_a_checker_that_cannot_start_is_a_failure_of_the_checker_and_says_why(monkeypatch) -> None:
-    pool = MathVerifyPool()
+    pool = ComparisonPool()
     monkeypatch.setenv("PYTHONPATH", "/nowhere")
-    monkeypatch.setattr(math_verify_pool.sys, "executable", "/nowhere/python")
-    with pytest.raises(CheckerFailure, match=r"math-verify does not start.*/nowhere/python"):
+    monkeypatch.setattr(comparison_pool.sys, "executable", "/nowhere/python")
+    with pytest.raises(
+        CheckerFailure, match=r"the process that compares answers does not start.*/nowhere/python"
+    ):
         pool.equivalent("x+1", "1+x")
 
     monkeypatch.undo()
     monkeypatch.setenv("PYTHONHOME", "/nowhere")
-    with pytest.raises(CheckerFailure, match=r"math-verify does not start: .*encodings"):
+    with pytest.raises(
+        CheckerFailure, match=r"the process that compares answers does not start: .*encodings"
+    ):
         pool.equivalent("x+1", "1+x")
 
     monkeypatch.undo()
@@ -193,7 +197,7 @@ def test_no_process_is_left(pool) -> None:
 def test_no_process_outlives_the_one_that_asked(end: signal.Signals) -> None:
     code = (
         "import threading, time\n"
-        "from rl_loop.rewards.math_verify_pool import equivalent\n"
+        "from rl_loop.rewards.comparison_pool import equivalent\n"
         "assert equivalent('x+1', '1+x')\n"
         f"threading.Thread(target=equivalent, args=({SLOW[0]!r}, '4')).start()\n"
         "time.sleep(0.2)\n"

@@ -1,9 +1,9 @@
-"""math-verify in processes of its own, because an answer can make it run for ever or eat the
+"""Comparisons in processes of their own, because an answer can make algebra run for ever or eat the
 memory.
 
 Every comparison that is going on has a worker process to itself, and a limit that begins when it
 does: answers that are slow to compare do not queue before the others. Workers are forked from a
-server that has imported sympy (``math_verify_server``), so that one more costs milliseconds."""
+server that has imported sympy (``comparison_server``), so that one more costs milliseconds."""
 
 import atexit
 import json
@@ -17,8 +17,8 @@ import time
 from typing import IO
 
 from rl_loop.out_of_memory import out_of_memory_kills
+from rl_loop.rewards.comparison_server import READY
 from rl_loop.rewards.failure import CheckerFailure
-from rl_loop.rewards.math_verify_server import READY
 
 SECONDS = 2.0
 """Processor time of one comparison, which usually takes a thousandth of that; a slower one counts
@@ -34,12 +34,12 @@ REPLY_SECONDS = 180.0
 STOP_SECONDS = 5.0
 """The server gets to end by itself."""
 CONTROL = b'["1/2", "0.5"]\n'
-"""A question that math-verify says yes to, if it works at all."""
+"""A question whose answer is yes if a comparison works at all."""
 LONGEST = 2000
 """Characters of an expression; a longer one counts as not equivalent."""
 
 
-class MathVerifyPool:
+class ComparisonPool:
     """Compares expressions, from any number of threads.
 
     Started when first needed, gone with the parent."""
@@ -60,10 +60,14 @@ class MathVerifyPool:
         """Of the last server that died."""
 
     def equivalent(self, answer: str, truth: str) -> bool:
-        """Say whether math-verify finds two mathematical expressions (LaTeX or plain) equivalent.
+        """Return True if two answers in standard notation say the same.
 
-        An answer over which two processes die is not, unless the machine is out of memory. Raises
-        CheckerFailure if math-verify cannot be started, does not answer, or fails at any question."""
+        An answer over which two processes die says something else, unless the machine is out of memory.
+
+        Raises:
+            CheckerFailure: no process can be started, none answers any question, or two die while
+                the machine is out of memory.
+        """
         if max(len(answer), len(truth)) > LONGEST:
             return False
 
@@ -81,7 +85,7 @@ class MathVerifyPool:
             if is_well and out_of_memory_kills() == killed_before:
                 return False
         raise CheckerFailure(
-            f"the process of math-verify died twice over {answer!r} against {truth!r}"
+            f"the process that compares answers died twice over {answer!r} against {truth!r}"
         )
 
     def close(self) -> None:
@@ -102,7 +106,8 @@ class MathVerifyPool:
         worker.close()
         if reply is None:
             raise CheckerFailure(
-                f"math-verify did not answer within {REPLY_SECONDS:.0f} s; is the machine overloaded?"
+                f"the process that compares answers did not reply within {REPLY_SECONDS:.0f} s; "
+                "is the machine overloaded?"
             )
         # A process has at most one core: one that lived for less than the limit was not killed by
         # the limit.
@@ -144,7 +149,7 @@ class MathVerifyPool:
                 if self._server is server:
                     self._stop_server()
         raise CheckerFailure(
-            f"math-verify does not start: {self._last_error or 'its process dies without a word'}"
+            f"the process that compares answers does not start: {self._last_error or 'its process dies without a word'}"
         )
 
     # ---- the server; the caller holds the lock
@@ -152,7 +157,7 @@ class MathVerifyPool:
     def _start_server(self) -> None:
         """Start a server in place of the last one. Raises CheckerFailure."""
         self._stop_server()
-        command = [sys.executable, "-m", "rl_loop.rewards.math_verify_server", str(self._seconds)]
+        command = [sys.executable, "-m", "rl_loop.rewards.comparison_server", str(self._seconds)]
 
         # sympy's order of terms depends on the hashes of texts: verdicts must not differ between
         # runs.
@@ -173,7 +178,7 @@ class MathVerifyPool:
             )
         except OSError as error:
             raise CheckerFailure(
-                f"math-verify does not start: {' '.join(command)}: {error}"
+                f"the process that compares answers does not start: {' '.join(command)}: {error}"
             ) from None
         finally:
             # The child has its copy. With another one open here the server's death would not be
@@ -248,6 +253,6 @@ def _exchange(worker: socket.socket, question: bytes, seconds: float) -> bytes |
         return b""
 
 
-_pool = MathVerifyPool()
+_pool = ComparisonPool()
 atexit.register(_pool.close)
 equivalent = _pool.equivalent

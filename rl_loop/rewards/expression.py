@@ -1,0 +1,523 @@
+r"""Reads one mathematical expression in LaTeX, whole or not at all.
+
+The grammar is closed: a token that it does not know makes the text unreadable, so no part of an
+answer is ever left out. Values are exact sympy expressions; decimals are fractions."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import sympy
+from sympy import Expr, Function, I, Rational, S, Symbol
+
+from rl_loop.rewards.notation import LONGEST_PRODUCT
+
+DEGREE = Symbol("degree")
+"""The unit of an angle, which is a factor: 30 degree."""
+SIGN = Symbol("plus_minus")
+r"""1 or -1, for \pm."""
+DEEPEST = 60
+"""Nested groups beyond this are unreadable; Python's stack has an end."""
+
+TOKEN = re.compile(
+    r"(?P<number>[0-9]+(?:\.[0-9]*)?|\.[0-9]+)|(?P<command>\\(?:[a-zA-Z]+|.))"
+    r"|(?P<word>[a-zA-Z]+)|(?P<mark>[-+*/^_()\[\]{}|!,'=])|(?P<space>\s+)"
+)
+
+GREEK_NAMES = """
+alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho varrho sigma tau
+upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega ell hbar
+"""
+GREEK = frozenset(GREEK_NAMES.split())
+ACCENTS = frozenset(
+    [
+        "vec",
+        "hat",
+        "bar",
+        "overline",
+        "tilde",
+        "widehat",
+        "mathcal",
+        "mathbb",
+        "mathfrak",
+        "mathscr",
+    ]
+)
+TRIGONOMETRY: dict[str, Any] = {
+    name: getattr(sympy, name)
+    for name in ["sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "coth"]
+}
+INVERSES: dict[str, Any] = {
+    "arcsin": sympy.asin,
+    "arccos": sympy.acos,
+    "arctan": sympy.atan,
+    "arccot": sympy.acot,
+    "arcsec": sympy.asec,
+    "arccsc": sympy.acsc,
+    "arsinh": sympy.asinh,
+    "arcosh": sympy.acosh,
+    "artanh": sympy.atanh,
+}
+LOGARITHMS = frozenset({"log", "ln", "lg"})
+OF_SEVERAL = frozenset({"gcd", "lcm", "max", "min"})
+FUNCTIONS = frozenset({*TRIGONOMETRY, *INVERSES, *LOGARITHMS, *OF_SEVERAL, "exp", "sqrt"})
+"""Names that may be written without a backslash."""
+NAMES = {"pi": r"\pi", "infty": r"\infty", "infinity": r"\infty", "inf": r"\infty"}
+UNDEFINED_FUNCTIONS = frozenset("fghFGH")
+"""Letters that are functions if a bracket follows. Others are factors."""
+
+LITTLE = """
+an and are as at be but by for from has if in is it its mod no not of off on one or out per than the then to two was
+"""
+LITTLE_WORDS = frozenset(LITTLE.split())
+"""Words of two or three letters that are no products."""
+
+TIMES = frozenset({"*", r"\cdot", r"\times", r"\ast"})
+OVER = frozenset({"/", r"\div"})
+SIGNS = frozenset({"+", "-", r"\pm", r"\mp"})
+
+
+class Unreadable(ValueError):
+    """The text is not one whole expression of the grammar."""
+
+
+@dataclass(frozen=True)
+class _Token:
+    text: str
+    kind: str
+    """number, command, letter, word, mark or end."""
+    after_space: bool
+
+
+def read_expression(text: str) -> Expr:
+    """Return the value of an expression. Raises Unreadable unless all of it is understood."""
+    return _Reader(text).read()
+
+
+def has_number(text: str) -> bool:
+    """Return True if a number is in a text, indices of names left out."""
+    return re.search(r"[0-9]", re.sub(r"_\s*(?:\{[^{}]*\}|[0-9a-zA-Z])", "", text)) is not None
+
+
+def _tokens(text: str) -> Iterator[_Token]:
+    position = 0
+    after_space = False
+    while position < len(text):
+        match = TOKEN.match(text, position)
+        if match is None:
+            raise Unreadable(text)
+        position = match.end()
+        kind = str(match.lastgroup)
+        token = match[0]
+        if kind == "space":
+            after_space = True
+            continue
+        if kind != "word":
+            yield _Token(token, kind, after_space)
+        elif token in FUNCTIONS:
+            yield _Token(f"\\{token}", "command", after_space)
+        elif token in NAMES:
+            yield _Token(NAMES[token], "command", after_space)
+        elif len(token) > LONGEST_PRODUCT or (
+            token.lower() in LITTLE_WORDS and not token.isupper()
+        ):
+            # Readable only inside of a name, such as \overline{ABCD}.
+            yield _Token(token, "word", after_space)
+        else:
+            for i, letter in enumerate(token):
+                yield _Token(letter, "letter", after_space and i == 0)
+        after_space = False
+    yield _Token("", "end", after_space)
+
+
+class _Reader:
+    """Recursive descent over the tokens of one text."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._tokens = list(_tokens(text))
+        self._at = 0
+        self._depth = 0
+        self._bars = 0
+        """Open | of absolute values."""
+
+    def read(self) -> Expr:
+        value = self._sum()
+        if self._next.kind != "end":
+            raise self._unreadable()
+        return value
+
+    # ---- tokens
+
+    @property
+    def _next(self) -> _Token:
+        return self._tokens[self._at]
+
+    def _take(self) -> _Token:
+        token = self._tokens[self._at]
+        self._at = min(self._at + 1, len(self._tokens) - 1)
+        return token
+
+    def _skip(self, text: str) -> bool:
+        if self._next.text != text or self._next.kind == "end":
+            return False
+        self._take()
+        return True
+
+    def _expect(self, text: str) -> None:
+        if not self._skip(text):
+            raise self._unreadable()
+
+    def _unreadable(self) -> Unreadable:
+        return Unreadable(self._text)
+
+    # ---- sums and products
+
+    def _sum(self) -> Expr:
+        self._depth += 1
+        if self._depth > DEEPEST:
+            raise self._unreadable()
+        terms = [self._signed_product()]
+        while self._next.text in SIGNS:
+            terms.append(self._signed_product())
+        self._depth -= 1
+        return sympy.Add(*terms)
+
+    def _signed_product(self) -> Expr:
+        sign: Expr = S.One
+        while self._next.text in SIGNS:
+            mark = self._take().text
+            if mark == "-":
+                sign = -sign
+            elif mark == r"\pm":
+                sign = sign * SIGN
+            elif mark == r"\mp":
+                sign = -sign * SIGN
+        return sign * self._product()
+
+    def _product(self) -> Expr:
+        value = self._mixed_number()
+        if value is None:
+            value = self._power()
+        while True:
+            if self._next.text in TIMES:
+                self._take()
+                value = value * self._signed_factor()
+            elif self._next.text in OVER:
+                self._take()
+                value = self._quotient(value, self._signed_factor())
+            elif self._begins_factor():
+                value = value * self._power()
+            else:
+                return value
+
+    def _mixed_number(self) -> Expr | None:
+        r"""Read 1\frac{1}{2} and "1 1/2"; None if no such number is next."""
+        pattern = r"([0-9]+)\s*\\frac\{([0-9]+)\}\{([0-9]+)\}|([0-9]+) ([0-9]+)/([0-9]+)"
+        text = ""
+        for token in self._tokens[self._at : self._at + 9]:
+            # Only between two numbers a blank says something.
+            text += " " if token.kind == "number" and text[-1:].isdigit() else ""
+            text += token.text
+        match = re.match(rf"(?:{pattern})(?![0-9.])", text)
+        if match is None:
+            return None
+        whole, above, below = (int(digits) for digits in match.groups() if digits is not None)
+        if not 0 < above < below:
+            raise self._unreadable()
+        self._at += 8 if match[1] is not None else 4
+        return Rational(whole * below + above, below)
+
+    def _signed_factor(self) -> Expr:
+        negative = False
+        while self._next.text in ("+", "-"):
+            negative ^= self._take().text == "-"
+        value = self._power()
+        return -value if negative else value
+
+    def _begins_factor(self) -> bool:
+        """Return True if a factor without a sign of multiplication follows. No number does:
+        "2 3" and "x2" are not clear."""
+        token = self._next
+        if token.kind == "letter":
+            return True
+        if token.kind == "mark":
+            return token.text in ("(", "[", "{") or (token.text == "|" and self._bars == 0)
+        if token.kind != "command":
+            return False
+        name = token.text[1:]
+        return (
+            name in GREEK
+            or name in ACCENTS
+            or name in FUNCTIONS
+            or name in ("frac", "binom", "pi", "infty", "lfloor", "lceil", "lvert", "sum", "prod")
+            or name in ("operatorname", "imath", "angle", "triangle")
+        )
+
+    def _quotient(self, above: Expr, below: Expr) -> Expr:
+        if below == 0:
+            raise self._unreadable()
+        return above / below
+
+    # ---- powers
+
+    def _power(self) -> Expr:
+        value = self._postfix(self._atom())
+        if self._skip("^"):
+            value = self._raised(value, self._exponent())
+            value = self._postfix(value)
+            # "2^3^2" is not LaTeX, and is read in two ways.
+            if self._next.text == "^":
+                raise self._unreadable()
+        return value
+
+    def _raised(self, base: Expr, exponent: Expr) -> Expr:
+        if base == 0 and (exponent.is_negative or exponent == 0):
+            raise self._unreadable()
+        return sympy.Pow(base, exponent)
+
+    def _exponent(self) -> Expr:
+        if self._next.text == "{":
+            return self._group("{", "}")
+        negative = False
+        if self._next.text in ("+", "-"):
+            negative = self._take().text == "-"
+        value = self._postfix(self._atom())
+        if self._skip("^"):
+            value = self._raised(value, self._exponent())
+        return -value if negative else value
+
+    def _postfix(self, value: Expr) -> Expr:
+        while True:
+            if self._skip("!"):
+                doubled = self._next.text == "!" and not self._next.after_space
+                if doubled:
+                    self._take()
+                value = sympy.factorial2(value) if doubled else sympy.factorial(value)
+                if value.has(S.ComplexInfinity):
+                    raise self._unreadable()
+            elif self._skip(r"\degree"):
+                value = value * DEGREE
+            else:
+                return value
+
+    # ---- atoms
+
+    def _atom(self) -> Expr:
+        token = self._take()
+        if token.kind == "number":
+            return self._number(token.text)
+        if token.kind == "letter":
+            return self._letter(token.text)
+        if token.text in ("(", "[", "{"):
+            self._at -= 1
+            return self._group(token.text, {"(": ")", "[": "]", "{": "}"}[token.text])
+        if token.text == "|":
+            return self._absolute("|")
+        if token.kind == "command":
+            return self._command(token.text[1:])
+        raise self._unreadable()
+
+    def _group(self, opening: str, closing: str) -> Expr:
+        self._expect(opening)
+        bars, self._bars = self._bars, 0
+        value = self._sum()
+        self._bars = bars
+        self._expect(closing)
+        return value
+
+    def _absolute(self, closing: str) -> Expr:
+        self._bars += 1
+        if self._bars > 1:
+            raise self._unreadable()
+        value = self._sum()
+        self._expect(closing)
+        self._bars -= 1
+        return sympy.Abs(value)
+
+    def _number(self, digits: str) -> Expr:
+        if self._next.text == "_":
+            raise self._unreadable()
+        if "." in digits and self._next.text == r"\overline":
+            self._take()
+            block = self._raw_group()
+            if not block.isdigit():
+                raise self._unreadable()
+            places = len(digits.partition(".")[2])
+            nines = (10 ** len(block) - 1) * 10**places
+            return Rational(Fraction(digits.rstrip(".") or "0") + Fraction(int(block), nines))
+        return Rational(Fraction(digits.rstrip(".")))
+
+    def _letter(self, letter: str) -> Expr:
+        name = self._indexed(letter)
+        if letter in UNDEFINED_FUNCTIONS and self._next.text == "(":
+            return Function(name)(*self._arguments())
+        if name == "e":
+            return S.Exp1
+        if name == "i":
+            return I
+        return Symbol(name)
+
+    def _indexed(self, name: str) -> str:
+        """Add index and primes to a name."""
+        if self._skip("_"):
+            index = self._raw_group() if self._next.text == "{" else self._take().text
+            if not index:
+                raise self._unreadable()
+            name += f"_{index}"
+        while self._skip("'"):
+            name += "'"
+        return name
+
+    def _raw_group(self) -> str:
+        """Return the text of a group in braces."""
+        self._expect("{")
+        depth = 1
+        pieces = []
+        while True:
+            token = self._take()
+            if token.kind == "end":
+                raise self._unreadable()
+            depth += (token.text == "{") - (token.text == "}")
+            if depth == 0:
+                return "".join(pieces)
+            pieces.append(token.text)
+
+    def _argument(self) -> Expr:
+        r"""Read an argument of a command: in braces, or one digit, letter or command."""
+        if self._next.text == "{":
+            return self._group("{", "}")
+        token = self._next
+        if token.kind == "number" and len(token.text) == 1:
+            self._take()
+            return sympy.Integer(int(token.text))
+        if token.kind in ("letter", "command"):
+            return self._atom()
+        raise self._unreadable()
+
+    def _command(self, name: str) -> Expr:
+        if name == "pi":
+            return sympy.pi
+        if name == "infty":
+            return S.Infinity
+        if name == "imath":
+            return I
+        if name in GREEK:
+            return Symbol(self._indexed(f"\\{name}"))
+        if name in ACCENTS:
+            return Symbol(self._indexed(f"\\{name}{{{self._raw_group()}}}"))
+        if name in ("angle", "triangle"):
+            letters = ""
+            while self._next.kind == "letter":
+                letters += self._take().text
+            if not letters:
+                raise self._unreadable()
+            return Symbol(f"\\{name} {letters}")
+        if name == "frac":
+            above = self._argument()
+            return self._quotient(above, self._argument())
+        if name == "binom":
+            above = self._argument()
+            return sympy.binomial(above, self._argument())
+        if name == "sqrt":
+            return self._root()
+        if name in ("lfloor", "lceil", "lvert"):
+            value = self._sum()
+            self._expect("\\r" + name[1:])
+            return {"lfloor": sympy.floor, "lceil": sympy.ceiling, "lvert": sympy.Abs}[name](value)
+        if name in ("sum", "prod"):
+            return self._series(sympy.Sum if name == "sum" else sympy.Product)
+        if name == "operatorname":
+            name = self._raw_group()
+        if name in OF_SEVERAL:
+            return self._of_several(name)
+        if name in FUNCTIONS:
+            return self._function(name)
+        raise self._unreadable()
+
+    def _root(self) -> Expr:
+        degree: Expr = sympy.Integer(2)
+        if self._next.text == "[":
+            degree = self._group("[", "]")
+        inner = self._group("(", ")") if self._next.text == "(" else self._argument()
+        if degree == 0:
+            raise self._unreadable()
+        return sympy.root(inner, degree)
+
+    # ---- functions
+
+    def _function(self, name: str) -> Expr:
+        base: Expr | None = None
+        if name == "log" and self._skip("_"):
+            base = self._argument()
+            if base in (0, 1):
+                raise self._unreadable()
+        exponent: Expr | None = None
+        if self._skip("^"):
+            exponent = self._exponent()
+
+        argument = self._function_argument()
+        if name in TRIGONOMETRY or name == "exp":
+            argument = argument.subs(DEGREE, sympy.pi / 180)
+        if name in TRIGONOMETRY and exponent == -1:
+            inverse = "arc" + name if not name.endswith("h") else "ar" + name
+            if inverse not in INVERSES:
+                raise self._unreadable()
+            return INVERSES[inverse](argument)
+
+        if name in LOGARITHMS:
+            if argument == 0:
+                raise self._unreadable()
+            value = sympy.log(argument)
+            if name != "ln":
+                value = value / sympy.log(sympy.Integer(10) if base is None else base)
+        elif name == "exp":
+            value = sympy.exp(argument)
+        else:
+            value = (TRIGONOMETRY | INVERSES)[name](argument)
+        return value if exponent is None else self._raised(value, exponent)
+
+    def _function_argument(self) -> Expr:
+        r"""Read (x) or {x}, or factors without a sign between them, such as 2x in \sin 2x."""
+        if self._next.text in ("(", "{", "["):
+            opening = self._next.text
+            return self._group(opening, {"(": ")", "[": "]", "{": "}"}[opening])
+        negative = self._skip("-")
+        value = self._power()
+        while self._begins_factor() and self._next.text.removeprefix("\\") not in FUNCTIONS:
+            value = value * self._power()
+        if self._next.text == "/" and value.is_number:
+            self._take()
+            value = self._quotient(value, self._power())
+        return -value if negative else value
+
+    def _arguments(self) -> list[Expr]:
+        self._expect("(")
+        values = [self._sum()]
+        while self._skip(","):
+            values.append(self._sum())
+        self._expect(")")
+        return values
+
+    def _of_several(self, name: str) -> Expr:
+        values = self._arguments()
+        if name in ("max", "min"):
+            return (sympy.Max if name == "max" else sympy.Min)(*values)
+        if all(value.is_Integer for value in values):
+            numbers = [int(value) for value in values]
+            return sympy.Integer(sympy.igcd(*numbers) if name == "gcd" else sympy.ilcm(*numbers))
+        # sympy's gcd of polynomials, of a and 3 for instance, is not that of integers.
+        return Function(name)(*sorted(values, key=str))
+
+    def _series(self, kind: Any) -> Expr:
+        self._expect("_")
+        bound = self._raw_group()
+        variable, equals, first = bound.partition("=")
+        if not equals or not re.fullmatch("[a-zA-Z]", variable):
+            raise self._unreadable()
+        self._expect("^")
+        last = self._exponent()
+        body = self._product()
+        return kind(body, (Symbol(variable), read_expression(first), last)).doit()

@@ -1,0 +1,459 @@
+r"""Reads an answer, whole or not at all: a value, a list, a set, an interval, a relation, a congruence,
+a matrix, cases.
+
+What is between brackets and separators are statements again, down to expressions
+(``rl_loop.rewards.expression``). Numbers with units are read by ``units``."""
+
+import re
+from dataclasses import dataclass
+
+from sympy import Expr, Rational
+
+from rl_loop.rewards.expression import (
+    DEGREE,
+    SIGN,
+    Unreadable,
+    has_number,
+    read_expression,
+)
+from rl_loop.rewards.notation import closing_brace
+from rl_loop.rewards.number import Number
+from rl_loop.rewards.units import Units, parse_quantity, parse_units
+
+NO_UNIT = Units()
+LARGEST_BASE = 36
+DEEPEST = 30
+
+
+@dataclass(frozen=True)
+class Value:
+    """One expression."""
+
+    text: str
+    value: Expr
+    number: Number | None = None
+    """How it was written, if it is a plain number."""
+    units: Units = NO_UNIT
+
+
+@dataclass(frozen=True)
+class BasedNumber:
+    """Digits in a base, such as 101_2."""
+
+    digits: str
+    base: int
+
+
+@dataclass(frozen=True)
+class Words:
+    r"""Words in \text{}, or nothing, as one side of a relation or an entry of a list."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Dots:
+    r"""An ellipsis in a list."""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Statements with separators between them, without brackets."""
+
+    items: tuple["Statement", ...]
+    connective: str
+    """"," or "or"."""
+
+
+@dataclass(frozen=True)
+class Brackets:
+    """A point, a vector or an interval."""
+
+    items: tuple["Statement", ...]
+    opening: str
+    closing: str
+
+
+@dataclass(frozen=True)
+class Collection:
+    r"""A set of listed elements, \{1, 2\}."""
+
+    items: tuple["Statement", ...]
+
+
+@dataclass(frozen=True)
+class Builder:
+    r"""A set by its condition, \{x : x > 3\}."""
+
+    member: "Statement"
+    condition: "Statement"
+
+
+@dataclass(frozen=True)
+class NamedSet:
+    r"""\emptyset, \mathbb{R}, with signs as in \mathbb{R}^+."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class SetOperation:
+    r"""Sets joined by \cup, \cap or \setminus."""
+
+    parts: tuple["Statement", ...]
+    operation: str
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Sides with relations between them: x = 5, 1 < x < 2."""
+
+    sides: tuple["Statement", ...]
+    relations: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Congruence:
+    """A statement about residues."""
+
+    statement: "Statement"
+    modulus: "Statement"
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """3:4"""
+
+    parts: tuple["Statement", ...]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A matrix, row by row."""
+
+    rows: tuple[tuple["Statement", ...], ...]
+
+
+@dataclass(frozen=True)
+class Cases:
+    """Values with their conditions; None for "otherwise"."""
+
+    rows: tuple[tuple["Statement", "Statement | None"], ...]
+
+
+type Statement = (
+    Value
+    | BasedNumber
+    | Words
+    | Dots
+    | Listing
+    | Brackets
+    | Collection
+    | Builder
+    | NamedSet
+    | SetOperation
+    | Chain
+    | Congruence
+    | Ratio
+    | Grid
+    | Cases
+)
+
+RELATIONS = {
+    "=": "=",
+    "<": "<",
+    ">": ">",
+    r"\le": "<=",
+    r"\ge": ">=",
+    r"\ne": "!=",
+    r"\approx": "~",
+    r"\equiv": "==",
+    r"\in": "in",
+    r"\notin": "not in",
+    r"\subset": "subset",
+    r"\subseteq": "subset or equal",
+    r"\supset": "superset",
+    r"\supseteq": "superset or equal",
+    r"\to": "to",
+    r"\rightarrow": "to",
+    r"\implies": "implies",
+    r"\Rightarrow": "implies",
+    r"\iff": "iff",
+    r"\Leftrightarrow": "iff",
+    r"\mid": "divides",
+    r"\parallel": "parallel",
+    r"\perp": "perpendicular",
+    r"\sim": "similar",
+    r"\cong": "congruent",
+    r"\propto": "proportional",
+}
+SEPARATORS = (
+    {";": ","},
+    {",": ",", r"\land": ",", r"\wedge": ",", r"\lor": "or", r"\vee": "or"},
+)
+"""Separator -> connective, the one that binds least first."""
+OPERATIONS = {r"\cup": "cup", r"\cap": "cap", r"\setminus": "minus", r"\backslash": "minus"}
+
+# A command, or a character; "\{" and "\\" are commands of one sign.
+PIECE = re.compile(r"\\(?:[a-zA-Z]+|.)|.", re.DOTALL)
+OPENING = frozenset({"(", "[", "{", r"\{", r"\langle", r"\lfloor", r"\lceil"})
+CLOSING = frozenset({")", "]", "}", r"\}", r"\rangle", r"\rfloor", r"\rceil"})
+DOTS = re.compile(r"\\(?:ldots|dots|cdots|dotsc|dotsb)(?![a-zA-Z])|\.\.\.")
+ENVIRONMENT = re.compile(r"\\begin\{([a-z]+)\}(.*)\\end\{([a-z]+)\}", re.DOTALL)
+ARRAY = re.compile(r"\\begin\{array\}\s*\{[lcr| ]*\}(?P<body>.*)\\end\{array\}", re.DOTALL)
+MATRICES = frozenset({"pmatrix", "bmatrix", "matrix", "Bmatrix", "smallmatrix"})
+BASED = re.compile(r"(?P<sign>-?)(?P<digits>[0-9A-Z]*[0-9][0-9A-Z]*)_\{?(?P<base>[0-9]{1,2})\}?")
+MODULUS = re.compile(r"\\pmod\s*\{")
+NAMED_SET = re.compile(r"\\emptyset|\\mathbb\{[NZQRC]\}(?:[\^_]\{?[-+*0-9]\}?)*")
+TEXT = re.compile(r"\\text\{([^{}]*)\}")
+IF = re.compile(r"\\text\{\s*(?:if|for|when|where|,)?\s*\}|^\s*(?:if|for|when|where)\b")
+OTHERWISE = re.compile(r"\\text\{\s*(?:otherwise|else)\s*\.?\s*\}|\s*(?:otherwise|else)\s*")
+
+
+def read_statement(text: str) -> Statement:
+    """Return what a text in standard notation says. Raises Unreadable unless all of it is
+    understood."""
+    return _read(text, depth=0)
+
+
+def _read(text: str, depth: int) -> Statement:
+    text = _unbraced(text.strip())
+    if depth > DEEPEST:
+        raise Unreadable(text)
+    if not text:
+        return Words("")
+    if DOTS.fullmatch(text):
+        return Dots()
+
+    modulus = MODULUS.search(text)
+    if modulus is not None:
+        close = closing_brace(text, modulus.end() - 1)
+        if close != len(text) - 1:
+            raise Unreadable(text)
+        inner = text[: modulus.start()].rstrip().rstrip(",")
+        return Congruence(_read(inner, depth + 1), _value(text[modulus.end() : -1]))
+
+    # Separators bind least, then relations, then operations of sets.
+    for level in SEPARATORS:
+        parts, separators = _split(text, level)
+        if separators:
+            if len(set(separators)) > 1:
+                raise Unreadable(text)
+            return Listing(tuple(_read(part, depth + 1) for part in parts), separators[0])
+    parts, relations = _split(text, RELATIONS)
+    if relations:
+        return Chain(tuple(_read(part, depth + 1) for part in parts), tuple(relations))
+    parts, operations = _split(text, OPERATIONS)
+    if operations:
+        if len(set(operations)) > 1 or (operations[0] == "minus" and len(parts) > 2):
+            raise Unreadable(text)
+        sets = tuple(_read(part, depth + 1) for part in parts)
+        return SetOperation(sets, operations[0])
+    parts, colons = _split(text, {":": ":"})
+    if colons:
+        return Ratio(tuple(_value(part) for part in parts))
+    return _single(text, depth)
+
+
+def _single(text: str, depth: int) -> Statement:
+    """Read a text without separators and relations outside of brackets."""
+    bracketed = _bracketed(text)
+    if bracketed is not None:
+        opening, inside, closing = bracketed
+        array = ARRAY.fullmatch(inside.strip())
+        if array is not None and (opening, closing) in (("(", ")"), ("[", "]")):
+            return _grid(array["body"], depth)
+        if (opening, closing) == (r"\{", r"\}"):
+            return _set(inside, depth)
+        parts, separators = _split(inside, {",": ",", ";": ","})
+        is_group = (opening, closing) in (("(", ")"), ("[", "]")) and not separators
+        if not is_group:
+            items = tuple(_read(part, depth + 1) for part in parts)
+            return Brackets(
+                items, opening.replace(r"\langle", "("), closing.replace(r"\rangle", ")")
+            )
+        if _split(inside, RELATIONS)[1] or _split(inside, OPERATIONS)[1]:
+            return _read(inside, depth + 1)
+
+    environment = ENVIRONMENT.fullmatch(text)
+    if environment is not None:
+        return _environment(environment, depth)
+    if NAMED_SET.fullmatch(text):
+        return NamedSet(re.sub(r"[{}]", "", text))
+    based = BASED.fullmatch(text.replace(" ", ""))
+    if based is not None:
+        return _based(based)
+    return _value(text)
+
+
+def _value(text: str) -> Statement:
+    """Read an expression with its units, or words."""
+    text = _unbraced(text.strip())
+    quantity = parse_quantity(text)
+    if quantity is not None:
+        number = quantity.number
+        return Value(text, Rational(number.value), number, quantity.units)
+
+    words = TEXT.fullmatch(text)
+    if words is not None and len(words[1].strip()) == 1:
+        return Value(text, read_expression(words[1]))
+    if words is not None:
+        return Words(" ".join(words[1].lower().split()))
+    body, units = parse_units(text)
+    if r"\text" in body:
+        raise Unreadable(text)
+    value = read_expression(body)
+    if value.has(DEGREE):
+        # An angle is a number of degrees.
+        coefficient = value.coeff(DEGREE, 1)
+        if units.is_given or (value - coefficient * DEGREE).expand() != 0:
+            raise Unreadable(text)
+        if coefficient.has(DEGREE):
+            raise Unreadable(text)
+        value, units = coefficient, Units.of("deg")
+    return Value(body, value, None, units)
+
+
+def _set(inside: str, depth: int) -> Statement:
+    if not inside.strip():
+        return NamedSet(r"\emptyset")
+    for separator in (":", r"\mid", "|"):
+        parts, found = _split(inside, {separator: separator})
+        if len(found) == 1:
+            member, condition = (_read(part, depth + 1) for part in parts)
+            return Builder(member, condition)
+    statement = _read(inside, depth + 1)
+    if isinstance(statement, Listing):
+        if statement.connective != ",":
+            raise Unreadable(inside)
+        return Collection(statement.items)
+    return Collection((statement,))
+
+
+def _environment(environment: re.Match[str], depth: int) -> Statement:
+    name, body, end = environment.groups()
+    if name != end or r"\begin" in body:
+        raise Unreadable(body)
+    if name in MATRICES:
+        return _grid(body, depth)
+    if name != "cases":
+        raise Unreadable(body)
+    return Cases(tuple(_case(row, depth) for row in _rows(body)))
+
+
+def _rows(body: str) -> list[str]:
+    return [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", body) if row.strip()]
+
+
+def _grid(body: str, depth: int) -> Grid:
+    if r"\begin" in body:
+        raise Unreadable(body)
+    cells = tuple(tuple(_read(cell, depth + 1) for cell in row.split("&")) for row in _rows(body))
+    if not cells or len({len(row) for row in cells}) > 1:
+        raise Unreadable(body)
+    return Grid(cells)
+
+
+def _case(row: str, depth: int) -> tuple[Statement, Statement | None]:
+    parts = row.split("&")
+    if len(parts) == 1:
+        parts = re.split(r",\s*(?=\\text\{\s*(?:if|for|when|otherwise))", row, maxsplit=1)
+    if len(parts) != 2:
+        raise Unreadable(row)
+    value, condition = parts[0].strip().rstrip(","), parts[1].strip().rstrip(".,;")
+    if OTHERWISE.fullmatch(condition):
+        return _read(value, depth + 1), None
+    return _read(value, depth + 1), _read(IF.sub(" ", condition, count=1), depth + 1)
+
+
+def _based(based: re.Match[str]) -> Statement:
+    base = int(based["base"])
+    digits = based["digits"].lstrip("0") or "0"
+    if not 2 <= base <= LARGEST_BASE or any(int(digit, 36) >= base for digit in digits):
+        raise Unreadable(based[0])
+    if base == 10:
+        number = int(based["sign"] + digits)
+        return Value(based[0], Rational(number))
+    return BasedNumber(based["sign"] + digits, base)
+
+
+# ---- names of values
+
+
+def is_name(side: Statement) -> bool:
+    """Return True if a side of an equation names a value: a variable, f(x), words; no numbers."""
+    if isinstance(side, Words):
+        return not re.search("[0-9]", side.text)
+    if isinstance(side, Ratio):
+        return all(map(is_name, side.parts))
+    if isinstance(side, Brackets):
+        return (side.opening, side.closing) == ("(", ")") and all(map(is_name, side.items))
+    if not isinstance(side, Value) or side.units.is_given:
+        return False
+    if side.text.startswith(("-", "+")):
+        return False
+    return bool(side.value.free_symbols) and not has_number(side.text)
+
+
+def signs_expanded(value: Value) -> tuple[Value, ...]:
+    r"""Return the two values that \pm stands for; the value itself if there is none."""
+    if not value.value.has(SIGN):
+        return (value,)
+    return tuple(
+        Value(value.text, value.value.subs(SIGN, sign), None, value.units) for sign in (1, -1)
+    )
+
+
+# ---- texts with brackets
+
+
+def _split(text: str, separators: dict[str, str]) -> tuple[list[str], list[str]]:
+    """Cut a text at separators outside of all brackets. Returns the parts and what was between."""
+    parts: list[str] = []
+    found: list[str] = []
+    depth = 0
+    start = 0
+    for piece in PIECE.finditer(text):
+        token = piece[0]
+        depth += (token in OPENING) - (token in CLOSING)
+        if token.startswith(r"\begin"):
+            depth += 1
+        elif token.startswith(r"\end"):
+            depth -= 1
+        if token in separators and depth == 0:
+            parts.append(text[start : piece.start()])
+            found.append(separators[token])
+            start = piece.end()
+    if depth != 0:
+        raise Unreadable(text)
+    parts.append(text[start:])
+    return parts, found
+
+
+def _bracketed(text: str) -> tuple[str, str, str] | None:
+    """Return opening bracket, contents and closing bracket if one pair is around all of a text."""
+    pieces = [(piece[0], piece.start(), piece.end()) for piece in PIECE.finditer(text)]
+    if len(pieces) < 2:
+        return None
+    opening, closing = pieces[0][0], pieces[-1][0]
+    round_ones = ("(", "[", "]")
+    is_half_open = opening in round_ones and closing in (")", "]", "[")
+    if not is_half_open and (opening, closing) not in (
+        (r"\{", r"\}"),
+        (r"\langle", r"\rangle"),
+    ):
+        return None
+    depth = 0
+    for token, start, _ in pieces[:-1]:
+        depth += (token in OPENING) - (token in CLOSING)
+        if start == 0 and opening == "]":
+            depth = 1
+        if depth == 0:
+            return None
+    return opening, text[pieces[0][2] : pieces[-1][1]], closing
+
+
+def _unbraced(text: str) -> str:
+    while text.startswith("{") and closing_brace(text, 0) == len(text) - 1:
+        text = text[1:-1].strip()
+    return text

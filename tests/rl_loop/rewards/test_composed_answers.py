@@ -1,0 +1,89 @@
+r"""No composed answer is judged equal to two different truths, and none whose numbers are not all used.
+
+Comparisons run in this process: their pool is tested elsewhere, and forks would cost most of the time."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+
+from rl_loop.rewards import math_answer
+from rl_loop.rewards.comparison import says_the_same
+from rl_loop.rewards.math_answer import is_correct
+from tests.rl_loop.rewards.answer_classes import SAME, classes
+from tests.rl_loop.rewards.composed_answers import KINDS, Composed, composed
+from tests.rl_loop.rewards.labelled_answers import pairs
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math_answer, "equivalent", says_the_same)
+
+
+def judged(answer: str, truth: str) -> bool:
+    return is_correct(rf"So it is \boxed{{{answer}}}.", truth)
+
+
+def mistakes_of(case: Composed) -> list[tuple[str, str, str]]:
+    """Pairs that are judged wrongly, in either direction."""
+    found = []
+    if case.is_readable and not judged(case.answer, case.same):
+        found.append(("is", case.answer, case.same))
+    for other in case.others:
+        if judged(case.answer, other):
+            found.append(("is not", case.answer, other))
+        if judged(other, case.answer):
+            found.append(("is not", other, case.answer))
+    return found
+
+
+def check(count: int, seed: int) -> None:
+    found = [mistake for case in composed(count, seed) for mistake in mistakes_of(case)]
+    kinds = Counter(kind for kind, _, _ in found)
+    assert found == [], (kinds, found[:20])
+
+
+def test_no_composed_answer_has_two_truths() -> None:
+    """Separators, relations, moduli, bases, units, factorials, sets, cases, ellipses, prose."""
+    check(40 * len(KINDS), seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_none_of_20000_composed_answers_has_two_truths(seed: int) -> None:
+    check(5_000, seed)
+
+
+LENIENT = {
+    # The value is that of another number, too, or a rule says that the number does not matter.
+    "letters of a choice",
+    "a rounded ground truth",
+}
+SAME_VALUE = re.compile(r"binom|choose|floor|cm")
+"""Other numbers can have the same value (5 over 3), and units may be left out."""
+
+
+def test_every_number_of_a_right_answer_matters() -> None:
+    """Another number in a labelled answer makes it wrong."""
+    labelled = [(answer, truth) for answer, truth, is_equal in pairs() if is_equal]
+    for name in SAME:
+        if name not in LENIENT:
+            labelled += [(answer, truth) for answer, truth, _ in classes()[f"same: {name}"]]
+
+    tried = 0
+    ignored = []
+    for answer, truth in labelled:
+        if SAME_VALUE.search(answer):
+            continue
+        for number in re.finditer("[0-9]+", answer):
+            for step in (1, 3):
+                changed = (
+                    f"{answer[: number.start()]}{int(number[0]) + step}{answer[number.end() :]}"
+                )
+                tried += 1
+                if judged(changed, truth):
+                    ignored.append((changed, truth))
+    assert tried > 1000
+    assert ignored == []
