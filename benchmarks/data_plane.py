@@ -386,7 +386,10 @@ def run_step(
             estimates = group.compute_values_and_reference_log_probs(samples)
             samples = estimates.attach(samples)
     with stages["advantages"].measured():
-        samples = assign_advantages(samples, groups, algorithm, config.rollout.max_response_tokens)
+        rollout = config.rollout
+        samples = assign_advantages(
+            samples, groups, algorithm, rollout.max_response_tokens, rollout.max_tokens
+        )
     with stages["train"].measured():
         updates = group.rl_step(samples, step=0)
     with stages["check"].measured():

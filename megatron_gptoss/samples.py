@@ -97,6 +97,8 @@ class TrainingSamples:
     """Per sequence uint8 or int16 [its tokens - 1, layers, top_k] (``megatron_gptoss.routes``), or
     what stands for such an array, with its shape and dtype, until it is loaded. Not joined: they
     weigh ten times what the other columns do, and whoever packs them copies them once."""
+    episodes: np.ndarray | None = None
+    """int64 [n]: number of the episode that each sequence belongs to. None: every sequence is one."""
     names: Sequence[str] = field(default=())
     """What messages call the sequences; empty: "sample" and its number."""
 
@@ -208,6 +210,7 @@ class TrainingSamples:
         return type(self)(
             offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
             routed_experts=routes,
+            episodes=None if self.episodes is None else self.episodes[list(sequences)],
             names=[self.name_of(i) for i in sequences],
             **taken,
         )
@@ -242,6 +245,8 @@ class TrainingSamples:
             )
         if self.names and len(self.names) != len(self):
             raise ColumnError(f"{len(self.names)} names for {len(self)} sequences")
+        if self.episodes is not None and self.episodes.shape != (len(self),):
+            raise ColumnError(f"episodes has {list(self.episodes.shape)}, expected [{len(self)}]")
 
         empty = np.diff(offsets) < 1
         if empty.any():

@@ -257,8 +257,11 @@ class RlLoop:
             samples = self.add_estimates(samples)
             self.measure_mismatch_without_replay(step, samples, record.metrics)
         with record.timed("prepare"):
-            longest = self.settings.rollout.max_response_tokens
-            samples = assign_advantages(samples, rollouts.train, self.algorithm, longest)
+            rollout = self.settings.rollout
+            longest = rollout.max_response_tokens
+            samples = assign_advantages(
+                samples, rollouts.train, self.algorithm, longest, rollout.max_tokens
+            )
 
         with record.timed("train"):
             updates = self.update(step, samples)

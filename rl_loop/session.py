@@ -258,7 +258,13 @@ class Session:
             )
         )
         self.recorder = StepRecorder(
-            self.run, writer, self.progress, episodes, trackers, config.tracking.samples
+            self.run,
+            writer,
+            self.progress,
+            episodes,
+            trackers,
+            config.tracking.samples,
+            config.training.steps,
         )
         if self.conversations is not None:
             self.refusals = self._report_refusals()

@@ -137,9 +137,10 @@ class AlgorithmConfig(StrictModel):
     ratio as constant weight. reinforce: no ratio. Or MODULE:FUNCTION. A plain name stands for
     ``{type: NAME}`` with the defaults of that loss."""
     aggregation: Aggregation = "token-mean"
-    """How token losses become one number; always over the whole mini-batch. token-mean: DAPO.
+    """Reduction of token losses to one number, always over the whole mini-batch. token-mean: DAPO.
     seq-mean-token-mean: GRPO and GSPO. seq-mean-token-sum-norm: Dr. GRPO, sums divided by
-    rollout.max_tokens."""
+    rollout.max_tokens. The mean is over episodes: the sequences of an agent that branches count as
+    one."""
     mini_batches: int = Field(1, gt=0)
     """Optimizer steps per batch of episodes. 1 is on-policy."""
     old_log_probs: Literal["auto", "detach", "forward", "rollout"] = "auto"
@@ -172,7 +173,8 @@ class AlgorithmConfig(StrictModel):
     """Tokens before the longest response over which a penalty on length rises from 0 to
     overlong_penalty (DAPO). The response is what the policy sampled, prompt and tool outputs left
     out; the longest is the least of rollout.max_sampled_tokens, max_tokens and max_turns x
-    max_new_tokens_per_turn."""
+    max_new_tokens_per_turn. If a prompt leaves less room in rollout.max_tokens, that room and the
+    same share of it count."""
     overlong_penalty: float = Field(1.0, gt=0)
     """Largest penalty on length. With gdpo the penalty is one more reward part, and this its
     weight."""

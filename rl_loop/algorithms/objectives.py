@@ -59,14 +59,22 @@ def policy_objective(
     max_tokens: int = 1,
     group: dist.ProcessGroup | None = None,
     returns_tokens: bool = False,
+    episodes: torch.Tensor | None = None,
 ) -> LossFunction:
     """Make the policy loss with correction, KL penalty and entropy bonus.
 
-    ``loss_tokens``, int64 [samples]: labels in the loss of every sample of the optimizer step, on
-    all ranks; ``max_tokens``: the longest possible sample; ``group``: context-parallel ranks.
-    ``returns_tokens``: the loss returns RETURNED_VALUES of every token besides.
-    Where the batch has no old log-probs the importance ratio is exactly 1."""
-    sample_weight = sample_weights(loss_tokens, config.aggregation, max_tokens)
+    Without old log-probs in the batch the importance ratio is exactly 1.
+
+    Args:
+        config: the algorithm.
+        loss_tokens: int64 [samples], labels in the loss of every sample of the optimizer step, on
+            all ranks.
+        max_tokens: the longest possible sample.
+        group: context-parallel ranks.
+        returns_tokens: whether the loss also returns RETURNED_VALUES of every token.
+        episodes: int64 [samples], number of the episode of each sample; None: each is one.
+    """
+    sample_weight = sample_weights(loss_tokens, config.aggregation, max_tokens, episodes)
 
     def loss(log_probs: torch.Tensor, entropy: torch.Tensor, batch: PackedBatch) -> LossOutput:
         roles = token_roles(batch, config.max_staleness)
@@ -300,6 +308,7 @@ def value_objective(
     loss_tokens: torch.Tensor,
     max_tokens: int = 1,
     group: dist.ProcessGroup | None = None,
+    episodes: torch.Tensor | None = None,
 ) -> LossFunction:
     """Make the critic's clipped squared error; arguments as for ``policy_objective``.
 
@@ -307,7 +316,7 @@ def value_objective(
     leaves out too. OPSM is no part of that: it looks at how far the update of the policy has
     gone."""
     value_clip = config.critic.value_clip if config.critic else 0.5
-    sample_weight = sample_weights(loss_tokens, config.aggregation, max_tokens)
+    sample_weight = sample_weights(loss_tokens, config.aggregation, max_tokens, episodes)
 
     def loss(values: torch.Tensor, batch: PackedBatch) -> LossOutput:
         if batch.values is None or batch.returns is None:

@@ -37,27 +37,44 @@ class Sequences:
         return per_sequence[self.index]
 
 
-def sample_weights(tokens: torch.Tensor, aggregation: str, constant: float) -> torch.Tensor:
-    """Compute what a token loss of each sample weighs in the sum that is the loss: [samples],
+def sample_weights(
+    tokens: torch.Tensor,
+    aggregation: str,
+    constant: float,
+    episodes: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute the weight of a token loss of each sample in the sum that is the loss: [samples],
     fp64.
 
-    ``tokens`` [samples]: the loss tokens of every sample of the *global* mini-batch.
-
     - ``token-mean``: every token counts the same (DAPO, arXiv 2503.14476, eq. 12).
-    - ``seq-mean-token-mean``: every sample counts the same (GRPO, arXiv 2402.03300, eq. 3; GSPO).
-    - ``seq-mean-token-sum``: the mean over samples of their sums; long samples count more.
+    - ``seq-mean-token-mean``: every episode counts the same (GRPO, arXiv 2402.03300, eq. 3; GSPO).
+    - ``seq-mean-token-sum``: the mean over episodes of their sums; long episodes count more.
     - ``seq-mean-token-sum-norm``: that divided by ``constant``, the longest sample (Dr. GRPO,
       arXiv 2503.20783).
 
-    Samples without loss tokens do not count. What is left out later, as stale or dropped by
-    rollout correction, still counts in the denominators, which keeps the gradient an average over
-    what was sampled."""
+    Episodes without loss tokens do not count. Tokens that are left out later, as stale or dropped
+    by rollout correction, still count in the denominators, which keeps the gradient an average over
+    all sampled tokens.
+
+    Args:
+        tokens: [samples], loss tokens of every sample of the *global* mini-batch.
+        aggregation: see above.
+        constant: the longest sample.
+        episodes: int64 [samples], number of the episode of each sample. An agent that branches has
+            several samples per episode, which count as one. None: every sample is an episode.
+    """
     tokens = tokens.double()
-    samples = (tokens > 0).sum().clamp(min=1)
+    of_episode = tokens
+    count = (tokens > 0).sum().clamp(min=1)
+    if episodes is not None and len(episodes) > 0:
+        sums = torch.zeros(int(episodes.max()) + 1, dtype=torch.float64)
+        sums.index_add_(0, episodes, tokens)
+        of_episode = sums[episodes]
+        count = (sums > 0).sum().clamp(min=1)
     divisors = {
         "token-mean": tokens.sum().clamp(min=1),
-        "seq-mean-token-mean": samples * tokens.clamp(min=1),
-        "seq-mean-token-sum": samples,
-        "seq-mean-token-sum-norm": samples * constant,
+        "seq-mean-token-mean": count * of_episode.clamp(min=1),
+        "seq-mean-token-sum": count,
+        "seq-mean-token-sum-norm": count * constant,
     }
     return torch.ones_like(tokens) / divisors[aggregation]

@@ -24,8 +24,8 @@ class RolloutConfig(EpisodeLimits, StrictModel):
     evaluation_temperature: float = Field(1.0, ge=0)
     """Temperature of held-out evaluations; 0 is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus sampling. Below 1 the sampled distribution is not the one whose
-    log-probs are trained on."""
+    """Nucleus sampling. Below 1 log-probs are not those of the sampled distribution, which biases
+    training; a run warns at its start."""
     max_new_tokens_per_turn: int = Field(1024, gt=0)
     """Sampled tokens per turn."""
     engine: AnyEngineConfig = EmbeddedConfig()

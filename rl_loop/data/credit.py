@@ -21,13 +21,24 @@ def assign_advantages(
     groups: Sequence[TrajectoryGroup],
     config: AlgorithmConfig,
     max_response_tokens: int,
+    max_context_tokens: int | None = None,
 ) -> TrainingSamples:
     """Return the samples with advantages, and with returns where they have values.
 
-    ``groups`` hold the episodes of ``samples``, in order. What is compared is episodes: one of
-    several sequences counts once, and all of them have its advantage. ``max_response_tokens``: the
-    most that an episode can sample. A KL penalty in the reward is taken token by token where there is a
-    critic, in sum otherwise. Raises ValueError naming a task whose reward is not finite."""
+    Episodes are compared: an episode of several sequences counts once, and all of them have its
+    advantage. A KL penalty in the reward is taken token by token with a critic, in sum otherwise.
+
+    Args:
+        samples: the sequences of all episodes.
+        groups: the episodes of ``samples``, in order.
+        config: the algorithm.
+        max_response_tokens: most tokens that an episode can sample.
+        max_context_tokens: most tokens of a sequence, prompt and tool outputs included; None if
+            nothing limits them.
+
+    Raises:
+        ValueError: names a task whose reward is not finite.
+    """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not trajectories:
         return samples.with_columns(advantages=np.zeros(0, dtype=np.float32))
@@ -35,7 +46,9 @@ def assign_advantages(
         _check_reward(trajectory)
 
     # In fp64 throughout: whitening divides differences of nearly equal numbers.
-    length_penalties = _length_penalties(trajectories, config, max_response_tokens)
+    length_penalties = _length_penalties(
+        trajectories, config, max_response_tokens, max_context_tokens
+    )
     rewards = torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float64)
     rewards = rewards + config.overlong_penalty * length_penalties
     sequences = torch.tensor([len(trajectory.sequences) for trajectory in trajectories])
@@ -96,7 +109,10 @@ def _check_reward(trajectory: Trajectory) -> None:
 
 
 def _length_penalties(
-    trajectories: Sequence[Trajectory], config: AlgorithmConfig, max_response_tokens: int
+    trajectories: Sequence[Trajectory],
+    config: AlgorithmConfig,
+    max_response_tokens: int,
+    max_context_tokens: int | None,
 ) -> torch.Tensor:
     """Compute DAPO's penalty on long responses, fp64 [episodes], between -1 and 0; 0 without
     ``overlong_buffer``."""
@@ -104,10 +120,36 @@ def _length_penalties(
     if config.overlong_buffer is None:
         return penalties
     for i, trajectory in enumerate(trajectories):
-        penalties[i] = advantages.overlong_penalty(
+        penalty = advantages.overlong_penalty(
             trajectory.episode_sampled_tokens, max_response_tokens, config.overlong_buffer
         )
+        for sequence in trajectory.sequences:
+            penalty = min(
+                penalty,
+                _context_penalty(sequence, config, max_response_tokens, max_context_tokens),
+            )
+        penalties[i] = penalty
     return penalties
+
+
+def _context_penalty(
+    sequence: Trajectory,
+    config: AlgorithmConfig,
+    max_response_tokens: int,
+    max_context_tokens: int | None,
+) -> float:
+    """Compute the same penalty for the room that prompt and tool outputs left in the context.
+
+    Behind a long prompt an episode is cut off long before ``max_response_tokens``. The buffer is the
+    same share of that room, or nearly full contexts would punish every answer."""
+    assert config.overlong_buffer is not None
+    if max_context_tokens is None or sequence.sampled_tokens == 0:
+        return 0.0
+    room = max_context_tokens - (len(sequence) - sequence.sampled_tokens)
+    if room >= max_response_tokens:
+        return 0.0
+    buffer = max(1, round(config.overlong_buffer * room / max_response_tokens))
+    return advantages.overlong_penalty(sequence.sampled_tokens, room, buffer)
 
 
 def _reward_parts(

@@ -1,6 +1,7 @@
 """From groups of trajectories to training samples. Pure functions."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -22,8 +23,13 @@ def to_samples(
     ``version``: of the trainer's weights. Raises OffPolicyError if the configuration says
     on-policy and a token was sampled with older weights, and if one was with weights that do not
     exist yet; ValueError naming a task whose trajectory cannot be trained on."""
-    sequences = [sequence for group in groups for sequence in group.sequences]
-    return TrainingSamples.join([_to_sample(sequence, config, version) for sequence in sequences])
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
+    samples = TrainingSamples.join(
+        [_to_sample(sequence, config, version) for sequence in sequences]
+    )
+    counts = [len(trajectory.sequences) for trajectory in trajectories]
+    return replace(samples, episodes=np.repeat(np.arange(len(counts), dtype=np.int64), counts))
 
 
 def _to_sample(trajectory: Trajectory, config: AlgorithmConfig, version: int) -> Sample:

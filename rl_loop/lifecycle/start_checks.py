@@ -5,6 +5,7 @@ written. What only the real thing can tell (whether the weights' values can be r
 server gets healthy) shows up later."""
 
 import importlib.util
+import logging
 import os
 from pathlib import Path
 
@@ -42,6 +43,8 @@ from rl_loop.tasks.codec import CHAT_FORMATS, tokenizer_directory
 from rl_loop.tasks.task_file import TaskData
 from rl_loop.tracking.run_directory import RunDirectory
 
+logger = logging.getLogger(__name__)
+
 READ_NOW_BYTES = 20 << 20
 """Task files up to this size are read by the check, every row; larger ones would make it slow."""
 
@@ -68,6 +71,7 @@ def check_what_a_run_needs(config: RunConfig, has_own_ray: bool = False) -> None
         check_data(config)
     if isinstance(config, RlConfig):
         check_rollouts(config)
+        warn_about_sampling(config)
     check_tracking()
 
     has_critic = isinstance(config, RlConfig) and config.algorithm.critic is not None
@@ -217,6 +221,21 @@ def _read_rows(source: SourceConfig, path: str) -> None:
         environment.Options.model_validate(source.options),
         columns=source.columns,
     )
+
+
+def warn_about_sampling(config: RlConfig) -> None:
+    """Warn if the log-probs of a run are not those of the distribution that is sampled.
+
+    Log-probs of the kept set are no way out: servers and trainer round differently, so a token may be
+    in one's set and outside of the other's, where its log-prob is -infinity."""
+    if config.rollout.top_p < 1:
+        logger.warning(
+            "rollout.top_p: tokens are sampled from the likeliest %g of the probability, but log-probs, "
+            "ratios and gradients are those of the whole distribution, which biases them (top_p=%g). "
+            "Set rollout.top_p=1, or lower rollout.temperature, which the trainer follows",
+            config.rollout.top_p,
+            config.rollout.top_p,
+        )
 
 
 def check_rollouts(config: RlConfig, uses_engine: bool = True) -> None:

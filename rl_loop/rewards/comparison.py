@@ -45,10 +45,10 @@ POINTS = (
     Fraction(7, 19),
     Fraction(-31, 17),
     Fraction(23, 11),
-    Fraction(10**6, 7),
-    Fraction(-(10**6), 11),
+    Fraction(10**4, 7),
+    Fraction(-(10**4), 11),
 )
-"""Values of the first variable; the others are near it. Far ones, too: \\sqrt{(x-9)^2} is 9-x below 9."""
+"""Values of the first variable; the others are near it. Far ones, too: |x - 9| is 9 - x below 9."""
 OPAQUE = (
     AppliedUndef,
     sympy.Abs,
@@ -164,6 +164,10 @@ def same_value(one: Expr, other: Expr) -> bool:
     if one.has(*OPAQUE) or other.has(*OPAQUE):
         one, other = _without_functions(one, other)
     symbols = sorted(one.free_symbols | other.free_symbols, key=str)
+    if one == 0 or other == 0:
+        # No difference is small beside 0, so algebra has to say that it is none.
+        is_small = _agree_at_points(one - other + 1, S.One, symbols)
+        return is_small and bool(sympy.simplify(one - other) == 0)
     if not _agree_at_points(one, other, symbols):
         return False
     difference = sympy.expand(one - other)
@@ -418,8 +422,9 @@ def _equal_chains(answer: Statement, truth: Statement, modulus: Expr | None) -> 
     if interval is not None and _is_set(answer):
         return equal(answer, interval)
     # x = 5 is asked for, and 5 is said.
-    if set(truth.relations) == {"="} and len(truth.sides) == 2 and is_name(truth.sides[0]):
-        return equal(answer, truth.sides[1], modulus)
+    name, *values = truth.sides
+    if truth.relations == ("=",) and is_name(name, may_have_numbers=_is_unknown_name(name)):
+        return equal(answer, values[0], modulus)
     return False
 
 
@@ -542,6 +547,11 @@ def _constant_ratio(one: Expr, other: Expr) -> Rational | None:
         return None
     ratio = sympy.cancel(sympy.together(one / other))
     return ratio if ratio.is_Rational and ratio != 0 else None
+
+
+def _is_unknown_name(side: Statement) -> bool:
+    """Return True for x_1 and f(2), which are names with numbers."""
+    return isinstance(side, Value) and (_is_unknown(side.value))
 
 
 def _is_unknown(value: Expr) -> bool:

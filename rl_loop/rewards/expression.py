@@ -96,11 +96,6 @@ def read_expression(text: str) -> Expr:
     return _Reader(text).read()
 
 
-def has_number(text: str) -> bool:
-    """Return True if a number is in a text, indices of names left out."""
-    return re.search(r"[0-9]", re.sub(r"_\s*(?:\{[^{}]*\}|[0-9a-zA-Z])", "", text)) is not None
-
-
 def _tokens(text: str) -> Iterator[_Token]:
     position = 0
     after_space = False
@@ -375,7 +370,7 @@ class _Reader:
         """Return the text of a group in braces."""
         self._expect("{")
         depth = 1
-        pieces = []
+        pieces: list[str] = []
         while True:
             token = self._take()
             if token.kind == "end":

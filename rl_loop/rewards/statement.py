@@ -13,7 +13,6 @@ from rl_loop.rewards.expression import (
     DEGREE,
     SIGN,
     Unreadable,
-    has_number,
     read_expression,
 )
 from rl_loop.rewards.notation import closing_brace
@@ -225,7 +224,8 @@ def _read(text: str, depth: int) -> Statement:
     if DOTS.fullmatch(text):
         return Dots()
 
-    modulus = MODULUS.search(text)
+    # Several congruences are a list.
+    modulus = MODULUS.search(text) if text.count(r"\pmod") == 1 else None
     if modulus is not None:
         close = closing_brace(text, modulus.end() - 1)
         if close != len(text) - 1:
@@ -380,19 +380,26 @@ def _based(based: re.Match[str]) -> Statement:
 # ---- names of values
 
 
-def is_name(side: Statement) -> bool:
-    """Return True if a side of an equation names a value: a variable, f(x), words; no numbers."""
-    if isinstance(side, Words):
-        return not re.search("[0-9]", side.text)
+def is_name(side: Statement, *, may_have_numbers: bool = False) -> bool:
+    """Return True if a side of an equation names a value: a variable, f(x), words.
+
+    A name in an answer has no numbers: what is said of a_2 is not said of a_3. The ground truth may
+    name what was asked for in any way."""
     if isinstance(side, Ratio):
-        return all(map(is_name, side.parts))
+        return all(is_name(part, may_have_numbers=may_have_numbers) for part in side.parts)
     if isinstance(side, Brackets):
-        return (side.opening, side.closing) == ("(", ")") and all(map(is_name, side.items))
-    if not isinstance(side, Value) or side.units.is_given:
+        is_point = (side.opening, side.closing) == ("(", ")")
+        return is_point and all(
+            is_name(item, may_have_numbers=may_have_numbers) for item in side.items
+        )
+    if not isinstance(side, Words | Value):
         return False
-    if side.text.startswith(("-", "+")):
+    if not may_have_numbers and re.search("[0-9]", side.text):
         return False
-    return bool(side.value.free_symbols) and not has_number(side.text)
+    if isinstance(side, Words):
+        return True
+    is_negative = side.text.startswith(("-", "+"))
+    return bool(side.value.free_symbols) and not side.units.is_given and not is_negative
 
 
 def signs_expanded(value: Value) -> tuple[Value, ...]:

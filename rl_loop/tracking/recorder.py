@@ -19,7 +19,7 @@ from rl_loop.tracking.run_directory import (
     metric_curve,
     read_json_lines,
 )
-from rl_loop.tracking.signal_watch import SignalWatch
+from rl_loop.tracking.signal_watch import PATIENCE, SignalWatch
 from rl_loop.tracking.step_metrics import (
     add_held_out_metrics,
     add_rollout_metrics,
@@ -86,8 +86,18 @@ class StepRecorder:
         episodes: EpisodeRecorder,
         trackers: Sequence[ExperimentTracker] = (),
         samples: int = 0,
+        steps: int = PATIENCE,
     ) -> None:
-        """``samples``: episodes of each step and split that ``trackers`` get."""
+        """
+        Args:
+            run: the run's directory.
+            writer: writes metrics.
+            progress: prints to the terminal.
+            episodes: writes episodes.
+            trackers: experiment trackers.
+            samples: episodes of each step and split that ``trackers`` get.
+            steps: training steps of the run.
+        """
         self.run = run
         self.progress = progress
         self._writer = writer
@@ -97,7 +107,7 @@ class StepRecorder:
         self._first_gaps = metric_curve(read_json_lines(run.metrics), Name.LOGPROB_GAP)[1][
             :DRIFT_STEPS
         ]
-        self._watch = SignalWatch()
+        self._watch = SignalWatch(min(PATIENCE, steps))
 
     def begin_step(self, done: int) -> StepRecord:
         """Return the record of the step that follows ``done`` completed steps."""

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from rl_loop.tracking.metrics import Name
 
 PATIENCE = 5
-"""Steps in a row without anything to learn from before a run says so: a step or two of them are
-ordinary luck."""
+"""Steps in a row without anything to learn from before the warning; a shorter run warns at its end.
+A step or two of them are ordinary luck in a longer run."""
 
 
 class SignalWatch:

@@ -35,6 +35,8 @@ class MiniBatch:
     loss_tokens: torch.Tensor
     """int64 [sequences of the mini-batch, on all ranks]: labels of each that are in the loss.
     ``PackedBatch.sample_ids`` number these sequences."""
+    episodes: torch.Tensor | None = None
+    """int64 [sequences of the mini-batch]: number of the episode of each; None: each is one."""
 
     @property
     def is_empty(self) -> bool:
@@ -51,7 +53,8 @@ class MiniBatchShare:
     sample_ids: list[list[int]]
     """The numbers of these sequences in the mini-batch."""
     loss_tokens: np.ndarray
-    """See ``MiniBatch``."""
+    episodes: np.ndarray | None
+    """See ``MiniBatch`` for both."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,9 @@ class Shipment:
                 build_batch(samples, rows, align, sample_ids)
                 for rows, sample_ids in zip(share.micro_batches, share.sample_ids, strict=True)
             ]
-            mini_batches.append(MiniBatch(micro_batches, torch.from_numpy(share.loss_tokens)))
+            episodes = None if share.episodes is None else torch.from_numpy(share.episodes)
+            loss_tokens = torch.from_numpy(share.loss_tokens)
+            mini_batches.append(MiniBatch(micro_batches, loss_tokens, episodes))
         return mini_batches
 
     def column_of(self, values: Sequence[torch.Tensor], dtype: np.dtype) -> np.ndarray:
@@ -152,8 +157,16 @@ class StepPlan:
             for i in plan.schedule.sequences_of(rank)
         ]
 
-    def shares_of(self, rank: int, loss_tokens: np.ndarray) -> list[MiniBatchShare]:
-        """Say what a rank does with its sequences. ``loss_tokens``: of all samples."""
+    def shares_of(
+        self, rank: int, loss_tokens: np.ndarray, episodes: np.ndarray | None = None
+    ) -> list[MiniBatchShare]:
+        """Return the part of a rank in each mini-batch.
+
+        Args:
+            rank: a data-parallel rank.
+            loss_tokens: loss tokens of all samples.
+            episodes: episodes of all samples, if they are known.
+        """
         shares = []
         taken = 0
         for plan in self.mini_batches:
@@ -162,7 +175,9 @@ class StepPlan:
             for micro_batch in sample_ids:
                 rows.append(range(taken, taken + len(micro_batch)))
                 taken += len(micro_batch)
-            shares.append(MiniBatchShare(rows, sample_ids, loss_tokens[list(plan.sequences)]))
+            chosen = list(plan.sequences)
+            own_episodes = None if episodes is None else episodes[chosen]
+            shares.append(MiniBatchShare(rows, sample_ids, loss_tokens[chosen], own_episodes))
         return shares
 
     def place_answers(
@@ -231,7 +246,7 @@ class Shipper:
                 inputs=inputs[rank],
                 parcels=parcels,
                 routed_experts=None if routes is None else [routes[i] for i in sequences],
-                mini_batches=plan.shares_of(rank, loss_tokens),
+                mini_batches=plan.shares_of(rank, loss_tokens, samples.episodes),
             )
             shipments.append(self._store(shipment))
         return shipments

@@ -249,6 +249,7 @@ class TrainerWorker:
             mini_batch.loss_tokens,
             self.settings.max_episode_tokens,
             parallel_state.get_context_parallel_group(),
+            episodes=mini_batch.episodes,
         )
         assert self.critic is not None
         return self._update(self.critic, batches, objective, step)
@@ -260,6 +261,7 @@ class TrainerWorker:
             self.settings.max_episode_tokens,
             parallel_state.get_context_parallel_group(),
             returns_tokens=self.settings.returns_tokens,
+            episodes=mini_batch.episodes,
         )
         return self._update(self.trainer, mini_batch.micro_batches, objective, step, first_step)
 

@@ -36,7 +36,7 @@ from rl_loop.lifecycle.disk_checks import (
     export_bytes,
     kept_adapter_bytes,
 )
-from rl_loop.lifecycle.start_checks import check_data
+from rl_loop.lifecycle.start_checks import check_data, warn_about_sampling
 from tests.launch.forked_command import Ended, ForkedCommand
 
 ROOT = Path(__file__).parents[2]
@@ -434,3 +434,12 @@ def test_a_launch_says_at_once_what_the_run_would_miss(tmp_path: Path) -> None:
         "wandb is not installed",
     )
     assert [path.name for path in tmp_path.iterdir()] == ["cluster.yaml"]
+
+
+def test_nucleus_sampling_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    """Log-probs are those of the whole distribution; only the reference said so."""
+    for top_p, warns in ((1.0, False), (0.9, True)):
+        caplog.clear()
+        config = load_config(Path("tiny_retool"), RlConfig, [f"rollout.top_p={top_p}"])
+        warn_about_sampling(config)
+        assert ("rollout.top_p: " in caplog.text) is warns

@@ -290,6 +290,29 @@ def test_aggregations_weigh_tokens_as_in_the_literature() -> None:
         assert got == pytest.approx(total, abs=1e-12), name
 
 
+def test_sequences_of_an_episode_count_as_one_episode() -> None:
+    """An agent that branches twice must not weigh three times as much."""
+    losses = [[1.0, 2.0, 3.0], [4.0], [], [7.0, 9.0]]
+    episodes = torch.tensor([5, 5, 5, 7])
+    want = {
+        "token-mean": 26 / 6,
+        "seq-mean-token-mean": (10.0 / 4 + 8.0) / 2,
+        "seq-mean-token-sum": (10.0 + 16.0) / 2,
+        "seq-mean-token-sum-norm": (10.0 + 16.0) / 2 / 100,
+    }
+    tokens = torch.tensor([len(x) for x in losses])
+    for name, total in want.items():
+        weights = sample_weights(tokens, name, 100, episodes)
+        got = sum(float(w) * sum(x) for w, x in zip(weights, losses, strict=True))
+        assert got == pytest.approx(total, abs=1e-12), name
+
+        # Episodes of one sequence each weigh the same without their numbers.
+        numbers = torch.arange(4)
+        assert torch.equal(
+            sample_weights(tokens, name, 100, numbers), sample_weights(tokens, name, 100)
+        )
+
+
 def samples(lengths: tuple[int, ...] = (5, 9, 3, 6), seed: int = 0) -> list[Sample]:
     generator = torch.Generator().manual_seed(seed)
 

@@ -137,7 +137,7 @@ def test_a_task_of_equal_rewards_has_advantages_of_exactly_zero_beside_others(
 ) -> None:
     groups = [group([reward] * size, "silent"), group(others, "other")]
     for config in every_advantage():
-        if config.advantage in ("gae", "reinforce") or config.whitens_over == "tokens":
+        if config.advantage.type in ("gae", "reinforce") or config.whitens_over == "tokens":
             continue  # these compare with other tasks, or move everything by the mean over tokens
         for row in credited(groups, config).rows("advantages")[:size]:
             assert not np.any(row), config
@@ -161,13 +161,13 @@ def test_rewards_that_differ_by_rounding_are_equal(
     assert not whiten(rewards).any()
 
 
-@pytest.mark.parametrize("config", list(every_advantage()), ids=lambda config: config.advantage)
+@pytest.mark.parametrize("config", list(every_advantage()), ids=lambda config: config.advantage.type)
 def test_tasks_may_have_lost_some_or_all_of_their_episodes(config: AlgorithmConfig) -> None:
     groups = [group([]), group([1.0]), group([0.0, 1.0, 1.0]), group([])]
     samples = credited(groups, config)
     assert len(samples) == 4
     assert np.isfinite(samples.advantages).all()  # type: ignore[arg-type]
-    if config.advantage not in ("gae", "reinforce") and config.whitens_over != "tokens":
+    if config.advantage.type not in ("gae", "reinforce") and config.whitens_over != "tokens":
         assert not np.any(samples.rows("advantages")[0]), "it has nothing to be compared with"
     assert len(credited([group([])], config)) == 0
     assert not has_signal(groups[0], config)
@@ -528,6 +528,31 @@ def test_the_penalty_on_length_counts_what_the_policy_sampled() -> None:
     wordy = Trajectory("t", list(range(12)), [0] * 2 + [1] * 10, [0.0] * 12)
     got = credited([TrajectoryGroup("t", [terse, wordy])], config, limit=10)
     assert [row[-1] for row in got.rows("advantages")] == [0.5, -0.5]
+
+
+def penalized(prompt: int, sampled: int, config: AlgorithmConfig) -> float:
+    """The length penalty of an episode with so long a prompt, of at most 100 tokens."""
+    columns = [0] * prompt + [1] * sampled
+    episodes = [
+        Trajectory("t", list(range(len(mask))), mask, [0.0] * len(mask))  # type: ignore[arg-type]
+        for mask in (columns, [0, 1])
+    ]
+    groups = [TrajectoryGroup("t", episodes)]
+    samples = to_samples(groups, config, version=0)
+    got = assign_advantages(samples, groups, config, 100, max_context_tokens=100)
+    # dr_grpo compares with the mean of the two, and the other one has no penalty.
+    return 2 * float(got.rows("advantages")[0][-1])
+
+
+@pytest.mark.parametrize("prompt", [1, 30, 70, 95])
+def test_penalty_on_length_is_full_where_the_context_ends(prompt: int) -> None:
+    """Behind a long prompt it was 0 although max_tokens cut the episode off."""
+    config = algorithm("dr_grpo", overlong_buffer=40)
+    room = 100 - prompt
+    assert penalized(prompt, room, config) == -1.0
+    # The buffer is the same share of what remains: half of it is 0.8 of the room.
+    assert penalized(prompt, round(0.8 * room), config) == pytest.approx(-0.5, abs=0.26)
+    assert penalized(prompt, max(1, int(0.55 * room)), config) == 0.0
 
 
 # ---- signal

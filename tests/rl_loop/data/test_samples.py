@@ -104,3 +104,20 @@ def test_estimates_become_columns_or_are_refused_by_name() -> None:
         TokenEstimates(values[:8]).attach(samples)
     with pytest.raises(ColumnError, match="column reference_log_probs of a to b holds float64"):
         TokenEstimates(reference_log_probs=values.astype(np.float64)).attach(samples)
+
+
+def test_samples_know_the_episode_of_each_sequence() -> None:
+    """The sequences of an episode stay together through a selection of samples."""
+
+    def sequence() -> Trajectory:
+        return Trajectory("t", [1, 2], [0, 1], [0.0, -0.5])  # type: ignore[arg-type]
+
+    branched = sequence()
+    branched.branches = [sequence(), sequence()]
+    groups = [TrajectoryGroup("t", [sequence(), branched]), TrajectoryGroup("u", [sequence()])]
+    samples = to_samples(groups, AlgorithmConfig(), version=0)
+    assert samples.episodes is not None
+    assert samples.episodes.tolist() == [0, 1, 1, 1, 2]
+    taken = samples.take([4, 2])
+    assert taken.episodes is not None
+    assert taken.episodes.tolist() == [2, 1]

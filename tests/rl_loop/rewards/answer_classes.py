@@ -290,7 +290,8 @@ x \in (1,2) | (1,2)
 2x+4y=6 | x+2y=3
 y = 2x+1 | y=1+2x
 y-2x-1=0 | y = 2x+1
-x=5 | 5
+5 | a_2=5
+\sqrt{2}\sqrt{3}-\sqrt{6} | 0
 x = 2+3 = 5 | x=5
 \frac{1}{3} \approx 0.333 | 1/3
 x \approx 3.14 | 3.14
@@ -580,6 +581,13 @@ x \equiv 2 \pmod 5 | 2
 5 \pm 0.1 | 5
 f(2) | f(3)
 f(2)=5 | f(3)=5
+f(2)=5 | 5
+a_2=5 | 5
+a_2=5 | a_3=5
+x \equiv 2 \pmod 5, x \equiv 3 \pmod 7 | x \equiv 2 \pmod 5
+x \equiv 2 \pmod 5 \text{ or } x \equiv 3 \pmod 5 | x \equiv 3 \pmod 5
+10^{-50} | 0
+\sin(10^{-50}) | 0
 x+1=5 | 5
 x_1 | x_2
 \sum_{k=1}^{n} k | \sum_{k=1}^{n} k^2

@@ -349,6 +349,17 @@ def test_a_run_in_which_nothing_is_learned_says_so_once(tmp_path: Path) -> None:
     assert "gptoss sft" in note
 
 
+def test_short_run_warns_at_its_end_if_nothing_is_learned(tmp_path: Path) -> None:
+    """Two steps with loss 0 and gradient 0 look like a fault of the loss that is tried."""
+    notes: list[str] = []
+    with local_loop(config(tmp_path, *NOTHING_ENDS, "training.steps=2")) as loop:
+        loop.recorder.progress.note = notes.append  # type: ignore[method-assign]
+        loop.train()
+    (note,) = notes
+    assert note.startswith("step 2: warning: nothing to learn from in the last 2 steps")
+    assert "every advantage is 0" in note
+
+
 def test_a_run_whose_tokens_are_all_masked_says_so(tmp_path: Path) -> None:
     notes: list[str] = []
     masked = [*NOTHING_ENDS, "rollout.truncated_episodes=mask", f"training.steps={PATIENCE}"]
