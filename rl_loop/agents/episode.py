@@ -1,4 +1,4 @@
-"""One episode of an agent that is a program of its own: a session of the gateway, and what it earned."""
+"""Runs one episode of an external agent: a session of the gateway, and its reward."""
 
 import asyncio
 import math

@@ -436,7 +436,7 @@ def _chain_says(answer: Chain, truth: Statement, modulus: Expr | None) -> bool:
     """Return True if equations say ``truth``: x = 5 and 2 + 3 = 5 do, 3 = 4 = 5 does not."""
     sides = list(answer.sides)
     relations = list(answer.relations)
-    # What is rounded at the end: 1/3 = 0.333...
+    # A rounded value at the end, as in 1/3 = 0.333.
     if relations[-1] == "~":
         rounded = sides[-1]
         if len(sides) == 2 and (is_name(sides[0]) or sides[0] == Words("")):
@@ -452,7 +452,7 @@ def _chain_says(answer: Chain, truth: Statement, modulus: Expr | None) -> bool:
     if set(relations) != {"="}:
         return False
 
-    # Names of what was asked for come first, or last: 5 = x.
+    # The name of the value comes first, or last: 5 = x.
     if is_name(sides[0]):
         sides = sides[1:]
     elif is_name(sides[-1]) and not _has_variables(truth):

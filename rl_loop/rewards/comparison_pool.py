@@ -1,4 +1,4 @@
-"""Comparisons in processes of their own, because an answer can make algebra run for ever or eat the
+"""Compares answers in separate processes, because an answer can make algebra run forever or use all
 memory.
 
 Every comparison that is going on has a worker process to itself, and a limit that begins when it
@@ -57,7 +57,7 @@ class ComparisonPool:
         self._errors: IO[bytes] | None = None
         """Standard error of the server and its workers."""
         self._last_error = ""
-        """Of the last server that died."""
+        """Last error of the last server that died."""
 
     def equivalent(self, answer: str, truth: str) -> bool:
         """Return True if two answers in standard notation say the same.

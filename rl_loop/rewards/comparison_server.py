@@ -19,7 +19,7 @@ from types import FrameType
 MEMORY_BYTES = 1 << 30
 """Address space of a worker; sympy needs 60 MB."""
 READY = b"ready\n"
-"""What a worker says once it can be asked."""
+"""First reply of a worker."""
 PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""
 

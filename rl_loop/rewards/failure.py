@@ -1,4 +1,4 @@
-"""What a reward raises when it is not the answer's fault."""
+"""Raised by a reward that fails for another reason than the answer."""
 
 
 class CheckerFailure(RuntimeError):

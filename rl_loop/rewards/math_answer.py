@@ -31,7 +31,7 @@ PLAIN_NUMBER = re.compile(r"-?([0-9]{1,30}|[0-9]{1,8}\.[0-9]{1,6})")
 # Every brace, and whether it opens a box; "\{" and "\}" are matched to be passed over.
 BOX = re.compile(r"(?P<box>\\boxed\s*)?\{|\\.|\}", re.DOTALL)
 
-# "C", "(C)", "C.", "option C", and "(C) 5 cm": the letter with what it stands for.
+# "C", "(C)", "C.", "option C", and "(C) 5 cm": the letter and its option.
 CHOICE = re.compile(
     r"(?:(?:option|choice|answer)\s+)?(?:\(\s*(?P<bracketed>[A-Z])\s*\)|(?P<marked>[A-Z])\s*[).:])(?P<rest>.*)"
     r"|(?:(?:option|choice|answer)\s+)?(?P<bare>[A-Z])",
@@ -72,7 +72,7 @@ def is_correct(answer: str, ground_truth: str) -> bool:
     r"""Say whether the last \boxed{} of ``answer`` equals ``ground_truth``.
 
     Raises CheckerFailure if the processes of comparisons do not work."""
-    # What exhausts a parser is refused here: the policy writes it, so it is wrong and no failure.
+    # The policy wrote a text that exhausts a parser, so it is a wrong answer and not a failure.
     boxed = last_boxed(answer)
     if boxed is None or len(boxed) > LONGEST or _depth(boxed) > DEEPEST:
         return False
