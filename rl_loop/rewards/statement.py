@@ -1,7 +1,8 @@
 r"""Reads an answer, whole or not at all: a value, a list, a set, an interval, a relation, a congruence,
 a matrix, cases.
 
-Brackets and separators hold statements again, down to expressions (``rl_loop.rewards.expression``). Numbers with units are read by ``units``."""
+Brackets and separators hold statements again, down to expressions
+(``rl_loop.rewards.expression``). ``rl_loop.rewards.units`` reads numbers with units."""
 
 import re
 from dataclasses import dataclass
