@@ -390,3 +390,16 @@ def test_ranks_read_columns_out_of_the_store(one_ray: Any) -> None:
         for name, column in want.samples.columns.items():
             assert np.array_equal(got.samples.columns[name], column)
             assert not got.samples.columns[name].flags.owndata, "read where it lies"
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_every_rank_knows_the_episodes_of_a_mini_batch(mini_batches: int) -> None:
+    """An optimizer step weighs episodes, whichever ranks have their sequences."""
+    numbers = np.array([0, 0, 1, 2, 2, 2], dtype=np.int64)
+    samples = replace(samples_of([5, 9, 3, 6, 4, 7]), episodes=numbers)
+    plan = plan_step(samples, settings_of(2, mini_batches), mini_batches)
+    for shipment in ship(samples, plan):
+        for number, mini_batch in enumerate(shipment.unpack(align=1)):
+            assert mini_batch.episodes is not None
+            assert mini_batch.episodes.tolist() == numbers[number::mini_batches].tolist()
+            assert len(mini_batch.episodes) == len(mini_batch.loss_tokens)
