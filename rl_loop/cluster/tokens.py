@@ -7,6 +7,7 @@ import os
 import secrets
 import stat
 from pathlib import Path
+from typing import Any
 
 from megatron_gptoss.user_error import UserError
 
@@ -55,10 +56,11 @@ def ray_token_environment(token: Path) -> dict[str, str]:
 def require_ray_token(token: Path) -> None:
     """Make the Ray that starts in this process, and all that it starts, require a token."""
     # imported here so that a node of a job is checked before anything of Ray is loaded
-    from ray._raylet import AuthenticationTokenLoader, Config
+    import ray
 
+    raylet: Any = ray._raylet  # has no types
     os.environ.pop("RAY_AUTH_TOKEN", None)  # would be used instead of the file
     os.environ.update(ray_token_environment(token))
     # Ray has read both when it was imported, or for an earlier Ray of this process.
-    AuthenticationTokenLoader.instance().reset_cache()
-    Config.initialize("")
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
+    raylet.Config.initialize("")
