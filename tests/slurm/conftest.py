@@ -174,7 +174,7 @@ def processes_of(run: RunDirectory) -> list[psutil.Process]:
     """Processes of the job of ``run`` on all nodes."""
     found = []
     for process in psutil.process_iter():
-        with suppress(psutil.NoSuchProcess):
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             if process.environ().get("GPTOSS_RUN_DIR") == str(run.path):
                 found.append(process)
     return found
