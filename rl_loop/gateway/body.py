@@ -18,7 +18,7 @@ SHORT_BODY_BYTES = 16 * 1024
 """Bytes that are parsed on the event loop: it takes a millisecond or less."""
 BODY_SECONDS = 30.0
 """Time for the body of a request."""
-MAX_VALUES = 100_000
+MAX_VALUES = 40_000
 """Values of the JSON of a request: texts, numbers, lists and objects."""
 VALUES_AT_A_TIME = 256
 """Values after which a thread lets the event loop run."""

@@ -5,6 +5,7 @@ must not be able to delay others noticeably.
 """
 
 import asyncio
+import logging
 import resource
 from typing import Any
 
@@ -23,6 +24,11 @@ MOST_UNKNOWN = 256
 """Connections that have not sent a valid key yet."""
 
 
+http_logger = logging.getLogger("rl_loop.gateway.http")
+# aiohttp logs a traceback for every request that is no HTTP: clients without a key could fill the disk.
+http_logger.setLevel(logging.CRITICAL)
+
+
 def server_options() -> dict[str, Any]:
     """Return the limits that aiohttp's server has itself."""
     return {
@@ -32,6 +38,7 @@ def server_options() -> dict[str, Any]:
         "read_bufsize": READ_BYTES,
         # A few kilobytes can stand for gigabytes.
         "auto_decompress": False,
+        "logger": http_logger,
     }
 
 
@@ -43,9 +50,11 @@ class Connections:
     """
 
     def __init__(self, most: int | None = None, most_unknown: int = MOST_UNKNOWN) -> None:
-        """Args:
-        most: connections of all clients; None for what the process can have.
-        most_unknown: connections that have not sent a valid key yet.
+        """Set the limits.
+
+        Args:
+            most: connections of all clients; None for what the process can have.
+            most_unknown: connections that have not sent a valid key yet.
         """
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         possible = MOST_CONNECTIONS if files == resource.RLIM_INFINITY else files // 2

@@ -2,6 +2,7 @@
 on from."""
 
 import asyncio
+import gc
 import secrets
 import signal
 import sys
@@ -130,6 +131,10 @@ async def serve(
             gateway.open_session(f"{run}-{number}", api_key) for number, api_key in enumerate(keys)
         ]
         on_start(gateway.base_url, [session.api_key for session in sessions])
+        # Collecting garbage stops all requests for the time that it takes to look at every object
+        # of the libraries. They stay until the end.
+        gc.collect()
+        gc.freeze()
         await stopped.wait()
     finally:
         await gateway.close()

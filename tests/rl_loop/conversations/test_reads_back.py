@@ -136,7 +136,7 @@ def test_a_header_that_is_misread_is_refused(
         "content": "{}",
     }
     record = {"messages": [{"role": "user", "content": "q"}, message]}
-    with pytest.raises(ConversationError, match="message 1: .* a format error"):
+    with pytest.raises(ConversationError, match=r"message 1: .* a format error"):
         RENDERERS["harmony"].render_record(record, "harmony")
 
 

@@ -1,0 +1,69 @@
+"""A gateway of its own process, for attacks: ``python -m tests.rl_loop.gateway.attacked_server``.
+
+It prints its port, and then, whenever it reads a line, the peak of its memory in bytes and its open files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import resource
+import sys
+from pathlib import Path
+
+from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
+from rl_loop.engines.protocol import GenerateRequest, GenerateResult, ModelShape
+from rl_loop.gateway.serve import ServeOptions, served_settings
+from rl_loop.gateway.server import Gateway
+from rl_loop.harmony.codec import Harmony, ParsedMessage, PromptConfig
+from rl_loop.harmony.vocabulary import GptOssVocabulary
+
+KEYS = ("sk-victim", "sk-attacker")
+
+
+class InstantPolicy:
+    """An engine that says "ok" at once."""
+
+    def __init__(self, turn: list[int]) -> None:
+        self._turn = turn
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        if request.on_begin is not None:
+            request.on_begin()
+        ids = self._turn[: request.sampling.max_new_tokens]
+        spans = [WeightVersionSpan(0, len(ids), 1)]
+        reason = FinishReason.STOP if len(ids) == len(self._turn) else FinishReason.LENGTH
+        return GenerateResult(ids, [-0.5] * len(ids), reason, spans)
+
+    async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
+        return [-0.5] * (len(input_ids) - 1)
+
+    async def abort(self, request_id: str | None = None) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+async def serve() -> None:
+    codec = Harmony(GptOssVocabulary(), PromptConfig(current_date="2026-01-01"))
+    engine = InstantPolicy(codec.render_assistant([ParsedMessage("final", None, None, "ok")]))
+    settings = served_settings(ServeOptions(port=0), 131_072)
+    gateway = Gateway(engine, codec, ModelShape(codec.vocabulary.size), settings)
+    await gateway.start()
+    for number, key in enumerate(KEYS):
+        gateway.open_session(f"session-{number}", key)
+    print(gateway.base_url.rpartition(":")[2].removesuffix("/v1"), flush=True)
+
+    # As ``gptoss serve`` does.
+    gc.collect()
+    gc.freeze()
+    loop = asyncio.get_running_loop()
+    while await loop.run_in_executor(None, sys.stdin.readline):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        files = len(list(Path(f"/proc/{os.getpid()}/fd").iterdir()))
+        print(peak, files, flush=True)
+    await gateway.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve())

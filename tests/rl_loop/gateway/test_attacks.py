@@ -1,0 +1,125 @@
+"""Another client is served in time while a gateway is attacked, and the gateway's memory stays bounded."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rl_loop.gateway.attacks import BODIES, HELD
+
+ROOT = Path(__file__).parents[3]
+LONGEST_DELAY = 0.05
+"""Seconds by which a request of another client may be delayed."""
+MEMORY = 512 * 1024**2
+"""Bytes that all attacks together may add."""
+ATTACK_SECONDS = 0.5
+HEADERS_END = 15.0
+"""Seconds after which no connection without a request is open."""
+
+
+@dataclass
+class Attacked:
+    """A server in a process of its own."""
+
+    process: subprocess.Popen[str]
+    port: int
+
+    def state(self) -> tuple[int, int]:
+        """Return the peak of the memory in bytes, and the number of open files."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        peak, files = self.process.stdout.readline().split()
+        return int(peak), int(files)
+
+    def computed(self) -> float:
+        """Return the processor time of the server in seconds."""
+        # The clock of another process, as in clock_getcpuclockid(3).
+        return time.clock_gettime((~self.process.pid << 3) | 2)
+
+
+@pytest.fixture(scope="module")
+def attacked() -> Iterator[Attacked]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.rl_loop.gateway.attacked_server"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout is not None
+    try:
+        yield Attacked(process, int(process.stdout.readline()))
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
+def delays(attacked: Attacked, attack: subprocess.Popen[str]) -> list[float]:
+    """Return how long the server made another client wait, request by request.
+
+    On a machine with other work requests wait for processors, too. So it is the smaller one of the time that the
+    client has waited, and of the time that the server has computed meanwhile.
+    """
+    headers = {"Authorization": "Bearer sk-victim"}
+    body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8})
+    waited = []
+    while attack.poll() is None:
+        for method, path, data in (
+            ("GET", "/v1/models", None),
+            ("POST", "/v1/chat/completions", body),
+        ):
+            client = http.client.HTTPConnection("127.0.0.1", attacked.port, timeout=60)
+            computed, begun = attacked.computed(), time.perf_counter()
+            client.request(method, path, data, headers)
+            assert client.getresponse().status == 200
+            waited.append(min(time.perf_counter() - begun, attacked.computed() - computed))
+            client.close()
+        time.sleep(0.01)
+    return waited
+
+
+def begin(attacked: Attacked, name: str, seconds: float) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.rl_loop.gateway.attacks", str(attacked.port), name]
+    return subprocess.Popen([*command, str(seconds)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+
+
+def statuses(attack: subprocess.Popen[str]) -> dict[str, Any]:
+    assert attack.stdout is not None
+    counted: dict[str, Any] = json.loads(attack.stdout.read().splitlines()[-1])
+    return counted
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_other_clients_are_served_in_time(attacked: Attacked, name: str) -> None:
+    before, _ = attacked.state()
+    attack = begin(attacked, name, ATTACK_SECONDS)
+    assert attack.stdout is not None
+    attack.stdout.readline()
+    waited = delays(attacked, attack)
+    assert statuses(attack)
+    assert max(waited) < LONGEST_DELAY, sorted(waited)[-5:]
+    after, _ = attacked.state()
+    assert after - before < MEMORY
+
+
+def test_connections_without_a_request_are_closed(attacked: Attacked) -> None:
+    _, before = attacked.state()
+    attacks = [begin(attacked, name, HEADERS_END) for name in HELD]
+    time.sleep(2)
+    _, meanwhile = attacked.state()
+    assert meanwhile - before < 300
+    waited = [delay for attack in attacks for delay in delays(attacked, attack)]
+    assert [statuses(attack) for attack in attacks] == [{"open": 0}] * len(HELD)
+    assert max(waited) < LONGEST_DELAY, sorted(waited)[-5:]
