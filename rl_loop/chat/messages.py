@@ -1,4 +1,4 @@
-"""What a codec makes of sampled tokens, and what it is given to render."""
+"""Messages that a codec reads from sampled tokens, and messages that it renders."""
 
 from dataclasses import dataclass
 

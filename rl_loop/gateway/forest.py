@@ -1,4 +1,4 @@
-"""What one session has sampled: a forest of turns, found again by what the client saw of them.
+"""The turns of one session as a forest. A turn is found by the conversation that its client repeats.
 
 A client sends its whole conversation with every request, as text. The longest beginning of it that
 is already here is taken as the tokens that are stored; only messages behind it are rendered. So no
@@ -62,7 +62,7 @@ class Node:
     """True if a client has received the answer, False if its connection was lost; None while the
     answer is sent."""
     is_leaf: bool = True
-    """Whether no turn goes on from its tokens."""
+    """True if no turn continues from its tokens."""
 
     def path(self) -> list["Node"]:
         """Return the turns from the root to this one."""
@@ -98,7 +98,7 @@ class Place:
     keys: list[bytes]
     """Of every beginning of instructions and conversation."""
     new_messages: tuple[dict[str, Any], ...]
-    """What has to be rendered: what is behind the parent, or everything."""
+    """Messages to render: those behind the parent, or all without one."""
     first_number: int
     """How many messages of the client's are before ``new_messages``."""
 

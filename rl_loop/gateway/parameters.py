@@ -1,4 +1,4 @@
-"""Reading the JSON of a request: what counts, what does no harm, and what is refused.
+"""Reads the parameters of a request. Each one counts, changes nothing, or is refused.
 
 A parameter that would change what is sampled, and that the gateway does not know, is an error: an
 agent that is trained with other settings than it asks for would be a silent difference."""

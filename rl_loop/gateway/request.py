@@ -1,4 +1,4 @@
-"""What a client asks for, whichever dialect of the API it speaks, and by what it is recognised.
+"""A client's request in both dialects of the API, and the keys by which a repeated one is recognized.
 
 Messages are dictionaries as ``rl_loop.harmony.conversation`` describes them.
 """

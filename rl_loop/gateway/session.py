@@ -58,8 +58,8 @@ class SessionSettings:
     routed_experts: bool = False
     """Whether the experts of every token are captured, too."""
     is_episode: bool = True
-    """Whether what goes wrong ends the session, as it ends an episode; otherwise only the request
-    fails, and the client may ask again."""
+    """Whether errors end the session, as they end an episode. Otherwise only the request fails, and
+    the client may ask again."""
     remembered_turns: int | None = None
     """Older turns are forgotten; None to keep all, for training."""
 
