@@ -240,11 +240,12 @@ class ParallelConfig(StrictModel):
         if not stages or self.pipeline == 1:
             return
         usable = 2 if {"embedding", "head"} <= trained else 1
-        remedy = "train a part of the layers, such as q" if adapter else "freeze one part only"
+        plural = "s" if len(stages) > 1 else ""
         raise ValueError(
-            f"{' with '.join(cause)}: pipeline stages "
+            f"{' with '.join(cause)}: pipeline stage{plural} "
             f"{', '.join(str(stage) for stage in sorted(stages))} would have nothing to train "
-            f"(parallel.pipeline {self.pipeline}). Set parallel.pipeline to {usable}, or {remedy}"
+            f"(parallel.pipeline {self.pipeline}). Set parallel.pipeline to {usable}, or train "
+            "another part of the layers"
         )
 
     def _check_base(self, model: ModelConfig, adapter: AdapterConfig | None) -> None:

@@ -119,11 +119,11 @@ class PackedExpertsEngine(Protocol):
 class MeasuresRounding(Protocol):
     """An engine that can compute without the rounding of its dtype."""
 
-    async def rounding_error(self, input_ids: list[int]) -> float:
+    async def rounding_error(self, input_ids: list[int]) -> float | None:
         """Return how far rounding moves the log-probs of ``score`` at temperature 1.
 
         Mean |log-prob in the engine's dtype - log-prob in fp32|, in nats per token, with the same
-        weights.
+        weights. None if it cannot be measured.
         """
 
 

@@ -141,13 +141,13 @@ def test_refused_layouts_name_their_keys_and_a_remedy() -> None:
     four = ParallelConfig(world_size=4, pipeline=4)
     message = (
         r"ablation.freeze \(attention, experts\): pipeline stages 1, 2 would have nothing to train "
-        r"\(parallel.pipeline 4\). Set parallel.pipeline to 2, or freeze one part only"
+        r"\(parallel.pipeline 4\). Set parallel.pipeline to 2, or train another part"
     )
     with pytest.raises(ValueError, match=message):
         four.check_layout(FOUR_LAYERS, None, PARTS)
     message = (
         r"adapter.targets \(q, head\) with ablation.freeze \(attention\): pipeline stages 0, 1, 2 "
-        r".* Set parallel.pipeline to 1, or train a part of the layers"
+        r".* Set parallel.pipeline to 1, or train another part of the layers"
     )
     with pytest.raises(ValueError, match=message):
         four.check_layout(FOUR_LAYERS, AdapterConfig(targets=("q", "head")), ("attention",))

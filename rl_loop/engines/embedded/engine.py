@@ -148,21 +148,24 @@ class TransformersEngine:
             return []
         return await self._call(lambda: self._scheduler.score(list(input_ids), temperature))
 
-    async def rounding_error(self, input_ids: list[int]) -> float:
+    async def rounding_error(self, input_ids: list[int]) -> float | None:
         """Return how far the rounding of the engine's dtype moves the log-probs of ``score``.
 
-        Returns the mean absolute difference to fp32 with the same weights, in nats per token.
+        Returns the mean absolute difference to fp32 with the same weights, in nats per token; None
+        if the device has no room for the weights in fp32.
         """
         self._check_tokens(input_ids, "rounding_error")
         return await self._call(lambda: self._rounding_error(list(input_ids)))
 
-    def _rounding_error(self, tokens: list[int]) -> float:
+    def _rounding_error(self, tokens: list[int]) -> float | None:
         rounded = self._scheduler.score(tokens, temperature=1.0)
         held = {parameter: parameter.data for parameter in self._model.parameters()}
         try:
             for parameter, data in held.items():
                 parameter.data = data.float()
             exact = self._scheduler.score(tokens, temperature=1.0)
+        except torch.OutOfMemoryError:
+            return None
         finally:
             for parameter, data in held.items():
                 parameter.data = data

@@ -214,7 +214,7 @@ def test_adapters_and_their_base_are_a_section_of_every_run(kind: type[RunConfig
         (["adapter={}", "ablation.freeze=[attention,experts]"],
          "adapter.targets (q, k, v, o, experts) with ablation.freeze (attention, experts): nothing"),
         (["adapter={targets: [head]}", "parallel.world_size=2", "parallel.pipeline=2"],
-         "adapter.targets (head): pipeline stages 0 would have nothing to train"),
+         "adapter.targets (head): pipeline stage 0 would have nothing to train"),
         (["ablation.freeze=[attention,experts]", "parallel.world_size=4", "parallel.pipeline=4",
           "model.num_layers=4"],
          "ablation.freeze (attention, experts): pipeline stages 1, 2 would have nothing to train"),

@@ -149,7 +149,7 @@ def test_three_steps_with_a_backend_from_outside_the_project(outside: Path) -> N
     assert log == ["sync 0", "pause", "sync 1", "pause", "sync 2", "pause", "sync 3", "close"]
 
 
-def test_engines_on_trainer_gpus_sleep_before_a_resumed_run_syncs(outside: Path) -> None:
+def test_engines_sleep_before_a_resumed_run_syncs(outside: Path) -> None:
     """The trainer's optimizer state is on the GPU by then. In a fresh run it comes later."""
 
     def config(steps: int) -> RlConfig:
