@@ -3,9 +3,12 @@ the environment.
 
 An infrastructure failure is never a reward. What failed is tried again a few times; an episode
 that cannot go on is *invalid*: it enters no baseline, no gradient and no evaluation, and is
-counted under ``rollout/invalid/COMPONENT`` and ``rollout/invalid/COMPONENT/CULPRIT``. What the policy does cause, an endless tool call for
-instance, is a time-out and is punished: otherwise breaking things would be a way out of a task
-that goes badly."""
+counted under ``rollout/invalid/COMPONENT`` and ``rollout/invalid/COMPONENT/CULPRIT``.
+
+A policy must not be able to cause one, because breaking things would be a way out of a task that
+goes badly. What it does cause, an endless tool call for instance, ends with a reward. A failure is
+one of the infrastructure only on evidence: a counter of the kernel, or a question of our own that
+fails too."""
 
 import sys
 from collections import Counter

@@ -13,7 +13,9 @@ import logging
 import math
 import random
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -39,6 +41,12 @@ OPEN_SECONDS = 300.0
 """What an environment has to open: more than its own limits, which say what took so long."""
 CLOSE_SECONDS = 30.0
 """What it has to close."""
+
+_METHODS = ThreadPoolExecutor(max_workers=8, thread_name_prefix="environment")
+"""Threads for the methods of environments that no text of the policy reaches.
+
+On the default threads, which scorers and judges use, answers that hang them would stop these methods
+too, and make all other episodes invalid."""
 
 logger = logging.getLogger(__name__)
 
@@ -399,7 +407,9 @@ class EpisodeRunner:
         Raises InfrastructureFailure for whatever it raises."""
         name = getattr(method, "__name__", "a method")
         seconds = self.limits.episode_seconds
-        call = asyncio.to_thread(method, *arguments, **options)
+        call = asyncio.get_running_loop().run_in_executor(
+            _METHODS, partial(method, *arguments, **options)
+        )
         try:
             return await asyncio.wait_for(call, seconds)
         except InfrastructureFailure:

@@ -102,6 +102,7 @@ def play(harmony: Harmony, rng: random.Random) -> FinishReason:
             ids = harmony.vocabulary.to_harmony(ids_of_episode[turn.start : turn.end])
             special = sum(token >= FIRST_SPECIAL_ID for token in ids)
             assert special % 4 == 1, "a tool's answer holds a special token"
+    assert episode.invalid is None, episode.invalid
     assert episode.finish_reason in FinishReason
     assert (episode.format_error is not None) == (
         episode.finish_reason is FinishReason.FORMAT_ERROR

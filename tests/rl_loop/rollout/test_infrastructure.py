@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import pickle
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -61,6 +62,11 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 def call(harmony: Harmony, *codes: str) -> list[int]:
     messages = [ParsedMessage("analysis", "python", "code", code) for code in codes]
     return harmony.render_assistant(messages, "<|call|>")
+
+
+def says_nothing(harmony: Harmony) -> list[int]:
+    """A turn that ends with a format error, which the environment scores."""
+    return [*harmony.vocabulary.encode_text("what?"), harmony.stop_token_ids[0]]
 
 
 def answer(harmony: Harmony, value: str = "391") -> list[int]:
@@ -457,6 +463,27 @@ def test_a_tool_or_checker_that_never_answers_is_a_time_out_at_the_deadline(
         -1.0,
     )
     assert 0.15 < seconds < 1.5
+
+
+def test_hanging_scorers_leave_other_episodes_valid(tiny: Harmony) -> None:
+    """Each answer that hangs a scorer keeps one of the default threads, of which there are few."""
+    limits = LIMITS.model_copy(update={"episode_seconds": 2})
+    world = ReToolEnvironment(TASK, interpreter, RewardConfig())
+
+    async def main() -> Trajectory:
+        released = threading.Event()
+        loop = asyncio.get_running_loop()
+        hung = [loop.run_in_executor(None, released.wait, 60) for _ in range(200)]
+        try:
+            sampled = ScriptedEngine([says_nothing(tiny)])
+            return await run_episode("t", world, sampled, tiny, limits, SamplingParams(500), seed=1)
+        finally:
+            released.set()
+            await asyncio.gather(*hung)
+
+    episode = asyncio.run(main())
+    assert episode.invalid is None, episode.invalid
+    assert episode.reward == -1.0
 
 
 def test_a_tool_that_cannot_be_cancelled_does_not_hold_up_its_episode(
