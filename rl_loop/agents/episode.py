@@ -1,11 +1,13 @@
 """Runs one episode of an external agent: a session of the gateway, and its reward."""
 
 import asyncio
+import logging
 import math
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from rl_loop.agents.process import AgentProcesses
+from rl_loop.agents.process import AgentProcesses, ProcessEnded
 from rl_loop.config.episode import EpisodeLimits
 from rl_loop.data.trajectory import FinishReason, InvalidReason, Trajectory
 from rl_loop.engines.protocol import SamplingParams
@@ -13,11 +15,14 @@ from rl_loop.environments.base import AgentProgram, Environment, StepResult
 from rl_loop.gateway.server import Gateway
 from rl_loop.gateway.session import Session, SessionSettings
 from rl_loop.infrastructure import InfrastructureFailure
+from rl_loop.out_of_memory import out_of_memory_kills
 from rl_loop.rollout.episode_clock import OutOfTime
 
 AGENT_PAUSES = (0.5, 4.0)
 """Seconds before an episode that infrastructure spoiled is played again, from its beginning and in a
 new session; after the last one it stays invalid."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,10 @@ class ProgramRunner:
         """Let the environment's program play one episode.
 
         An infrastructure failure is played again; one that persists makes the episode invalid. One
-        of the engine is not: its requests were repeated already."""
+        of the engine is not: its requests were repeated already.
+
+        If the process of the program ended, the last attempt has a process of its own. If that
+        ends, too, what the policy wrote has ended it, and the episode is unfinished."""
         program = environment.program()
         settings = SessionSettings(
             limits=self.limits,
@@ -49,29 +57,45 @@ class ProgramRunner:
             routed_experts=routed_experts,
         )
         async with self.processes.vacancy(program):
+            has_lost_process = False
             for attempt, pause in enumerate((*AGENT_PAUSES, None)):
+                is_alone = has_lost_process and pause is None
                 # Requests of an attempt that failed may still be known to the engine.
                 name = f"{task_id}/{seed}" if attempt == 0 else f"{task_id}/{seed}.{attempt}"
                 session = self.gateway.open_session(name, settings=settings)
                 try:
-                    return await self._play(task_id, environment, program, session)
+                    return await self._play(task_id, environment, program, session, is_alone)
                 except InfrastructureFailure as failure:
+                    has_lost_process = isinstance(failure, ProcessEnded)
                     if pause is None or failure.component == "engine":
                         return invalid_episode(task_id, session, failure)
                     await asyncio.sleep(pause)
         raise AssertionError("the last failure is returned")
 
     async def _play(
-        self, task_id: str, environment: Environment, program: AgentProgram, session: Session
+        self,
+        task_id: str,
+        environment: Environment,
+        program: AgentProgram,
+        session: Session,
+        is_alone: bool,
     ) -> Trajectory:
-        """Play an episode once. Raises InfrastructureFailure."""
+        """Play an episode once, in a process of its own if ``is_alone``.
+
+        Raises InfrastructureFailure."""
         failure: InfrastructureFailure | None = None
         given: object = None
+        killed_before = out_of_memory_kills()
         try:
-            process = await self.processes.process(program)
-            # Importing the agent was not its episode's doing.
-            session.clock.restart()
-            given = await process.run(program, self.gateway.base_url, session)
+            async with AsyncExitStack() as stack:
+                if is_alone:
+                    own = self.processes.process_alone(program)
+                    process = await stack.enter_async_context(own)
+                else:
+                    process = await self.processes.process(program)
+                # Importing the agent was not its episode's doing.
+                session.clock.restart()
+                given = await process.run(program, self.gateway.base_url, session)
         except OutOfTime:
             pass
         except InfrastructureFailure as raised:
@@ -79,8 +103,13 @@ class ProgramRunner:
         finally:
             await self.gateway.close_session(session)
 
+        returned = failure is None
+        is_well = out_of_memory_kills() == killed_before
+        if is_alone and isinstance(failure, ProcessEnded) and session.forest.nodes and is_well:
+            logger.warning("task %s: %s. The policy's turns ended it", task_id, failure.reason)
+            failure = None
         reason = end_of(session, failure)
-        result = outcome_of(environment, session, reason, given, returned=failure is None)
+        result = outcome_of(environment, session, reason, given, returned=returned)
         sequences = [trajectory for _, trajectory in session.trajectories(task_id)]
         if not sequences:
             what = f"{program.function} ended without a turn of the policy"

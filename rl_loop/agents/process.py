@@ -6,7 +6,8 @@ import logging
 import os
 import signal
 import sys
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,10 @@ HOST = (
 """What an interpreter runs. It looks for the host last: an agent's own packages come first."""
 
 logger = logging.getLogger(__name__)
+
+
+class ProcessEnded(InfrastructureFailure):
+    """The process ended while the episode ran in it."""
 
 
 def environment_of(program: AgentProgram) -> dict[str, str]:
@@ -176,7 +181,8 @@ class AgentProcess:
         self._started.set()
         for answer in self._calls.values():
             if not answer.done():
-                answer.set_exception(self._error(self._failure))
+                reason = f"{self.function}: {self._failure}"
+                answer.set_exception(ProcessEnded("environment", reason, self.function))
 
     def _note(self, line: dict[str, Any]) -> None:
         if line == READY:
@@ -242,6 +248,17 @@ class AgentProcesses:
             await current.start()
             self._current[key] = current
             return current
+
+    @asynccontextmanager
+    async def process_alone(self, program: AgentProgram) -> AsyncIterator[AgentProcess]:
+        """Start a process for one episode, and end it afterwards. Raises InfrastructureFailure."""
+        process = AgentProcess(program)
+        self._all.append(process)
+        try:
+            await process.start()
+            yield process
+        finally:
+            await process.close()
 
     async def close(self) -> None:
         """End all processes, and start none again."""

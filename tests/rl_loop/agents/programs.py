@@ -121,6 +121,18 @@ def killed_once(task: dict[str, Any], base_url: str, api_key: str) -> float:
     return plain(task, base_url, api_key)["score"]
 
 
+def killed_by_an_answer(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    """As by an answer that crashes a library of the agent."""
+    ask(base_url, api_key, [user(task["prompt"])])
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return 1.0
+
+
+def killed_before_the_policy(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return 1.0
+
+
 def greedy_for_memory(task: dict[str, Any], base_url: str, api_key: str) -> float:
     return float(len(bytearray(3 << 30)))
 

@@ -194,6 +194,19 @@ def test_what_the_policy_cannot_cause_is_never_a_reward_and_names_the_culprit(
         assert (tmp_path / "count").read_text() == "3", "it is played again first"
 
 
+def test_answer_that_ends_its_agents_process_earns_nothing(tiny: Harmony) -> None:
+    """The last attempt runs alone in its process: no other episode can have ended that."""
+    episode = episode_of(tiny, "killed_by_an_answer", [says(tiny, "Hello")] * 3)
+    assert episode.invalid is None, episode.invalid
+    assert episode.reward == -1.0
+
+
+def test_process_that_ends_before_the_policy_spoke_is_invalid(tiny: Harmony) -> None:
+    episode = episode_of(tiny, "killed_before_the_policy", [says(tiny, "Hello")] * 3)
+    assert episode.invalid is not None
+    assert "its process was ended by SIGSEGV" in episode.invalid.reason
+
+
 @pytest.mark.parametrize("name", ["broken_once", "killed_once"])
 def test_an_episode_that_infrastructure_spoiled_is_played_again(
     tiny: Harmony, name: str, tmp_path: Path
