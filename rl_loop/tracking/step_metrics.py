@@ -109,7 +109,7 @@ def add_lost_episodes(metrics: StepMetrics, groups: Sequence[TrajectoryGroup], p
 
 def _curve_name(culprit: str) -> str:
     """Return a culprit's name in the letters that a metric's name may have."""
-    return re.sub(r"[^A-Za-z0-9.-]+", "_", culprit).strip("_")[:80]
+    return re.sub(r"[^A-Za-z0-9.-]+", "_", culprit).strip("_")[:80] or "unnamed"
 
 
 def add_signal_metrics(

@@ -14,8 +14,7 @@ the kernel's;
 - sockets that exist in the call's network namespace, each as if its buffers were full.
 
 What else holds the kernel's memory is bounded by limits of the process (descriptors, queued
-signals and timers, locked memory), by the kernel's limit on the pipes of a user (64 MiB), or
-refused by the system-call filter.
+signals and timers, locked memory), or refused by the system-call filter.
 
 Processors without a cgroup: a call with several busy tasks is made nicer, until together they
 weigh as much as one."""
@@ -41,8 +40,9 @@ MAPPING_BYTES = 1024
 # struct anon_vma_chain: each mapping links to those of its process's ancestors, half of all processes
 # on average
 LINK_BYTES = 32
-# The largest buffer of an open file is that of /proc/stat, which grows with the processors.
-DESCRIPTOR_BYTES = 8192 + 256 * (os.cpu_count() or 1)
+# A pipe that is full, which one descriptor keeps. The largest buffer of an open file, that of
+# /proc/stat, grows with the processors.
+DESCRIPTOR_BYTES = (1 << 16) + 256 * (os.cpu_count() or 1)
 LARGEST_OPTION_MEMORY = 1 << 17  # filters and the like attached to one socket (net.core.optmem_max)
 LOCKS = 1000  # of files, by all processes of the call; each is memory of the kernel that not even a cgroup counts
 READ_BYTES = 1 << 16
@@ -209,7 +209,7 @@ class ProcessWatch:
         return count * bytes_each
 
     def _descriptors_bytes(self) -> int:
-        """Memory of the kernel for open descriptors, each with the largest buffer there is."""
+        """Memory of the kernel for open descriptors, each as if it were a full pipe."""
         count = 0
         for process in self._processes():
             with contextlib.suppress(OSError):  # it ended meanwhile

@@ -656,16 +656,19 @@ def test_links_between_forked_mappings_count(make_sandbox: Callable) -> None:
     assert "memory" in (result.error or ""), result
 
 
-def test_buffers_of_open_files_count(make_sandbox: Callable) -> None:
-    """An open file of /proc keeps a buffer of the kernel's."""
-    files = 16_000
+@pytest.mark.parametrize(
+    ("opening", "times"), [("os.open('/proc/stat', os.O_RDONLY)", 3900), ("os.pipe()", 1950)]
+)
+def test_buffers_of_descriptors_count(opening: str, times: int, make_sandbox: Callable) -> None:
+    """An open file of /proc keeps a buffer of the kernel's, and a pipe what was written into it."""
+    files = 4000
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most < files:
         pytest.skip(f"no process may open more than {most} files here")
     sandbox = make_sandbox(
         open_files=files, total_memory_bytes=128 << 20, timeout_seconds=PATIENT_TIMEOUT
     )
-    code = f"import os, time\nfor _ in range({files - 10}): os.open('/proc/stat', os.O_RDONLY)\ntime.sleep(60)"
+    code = f"import os, time\nfor _ in range({times}): {opening}\ntime.sleep(60)"
     result = sandbox.run(code)
     assert "memory" in (result.error or ""), result
 
