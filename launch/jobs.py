@@ -82,7 +82,10 @@ def find_launch(name: str) -> Launch:
     launches = {launch.name: launch for launch in known_launches()}
     if name not in launches:
         known = ", ".join(launches) or "none"
-        raise ConfigError(f"no run called {name!r} was launched from here; known: {known}")
+        raise ConfigError(
+            f"no run called {name!r} was launched from here; known: {known}. "
+            "`gptoss launch CONFIG name=NAME` starts one"
+        )
     return launches[name]
 
 

@@ -133,7 +133,8 @@ def build_report(run_dir: Path | str) -> Path:
     run = RunDirectory(Path(run_dir))
     if not run.config.exists() and not run.metrics.exists():
         raise RunDirectoryError(
-            f"{run.path} holds no run: neither config.yaml nor metrics.jsonl is there",
+            f"{run.path} holds no run: neither config.yaml nor metrics.jsonl is there. "
+            f"`gptoss rl CONFIG name={run.path.name}` makes one"
         )
 
     # All of these may be missing while a run has just begun.

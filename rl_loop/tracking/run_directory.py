@@ -200,7 +200,10 @@ def check_start(path: Path | str, how: Start) -> RunDirectory:
             f"{run.path} already holds a run ({steps} steps); add --resume to continue it or --overwrite to delete it"
         )
     if how is Start.RESUME and not run.existing():
-        raise RunDirectoryError(f"{run.path}: there is no run to resume{_runs_beside(run.path)}")
+        raise RunDirectoryError(
+            f"{run.path}: there is no run to resume{_runs_beside(run.path)}. Without --resume the "
+            "command begins it"
+        )
     return run
 
 

@@ -310,7 +310,8 @@ class SglangConfig(EngineConfig):
         python = shutil.which(self.python)
         if python is None:
             raise EngineUnavailable(
-                f"rollout.engine.python: {self.python} is no program; give the interpreter that has SGLang installed"
+                f"rollout.engine.python: {self.python} is no program; `gptoss doctor --install-engine DIR` makes an "
+                "environment with SGLang, and prints what to write here"
             )
 
         if not self._can_import(python, "sglang"):
