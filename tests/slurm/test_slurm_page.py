@@ -20,7 +20,7 @@ from transformers.models.gpt_oss import GptOssForCausalLM
 
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
-from rl_loop.harmony.conversation import ParsedMessage
+from rl_loop.harmony.codec import ParsedMessage
 from rl_loop.session import build_tasks
 from rl_loop.tracking.run_directory import RunDirectory, read_json
 from tests.slurm.conftest import ROOT, SMALL, Lab, steps_done
