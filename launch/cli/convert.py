@@ -91,11 +91,10 @@ def convert_export(
     if report.losses:
         print(report)
     print(report.read_back)
-    if not any(hf_dir.glob("tokenizer*")):
-        print(
-            f"{hf_dir} has no tokenizer and no chat template: --reference takes them from a Hugging Face "
-            "directory that has them, such as the export of the run"
-        )
+    _warn_without_tokenizer(
+        hf_dir,
+        "--reference takes them from a Hugging Face directory that has them, such as the export of the run",
+    )
     print(hf_dir)
 
 
@@ -178,6 +177,7 @@ def convert_merge(
             check_progress=checked,
         )
     print(report)
+    _warn_without_tokenizer(merged_dir, "BASE has none; copy them there from the released model")
     print(merged_dir)
 
 
@@ -210,6 +210,14 @@ def refuse_direction(source: Path, kind: str, command: str, target: Path) -> NoR
 
     words = shlex.join(["gptoss", "convert", command, str(source), str(target)])
     raise ConversionError(f"{source}: {kind}, which another command reads. Run `{words}`")
+
+
+def _warn_without_tokenizer(directory: Path, remedy: str) -> None:
+    """Print that a new model has no tokenizer, if it has none."""
+    from converters.model_extras import read_extras
+
+    if not read_extras(directory).has_tokenizer:
+        print(f"{directory} has no tokenizer and no chat template: {remedy}")
 
 
 @contextmanager
