@@ -98,7 +98,8 @@ def damage_in(directory: Path, share: int = 0, shares: int = 1) -> str | None:
                 check_regular(path)
         expected = _parse(read_json(listing, MAX_LISTING_BYTES))
     except UntrustedFileError as error:
-        return str(error)
+        reason = str(error).removeprefix(f"{listing}: ")
+        return str(error) if reason == str(error) else f"{listing}: damaged ({reason})"
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, AttributeError) as error:

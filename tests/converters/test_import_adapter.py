@@ -226,7 +226,12 @@ def test_the_commands_convert_adapters_and_merge_them(root: Path, tmp_path: Path
         expected = directories[0].get(name)
         assert all(torch.equal(other.get(name), expected) for other in directories[1:]), name
 
-    output = convert("merge", base, tmp_path / "peft", tmp_path / "packed", "--format=mxfp4")
+    # The base was held in fp32. Only an adapter without its digest goes onto the base in bf16.
+    wrong = refusal("merge", base, tmp_path / "peft", tmp_path / "packed", "--format=mxfp4")
+    assert "in torch.bfloat16, or in another dtype" in wrong
+    foreign = shutil.copytree(tmp_path / "peft", tmp_path / "foreign")
+    save_file(load_file(foreign / WEIGHTS_FILE), foreign / WEIGHTS_FILE)
+    output = convert("merge", base, foreign, tmp_path / "packed", "--format=mxfp4")
     assert "layer 1: relative error 0." in output
     assert "worst tensor: model.layers." in output
 

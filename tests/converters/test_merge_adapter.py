@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +19,14 @@ from converters.hf_directory import HfDirectory, write_hf_directory
 from converters.live import export_hf_weights
 from converters.merge_adapter import merge_adapter
 from converters.names import hf_shapes
+from converters.peft_format import WEIGHTS_FILE
 from converters.reports import MergeLoss, MergeReport
 from converters.safetensors_files import SafetensorsWriter
 from gptoss_kernels import mxfp4
 from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint.checksums import CHECKSUMS_FILE
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
+from megatron_gptoss.config.hf_config import MERGED_KEY
 from megatron_gptoss.trainer import PolicyTrainer
 from tests.distributed import free_port
 from tests.megatron_gptoss.adapted import ADAPTER, MODEL, adapted_model, base_weights
@@ -132,6 +135,11 @@ def test_experts_without_an_update_keep_their_bytes(base: Path, tmp_path: Path) 
     tensors[f"{name}_blocks"][2, 0, 0] = 0x11
     save_file(tensors, tmp_path / "first" / "model.safetensors")
 
+    # With these two, a second merge onto another base is refused.
+    save_file(load_file(adapter / WEIGHTS_FILE), adapter / WEIGHTS_FILE)
+    config = json.loads((tmp_path / "first/config.json").read_text())
+    del config[MERGED_KEY]
+    (tmp_path / "first/config.json").write_text(json.dumps(config))
     merge_adapter(tmp_path / "first", adapter, tmp_path / "second", dtype="mxfp4")
     first, second = (HfDirectory(tmp_path / name) for name in ("first", "second"))
     for name in filter(is_expert_matrix, first.names()):
@@ -216,7 +224,7 @@ def test_another_base_is_refused_and_nothing_is_left(base: Path, tmp_path: Path)
     other = write_base(tmp_path / "other", **{name: base_weights()[name] + 1e-3})
     with pytest.raises(ConversionError, match="was trained on another base"):
         merge_adapter(other, checkpoint, tmp_path / "merged", dtype="fp32")
-    with pytest.raises(ConversionError, match=r"or in another dtype than torch\.bfloat16"):
+    with pytest.raises(ConversionError, match=r"in torch\.bfloat16, or in another dtype"):
         merge_adapter(base, checkpoint, tmp_path / "merged", dtype="bf16")
     assert not list(tmp_path.glob("merged*"))
 

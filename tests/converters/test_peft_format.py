@@ -207,6 +207,8 @@ def with_k_of_rank_5(path: Path) -> None:
         for name in tensors:
             if "k_proj.lora_A" in name:
                 tensors[name] = tensors[name][:5]
+            if "k_proj.lora_B" in name:
+                tensors[name] = tensors[name][:, :5]
 
     change_tensors(cut)(path)
     experts = dict.fromkeys(("mlp.experts.gate_up_proj", "mlp.experts.down_proj"), RANK)
@@ -240,7 +242,7 @@ LAYER_2 = f"{PREFIX}model.layers.2.self_attn.k_proj.lora_A.weight"
         (change_settings(layers_to_transform=["1"]), "layers_to_transform is .*list of integers"),
         (
             change_settings(layers_to_transform=[1]),
-            "layers.0.* does not name this weight, so that PEFT",
+            "does not name this weight, so that PEFT leaves",
         ),
         (change_settings(exclude_modules=["k_proj"]), "k_proj.* does not name this weight"),
         (change_settings(target_modules="(a+)+b"), "target_modules has .*may take for ever"),
@@ -298,7 +300,10 @@ def test_an_adapter_that_cannot_be_read_is_refused_by_name(
             with_k_of_rank_5,
             r"have ranks \[5, 8\], and a trainer has one rank .*gptoss convert merge",
         ),
-        (change_settings(alpha_pattern={"q_proj": 4}), "q is scaled by .* one alpha for all"),
+        (
+            change_settings(alpha_pattern={"q_proj": 4}),
+            "q by 0.5 at rank 8, and a trainer has one alpha for all",
+        ),
         (change_settings(use_rslora=True), "one alpha for all"),
     ],
 )
