@@ -1,6 +1,7 @@
 """Adapters between checkpoints and PEFT's format; ``live_adapters`` has those of a running model."""
 
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -143,8 +144,9 @@ def base_warnings(adapters: Adapters, base: Path) -> list[str]:
             f"{adapters.path}: does not say on which base it was trained; whether that is {base} was "
             "not checked"
         ]
-    if Path(name).exists() and base.exists():
-        is_same = Path(name).samefile(base)
+    # os.path.exists is false, not an error, for texts that cannot be a path.
+    if os.path.exists(name) and base.exists():
+        is_same = os.path.samefile(name, base)
     else:
         is_same = name.rstrip("/").rpartition("/")[2].lower() in str(base.resolve()).lower()
     if is_same:

@@ -79,7 +79,12 @@ def merge_adapter(
     written_shapes(source.config, quantized)
     adapters = open_adapters(adapter_dir, source)
     extras = read_extras(hf_dir)
-    merged_before = list(extras.config.get(MERGED_KEY) or [])
+    merged_before = extras.config.get(MERGED_KEY) or []
+    if not isinstance(merged_before, list):
+        raise ConversionError(
+            f"{hf_dir}: {MERGED_KEY} of config.json is {merged_before!r}, expected a list of digests. "
+            "Remove the key if no adapter was merged"
+        )
     identity = adapters_digest(adapters)
     if identity in merged_before:
         raise ConversionError(
@@ -135,7 +140,7 @@ class _Merged:
     quantized: _Quantized | None
     """Of an expert's matrix, when the result is MXFP4."""
     updates: list[UpdateLoss]
-    """What rounding lost of each adapter's update, if it was trained without that rounding."""
+    """Loss of each adapter's update by rounding; empty if the trainer rounds, too."""
 
 
 class _Merger:
@@ -259,8 +264,8 @@ class _Merger:
     ) -> torch.Tensor:
         """Merge ``weight`` [out, in] with the adapter of this kind, if there is one.
 
-        What rounding loses is added to ``updates`` if PEFT trained the adapter: PEFT does not round
-        the merged weight, and our trainer does.
+        The loss by rounding is added to ``updates`` if PEFT trained the adapter. PEFT does not round
+        the merged weight, and the trainer of this project does.
         """
         adapter = self._mappings.get((mapping.layer, kind))
         if adapter is None:

@@ -1,6 +1,6 @@
-"""Tokenizer, chat templates and settings of a model's directory: all but weights and architecture.
+"""Tokenizer, chat templates and settings of a model's directory.
 
-An export without them would be another model: texts become other tokens, and sampling does not stop.
+Conversions copy them: without them, texts become other tokens, and sampling does not stop.
 """
 
 import json
@@ -41,7 +41,7 @@ _NO_TOKENIZER_FILE = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|py|md|h5|onnx
 
 @dataclass(frozen=True)
 class ModelExtras:
-    """What a model's directory has besides weights and architecture."""
+    """Files and settings of a model's directory, without weights and architecture."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Tokenizer and chat templates by name, some in the folder additional_chat_templates."""

@@ -303,11 +303,13 @@ def _count_repetitions(parsed: Any, inside: bool) -> float:
                 return math.inf
             else:
                 total += 1 + _count_repetitions(repeated, inside=True)
-        elif isinstance(argument, tuple | list):
-            for part in argument:
-                for branch in part if isinstance(part, list) else [part]:
-                    if hasattr(branch, "data"):
-                        total += _count_repetitions(branch, inside)
+            continue
+        # A group, a branch or an assertion has its parts somewhere in its argument.
+        arguments = argument if isinstance(argument, tuple | list) else [argument]
+        for part in arguments:
+            for branch in part if isinstance(part, list) else [part]:
+                if hasattr(branch, "data"):
+                    total += _count_repetitions(branch, inside)
     return total
 
 

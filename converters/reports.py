@@ -152,7 +152,7 @@ class MergeLoss:
 
 @dataclass
 class UpdateLoss:
-    """What rounding a merged weight lost of an adapter's update."""
+    """Loss of an adapter's update by rounding the merged weight."""
 
     squared_error: float = 0.0
     """Sum of (merged - base - update)**2."""
@@ -172,7 +172,7 @@ class UpdateLoss:
 
 @dataclass
 class MergeReport:
-    """What merging lost; its text is for a person."""
+    """Losses and warnings of a merge; its text is for a person."""
 
     layers: dict[int, MergeLoss] = field(default_factory=dict)
     """By layer; empty unless the merged model is MXFP4."""
@@ -182,7 +182,7 @@ class MergeReport:
     """Loss by rounding, by the name of the parameter; empty for adapters that were trained here,
     whose trainer rounds the same way."""
     warnings: list[str] = field(default_factory=list, compare=False)
-    """What could not be checked."""
+    """Checks that were not possible."""
 
     def add(self, layer: int, name: str, loss: MergeLoss) -> None:
         """Take one more expert of the tensor ``name`` into account."""

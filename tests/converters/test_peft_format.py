@@ -246,6 +246,7 @@ LAYER_2 = f"{PREFIX}model.layers.2.self_attn.k_proj.lora_A.weight"
         ),
         (change_settings(exclude_modules=["k_proj"]), "k_proj.* does not name this weight"),
         (change_settings(target_modules="(a+)+b"), "target_modules has .*may take for ever"),
+        (change_settings(target_modules="(?>(a+)+)b"), "target_modules has .*may take for ever"),
         (change_settings(rank_pattern={"(a|a)*": 2}), "rank_pattern has .*may take for ever"),
         (change_settings(exclude_modules="a*b*c*d*e*f"), "exclude_modules has .*may take for ever"),
         (
