@@ -24,6 +24,7 @@ from megatron_gptoss.untrusted_files import (
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_FOLDER = "additional_chat_templates"
 """Folder of the chat templates that have a name."""
 EXTRAS_FOLDER = "hugging_face"
@@ -80,6 +81,7 @@ def read_extras(directory: Path) -> ModelExtras:
         paths += folder.glob("*.jinja")
     files = {str(path.relative_to(directory)): _read_file(path) for path in sorted(paths)}
     _check_tokenizer_code(directory, files)
+    _check_templates(directory, files)
 
     raw = read_object(directory / CONFIG_FILE)
     family = known_family(raw.get("model_type"))
@@ -127,6 +129,28 @@ def _read_file(path: Path) -> bytes:
     except OSError as error:
         raise ConversionError(f"{path}: cannot be read ({error.strerror})") from None
     return content
+
+
+def _check_templates(directory: Path, files: Mapping[str, bytes]) -> None:
+    """Raise ConversionError if a chat template is there twice with different texts.
+
+    transformers 4 and servers read those in tokenizer_config.json, newer versions prefer the files.
+    """
+    content = parse_json(files.get(TOKENIZER_CONFIG_FILE, b"{}"), directory)
+    templates = content.get("chat_template")
+    if isinstance(templates, str):
+        templates = [{"name": "default", "template": templates}]
+    if not isinstance(templates, list):
+        return
+    for entry in templates:
+        name = entry.get("name") if isinstance(entry, dict) else None
+        file = TEMPLATE_FILE if name == "default" else f"{TEMPLATE_FOLDER}/{name}.jinja"
+        text = files.get(file)
+        if text is not None and text.decode().strip() != str(entry.get("template")).strip():
+            raise ConversionError(
+                f"{directory / file}: differs from the chat template {name!r} in {TOKENIZER_CONFIG_FILE}, "
+                "and loaders differ in which one they take. Remove the wrong one"
+            )
 
 
 def _check_tokenizer_code(directory: Path, files: Mapping[str, bytes]) -> None:

@@ -22,6 +22,7 @@ from converters.hf_directory import HfDirectory, write_hf_directory
 from converters.model_extras import ModelExtras
 from converters.names import hf_shapes
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
+from megatron_gptoss.untrusted_files import MAX_LISTING_BYTES, read_bytes
 from megatron_gptoss.user_error import UserError
 from rl_loop.certify.harmony_tokens import CONVERSATION_TEXT
 from rl_loop.harmony.vocabulary import GptOssVocabulary, TinyVocabulary, Vocabulary
@@ -113,7 +114,8 @@ def vocabulary_of(directory: Path, size: int) -> Vocabulary | None:
         return None
     with tempfile.TemporaryDirectory() as expected:
         own.save(Path(expected))
-        is_own = (Path(expected) / file.name).read_bytes() == file.read_bytes()
+        own_tokenizer = (Path(expected) / file.name).read_bytes()
+        is_own = own_tokenizer == read_bytes(file, MAX_LISTING_BYTES)
     return own if is_own else None
 
 

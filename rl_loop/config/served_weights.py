@@ -1,6 +1,5 @@
 """Which weights of a run are served: those of its export, or of a checkpoint of more steps."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from megatron_gptoss.checkpoint.directory import (
     step_of,
 )
 from megatron_gptoss.checkpoint.errors import CheckpointError
+from megatron_gptoss.untrusted_files import read_json
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def served_weights(run: Path) -> ServedWeights:
 def _exported_step(run: Path) -> int | None:
     """Return the steps of the export as the summary has them, which is written after it."""
     try:
-        steps = json.loads((run / "summary.json").read_bytes())["steps"]
+        steps = read_json(run / "summary.json")["steps"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return steps if isinstance(steps, int) else None

@@ -145,6 +145,21 @@ def test_tokenizer_with_code_of_its_own_is_refused(hf_dir: Path, tmp_path: Path)
     assert not (tmp_path / "megatron").exists()
 
 
+@pytest.mark.parametrize("text", ["one", "another"])
+@pytest.mark.parametrize("file", ["chat_template.jinja", "additional_chat_templates/rag.jinja"])
+def test_chat_template_in_two_places_must_agree(text: str, file: str, hf_dir: Path) -> None:
+    (hf_dir / file).parent.mkdir(exist_ok=True)
+    (hf_dir / file).write_text("one\n")
+    name = "default" if file == "chat_template.jinja" else "rag"
+    templates = [{"name": name, "template": text}, {"name": "other", "template": "x"}]
+    edit(hf_dir / "tokenizer_config.json", chat_template=templates)
+    if text == "one":
+        assert file in read_extras(hf_dir).files
+        return
+    with pytest.raises(ConversionError, match=f"{file}: differs from the chat template '{name}'"):
+        read_extras(hf_dir)
+
+
 def test_damaged_tokenizer_is_refused_before_weights_are_read(hf_dir: Path) -> None:
     (hf_dir / "tokenizer.json").write_text('{"model":')
     with pytest.raises(ConversionError, match=r"tokenizer\.json: not valid JSON"):
