@@ -87,7 +87,6 @@ STEP_TOKENS = 512 * 32_768
 
 PASSES = {
     "plain": [],
-    "unrecorded": ["tracking.episodes=0"],
     "R2": ["algorithm.routing_replay=R2", "algorithm.old_log_probs=forward"],
     "estimates": [
         "algorithm=ppo",
@@ -96,7 +95,7 @@ PASSES = {
         "algorithm.kl.coefficient=0.001",
     ],
 }
-"""Overrides of the configuration. unrecorded: no episode is, and updates return nothing of their tokens. R2: the
+"""Overrides of the configuration. R2: the
 ranks' own routes of a first pass are replayed. estimates: a critic and a KL penalty, so a pass before advantages."""
 
 
@@ -253,7 +252,7 @@ class DummyRank(TrainerWorker):
         self, trainer: Any, batches: Sequence[PackedBatch], *arguments: Any
     ) -> StepStatistics:
         token_values = {}
-        if trainer is self.trainer and self.settings.returns_tokens:
+        if trainer is self.trainer:
             token_values = {name: zeros_of(batches) for name in RETURNED_VALUES}
         return StepStatistics(
             sums={},

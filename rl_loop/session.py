@@ -469,10 +469,10 @@ def trainer_settings(config: RunConfig) -> "TrainerSettings":
         optimizer=config.optimizer,
         algorithm=config.algorithm if isinstance(config, RlConfig) else AlgorithmConfig(),
         training=config.training,
-        temperature=config.rollout.temperature,
-        max_episode_tokens=config.rollout.max_tokens,
+        # Supervised runs sample nothing, so no setting of rollouts may change what they learn.
+        temperature=config.rollout.temperature if isinstance(config, RlConfig) else 1.0,
+        max_episode_tokens=config.memory_inputs.longest_sequence,
         ablation=config.ablation,
-        returns_tokens=config.tracking.episodes != 0,
         directory=config.directory,
         memory_inputs=config.memory_inputs,
     )

@@ -58,12 +58,12 @@ def policy_objective(
     loss_tokens: torch.Tensor,
     max_tokens: int = 1,
     group: dist.ProcessGroup | None = None,
-    returns_tokens: bool = False,
     episodes: torch.Tensor | None = None,
 ) -> LossFunction:
     """Make the policy loss with correction, KL penalty and entropy bonus.
 
-    Without old log-probs in the batch the importance ratio is exactly 1.
+    The loss also returns RETURNED_VALUES of every token. Without old log-probs in the batch the
+    importance ratio is exactly 1.
 
     Args:
         config: the algorithm.
@@ -71,7 +71,6 @@ def policy_objective(
             all ranks.
         max_tokens: the longest possible sample.
         group: context-parallel ranks.
-        returns_tokens: whether the loss also returns RETURNED_VALUES of every token.
         episodes: int64 [samples], number of the episode of each sample; None: each is one.
     """
     sample_weight = sample_weights(loss_tokens, config.aggregation, max_tokens, episodes)
@@ -107,9 +106,7 @@ def policy_objective(
             sums |= _sums_by_age(trainer_log_probs, policy.ratio, batch, roles)
         sums["loss"] = total
         maxima["ratio/deviation_max"] = _only(learns, (policy.ratio - 1).abs()).max()
-        token_values = {}
-        if returns_tokens:
-            token_values = {"trainer_log_probs": trainer_log_probs, "entropy": entropy.detach()}
+        token_values = {"trainer_log_probs": trainer_log_probs, "entropy": entropy.detach()}
         return LossOutput(total, sums, maxima, token_values)
 
     return loss

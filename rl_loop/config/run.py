@@ -89,7 +89,7 @@ class RunConfig(StrictModel):
     tracking: TrackingConfig = TrackingConfig()
     """What is recorded."""
     rollout: RolloutConfig = RolloutConfig()
-    """Episodes; of a supervised run only for its evaluation at the end."""
+    """Episodes. Without effect on a supervised run, which samples none."""
     sandbox: SandboxConfig = SandboxConfig()
     """Limits of model-written code."""
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -119,7 +119,7 @@ class RunConfig(StrictModel):
             self.training.max_tokens_per_micro_batch,
             adapter=self.adapter,
             quantization=self.quantization,
-            longest_sequence=self.rollout.max_tokens,
+            longest_sequence=self.training.max_tokens_per_micro_batch,
         )
 
     @model_validator(mode="after")
@@ -136,7 +136,6 @@ class RunConfig(StrictModel):
         check_blocks("ablation.engine_quantization", self.ablation.engine_quantization, self.model)
         self._check_adapter()
         self._check_dense()
-        self._check_lengths()
         self._check_engine()
         return self
 
@@ -176,19 +175,6 @@ class RunConfig(StrictModel):
         )
         if not has_all_sinks:
             raise ValueError(f"ablation: a {family} model has no attention sinks to switch off")
-
-    def _check_lengths(self) -> None:
-        longest = self.rollout.max_tokens
-        row = self.training.max_tokens_per_micro_batch
-        if longest > row:
-            raise ValueError(
-                f"rollout.max_tokens ({longest}) exceeds training.max_tokens_per_micro_batch ({row}): the longest "
-                "episode would not fit a micro-batch"
-            )
-        if longest > self.model.max_length:
-            raise ValueError(
-                f"rollout.max_tokens ({longest}) exceeds model.max_length ({self.model.max_length})"
-            )
 
     def _check_engine(self) -> None:
         engine = self.rollout.engine
@@ -263,6 +249,7 @@ class RlConfig(RunConfig):
 
         inputs = replace(
             super().memory_inputs,
+            longest_sequence=self.rollout.max_tokens,
             auxiliary_models=auxiliary_models,
             engine=self.rollout.engine.memory_on_trainer_gpus(self.model, self.dtype),
             mini_batches=self.algorithm.mini_batches,
@@ -271,12 +258,26 @@ class RlConfig(RunConfig):
 
     @model_validator(mode="after")
     def _check_rl_sections_together(self) -> Self:
+        self._check_lengths()
         self._check_groups()
         self._check_dynamic_sampling()
         self._check_staleness()
         self._check_algorithm_needs()
         self._check_programs()
         return self
+
+    def _check_lengths(self) -> None:
+        longest = self.rollout.max_tokens
+        row = self.training.max_tokens_per_micro_batch
+        if longest > row:
+            raise ValueError(
+                f"rollout.max_tokens ({longest}) exceeds training.max_tokens_per_micro_batch ({row}): the longest "
+                "episode would not fit a micro-batch"
+            )
+        if longest > self.model.max_length:
+            raise ValueError(
+                f"rollout.max_tokens ({longest}) exceeds model.max_length ({self.model.max_length})"
+            )
 
     def _check_groups(self) -> None:
         algorithm = self.algorithm

@@ -40,7 +40,7 @@ def check_sampled_by_policy(
 
     Args:
         samples: what the step was trained on.
-        trained: what its update computed; None if nobody records it, and then nothing is compared.
+        trained: values that the update computed; None if no update of the policy took place.
         limit: mean |log-prob difference| of an episode's sampled tokens, nats.
         step: for the message.
 

@@ -277,7 +277,6 @@ def store_need(config: RunConfig) -> StoreNeed:
             config.rollout,
             config.algorithm,
             held_out=len(config.tasks.sources) * config.tasks.held_out_tasks,
-            returns_tokens=config.tracking.episodes != 0,
         )
     assert isinstance(config, SftConfig)
     return sft_store_need(

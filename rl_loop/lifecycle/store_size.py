@@ -113,10 +113,10 @@ def rl_store_need(
     algorithm: AlgorithmConfig,
     *,
     held_out: int,
-    returns_tokens: bool,
 ) -> StoreNeed:
-    """Compute what the steps of reinforcement learning hold in the store, with their evaluations
-    of ``held_out`` episodes. ``returns_tokens``: as in ``TrainerSettings``."""
+    """Compute the bytes that the steps of reinforcement learning hold in the store, with their
+    evaluations of ``held_out`` episodes.
+    """
     trained = rollout.tasks_per_step * rollout.samples_per_task
 
     # Rounds of dynamic sampling keep all their groups until the step's are chosen. Steps that are
@@ -134,9 +134,7 @@ def rl_store_need(
         keys.append("tasks.held_out_tasks")
 
     weight_copies = WEIGHT_COPIES if rollout.engine.takes_tensors else 0
-    shipped = trained * _shipped_bytes(rollout, algorithm)
-    if returns_tokens:
-        shipped += trained * RETURNED_BYTES
+    shipped = trained * (_shipped_bytes(rollout, algorithm) + RETURNED_BYTES)
     return StoreNeed(
         episodes=episodes,
         longest=rollout.max_tokens,

@@ -167,19 +167,16 @@ class TrainerGroup:
         """Take ``algorithm.mini_batches`` optimizer steps of the critic and of the policy."""
         plan = self._plan(samples, self._settings.algorithm.mini_batches)
         shipments = self._shipper.ship(samples, plan)
-        asked = [0]
-        if self._settings.returns_tokens:
-            asked = sorted({0, *self._answering})
+        asked = sorted({0, *self._answering})
         answers = self._on_shipments("rl_step", shipments, asked, step)
         # An update is the last pass over its samples.
         self._shipper.forget()
 
         # Statistics are the same on every rank; tokens are those of the rank's own sequences.
         updates = answers[0]
-        if self._settings.returns_tokens:
-            by_rank = dict(zip(asked, answers, strict=True))
-            tokens = [by_rank[rank].tokens for rank in self._answering]
-            updates.tokens = place_tokens(samples, plan, tokens)
+        by_rank = dict(zip(asked, answers, strict=True))
+        tokens = [by_rank[rank].tokens for rank in self._answering]
+        updates.tokens = place_tokens(samples, plan, tokens)
         return updates
 
     def score(self, samples: TrainingSamples, temperature: float | None = None) -> np.ndarray:

@@ -45,13 +45,11 @@ class TrainerSettings:
     training: TrainingConfig
     """Length of the run, size of micro-batches, checkpoints."""
     temperature: float
-    """Of sampling: log-probs are those of the same temperature."""
+    """Sampling temperature, at which log-probs are computed. 1 for supervised fine-tuning."""
     max_episode_tokens: int
     """The longest episode; Dr. GRPO divides sums by it."""
     ablation: AblationConfig
     """Faults on purpose in the model."""
-    returns_tokens: bool
-    """Whether updates return TrainedTokens, for the recorded episodes."""
     directory: Path
     """Of the run."""
     memory_inputs: MemoryInputs

@@ -260,7 +260,6 @@ class TrainerWorker:
             mini_batch.loss_tokens,
             self.settings.max_episode_tokens,
             parallel_state.get_context_parallel_group(),
-            returns_tokens=self.settings.returns_tokens,
             episodes=mini_batch.episodes,
         )
         return self._update(self.trainer, mini_batch.micro_batches, objective, step, first_step)

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from converters.model_extras import ModelExtras
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.samples import ColumnError, Sample, TrainingSamples
+from rl_loop.data.rollout_batch import RlUpdates
 from rl_loop.data.stored_routes import StoredRoutes
 from rl_loop.trainer import shipment as shipment_module
 from rl_loop.trainer.group import TrainerGroup
@@ -43,7 +44,6 @@ def settings_of(ranks: int, mini_batches: int = 1) -> Any:
         training=SimpleNamespace(max_tokens_per_micro_batch=LIMIT),
         parallel=SimpleNamespace(data=ranks, micro_batch_multiple=1),
         algorithm=SimpleNamespace(mini_batches=mini_batches),
-        returns_tokens=False,
     )
 
 
@@ -182,7 +182,7 @@ class RecordingRanks:
     def call(self, method: str, arguments: Any, asked: Any) -> list[Any]:
         self.calls.append((method, list(arguments), list(asked)))
         if method == "rl_step":
-            return [f"what rank {rank} said" for rank in asked]
+            return [RlUpdates(skipped=rank) for rank in asked]
         answers = []
         for rank in asked:
             shipment = arguments[rank][0]
@@ -201,12 +201,12 @@ def test_neighbours_share_a_shipment_and_only_owners_answer() -> None:
 
     samples = samples_of([6, 4, 9, 3])
     assert np.array_equal(trainer.score(samples), samples.token_ids.astype(np.float32))
-    assert trainer.rl_step(samples, 3) == "what rank 0 said"
+    assert trainer.rl_step(samples, 3).skipped == 0, "the statistics of rank 0"
 
     scored, updated = ranks.calls
     assert len(ranks.shipments) == 4, "one for each data-parallel rank and pass"
     assert scored[2] == [1, 3]
-    assert updated[2] == [0]
+    assert updated[2] == [0, 1, 3], "statistics of rank 0, tokens of the ranks that answer"
     for _, arguments, _ in ranks.calls:
         assert arguments[0][0] is arguments[1][0]
         assert arguments[2][0] is arguments[3][0]

@@ -1,0 +1,79 @@
+"""Settings of other sections change neither the objective of a run nor its checks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.in_process import local_trainer
+from megatron_gptoss.samples import Sample, TrainingSamples
+from rl_loop.config.load import load_config
+from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+from rl_loop.data.trained_tokens import ForeignAnswer, check_sampled_by_policy
+from rl_loop.session import trainer_settings
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+SMALL = ["model.num_layers=2", "initial_weights=null"]
+ROLLOUT = [
+    "rollout.temperature=0.5",
+    "rollout.evaluation_temperature=0.3",
+    "rollout.top_p=0.5",
+    "rollout.max_tokens=100000",
+    "rollout.max_turns=7",
+    "rollout.samples_per_task=3",
+    "rollout.workers=3",
+]
+
+
+def config_of(kind: type[RunConfig], directory: Path, *overrides: str) -> Any:
+    file = CONFIGS / kind.command / "tiny_retool.yaml"
+    return load_config(file, kind, [*SMALL, f"output_dir={directory}", *overrides])
+
+
+def demonstrations() -> TrainingSamples:
+    chance = np.random.default_rng(0)
+    return TrainingSamples.join(
+        [Sample(chance.integers(0, 500, 40), [0] * 20 + [1] * 20) for _ in range(4)]
+    )
+
+
+def test_sft_objective_ignores_rollout_temperature(tmp_path: Path) -> None:
+    """The loss of supervised fine-tuning is the cross-entropy of the model as it is exported."""
+    samples = demonstrations()
+    losses = []
+    for override in ("rollout.temperature=1", "rollout.temperature=0.5"):
+        trainer = local_trainer(trainer_settings(config_of(SftConfig, tmp_path, override)))
+        try:
+            before = -trainer.score(samples)[samples.loss_mask].mean()
+            update = trainer.sft_step(samples, 0)
+        finally:
+            trainer.close()
+        losses.append(update.sums["loss"] / update.sums["tokens"])
+        assert losses[-1] == pytest.approx(before, abs=1e-4)
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+def test_sft_settings_ignore_all_of_rollout(tmp_path: Path) -> None:
+    plain = trainer_settings(config_of(SftConfig, tmp_path))
+    for override in ROLLOUT:
+        assert trainer_settings(config_of(SftConfig, tmp_path, override)) == plain, override
+
+
+def test_unrecorded_episodes_are_compared_with_the_policy(tmp_path: Path) -> None:
+    """An answer to another request is found whether or not the viewer gets the episodes."""
+    settings = trainer_settings(config_of(RlConfig, tmp_path, "tracking.episodes=0"))
+    samples = demonstrations()
+    mask = samples.loss_mask
+    wrong = np.where(mask, np.float32(-20), np.float32(0))
+    samples = replace(samples, rollout_log_probs=wrong, advantages=mask.astype(np.float32))
+    trainer = local_trainer(settings)
+    try:
+        updates = trainer.rl_step(samples, 0)
+    finally:
+        trainer.close()
+    with pytest.raises(ForeignAnswer):
+        check_sampled_by_policy(samples, updates.tokens, 0.1, 0)
