@@ -16,17 +16,24 @@ import torch
 from megatron_gptoss.context_parallel import ContextLayout, balanced_layout
 from megatron_gptoss.context_parallel.token_order import rank_tokens
 from megatron_gptoss.routes import unknown_route
-from megatron_gptoss.samples import ColumnError, TrainingSamples, check_route_array
+from megatron_gptoss.samples import (
+    INPUT_COLUMNS,
+    TOKEN_COLUMNS,
+    ColumnError,
+    TrainingSamples,
+    check_route_array,
+    with_fields_for,
+)
+
+ALWAYS_PACKED = (*INPUT_COLUMNS, "advantages", "rollout_log_probs")
+"""Columns that every batch has, filled with 0 if the samples do not have them."""
 
 OPTIONAL_COLUMNS = {
-    "old_log_probs": torch.float32,
-    "reference_log_probs": torch.float32,
-    "values": torch.float32,
-    "returns": torch.float32,
-    "staleness": torch.int32,
-    "is_grafted": torch.bool,
+    name: getattr(torch, dtype.name)
+    for name, dtype in TOKEN_COLUMNS.items()
+    if name not in ALWAYS_PACKED
 }
-"""Columns that a batch has if the samples have them."""
+"""Columns that a batch has if the samples have them, and their dtypes."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,7 @@ class RecordedRoutes:
     """int16 [tokens of this rank, top_k] for each of the rank's layers."""
 
 
+@with_fields_for([*OPTIONAL_COLUMNS, "loss_mask", "advantages", "rollout_log_probs"])
 @dataclass
 class PackedBatch:
     """One micro-batch of T input tokens.
@@ -65,10 +73,13 @@ class PackedBatch:
     max_seqlen: int
     """Tokens of the longest sequence."""
     old_log_probs: torch.Tensor | None = None
-    """float32 [T], and so are the next three."""
+    """float32 [T]: log-prob of the label before the update, in nats."""
     reference_log_probs: torch.Tensor | None = None
+    """float32 [T]: log-prob of the label by the reference policy, in nats."""
     values: torch.Tensor | None = None
+    """float32 [T]: value that the critic predicted before the update."""
     returns: torch.Tensor | None = None
+    """float32 [T]: value that the critic learns to predict."""
     staleness: torch.Tensor | None = None
     """int32 [T]; None: all current."""
     is_grafted: torch.Tensor | None = None

@@ -5,8 +5,8 @@ each sequence begins: a step of 16.8 million tokens is a dozen arrays and not as
 numbers. ``Sample`` is one sequence by itself, for whoever writes some down.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 import numpy as np
@@ -25,7 +25,12 @@ TOKEN_COLUMNS: dict[str, np.dtype] = {
     "staleness": np.dtype(np.int32),
     "is_grafted": np.dtype(np.bool_),
 }
-"""Columns with one entry per token, and their dtypes. All but the first two may be missing."""
+"""Columns with one entry per token, and their dtypes. All but the first two may be missing.
+
+This is the one declaration of a column. Classes that hold columns have a field for each, which is
+checked when they are defined; everything else loops over this dict. See "Adding a per-token
+column" in CONTRIBUTING.md.
+"""
 
 
 INPUT_COLUMNS = ("token_ids", "loss_mask")
@@ -33,9 +38,35 @@ INPUT_COLUMNS = ("token_ids", "loss_mask")
 
 
 class ColumnError(ValueError):
-    """A column is not what it is said to be. The message names it and whose it is."""
+    """A column is wrong or missing. The message names the column and its owner."""
 
 
+def columns_of(record: type) -> tuple[str, ...]:
+    """Return the token columns that a dataclass has a field for."""
+    names = {field.name for field in fields(record)}
+    return tuple(name for name in TOKEN_COLUMNS if name in names)
+
+
+def with_fields_for[T](columns: Iterable[str]) -> Callable[[type[T]], type[T]]:
+    """Return a class decorator that checks that a dataclass has a field for each of ``columns``.
+
+    The decorator raises ColumnError naming class and column. Without a field the column would get
+    lost on its way, and a loss would find None.
+    """
+
+    def check(record: type[T]) -> type[T]:
+        missing = set(columns) - set(columns_of(record))
+        if missing:
+            raise ColumnError(
+                f"{record.__qualname__} has no field for column {', '.join(sorted(missing))} of "
+                "megatron_gptoss.samples.TOKEN_COLUMNS. Add it"
+            )
+        return record
+
+    return check
+
+
+@with_fields_for(TOKEN_COLUMNS)
 @dataclass
 class Sample:
     """One sequence. Per-token columns have the length of ``token_ids``; entry i is about token i
@@ -59,6 +90,7 @@ class Sample:
     """What messages call it: the task, say. Empty: "sample" and its number."""
 
 
+@with_fields_for(TOKEN_COLUMNS)
 @dataclass(frozen=True)
 class TrainingSamples:
     """n sequences end to end: ``column[offsets[i] : offsets[i + 1]]`` is that of sequence i.

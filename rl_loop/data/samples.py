@@ -7,7 +7,7 @@ import numpy as np
 
 from megatron_gptoss.samples import Sample, TrainingSamples
 from rl_loop.algorithms.config import AlgorithmConfig
-from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
+from rl_loop.data.trajectory import EPISODE_COLUMNS, Trajectory, TrajectoryGroup
 
 
 class OffPolicyError(RuntimeError):
@@ -56,16 +56,14 @@ def _to_sample(trajectory: Trajectory, config: AlgorithmConfig, version: int) ->
 
     # An excluded episode stays in the batch, so that its group's mean counts it, but no token
     # learns.
-    mask = trajectory.loss_mask
+    columns = {name: getattr(trajectory, name) for name in EPISODE_COLUMNS}
     if trajectory.excluded:
-        mask = np.zeros_like(mask)
+        columns["loss_mask"] = np.zeros_like(trajectory.loss_mask)
+    columns["staleness"] = staleness
+    columns["is_grafted"] = _is_grafted(trajectory)
 
     return Sample(
-        trajectory.token_ids,
-        mask,
-        rollout_log_probs=trajectory.rollout_log_probs,
-        staleness=staleness,
-        is_grafted=_is_grafted(trajectory),
+        **columns,
         routed_experts=trajectory.routed_experts if replays_engine_routes else None,
         name=trajectory.task_id,
     )

@@ -4,13 +4,19 @@ Nothing is ever tokenised a second time, so that position ``i`` means the same t
 engine, the trainer and the report."""
 
 import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
 import numpy as np
 
-from megatron_gptoss.samples import TOKEN_COLUMNS, ColumnError, as_column, check_route_array
+from megatron_gptoss.samples import (
+    TOKEN_COLUMNS,
+    ColumnError,
+    as_column,
+    check_route_array,
+    columns_of,
+)
 from rl_loop.data.stored_routes import StoredRoutes
 
 
@@ -128,11 +134,10 @@ class Trajectory:
     beside this one, or that it branched off. They share the reward, and have no branches."""
 
     def __post_init__(self) -> None:
-        self.token_ids = self._column("token_ids", self.token_ids, len(self.token_ids))
-        self.loss_mask = self._column("loss_mask", self.loss_mask, len(self))
-        self.rollout_log_probs = self._column(
-            "rollout_log_probs", self.rollout_log_probs, len(self)
-        )
+        for name in EPISODE_COLUMNS:
+            values = getattr(self, name)
+            if values is not None or name in REQUIRED_COLUMNS:
+                setattr(self, name, self._column(name, values, len(self)))
         if self.routed_experts is not None:
             check_route_array(self.routed_experts, len(self), self._name)
 
@@ -225,6 +230,25 @@ class Trajectory:
 
     def _error(self, what: str) -> ValueError:
         return ValueError(f"trajectory of task {self.task_id}: {what}")
+
+
+EPISODE_COLUMNS = columns_of(Trajectory)
+"""Token columns that an episode has. They go to the trainer, to the store of kept groups and back
+without being named there."""
+
+REQUIRED_COLUMNS = tuple(
+    field.name
+    for field in fields(Trajectory)
+    if field.name in EPISODE_COLUMNS and field.default is not None
+)
+"""Columns that may not be None."""
+
+for _field in fields(Trajectory):
+    if "ndarray" in str(_field.type) and _field.name not in (*EPISODE_COLUMNS, "routed_experts"):
+        raise ColumnError(
+            f"Trajectory.{_field.name} is an array, but megatron_gptoss.samples.TOKEN_COLUMNS has no "
+            "such column. Add it"
+        )
 
 
 @dataclass

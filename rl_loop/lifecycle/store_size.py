@@ -21,6 +21,7 @@ from megatron_gptoss.samples import INPUT_COLUMNS, TOKEN_COLUMNS
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.config.errors import CannotStart
 from rl_loop.config.rollout import RolloutConfig
+from rl_loop.data.trajectory import EPISODE_COLUMNS
 from rl_loop.rollout.admission import lead_of
 
 SMALLEST_STORE = 512 << 20
@@ -31,9 +32,6 @@ HEAD_ROOM = 1.5
 """Ray begins to write objects to the disk when the store is four fifths full
 (RAY_object_spilling_threshold). Besides, what nobody wants any more is freed within a second or
 two, and leaves gaps."""
-
-EPISODE_COLUMNS = ("token_ids", "loss_mask", "rollout_log_probs")
-"""What an episode brings of every token, besides its routes."""
 
 TEXT_BYTES = 5
 """Per token: the decoded text of an episode's turns, for people."""
