@@ -155,9 +155,19 @@ class RlLoop:
         group_store: GroupStore | None = None,
         abort_rollouts: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``group_store``: where episodes that were sampled ahead are kept with checkpoints; None
-        to sample them again after a resume. ``abort_rollouts`` says that there is no time left for
-        the episodes under way."""
+        """Build the loop over parts that are ready.
+
+        Args:
+            settings: sections of the configuration.
+            trainer: the policy.
+            rollouts: engines and the workers that run episodes with them.
+            tasks: training and held-out tasks.
+            recorder: writes metrics and episodes.
+            checkpointer: saves the run, and knows the step to continue from.
+            group_store: keeps finished episodes with checkpoints. None to sample them again after
+                a resume.
+            abort_rollouts: returns True if no time is left for the episodes in flight.
+        """
         self.settings = settings
         self.algorithm = settings.algorithm
         self.trainer = trainer
@@ -170,6 +180,7 @@ class RlLoop:
         """Of quantized experts: what engines held after the last sync."""
         self.held_out = held_out_requests(tasks, settings.rollout.evaluation_temperature)
         self.group_store = group_store
+        self._first_step = self.state.step
 
         # The check of the last sync, perhaps under way on a thread of its own.
         self._check: Future[SyncCheck] | None = None
@@ -218,18 +229,26 @@ class RlLoop:
         try:
             while self.state.step < self.settings.steps:
                 self.run_step(self.state.step)
-                if self.checkpointer.end_step():
+                # Counts the step: the trainer's weights have that version from here on.
+                is_last = self.checkpointer.end_step()
+                if is_last:
                     break
         except RolloutsAbandoned:
-            # Nothing of this step has changed the policy; it begins anew after the resume.
-            self.checkpointer.save_finished_steps()
+            # This step has not changed the policy. A resume takes the step again.
+            self._save_finished_steps()
         except InfrastructureOutage:
-            # What was learned until now is not lost with what went wrong now.
-            self.checkpointer.save_finished_steps()
+            # The outage must not lose the steps before it.
+            self._save_finished_steps()
             raise
         finally:
             self.collector.close()
         return self.state.step
+
+    def _save_finished_steps(self) -> None:
+        """Save the steps of this attempt, and leave restored groups to the next one."""
+        self.checkpointer.save_finished_steps()
+        if self.group_store is not None:
+            self.group_store.give_back(self._first_step)
 
     def run_step(self, step: int) -> None:
         """Sync, collect, estimate, assign advantages, update, record. The trainer has weights
@@ -238,7 +257,7 @@ class RlLoop:
 
         # Episodes that were begun ahead go on with the new weights from where they are.
         with record.timed("sync"):
-            self.sync_weights(step)
+            self.sync_engines(step)
         with record.timed("rollout"):
             rollouts = self.collect(step)
         with record.timed("sync"):
@@ -275,9 +294,10 @@ class RlLoop:
         self.state.passed_over = self.collector.passed_over
         self.record(record, rollouts, samples, updates)
 
-    def sync_weights(self, version: int) -> None:
-        """Bring the engines to the trainer's weights, and check that both compute the same with
-        them. The check may go on beside the episodes; ``finish_check`` waits for it."""
+    def sync_engines(self, version: int) -> None:
+        """Bring the engines to the trainer's weights, and begin to check that both compute the same
+        with them. ``finish_check`` waits for the check.
+        """
         self.rollouts.sync_weights(self.trainer, version)
 
         check = partial(
@@ -393,7 +413,7 @@ class RlLoop:
         step = self.settings.steps
         record = self.recorder.begin_step(step)
         self.recorder.progress.phase("evaluate")
-        self.sync_weights(step)
+        self.sync_engines(step)
         groups = self.rollouts.run(self.held_out)
         self.finish_check(record.evaluation)
         self.recorder.record_evaluation(record, groups)

@@ -19,7 +19,7 @@ import ray
 import torch
 
 from converters.mxfp4_tensors import Digests
-from rl_loop.cluster.actor_deaths import ACTOR_DEATHS, ActorDeath
+from rl_loop.cluster.actor_deaths import ACTOR_DEATHS, ActorDeath, RecentDeaths
 from rl_loop.cluster.placement import (
     ROLLOUT_WORKER,
     check_place,
@@ -44,6 +44,9 @@ HEAL_SECONDS = 1.0
 
 CONTROL_CALLS = 8
 """Calls that a worker takes besides its groups: a weight sync must not wait for an episode."""
+
+RESTART_SECONDS = 3600.0
+"""Period within which MAX_RESTARTS counts."""
 
 PLACE_SECONDS = 5.0
 """How often it is asked whether a worker that does not start still has a place."""
@@ -87,7 +90,7 @@ class RolloutPool:
     A dead worker is replaced and its work redone."""
 
     MAX_RESTARTS = 10
-    """Per pool; more deaths mean something that a restart does not mend."""
+    """Deaths of workers within RESTART_SECONDS; more have a cause that a restart does not remove."""
 
     def __init__(
         self,
@@ -124,7 +127,7 @@ class RolloutPool:
         # One thread at a time changes which workers there are, or which weights they have. A
         # successor is shown to others when it has the current weights.
         self._changing_workers = RLock()
-        self._restarts = 0
+        self._deaths = RecentDeaths(RESTART_SECONDS)
         self._weights: tuple[Any, int] | None = None
         """What a replaced worker's engine is brought to: a reference to the tensors, and their
         version."""
@@ -186,23 +189,27 @@ class RolloutPool:
         """Start another worker in place of a dead one and bring it to the current weights, unless
         the other thread has done so already."""
         with self._changing_workers:
-            # A loop, because a successor may die while it starts; each death counts against
-            # MAX_RESTARTS.
+            # A loop, because a successor may die while it starts.
             while self._workers[index] is dead:
                 if self._is_closed:
                     raise PoolClosed
-                self._restarts += 1
-                if self._restarts > self.MAX_RESTARTS:
-                    raise RuntimeError(
-                        f"rollout workers died {self._restarts} times, the last with: {death}. If the machine is out "
-                        "of memory, lower rollout.workers, or rollout.engine.max_batch_size of embedded engines"
-                    ) from death
+                self._count_death(death)
 
                 logger.warning("rollout worker %d died and is replaced: %s", index, describe(death))
                 try:
                     self._workers[index] = self._start_successor(index)
                 except ACTOR_DEATHS as again:
                     death = again
+
+    def _count_death(self, death: ActorDeath) -> None:
+        """Raise RuntimeError if too many workers have died in a short time."""
+        deaths = self._deaths.add(time.monotonic())
+        if deaths > self.MAX_RESTARTS:
+            raise RuntimeError(
+                f"rollout workers died {deaths} times within {self._deaths.seconds:.0f} s, the last with: {death}. "
+                "If the machine is out of memory, lower rollout.workers, or rollout.engine.max_batch_size of embedded "
+                "engines"
+            ) from death
 
     def _start_successor(self, index: int) -> Any:
         """Return a new worker that has the current weights. Raises one of ACTOR_DEATHS if it dies,
@@ -216,7 +223,7 @@ class RolloutPool:
         # Before anybody sees it: a worker that gave out episodes with initial weights would mix
         # policies.
         if self._weights is not None:
-            ray.get(self._successor.sync_weights.remote(*self._weights))
+            ray.get(self._successor.load_weights.remote(*self._weights))
         return self._successor
 
     # -- episodes ---------------------------------------------------------------------------------
@@ -371,7 +378,7 @@ class RolloutPool:
         stored = (reference, version)
         with self._changing_workers:
             self._weights = stored
-            self._call_all("sync_weights", *stored)
+            self._call_all("load_weights", *stored)
 
     def engine_scores(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         """Return the log-probs of ``token_ids[1:]`` from the engine of every

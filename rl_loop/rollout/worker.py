@@ -71,9 +71,8 @@ class RolloutWorker:
         # Engine and libraries are half a million objects, and stay.
         exempt_from_collection()
 
-    async def sync_weights(self, weights: TensorBytes, version: int) -> None:
-        """Give the engine these weights; none if it is a client of servers that
-        have got them already."""
+    async def load_weights(self, weights: TensorBytes, version: int) -> None:
+        """Give the engine these weights; none if it is a client of servers that have them."""
         await self.engine.sync_weights(weights.tensors().items(), version)
 
     async def score(self, token_ids: list[int], temperature: float) -> list[float]:

@@ -41,12 +41,22 @@ class TransformersEngine:
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, max_batch_size: int = 64, deterministic: bool = False
+        self,
+        model: PreTrainedModel,
+        *,
+        max_batch_size: int = 64,
+        deterministic: bool = False,
+        weight_version: int | None = 0,
     ) -> None:
         """Prepare ``model`` for generation.
 
-        ``max_batch_size`` sequences are decoded together; as many finished ones keep their keys
-        and values for the next turn. ``deterministic``: one at a time, and nothing is kept.
+        Args:
+            model: the model, which the engine takes over.
+            max_batch_size: number of sequences that are decoded together. The same number of
+                finished ones keep their keys and values for the next turn.
+            deterministic: whether to decode one sequence at a time and keep nothing.
+            weight_version: version of the model's weights. None if they only reserve memory: the
+                engine then refuses to compute before ``sync_weights``.
         """
         if max_batch_size < 1:
             raise ValueError(f"max_batch_size must be at least 1, not {max_batch_size}")
@@ -63,6 +73,7 @@ class TransformersEngine:
             self._scheduler = Scheduler(model, max_batch_size=1, reuses_prefixes=False)
         else:
             self._scheduler = Scheduler(model, max_batch_size)
+        self._scheduler.weight_version = weight_version
         self._thread = ThreadPoolExecutor(1, "rollout-engine")
         self._closed = False
         self._packed: dict[str, torch.Tensor] = {}
@@ -82,7 +93,7 @@ class TransformersEngine:
         """
         model_config = copy.deepcopy(config)  # the engine changes it
         model = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
-        return cls(model, **options)
+        return cls(model, weight_version=None, **options)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Sample one continuation; requests made concurrently are batched.
@@ -92,9 +103,10 @@ class TransformersEngine:
 
         Raises:
             ValueError: for a request that cannot run.
-            RuntimeError: with the cause, if the model failed.
+            RuntimeError: with the cause, if the model failed; if the engine has no weights yet.
         """
         name = f"request {request.request_id}"
+        self._check_weights(name)
         self._check_tokens(request.input_ids, name)
         if request.return_routed_experts and not self._has_experts:
             raise ValueError(f"{name}: asks for routed experts of a model without experts")
@@ -122,6 +134,11 @@ class TransformersEngine:
             # If our task is cancelled, the next step sees it here and frees the place.
             answer.cancel()
 
+    def _check_weights(self, name: str) -> None:
+        """Raise RuntimeError before the first weights: random tokens must not look like a policy's."""
+        if self._scheduler.weight_version is None:
+            raise RuntimeError(f"{name}: the engine has no weights yet. Call sync_weights first.")
+
     def _add(self, sequence: RunningSequence) -> None:
         was_idle = not self._scheduler.has_work
         self._scheduler.add(sequence)
@@ -143,6 +160,7 @@ class TransformersEngine:
 
         Returns len(input_ids) - 1 natural logs.
         """
+        self._check_weights("score")
         self._check_tokens(input_ids, "score")
         if len(input_ids) == 1:
             return []

@@ -74,7 +74,8 @@ class Scheduler:
         """``reuses_prefixes``: sequences take over keys and values that others have computed, in
         batches of other shapes, so that their last bits depend on what ran before."""
         self.model = model
-        self.weight_version = 0
+        self.weight_version: int | None = None
+        """Version of the model's weights; None before the first ones."""
         self.steps = 0
         """Forward passes of generation so far."""
         self._max_batch_size = max_batch_size
@@ -325,6 +326,7 @@ class Scheduler:
         sampled = sequence.tokens[len(sequence.request.input_ids) :]
         versions = []
         if sampled:
+            assert self.weight_version is not None, "the engine has refused the request"
             versions = [WeightVersionSpan(0, len(sampled), self.weight_version)]
         result = GenerateResult(
             output_ids=sampled,

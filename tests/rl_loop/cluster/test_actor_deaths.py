@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ray.exceptions import RayActorError
 
-from rl_loop.cluster.actor_deaths import died_by_itself
+from rl_loop.cluster.actor_deaths import RecentDeaths, died_by_itself
 from tests.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[3]
@@ -54,3 +54,10 @@ def test_an_error_of_a_constructor_is_no_death() -> None:
     assert died_by_itself(RayActorError())
     assert not died_by_itself(RayActorError(actor_init_failed=True))
     assert not died_by_itself(ValueError("a mistake"))
+
+
+def test_recent_deaths_forget_earlier_ones() -> None:
+    """Eleven deaths in weeks are no sign of a broken machine; eleven in an hour are."""
+    deaths = RecentDeaths(3600)
+    assert [deaths.add(day * 86_400.0) for day in range(20)] == [1] * 20
+    assert [deaths.add(20 * 86_400.0 + minute * 60) for minute in range(11)] == list(range(1, 12))

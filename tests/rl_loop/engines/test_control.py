@@ -335,3 +335,15 @@ def test_a_request_begins_when_it_leaves_the_queue() -> None:
         await engine.close()
 
     asyncio.run(main())
+
+
+def test_engine_without_weights_refuses_to_compute() -> None:
+    """Random weights are not version 0: their tokens would pass for those of a run's first policy."""
+    empty = TransformersEngine.from_config(MODEL.config)
+    with pytest.raises(RuntimeError, match="the engine has no weights yet"):
+        asyncio.run(empty.generate(request(prompt(5), 3)))
+    with pytest.raises(RuntimeError, match="the engine has no weights yet"):
+        asyncio.run(empty.score(prompt(5)))
+    asyncio.run(empty.sync_weights(MODEL.state_dict().items(), 0))
+    result = asyncio.run(empty.generate(request(prompt(5), 3)))
+    assert result.weight_versions[0].version == 0

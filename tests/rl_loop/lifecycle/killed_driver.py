@@ -41,8 +41,8 @@ def in_a_sync(step: int) -> None:
     call_all = RolloutPool._call_all
 
     def killed_call(self: RolloutPool, method: str, *arguments: Any) -> list[Any]:
-        if method == "sync_weights" and arguments[-1] == step:
-            ray.get(self._workers[0].sync_weights.remote(*arguments))
+        if method == "load_weights" and arguments[-1] == step:
+            ray.get(self._workers[0].load_weights.remote(*arguments))
             kill()
         return call_all(self, method, *arguments)
 

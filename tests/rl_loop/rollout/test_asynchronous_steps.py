@@ -387,7 +387,7 @@ def killed_at(moment: str, step: int) -> Callable[[RlLoop], None]:
         progress: Any = loop.recorder.progress
         checkpointer = loop.checkpointer
         if moment == "synced":
-            loop.sync_weights = followed_by(loop.sync_weights, lambda version: kill_in_step())  # type: ignore[method-assign]
+            loop.sync_engines = followed_by(loop.sync_engines, lambda version: kill_in_step())  # type: ignore[method-assign]
         elif moment == "collecting":
             begin = followed_by(loop.collector.begin, lambda version, held_out: kill_in_step())
             loop.collector.begin = begin  # type: ignore[method-assign]

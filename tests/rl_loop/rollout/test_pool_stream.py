@@ -255,7 +255,7 @@ def test_a_pool_that_cannot_go_on_says_so_to_everyone_who_waits(
     broken.sync(0)
     stream = broken.admit_all()
     broken.kill(0)
-    with pytest.raises(RuntimeError, match="rollout workers died 1 times"):
+    with pytest.raises(RuntimeError, match="rollout workers died 1 times within 3600 s"):
         stream.take()
-    with pytest.raises(RuntimeError, match="rollout workers died 1 times"):
+    with pytest.raises(RuntimeError, match="rollout workers died 1 times within 3600 s"):
         broken.pool.run([GroupRequest(broken.requests[0].task, (1,), 1.0)])
