@@ -10,12 +10,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("kernels", "megatron_gptoss", "converters", "rl_loop", "launch")
-SYNCING = {"fsync", "sync_directory", "sync_names", "write_atomically"}
+SYNCING = {"fsync", "sync_directory", "sync_names", "write_atomically", "atomic_file"}
 NOT_NEEDED = {
     "kernels/gptoss_kernels/mxfp4/cpu.py:_build": "a library that is cut short does not load",
     "megatron_gptoss/checkpoint/directory.py:clean_up_after_crash": "the checkpoint has been on the disk before",
     "converters/hf_shards.py:finish": "in a directory that is synced before it gets its name",
     "converters/new_directory.py:_restore": "the directory has been on the disk before",
+    "rl_loop/rollout/group_store.py:give_back": "the file has been on the disk before",
+    "rl_loop/rollout/group_store.py:load": "the file has been on the disk before",
 }
 
 

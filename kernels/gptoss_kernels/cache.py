@@ -1,8 +1,11 @@
-"""Where compiled kernels and tuning results are kept, and how a file appears whole."""
+"""The directory of compiled kernels and tuning results, and files that appear whole."""
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 
 def cache_directory() -> Path:
@@ -22,15 +25,25 @@ def cache_directory() -> Path:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace ``path`` whole or not at all: other processes and crashes see the old or the new.
+    """Replace ``path`` by a file with this content. See ``atomic_file``."""
+    with atomic_file(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that replaces ``path`` when the block ends.
+
+    Other processes, and a crash, see the old file or the whole new one. If the block raises, the
+    old file stays and the new one is deleted.
 
     Raises:
-        OSError: when the disk refuses; nothing is left behind then.
+        OSError: if the disk refuses.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         with open(temporary, "wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -41,6 +54,6 @@ def write_atomically(path: Path, content: bytes) -> None:
             os.fsync(directory)
         finally:
             os.close(directory)
-    except OSError:
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise

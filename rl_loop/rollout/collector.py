@@ -105,6 +105,12 @@ class RolloutCollector:
         earlier = earlier or EarlierGroups()
         self._rollout = rollout
         self._requests = TrainingRequests(tasks, rollout, seed)
+        # A group whose number has another task by now would be trained on in its place.
+        restored = {
+            number: known
+            for number, known in earlier.finished.items()
+            if known[1].task_id == self.request(number).task.task_id
+        }
         self._abandon = abandon
         self._on_ended = on_ended
         self._stream = runner.stream()
@@ -115,9 +121,9 @@ class RolloutCollector:
             order=algorithm.order,
             first_step=first_step,
             passed_over=earlier.passed_over,
-            finished={number: version for number, (version, _) in earlier.finished.items()},
+            finished={number: version for number, (version, _) in restored.items()},
         )
-        self._restored = {number: group for number, (_, group) in earlier.finished.items()}
+        self._restored = {number: group for number, (_, group) in restored.items()}
 
         # Groups that have ended and were not handed out, by number.
         self._train: dict[int, TrajectoryGroup] = {}

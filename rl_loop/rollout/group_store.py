@@ -1,16 +1,23 @@
-"""Groups that have ended and were not trained on yet, kept beside a checkpoint for a resume.
+"""Files of groups that ended before they were trained on, kept with checkpoints for a resume.
 
-One file for every checkpoint, written before it: arrays of numpy, and everything else as JSON. A
-resume that finds no file, or one of another ``max_staleness``, runs those groups again; nothing is
-lost by it but time."""
+There is one file for every checkpoint, written before the checkpoint: NumPy arrays, and everything
+else as JSON. The files only save time. A resume samples a group again if
 
-import io
+- no file has it,
+- the file was written with other settings that decide how episodes are sampled,
+- one of its episodes cannot be trained on, or
+- an earlier attempt that restored the file ended neither with a new checkpoint nor on request.
+
+So no file can make every later resume fail.
+"""
+
 import json
 import logging
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from zipfile import BadZipFile
 
 import numpy as np
@@ -25,16 +32,22 @@ from rl_loop.data.trajectory import (
     WeightVersionSpan,
 )
 from rl_loop.data.untrusted_data import check_archive
-from rl_loop.tracking.run_directory import atomic_write_bytes
+from rl_loop.tracking.run_directory import atomic_file
 
 type FinishedGroups = Mapping[int, tuple[int, TrajectoryGroup]]
 """Number -> version of the weights with which the group began, and its episodes."""
 
-COLUMNS = ("token_ids", "loss_mask", "rollout_log_probs", "routed_experts")
-"""Fields of a Trajectory that are arrays."""
+type WriteArray = Callable[[str, np.ndarray], None]
+
+COLUMNS = tuple(field.name for field in fields(Trajectory))
+"""Fields of a Trajectory that may be arrays: every field, because the file stores each array that
+it finds."""
 
 DESCRIPTION = "description"
 """Name of the JSON among the arrays of a file."""
+
+IN_USE = ".in_use"
+"""Suffix of a file that an attempt has restored."""
 
 logger = logging.getLogger(__name__)
 
@@ -42,108 +55,163 @@ logger = logging.getLogger(__name__)
 class GroupStore:
     """The files of one run."""
 
-    def __init__(self, directory: Path, keep_checkpoints: int, max_staleness: int) -> None:
+    def __init__(self, directory: Path, keep_checkpoints: int, sampled_with: str) -> None:
+        """Open the files in a directory that need not exist.
+
+        Args:
+            directory: directory of the files.
+            keep_checkpoints: number of checkpoints that the run keeps.
+            sampled_with: digest of all settings that decide how episodes are sampled.
+        """
         self._directory = directory
-        self._max_staleness = max_staleness
-        # A run that is ended while it writes a checkpoint goes on from the one before.
+        self._sampled_with = sampled_with
+        # A run that ends while it writes a checkpoint continues from the checkpoint before.
         self._keep = keep_checkpoints + 1
 
     def save(self, step: int, groups: FinishedGroups) -> None:
-        """Keep ``groups`` for a resume after ``step`` steps. Raises RunWriteError."""
-        if not groups:
+        """Write the groups that a resume after ``step`` steps may use. Raises RunWriteError."""
+        kept = {number: known for number, known in groups.items() if is_trainable(known[1])}
+        if not kept:
             self._path(step).unlink(missing_ok=True)
             return
 
-        arrays: dict[str, Any] = {}
-        described = []
-        for number, (version, group) in groups.items():
-            described.append(
-                {
-                    "number": number,
-                    "version": version,
-                    "task_id": group.task_id,
-                    "skipped": group.skipped,
-                    "trajectories": _describe(group.trajectories, f"{number}/valid", arrays),
-                    "invalid": _describe(group.invalid, f"{number}/invalid", arrays),
-                }
-            )
-        content = {"max_staleness": self._max_staleness, "groups": described}
-        arrays[DESCRIPTION] = np.frombuffer(json.dumps(content, default=_plain).encode(), np.uint8)
-
         self._directory.mkdir(exist_ok=True)
-        file = io.BytesIO()
-        np.savez(file, **arrays)
-        atomic_write_bytes(self._path(step), file.getvalue())
+        with atomic_file(self._path(step)) as file:
+            self._write(file, kept)
         for old in sorted(self._directory.glob("step_*.npz"))[: -self._keep]:
             old.unlink()
+        for used in self._directory.glob(f"step_*{IN_USE}"):
+            if used.with_suffix("") < self._path(step):
+                used.unlink()
 
     def load(self, step: int) -> FinishedGroups:
-        """Return what was kept for a resume after ``step`` steps, nothing if there is no such
-        file, and delete what belongs to later steps: they are taken anew."""
-        for later in self._directory.glob("step_*.npz"):
-            if later > self._path(step):
-                later.unlink()
-        if not self._path(step).exists():
-            return {}
-        try:
-            return self._read(self._path(step))
-        except (OSError, ValueError, LookupError, TypeError, BadZipFile) as error:
-            # Of another version of the code, say.
+        """Return the groups that were saved for a resume after ``step`` steps, and mark their file
+        as in use.
+
+        Files of later steps are deleted, because those steps are taken again.
+        """
+        path = self._path(step)
+        for unfinished in self._directory.glob(".step_*.tmp"):
+            unfinished.unlink()
+        for other in self._directory.glob("step_*"):
+            if other.name.removesuffix(IN_USE) > path.name:
+                other.unlink()
+
+        in_use = path.with_name(path.name + IN_USE)
+        if in_use.exists():
             logger.warning(
-                "%s cannot be read; its episodes are run again: %s", self._path(step), error
+                "%s: an attempt that restored these episodes failed; they are sampled again", path
             )
+            in_use.unlink()
+        if not path.exists():
             return {}
 
-    def _read(self, path: Path) -> FinishedGroups:
+        try:
+            groups = self._read(path, step)
+        except (OSError, ValueError, LookupError, TypeError, BadZipFile) as error:
+            logger.warning("%s cannot be read; its episodes are sampled again: %s", path, error)
+            groups = {}
+        # Losing the new name in a power cut costs nothing but a second try with these groups.
+        path.rename(in_use)
+        return groups
+
+    def give_back(self, step: int) -> None:
+        """Let the next resume after ``step`` steps use the groups that ``load`` returned.
+
+        For an attempt that ended before it trained on them, and not because of them.
+        """
+        path = self._path(step)
+        in_use = path.with_name(path.name + IN_USE)
+        if in_use.exists() and not path.exists():
+            in_use.rename(path)
+
+    def _write(self, file: BinaryIO, groups: FinishedGroups) -> None:
+        """Write one array at a time: all of them may be gigabytes."""
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+
+            def write(name: str, array: np.ndarray) -> None:
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                    np.lib.format.write_array(member, array, allow_pickle=False)
+
+            described = []
+            for number, (version, group) in groups.items():
+                described.append(
+                    {
+                        "number": number,
+                        "version": version,
+                        "task_id": group.task_id,
+                        "trajectories": _write(group.trajectories, str(number), write),
+                    }
+                )
+            content = {"sampled_with": self._sampled_with, "groups": described}
+            text = json.dumps(content, default=_plain).encode()
+            write(DESCRIPTION, np.frombuffer(text, np.uint8))
+
+    def _read(self, path: Path, step: int) -> FinishedGroups:
         check_archive(path)
         with np.load(path, allow_pickle=False) as arrays:
             content = json.loads(arrays[DESCRIPTION].tobytes())
-            # Their limits would be other ones.
-            if content["max_staleness"] != self._max_staleness:
+            if content["sampled_with"] != self._sampled_with:
+                logger.info("%s: settings have changed; its episodes are sampled again", path)
                 return {}
-            return {
+            groups = {
                 described["number"]: (described["version"], _read_group(described, arrays))
                 for described in content["groups"]
             }
+        return {
+            number: (version, group)
+            for number, (version, group) in groups.items()
+            if version <= step and is_trainable(group)
+        }
 
     def _path(self, step: int) -> Path:
         return self._directory / f"step_{step:06}.npz"
 
 
+def is_trainable(group: TrajectoryGroup) -> bool:
+    """Return True if all episodes of a group ended, none by an infrastructure failure, and each can
+    be trained on."""
+    if group.invalid or not group.trajectories:
+        return False
+    try:
+        for sequence in group.sequences:
+            sequence.validate()
+    except ValueError:
+        return False
+    return True
+
+
 # -- writing --------------------------------------------------------------------------------------
 
 
-def _describe(
-    trajectories: list[Trajectory], prefix: str, arrays: dict[str, np.ndarray]
-) -> list[dict[str, Any]]:
-    """Put the columns of trajectories into ``arrays``, and return all else about them."""
+def _write(trajectories: list[Trajectory], prefix: str, write: WriteArray) -> list[dict[str, Any]]:
+    """Write the arrays of trajectories, and return all other values."""
     described = []
     for place, trajectory in enumerate(trajectories):
-        for name in COLUMNS:
-            column = _array(getattr(trajectory, name))
-            if column is not None:
-                arrays[f"{prefix}/{place}/{name}"] = column
-        values = {
-            field.name: getattr(trajectory, field.name)
-            for field in fields(trajectory)
-            if field.name not in COLUMNS
-        }
-        values["branches"] = _describe(trajectory.branches, f"{prefix}/{place}/branches", arrays)
+        name = f"{prefix}/{place}"
+        values: dict[str, Any] = {}
+        for field in fields(trajectory):
+            value = getattr(trajectory, field.name)
+            if isinstance(value, np.ndarray | StoredRoutes):
+                write(f"{name}/{field.name}", _array(value))
+            elif field.name != "branches":
+                values[field.name] = value
+        values["branches"] = _write(trajectory.branches, f"{name}/branches", write)
         described.append(values)
     return described
 
 
-def _array(column: Any) -> np.ndarray | None:
-    """Return a column as an array; routes are fetched from where they are stored."""
+def _array(column: np.ndarray | StoredRoutes) -> np.ndarray:
+    """Return a column as an array; routes are fetched from Ray's store."""
     if isinstance(column, StoredRoutes):
-        import ray  # routes lie in its store, and nothing else here needs it
+        import ray  # nothing else here needs it
 
         return column.rows_of(np.asarray(ray.get(column.reference)))
     return column
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON does not know as what it knows."""
+    """Return a value that JSON cannot represent as one that it can."""
     if isinstance(value, np.generic):
         return value.item()
     return asdict(value)
@@ -153,12 +221,9 @@ def _plain(value: Any) -> Any:
 
 
 def _read_group(described: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> TrajectoryGroup:
-    number = described["number"]
     return TrajectoryGroup(
         task_id=described["task_id"],
-        trajectories=_read(described["trajectories"], f"{number}/valid", arrays),
-        invalid=_read(described["invalid"], f"{number}/invalid", arrays),
-        skipped=described["skipped"],
+        trajectories=_read(described["trajectories"], str(described["number"]), arrays),
     )
 
 
@@ -183,8 +248,7 @@ def _read_trajectory(
             "turns": [Turn(**turn) for turn in values["turns"]],
             "finish_reason": FinishReason(values["finish_reason"]),
             "grafted": [(start, end) for start, end in values["grafted"]],
-            # Those of earlier versions have none.
-            "branches": _read(values.get("branches", []), f"{prefix}/branches", arrays),
+            "branches": _read(values["branches"], f"{prefix}/branches", arrays),
         }
     )
     if values["invalid"] is not None:

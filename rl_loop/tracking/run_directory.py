@@ -5,14 +5,14 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from converters.new_directory import OLD, PARTIAL
-from gptoss_kernels.cache import write_atomically
+from gptoss_kernels import cache
 from megatron_gptoss.user_error import UserError
 
 MOST_RUNS_SHOWN = 10
@@ -78,6 +78,9 @@ class RunDirectory:
 
         self.config = path / "config.yaml"
         """As resolved, overrides included; what a resume changed stands on top."""
+
+        self.inputs = path / "inputs.json"
+        """Paths and digests of the files that the run began with (``rl_loop.lifecycle.inputs``)."""
 
         self.metrics = path / "metrics.jsonl"
         """Lines of {"step", "time", NAME: value, ...}: one per training step, numbered from 1, and
@@ -152,7 +155,13 @@ class RunDirectory:
     def has_begun(self) -> bool:
         """Whether there is more than what a start writes that fails before the first step, of
         which nothing is lost."""
-        of_a_start = {self.config, self.metric_descriptions, self.tensorboard, self.refused}
+        of_a_start = {
+            self.config,
+            self.inputs,
+            self.metric_descriptions,
+            self.tensorboard,
+            self.refused,
+        }
         return not of_a_start.issuperset(self.existing())
 
     def append_refusals(self, records: Sequence[dict[str, Any]]) -> None:
@@ -264,10 +273,20 @@ def write_json(path: Path, value: Any, indent: int | None = None) -> None:
 
 
 def atomic_write_bytes(path: Path, data: bytes) -> None:
-    """Replace ``path`` as a whole or not at all: readers and crashes see the old or the new.
-    Raises RunWriteError."""
+    """Replace ``path`` by a file with this content. See ``atomic_file``."""
+    with atomic_file(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that replaces ``path`` as a whole when the block ends, or not at all.
+
+    Raises RunWriteError.
+    """
     try:
-        write_atomically(path, data)
+        with cache.atomic_file(path) as file:
+            yield file
     except OSError as error:
         raise _write_error(path, error) from error
 

@@ -167,7 +167,7 @@ def test_a_zip_bomb_among_recorded_groups_is_not_read(
     assert path.stat().st_size < 100_000
 
     tracemalloc.start()
-    assert GroupStore(tmp_path, keep_checkpoints=2, max_staleness=0).load(2) == {}
+    assert GroupStore(tmp_path, keep_checkpoints=2, sampled_with="").load(2) == {}
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert "description.npy would become 67,108,992 bytes" in caplog.text
@@ -178,5 +178,5 @@ def test_a_pickle_among_recorded_groups_is_not_loaded(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     np.savez(tmp_path / "step_000002.npz", description=np.array([Path("a pickle")], dtype=object))
-    assert GroupStore(tmp_path, keep_checkpoints=2, max_staleness=0).load(2) == {}
+    assert GroupStore(tmp_path, keep_checkpoints=2, sampled_with="").load(2) == {}
     assert "allow_pickle=False" in caplog.text

@@ -1,9 +1,10 @@
-"""Groups in a file beside a checkpoint: they come back as they were."""
+"""Groups that are kept with a checkpoint come back as they were, or are sampled again."""
 
 from __future__ import annotations
 
 import logging
 import math
+import tracemalloc
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -45,8 +46,8 @@ FAILED = Trajectory(
 )
 BRANCHED = replace(EPISODE, branches=[replace(EPISODE, answer="43"), EPISODE])
 GROUPS = {
-    7: (2, TrajectoryGroup("t-1", [EPISODE, BRANCHED], [FAILED])),
-    9: (3, TrajectoryGroup("t-2", [], skipped="its prompt is too long")),
+    7: (2, TrajectoryGroup("t-1", [EPISODE, BRANCHED])),
+    9: (3, TrajectoryGroup("t-2", [EPISODE])),
 }
 
 
@@ -66,22 +67,20 @@ def same(a: object, b: object) -> bool:
 
 
 def test_groups_come_back_as_they_were_in_every_field(tmp_path: Path) -> None:
-    GroupStore(tmp_path / "ahead", keep_checkpoints=2, max_staleness=2).save(4, GROUPS)
-    loaded = GroupStore(tmp_path / "ahead", keep_checkpoints=2, max_staleness=2).load(4)
+    GroupStore(tmp_path / "ahead", keep_checkpoints=2, sampled_with="a").save(4, GROUPS)
+    loaded = GroupStore(tmp_path / "ahead", keep_checkpoints=2, sampled_with="a").load(4)
     assert {number: version for number, (version, _) in loaded.items()} == {7: 2, 9: 3}
     for number, (_, group) in GROUPS.items():
         got = loaded[number][1]
-        assert (got.task_id, got.skipped) == (group.task_id, group.skipped)
-        pairs = [*zip(got.trajectories, group.trajectories, strict=True)]
-        pairs += zip(got.invalid, group.invalid, strict=True)
-        for restored, original in pairs:
+        assert got.task_id == group.task_id
+        for restored, original in zip(got.trajectories, group.trajectories, strict=True):
             for field in fields(Trajectory):
                 a, b = getattr(restored, field.name), getattr(original, field.name)
                 assert same(a, b), field.name
 
 
 def test_a_resume_finds_what_belongs_to_its_step_and_nothing_later(tmp_path: Path) -> None:
-    store = GroupStore(tmp_path / "ahead", keep_checkpoints=1, max_staleness=2)
+    store = GroupStore(tmp_path / "ahead", keep_checkpoints=1, sampled_with="a")
     for step in (2, 4, 6):
         store.save(step, GROUPS)
     assert sorted(path.name for path in (tmp_path / "ahead").iterdir()) == [
@@ -89,29 +88,89 @@ def test_a_resume_finds_what_belongs_to_its_step_and_nothing_later(tmp_path: Pat
         "step_000006.npz",
     ]
     assert set(store.load(4)) == {7, 9}
-    assert store.load(6) == {}, "of the steps that are taken anew"
+    assert store.load(6) == {}, "files of steps that are taken again are deleted"
     assert store.load(2) == {}
 
+    store.save(4, GROUPS)
     store.save(4, {})
-    assert store.load(4) == {}, "nothing had ended"
+    assert store.load(4) == {}, "no group had ended"
 
 
-def test_groups_with_other_limits_or_in_a_damaged_file_are_run_again(
+def test_groups_with_other_settings_or_damage_are_dropped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = GroupStore(tmp_path / "ahead", keep_checkpoints=2, max_staleness=2)
+    store = GroupStore(tmp_path / "ahead", keep_checkpoints=2, sampled_with="a")
     store.save(4, GROUPS)
-    assert GroupStore(tmp_path / "ahead", keep_checkpoints=2, max_staleness=1).load(4) == {}
+    assert GroupStore(tmp_path / "ahead", keep_checkpoints=2, sampled_with="b").load(4) == {}
 
+    store.save(4, GROUPS)
     path = tmp_path / "ahead/step_000004.npz"
     path.write_bytes(path.read_bytes()[:-40])
     with caplog.at_level(logging.WARNING):
         assert store.load(4) == {}
-    assert "step_000004.npz cannot be read; its episodes are run again" in caplog.text
+    assert "step_000004.npz cannot be read; its episodes are sampled again" in caplog.text
 
 
 def test_a_run_without_anything_ahead_has_no_such_directory(tmp_path: Path) -> None:
-    store = GroupStore(tmp_path / "ahead", keep_checkpoints=2, max_staleness=0)
+    store = GroupStore(tmp_path / "ahead", keep_checkpoints=2, sampled_with="a")
     assert store.load(0) == {}
     store.save(1, {})
     assert not (tmp_path / "ahead").exists()
+
+
+BROKEN = {
+    "failed": TrajectoryGroup("t-1", [EPISODE], [FAILED]),
+    "skipped": TrajectoryGroup("t-1", [], skipped="its prompt is too long"),
+    "not finite": TrajectoryGroup(
+        "t-1", [replace(EPISODE, rollout_log_probs=np.array([0, math.nan, 0, -1], np.float32))]
+    ),
+    "partly covered": TrajectoryGroup(
+        "t-1", [EPISODE, replace(EPISODE, weight_versions=[WeightVersionSpan(1, 2, 3)])]
+    ),
+}
+
+
+@pytest.mark.parametrize("why", BROKEN)
+def test_groups_that_cannot_be_trained_on_are_dropped(why: str, tmp_path: Path) -> None:
+    """Restored by every resume, they would end every resume in the same way."""
+    store = GroupStore(tmp_path, keep_checkpoints=2, sampled_with="a")
+    store.save(4, GROUPS | {8: (2, BROKEN[why])})
+    assert set(store.load(4)) == {7, 9}
+
+
+def test_groups_that_may_have_ended_a_run_are_dropped(tmp_path: Path) -> None:
+    """An attempt that restored them and was not asked to stop may have died of them."""
+    store = GroupStore(tmp_path, keep_checkpoints=2, sampled_with="a")
+    store.save(4, GROUPS)
+    assert set(store.load(4)) == {7, 9}
+    assert store.load(4) == {}
+
+    store.save(4, GROUPS)
+    assert set(store.load(4)) == {7, 9}
+    store.give_back(4)
+    assert set(store.load(4)) == {7, 9}, "the attempt ended on request"
+
+
+def test_groups_of_weights_that_do_not_exist_yet_are_dropped(tmp_path: Path) -> None:
+    store = GroupStore(tmp_path, keep_checkpoints=2, sampled_with="a")
+    store.save(4, {7: (5, TrajectoryGroup("t-1", [EPISODE]))})
+    assert store.load(4) == {}
+
+
+def test_saving_groups_needs_little_memory(tmp_path: Path) -> None:
+    """Arrays are written one by one: the driver has no room for a second copy of all."""
+    columns = {
+        "token_ids": np.zeros(1 << 20, np.int32),
+        "loss_mask": np.ones(1 << 20, np.bool_),
+        "rollout_log_probs": np.zeros(1 << 20, np.float32),
+    }
+    group = TrajectoryGroup("t", [Trajectory("t", **columns)] * 16)
+    store = GroupStore(tmp_path, keep_checkpoints=2, sampled_with="a")
+    tracemalloc.start()
+    try:
+        store.save(1, {0: (0, group)})
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (tmp_path / "step_000001.npz").stat().st_size > 16 * 9 << 20
+    assert peak < 48 << 20

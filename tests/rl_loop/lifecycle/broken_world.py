@@ -1,0 +1,20 @@
+"""ReTool in a world that is away from the third step on, until it is repaired."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rl_loop.environments.retool import ReToolEnvironment
+from rl_loop.infrastructure import InfrastructureFailure
+
+METRICS = "BROKEN_WORLD_METRICS"
+"""Environment variable with the path of the run's metrics; the world is repaired if it is unset."""
+
+
+class BrokenWorld(ReToolEnvironment):
+    async def open(self) -> None:
+        metrics = Path(os.environ.get(METRICS, "/nowhere"))
+        if metrics.exists() and metrics.read_text().count("\n") >= 2:
+            raise InfrastructureFailure("environment", "the world is away")
+        await super().open()
