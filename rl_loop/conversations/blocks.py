@@ -81,7 +81,9 @@ class RenderedBlock:
     offsets: np.ndarray
     """int64 [samples + 1]: where each sample begins."""
     rows: np.ndarray
-    """int64 [samples]: the line or row that each comes from."""
+    """int64 [samples]: line or row of each sample."""
+    numbers: np.ndarray
+    """int64 [samples]: ``RenderedSample.number`` of each sample."""
     conversations: int
     """How many conversations of the split were read, refused ones included."""
     refusals: list[Refusal]
@@ -104,6 +106,7 @@ class BlockRenderer:
         token_ids: list[np.ndarray] = []
         loss_masks: list[np.ndarray] = []
         rows: list[int] = []
+        numbers: list[int] = []
         refusals: list[Refusal] = []
         conversations = 0
 
@@ -125,6 +128,7 @@ class BlockRenderer:
                 token_ids.append(np.frombuffer(array("i", sample.token_ids), dtype=np.int32))
                 loss_masks.append(np.frombuffer(bytes(sample.loss_mask), dtype=np.bool_))
                 rows.append(row.number)
+                numbers.append(sample.number)
 
         lengths = [len(ids) for ids in token_ids]
         return RenderedBlock(
@@ -132,6 +136,7 @@ class BlockRenderer:
             loss_mask=np.concatenate([np.zeros(0, np.bool_), *loss_masks]),
             offsets=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
             rows=np.array(rows, dtype=np.int64),
+            numbers=np.array(numbers, dtype=np.int64),
             conversations=conversations,
             refusals=refusals,
         )

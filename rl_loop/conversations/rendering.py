@@ -34,7 +34,9 @@ class RenderedSample:
 
     token_ids: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
-    """Whether the token is learned; as long as ``token_ids``."""
+    """True where the token is learned; as long as ``token_ids``."""
+    number: int = 0
+    """Index among the samples of its conversation, those included that are left out."""
 
     def add(self, ids: Sequence[int], learned: bool) -> None:
         """Append tokens that are all learned or all not."""
@@ -95,6 +97,7 @@ class ConversationRenderer:
         kept: list[RenderedSample] = []
         refused: list[str] = []
         for number, sample in enumerate(samples):
+            sample.number = number
             reason = fit(sample, self._options)
             if reason is None:
                 kept.append(sample)

@@ -173,7 +173,7 @@ def open_rows(place: str) -> Rows:
 
     Raises DataError."""
     if is_of_hub(place):
-        return ArrowRows(place, _hub_files(place))
+        return ArrowRows(place, hub_files(place))
 
     path = Path(place)
     if not path.is_file():
@@ -183,7 +183,8 @@ def open_rows(place: str) -> Rows:
     return JsonLines(path)
 
 
-def _hub_files(place: str) -> list[str]:
+def hub_files(place: str) -> list[str]:
+    """Return the Arrow files of a data set of the hub. Raises DataError."""
     from datasets import load_dataset
 
     name, split = hub_name(place)

@@ -1,11 +1,16 @@
 """The samples of one source, in the order in which they are trained on.
 
 An epoch takes the blocks of the file in an order drawn for it, some megabytes (a window) at a
-time, and the samples of a window in an order drawn for the window. So everything follows from the
-seed and three numbers: epoch, window, and how many of its samples are used. These are the state
-of a resumed run, which renders one window again and goes on behind the last sample.
+time, and the samples of a window in an order drawn for the window. Everything follows from the
+seed, the epoch, the window and its last used sample. These are the state of a resumed run, which
+renders one window again and continues behind that sample.
+
+The place of a sample in the order depends on its line only, and not on the other samples. So a run
+that leaves out other samples when it is resumed, because its rows are shorter, say, repeats none.
 """
 
+import hashlib
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -28,6 +33,9 @@ from rl_loop.conversations.rows import Block, Rows
 
 MEGABYTE = 1 << 20
 
+OrderKey = tuple[bytes, int, int]
+"""Random bytes, row and number of a sample, by which a window is sorted."""
+
 
 @dataclass
 class SourcePosition:
@@ -36,8 +44,8 @@ class SourcePosition:
     epoch: int = 0
     window: int = 0
     """Within the epoch."""
-    sample: int = 0
-    """How many samples of the window are used."""
+    last: tuple[int, int] | None = None
+    """Row and number of the last used sample of the window; None if none is used."""
     conversations: int = 0
     """Conversations that were read in the first epoch, those of the window included."""
     refused: int = 0
@@ -95,8 +103,10 @@ class SourceStream:
         """Whether all epochs are over."""
         self._position = SourcePosition()
         self._blocks: list[RenderedBlock] = []
-        self._order: list[tuple[int, int]] = []
-        """Block and sample within it, in the order of the window."""
+        self._order: list[tuple[OrderKey, int, int]] = []
+        """Key, block and index in the block of each sample, in the order of the window."""
+        self._used = 0
+        """Number of samples of ``_order`` that are used."""
         self._kinds: Counter[str] = Counter()
         """Reasons for which conversations were refused."""
         self._samples_of_epoch = 0
@@ -115,7 +125,7 @@ class SourceStream:
 
     def next(self) -> DataSample:
         """Return the next sample; there is one unless ``exhausted``."""
-        block_number, i = self._order[self._position.sample]
+        _, block_number, i = self._order[self._used]
         block = self._blocks[block_number]
         first, last = block.offsets[i], block.offsets[i + 1]
         sample = DataSample(
@@ -123,8 +133,9 @@ class SourceStream:
             block.loss_mask[first:last],
             f"{self._rows.place}, {self._rows.unit} {block.rows[i]}",
         )
-        self._position.sample += 1
-        if self._position.sample == len(self._order):
+        self._used += 1
+        self._position.last = int(block.rows[i]), int(block.numbers[i])
+        if self._used == len(self._order):
             self._go_on()
         return sample
 
@@ -158,6 +169,8 @@ class SourceStream:
                 "cannot go on behind the last sample; give it the file that it began with"
             )
         fields = {key: value for key, value in saved.items() if key != "file"}
+        last = fields["last"]
+        fields["last"] = None if last is None else (last[0], last[1])
         self._position = SourcePosition(**fields)
         self._next = (self._position.epoch, self._position.window)
 
@@ -165,9 +178,18 @@ class SourceStream:
         if not self._ahead:
             self.exhausted = True
             return
-        self._load(self._ahead.popleft())
-        self._samples_of_epoch = len(self._order)
+        window = self._ahead.popleft()
+        self._load(window)
+        # Whatever was used before counts: it may be left out by now.
+        has_used = self._position.window > 0 or self._position.last is not None
+        self._samples_of_epoch = len(self._order) + has_used
         self._submit_ahead()
+
+        if self._position.last is not None:
+            last = self._key(window, *self._position.last)
+            self._used = bisect_right(self._order, last, key=lambda sample: sample[0])
+        if self._used == len(self._order):
+            self._go_on()
 
     # ---- windows
 
@@ -178,7 +200,7 @@ class SourceStream:
             if not self._ahead:
                 self.exhausted = True
                 self._position.epoch, self._position.window = self._next
-                self._position.sample = 0
+                self._position.last = None
                 self._blocks, self._order = [], []
                 return
 
@@ -187,7 +209,7 @@ class SourceStream:
             self._submit_ahead()
             self._load(window)
             self._position.epoch, self._position.window = window.epoch, window.number
-            self._position.sample = 0
+            self._position.last = None
             self._account(window)
             if self._order:
                 return
@@ -228,17 +250,25 @@ class SourceStream:
 
     def _load(self, window: Window) -> None:
         """Wait for the blocks of a window and put their samples in order."""
-        # What was used is dropped before the next is there.
-        self._blocks, self._order = [], []
+        # The used blocks are dropped before the next are there.
+        self._blocks, self._order, self._used = [], [], 0
         for wait in window.waiting:
             self._blocks.append(wait())
         for number, block in enumerate(self._blocks):
-            self._order += [(number, i) for i in range(block.samples)]
+            samples = zip(block.rows.tolist(), block.numbers.tolist(), strict=True)
+            for i, (row, part) in enumerate(samples):
+                self._order.append((self._key(window, row, part), number, i))
             self._report.add(self.name, self._rows, block.refusals)
 
-        if self._data.shuffle:
-            seed = f"{self._data.seed}/{self.name}/{window.epoch}/{window.number}"
-            Random(seed).shuffle(self._order)
+        self._order.sort()
+
+    def _key(self, window: Window, row: int, number: int) -> OrderKey:
+        """Return the key by which a sample of a window is sorted."""
+        if not self._data.shuffle:
+            return b"", row, number
+        seed = f"{self._data.seed}/{self.name}/{window.epoch}/{window.number}"
+        text = f"{seed}/{row}/{number}".encode()
+        return hashlib.blake2b(text, digest_size=8).digest(), row, number
 
     # ---- refusals
 

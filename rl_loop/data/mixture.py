@@ -25,10 +25,13 @@ class Mixture:
 
     def earlier(self, position: int) -> int:
         """Return how many positions before this one belong to the same source."""
+        return self.count_before(position, self.source_at(position))
+
+    def count_before(self, position: int, source: int) -> int:
+        """Return how many positions before this one belong to a source."""
         block, offset = divmod(position, BLOCK)
         order = _order(self._shares, f"{self._seed}/{block}")
-        number = order[offset]
-        return block * self._shares[number] + order[:offset].count(number)
+        return block * self._shares[source] + order[:offset].count(source)
 
 
 @lru_cache(maxsize=8)

@@ -3,10 +3,11 @@ them."""
 
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
+from typing import Any
 
 from megatron_gptoss.samples import Sample, TrainingSamples
 from rl_loop.chat.codec import ChatCodec
@@ -65,11 +66,55 @@ class TaskSource:
         weights = [source.config.weight for source in self.sources.values()]
         self._mixture = Mixture(weights, f"{config.seed}/mixture")
 
+        self._untrained: dict[int, int] = {}
+        """Positions that a resumed run must still train on, with the places of their tasks."""
+
     def train(self, position: int, count: int) -> list[Task]:
         """Return ``count`` training tasks from ``position`` on; there is no last one.
 
         Sources are mixed by weight, data is shuffled in each epoch."""
         return [self._train_task(i) for i in range(position, position + count)]
+
+    def cursor(self, position: int, untrained: Sequence[int] = ()) -> dict[str, Any]:
+        """Return, as JSON, how far the data is used when the next task is that at ``position``.
+
+        The order of the data does not depend on which tasks are left out, and a cursor counts the
+        ones that are. So a run that continues from a cursor repeats and loses no task, even if
+        it leaves out other tasks than before.
+
+        Args:
+            position: position of the next task.
+            untrained: earlier positions whose tasks are still to be trained on.
+        """
+        sources = {}
+        for number, (name, source) in enumerate(self.sources.items()):
+            if source.total is not None:
+                used = self._mixture.count_before(position, number)
+                sources[name] = {"tasks": source.total, "passed": source.passed(used)}
+        places = {str(i): self._place_of(i) for i in untrained}
+        return {
+            "position": position,
+            "sources": sources,
+            "untrained": {i: place for i, place in places.items() if place is not None},
+        }
+
+    def continue_from(self, cursor: Mapping[str, Any]) -> None:
+        """Continue where a run was when it made ``cursor``.
+
+        Raises TaskFileError if a source has another number of tasks.
+        """
+        for number, (name, source) in enumerate(self.sources.items()):
+            saved = cursor["sources"].get(name)
+            before = None if saved is None else saved["tasks"]
+            if source.total != before:
+                raise TaskFileError(
+                    f"tasks.sources.{name}: the data has {source.total} tasks, and had {before} when the checkpoint "
+                    "was saved, so some tasks would come twice. Restore the data, or start another run"
+                )
+            if saved is not None:
+                used = self._mixture.count_before(cursor["position"], number)
+                source.continue_from(used, saved["passed"])
+        self._untrained = {int(i): place for i, place in cursor["untrained"].items()}
 
     def held_out(self) -> list[Task]:
         """Return the tasks on which the policy is measured."""
@@ -145,9 +190,23 @@ class TaskSource:
 
     def _train_task(self, position: int) -> Task:
         """Return the task at a training position."""
-        source = list(self.sources.values())[self._mixture.source_at(position)]
+        source = self._source_at(position)
+        if position in self._untrained:
+            return source.task_at(self._untrained[position])
         # The source's own index: how often its turn came in all positions before.
         return source.train(self._mixture.earlier(position))
+
+    def _source_at(self, position: int) -> "Source":
+        return list(self.sources.values())[self._mixture.source_at(position)]
+
+    def _place_of(self, position: int) -> int | None:
+        """Return the place of the task at a position in its source's data. None if it is generated."""
+        source = self._source_at(position)
+        if source.total is None:
+            return None
+        if position in self._untrained:
+            return self._untrained[position]
+        return source.place_of(self._mixture.earlier(position))
 
 
 class Source:
@@ -166,6 +225,12 @@ class Source:
         self._is_usable: Callable[[Task], bool] = lambda task: True
         self._data: TaskData | None = None
         """The training tasks; None if they are generated."""
+        self._passed = 0
+        """Places of the data that earlier attempts have passed, in all epochs."""
+        self._kept_orders: dict[int, list[int]] = {}
+        """Results of ``_kept_order`` by epoch."""
+        self._offset = 0
+        """Task ``index`` is the (``index`` + offset)-th that is not left out."""
 
         if config.train_path is not None:
             self._data = self._read("train", config.train_path)
@@ -191,6 +256,7 @@ class Source:
 
         if self._data is not None:
             self._data.keep(mask)
+            self._kept_orders = {}
 
     def decontaminate(self, held_out: list[str]) -> None:
         """Leave out training tasks that give away one of these prompts, and say how many.
@@ -207,15 +273,64 @@ class Source:
             reason = f"they have the prompt, or {SHARED_WORDS} words in a row, in common with a held-out task"
             logger.warning("tasks.sources.%s: %s: %s", self.name, count, reason)
         self._data.keep([not gives_away for gives_away in giveaways])
+        self._kept_orders = {}
+
+    @property
+    def total(self) -> int | None:
+        """Number of tasks in the data, those included that are left out. None if generated."""
+        return None if self._data is None else self._data.total
+
+    def task_at(self, place: int) -> Task:
+        """Return the task at a place of the data."""
+        assert self._data is not None
+        return self._data.task_at(place)
+
+    def place_of(self, index: int) -> int:
+        """Return the place in the data of training task ``index``."""
+        assert self._data is not None
+        epoch, rank = divmod(index + self._offset, len(self._data))
+        return self._kept_order(epoch)[rank]
+
+    def passed(self, index: int) -> int:
+        """Return how many places, over all epochs, are passed when task ``index`` is the next."""
+        if index + self._offset == 0:
+            return self._passed
+        assert self._data is not None
+        epoch = (index - 1 + self._offset) // len(self._data)
+        place = self._order(epoch).index(self.place_of(index - 1))
+        # Places behind the last task of an earlier attempt may have had tasks in that attempt.
+        return max(self._passed, epoch * self._data.total + place + 1)
+
+    def continue_from(self, index: int, passed: int) -> None:
+        """Let task ``index`` be the first one behind ``passed`` places that is not left out."""
+        assert self._data is not None
+        epoch, offset = divmod(passed, self._data.total)
+        kept = set(self._data.places)
+        rank = sum(place in kept for place in self._order(epoch)[:offset])
+        self._passed = passed
+        self._offset = epoch * len(kept) + rank - index
+
+    def _order(self, epoch: int) -> list[int]:
+        """Return the order of an epoch over all places, those included that are left out."""
+        assert self._data is not None
+        return _shuffled(self._data.total, f"{self.seed}/{epoch}")
+
+    def _kept_order(self, epoch: int) -> list[int]:
+        """Return the order of an epoch over the places that are not left out."""
+        assert self._data is not None
+        if epoch not in self._kept_orders:
+            kept = set(self._data.places)
+            order = [place for place in self._order(epoch) if place in kept]
+            # Steps that are sampled ahead ask for two epochs in turn, at most.
+            self._kept_orders = dict([*self._kept_orders.items(), (epoch, order)][-2:])
+        return self._kept_orders[epoch]
 
     def train(self, index: int) -> Task:
-        """Return training task ``index``; data begins anew, in another order, after its last task.
+        """Return training task ``index``; data is repeated, in another order, after its last task.
 
         Raises TaskFileError if the generator makes hardly any task that may be used."""
         if self._data is not None:
-            epoch, offset = divmod(index, len(self._data))
-            order = _shuffled(len(self._data), f"{self.seed}/{epoch}")
-            return self._data[order[offset]]
+            return self._data.task_at(self.place_of(index))
 
         for attempt in range(ATTEMPTS):
             # Far behind the indices of other tasks, so that none is given twice.

@@ -53,10 +53,12 @@ class TaskData:
         self._columns = columns or {}
         self._rows = _open_rows(place)
 
-        self._kept: list[int] = []
-        """Row numbers of the tasks."""
+        self._numbers: list[int] = []
+        """Row number of every task, those included that are left out."""
+        self.places: list[int] = []
+        """Indices in ``_numbers`` of the tasks that are not left out."""
         self.row_ids: list[str] = []
-        """Ids of the tasks, without the prefix."""
+        """Ids of the same tasks, without the prefix."""
         self._index_rows()
 
     def _index_rows(self) -> None:
@@ -77,30 +79,40 @@ class TaskData:
                 )
             first_rows[row_id] = number
             self.row_ids.append(row_id)
-            self._kept.append(number)
+            self._numbers.append(number)
 
-        if not self._kept:
+        if not self._numbers:
             raise TaskFileError(f"{self._place} holds no task")
+        self.places = list(range(self.total))
+
+    @property
+    def total(self) -> int:
+        """Number of tasks, those included that are left out."""
+        return len(self._numbers)
 
     def keep(self, mask: Sequence[bool]) -> None:
         """Leave out the tasks for which ``mask`` is false.
 
         Raises TaskFileError if none is left."""
-        self._kept = [number for number, kept in zip(self._kept, mask, strict=True) if kept]
+        self.places = [place for place, kept in zip(self.places, mask, strict=True) if kept]
         self.row_ids = [row_id for row_id, kept in zip(self.row_ids, mask, strict=True) if kept]
-        if not self._kept:
+        if not self.places:
             raise TaskFileError(
                 f"{self._place}: no task is left after filtering by pass rate and held-out prompts"
             )
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self.places)
 
     def __iter__(self) -> Iterator[Task]:
-        return (self[index] for index in range(len(self)))
+        return (self.task_at(place) for place in self.places)
 
     def __getitem__(self, index: int) -> Task:
-        task = self._read(self._kept[index])
+        return self.task_at(self.places[index])
+
+    def task_at(self, place: int) -> Task:
+        """Return a task by its index among all tasks."""
+        task = self._read(self._numbers[place])
         if task is None:
             raise TaskFileError(f"{self._place} has changed while it was in use")
         return task

@@ -22,8 +22,10 @@ class RunState:
     passed_over: list[int] = field(default_factory=list)
     """With ``order: ready_first``: numbers of groups that had begun and were not trained on yet,
     although later ones may have been."""
+    tasks: dict[str, Any] | None = None
+    """``TaskSource.cursor`` at the first task that is still to be used; None without tasks."""
     data: dict[str, Any] | None = None
-    """Where the stream of conversations is; None where none are learned."""
+    """State of the stream of conversations; None without conversations."""
 
     @classmethod
     def from_checkpoint(cls, saved: dict[str, Any] | None) -> "RunState":
@@ -35,6 +37,7 @@ class RunState:
             seconds=saved["seconds"],
             next_task=saved.get("next_task"),
             passed_over=saved.get("passed_over", []),
+            tasks=saved.get("tasks"),
             data=saved.get("data"),
         )
 
@@ -45,6 +48,8 @@ class RunState:
             state["next_task"] = self.next_task
         if self.passed_over:
             state["passed_over"] = self.passed_over
+        if self.tasks is not None:
+            state["tasks"] = self.tasks
         if self.data is not None:
             state["data"] = self.data
         return state
@@ -67,13 +72,23 @@ class Checkpointer:
         *,
         stop_requested: Callable[[], bool] = lambda: False,
         on_save: Callable[[], None] = lambda: None,
+        task_cursor: Callable[[RunState], dict[str, Any] | None] = lambda state: None,
     ) -> None:
-        """``state``: of the checkpoint that the run goes on from. ``stop_requested``: whether the
-        run is to end with the step under way. ``on_save`` is called when a checkpoint begins."""
+        """Continue from a state.
+
+        Args:
+            trainer: writes the checkpoints.
+            state: state of the checkpoint that the run continues from.
+            training: length of the run and frequency of checkpoints.
+            stop_requested: returns True if the run must end with the current step.
+            on_save: called when a checkpoint begins.
+            task_cursor: returns ``RunState.tasks`` for a state.
+        """
         self._trainer = trainer
         self._training = training
         self._stop_requested = stop_requested
         self._on_save = on_save
+        self._task_cursor = task_cursor
         self.state = state
         self.before_save: Callable[[int], None] = lambda step: None
         """Called with the number of finished steps before a checkpoint of them is written: for
@@ -111,4 +126,5 @@ class Checkpointer:
         self._on_save()
         self.before_save(self.state.step)
         self.state.seconds = self.seconds
+        self.state.tasks = self._task_cursor(self.state)
         self._trainer.save(self.state.step, self.state.to_checkpoint(), block)
