@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from threading import Thread
 from typing import Any
 
@@ -21,6 +22,7 @@ from rl_loop.engines.backend import WeightSource
 from rl_loop.engines.embedded.backend import build_engine
 from rl_loop.engines.embedded.config import EmbeddedConfig
 from rl_loop.engines.protocol import RolloutEngine
+from rl_loop.lifecycle.resume_rules import sampling_digest
 from rl_loop.loop import RlLoop
 from rl_loop.rollout.group_store import GroupStore
 from rl_loop.rollout.group_stream import (
@@ -29,7 +31,13 @@ from rl_loop.rollout.group_stream import (
     GroupStream,
     run_groups,
 )
-from rl_loop.session import build_tasks, loop_settings, trainer_settings, worker_settings
+from rl_loop.session import (
+    build_tasks,
+    loop_settings,
+    rl_task_cursor,
+    trainer_settings,
+    worker_settings,
+)
 from rl_loop.tracking.episode_recorder import EpisodeRecorder
 from rl_loop.tracking.metrics import MetricsWriter
 from rl_loop.tracking.recorder import StepRecorder
@@ -111,7 +119,7 @@ class LocalRollouts:
         if self.alter_weights is not None:
             source = self.alter_weights(source, version)
         weights = source.packed_weights() if self._is_quantized else source.weights()
-        self._do(self._worker.sync_weights(TensorBytes.of(weights), version))
+        self._do(self._worker.load_weights(TensorBytes.of(weights), version))
 
     def prepare_sync(self, source: WeightSource) -> None: ...
 
@@ -203,6 +211,8 @@ def local_loop(
         writer = MetricsWriter(run, state.step if resume else None)
         stack.callback(writer.close)
         tasks = build_tasks(config)
+        if state.tasks is not None:
+            tasks.continue_from(state.tasks)
         episodes = stack.enter_context(
             EpisodeRecorder(
                 run.episodes,
@@ -213,7 +223,9 @@ def local_loop(
         )
         recorder = StepRecorder(run, writer, Silent(), episodes)
         group_store = GroupStore(
-            run.episodes_ahead, config.training.keep_checkpoints, config.algorithm.max_staleness
+            run.episodes_ahead,
+            config.training.keep_checkpoints,
+            sampling_digest(config.model_dump(mode="json")),
         )
         yield RlLoop(
             loop_settings(config),
@@ -222,7 +234,11 @@ def local_loop(
             tasks=tasks,
             recorder=recorder,
             checkpointer=Checkpointer(
-                trainer, state, config.training, on_save=recorder.finish_writing
+                trainer,
+                state,
+                config.training,
+                on_save=recorder.finish_writing,
+                task_cursor=partial(rl_task_cursor, tasks),
             ),
             group_store=group_store,
         )

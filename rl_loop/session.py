@@ -2,10 +2,14 @@
 and on an interrupt."""
 
 import logging
+import os
 import shutil
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rl_loop.cluster.ray_session import ray_session
 from rl_loop.config.errors import ConfigError
@@ -13,8 +17,10 @@ from rl_loop.config.load import dump_config
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig, check_reward_parts
 from rl_loop.engines.backend import BackendContext
 from rl_loop.engines.registry import build_backend
+from rl_loop.lifecycle.inputs import WEIGHTS, Input, to_json
 from rl_loop.lifecycle.interrupt import Interrupt, SeparateSessions
-from rl_loop.lifecycle.resume import Change, changes_since, write_config
+from rl_loop.lifecycle.resume import Change, changes_since, inputs_of, write_config
+from rl_loop.lifecycle.resume_rules import sampling_digest
 from rl_loop.lifecycle.start_checks import (
     check_conversations,
     check_what_a_run_needs,
@@ -29,6 +35,7 @@ from rl_loop.tracking.run_directory import (
     check_start,
     read_json_lines,
     start_run,
+    write_json,
 )
 from rl_loop.tracking.run_lock import LEASE_SECONDS, locked_run
 
@@ -140,7 +147,8 @@ class Session:
             self._delete_unfinished()
 
         # Mistakes are found before anything heavy is started.
-        changes = changes_since(self.run, config) if how.may_resume else []
+        self._inputs = inputs_of(config)
+        changes = changes_since(self.run, config, self._inputs) if how.may_resume else []
         check_what_a_run_needs(config)
         for change in changes:
             logger.info("%s: --resume changes %s", config.name, change)
@@ -149,6 +157,8 @@ class Session:
         self._start_ray()
         self._start_actors()
         state = self._load_state()
+        if state.tasks is not None:
+            self.tasks.continue_from(state.tasks)
         self._begin_directory(changes, state.step)
         self._start_recording(state)
 
@@ -185,7 +195,7 @@ class Session:
         logger.info(
             "%s: loading the policy, trainer ranks: %d", config.name, config.parallel.world_size
         )
-        self.trainer = build_trainer(config)
+        self.trainer = build_trainer(config, self._inputs)
         self._stack.callback(self.trainer.close)
 
         # While the ranks load their weights, the rollout workers start.
@@ -225,6 +235,7 @@ class Session:
             write_config(self.run, config, changes, step)
         else:
             self.run = start_run(config.directory, dump_config(config), self._how)
+        write_json(self.run.inputs, to_json(self._inputs), indent=1)
 
     def _start_recording(self, state: "RunState") -> None:
         from rl_loop.tracking.episode_recorder import EpisodeRecorder
@@ -274,8 +285,17 @@ class Session:
             config.training,
             stop_requested=lambda: self.interrupt.requested,
             on_save=self._begin_checkpoint,
+            task_cursor=self._task_cursor,
         )
         self._stack.callback(self.interrupt.leave)
+
+    def _task_cursor(self, state: "RunState") -> dict[str, Any] | None:
+        """Return how far the data of tasks is used after the steps of ``state``."""
+        if self.conversations is not None:
+            return None
+        if isinstance(self._config, SftConfig):
+            return self.tasks.cursor(state.step * self._config.sequences_per_step)
+        return rl_task_cursor(self.tasks, state)
 
     def _report_refusals(self) -> "RefusalReport":
         from rl_loop.conversations.refusals import RefusalReport
@@ -333,6 +353,13 @@ def build_tasks(config: RunConfig) -> "TaskSource":
     return TaskSource(config.tasks, build_codec(config), max_prompt_tokens)
 
 
+def rl_task_cursor(tasks: "TaskSource", state: "RunState") -> dict[str, Any]:
+    """Return how far reinforcement learning has used the data of tasks."""
+    assert state.next_task is not None, "no step is done"
+    # Groups that were admitted and not trained on took the positions up to the next one.
+    return tasks.cursor(state.next_task + len(state.passed_over), state.passed_over)
+
+
 def open_conversations(config: RunConfig) -> tuple["ChatCodec", "ConversationData"]:
     """Open the conversations of a run that learns some, and build the codec that renders them.
 
@@ -347,13 +374,27 @@ def open_conversations(config: RunConfig) -> tuple["ChatCodec", "ConversationDat
     return codec, ConversationData(config.data, codec, config.longest_sample)
 
 
-def build_trainer(config: RunConfig) -> "TrainerGroup":
-    """Start the trainer's ranks; ``ready`` waits for them."""
+def build_trainer(config: RunConfig, inputs: Mapping[str, Input] | None = None) -> "TrainerGroup":
+    """Start the trainer's ranks; ``ready`` waits for them.
+
+    ``inputs``: recorded inputs, whose weights are read even if a run saves a newer checkpoint at
+    the same time.
+    """
     from rl_loop.trainer.group import TrainerGroup
     from rl_loop.trainer.ray_ranks import RayRanks
 
-    settings = trainer_settings(config)
+    settings = pinned_settings(trainer_settings(config), inputs or {})
     return TrainerGroup(settings, RayRanks(settings))
+
+
+def pinned_settings(settings: "TrainerSettings", inputs: Mapping[str, Input]) -> "TrainerSettings":
+    """Return settings with the recorded directories of weights in place of run directories."""
+    pinned: dict[str, Any] = {}
+    for key in WEIGHTS:
+        path = getattr(settings, key)
+        if key in inputs and os.path.abspath(path) != inputs[key].path:
+            pinned[key] = Path(inputs[key].path)
+    return replace(settings, **pinned)
 
 
 def build_rollouts(config: RunConfig) -> "RolloutPool":
@@ -503,7 +544,7 @@ def build_loop(config: RlConfig, session: Session) -> "RlLoop":
     group_store = GroupStore(
         session.run.episodes_ahead,
         config.training.keep_checkpoints,
-        config.algorithm.max_staleness,
+        sampling_digest(config.model_dump(mode="json")),
     )
     return RlLoop(
         loop_settings(config),

@@ -1,63 +1,37 @@
-"""Compares the configuration of a run with the one that is to resume it, and refuses what cannot
-change."""
+"""Compares a run with the configuration that is to resume it, and refuses what cannot change.
+
+``resume_rules`` lists the effect of every key, and ``inputs`` the files.
+"""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_gptoss.checkpoint.directory import LATEST_FILE
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import dump_config, read_yaml
-from rl_loop.config.run import RlConfig, RunConfig
-from rl_loop.tracking.run_directory import RunDirectory, atomic_write_text
+from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+from rl_loop.lifecycle.inputs import (
+    WEIGHTS,
+    Input,
+    from_json,
+    places_of_data,
+    places_of_tasks,
+    read_inputs,
+)
+from rl_loop.lifecycle.resume_rules import TOKEN_IDS, Effect, rule_of
+from rl_loop.tasks.codec import tokenizer_directory
+from rl_loop.tracking.run_directory import RunDirectory, atomic_write_text, read_json
 
 LOCATION = ("name", "output_dir")
-"""Keys that say where the run is; they may differ, because a run that was found is at the right
-place."""
-
-SHAPE = "the checkpoint's weights have the shapes of the other model"
-DATA = "data is addressed by position: some tasks would be trained on twice and others never"
-STATE = "the checkpoint's optimizer state does not fit"
-ADAPTER = "the checkpoint holds what those settings train, and the optimizer's state for it"
-
-FIXED = {
-    "model": SHAPE,
-    "adapter": ADAPTER,
-    "quantization": "the policy has learned with the other experts, and the curve would say nothing of it",
-    "dtype": STATE,
-    "vocabulary": "the policy has learned the other token ids",
-    "vocabulary_data": "the policy has learned the other token ids",
-    "tokenizer": "the policy has learned the other token ids",
-    "prompt": "the policy has learned with the other system message, and the curve would say nothing of it",
-    "chatml": "the policy has learned with the other system message, and the curve would say nothing of it",
-    "seed": DATA,
-    "tasks": DATA,
-    "data": DATA,
-    "demonstrations": DATA,
-    "sequences_per_step": DATA,
-    "rollout.tasks_per_step": DATA,
-    "algorithm.dynamic_sampling_rounds": DATA,
-    "algorithm.order": DATA,
-    "ablation.freeze": STATE,
-    "optimizer.moment_dtype": STATE,
-    "algorithm.critic.optimizer.moment_dtype": STATE,
-}
-"""Keys, with everything below them, that cannot change between two steps of one run, and why. All
-others can: the learning rate and its schedule, the number of steps, limits, checkpoints, rewards,
-the loss, engines, tracking."""
-
-CHANGEABLE = (
-    "data.max_refused_share",
-    "data.validate_every",
-    "data.workers",
-)
-"""Keys below those of FIXED that can change."""
+"""Keys of the place of the run, which were right if the run was found."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One setting that is no longer what it was; None where a value is absent."""
+    """One setting with another value than before. None stands for an absent value."""
 
     key: str
     before: Any
@@ -67,22 +41,55 @@ class Change:
         return f"{self.key}: {_shown(self.before)} -> {_shown(self.now)}"
 
 
-def changes_since(run: RunDirectory, config: RunConfig) -> list[Change]:
-    """Return how ``config`` differs from the configuration that ``run`` has.
+def places_of(config: RunConfig) -> dict[str, str]:
+    """Return the paths of a configuration that lead to inputs, by key."""
+    places: dict[str, Any] = {
+        "initial_weights": config.initial_weights,
+        "initial_adapter": config.initial_adapter,
+    }
+    if config.vocabulary == "tokenizer":
+        places["tokenizer"] = tokenizer_directory(config.tokenizer or config.initial_weights)
+    places |= places_of_tasks(config.tasks)
+    if isinstance(config, SftConfig):
+        places |= places_of_data("data", config.data)
+    if isinstance(config, RlConfig):
+        places |= places_of_data("vocabulary_data", config.vocabulary_data)
+    return {key: str(place) for key, place in places.items() if place is not None}
 
-    Raises ConfigError, naming keys and both values, if something differs that cannot change, and
-    if it is a run of another kind."""
+
+def inputs_of(config: RunConfig) -> dict[str, Input]:
+    """Return the inputs of a run by configuration key. Raises CannotStart."""
+    return read_inputs(places_of(config))
+
+
+def changes_since(
+    run: RunDirectory, config: RunConfig, inputs: Mapping[str, Input] | None = None
+) -> list[Change]:
+    """Return the differences between ``config`` and the configuration of ``run``.
+
+    Args:
+        run: the run to resume.
+        config: the configuration to resume it with.
+        inputs: inputs of ``config``; None to read them.
+
+    Raises:
+        ConfigError: naming keys and both values, if a key or the content of a file differs that
+            cannot change, or if the run is of another kind.
+    """
     if not run.config.exists():
         return []
 
     before = _stored_config(run, type(config))
     changes = differences(before, config.model_dump(mode="json"))
     changes = [change for change in changes if change.key not in LOCATION]
+    contents = _changes_of_content(run, inputs_of(config) if inputs is None else inputs)
 
     refused: list[Change] = []
     reasons: list[str] = []
     for change in changes:
-        reason = _refusal(change, before, config, run)
+        # Data may move if its content stays.
+        has_same_content = change.key in contents and contents[change.key] is None
+        reason = None if has_same_content else _refusal(change, before, config, run)
         if reason is None:
             continue
         refused.append(change)
@@ -94,14 +101,59 @@ def changes_since(run: RunDirectory, config: RunConfig) -> list[Change]:
             f"--resume cannot change {listed} ({'; '.join(reasons)}). Keep what {run.config} says, or start another "
             f"run from these weights: name=ANOTHER {_beginning_from(run, before, refused)}"
         )
+
+    for key, content in contents.items():
+        if content is not None:
+            _refuse_content(key, content, before, config, run)
     return changes
 
 
-def differences(before: Any, now: Any, key: str = "") -> list[Change]:
-    """Compare two configurations as JSON, leaf by leaf. Paths that lead to the same file do not
-    differ.
+def _changes_of_content(run: RunDirectory, inputs: Mapping[str, Input]) -> dict[str, Change | None]:
+    """Compare inputs with those that the run began with.
 
-    ``key``: where in the configuration both are; empty at the top."""
+    Returns, for each key that both have, how the content changed; None if it did not.
+    """
+    if not run.inputs.exists():
+        return {}
+    recorded = from_json(read_json(run.inputs))
+    changes: dict[str, Change | None] = {}
+    for key, now in inputs.items():
+        before = recorded.get(key)
+        if before is not None:
+            changes[key] = None if now.digest == before.digest else Change(key, before, now)
+    return changes
+
+
+def _refuse_content(
+    key: str, change: Change, before: dict[str, Any], config: RunConfig, run: RunDirectory
+) -> None:
+    """Raise ConfigError if a run cannot continue with other content of a file."""
+    if key in WEIGHTS:
+        reason = _weights_refusal(key, config, run)
+    else:
+        reason = rule_of(key, _samples(config)).reason if key != "tokenizer" else TOKEN_IDS
+    if reason is None:
+        return
+
+    remedy = "Restore what it was"
+    old: Input = change.before
+    if old.path != change.now.path and os.path.exists(old.path):
+        remedy = f"Set {key}={old.path}"
+    raise ConfigError(
+        f"{key}: the content of {change.now.path} is not what the run began with ({old.path} with digest "
+        f"{old.digest}, now {change.now.digest}), and --resume cannot change it: {reason}. {remedy}, or start "
+        f"another run from these weights: name=ANOTHER {_beginning_from(run, before, [change])}"
+    )
+
+
+def differences(before: Any, now: Any, key: str = "") -> list[Change]:
+    """Compare two configurations as JSON, leaf by leaf. Paths to the same file do not differ.
+
+    Args:
+        before: the earlier configuration.
+        now: the present one.
+        key: key of both sections; empty at the top.
+    """
     if isinstance(before, dict) and isinstance(now, dict):
         changes: list[Change] = []
         for name in before | now:
@@ -117,8 +169,9 @@ def differences(before: Any, now: Any, key: str = "") -> list[Change]:
 def write_config(
     run: RunDirectory, config: RunConfig, changes: Sequence[Change], step: int
 ) -> None:
-    """Write config.yaml as the run goes on with it. Comments on top say what changed, and from
-    which step on."""
+    """Write config.yaml as the run continues with it. Comments on top list the changes and their
+    steps.
+    """
     history = []
     if run.config.exists():
         history = [line for line in run.config.read_text().splitlines() if line.startswith("# ")]
@@ -130,8 +183,7 @@ def write_config(
 
 
 def _stored_config(run: RunDirectory, kind: type[RunConfig]) -> dict[str, Any]:
-    """Read the configuration that a run has, completed with the defaults of settings that are
-    newer than it."""
+    """Read the configuration of a run. Settings that are newer than the run get their defaults."""
     from omegaconf import OmegaConf
 
     raw: Any = OmegaConf.to_container(read_yaml(run.config))
@@ -150,17 +202,10 @@ def _stored_config(run: RunDirectory, kind: type[RunConfig]) -> dict[str, Any]:
 def _refusal(
     change: Change, before: dict[str, Any], config: RunConfig, run: RunDirectory
 ) -> str | None:
-    """Say why this cannot change; None if it can."""
-    if change.key in CHANGEABLE:
-        return None
-    for key, reason in FIXED.items():
-        if key.startswith("rollout.") and not isinstance(config, RlConfig):
-            continue  # of a supervised run it is only how it evaluates
-        if change.key == key or change.key.startswith(f"{key}."):
-            return reason
-
-    if change.key == "algorithm.critic" and None in (change.before, change.now):
-        return "a critic learns from the first step on"
+    """Return why a key cannot change; None if it can."""
+    rule = rule_of(change.key, _samples(config))
+    if rule.effect is Effect.REFUSED:
+        return rule.reason
 
     if change.key in ("parallel.expert", "parallel.tensor"):
         parallel = before.get("parallel", {})
@@ -169,18 +214,44 @@ def _refusal(
         if was_split != is_split:
             return "with expert or tensor parallelism the optimizer is another one than without"
 
-    if change.key in ("initial_weights", "initial_adapter"):
-        if not (run.checkpoints / "latest").exists():
-            return "no checkpoint was saved yet: the curve would begin with one model and go on with the other"
-        # Of adapters they are the base, by whatever path: the checkpoint knows its digest.
-        has_reference = isinstance(config, RlConfig) and config.algorithm.kl is not None
-        if has_reference and (config.adapter is None or change.key == "initial_adapter"):
-            return "they are the reference policy of algorithm.kl"
+    if change.key == "training.steps":
+        # The last evaluation would call weights of later steps by an earlier one.
+        done = _finished_steps(run)
+        if done > config.training.steps:
+            return f"{done} steps are done already"
+
+    if change.key in WEIGHTS:
+        return _weights_refusal(change.key, config, run)
+    return None
+
+
+def _finished_steps(run: RunDirectory) -> int:
+    """Return the steps of the newest checkpoint; 0 without one."""
+    latest = run.checkpoints / LATEST_FILE
+    if not latest.exists():
+        return 0
+    number = latest.read_bytes().decode(errors="replace").strip().rpartition("_")[2]
+    return int(number) if number.isdecimal() else 0
+
+
+def _samples(config: RunConfig) -> bool:
+    """Return True if the run samples episodes."""
+    return isinstance(config, RlConfig)
+
+
+def _weights_refusal(key: str, config: RunConfig, run: RunDirectory) -> str | None:
+    """Return why a run cannot continue with other initial weights; None if it can."""
+    if not (run.checkpoints / LATEST_FILE).exists():
+        return "no checkpoint was saved yet: the curve would begin with one model and go on with the other"
+    # The base of adapters may have any path and format: the checkpoint has a digest of its values.
+    has_reference = isinstance(config, RlConfig) and config.algorithm.kl is not None
+    if has_reference and (config.adapter is None or key == "initial_adapter"):
+        return "they are the reference policy of algorithm.kl"
     return None
 
 
 def _beginning_from(run: RunDirectory, before: dict[str, Any], refused: list[Change]) -> str:
-    """Write the override with which another run begins with this one's weights."""
+    """Return the override with which another run begins with this one's weights."""
     if before.get("adapter") is None:
         return f"initial_weights={run.path}"
     # Its checkpoints have no base; adapters with other settings begin on the merged model.
@@ -201,6 +272,8 @@ def _shown(value: Any) -> str:
     """Write a value as in YAML, on one line."""
     if value is None:
         return "null"
+    if isinstance(value, Input):
+        return f"{value.path} (digest {value.digest})"
     if isinstance(value, bool):
         return str(value).lower()
     return str(value)

@@ -11,7 +11,7 @@ import pytest
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import dump_config, load_config
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
-from rl_loop.lifecycle.resume import FIXED, changes_since, differences, write_config
+from rl_loop.lifecycle.resume import changes_since, differences, write_config
 from rl_loop.tracking.run_directory import RunDirectory, atomic_write_text, start_run
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -76,33 +76,6 @@ def test_what_cannot_change_is_refused_with_both_values(
     with pytest.raises(ConfigError, match=rf"--resume cannot change .*{re.escape(named)}"):
         changes_since(run, config(tmp_path, *now))
     assert run.config.read_text() == kept
-
-
-def test_every_key_that_is_fixed_exists() -> None:
-    """A setting that is renamed must not silently become one that a resume can change."""
-
-    def has(model: Any, path: list[str]) -> bool:
-        fields = getattr(model, "model_fields", {})
-        if path[0] not in fields:
-            return False
-        inner = fields[path[0]].annotation
-        candidates = [inner, *getattr(inner, "__args__", ())]
-        return len(path) == 1 or any(has(candidate, path[1:]) for candidate in candidates)
-
-    for key in FIXED:
-        assert any(has(kind, key.split(".")) for kind in (RlConfig, SftConfig)), key
-
-
-def test_every_setting_that_is_not_fixed_was_thought_of() -> None:
-    """A new top-level setting is put into one of two lists on purpose: data that it moves would be trained on twice."""
-    changeable = {
-        "name", "output_dir", "initial_weights", "initial_adapter", "parallel", "optimizer", "training", "rollout",
-        "sandbox", "evaluation", "reward", "ablation", "algorithm", "evaluate_every", "canary_tolerance", "tracking",
-    }  # fmt: skip
-    fixed = {key for key in FIXED if "." not in key}
-    settings = set(RlConfig.model_fields) | set(SftConfig.model_fields)
-    assert settings == fixed | changeable
-    assert not fixed & changeable
 
 
 def test_what_is_refused_names_a_start_that_another_run_can_make(tmp_path: Path) -> None:
@@ -195,3 +168,11 @@ def test_the_configuration_keeps_its_history_and_can_be_read_again(tmp_path: Pat
         "# from step 6 on: optimizer.lr: 0.2 -> 0.3",
     ]
     assert load_config(run.config, RlConfig).optimizer.lr == 0.3
+
+
+def test_fewer_steps_than_are_done_are_refused(tmp_path: Path) -> None:
+    """Weights of step 3 would be evaluated and exported as those of step 2."""
+    run = run_of(config(tmp_path))
+    with pytest.raises(ConfigError, match=r"training\.steps: 80 -> 2 .*3 steps are done already"):
+        changes_since(run, config(tmp_path, "training.steps=2"))
+    assert changes_since(run, config(tmp_path, "training.steps=3"))

@@ -1,0 +1,201 @@
+"""Digests of the files that decide what a run computes, recorded when it begins.
+
+A resume compares them, because a path may lead to other content by then: a task file with one more
+row, or ``initial_weights: runs/sft`` after that run has saved another checkpoint.
+
+Digests of data are of the whole content. Digests of weights must not read 240 GB, so they detect:
+
+- of a checkpoint that has checksums, any change, because they are a digest of the checksums;
+- of safetensors files, other names, sizes, shapes or dtypes, and other values in the middle
+  WEIGHT_BLOCK bytes of any tensor;
+- of other files above WHOLE_FILE bytes, another size, and other values in BLOCKS blocks that are
+  spread evenly.
+
+Training, merging and quantizing change values all over a tensor.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from megatron_gptoss.checkpoint.checksums import CHECKSUMS_FILE, checksum_file
+from megatron_gptoss.checkpoint.directory import latest_checkpoint
+from megatron_gptoss.checkpoint.errors import CheckpointError
+from rl_loop.config.errors import CannotStart
+from rl_loop.config.tasks import TaskConfig
+from rl_loop.conversations.config import DataConfig
+from rl_loop.conversations.rows import hub_files
+from rl_loop.data.hub import is_of_hub
+
+WEIGHT_BLOCK = 1 << 14
+WHOLE_FILE = 1 << 24
+BLOCKS = 256
+LARGEST_HEADER = 1 << 28
+"""Bytes of a safetensors header; real ones have a few megabytes."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
+"""Options of an environment with such a suffix are data, if there is such a file."""
+
+WEIGHTS = ("initial_weights", "initial_adapter")
+"""Keys that name weights."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """A file, a directory of weights, or a data set of the hub."""
+
+    path: str
+    """The path that is read: of a run directory its newest checkpoint."""
+    digest: str
+    """XXH3 of 128 bits, hexadecimal."""
+
+
+def read_inputs(places: Mapping[str, str]) -> dict[str, Input]:
+    """Return the inputs at some paths by configuration key. Raises CannotStart.
+
+    Missing ones are left out: ``check_what_a_run_needs`` reports them.
+    """
+    inputs = {}
+    for key, place in places.items():
+        if not is_of_hub(place) and not Path(place).exists():
+            continue
+        try:
+            inputs[key] = _read_input(key, place)
+        except CheckpointError:
+            continue
+        except OSError as error:
+            raise CannotStart(f"{key}: {place} cannot be read ({error.strerror}).") from error
+    return inputs
+
+
+def places_of_tasks(tasks: TaskConfig) -> dict[str, Any]:
+    """Return the paths in ``tasks`` by key; None where none is given."""
+    places: dict[str, Any] = {}
+    for name, source in tasks.sources.items():
+        key = f"tasks.sources.{name}"
+        places[f"{key}.train_path"] = source.train_path
+        places[f"{key}.held_out_path"] = source.held_out_path
+        if source.pass_rate is not None:
+            places[f"{key}.pass_rate.episodes"] = source.pass_rate.episodes
+        for option, value in source.options.items():
+            if isinstance(value, str) and value.endswith(DATA_SUFFIXES) and Path(value).is_file():
+                places[f"{key}.options.{option}"] = value
+    return places
+
+
+def places_of_data(key: str, data: DataConfig | None) -> dict[str, Any]:
+    """Return the paths in ``data`` or ``vocabulary_data`` by key; None where none is given."""
+    places: dict[str, Any] = {}
+    if data is not None:
+        for name, source in data.sources.items():
+            places[f"{key}.sources.{name}.path"] = source.path
+            places[f"{key}.sources.{name}.validation_path"] = source.validation_path
+    return places
+
+
+def resolved_weights(path: Path) -> Path:
+    """Return the directory that ``path`` stands for: of a run directory its newest checkpoint."""
+    if (path / "config.json").exists():
+        return path
+    return latest_checkpoint(path / "checkpoints") or path
+
+
+def to_json(inputs: Mapping[str, Input]) -> dict[str, Any]:
+    """Return inputs as JSON."""
+    return {key: asdict(known) for key, known in inputs.items()}
+
+
+def from_json(content: Mapping[str, Any]) -> dict[str, Input]:
+    """Return inputs from JSON."""
+    return {key: Input(**known) for key, known in content.items()}
+
+
+# -- digests --------------------------------------------------------------------------------------
+
+
+def _read_input(key: str, place: str) -> Input:
+    if key in WEIGHTS:
+        directory = resolved_weights(Path(place))
+        return Input(os.path.abspath(directory), weights_digest(directory))
+    if key == "tokenizer":
+        files = [Path(place) / name for name in TOKENIZER_FILES]
+        return Input(os.path.abspath(place), _joined(file for file in files if file.exists()))
+    if is_of_hub(place):
+        return Input(place, _joined(Path(file) for file in hub_files(place)))
+    return Input(os.path.abspath(place), checksum_file(Path(place)).xxh3_128)
+
+
+def weights_digest(directory: Path) -> str:
+    """Return the digest of a directory of weights; see the module. Raises OSError."""
+    checksums = directory / CHECKSUMS_FILE
+    if checksums.exists():
+        return checksum_file(checksums).xxh3_128
+
+    state = xxhash.xxh3_128()
+    files = sorted([*directory.glob("*.safetensors"), *directory.glob("adapter_config.json")])
+    if not files:
+        files = sorted(path for path in directory.iterdir() if path.is_file())
+    for file in files:
+        state.update(file.name.encode())
+        for block in _blocks(file):
+            state.update(block)
+    return state.hexdigest()
+
+
+def _joined(files: Iterator[Path]) -> str:
+    state = xxhash.xxh3_128()
+    for file in files:
+        state.update(checksum_file(file).xxh3_128.encode())
+    return state.hexdigest()
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    """Yield the bytes of a file that stand for all of it, its size first."""
+    size = path.stat().st_size
+    yield str(size).encode()
+    with path.open("rb", buffering=0) as file:
+        if size <= WHOLE_FILE:
+            yield file.read()
+            return
+
+        header = _safetensors_header(file, size) if path.suffix == ".safetensors" else None
+        if header is not None:
+            yield header
+            starts = _middles(header)
+        else:
+            starts = [(size - WEIGHT_BLOCK) * i // (BLOCKS - 1) for i in range(BLOCKS)]
+        for start in starts:
+            file.seek(start)
+            yield file.read(WEIGHT_BLOCK)
+
+
+def _safetensors_header(file: Any, size: int) -> bytes | None:
+    """Return the header of a safetensors file; None if the file has another format."""
+    (length,) = struct.unpack("<Q", file.read(8))
+    if length > min(size, LARGEST_HEADER):
+        return None
+    header: bytes = file.read(length)
+    try:
+        json.loads(header)
+    except (ValueError, RecursionError):
+        return None
+    return header
+
+
+def _middles(header: bytes) -> list[int]:
+    """Return the byte at which the middle block of each tensor begins."""
+    starts = []
+    for name, tensor in json.loads(header).items():
+        if name == "__metadata__":
+            continue
+        begin, end = tensor["data_offsets"]
+        offset = max(0, (end - begin - WEIGHT_BLOCK) // 2)
+        starts.append(8 + len(header) + begin + offset)
+    return sorted(starts)

@@ -1,0 +1,300 @@
+"""The effect that each configuration key has on a resumed run.
+
+Everything else that decides what a run computes is in ``lifecycle.inputs`` (files), in
+``RunState`` (positions in the data) and in ``rollout.group_store`` (episodes sampled ahead, which
+are dropped if a key with ``samples`` changes).
+
+A test walks all keys of ``gptoss rl`` and ``gptoss sft``. A REFUSED rule also covers the keys below
+it. Any other key needs a rule of its own, so a new key is declared on purpose.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Effect(StrEnum):
+    """Effect of a changed key on a resumed run."""
+
+    REFUSED = "refused"
+    """The run cannot continue with another value."""
+    MAY_CHANGE = "may change"
+    """The run computes something else from the next step on, on the same sequence of data."""
+    NO_EFFECT = "does not matter"
+    """The run computes the same, up to the order of sums."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The effect of one key."""
+
+    effect: Effect
+    reason: str
+    samples: bool = False
+    """True if episodes depend on the key: groups sampled with another value are sampled again."""
+
+
+def _refused(reason: str) -> Rule:
+    return Rule(Effect.REFUSED, reason)
+
+
+SHAPE = "the checkpoint's weights have the shapes of the other model"
+DATA = "data is addressed by position: some tasks would be trained on twice and others never"
+STATE = "the checkpoint's optimizer state does not fit"
+ADAPTER = "the checkpoint holds what those settings train, and the optimizer's state for it"
+TOKEN_IDS = "the policy has learned the other token ids"
+SYSTEM_MESSAGE = (
+    "the policy has learned with the other system message, and the curve would say nothing of it"
+)
+
+LEARNING = Rule(Effect.MAY_CHANGE, "how the policy learns from the next step on")
+SAMPLING = Rule(Effect.MAY_CHANGE, "how episodes are sampled from the next step on", samples=True)
+REWARD = Rule(Effect.MAY_CHANGE, "what later episodes earn", samples=True)
+ENDING = Rule(Effect.MAY_CHANGE, "when the run ends")
+FILES = Rule(Effect.MAY_CHANGE, "compared by content, see lifecycle.inputs")
+MEASUREMENT = Rule(Effect.MAY_CHANGE, "what is measured, not what is trained")
+LAYOUT = Rule(Effect.NO_EFFECT, "the same computation in another place")
+RECORDING = Rule(Effect.NO_EFFECT, "what is recorded")
+ELSEWHERE = Rule(Effect.NO_EFFECT, "used by another command")
+
+RULES: dict[str, Rule] = {
+    "name": Rule(Effect.NO_EFFECT, "the place of the run"),
+    "output_dir": Rule(Effect.NO_EFFECT, "the place of the run"),
+    "seed": _refused(DATA),
+    "model": _refused(SHAPE),
+    "adapter": _refused(ADAPTER),
+    "quantization": _refused(
+        "the policy has learned with the other experts, and the curve would say nothing of it"
+    ),
+    "dtype": _refused(STATE),
+    "vocabulary": _refused(TOKEN_IDS),
+    "vocabulary_data": _refused(TOKEN_IDS),
+    "prompt": _refused(SYSTEM_MESSAGE),
+    "chatml": _refused(SYSTEM_MESSAGE),
+    "tasks": _refused(DATA),
+    "demonstrations": _refused(DATA),
+    "sequences_per_step": _refused(DATA),
+    # Compared by content, not by path.
+    "initial_weights": FILES,
+    "initial_adapter": FILES,
+    "tokenizer": FILES,
+    # -- data -------------------------------------------------------------------------------------
+    "data": _refused(DATA),
+    "data.max_refused_share": ENDING,
+    "data.validate_every": MEASUREMENT,
+    "data.workers": LAYOUT,
+    # -- parallel ---------------------------------------------------------------------------------
+    "parallel.attention_tflops": LAYOUT,
+    "parallel.base": LAYOUT,
+    "parallel.context": LAYOUT,
+    "parallel.context_bandwidth": LAYOUT,
+    "parallel.context_scheme_full": LAYOUT,
+    "parallel.context_scheme_window": LAYOUT,
+    # Refused between no and some parallelism, which have different optimizers.
+    "parallel.expert": LAYOUT,
+    "parallel.expert_dispatcher": LAYOUT,
+    "parallel.gpu_memory": LAYOUT,
+    "parallel.last_stage_layers": LAYOUT,
+    "parallel.pipeline": LAYOUT,
+    "parallel.recompute": LAYOUT,
+    "parallel.recompute_layers": LAYOUT,
+    "parallel.tensor": LAYOUT,
+    "parallel.virtual_pipeline": LAYOUT,
+    "parallel.world_size": LAYOUT,
+    # -- optimizer, training, tracking, evaluation ------------------------------------------------
+    "optimizer.beta1": LEARNING,
+    "optimizer.beta2": LEARNING,
+    "optimizer.clip_grad": LEARNING,
+    "optimizer.eps": LEARNING,
+    "optimizer.gradient_dtype": LEARNING,
+    "optimizer.lr": LEARNING,
+    "optimizer.moment_dtype": _refused(STATE),
+    "optimizer.offload": LAYOUT,
+    "optimizer.on_non_finite": LEARNING,
+    "optimizer.schedule": LEARNING,
+    "optimizer.warmup_steps": LEARNING,
+    "optimizer.weight_decay": LEARNING,
+    "training.checkpoint_every": RECORDING,
+    "training.keep_adapters": RECORDING,
+    "training.keep_checkpoints": RECORDING,
+    "training.max_tokens_per_micro_batch": Rule(
+        Effect.MAY_CHANGE, "how sequences are packed, and which samples of `data` are too long"
+    ),
+    "training.steps": Rule(Effect.MAY_CHANGE, "the length of the run and of its schedules"),
+    "tracking.episodes": RECORDING,
+    "tracking.samples": RECORDING,
+    "evaluation.concurrency": ELSEWHERE,
+    "evaluation.endpoint": ELSEWHERE,
+    "evaluation.endpoint_model": ELSEWHERE,
+    "evaluation.samples_per_task": ELSEWHERE,
+    "evaluate_every": MEASUREMENT,
+    "canary_tolerance": ENDING,
+    # -- rollout ----------------------------------------------------------------------------------
+    "rollout.concurrent_tasks": LAYOUT,
+    "rollout.episode_seconds": SAMPLING,
+    "rollout.evaluation_temperature": MEASUREMENT,
+    "rollout.max_invalid_share": ENDING,
+    "rollout.max_invalid_streak": ENDING,
+    "rollout.max_new_tokens_per_turn": SAMPLING,
+    "rollout.max_observation_bytes": SAMPLING,
+    "rollout.max_sampled_tokens": SAMPLING,
+    "rollout.max_tokens": SAMPLING,
+    "rollout.max_tool_calls": SAMPLING,
+    "rollout.max_turns": SAMPLING,
+    "rollout.purification": SAMPLING,
+    "rollout.purification.attempts": SAMPLING,
+    "rollout.purification.probability": SAMPLING,
+    "rollout.purification.retries": SAMPLING,
+    "rollout.purification.similarity": SAMPLING,
+    "rollout.queue_seconds": LAYOUT,
+    "rollout.routed_experts": SAMPLING,
+    "rollout.samples_per_task": SAMPLING,
+    "rollout.tasks_per_step": _refused(DATA),
+    "rollout.temperature": SAMPLING,
+    "rollout.top_p": SAMPLING,
+    "rollout.truncated_episodes": SAMPLING,
+    "rollout.workers": LAYOUT,
+    "rollout.engine.arguments": SAMPLING,
+    "rollout.engine.attention_backend": SAMPLING,
+    "rollout.engine.bucket_bytes": LAYOUT,
+    "rollout.engine.colocated": LAYOUT,
+    "rollout.engine.deterministic": SAMPLING,
+    "rollout.engine.env": SAMPLING,
+    "rollout.engine.health_seconds": LAYOUT,
+    "rollout.engine.max_batch_size": LAYOUT,
+    "rollout.engine.max_running_requests": LAYOUT,
+    "rollout.engine.memory_fraction": LAYOUT,
+    "rollout.engine.options": SAMPLING,
+    "rollout.engine.prefill_graph_tokens": LAYOUT,
+    "rollout.engine.python": SAMPLING,
+    "rollout.engine.quantization": SAMPLING,
+    "rollout.engine.quick_sampling": SAMPLING,
+    "rollout.engine.quick_window": SAMPLING,
+    "rollout.engine.servers": LAYOUT,
+    "rollout.engine.start_seconds": LAYOUT,
+    "rollout.engine.sync_seconds": LAYOUT,
+    "rollout.engine.tensor_parallel": SAMPLING,
+    "rollout.engine.type": SAMPLING,
+    "rollout.engine.weight_sync": LAYOUT,
+    # -- sandbox and reward -----------------------------------------------------------------------
+    "sandbox.calls_per_server": LAYOUT,
+    "sandbox.code_bytes": SAMPLING,
+    "sandbox.cpu_seconds": SAMPLING,
+    "sandbox.file_bytes": SAMPLING,
+    "sandbox.interpreter": SAMPLING,
+    "sandbox.memory_bytes": SAMPLING,
+    "sandbox.open_files": SAMPLING,
+    "sandbox.output_bytes": SAMPLING,
+    "sandbox.preload_modules": SAMPLING,
+    "sandbox.processes": SAMPLING,
+    "sandbox.timeout_seconds": SAMPLING,
+    "sandbox.tmp_bytes": SAMPLING,
+    "sandbox.tmp_files": SAMPLING,
+    "sandbox.total_memory_bytes": LAYOUT,
+    "sandbox.use_cgroup": SAMPLING,
+    "sandbox.workers": LAYOUT,
+    "reward.correct": REWARD,
+    "reward.format_error": REWARD,
+    "reward.tool_use": REWARD,
+    "reward.wrong": REWARD,
+    # -- algorithm --------------------------------------------------------------------------------
+    "algorithm.advantage": LEARNING,
+    "algorithm.advantage_options": LEARNING,
+    "algorithm.aggregation": LEARNING,
+    "algorithm.clip_high": LEARNING,
+    "algorithm.clip_low": LEARNING,
+    "algorithm.correction.bounds": LEARNING,
+    "algorithm.correction.cap": LEARNING,
+    "algorithm.correction.geometric_bounds": LEARNING,
+    "algorithm.correction.k3_limit": LEARNING,
+    "algorithm.correction.off_policy_limit": LEARNING,
+    "algorithm.correction.veto": LEARNING,
+    "algorithm.correction.weight": LEARNING,
+    "algorithm.critic": _refused("a critic learns from the first step on"),
+    "algorithm.critic.optimizer.beta1": LEARNING,
+    "algorithm.critic.optimizer.beta2": LEARNING,
+    "algorithm.critic.optimizer.clip_grad": LEARNING,
+    "algorithm.critic.optimizer.eps": LEARNING,
+    "algorithm.critic.optimizer.gradient_dtype": LEARNING,
+    "algorithm.critic.optimizer.lr": LEARNING,
+    "algorithm.critic.optimizer.moment_dtype": _refused(STATE),
+    "algorithm.critic.optimizer.offload": LAYOUT,
+    "algorithm.critic.optimizer.on_non_finite": LEARNING,
+    "algorithm.critic.optimizer.schedule": LEARNING,
+    "algorithm.critic.optimizer.warmup_steps": LEARNING,
+    "algorithm.critic.optimizer.weight_decay": LEARNING,
+    "algorithm.critic.value_clip": LEARNING,
+    "algorithm.critic.warmup_steps": LEARNING,
+    "algorithm.dual_clip": LEARNING,
+    "algorithm.dynamic_sampling_rounds": _refused(DATA),
+    "algorithm.entropy_bonus": LEARNING,
+    "algorithm.gae_lambda": LEARNING,
+    "algorithm.gamma": LEARNING,
+    "algorithm.kl": LEARNING,
+    "algorithm.kl.coefficient": LEARNING,
+    "algorithm.kl.estimator": LEARNING,
+    "algorithm.kl.place": LEARNING,
+    "algorithm.max_staleness": SAMPLING,
+    "algorithm.mini_batches": LEARNING,
+    "algorithm.old_log_probs": SAMPLING,
+    "algorithm.order": _refused(DATA),
+    "algorithm.overlong_buffer": LEARNING,
+    "algorithm.overlong_penalty": LEARNING,
+    "algorithm.policy_loss": LEARNING,
+    "algorithm.policy_loss_options": LEARNING,
+    "algorithm.reward_weights": LEARNING,
+    "algorithm.routing_replay": SAMPLING,
+    "algorithm.standard_deviation": LEARNING,
+    "algorithm.whiten_advantages": LEARNING,
+    "algorithm.whiten_over": LEARNING,
+    # -- ablation ---------------------------------------------------------------------------------
+    "ablation.engine_noise": SAMPLING,
+    "ablation.engine_quantization": SAMPLING,
+    "ablation.engine_sinks": SAMPLING,
+    "ablation.freeze": _refused(STATE),
+    "ablation.router_noise": LEARNING,
+    "ablation.sink_backward": LEARNING,
+    "ablation.sink_gradient": LEARNING,
+    "ablation.trainer_sinks": LEARNING,
+}
+"""Rules by key."""
+
+UNDECLARED = _refused("rl_loop.lifecycle.resume_rules declares no effect of it")
+
+OF_EPISODES = ("rollout.", "reward.", "algorithm.")
+"""Beginnings of keys that only matter if episodes are sampled."""
+
+
+def rule_of(key: str, samples_episodes: bool = True) -> Rule:
+    """Return the rule of a key, or of the nearest key above it that has one.
+
+    ``samples_episodes``: True for reinforcement learning, False for supervised fine-tuning.
+    """
+    if not samples_episodes and key.startswith(OF_EPISODES):
+        return ELSEWHERE
+    place = key
+    while place:
+        if place in RULES:
+            return RULES[place]
+        place = place.rpartition(".")[0]
+    return UNDECLARED
+
+
+def flattened(config: Any, key: str = "") -> dict[str, Any]:
+    """Return the values of a configuration by full key. An empty section is a value."""
+    if not isinstance(config, Mapping) or not config:
+        return {key: config}
+    values: dict[str, Any] = {}
+    for name, value in config.items():
+        values |= flattened(value, f"{key}.{name}" if key else name)
+    return values
+
+
+def sampling_digest(config: Mapping[str, Any]) -> str:
+    """Return a digest of all values of a configuration that decide how episodes are sampled."""
+    values = flattened(config)
+    sampled = {key: value for key, value in values.items() if rule_of(key).samples}
+    return hashlib.sha256(json.dumps(sampled, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,478 @@
+"""Every configuration key has a declared effect on a resume, and the effect is real."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rl_loop.config.errors import ConfigError
+from rl_loop.config.load import dump_config, load_config
+from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+from rl_loop.data.trajectory import Trajectory, TrajectoryGroup, WeightVersionSpan
+from rl_loop.lifecycle.inputs import to_json
+from rl_loop.lifecycle.resume import changes_since, inputs_of, places_of
+from rl_loop.lifecycle.resume_rules import RULES, Effect, rule_of
+from rl_loop.lifecycle.resume_rules import sampling_digest as digest_of_values
+from rl_loop.rollout.collector import EarlierGroups, RolloutCollector
+from rl_loop.rollout.group_store import GroupStore
+from rl_loop.rollout.group_stream import AdmittedGroup, EndedGroup, GroupStream
+from rl_loop.session import build_tasks, open_conversations, rl_task_cursor
+from rl_loop.tasks.source import TaskSource
+from rl_loop.tracking.run_directory import RunDirectory, start_run, write_json
+from rl_loop.trainer.checkpointer import RunState
+from tests.rl_loop.lifecycle.config_keys import CONFIGS, all_keys, keys_of, other_values
+
+ROWS = 24
+
+
+def sampling_digest(config: RunConfig) -> str:
+    return digest_of_values(config.model_dump(mode="json"))
+
+
+KEYS = all_keys()
+RL_KEYS = dict(keys_of(RlConfig))
+SFT_KEYS = dict(keys_of(SftConfig))
+
+SECTIONS = {
+    "rollout.engine.max_batch_size": [],
+    "rollout.engine.type": [],
+    "rollout.engine.deterministic": [],
+    "rollout.engine.quantization": ["quantization=mxfp4", "rollout.engine={type: sglang}"],
+    "rollout.engine": ["rollout.engine={type: sglang}"],
+    "rollout.purification.": ["rollout.purification={}"],
+    "algorithm.critic.": ["algorithm=ppo"],
+    "algorithm.kl.": ["algorithm.kl={}"],
+    "adapter.": ["adapter={rank: 4}"],
+}
+"""Overrides with which there are the keys that begin like this. The first that fits counts."""
+
+VALUES: dict[str, list[str]] = {
+    "model": ["model=tiny_words"],
+    "seed": ["seed=5"],
+    "vocabulary": ["vocabulary=gptoss"],
+    "parallel.expert": ["parallel.world_size=2", "parallel.expert=2"],
+    "parallel.tensor": ["parallel.world_size=2", "parallel.tensor=2"],
+    "parallel.context": ["parallel.world_size=2", "parallel.context=2"],
+    "parallel.pipeline": ["parallel.world_size=2", "parallel.pipeline=2"],
+    "parallel.virtual_pipeline": [
+        "parallel.world_size=2", "parallel.pipeline=2", "parallel.virtual_pipeline=2",
+    ],
+    "parallel.last_stage_layers": [
+        "parallel.world_size=2", "parallel.pipeline=2", "parallel.last_stage_layers=1",
+    ],
+    "parallel.base": ["parallel.base=mxfp4"],
+    "rollout.engine.type": ["rollout.engine={type: sglang}"],
+    "rollout.max_tokens": ["rollout.max_tokens=900"],
+    "algorithm.advantage": ["algorithm.advantage=reinforce"],
+    "algorithm.policy_loss": ["algorithm.policy_loss=cispo"],
+    "algorithm.reward_weights": ["algorithm.advantage=gdpo", "algorithm.reward_weights={score: 2}"],
+    "algorithm.whiten_over": ["algorithm.whiten_advantages=true", "algorithm.whiten_over=samples"],
+    "algorithm.correction.bounds": ["algorithm.correction={weight: icepop, bounds: [0.3, 3.0]}"],
+    "algorithm.critic": ["algorithm=ppo"],
+    "training.max_tokens_per_micro_batch": ["training.max_tokens_per_micro_batch=512"],
+    "algorithm.order": ["algorithm.order=ready_first"],
+}  # fmt: skip
+"""Overrides for keys whose other values are not valid by themselves."""
+
+OF_CUSTOM_CODE = {
+    "algorithm.advantage_options",
+    "algorithm.policy_loss_options",
+    "rollout.engine.options",
+}
+"""Options of a MODULE:NAME, which this project has none of."""
+
+
+def write_tasks(path: Path) -> None:
+    """Write problems, every fourth of which needs hundreds of tokens."""
+    lines = [
+        {"question": f"Problem {i}: " + "what is one plus one, " * (48 if i % 4 == 3 else 1), "answer": f"#### {i}"}
+        for i in range(ROWS)
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("data")
+    write_tasks(directory / "train.jsonl")
+    (directory / "held.jsonl").write_text('{"question": "How many?", "answer": "#### 7"}\n')
+    turns = [
+        [("user", "Say it."), ("assistant", "It " * (40 if i % 4 == 3 else 2) + str(i))]
+        for i in range(ROWS)
+    ]
+    chats = [{"messages": [{"role": r, "content": c} for r, c in turn]} for turn in turns]
+    (directory / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    return directory
+
+
+def rl_config(data: Path, *overrides: str) -> Any:
+    source = (
+        f"{{environment: gsm8k, train_path: {data}/train.jsonl, held_out_path: {data}/held.jsonl}}"
+    )
+    base = [
+        "initial_weights=null",
+        f"output_dir={data}",
+        f"tasks.sources={{gsm8k: {source}}}",
+        "rollout.tasks_per_step=1",
+        "rollout.samples_per_task=2",
+        "rollout.max_tokens=250",
+        "algorithm.max_staleness=1",
+    ]
+    return load_config(CONFIGS / "rl/tiny_gsm8k.yaml", RlConfig, [*base, *overrides])
+
+
+def sft_config(data: Path, *overrides: str) -> Any:
+    base = [
+        "initial_weights=null",
+        f"output_dir={data}",
+        f"data={{path: {data}/chats.jsonl, workers: 0, max_refused_share: 1}}",
+        "training.max_tokens_per_micro_batch=48",
+        "model.max_length=400",
+        "sequences_per_step=2",
+    ]
+    return load_config(CONFIGS / "sft/tiny_retool.yaml", SftConfig, [*base, *overrides])
+
+
+def section_of(key: str) -> list[str]:
+    return next((given for start, given in SECTIONS.items() if key.startswith(start)), [])
+
+
+def changed(key: str, make: Callable[..., Any]) -> tuple[Any, Any]:
+    """Return two valid configurations that differ in a key, the second as the first one resumed."""
+    section = section_of(key)
+    before = make(*section)
+    if key in VALUES:
+        return before, make(*section, *VALUES[key])
+    value: Any = before.model_dump(mode="json")
+    for name in key.split("."):
+        value = None if value is None else value.get(name)
+    for other in other_values(KEYS[key], value):
+        try:
+            after = make(*section, f"{key}={json.dumps(other)}")
+        except (ConfigError, ValueError):
+            continue
+        if after != before:
+            return before, after
+    raise AssertionError(f"{key}: no other value is valid; name one in VALUES")
+
+
+def run_of(config: RunConfig, name: str = "") -> RunDirectory:
+    """Make a run that has a checkpoint."""
+    run = start_run(config.directory, dump_config(config))
+    write_json(run.inputs, to_json(inputs_of(config)))
+    run.checkpoints.mkdir(exist_ok=True)
+    (run.checkpoints / "latest").write_text("step_000003")
+    return run
+
+
+# -- the table ------------------------------------------------------------------------------------
+
+
+def test_every_key_has_a_rule() -> None:
+    """A refused section covers its keys; any other key is declared by itself."""
+    for key in KEYS:
+        above = [key[:i] for i, character in enumerate(key) if character == "."]
+        refused = any(RULES[k].effect is Effect.REFUSED for k in above if k in RULES)
+        assert key in RULES or refused, f"declare the effect of {key} in resume_rules.RULES"
+
+
+def test_every_rule_has_a_key() -> None:
+    for key in RULES:
+        assert any(known == key or known.startswith(f"{key}.") for known in KEYS), key
+
+
+def test_an_undeclared_key_is_refused() -> None:
+    assert rule_of("rollout.unheard_of").effect is Effect.REFUSED
+
+
+PATHS_THAT_ARE_NO_INPUT = {"output_dir", "sandbox.interpreter", "rollout.engine.python"}
+
+
+def test_every_path_is_an_input(tmp_path: Path) -> None:
+    """A key that leads to files is compared by content, or listed here."""
+    named = {key for key, annotation in KEYS.items() if "pathlib" in str(annotation)}
+    named |= {key for key in KEYS if key.endswith(("path", "python"))}
+    file = tmp_path / "data.jsonl"
+    file.write_text("{}\n")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    source = f"environment: gsm8k, train_path: {file}, held_out_path: {file}, pass_rate: {{episodes: {file}}}"
+    of_dense = [f"tokenizer={tmp_path}", "vocabulary=tokenizer"]
+    conversations = f"{{sources: {{s: {{path: {file}, validation_path: {file}}}}}}}"
+    paths = [f"initial_weights={tmp_path}", f"tasks.sources={{s: {{{source}}}}}"]
+    adapters = ["adapter={rank: 4}", f"initial_adapter={tmp_path}"]
+    rl = load_config(CONFIGS / "rl/tiny_dense.yaml", RlConfig, [*paths, *of_dense])
+    places = set(places_of(rl))
+    rl = load_config(
+        CONFIGS / "rl/tiny_retool.yaml",
+        RlConfig,
+        [*paths, *adapters, f"vocabulary_data={conversations}"],
+    )
+    places |= set(places_of(rl))
+    sft = load_config(
+        CONFIGS / "sft/tiny_retool.yaml", SftConfig, [*paths, f"data={conversations}"]
+    )
+    places |= set(places_of(sft))
+    found = {key.replace("sources.s.", "sources.*.") for key in places}
+    assert named - PATHS_THAT_ARE_NO_INPUT == found
+
+
+def with_effect(keys: dict[str, Any], kind: type[RunConfig], effect: Effect) -> list[str]:
+    skipped = ("tasks.sources.*", "data.sources.*", "vocabulary_data.")
+    return [
+        key
+        for key in keys
+        if rule_of(key, kind is RlConfig).effect is effect and not key.startswith(skipped)
+    ]  # fmt: skip
+
+
+REFUSED = sorted(
+    key
+    for key in with_effect(RL_KEYS, RlConfig, Effect.REFUSED)
+    if not key.startswith(("model.", "adapter", "quantization", "chatml", "prompt", "vocabulary"))
+    and not key.endswith("moment_dtype")
+)
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_refused_key_is_refused(key: str, data: Path, tmp_path: Path) -> None:
+    before, after = changed(key, lambda *more: rl_config(data, f"output_dir={tmp_path}", *more))
+    with pytest.raises(ConfigError, match="--resume cannot change") as refused:
+        changes_since(run_of(before), after)
+    assert key in str(refused.value)
+
+
+# -- kept groups ----------------------------------------------------------------------------------
+
+
+SAMPLING = sorted(key for key in RL_KEYS if rule_of(key).samples)
+
+
+@pytest.mark.parametrize("key", [key for key in SAMPLING if key not in OF_CUSTOM_CODE])
+def test_sampling_key_changes_the_digest(key: str, data: Path) -> None:
+    before, after = changed(key, lambda *more: rl_config(data, *more))
+    assert sampling_digest(before) != sampling_digest(after)
+
+
+@pytest.mark.parametrize(
+    "override", ["optimizer.lr=0.5", "rollout.workers=3", "training.steps=9", "evaluate_every=3"]
+)
+def test_other_keys_keep_the_digest(override: str, data: Path) -> None:
+    assert sampling_digest(rl_config(data)) == sampling_digest(rl_config(data, override))
+
+
+# -- the sequence of tasks ------------------------------------------------------------------------
+
+
+class UnevenRunner:
+    """Ends groups as they are admitted, but every third one when the collector waits for it."""
+
+    def __init__(self) -> None:
+        self.late: list[AdmittedGroup] = []
+        self.version = 0
+
+    def stream(self) -> GroupStream:
+        return WaitedStream(self)
+
+    def begin(self, admitted: AdmittedGroup) -> None:
+        if admitted.number % 3 == 0:
+            self.late.append(admitted)
+        else:
+            admitted.end(group_of(admitted, self.version))
+
+
+class WaitedStream(GroupStream):
+    def __init__(self, runner: UnevenRunner) -> None:
+        super().__init__(runner.begin)
+        self._runner = runner
+
+    def take(self, abandon: Callable[[], bool] = lambda: False) -> EndedGroup:
+        if self._ended.empty():
+            late = self._runner.late.pop()
+            late.end(group_of(late, self._runner.version))
+        return super().take(abandon)
+
+
+def group_of(admitted: AdmittedGroup, version: int) -> TrajectoryGroup:
+    episode = Trajectory(
+        admitted.request.task.task_id,
+        np.arange(4, dtype=np.int32),
+        np.array([False, False, True, True]),
+        np.array([0, 0, -1, -1], np.float32),
+        [WeightVersionSpan(2, 4, version)],
+    )
+    return TrajectoryGroup(episode.task_id, [episode] * len(admitted.request.seeds))
+
+
+def train(
+    config: RlConfig, directory: Path, state: RunState, is_over: Callable[[TaskSource], bool]
+) -> list[str]:
+    """Train until ``is_over``, from a state and the groups kept with it. Return the tasks."""
+    tasks = build_tasks(config)
+    if state.tasks is not None:
+        tasks.continue_from(state.tasks)
+    store = GroupStore(directory, 2, sampling_digest(config))
+    runner = UnevenRunner()
+    collector = RolloutCollector(
+        runner,
+        tasks,
+        config.rollout,
+        config.algorithm,
+        steps=10**6,
+        seed=config.seed,
+        first_step=state.step,
+        earlier=EarlierGroups(state.passed_over, store.load(state.step)),
+    )
+    trained = []
+    while not is_over(tasks):
+        runner.version = state.step
+        collector.begin(state.step)
+        batch = collector.collect(state.step)
+        trained += [group.task_id for group in batch.train]
+        state.next_task = batch.next_task
+        state.passed_over = collector.passed_over
+        state.step += 1
+        state.tasks = rl_task_cursor(tasks, state)
+    store.save(state.step, collector.finished_groups())
+    return trained
+
+
+def one_epoch(before: RlConfig, after: RlConfig, directory: Path) -> list[str]:
+    """Train on the first epoch of the data, and resume in its middle with other settings."""
+    state = RunState()
+    trained = train(before, directory, state, lambda tasks: state.step == 7)
+    state = RunState.from_checkpoint(json.loads(json.dumps(state.to_checkpoint())))
+
+    def is_over(tasks: TaskSource) -> bool:
+        assert state.next_task is not None
+        following = tasks.cursor(state.next_task + len(state.passed_over) + 1)
+        return bool(following["sources"]["gsm8k"]["passed"] > ROWS)
+
+    trained += train(after, directory, state, is_over)
+    tasks = build_tasks(after)
+    assert state.tasks is not None
+    tasks.continue_from(state.tasks)
+    return trained + [tasks.train(position, 1)[0].task_id for position in state.passed_over]
+
+
+def check_each_task_once(trained: list[str], usable_in_both: int) -> None:
+    repeated = [task for task, times in Counter(trained).items() if times > 1]
+    assert not repeated, "trained on twice"
+    rows = {int(task.rpartition("-")[2]) for task in trained}
+    short = {i for i in range(ROWS) if i % 4 != 3}
+    assert short <= rows, f"never trained on: {short - rows}"
+    assert len(trained) >= usable_in_both
+
+
+MAY_CHANGE_RL = sorted(
+    key
+    for key in with_effect(RL_KEYS, RlConfig, Effect.MAY_CHANGE)
+    # Paths are compared by content; the files of this test have no other.
+    if key not in ("initial_weights", "initial_adapter", "tokenizer", *OF_CUSTOM_CODE)
+)
+
+
+@pytest.mark.parametrize("key", MAY_CHANGE_RL)
+def test_changed_key_repeats_and_loses_no_task(key: str, data: Path, tmp_path: Path) -> None:
+    before, after = changed(key, lambda *more: rl_config(data, f"output_dir={tmp_path}", *more))
+    assert changes_since(run_of(before), after), "the change is noticed and accepted"
+    check_each_task_once(one_epoch(before, after, tmp_path / "ahead"), ROWS * 3 // 4)
+
+
+@pytest.mark.parametrize("order", ["in_order", "ready_first"])
+@pytest.mark.parametrize(("first", "then"), [(250, 900), (900, 250), (900, 900)])
+def test_other_filter_repeats_and_loses_no_task(
+    first: int, then: int, order: str, data: Path, tmp_path: Path
+) -> None:
+    """``rollout.max_tokens`` decides which prompts leave room to answer."""
+    options = [f"algorithm.order={order}", "algorithm.max_staleness=2"]
+    configs = [rl_config(data, *options, f"rollout.max_tokens={n}") for n in (first, then)]
+    usable = [len(build_tasks(config).sources["gsm8k"]._data or ()) for config in configs]
+    assert usable == [{250: ROWS * 3 // 4, 900: ROWS}[n] for n in (first, then)]
+    check_each_task_once(one_epoch(configs[0], configs[1], tmp_path), min(usable))
+
+
+def test_unchanged_run_takes_tasks_as_if_never_interrupted(data: Path, tmp_path: Path) -> None:
+    config = rl_config(data)
+    state = RunState()
+    whole = train(config, tmp_path / "whole", state, lambda tasks: state.step == 40)
+
+    state = RunState()
+    parts = train(config, tmp_path / "parts", state, lambda tasks: state.step == 17)
+    state = RunState.from_checkpoint(state.to_checkpoint())
+    parts += train(config, tmp_path / "parts", state, lambda tasks: state.step == 40)
+    assert parts == whole
+
+
+def test_another_number_of_tasks_is_refused(data: Path, tmp_path: Path) -> None:
+    """An environment whose code leaves out other rows has another order."""
+    config = rl_config(data)
+    tasks = build_tasks(config)
+    cursor = tasks.cursor(3)
+    cursor["sources"]["gsm8k"]["tasks"] += 1
+    with pytest.raises(
+        ValueError, match=r"tasks\.sources\.gsm8k: the data has 24 tasks, and had 25"
+    ):
+        tasks.continue_from(cursor)
+
+
+# -- the sequence of conversations ----------------------------------------------------------------
+
+
+def learn(config: SftConfig, count: int, saved: Any) -> tuple[list[str], Any, bool]:
+    from rl_loop.conversations.refusals import RefusalReport
+
+    _, conversations = open_conversations(config)
+    with conversations:
+        stream = conversations.stream(RefusalReport(lambda _: None, lambda _: None, []), saved)
+        names: list[str] = []
+        while len(names) < count and not stream.exhausted:
+            samples = stream.take(1)
+            assert samples is not None
+            names += samples.names
+        return names, json.loads(json.dumps(stream.state())), stream.exhausted
+
+
+def one_pass(before: SftConfig, after: SftConfig) -> list[str]:
+    first, state, _ = learn(before, 9, None)
+    rest, _, exhausted = learn(after, 10**6, state)
+    assert exhausted
+    return first + rest
+
+
+def check_each_conversation_once(names: list[str]) -> None:
+    assert [name for name, times in Counter(names).items() if times > 1] == []
+    lines = {int(name.rpartition(" ")[2]) - 1 for name in names}
+    assert {i for i in range(ROWS) if i % 4 != 3} <= lines
+
+
+MAY_CHANGE_SFT = sorted(
+    key
+    for key in with_effect(SFT_KEYS, SftConfig, Effect.MAY_CHANGE)
+    if key not in ("initial_weights", "initial_adapter", "tokenizer", "data")
+)
+
+
+@pytest.mark.parametrize("key", MAY_CHANGE_SFT)
+def test_changed_key_repeats_and_loses_no_sample(key: str, data: Path, tmp_path: Path) -> None:
+    options = [f"output_dir={tmp_path}", "data.sources.data.epochs=1"]
+    before, after = changed(key, lambda *more: sft_config(data, *options, *more))
+    assert changes_since(run_of(before), after), "the change is noticed and accepted"
+    check_each_conversation_once(one_pass(before, after))
+
+
+@pytest.mark.parametrize(("first", "then"), [(48, 300), (300, 48)])
+def test_other_row_length_repeats_and_loses_no_sample(first: int, then: int, data: Path) -> None:
+    """``training.max_tokens_per_micro_batch`` decides which samples are too long."""
+    configs = [
+        sft_config(data, "data.sources.data.epochs=1", f"training.max_tokens_per_micro_batch={n}")
+        for n in (first, then)
+    ]
+    lengths = [len(learn(config, 10**6, None)[0]) for config in configs]
+    assert lengths == [{48: ROWS * 3 // 4, 300: ROWS}[n] for n in (first, then)]
+    check_each_conversation_once(one_pass(*configs))
