@@ -267,7 +267,7 @@ def _numbers_by_pattern(file: Path, settings: Mapping[str, Any], key: str) -> di
         raise ConversionError(f"{file}: {key} is {table!r}, expected a table of numbers by name")
     for pattern in table:
         _check_pattern(file, key, pattern)
-    kind = "r" if key == "rank_pattern" else "lora_alpha"
+    kind: Literal["r", "lora_alpha"] = "r" if key == "rank_pattern" else "lora_alpha"
     return {name: _positive(file, table, name, kind) for name in table}
 
 

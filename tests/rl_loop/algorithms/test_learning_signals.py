@@ -161,7 +161,9 @@ def test_rewards_that_differ_by_rounding_are_equal(
     assert not whiten(rewards).any()
 
 
-@pytest.mark.parametrize("config", list(every_advantage()), ids=lambda config: config.advantage.type)
+@pytest.mark.parametrize(
+    "config", list(every_advantage()), ids=lambda config: config.advantage.type
+)
 def test_tasks_may_have_lost_some_or_all_of_their_episodes(config: AlgorithmConfig) -> None:
     groups = [group([]), group([1.0]), group([0.0, 1.0, 1.0]), group([])]
     samples = credited(groups, config)

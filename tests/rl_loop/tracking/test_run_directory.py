@@ -96,7 +96,9 @@ def test_resume_begins_no_run_under_a_mistyped_name(tmp_path: Path) -> None:
         match=r"tiny_retol: there is no run to resume; did you mean name=tiny_retool",
     ):
         start_run(tmp_path / "tiny_retol", "", Start.RESUME)
-    with pytest.raises(RunDirectoryError, match=r"no run to resume; runs in .*: tiny_retool\. Without"):
+    with pytest.raises(
+        RunDirectoryError, match=r"no run to resume; runs in .*: tiny_retool\. Without"
+    ):
         start_run(tmp_path / "gsm8k", "", Start.RESUME)
     assert [path.name for path in tmp_path.iterdir()] == ["tiny_retool"]
 
