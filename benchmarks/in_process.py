@@ -221,7 +221,7 @@ def local_loop(
                 state.step if resume else None,
             )
         )
-        recorder = StepRecorder(run, writer, Silent(), episodes)
+        recorder = StepRecorder(run, writer, Silent(), episodes, steps=config.training.steps)
         group_store = GroupStore(
             run.episodes_ahead,
             config.training.keep_checkpoints,

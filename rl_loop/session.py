@@ -275,7 +275,7 @@ class Session:
             episodes,
             trackers,
             config.tracking.samples,
-            config.training.steps,
+            steps=config.training.steps,
         )
         if self.conversations is not None:
             self.refusals = self._report_refusals()

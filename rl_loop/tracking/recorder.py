@@ -86,7 +86,8 @@ class StepRecorder:
         episodes: EpisodeRecorder,
         trackers: Sequence[ExperimentTracker] = (),
         samples: int = 0,
-        steps: int = PATIENCE,
+        *,
+        steps: int,
     ) -> None:
         """
         Args:

@@ -149,7 +149,7 @@ def test_a_few_episodes_of_a_step_are_sent_as_people_read_them(tmp_path: Path) -
     writer = MetricsWriter(run)
 
     with EpisodeRecorder(run.episodes, VOCABULARY, 0) as episodes:
-        recorder = StepRecorder(run, writer, Silent(), episodes, [tracker], samples=2)
+        recorder = StepRecorder(run, writer, Silent(), episodes, [tracker], samples=2, steps=1)
         recorder.record_evaluation(recorder.begin_step(3), groups)
     writer.close()
 
