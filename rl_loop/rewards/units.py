@@ -94,7 +94,7 @@ squared cubed factorial mod modulo base power exponent root reciprocal inverse n
 half halves third thirds quarter quarters fourth fourths fifth fifths sixth sixths seventh eighth ninth tenth tenths
 twice double doubled triple tripled thrice fold pairs pair couple score scores tens hundreds percent pct percentage
 zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
-eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety point
+eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety
 is are was equals equal isn't aren't never cannot can't no none
 """
 NO_UNITS = frozenset(NOT_UNITS.split())

@@ -323,6 +323,7 @@ n! | n\cdot(n-1)!
 \{1,2,3\} | \{3,2,1\}
 (1, -2, \frac12) | (1,-2,0.5)
 5\text{ red apples} | 5\text{ apples}
+1\text{ point} | 1
 5\text{ square feet} | 5\text{ ft}^2
 5\text{ meters per second} | 5\text{ m/s}
 60\text{ mph} | 60\text{ miles per hour}
