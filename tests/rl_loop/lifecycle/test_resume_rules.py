@@ -69,9 +69,15 @@ VALUES: dict[str, list[str]] = {
     "parallel.base": ["parallel.base=mxfp4"],
     "rollout.engine.type": ["rollout.engine={type: sglang}"],
     "rollout.max_tokens": ["rollout.max_tokens=900"],
-    "algorithm.advantage": ["algorithm.advantage=reinforce"],
-    "algorithm.policy_loss": ["algorithm.policy_loss=cispo"],
-    "algorithm.reward_weights": ["algorithm.advantage=gdpo", "algorithm.reward_weights={score: 2}"],
+    "algorithm.advantage.type": ["algorithm.advantage=reinforce"],
+    "algorithm.advantage.reward_weights": [
+        "algorithm.advantage={type: gdpo, reward_weights: {score: 2}}",
+    ],
+    "algorithm.advantage.gamma": ["algorithm=ppo", "algorithm.advantage={type: gae, gamma: 0.9}"],
+    "algorithm.advantage.gae_lambda": [
+        "algorithm=ppo", "algorithm.advantage={type: gae, gae_lambda: 0.9}",
+    ],
+    "algorithm.policy_loss.type": ["algorithm.policy_loss=cispo"],
     "algorithm.whiten_over": ["algorithm.whiten_advantages=true", "algorithm.whiten_over=samples"],
     "algorithm.correction.bounds": ["algorithm.correction={weight: icepop, bounds: [0.3, 3.0]}"],
     "algorithm.critic": ["algorithm=ppo"],
@@ -81,8 +87,8 @@ VALUES: dict[str, list[str]] = {
 """Overrides for keys whose other values are not valid by themselves."""
 
 OF_CUSTOM_CODE = {
-    "algorithm.advantage_options",
-    "algorithm.policy_loss_options",
+    "algorithm.advantage.options",
+    "algorithm.policy_loss.options",
     "rollout.engine.options",
 }
 """Options of a MODULE:NAME, which this project has none of."""
