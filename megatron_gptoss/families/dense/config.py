@@ -151,7 +151,8 @@ class DenseModelConfig(ModelConfig):
         rope = read_rope(raw, where)
         if rope.theta is not None:
             fields["rope_theta"] = rope.theta
-        fields["rope_scaling"] = rope.build(TypeAdapter(DenseRopeScaling), where)
+        adapter: TypeAdapter[RopeScaling] = TypeAdapter(DenseRopeScaling)
+        fields["rope_scaling"] = rope.build(adapter, where)
         config = cls.hf_keys.build(cls, fields, where)
         check_layer_types(raw, config, where)
         return config
