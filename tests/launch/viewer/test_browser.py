@@ -274,7 +274,7 @@ def test_a_reader_filters_opens_and_colours_an_episode(chromium: Any, viewer: Se
         until(
             page, "document.querySelector('main [role=status]').innerText === '40 of 80 episodes'"
         )
-        page.get_by_label("From step").fill("18")
+        page.get_by_label("From step").fill("19")
         until(page, "document.querySelector('main [role=status]').innerText === '4 of 80 episodes'")
         page.locator(".episodes tbody tr").nth(1).click()
         page.wait_for_selector(".message.final")
@@ -295,26 +295,26 @@ def test_a_reader_filters_opens_and_colours_an_episode(chromium: Any, viewer: Se
 
         page.get_by_role("link", name="All episodes").click()
         page.wait_for_selector(".episodes tbody tr")
-        assert page.get_by_label("From step").input_value() == "18"
+        assert page.get_by_label("From step").input_value() == "19"
 
 
 def test_what_a_model_wrote_is_text_everywhere(
     chromium: Any, viewer: Served, run: ExampleRun
 ) -> None:
     (four,), (markup,) = VOCABULARY.encode("4"), VOCABULARY.encode("<i>bold</i>")
-    group = groups_of_step(20, tasks=1)[0]
+    group = groups_of_step(21, tasks=1)[0]
     for episode in group.trajectories:
         episode.token_ids = np.where(episode.token_ids == four, markup, episode.token_ids)
         episode.task_id = episode.answer = "<i>name</i>"
     with EpisodeRecorder(run.directory.episodes, VOCABULARY, "all") as recorder:
-        recorder.record(20, [train_split([group])])
+        recorder.record(21, [train_split([group])])
 
     episode_id = newest_episode(viewer) - 1
     views = {
         "#/episodes?run=growing": "<i>name</i>",
         f"#/episode?run=growing&id={episode_id}": "The answer is <i>bold</i>",
         f"#/episode?run=growing&id={episode_id}&view=tokens": "<i>bold</i>",
-        "#/group?run=growing&step=20&split=train&group=0": "The answer is <i>bold</i>",
+        "#/group?run=growing&step=21&split=train&group=0": "The answer is <i>bold</i>",
     }
     for path, text in views.items():
         with opened(chromium, viewer, path) as page:
@@ -359,7 +359,7 @@ def test_what_is_wrong_with_a_run_is_seen_at_a_glance(
         wrong = page.locator(".run", has_text="growing")
         right = page.locator(".run", has_text="ended")
         assert (
-            "Failed: numbers are finite. step 20: NaN or infinity in grad_norm"
+            "Failed: numbers are finite. step 21: NaN or infinity in grad_norm"
             in wrong.inner_text()
         )
         assert "All 6 checks pass" in right.inner_text()
@@ -385,11 +385,11 @@ def test_an_answer_has_the_colour_of_its_reward(chromium: Any, viewer: Served) -
 def test_damaged_files_and_tasks_without_a_name_are_shown_as_such(
     chromium: Any, viewer: Served, run: ExampleRun
 ) -> None:
-    group = groups_of_step(20, tasks=1)[0]
+    group = groups_of_step(21, tasks=1)[0]
     for episode in group.trajectories:
         episode.task_id = ""
     with EpisodeRecorder(run.directory.episodes, VOCABULARY, "all") as recorder:
-        recorder.record(20, [train_split([group])])
+        recorder.record(21, [train_split([group])])
     damaged = list_files(run.directory.episodes)[3].path
     damaged.write_bytes(b"PAR1")
     with opened(chromium, viewer, "#/episodes?run=growing") as page:
