@@ -88,8 +88,9 @@ class ServerConnection:
     async def call(self, tool: str, arguments: dict[str, Any]) -> ToolAnswer:
         """Call a tool by the name that the server has for it.
 
-        Raises WorldLost if the connection is lost, and InfrastructureFailure if it was so before, or
-        if the server answers that it failed itself. A tool's error is an answer, and so is that it took too long."""
+        Raises WorldLost if the connection is lost, and InfrastructureFailure if it was lost before or
+        the server answers that it failed itself. A tool's error is an answer, and so is that it
+        took too long."""
         if not self.is_usable:
             raise self._failure(f"is gone: {self._reason()}")
         assert self._client is not None and self._holding is not None
