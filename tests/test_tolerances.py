@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.tolerances import (
+    assert_same_course,
     assert_within,
     attention_error,
     log_prob_error,
@@ -175,3 +176,22 @@ def test_rounding_error_fits_deep_networks_and_shows_a_fault() -> None:
 def test_nan_is_never_within_a_bound() -> None:
     with pytest.raises(AssertionError, match="1 of 2 values are off"):
         assert_within(torch.tensor([1.0, math.nan]), torch.ones(2), 1e9)
+
+
+@pytest.mark.parametrize(
+    ("found", "fault"),
+    [
+        ([5.000002, 4.0001, 3.001], None),
+        ([4.0001, 3.001], None),
+        ([5.001, 4.0001, 3.001], "of step 0: off by 1.0e-03"),
+        ([5.0, 4.01, 3.0], "of step 1: off by 1.0e-02"),
+        ([3.02], "of step 2: off by 2.0e-02"),
+    ],
+)
+def test_same_course_allows_drift_but_no_fault(found: list[float], fault: str | None) -> None:
+    expected, exact = [5.0, 4.0, 3.0], [5.0000001, 4.00002, 3.0003]
+    if fault is None:
+        assert_same_course(found, expected, exact, terms=100, name="loss")
+        return
+    with pytest.raises(AssertionError, match=fault):
+        assert_same_course(found, expected, exact, terms=100, name="loss")

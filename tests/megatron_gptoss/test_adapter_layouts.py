@@ -122,9 +122,10 @@ def test_losses_and_norms_equal_those_of_one_process(
     exact: dict[str, Any],
     two_ranks: list[dict[str, Any]],
 ) -> None:
+    parameters = sum(gradient.numel() for gradient, _ in one_rank["gradients"][0].values())
     for rank in two_ranks:
-        for name in ("losses", "norms"):
-            assert_same_course(rank[layout][name], one_rank[name], exact[name], name)
+        for name, terms in (("losses", TOKENS), ("norms", parameters)):
+            assert_same_course(rank[layout][name], one_rank[name], exact[name], terms, name)
 
 
 @pytest.mark.parametrize("step", [0, 1])

@@ -151,8 +151,9 @@ def check_equals_one_process(
 ) -> None:
     assert one["losses"][-1] < one["losses"][0] - 0.2
     for rank in ranks:
-        for name in ("losses", "norms"):
-            assert_same_course(rank[name], one[name], exact[name], name)
+        parameters = sum(tensor.numel() for tensor in one["gradients"].values())
+        for name, terms in (("losses", TOKENS), ("norms", parameters)):
+            assert_same_course(rank[name], one[name], exact[name], terms, name)
 
     for tensor, want in one["gradients"].items():
         got = ranks[0]["gradients"][tensor]
@@ -226,7 +227,7 @@ def test_a_checkpoint_with_its_optimizer_goes_on_in_another_layout(
     for name, saved, layout, losses in results:
         assert len(losses) == STEPS - STEPS // 2
         course = (one_rank[name]["losses"], exact[name]["losses"])
-        assert_same_course(losses, *course, f"{name}, {saved} -> {layout}")
+        assert_same_course(losses, *course, TOKENS, f"{name}, {saved} -> {layout}")
 
 
 def load_and_save(rank: int, ports: list[int], imported: Path, out: Path) -> None:

@@ -40,6 +40,7 @@ from tests.megatron_gptoss.reference import (
 from tests.tolerances import assert_same_course
 
 SAMPLES = documents([30, 5, 18, 26, 11, 2, 23, 9], seed=3)
+TOKENS = int(SAMPLES.loss_tokens.sum())
 STEPS = 4
 LAYOUTS = {
     "data": {},
@@ -152,6 +153,10 @@ def one_rank(checkpoints: Path) -> dict[str, Any]:
     return train(ParallelConfig(), 0, free_port(), checkpoints / "one")
 
 
+def number_of_values(tensors: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors.values())
+
+
 @pytest.fixture(scope="module")
 def exact() -> dict[str, Any]:
     """One process in float64."""
@@ -167,7 +172,9 @@ def test_losses_equal_those_of_one_process(
     two_ranks: list[dict[str, Any]],
 ) -> None:
     for rank in two_ranks:
-        assert_same_course(rank[layout]["losses"], one_rank["losses"], exact["losses"], layout)
+        assert_same_course(
+            rank[layout]["losses"], one_rank["losses"], exact["losses"], TOKENS, "loss"
+        )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -178,8 +185,11 @@ def test_gradient_norms_equal_those_of_one_process(
     two_ranks: list[dict[str, Any]],
 ) -> None:
     # sees a gradient that is counted twice or not at all, which the first losses would hide
+    parameters = number_of_values(one_rank["gradients"])
     for rank in two_ranks:
-        assert_same_course(rank[layout]["norms"], one_rank["norms"], exact["norms"], layout)
+        assert_same_course(
+            rank[layout]["norms"], one_rank["norms"], exact["norms"], parameters, "norm"
+        )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -230,8 +240,8 @@ def test_messages_between_three_stages_arrive_as_what_they_are() -> None:
     with float64_training():
         exact = train(ParallelConfig(), 0, free_port(), config=DEEP, dtype=torch.float64)
     for rank in run_distributed(train_deep, 3, free_port()):
-        for name in ("losses", "norms"):
-            assert_same_course(rank[name], one[name], exact[name], name)
+        for name, terms in (("losses", TOKENS), ("norms", number_of_values(one["gradients"]))):
+            assert_same_course(rank[name], one[name], exact[name], terms, name)
 
 
 RESUMED = {
@@ -269,7 +279,8 @@ def test_a_checkpoint_with_its_optimizer_goes_on_in_another_layout(
     ports = [free_port() for others in RESUMED.values() for _ in others]
     for saved, name, losses in run_distributed(resume_in_other_layouts, 2, ports, checkpoints)[0]:
         assert len(losses) == STEPS - STEPS // 2
-        assert_same_course(losses, one_rank["losses"], exact["losses"], f"{saved} -> {name}")
+        course = (one_rank["losses"], exact["losses"])
+        assert_same_course(losses, *course, TOKENS, f"{saved} -> {name}")
 
 
 def test_an_optimizer_that_cannot_be_split_or_joined_is_refused_with_the_way_out(
