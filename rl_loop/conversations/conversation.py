@@ -12,6 +12,8 @@ from rl_loop.conversations.errors import ConversationError
 from rl_loop.harmony.codec import Tool
 from rl_loop.harmony.conversation import MessageTranslator, describe_message, message_text
 
+BUILTIN_NAMESPACES = frozenset({"python", "browser"})
+"""Tools that GPT-OSS knows from its training, by the beginning of their recipients."""
 CONTROL_KEYS = ("weight", "finish_reason")
 """Of the assistant's messages: what says how they are learned, and is not rendered."""
 
@@ -84,6 +86,7 @@ def make_conversation(
     tools: Sequence[Tool] = (),
     opening: Sequence[Message] = (),
     callable_functions: frozenset[str] | None = None,
+    namespaces: frozenset[str] = BUILTIN_NAMESPACES,
     system: Message | None = None,
     reasoning_effort: ReasoningEffort | None = None,
 ) -> Conversation:
@@ -95,6 +98,7 @@ def make_conversation(
         tools: functions that the developer describes.
         opening: messages of the developer that are Harmony's already.
         callable_functions: names of the functions that may be called; None to allow any.
+        namespaces: tools other than functions, and namespaces of such tools, that may be called.
         system: replaces the system message of the run.
         reasoning_effort: replaces that of the run.
 
@@ -120,6 +124,7 @@ def make_conversation(
         is_last = turn.stop == len(conversation.statements)
         in_turn = conversation.statements[turn.start : turn.stop]
         _check_turn(in_turn, may_be_cut=is_last and truncated)
+    _check_recipients(conversation, namespaces)
     if callable_functions is not None:
         _check_calls(conversation, callable_functions)
     _check_texts(conversation)
@@ -230,6 +235,20 @@ def _check_turn(turn: Sequence[Statement], may_be_cut: bool) -> None:
             f"message {last.number}: the assistant's turn ends on channel {last.message.channel}, "
             "without a call or an answer (finish_reason 'length' says that it was cut off)"
         )
+
+
+def _check_recipients(conversation: Conversation, namespaces: frozenset[str]) -> None:
+    """Check that tools are called by a name that they can have: a policy is punished for others."""
+    for statement in conversation.statements:
+        recipient = statement.message.recipient
+        if not statement.is_call or recipient is None or recipient.startswith(FUNCTIONS):
+            continue
+        if recipient.partition(".")[0] not in namespaces:
+            known = ", ".join(sorted(namespaces))
+            raise ConversationError(
+                f"message {statement.number}: it calls {recipient}, which is neither a function "
+                f"({FUNCTIONS}NAME) nor a tool of {known}"
+            )
 
 
 def _check_calls(conversation: Conversation, functions: frozenset[str]) -> None:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from rl_loop.chat.open_calls import Numbered, UnmatchedAnswer, calls_of, in_call_order
 from rl_loop.chat.tools import check_names
 from rl_loop.conversations.config import Format
-from rl_loop.conversations.conversation import Conversation, make_conversation
+from rl_loop.conversations.conversation import BUILTIN_NAMESPACES, Conversation, make_conversation
 from rl_loop.conversations.errors import ConversationError
 from rl_loop.harmony.codec import Tool
 from rl_loop.harmony.conversation import describe_message
@@ -294,6 +294,7 @@ def read_harmony(record: dict[str, Any]) -> Conversation:
     system: Message | None = None
     opening: list[Message] = []
     functions: set[str] = set()
+    namespaces = set(BUILTIN_NAMESPACES)
     described = False
 
     rest: list[Numbered] = []
@@ -311,16 +312,19 @@ def read_harmony(record: dict[str, Any]) -> Conversation:
 
         if isinstance(content, SystemContent):
             system = Message.from_role_and_content(Role.SYSTEM, content)
+            namespaces |= set(content.tools or {})
             continue
         opening.append(Message.from_role_and_content(Role.DEVELOPER, content))
         for namespace in (content.tools or {}).values():
             described = True
+            namespaces.add(namespace.name)
             functions |= {tool.name for tool in namespace.tools if namespace.name == "functions"}
 
     return make_conversation(
         rest,
         opening=opening,
         callable_functions=frozenset(functions) if described else None,
+        namespaces=frozenset(namespaces),
         system=system,
     )
 

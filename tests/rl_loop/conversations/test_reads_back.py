@@ -140,6 +140,14 @@ def test_a_header_that_is_misread_is_refused(
         RENDERERS["harmony"].render_record(record, "harmony")
 
 
+def test_a_call_of_no_tool_is_refused() -> None:
+    for recipient in ("json", "assistant", "search", "functionsf"):
+        call = {"role": "assistant", "recipient": recipient, "content": "{}"}
+        record = {"messages": [{"role": "user", "content": "q"}, call]}
+        with pytest.raises(ConversationError, match=f"it calls {recipient}, which is neither"):
+            RENDERERS["harmony"].render_record(record, "harmony")
+
+
 def test_a_call_of_chatml_that_is_misread_is_refused() -> None:
     for name, arguments in (('a"b', {}), ("a b", {}), ("python", {"x": 1})):
         call = {"function": {"name": name, "arguments": arguments}}
