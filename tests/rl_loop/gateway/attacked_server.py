@@ -1,6 +1,7 @@
 """A gateway of its own process, for attacks: ``python -m tests.rl_loop.gateway.attacked_server``.
 
-It prints its port, and then, whenever it reads a line, the peak of its memory in bytes and its open files.
+It prints its port, and then, whenever it reads a line, the peak of its memory in bytes, its open files, and the longest
+time in seconds for which its event loop was held since the line before.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import gc
 import os
 import resource
 import sys
+import time
 from pathlib import Path
 
 from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
@@ -44,6 +46,23 @@ class InstantPolicy:
     async def close(self) -> None: ...
 
 
+class Heartbeat:
+    """Measures how long the event loop is held by what the process computes.
+
+    Not how long it waits for a processor: on a machine with other work that says nothing about the server.
+    """
+
+    def __init__(self) -> None:
+        self.longest = 0.0
+
+    async def beat(self) -> None:
+        while True:
+            begun, computed = time.perf_counter(), time.process_time()
+            await asyncio.sleep(0.001)
+            held = min(time.perf_counter() - begun, time.process_time() - computed)
+            self.longest = max(self.longest, held)
+
+
 async def serve() -> None:
     codec = Harmony(GptOssVocabulary(), PromptConfig(current_date="2026-01-01"))
     engine = InstantPolicy(codec.render_assistant([ParsedMessage("final", None, None, "ok")]))
@@ -57,11 +76,15 @@ async def serve() -> None:
     # As ``gptoss serve`` does.
     gc.collect()
     gc.freeze()
+    heartbeat = Heartbeat()
+    beating = asyncio.create_task(heartbeat.beat())
     loop = asyncio.get_running_loop()
     while await loop.run_in_executor(None, sys.stdin.readline):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         files = len(list(Path(f"/proc/{os.getpid()}/fd").iterdir()))
-        print(peak, files, flush=True)
+        print(peak, files, heartbeat.longest, flush=True)
+        heartbeat.longest = 0.0
+    beating.cancel()
     await gateway.close()
 
 

@@ -188,7 +188,6 @@ def attack(port: int, name: str, seconds: float) -> Iterator[str]:
         held(port, HELD[name], 400, end)
     else:
         data = BODIES[name]()
-        yield "begun"
         end = time.monotonic() + seconds
         threads = [threading.Thread(target=flood, args=(port, data, end)) for _ in range(CLIENTS)]
         for thread in threads:
