@@ -16,10 +16,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from transformers import GptOssConfig, GptOssForCausalLM
 
 from megatron_gptoss.rendezvous import tcp_store
 from rl_loop.cluster.placement import free_port
 from rl_loop.cluster.tokens import NotPrivate, private_directory, write_token
+from rl_loop.config.load import load_rl_config
 from rl_loop.tracking.run_directory import RunDirectory, read_json_lines
 from tests.open_doors import (
     ATTACKER,
@@ -51,9 +53,8 @@ RL = (
     "training.checkpoint_every=10000",
 )
 COMMANDS = {
-    "rl": RL,
-    # Two ranks meet somewhere.
-    "rl on two ranks": (*RL, "parallel.world_size=2"),
+    # Two ranks have to meet.
+    "rl": (*RL, "parallel.world_size=2"),
     "sft": ("sft", "configs/sft/tiny_retool.yaml", *SMALL, "training.steps=5000"),
 }
 
@@ -208,6 +209,30 @@ def test_viewer_shows_nothing_without_its_token(tmp_path: Path) -> None:
         found = doors(process_tree(process.pid))
         assert [door.kind for door in found] == ["tcp"]
         assert found[0].is_loopback
+        assert findings(found, tmp_path / "loot") == []
+    finally:
+        process.kill()
+        process.wait()
+
+
+@needs_attackers
+def test_server_answers_nothing_without_its_key(tmp_path: Path) -> None:
+    config = load_rl_config(ROOT / RL[1], ["dtype=float32", *SMALL])
+    model = GptOssForCausalLM(GptOssConfig(**config.model.to_hf_config()))
+    model.save_pretrained(tmp_path / "weights")
+    arguments = ["serve", RL[1], *SMALL, "--weights", str(tmp_path / "weights"), "--port", "0"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "launch", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("serving")
+        found = doors(process_tree(process.pid))
+        assert [(door.kind, door.is_loopback) for door in found] == [("tcp", True)]
         assert findings(found, tmp_path / "loot") == []
     finally:
         process.kill()
