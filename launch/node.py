@@ -20,6 +20,9 @@ from launch.node_program import AttemptEnded, NodeProgram
 from launch.submit import job_settings
 from rl_loop.config.load import load_run_config
 
+STARTED_AGAIN = "GPTOSS_NODE_STARTED_AGAIN"
+"""In the environment of this program once it has the variables of the cluster's file."""
+
 HEAD_GRACE_SECONDS = 60
 """How long after the deadline a worker still waits for the head node's decision."""
 
@@ -62,13 +65,14 @@ def run_node(config_file: str, cluster_file: str, command: str, group: int) -> i
 
 
 def enter_environment(cluster: ClusterConfig) -> None:
-    """Start this program again with the variables of the cluster's file, if it lacks any.
+    """Start this program again, once, with the variables of the cluster's file.
 
     Some are read when a program starts, such as LD_LIBRARY_PATH."""
-    if cluster.env.items() <= os.environ.items():
+    has_started_again = os.environ.pop(STARTED_AGAIN, None) is not None
+    if has_started_again or not cluster.env:
         return
     command = [sys.executable, "-m", "launch.node", *sys.argv[1:]]
-    os.execve(sys.executable, command, {**os.environ, **cluster.env})
+    os.execve(sys.executable, command, {**os.environ, **cluster.env, STARTED_AGAIN: "1"})
 
 
 if __name__ == "__main__":

@@ -128,6 +128,7 @@ def test_node_program_starts_again_with_variables(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
+    # Its second start is the last.
     assert done.stdout == f"started with {SECRET}\n"
     assert "no.yaml" in done.stderr
 
