@@ -5,6 +5,7 @@ import socket
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +80,7 @@ class RayRanks:
 
         actor_class = ray.remote(with_logging(TrainerProcess))
         master, port = master_address()
-        self._store_file = None
+        self._store_file: Path | None = None
         if ranks_are_here(world):
             self._store_file = local_directory() / f"ranks-{uuid.uuid4().hex}"
         threads = max(1, cores // world)

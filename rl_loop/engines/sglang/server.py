@@ -272,7 +272,8 @@ class SglangServer:
             return
         # Only this user can read it. A server reads it once, when it starts.
         with NamedTemporaryFile("w", prefix="gptoss-", suffix=".yaml") as file:
-            file.write(f"api-key: {self._api_key}\n")
+            # YAML would read some unquoted keys as numbers.
+            file.write(f'api-key: "{self._api_key}"\n')
             file.flush()
             yield ["--config", file.name]
 

@@ -15,7 +15,7 @@ from rl_loop.engines.sglang.server import ServerState, SglangServer
 from tests.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[3]
-KEY = "0123456789abcdef" * 4
+KEY = "0123456789" * 6  # YAML would read it as a number
 PROTECTED = {
     "/generate": {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}},
     "/update_weights_from_disk": {"model_path": "/tmp"},
