@@ -31,4 +31,8 @@ class RecentDeaths:
         self._times.append(now)
         while self._times[0] < now - self.seconds:
             self._times.popleft()
+        return len(self)
+
+    def __len__(self) -> int:
+        """Return the number of deaths within the period that ended with the last one."""
         return len(self._times)

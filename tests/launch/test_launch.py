@@ -492,7 +492,7 @@ def test_local_launch_offers_the_machine_s_gpus_to_ray(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     cluster = load_cluster("local")
     assert cluster.gpus_per_node == 2
-    head = HeadAddress("10.0.0.1", "", port=1, dashboard_port=2, check_port=3, client_port=4)
+    head = HeadAddress("10.0.0.1", "", port=1, dashboard_port=2, check_port=3)
     node = RayNode(
         cluster=cluster, name="n0", is_head=True, resources={}, scratch=tmp_path,
         object_store_bytes=1,

@@ -183,7 +183,7 @@ def test_a_worker_that_dies_loses_no_group_and_doubles_none(running: Any, moment
         killer.join()
 
     groups = take_all(stream)
-    assert mortal.pool._restarts == 1
+    assert len(mortal.pool._deaths) == 1
     assert stream.take_ended() == []
 
     # The successor has the newest weights.
@@ -215,7 +215,7 @@ def test_a_worker_that_rays_memory_monitor_kills_is_replaced_like_any_other(
     mortal.kill(0)
     mortal.sync(1)
     take_all(stream)
-    assert mortal.pool._restarts == 1
+    assert len(mortal.pool._deaths) == 1
 
 
 def test_groups_of_two_callers_do_not_mix_and_a_closed_stream_is_given_no_worker(

@@ -180,7 +180,7 @@ def test_routes_outlive_the_worker_that_recorded_them(pool: RolloutPool, config:
     # Only when Ray has noticed is it known that nothing went with them.
     for index in range(WORKERS):
         pool._call(index, "__ray_call__", lambda worker: os.getpid())
-    assert pool._restarts == WORKERS
+    assert len(pool._deaths) == WORKERS
     for row, episode in zip(load_routes(stored_routes(batch)), batch.episodes, strict=True):
         assert np.array_equal(row, routes_of(episode.token_ids.tolist()))
 
