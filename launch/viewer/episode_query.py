@@ -94,9 +94,7 @@ def _parse(name: str, text: str, kind: Any) -> Any:
             return value
     except ValueError:
         shown = text if len(text) < 40 else f"{text[:40]}..."
-        raise QueryError(
-            f"{name}: {shown!r} is not a number that it can be compared with"
-        ) from None
+        raise QueryError(f"{name}: {shown!r} is not a number that fits in 64 bits") from None
     if kind is bool:
         if text not in ("true", "false"):
             raise QueryError(f"{name}: {text!r} is neither true nor false")

@@ -71,7 +71,9 @@ def read_inputs(places: Mapping[str, str]) -> dict[str, Input]:
         except CheckpointError:
             continue
         except OSError as error:
-            raise CannotStart(f"{key}: {place} cannot be read ({error.strerror}).") from error
+            raise CannotStart(
+                f"{key}: {place} cannot be read ({error.strerror}). Name a file that this user may read"
+            ) from error
     return inputs
 
 

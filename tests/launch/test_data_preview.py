@@ -155,6 +155,7 @@ def test_the_command_previews_a_configuration(chats: Path, command: ForkedComman
     result = command.run("data", "preview", "configs/sft/tiny_retool.yaml")
     assert result.returncode == 1
     assert "its configuration has no `data`" in result.stderr
-    result = command.run("data", "preview", "configs/sft/tiny_shop.yaml", "data.path=none.jsonl")
+    options = ["data.path=none.jsonl", "data.validation_path=null"]
+    result = command.run("data", "preview", "configs/sft/tiny_shop.yaml", *options)
     assert result.returncode == 1
     assert "data.sources.data.path: none.jsonl does not exist" in result.stderr

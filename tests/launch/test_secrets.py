@@ -162,7 +162,8 @@ def test_every_value_of_a_cluster_in_the_script_is_checked(tmp_path: Path) -> No
     marked = {
         name: "XX" + name.replace("_", "")
         for name, field in ClusterConfig.model_fields.items()
-        if field.annotation in (str, str | None) and name not in ("kind", "login", "time_limit")
+        if field.annotation in (str, str | None)
+        and name not in ("kind", "login", "time_limit", "engine_python")
     }
     marked["memory_per_node"] = "XXmemorypernode"
     slurm_cluster(tmp_path, gpus_per_node=1, **marked)

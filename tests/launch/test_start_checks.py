@@ -170,7 +170,7 @@ CASES: dict[str, tuple[list[str], dict[str, str], str]] = {
     "bubblewrap": (["rl", RL, RANDOM], {"PATH": "/none"}, "bubblewrap.*install"),
     "the right to isolate": (["rl", RL, RANDOM], {"PATH": f"FILES/failing:{PATH}"}, "No permissions"),
     "data": (["sft", SFT, *data("/none.jsonl")], {}, "retool.train_path: /none.jsonl does not exist. Write a task"),
-    "a file of data": (["sft", SFT, *data("FILES")], {}, "is no file"),
+    "a file of data": (["sft", SFT, *data("FILES")], {}, "cannot be read .Is a directory.. Name a file"),
     "a good row": (["sft", SFT, *data("FILES/rows.jsonl")], {}, "rows.jsonl, line 2: not JSON"),
     "pass rates": (["rl", RL, RANDOM, *data("FILES/good.jsonl"),
                     "tasks.sources.retool.pass_rate={episodes: /none}"], {},

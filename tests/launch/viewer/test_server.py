@@ -204,8 +204,8 @@ def test_rows_without_a_value_are_sorted_last(tmp_path: Path) -> None:
     ("query", "message"),
     [
         ("colour=red", "there is no filter 'colour'"),
-        ("limit=many", "limit: 'many' is no number"),
-        ("reward_from=nan", "reward_from: 'nan' is no number"),
+        ("limit=many", "limit: 'many' is not a number"),
+        ("reward_from=nan", "reward_from: 'nan' is not a number"),
         ("limit=501", "limit from 1 to 500"),
         ("offset=-1", "offset from 0"),
         ("sort=turns", "sort: 'turns' is none of"),
