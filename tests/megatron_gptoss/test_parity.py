@@ -239,8 +239,8 @@ def test_parity_fails_with(change: dict[str, object], reference: torch.nn.Module
 
 def test_parity_fails_without_the_swiglu_clamp() -> None:
     reference = hf_model(std=0.4)  # large enough weights that activations reach the clamp
-    assert distance(megatron(reference, activation_func_clamp_value=None), reference) > 0.02
-    assert distance(megatron(reference), reference) < rounding_of_logits(0.4) < 0.02
+    fault = distance(megatron(reference, activation_func_clamp_value=None), reference)
+    assert distance(megatron(reference), reference) < rounding_of_logits(0.4) < 0.5 * fault
 
 
 def test_parity_fails_when_the_yarn_ramp_is_rounded(
