@@ -160,7 +160,8 @@ def test_rounding_error_is_the_distance_to_an_fp32_engine() -> None:
     weights = {name: p.data.clone() for name, p in rounded._model.named_parameters()}
 
     async def compare() -> None:
-        await exact.sync_weights(weights.items(), 0)
+        for engine in (rounded, exact):
+            await engine.sync_weights(weights.items(), 0)
         before = await rounded.score(text)
         expected = np.abs(np.subtract(before, await exact.score(text))).mean()
         assert await rounded.rounding_error(text) == pytest.approx(expected, rel=1e-4)

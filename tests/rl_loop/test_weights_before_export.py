@@ -21,6 +21,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     session.__exit__.return_value = False
     session.interrupt.requested = False
     session.checkpointer.seconds = 0.0
+    session.checkpointer.state.step = 0
     loop = MagicMock()
     loop.train.return_value = 1
 

@@ -47,6 +47,8 @@ SECTIONS = {
     "rollout.engine": ["rollout.engine={type: sglang}"],
     "rollout.purification.": ["rollout.purification={}"],
     "algorithm.critic.": ["algorithm=ppo"],
+    "algorithm.advantage.gae_lambda": ["algorithm=ppo"],
+    "algorithm.advantage.gamma": ["algorithm=ppo"],
     "algorithm.kl.": ["algorithm.kl={}"],
     "adapter.": ["adapter={rank: 4}"],
 }
@@ -72,10 +74,6 @@ VALUES: dict[str, list[str]] = {
     "algorithm.advantage.type": ["algorithm.advantage=reinforce"],
     "algorithm.advantage.reward_weights": [
         "algorithm.advantage={type: gdpo, reward_weights: {score: 2}}",
-    ],
-    "algorithm.advantage.gamma": ["algorithm=ppo", "algorithm.advantage={type: gae, gamma: 0.9}"],
-    "algorithm.advantage.gae_lambda": [
-        "algorithm=ppo", "algorithm.advantage={type: gae, gae_lambda: 0.9}",
     ],
     "algorithm.policy_loss.type": ["algorithm.policy_loss=cispo"],
     "algorithm.whiten_over": ["algorithm.whiten_advantages=true", "algorithm.whiten_over=samples"],
