@@ -7,7 +7,6 @@ time in seconds for which its event loop was held since the line before.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import os
 import resource
@@ -50,8 +49,7 @@ class InstantPolicy:
 class Heartbeat:
     """Measures how long the event loop is held by what the process computes.
 
-    Time in which threads of the process wait for a processor does not count: on a machine with other
-    work it says nothing about the server.
+    Not how long it waits for a processor: on a machine with other work that says nothing about the server.
     """
 
     def __init__(self) -> None:
@@ -59,27 +57,10 @@ class Heartbeat:
 
     async def beat(self) -> None:
         while True:
-            begun, computed, waited = (
-                time.perf_counter(),
-                time.process_time(),
-                waited_for_processors(),
-            )
+            begun, computed = time.perf_counter(), time.process_time()
             await asyncio.sleep(0.001)
-            passed = time.perf_counter() - begun
-            if passed > self.longest:
-                running = passed - (waited_for_processors() - waited)
-                held = min(running, time.process_time() - computed)
-                self.longest = max(self.longest, held)
-
-
-def waited_for_processors() -> float:
-    """Return the seconds that the threads of this process have been ready without a processor."""
-    nanoseconds = 0
-    for thread in Path("/proc/self/task").iterdir():
-        # A thread that has ended since it was listed has no file.
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            nanoseconds += int((thread / "schedstat").read_text().split()[1])
-    return nanoseconds / 1e9
+            held = min(time.perf_counter() - begun, time.process_time() - computed)
+            self.longest = max(self.longest, held)
 
 
 async def serve() -> None:
