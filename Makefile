@@ -39,7 +39,7 @@ demo: setup
 	$(GPTOSS) rl configs/rl/tiny_retool.yaml --overwrite
 
 # One thread per process: the models are tiny and several tests start two processes. Two at a time, shared out by
-# tests/conftest.py. The time limit counts the wait for processors that both use. Where PYTHONDONTWRITEBYTECODE is set,
+# conftest.py. The time limit counts the wait for processors that both use. Where PYTHONDONTWRITEBYTECODE is set,
 # every process that a test starts would compile our modules anew.
 test: setup
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not gpu and not slurm and not slow and not browser" -n 2 \
@@ -53,7 +53,7 @@ test-slow: setup
 test-numerics: setup
 	PYTHONDONTWRITEBYTECODE= .venv/bin/python scripts/numeric_tests.py $(NUMERICS)
 
-# make test with GPTOSS_TEST_LOAD busy loops (tests/load.py); make test-busy BUSY_TESTS=tests runs them all.
+# make test with GPTOSS_TEST_LOAD busy loops (tests/support/load.py); make test-busy BUSY_TESTS=tests runs them all.
 test-busy: setup
 	GPTOSS_TEST_LOAD=$(BUSY_LOOPS) OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(BUSY_TESTS) \
 		-m "not gpu and not slurm and not slow and not browser" -n 2 --timeout=1200 --durations=10

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import settings
 
 import megatron_gptoss  # noqa: F401 (before any test imports Megatron: without a GPU it needs no compiler)
-from tests.frozen_heap import keep_frozen
-from tests.leftover_processes import (  # noqa: F401 (hooks of pytest)
+from tests.support.frozen_heap import keep_frozen
+from tests.support.leftover_processes import (  # noqa: F401 (hooks of pytest)
     pytest_configure,
     pytest_configure_node,
     pytest_sessionfinish,
     pytest_terminal_summary,
     pytest_testnodedown,
 )
-from tests.load import pytest_sessionstart, pytest_unconfigure  # noqa: F401 (hooks of pytest)
+from tests.support.load import pytest_sessionstart, pytest_unconfigure  # noqa: F401 (hooks of pytest)
 
 # Hypothesis would fail an example that takes 0.2 s, which on a busy machine any may.
 settings.register_profile("without deadlines", deadline=None)
@@ -29,7 +29,7 @@ START_RAY = {
     "tests/rl_loop/agents/test_training.py",
     "tests/rl_loop/algorithms/test_algorithms_guide.py",
     "tests/rl_loop/environments/test_environment_guide.py",
-    "tests/rl_loop/test_loop_benchmark.py",
+    "benchmarks/tests/test_loop.py",
     "tests/rl_loop/test_loop_on_ray.py",
     "tests/rl_loop/test_session.py",
     "tests/rl_loop/test_sft_on_conversations.py",
@@ -37,10 +37,10 @@ START_RAY = {
     "tests/rl_loop/engines/test_outside_backend.py",
     "tests/rl_loop/engines/test_sglang_sync.py",
     "tests/rl_loop/engines/test_sglang_sync_faults.py",
-    "tests/rl_loop/lifecycle/test_fault_campaign.py",
+    "tests/faults/test_fault_campaign.py",
     "tests/rl_loop/lifecycle/test_store_size.py",
     "tests/rl_loop/rollout/test_stored_routes.py",
-    "tests/rl_loop/trainer/test_data_plane_benchmark.py",
+    "benchmarks/tests/test_data_plane.py",
     "tests/rl_loop/trainer/test_shipment.py",
     "tests/test_forked_workers.py",
 }
@@ -52,7 +52,7 @@ LONGEST = [
     "tests/rl_loop/rollout/test_asynchronous_steps.py",
     "tests/rl_loop/rollout/test_pool_stream.py",
     "tests/megatron_gptoss/test_parallel_layouts.py",
-    "tests/rl_loop/rollout/test_concurrent_episodes.py",
+    "benchmarks/tests/test_concurrent_episodes.py",
     "tests/rl_loop/agents/test_programs.py",
     "tests/megatron_gptoss/test_routing_replay.py",
     "tests/rl_loop/certify/test_planted_faults.py",

@@ -1,7 +1,7 @@
 r"""What goes wrong in reinforcement learning of a mixture of experts with attention sinks, and
 what mends it, in small.
 
-    python benchmarks/ablations.py runs/tiny_retool_sft --steps 24 --seeds 0 1 2
+    python -m benchmarks.ablations runs/tiny_retool_sft --steps 24 --seeds 0 1 2
 
 Trains the demo's model from a supervised start under every VARIANT, one after the other or in
 ``--jobs`` processes, and draws reward, entropy, gradient norm, KL, the largest log-perplexity
@@ -10,16 +10,16 @@ OUT is not repeated.
 
 The sinks of that model begin at 0. For a start that leans on them, as GPT-OSS does:
 
-    python benchmarks/ablations.py runs/strong_sinks --write-initial 2
+    python -m benchmarks.ablations runs/strong_sinks --write-initial 2
     gptoss sft configs/sft/tiny_retool.yaml name=strong_sinks_sft initial_weights=runs/strong_sinks
-    python benchmarks/ablations.py runs/strong_sinks_sft --only sinks --steps 80 --out runs/ablations_strong_sinks \
+    python -m benchmarks.ablations runs/strong_sinks_sft --only sinks --steps 80 --out runs/ablations_strong_sinks \
         optimizer.lr=1e-4
 
 On a GPU, in bf16 and with our kernels, a model of GPT-OSS's shape: 32 experts of which 4 are
 active, heads of 64 channels, 8 to a kv head, sinks that begin at 2. Its start is trained first
 unless it is there:
 
-    python benchmarks/ablations.py runs/shaped --shaped --jobs 4 --out runs/ablations_shaped
+    python -m benchmarks.ablations runs/shaped --shaped --jobs 4 --out runs/ablations_shaped
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from in_process import LocalRollouts, local_loop, local_trainer
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 from converters.hf_directory import write_hf_directory
@@ -48,6 +47,7 @@ from rl_loop.engines.embedded.config import EmbeddedConfig
 from rl_loop.engines.embedded.engine import TransformersEngine
 from rl_loop.session import build_tasks, trainer_settings
 from rl_loop.tracking.run_directory import metric_curve, read_json_lines, read_training_steps
+from tests.support.in_process import LocalRollouts, local_loop, local_trainer
 
 NO_CORRECTION = ["algorithm.correction.weight=none"]
 SEQUENCE = ["algorithm.correction.weight=sequence_tis", "algorithm.correction.veto=1e-4"]

@@ -1,12 +1,12 @@
 """Training steps of adapters on a frozen base: speed, memory, and the share of the step in which
 weights are dequantised and merged. On one GPU, or on several with the experts shared out (--expert).
 
-    python benchmarks/adapter_step.py
-    python benchmarks/adapter_step.py --cases mxfp4 bf16 --recompute moe layernorm
-    python benchmarks/adapter_step.py --layers 4 --cases mxfp4 bf16 full
-    torchrun --nproc_per_node 2 benchmarks/adapter_step.py --expert 2 --layers 36 --experts 128 --cases mxfp4
-    python benchmarks/adapter_step.py products
-    python benchmarks/adapter_step.py --tiny            # on a CPU, to see that it runs
+    python -m benchmarks.adapter_step
+    python -m benchmarks.adapter_step --cases mxfp4 bf16 --recompute moe layernorm
+    python -m benchmarks.adapter_step --layers 4 --cases mxfp4 bf16 full
+    torchrun --nproc_per_node 2 -m benchmarks.adapter_step --expert 2 --layers 36 --experts 128 --cases mxfp4
+    python -m benchmarks.adapter_step products
+    python -m benchmarks.adapter_step --tiny            # on a CPU, to see that it runs
 
 Cases: ``mxfp4`` and ``bf16`` are adapters on such a base; ``full`` trains all parameters, for
 comparison on few layers. Weights are random, tokens uniform, routing what follows from them. Every
@@ -34,9 +34,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from random_adapters import draw_adapted_model
-from timing import reset_peak, synchronize
 
+from benchmarks.random_adapters import draw_adapted_model
+from benchmarks.timing import reset_peak, synchronize
 from gptoss_kernels import mxfp4
 from gptoss_kernels.adapter_merge import KERNEL_NAME
 from megatron_gptoss import distributed

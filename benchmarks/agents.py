@@ -1,6 +1,6 @@
 """What an agent of its own costs: the same episodes by the agent loop, and through the gateway.
 
-    PYTHONPATH=. python benchmarks/agents.py runs/tiny_clerk_sft       # after configs/sft/tiny_clerk.yaml
+    PYTHONPATH=. python -m benchmarks.agents runs/tiny_clerk_sft       # after configs/sft/tiny_clerk.yaml
 
 The clerk of examples/clerk_agent.py, a process that talks OpenAI's API, and beside it the same task as an environment
 of the agent loop. Both have one engine in this process with the weights of the run, and take turns, so that whatever
@@ -34,7 +34,6 @@ import psutil
 import typer
 from typer import Argument, Option
 
-from benchmarks.in_process import LocalRollouts
 from examples import clerk_agent
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
@@ -44,6 +43,7 @@ from rl_loop.environments import Environment, StepResult, Task
 from rl_loop.evaluation.evaluate import load_weights
 from rl_loop.harmony.codec import Tool
 from rl_loop.rollout.group_stream import GroupRequest
+from tests.support.in_process import LocalRollouts
 
 CONFIG = Path(__file__).parents[1] / "configs/rl/tiny_clerk.yaml"
 PARTS = {"rollout-engine": "engine", "rollouts": "event_loop"}

@@ -1,8 +1,8 @@
 """What rollouts that run ahead bring to real runs on CPUs: a tiny policy whose tools are slow.
 
     gptoss sft configs/sft/tiny_retool.yaml
-    python benchmarks/async_loop.py runs/tiny_retool_sft
-    python benchmarks/async_loop.py runs/tiny_retool_sft --staleness 0 1 2 4 --out async_loop.md
+    python -m benchmarks.async_loop runs/tiny_retool_sft
+    python -m benchmarks.async_loop runs/tiny_retool_sft --staleness 0 1 2 4 --out async_loop.md
 
 Every run is a ``gptoss rl`` of its own, with real processes for trainer and rollouts, from the same
 weights. Tool calls sleep for as long as is published, times --gaps (``slow_tools.py``). Runs of one

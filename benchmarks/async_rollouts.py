@@ -1,8 +1,8 @@
 """What rollouts that run ahead of training bring, on a virtual clock.
 
-    python benchmarks/async_rollouts.py                             # a table of all orders and k
-    python benchmarks/async_rollouts.py --out async.md --plot async.png
-    python benchmarks/async_rollouts.py --gaps 0.1 --rollouts 1     # quick tools, training as long as rollouts
+    python -m benchmarks.async_rollouts                             # a table of all orders and k
+    python -m benchmarks.async_rollouts --out async.md --plot async.png
+    python -m benchmarks.async_rollouts --gaps 0.1 --rollouts 1     # quick tools, training as long as rollouts
 
 Engines, tools and a trainer are simulated; which groups begin and which a step trains on is decided
 by ``rl_loop/rollout/admission.py``, as in the loop. Beside its two orders there is ``discard``, which

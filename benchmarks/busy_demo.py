@@ -1,8 +1,8 @@
 """How much longer the demo takes beside something else that uses the processor.
 
-    python benchmarks/busy_demo.py                      # the whole demo, alone and with one busy loop beside it
-    python benchmarks/busy_demo.py --share 0.1          # a tenth of its steps, in minutes
-    python benchmarks/busy_demo.py --loops 1 2 --repeat 3
+    python -m benchmarks.busy_demo                      # the whole demo, alone and with one busy loop beside it
+    python -m benchmarks.busy_demo --share 0.1          # a tenth of its steps, in minutes
+    python -m benchmarks.busy_demo --loops 1 2 --repeat 3
 
 Runs the two commands of ``make demo`` in a folder of their own, as often as asked, the loads in
 turn so that what else the machine does meets all of them alike. Prints seconds of each command,

@@ -53,7 +53,7 @@ from rl_loop.tasks.source import TaskSource
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "configs/rl/tiny_retool.yaml"
 SYNC_FAULT = "die /update_weights_from_disk:1"
-"""What the file of faults orders of a server (``tests/rl_loop/sglang_protocol.py``)."""
+"""What the file of faults orders of a server (``tests/support/rl_loop/sglang_protocol.py``)."""
 
 
 @dataclass(frozen=True)

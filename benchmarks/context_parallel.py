@@ -1,7 +1,7 @@
 """Context-parallel attention on several GPUs of one machine: correctness, time and memory of every
 scheme, in one run.
 
-    torchrun --nproc_per_node 4 benchmarks/context_parallel.py [--only SECTION ...] [--out FILE]
+    torchrun --nproc_per_node 4 -m benchmarks.context_parallel [--only SECTION ...] [--out FILE]
 
 One attention layer in GPT-OSS shapes (bf16, 64 query heads, 8 kv heads, head size 64, sinks),
 forward and backward, rows of 32,768 and 131,072 tokens: one sequence, and a mix of agent episodes.

@@ -1,8 +1,8 @@
 """How fast conversations are read, checked and rendered, and how much memory that takes.
 
-    python benchmarks/conversations.py                          # 100,000 conversations, two processes
-    python benchmarks/conversations.py --conversations 1000000
-    python benchmarks/conversations.py --history harmony --workers 1
+    python -m benchmarks.conversations                          # 100,000 conversations, two processes
+    python -m benchmarks.conversations --conversations 1000000
+    python -m benchmarks.conversations --history harmony --workers 1
 
 Synthetic conversations, all different: questions with one or two turns of the user, half of them with
 a tool that is described, called and answered, a third with thoughts. The stream is taken 64 samples

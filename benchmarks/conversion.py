@@ -1,8 +1,8 @@
 """Full-size conversion on a small machine: makes a synthetic MXFP4 checkpoint and times conversions.
 
-    python benchmarks/conversion.py make DIRECTORY [--layers 24] [--experts 32] [--vocabulary 201088]
-    python benchmarks/conversion.py measure HF_DIRECTORY MEGATRON_DIRECTORY
-    python benchmarks/conversion.py measure-export MEGATRON_DIRECTORY NEW_HF_DIRECTORY FORMAT
+    python -m benchmarks.conversion make DIRECTORY [--layers 24] [--experts 32] [--vocabulary 201088]
+    python -m benchmarks.conversion measure HF_DIRECTORY MEGATRON_DIRECTORY
+    python -m benchmarks.conversion measure-export MEGATRON_DIRECTORY NEW_HF_DIRECTORY FORMAT
         [--reference HF_DIRECTORY]
 
 ``measure`` drops the source from the page cache, writes 4 GB to the same disk as its own speed,

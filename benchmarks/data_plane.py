@@ -1,8 +1,8 @@
 """What a step's tokens cost on their way from the rollout workers to the trainer's ranks.
 
-    python benchmarks/data_plane.py                      # 512 x 32,768 and 1,024 x 8,192 tokens: ten minutes, 12 GB
-    python benchmarks/data_plane.py --scale 0.1          # a tenth of the episodes
-    python benchmarks/data_plane.py --shapes 512x32768 --layers 36 --ranks 64 --passes estimates
+    python -m benchmarks.data_plane                      # 512 x 32,768 and 1,024 x 8,192 tokens: ten minutes, 12 GB
+    python -m benchmarks.data_plane --scale 0.1          # a tenth of the episodes
+    python -m benchmarks.data_plane --shapes 512x32768 --layers 36 --ranks 64 --passes estimates
 
 Ray is real, and so is all code that handles tokens: rollout workers (one process) put groups of episodes and
 their routes into Ray's store; the driver makes samples and advantages of them and ships every data-parallel rank

@@ -1,5 +1,5 @@
 """Decoding and prefill with and without our settings of SGLang's mixture-of-experts kernel, and
-against what the GPU's memory allows: ``python benchmarks/sglang.py decode``.
+against what the GPU's memory allows: ``python -m benchmarks.sglang decode``.
 
 Two servers with the same random weights share one GPU, and rounds go to them in turn, so that a
 change of the clocks meets both: ``as_it_comes`` does not find our settings, ``tuned`` does. A round
@@ -52,9 +52,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from decoding_profile import StepProfile, profile_steps, profile_table, read_trace
-from server_log import step_seconds
-from servers_in_turn import (
+
+from benchmarks.decoding_profile import StepProfile, profile_steps, profile_table, read_trace
+from benchmarks.server_log import step_seconds
+from benchmarks.servers_in_turn import (
     Way,
     chosen_ways,
     emit,
@@ -64,9 +65,8 @@ from servers_in_turn import (
     send_random_weights,
     servers_until_the_end,
 )
-from sglang_servers import Variation, model_config, wait_until_healthy
-from timing import read_bandwidth
-
+from benchmarks.sglang_servers import Variation, model_config, wait_until_healthy
+from benchmarks.timing import read_bandwidth
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.engines.protocol import GenerateRequest, SamplingParams
 from rl_loop.engines.sglang.client import SglangClient

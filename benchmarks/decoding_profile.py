@@ -1,8 +1,8 @@
 """Where the GPU's time of one decoding step goes, from a trace of torch's profiler.
 
-``python benchmarks/sglang.py decode --profile`` takes the traces. To group those that it kept again:
+``python -m benchmarks.sglang decode --profile`` takes the traces. To group those that it kept again:
 
-    python benchmarks/decoding_profile.py bf16=TRACE.json.gz mxfp4=TRACE.json.gz
+    python -m benchmarks.decoding_profile bf16=TRACE.json.gz mxfp4=TRACE.json.gz
 
 A step lasts from the start of one CUDA graph to the start of the next. In it every microsecond is
 counted once: for the kernel that runs, if several do for the one that began first (the others wait

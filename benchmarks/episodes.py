@@ -1,8 +1,8 @@
 """Recorded episodes: what writing costs a step, and how fast the viewer answers over many.
 
-    python benchmarks/episodes.py write
-    python benchmarks/episodes.py view --episodes 100000
-    python benchmarks/episodes.py report --episodes 1000 --tokens 8192
+    python -m benchmarks.episodes write
+    python -m benchmarks.episodes view --episodes 100000
+    python -m benchmarks.episodes report --episodes 1000 --tokens 8192
 
 ``view`` serves the files by ``gptoss view`` in a process of its own and asks it as a browser does."""
 

@@ -1,7 +1,7 @@
 """How many more tokens than the mean the fullest expert-parallel rank gets, with random weights.
 
-    python benchmarks/expert_load.py
-    python benchmarks/expert_load.py --experts 128 --layers 36 --inner 64 --ranks 2 4
+    python -m benchmarks.expert_load
+    python -m benchmarks.expert_load --experts 128 --layers 36 --inner 64 --ranks 2 4
 
 One forward pass of a GPT-OSS of full width on the CPU, whose experts are narrowed to --inner values: the
 router sees hidden states of full width, and a product of the experts is the smallest part of its time.

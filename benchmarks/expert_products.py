@@ -1,8 +1,8 @@
 """Times the two products of a layer's MXFP4 experts in other shapes than servers run them.
 
-    python benchmarks/expert_products.py
-    python benchmarks/expert_products.py --requests 256 --products gate_up --rounds 25
-    python benchmarks/expert_products.py --compile-only
+    python -m benchmarks.expert_products
+    python -m benchmarks.expert_products --requests 256 --products gate_up --rounds 25
+    python -m benchmarks.expert_products --compile-only
 
 Runs in SGLang's Python environment, without a server: PYTHONPATH has this repository, ``kernels`` and
 the packages of SGLang (triton_kernels is one of them).
@@ -49,11 +49,12 @@ from typing import Any
 
 import torch
 import triton
-from hopper_driver import HopperDriver
-from register_hazards import inspect_kernel
-from timing import read_bandwidth, time_interleaved
 from torch import Tensor
 from triton.errors import TritonError
+
+from benchmarks.timing import read_bandwidth, time_interleaved
+from scripts.register_hazards import inspect_kernel
+from tests.support.rl_loop.engines.hopper_driver import HopperDriver
 
 PLUGIN = Path(__file__).resolve().parents[1] / "rl_loop/engines/sglang/plugin"
 if str(PLUGIN) not in sys.path:

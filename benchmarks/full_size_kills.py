@@ -10,7 +10,7 @@ follows. A run that goes on has healed. One that ends must have said why, unless
 victim, must leave no process, and is continued by ``--resume``. At the end every step was recorded
 once, and each of its episodes trained on once.
 
-The tiny faults of ``benchmarks/faults`` are many and compare losses bit for bit; here there are few,
+The tiny faults of ``tests/faults`` are many and compare losses bit for bit; here there are few,
 and what is shown is that sizes change nothing: seconds until the run has noticed, and until the next
 step. Prints a line for each victim, and writes all of them to ``--out``.
 """
@@ -28,15 +28,11 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.faults.course import Attempt
+from benchmarks import loop as reference_run
 from rl_loop.config.run import RlConfig
 from rl_loop.tracking.episode_reader import EpisodeReader
 from rl_loop.tracking.run_directory import RunDirectory, RunDirectoryError, read_json_lines
-
-# Programs of this directory import each other by their bare names, as they do when run as scripts.
-sys.path.append(str(Path(__file__).parent))
-
-import loop as reference_run
+from tests.faults.course import Attempt
 
 VICTIMS = {
     "server": "sglang.launch_server",

@@ -1,7 +1,7 @@
 """What the gateway adds to the time of a request.
 
-    python benchmarks/gateway.py                     # 64 sessions, turns that take the engine 500 ms
-    python benchmarks/gateway.py --dialect responses --stream
+    python -m benchmarks.gateway                     # 64 sessions, turns that take the engine 500 ms
+    python -m benchmarks.gateway --dialect responses --stream
 
 The engine is a clock: it answers every request after the same time with the same tokens and computes
 nothing, so all else is the gateway's: HTTP, JSON, matching the conversation, rendering what is new,

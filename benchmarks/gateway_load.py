@@ -32,7 +32,6 @@ import openai
 import psutil
 
 from benchmarks.gateway import ClockEngine
-from benchmarks.soak import BLOCKS, report, slopes
 from rl_loop.config.episode import EpisodeLimits
 from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, ModelShape, SamplingParams
@@ -40,6 +39,7 @@ from rl_loop.gateway.server import Gateway, GatewaySettings
 from rl_loop.gateway.session import Session, SessionSettings
 from rl_loop.harmony.codec import Harmony, ParsedMessage, PromptConfig
 from rl_loop.harmony.vocabulary import GptOssVocabulary
+from tests.faults.soak import BLOCKS, report, slopes
 
 WORD = re.compile(r"session-[0-9a-f]{32}")
 PADDING = "Explain how the third step follows from the second one, and what would break it. " * 10

@@ -1,6 +1,6 @@
 """What an interruption of running requests costs, by each of SGLang's three ways to pause.
 
-    python benchmarks/sglang.py --layers 24 interruptions --running 64 256 --tokens 512
+    python -m benchmarks.sglang --layers 24 interruptions --running 64 256 --tokens 512
 
 Requests with prompts of ``--prompt`` tokens sample ``--tokens`` each. Halfway the server is paused and
 goes on at once, so that nothing but the interruption is timed:

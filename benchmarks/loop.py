@@ -1,9 +1,9 @@
 """The reference run of a machine: the whole loop of reinforcement learning with random weights.
 
-    python benchmarks/loop.py configs/rl/gpt-oss-20b_1x4.yaml --gpus 4 --steps 5
-    python benchmarks/loop.py configs/rl/gpt-oss-20b_1x4.yaml --gpus 1 --layers 8 optimizer.lr=1e-6
-    python benchmarks/loop.py configs/rl/gpt-oss-20b_1x8.yaml --staleness 0 1 2 --steps 5 --seconds 570
-    python benchmarks/loop.py configs/rl/tiny_retool.yaml --turn-tokens 12 --steps 2
+    python -m benchmarks.loop configs/rl/gpt-oss-20b_1x4.yaml --gpus 4 --steps 5
+    python -m benchmarks.loop configs/rl/gpt-oss-20b_1x4.yaml --gpus 1 --layers 8 optimizer.lr=1e-6
+    python -m benchmarks.loop configs/rl/gpt-oss-20b_1x8.yaml --staleness 0 1 2 --steps 5 --seconds 570
+    python -m benchmarks.loop configs/rl/tiny_retool.yaml --turn-tokens 12 --steps 2
 
 What runs is the product's own session, as ``gptoss rl`` builds it from the configuration and the
 overrides: Ray, the trainer's ranks, the engines, rollout workers with the real sandbox, Harmony,
@@ -50,8 +50,7 @@ from statistics import mean, median
 from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Any
 
-from server_log import decode_speeds
-
+from benchmarks.server_log import decode_speeds
 from rl_loop.config.load import load_rl_config
 from rl_loop.config.run import RlConfig
 from rl_loop.lifecycle import start_checks
@@ -202,8 +201,8 @@ def read_config(options: argparse.Namespace, scratch: Path) -> RlConfig:
 def write_weights(config: RlConfig, turn_tokens: int) -> None:
     """Write the random policy as the directory that the configuration starts from."""
     import torch
-    from random_policy import next_tokens, policy_weights
 
+    from benchmarks.random_policy import next_tokens, policy_weights
     from converters.hf_directory import write_hf_directory
     from rl_loop.tasks.codec import codec_of
 

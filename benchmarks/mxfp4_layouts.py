@@ -1,6 +1,6 @@
 """Compares SGLang's layouts of MXFP4 experts with our plugin's on a GPU, and times both.
 
-Runs in the server's environment: ``python benchmarks/sglang.py layouts --quantization mxfp4``.
+Runs in the server's environment: ``python -m benchmarks.sglang layouts --quantization mxfp4``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Transformer Engine's attention with learnable softmax against ours, packed and unpacked, on a GPU.
 
-    python benchmarks/packed_attention.py --lengths 4096 4096
+    python -m benchmarks.packed_attention --lengths 4096 4096
 
 GPT-OSS's shapes in bf16: 64 query heads, 8 kv heads, head size 64. Prints which kernels Transformer
 Engine chose, with the cuDNN that is loaded, and a Markdown table: milliseconds of forward and
@@ -18,9 +18,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from chosen_attention import chosen_attention
-from timing import time_call
 
+from benchmarks.chosen_attention import chosen_attention
+from benchmarks.timing import time_call
 from gptoss_kernels.sink_attention import sink_attention
 
 HEADS, KV_HEADS, HEAD_SIZE = 64, 8, 64

@@ -1,7 +1,7 @@
 """How full and how even packed micro-batches are, on recorded lengths.
 
-    python benchmarks/packing.py                # measure
-    python benchmarks/packing.py --record       # write packing_lengths.json anew (a minute; needs the o200k vocabulary)
+    python -m benchmarks.packing                # measure
+    python -m benchmarks.packing --record       # write packing_lengths.json anew (a minute; needs the o200k vocabulary)
 
 ``packing_lengths.json`` holds, per distribution, tokens of a sequence -> how many there are, as
 o200k counts them:

@@ -1,7 +1,7 @@
-"""Sampled tokens per second under a load like a rollout's: ``python benchmarks/sglang.py rollouts``.
+"""Sampled tokens per second under a load like a rollout's: ``python -m benchmarks.sglang rollouts``.
 
-    python benchmarks/sglang.py --layers 24 rollouts --running 64 --rounds 3
-    python benchmarks/sglang.py --layers 24 rollouts --quantization mxfp4 --ways tuned prefill_graphs gathered_8
+    python -m benchmarks.sglang --layers 24 rollouts --running 64 --rounds 3
+    python -m benchmarks.sglang --layers 24 rollouts --quantization mxfp4 --ways tuned prefill_graphs gathered_8
 
 ``--running`` episodes go on at a time. A turn samples ``--tokens`` tokens on average (geometric), a
 tool takes a while (exponential) and answers with a few, and after eight turns a new episode with a new
@@ -31,7 +31,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from servers_in_turn import (
+from benchmarks.servers_in_turn import (
     Way,
     chosen_ways,
     emit,
@@ -40,8 +40,7 @@ from servers_in_turn import (
     send_random_weights,
     servers_until_the_end,
 )
-from sglang_servers import Variation, model_config, wait_until_healthy
-
+from benchmarks.sglang_servers import Variation, model_config, wait_until_healthy
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.engines.protocol import GenerateRequest, SamplingParams
 from rl_loop.engines.sglang.config import prefill_graph_options

@@ -1,4 +1,4 @@
-"""Executions per second of the warm sandbox: ``python benchmarks/sandbox.py`` prints them as
+"""Executions per second of the warm sandbox: ``python -m benchmarks.sandbox`` prints them as
 JSON."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Measures what an SGLang server holds of a GPU that it shares, awake and asleep.
 
-    python benchmarks/server_memory.py --memory-fraction 0.5 --max-running-requests 256 128
-    python benchmarks/server_memory.py --memory-fraction 0.5 --as-it-comes
+    python -m benchmarks.server_memory --memory-fraction 0.5 --max-running-requests 256 128
+    python -m benchmarks.server_memory --memory-fraction 0.5 --as-it-comes
 
 One server of GPT-OSS-20B's size per value of ``--max-running-requests``, with random weights that
 this process sends it by CUDA IPC, as a trainer rank on the same GPU does. Prints one JSON object
@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sglang_servers import model_config
 
+from benchmarks.sglang_servers import model_config
 from converters.names import hf_shapes
 from rl_loop.engines.backend import SyncFailed
 from rl_loop.engines.protocol import GenerateRequest, SamplingParams

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sglang_servers import (
+
+from benchmarks.sglang_servers import (
     Variation,
     free_gpu_memory,
     make_engine,
@@ -25,7 +26,6 @@ from sglang_servers import (
     server_settings,
     whole_gpu_memory,
 )
-
 from converters.mxfp4_tensors import pack_experts, rounded_to_mxfp4
 from converters.names import hf_shapes
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig

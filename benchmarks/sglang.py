@@ -1,14 +1,14 @@
 """Measures SGLang as the rollout engine on GPUs against the trainer.
 
-    python benchmarks/sglang.py --layers 4 gap turns deterministic --attention fa3 triton
-    python benchmarks/sglang.py --layers 24 sync --server-gpu 1 --transport nccl
-    python benchmarks/sglang.py --layers 8 sync --transport cuda_ipc
-    python benchmarks/sglang.py --layers 24 decode
-    python benchmarks/sglang.py --layers 12 decode --quantization mxfp4 --profile
-    python benchmarks/sglang.py --layers 24 layouts sync faults sleep --quantization mxfp4
-    python benchmarks/sglang.py --layers 24 sync --server-tensor-parallel 2 --expert-parallel 2
-    python benchmarks/sglang.py --layers 24 interruptions --running 64 256 --tokens 512 --rounds 3
-    python benchmarks/sglang.py --layers 24 rollouts --running 64 --tokens 190 --rounds 3
+    python -m benchmarks.sglang --layers 4 gap turns deterministic --attention fa3 triton
+    python -m benchmarks.sglang --layers 24 sync --server-gpu 1 --transport nccl
+    python -m benchmarks.sglang --layers 8 sync --transport cuda_ipc
+    python -m benchmarks.sglang --layers 24 decode
+    python -m benchmarks.sglang --layers 12 decode --quantization mxfp4 --profile
+    python -m benchmarks.sglang --layers 24 layouts sync faults sleep --quantization mxfp4
+    python -m benchmarks.sglang --layers 24 sync --server-tensor-parallel 2 --expert-parallel 2
+    python -m benchmarks.sglang --layers 24 interruptions --running 64 256 --tokens 512 --rounds 3
+    python -m benchmarks.sglang --layers 24 rollouts --running 64 --tokens 190 --rounds 3
 
 ``--quantization mxfp4``: trainer and server have MXFP4 experts. ``decode`` is described in
 ``decoding.py``, ``rollouts`` in ``rollout_load.py``, ``interruptions`` in ``interruptions.py``. The
@@ -39,10 +39,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from decoding import measure_decoding
-from interruptions import Load, measure_interruptions
-from rollout_load import measure_rollouts
-from sglang_servers import (
+
+from benchmarks.decoding import measure_decoding
+from benchmarks.interruptions import Load, measure_interruptions
+from benchmarks.rollout_load import measure_rollouts
+from benchmarks.sglang_servers import (
     make_engine,
     make_server,
     model_config,
@@ -50,8 +51,7 @@ from sglang_servers import (
     used_gpu_memory,
     wait_until_healthy,
 )
-from sglang_trainer import RandomTrainer
-
+from benchmarks.sglang_trainer import RandomTrainer
 from converters.hf_directory import write_hf_directory
 from megatron_gptoss.packing import pack
 from megatron_gptoss.routing_replay import RoutingReplay

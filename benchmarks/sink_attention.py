@@ -1,7 +1,7 @@
 """Sink attention on one GPU: every available backend on the same inputs, forward and backward, in
 one run.
 
-    python benchmarks/sink_attention.py [--out result.json] [--only window|full] [--equal]
+    python -m benchmarks.sink_attention [--out result.json] [--only window|full] [--equal]
 
 GPT-OSS shapes in bf16 (64 query heads, 8 kv heads, head size 64), 32,768 tokens: one sequence,
 eight of 4,096, and a mix of short ones. ``floor`` is the time to read every input and write every
@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from plain_flash4 import flash4_kernels
-from timing import time_interleaved
 
+from benchmarks.timing import time_interleaved
 from gptoss_kernels.sink_attention import flash, sink_attention
 from gptoss_kernels.sink_attention.autograd import SinkAttention
 from gptoss_kernels.sink_attention.dispatch import (
@@ -31,6 +30,7 @@ from gptoss_kernels.sink_attention.dispatch import (
 )
 from gptoss_kernels.sink_attention.layout import Segments
 from gptoss_kernels.sink_attention.validation import check_arguments
+from tests.support.kernels.plain_flash4 import flash4_kernels
 
 HEADS, KV_HEADS, HEAD_SIZE, TOKENS = 64, 8, 64, 32768
 

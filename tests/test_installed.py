@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.waiting import PATIENCE_SECONDS
+from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("kernels", "megatron_gptoss", "converters", "rl_loop", "launch", "configs")

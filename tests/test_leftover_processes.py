@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.leftover_processes import RUN
-from tests.waiting import wait_until
+from tests.support.leftover_processes import RUN
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
 
@@ -43,7 +43,7 @@ def start_suite(folder: Path, code: str, *options: str) -> subprocess.Popen[str]
             "-m",
             "pytest",
             "-p",
-            "tests.leftover_processes",
+            "tests.support.leftover_processes",
             *options,
             "test_inner.py",
         ],

@@ -23,7 +23,7 @@ from rl_loop.cluster.placement import free_port
 from rl_loop.cluster.tokens import NotPrivate, private_directory, write_token
 from rl_loop.config.load import load_rl_config
 from rl_loop.tracking.run_directory import RunDirectory, read_json_lines
-from tests.open_doors import (
+from tests.support.open_doors import (
     ATTACKER,
     doors,
     findings,
@@ -283,7 +283,7 @@ def test_store_of_a_group_listens_on_one_address() -> None:
 
 def test_single_rank_opens_no_port(tmp_path: Path) -> None:
     program = f"""
-from tests.open_doors import doors
+from tests.support.open_doors import doors
 import psutil
 from megatron_gptoss import distributed
 from megatron_gptoss.config import ParallelConfig

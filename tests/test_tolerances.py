@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tolerances import (
+from tests.support.tolerances import (
     assert_same_course,
     assert_within,
     attention_error,

@@ -18,7 +18,7 @@ from rl_loop.environments import RewardConfig, Task
 from rl_loop.sandbox import ExecutionResult
 from rl_loop.session import build_tasks
 
-CONFIG = Path(__file__).parents[3] / "configs/rl/tiny_retool.yaml"
+CONFIG = Path(__file__).parents[2] / "configs/rl/tiny_retool.yaml"
 
 
 def make_workload(directory: Path) -> Workload:

@@ -20,12 +20,16 @@ from benchmarks.async_rollouts import (
     EpisodePlan,
     Outcome,
     Row,
+    Simulation,
     TaskLengths,
     Workload,
     compare,
+    control_for,
     plan_group,
     quantile,
+    training_speed,
 )
+from launch.rollout_plan import RunAheadPrediction
 
 SMALL = Workload(groups_per_step=8, samples=4, steps=24)
 EXACT = Costs(
@@ -179,3 +183,27 @@ def test_the_command_prints_its_table_and_draws(
     assert len(lines) == 2 + 2 * 3
     assert (tmp_path / "t.md").read_text().splitlines() == lines
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_planned_step_seconds_match_the_simulated_loop() -> None:
+    workload, costs = Workload(steps=40), Costs(rollouts_over_training=2.0)
+    speed = training_speed(workload, costs)
+
+    def simulate(staleness: int) -> Simulation:
+        return Simulation(workload, costs, control_for("in_order", staleness, workload))
+
+    turns = simulate(0)
+    outcome = turns.run(speed)
+    prediction = RunAheadPrediction(
+        training=outcome.training_seconds / workload.steps,
+        engines=0.0,  # idle for the most part
+        longest_episode=turns.mean_rollout_seconds,
+        tokens_per_gpu=0.0,  # not looked at
+    )
+    errors = []
+    for staleness in (0, 1, 2, 4, 8):
+        simulated = simulate(staleness).run(speed).seconds / workload.steps
+        errors.append(prediction.step_seconds(staleness) / simulated - 1)
+    assert max(errors) < 0.03, "no loop is faster than what bounds it"
+    assert min(errors) > -0.25
+    assert abs(mean(errors)) < 0.15

@@ -12,7 +12,7 @@ from benchmarks.concurrent_episodes import Ledger, Load, Outcome, configuration,
 from benchmarks.slow_tools import calls_of
 from rl_loop.data.trajectory import InvalidReason, Trajectory, TrajectoryGroup, WeightVersionSpan
 from rl_loop.session import build_tasks
-from tests.forked_workers import local_ray
+from tests.support.forked_workers import local_ray
 
 LOAD = Load(
     tasks=8,

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 TOKENS = 16 * 8192
 
 
 @pytest.fixture(scope="module")
 def cases() -> dict[tuple[int, str], dict[str, Any]]:
     """The benchmark's lines, by layers of routes and passes."""
-    program = [sys.executable, "benchmarks/data_plane.py", "--shapes", "16x8192", "--ranks", "2"]
+    program = [sys.executable, "-m", "benchmarks.data_plane", "--shapes", "16x8192", "--ranks", "2"]
     done = subprocess.run(
         [*program, "--layers", "0", "36", "--rounds", "1"],
         cwd=ROOT,

@@ -20,7 +20,7 @@ from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.gpu_memory import CONTEXT_BYTES, WORKING_BYTES
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 SIZES = {
     "num_experts": 4,
     "experts_per_token": 2,
@@ -36,13 +36,12 @@ SIZES = {
 
 @pytest.fixture
 def decoding(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("decoding")
+    return importlib.import_module("benchmarks.decoding")
 
 
 def test_both_servers_are_measured_in_turn_and_only_one_gets_our_settings(tmp_path: Path) -> None:
-    stub = f"{ROOT / 'tests/rl_loop/sglang_process'}:{ROOT}:{ROOT / 'kernels'}"
-    program = [sys.executable, "benchmarks/sglang.py", "decode", "--device", "cpu", "--tiny"]
+    stub = f"{ROOT / 'tests/support/rl_loop/sglang_process'}:{ROOT}:{ROOT / 'kernels'}"
+    program = [sys.executable, "-m", "benchmarks.sglang", "decode", "--device", "cpu", "--tiny"]
     program += ["--layers", "2", "--transport", "gloo", "--attention", "intel_amx"]
     program += ["--pythonpath", stub, "--running", "1", "3", "--prompt", "20", "--tokens", "8"]
     program += ["--rounds", "2", "--log", str(tmp_path / "log"), "--out", str(tmp_path / "table")]
@@ -148,7 +147,7 @@ def server_options(**others: object) -> argparse.Namespace:
 def test_a_server_gets_its_share_of_its_own_gpu_and_not_of_the_trainer_s(
     decoding: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    servers = importlib.import_module("sglang_servers")
+    servers = importlib.import_module("benchmarks.sglang_servers")
     # The trainer has taken nearly all of GPU 0.
     program = tmp_path / "bin/nvidia-smi"
     program.parent.mkdir()
@@ -177,7 +176,7 @@ def test_every_way_but_bf16_packs_experts_and_mends_can_be_withheld(
 ) -> None:
     # As on GPUs, of which there are none here.
     monkeypatch.setattr(SglangConfig, "_is_on_cpus", property(lambda self: False))
-    servers = importlib.import_module("sglang_servers")
+    servers = importlib.import_module("benchmarks.sglang_servers")
     options = server_options(
         quantization="mxfp4",
         ways=list(decoding.QUANTIZED_WAYS),

@@ -1,5 +1,5 @@
 """What a decoding step's time goes to is read from a trace with the structure of real ones
-(tests/rl_loop/decoding_trace.py)."""
+(tests/support/rl_loop/decoding_trace.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from rl_loop.engines.sglang.config import PLUGIN
 from rl_loop.engines.sglang.engine import SglangEngine
 from rl_loop.engines.sglang.server import ServerState, ServerStatus
-from tests.rl_loop.decoding_trace import (
+from tests.support.rl_loop.decoding_trace import (
     COPY,
     ELEMENTWISE,
     PROJECTION,
@@ -22,15 +22,14 @@ from tests.rl_loop.decoding_trace import (
     runtime_event,
     write_trace,
 )
-from tests.rl_loop.sglang_protocol import EXPERTS, LAYERS, TOP_K, VOCAB, LocalServer
+from tests.support.rl_loop.sglang_protocol import EXPERTS, LAYERS, TOP_K, VOCAB, LocalServer
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def profile(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("decoding_profile")
+    return importlib.import_module("benchmarks.decoding_profile")
 
 
 def test_every_microsecond_of_a_step_is_counted_once(profile: ModuleType, tmp_path: Path) -> None:
@@ -175,7 +174,7 @@ def test_the_table_has_both_servers_side_by_side_and_lists_unknown_kernels(
 def test_a_trace_is_refused_if_requests_ended_before_it(
     profile: ModuleType, tmp_path: Path
 ) -> None:
-    decoding = importlib.import_module("decoding")
+    decoding = importlib.import_module("benchmarks.decoding")
     asyncio.run(_take_two_traces(decoding, profile, tmp_path))
 
 

@@ -15,8 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("expert_load")
+    return importlib.import_module("benchmarks.expert_load")
 
 
 def test_the_fullest_rank_of_a_layer_and_of_all_layers(benchmark: ModuleType) -> None:
@@ -31,7 +30,7 @@ def test_the_fullest_rank_of_a_layer_and_of_all_layers(benchmark: ModuleType) ->
 
 
 def test_a_model_is_counted_and_stands_beside_the_account() -> None:
-    program = [sys.executable, "benchmarks/expert_load.py", "--layers", "2", "--experts", "8"]
+    program = [sys.executable, "-m", "benchmarks.expert_load", "--layers", "2", "--experts", "8"]
     program += ["--inner", "32", "--sequences", "2", "--length", "48", "--ranks", "1", "4"]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

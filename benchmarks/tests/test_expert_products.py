@@ -17,7 +17,7 @@ from triton.errors import TritonError
 
 from rl_loop.engines.sglang.config import PLUGIN
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 SASS = """
  Function kernel:
   REG:{registers} STACK:{stack} SHARED:0 LOCAL:0
@@ -36,9 +36,8 @@ SASS = """
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.syspath_prepend(str(PLUGIN))
-    return importlib.import_module("expert_products")
+    return importlib.import_module("benchmarks.expert_products")
 
 
 @dataclass

@@ -14,17 +14,16 @@ from aiohttp import web
 from rl_loop.engines.sglang.client import SglangClient
 from rl_loop.engines.sglang.engine import SglangEngine
 from rl_loop.engines.sglang.server import ServerState, ServerStatus
-from tests.rl_loop.sglang_protocol import EXPERTS, LAYERS, TOP_K, VOCAB, LocalServer
+from tests.support.rl_loop.sglang_protocol import EXPERTS, LAYERS, TOP_K, VOCAB, LocalServer
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 REQUESTS = 4
 TOKENS = 40
 
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("interruptions")
+    return importlib.import_module("benchmarks.interruptions")
 
 
 class WatchedServer(LocalServer):

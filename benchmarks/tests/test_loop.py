@@ -26,7 +26,7 @@ from rl_loop.config.run import RlConfig
 from rl_loop.harmony.codec import Harmony, ParsedMessage
 from rl_loop.session import codec_settings
 from rl_loop.tasks.codec import codec_of
-from tests.rl_loop.sglang_protocol import LocalServer
+from tests.support.rl_loop.sglang_protocol import LocalServer
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs/rl/tiny_retool.yaml"
@@ -45,8 +45,7 @@ TEXT = "12+34-5*6/8"
 
 @pytest.fixture
 def random_policy(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("random_policy")
+    return importlib.import_module("benchmarks.random_policy")
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +66,11 @@ def policy(random_policy: ModuleType, harmony: Harmony) -> Any:
 
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("loop")
+    return importlib.import_module("benchmarks.loop")
 
 
 def loop_policy() -> ModuleType:
-    return importlib.import_module("random_policy")
+    return importlib.import_module("benchmarks.random_policy")
 
 
 def scripted_engine(config: RlConfig, servers: int) -> dict[str, Any]:
@@ -80,7 +78,7 @@ def scripted_engine(config: RlConfig, servers: int) -> dict[str, Any]:
     call = ParsedMessage("analysis", "python", "code", "print(7)")
     says = codec_of(codec_settings(config)).render_assistant([call], "<|call|>")
     environment = {
-        "PYTHONPATH": f"{ROOT / 'tests/rl_loop/sglang_process'}:{ROOT}:{ROOT / 'kernels'}",
+        "PYTHONPATH": f"{ROOT / 'tests/support/rl_loop/sglang_process'}:{ROOT}:{ROOT / 'kernels'}",
         "OMP_NUM_THREADS": "1",
         "SAYS": json.dumps(says),
         "TOKEN_SECONDS": "0.02",
@@ -284,7 +282,7 @@ def test_values_of_staleness_run_after_one_start_of_trainer_and_servers(tmp_path
     path = tmp_path / "servers.yaml"
     path.write_text(yaml.safe_dump(config))
     out = tmp_path / "loop.md"
-    program = [sys.executable, "benchmarks/loop.py", str(path), *SCRIPTED_MODEL, "--steps", "3"]
+    program = [sys.executable, "-m", "benchmarks.loop", str(path), *SCRIPTED_MODEL, "--steps", "3"]
     program += ["--turn-tokens", str(TURN_TOKENS), "--out", str(out), "--staleness", "0", "2"]
     environment = {**os.environ, "RAY_memory_monitor_refresh_ms": "0", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -313,7 +311,8 @@ def test_the_whole_loop_runs_and_its_table_adds_up(tmp_path: Path) -> None:
     scratch = tmp_path / "not" / "there yet"
     program = [
         sys.executable,
-        "benchmarks/loop.py",
+        "-m",
+        "benchmarks.loop",
         str(TINY),
         "--steps",
         "2",
@@ -345,7 +344,7 @@ def test_the_whole_loop_runs_and_its_table_adds_up(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_loop_without_time_for_a_second_step_shows_its_first(tmp_path: Path) -> None:
     out = tmp_path / "loop.md"
-    program = [sys.executable, "benchmarks/loop.py", str(TINY), "--steps", "9", "--seconds", "1"]
+    program = [sys.executable, "-m", "benchmarks.loop", str(TINY), "--steps", "9", "--seconds", "1"]
     program += ["--turn-tokens", str(TURN_TOKENS), "--out", str(out)]
     program += ["rollout.workers=1", "rollout.tasks_per_step=4", "rollout.samples_per_task=4"]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)

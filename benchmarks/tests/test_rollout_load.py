@@ -16,18 +16,17 @@ import pytest
 
 from rl_loop.engines.protocol import GenerateRequest
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def rollout_load(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("rollout_load")
+    return importlib.import_module("benchmarks.rollout_load")
 
 
 def test_servers_are_measured_in_turn(tmp_path: Path) -> None:
-    stub = f"{ROOT / 'tests/rl_loop/sglang_process'}:{ROOT}:{ROOT / 'kernels'}"
-    program = [sys.executable, "benchmarks/sglang.py", "rollouts", "--device", "cpu", "--tiny"]
+    stub = f"{ROOT / 'tests/support/rl_loop/sglang_process'}:{ROOT}:{ROOT / 'kernels'}"
+    program = [sys.executable, "-m", "benchmarks.sglang", "rollouts", "--device", "cpu", "--tiny"]
     program += ["--layers", "2", "--transport", "gloo", "--attention", "intel_amx"]
     program += ["--pythonpath", stub, "--running", "3", "--prompt", "20", "--tokens", "8"]
     program += ["--rounds", "2", "--seconds", "0.5", "--out", str(tmp_path / "table")]

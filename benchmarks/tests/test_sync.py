@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.waiting import PATIENCE_SECONDS
+from tests.support.waiting import PATIENCE_SECONDS
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 PARAMETERS = 33
 """That a rank of the server tells checksums of: 3 outside the layers and 15 in each."""
 
@@ -17,8 +17,8 @@ PARAMETERS = 33
 def test_all_ranks_of_a_server_get_what_two_trainer_ranks_hold_also_after_faults(
     tmp_path: Path,
 ) -> None:
-    stub = f"{ROOT / 'tests/rl_loop/sglang_process'}:{ROOT}:{ROOT / 'kernels'}"
-    program = [sys.executable, "benchmarks/sglang.py", "sync", "faults", "--device", "cpu"]
+    stub = f"{ROOT / 'tests/support/rl_loop/sglang_process'}:{ROOT}:{ROOT / 'kernels'}"
+    program = [sys.executable, "-m", "benchmarks.sglang", "sync", "faults", "--device", "cpu"]
     program += ["--tiny", "--layers", "2", "--quantization", "mxfp4"]
     program += ["--transport", "shared_memory", "--bucket-mib", "1"]
     program += ["--server-tensor-parallel", "2", "--expert-parallel", "2"]

@@ -20,8 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def train(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    module = importlib.import_module("train")
+    module = importlib.import_module("benchmarks.train")
     monkeypatch.setattr(module.dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 7_500_000_000)
     return module
@@ -100,8 +99,7 @@ def test_all_to_all_is_timed_apart_from_other_communication(
 def test_a_tiny_step_says_what_share_the_experts_exchange_has_and_what_is_predicted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    train = importlib.import_module("train")
+    train = importlib.import_module("benchmarks.train")
     out = tmp_path / "step.jsonl"
     arguments = "step --tiny --layers 2 --experts 4 --length 24 --sequences 2 --steps 3"
     monkeypatch.setattr("sys.argv", ["train.py", *arguments.split(), "--out", str(out)])

@@ -16,7 +16,7 @@
 //                 intrinsics keep the compiler from fusing them.
 //
 // It is C as well: the tests compile it for the host, where every thread is a call
-// (tests/kernels/cuda_on_host.h), and compare all bits with torch's.
+// (tests/support/kernels/cuda_on_host.h), and compare all bits with torch's.
 //
 // Macros: PACKED is 1 for a base in MXFP4, 0 for bf16. ROWS: rows of a thread.
 #ifndef KERNEL

@@ -9,7 +9,7 @@ import torch
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from converters import torch_dist
-from tests.converters.models import TINY, save_hf, tiny_weights
+from tests.support.converters.models import TINY, save_hf, tiny_weights
 
 
 @pytest.fixture(scope="session")

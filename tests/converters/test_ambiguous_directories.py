@@ -17,9 +17,9 @@ from converters.hf_directory import HfDirectory, write_hf_directory
 from converters.torch_dist import export_checkpoint, import_checkpoint
 from rl_loop.config.errors import CannotStart
 from rl_loop.lifecycle.weight_checks import check_weights
-from tests.converters.models import TINY, save_hf
-from tests.converters.test_dense import save_dense
-from tests.megatron_gptoss.dense_reference import MODELS, dense_weights
+from tests.support.converters.dense_models import save_dense
+from tests.support.converters.models import TINY, save_hf
+from tests.support.megatron_gptoss.dense_reference import MODELS, dense_weights
 
 Weights = dict[str, torch.Tensor]
 NORM = "model.norm.weight"

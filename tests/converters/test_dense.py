@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -21,34 +21,15 @@ from converters.names import global_name, hf_shapes, hf_tensors, parameter_mappi
 from converters.torch_dist import export_checkpoint, import_checkpoint
 from converters.verify import verify
 from launch.cli import app
-from megatron_gptoss.families.dense.config import DenseModelConfig
 from megatron_gptoss.families.registry import read_hf_config
-from tests.megatron_gptoss.dense_reference import (
+from tests.support.converters.dense_models import Weights, save_dense
+from tests.support.megatron_gptoss.dense_reference import (
     LLAMA,
     MODELS,
     QWEN2,
     dense_hf_model,
     dense_weights,
 )
-
-Weights = dict[str, torch.Tensor]
-
-
-def save_dense(
-    directory: Path,
-    config: DenseModelConfig,
-    weights: Weights | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Path:
-    """Write a directory with safetensors itself."""
-    directory.mkdir()
-    tensors = weights or dense_weights(config)
-    save_file(
-        {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()},
-        directory / "model.safetensors",
-    )
-    (directory / "config.json").write_text(json.dumps(config.to_hf_config()))
-    return directory
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,8 +27,8 @@ from converters.reports import MergeReport
 from converters.torch_dist import export_checkpoint, import_checkpoint
 from converters.verify import verify
 from launch.cli import app
-from tests.converters.models import TINY, save_hf
-from tests.converters.peft_adapters import PREFIX, write_adapter
+from tests.support.converters.models import TINY, save_hf
+from tests.support.converters.peft_adapters import PREFIX, write_adapter
 
 Weights = dict[str, torch.Tensor]
 GATE_UP = "model.layers.{}.mlp.experts.gate_up_proj"

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,21 +13,11 @@ from transformers import GptOssForCausalLM
 from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory, write_hf_directory
 from converters.model_extras import read_extras
-from tests.converters.models import TINY, save_hf
+from tests.support.converters.file_limits import files_limited_to
+from tests.support.converters.models import TINY, save_hf
 
 Weights = dict[str, torch.Tensor]
 NORM = "model.norm.weight"
-
-
-@contextmanager
-def files_limited_to(size: int) -> Iterator[None]:
-    """A disk that is full after ``size`` bytes, as far as a process can tell."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def sharded(directory: Path, weights: Weights) -> Path:

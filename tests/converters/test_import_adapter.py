@@ -29,9 +29,9 @@ from megatron_gptoss.checkpoint.state import load_model_state, model_state
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.layers.adapters import initialize_adapters, named_adapters
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.distributed import free_port
-from tests.megatron_gptoss.adapted import ADAPTER, MODEL, adapted_model, base_weights
-from tests.megatron_gptoss.reference import save_checkpoint
+from tests.support.distributed import free_port
+from tests.support.megatron_gptoss.adapted import ADAPTER, MODEL, adapted_model, base_weights
+from tests.support.megatron_gptoss.reference import save_checkpoint
 
 
 @pytest.fixture(scope="module", autouse=True)

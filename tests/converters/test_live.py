@@ -18,8 +18,9 @@ from converters.random_weights import random_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.model import build_model
-from tests.converters.models import TINY, tiny_weights
-from tests.distributed import free_port, run_distributed
+from tests.support.converters.live import OutOfMemory, break_gathering
+from tests.support.converters.models import TINY, tiny_weights
+from tests.support.distributed import free_port, run_distributed
 
 Weights = dict[str, torch.Tensor]
 TWO = {
@@ -201,34 +202,6 @@ def test_a_rank_sends_nothing_before_the_receiver_asks_for_it() -> None:
     asked, sent = run_distributed(send_in_pace, 2, free_port())
     assert len(asked) == len(sent) >= TINY.num_layers
     assert all(first <= then for first, then in zip(asked, sent, strict=True))
-
-
-class OutOfMemory(RuntimeError):
-    """As torch raises it."""
-
-
-def break_gathering(gathering: WeightGathering, fault: str) -> None:
-    """Let the next gathering fail on this rank, in one of the places where memory is needed."""
-    calls = 0
-
-    def fail(original: Any, at: int) -> Any:
-        def call(*arguments: Any, **options: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == at:
-                raise OutOfMemory(f"CUDA out of memory in {fault}")
-            return original(*arguments, **options)
-
-        return call
-
-    if fault == "buffer":
-        gathering.plan = fail(gathering.plan, 1)  # type: ignore[method-assign]
-    elif fault.startswith("read"):
-        local = gathering.local
-        local.read = fail(local.read, int(fault[4:]))  # type: ignore[method-assign]
-    elif fault.startswith("stack"):
-        local = gathering.local
-        local.read_stack = fail(local.read_stack, int(fault[5:]))  # type: ignore[method-assign]
 
 
 def gather_with_faults(rank: int, world_size: int, port: int, faults: list[Any]) -> list[Any]:

@@ -28,9 +28,9 @@ from megatron_gptoss.checkpoint.checksums import CHECKSUMS_FILE
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.config.hf_config import MERGED_KEY
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.distributed import free_port
-from tests.megatron_gptoss.adapted import ADAPTER, MODEL, adapted_model, base_weights
-from tests.megatron_gptoss.reference import save_checkpoint
+from tests.support.distributed import free_port
+from tests.support.megatron_gptoss.adapted import ADAPTER, MODEL, adapted_model, base_weights
+from tests.support.megatron_gptoss.reference import save_checkpoint
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -20,8 +20,8 @@ from converters.errors import ConversionError
 from converters.merge_adapter import merge_adapter
 from converters.model_extras import is_tokenizer_file, read_extras
 from converters.torch_dist import export_checkpoint, import_checkpoint
-from tests.converters.models import TINY
-from tests.converters.peft_adapters import write_adapter
+from tests.support.converters.models import TINY
+from tests.support.converters.peft_adapters import write_adapter
 
 TEXT = "hello low world"
 WAYS = ["export", "export with reference", "merge"]

@@ -24,7 +24,7 @@ from converters import names, torch_dist
 from converters.errors import ConversionError
 from converters.families.gpt_oss.table import _transpose
 from converters.hf_directory import ExpertStack, HfDirectory, written_shapes
-from converters.hf_layouts import QUANTIZATION_CONFIG, openai_name
+from converters.hf_layouts import openai_name
 from converters.live import export_hf_weights, load_hf_weights
 from converters.mapping import same, single_part
 from converters.megatron_checkpoint import MegatronCheckpoint
@@ -36,44 +36,12 @@ from megatron_gptoss import distributed
 from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.model import build_model
-from tests.converters.models import TINY
-from tests.distributed import free_port, run_distributed
+from tests.support.converters.models import TINY
+from tests.support.converters.quantized_models import DOWN, MODEL, Weights, quantized_weights, save
+from tests.support.distributed import free_port, run_distributed
 
-Weights = dict[str, torch.Tensor]
-MODEL = TINY.model_copy(update={"hidden_size": 64, "intermediate_size": 32, "num_experts": 3})
 SQUARE = MODEL.model_copy(update={"intermediate_size": 64})
-DOWN = "model.layers.1.mlp.experts.down_proj"
 EXPERT_MATRICES = ("gate_up_proj", "down_proj")
-
-
-def quantized_weights(
-    config: GptOssModelConfig, seed: int = 0, scales: tuple[int, int] = (110, 124)
-) -> Weights:
-    generator = torch.Generator().manual_seed(seed)
-    weights = {}
-    for name, shape in written_shapes(config, quantized=True).items():
-        if name.endswith("_blocks"):
-            weights[name] = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-            weights[name].view(-1, 16)[0] = 0
-            for code in range(
-                7
-            ):  # blocks that peak at this code, which a fresh choice of scale would not reproduce
-                weights[name].view(-1, 16)[1 + code] = code
-        elif name.endswith("_scales"):
-            weights[name] = torch.randint(*scales, shape, dtype=torch.uint8, generator=generator)
-        else:
-            weights[name] = (
-                0.2 * torch.randn(shape, generator=generator) + ("norm" in name)
-            ).bfloat16()
-    return weights
-
-
-def save(directory: Path, config: GptOssModelConfig, weights: Weights) -> Path:
-    directory.mkdir()
-    save_file(weights, directory / "model.safetensors")
-    content = config.to_hf_config(quantization_config=QUANTIZATION_CONFIG, dtype="bfloat16")
-    (directory / "config.json").write_text(json.dumps(content))
-    return directory
 
 
 def same_bytes(directory: Path, weights: Weights) -> None:

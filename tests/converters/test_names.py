@@ -10,7 +10,7 @@ from converters.families.gpt_oss.table import interleave_gate_up, separate_gate_
 from converters.mapping import ParameterMapping, merge_qkv, split_qkv
 from converters.names import global_name, hf_shapes, hf_tensors, parameter_mappings
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
-from tests.converters.models import TINY
+from tests.support.converters.models import TINY
 
 TABLE = parameter_mappings(TINY)
 

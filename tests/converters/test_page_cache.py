@@ -13,7 +13,7 @@ from converters.hf_directory import HfDirectory
 from converters.megatron_checkpoint import MegatronCheckpoint
 from converters.names import parameter_mappings
 from converters.page_cache import StreamedPages
-from tests.converters.test_mxfp4 import MODEL, quantized_weights, save
+from tests.support.converters.quantized_models import MODEL, quantized_weights, save
 
 Dropped = list[tuple[int, int, int]]
 """(inode, offset, length)"""

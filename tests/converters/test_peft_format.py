@@ -27,9 +27,9 @@ from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.layers.adapters import initialize_adapters, named_adapters
 from megatron_gptoss.trainer import PolicyTrainer
 from rl_loop.export import export_trained_adapter
-from tests.distributed import free_port, run_distributed
-from tests.megatron_gptoss.adapted import ADAPTER, MODEL, adapted_model, base_weights
-from tests.megatron_gptoss.reference import documents, hf_logits, save_checkpoint
+from tests.support.distributed import free_port, run_distributed
+from tests.support.megatron_gptoss.adapted import ADAPTER, MODEL, adapted_model, base_weights
+from tests.support.megatron_gptoss.reference import documents, hf_logits, save_checkpoint
 
 EXPERTS, RANK = MODEL.num_experts, ADAPTER.rank_of_experts(MODEL)
 LAYER = f"{PREFIX}model.layers.1"

@@ -32,7 +32,7 @@ from gptoss_kernels import mxfp4
 from launch.cli import app
 from megatron_gptoss.checkpoint.errors import CheckpointError
 from megatron_gptoss.checkpoint.loader import load_model_weights
-from tests.converters.test_mxfp4 import DOWN, MODEL, quantized_weights, save
+from tests.support.converters.quantized_models import DOWN, MODEL, quantized_weights, save
 
 Patch = pytest.MonkeyPatch
 LAYER, EXPERT = 1, 2

@@ -28,10 +28,10 @@ from megatron_gptoss.model import build_model
 from megatron_gptoss.packed_sequence import PackedSequence
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.converters.models import TINY, save_hf, tiny_weights
-from tests.converters.test_hf_directory import files_limited_to
-from tests.distributed import free_port, run_distributed
-from tests.megatron_gptoss.reference import documents, hf_logits, save_checkpoint
+from tests.support.converters.file_limits import files_limited_to
+from tests.support.converters.models import TINY, save_hf, tiny_weights
+from tests.support.distributed import free_port, run_distributed
+from tests.support.megatron_gptoss.reference import documents, hf_logits, save_checkpoint
 
 Weights = dict[str, torch.Tensor]
 DOWN_PROJ = "model.layers.1.mlp.experts.down_proj"

@@ -27,8 +27,8 @@ from megatron_gptoss.families.registry import read_hf_config
 from rl_loop.chatml.vocabulary import read_vocabulary
 from rl_loop.config.load import load_served_config
 from rl_loop.lifecycle.weight_checks import check_weights
-from tests.converters.models import TINY, save_hf
-from tests.converters.peft_adapters import write_adapter
+from tests.support.converters.models import TINY, save_hf
+from tests.support.converters.peft_adapters import write_adapter
 
 SECONDS = 20
 """Longest time that a reader may take; a FIFO takes for ever."""

@@ -13,7 +13,7 @@ results.py    the file of results and its table
 __main__.py   the command, and what its options mean
 """
 
-from benchmarks.faults.course import CONFIG, Attempt, Course
-from benchmarks.faults.options import Options
+from tests.faults.course import CONFIG, Attempt, Course
+from tests.faults.options import Options
 
 __all__ = ["CONFIG", "Attempt", "Course", "Options"]

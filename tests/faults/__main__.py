@@ -1,12 +1,12 @@
 """Injects faults into a run over Ray and compares what becomes of it with an undisturbed one.
 
-    python -m benchmarks.faults                       # one fault of every kind
-    python -m benchmarks.faults --count 200 --seed 7 --minutes 120 --results faults.jsonl
-    python -m benchmarks.faults --kinds kill_worker lie_nan --count 4
-    python -m benchmarks.faults --servers 2           # rollouts by servers of SGLang's protocol
-    python -m benchmarks.faults --pairs --count 50    # two faults at a time
-    python -m benchmarks.faults --whole-run 20        # kill -9 of everything, 20 times
-    python -m benchmarks.faults --table faults.jsonl  # of one or several files of results
+    python -m tests.faults                       # one fault of every kind
+    python -m tests.faults --count 200 --seed 7 --minutes 120 --results faults.jsonl
+    python -m tests.faults --kinds kill_worker lie_nan --count 4
+    python -m tests.faults --servers 2           # rollouts by servers of SGLang's protocol
+    python -m tests.faults --pairs --count 50    # two faults at a time
+    python -m tests.faults --whole-run 20        # kill -9 of everything, 20 times
+    python -m tests.faults --table faults.jsonl  # of one or several files of results
 
 A small policy learns on the CPU with all real parts: Ray, Megatron, the sandbox, the checker of
 answers, checkpoints, recorded episodes. At random moments something happens to it:
@@ -56,11 +56,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.faults import results
-from benchmarks.faults.campaign import Campaign
-from benchmarks.faults.kinds import KINDS, SERVER_KINDS
-from benchmarks.faults.options import Options
-from benchmarks.faults.whole_run import kill_whole_runs
+from tests.faults import results
+from tests.faults.campaign import Campaign
+from tests.faults.kinds import KINDS, SERVER_KINDS
+from tests.faults.options import Options
+from tests.faults.whole_run import kill_whole_runs
 
 
 def main() -> None:

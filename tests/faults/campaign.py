@@ -10,19 +10,19 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.faults import results
-from benchmarks.faults.checks import (
+from tests.faults import results
+from tests.faults.checks import (
     compare_curves,
     examine,
     find_named_damage,
     judge_outcome,
 )
-from benchmarks.faults.course import Attempt, Course, small_file_system
-from benchmarks.faults.kinds import PROCESSES, Kind, Moment, NotPossibleYet, possible_kinds
-from benchmarks.faults.options import Options
-from benchmarks.faults.pairs import SEPARATOR, OnlyFirst, kind_of, plan_pairs
-from benchmarks.faults.reference import Reference
-from benchmarks.faults.results import CourseResult, Injection, Results
+from tests.faults.course import Attempt, Course, small_file_system
+from tests.faults.kinds import PROCESSES, Kind, Moment, NotPossibleYet, possible_kinds
+from tests.faults.options import Options
+from tests.faults.pairs import SEPARATOR, OnlyFirst, kind_of, plan_pairs
+from tests.faults.reference import Reference
+from tests.faults.results import CourseResult, Injection, Results
 
 MOST_RETRIES = 20
 """Times that faults of a kind are put off because what they need is not there yet."""

@@ -2,11 +2,11 @@
 
 import re
 
-from benchmarks.faults.course import Attempt, Course, Numbers
-from benchmarks.faults.options import Options
-from benchmarks.faults.pairs import kind_of
-from benchmarks.faults.results import Injection
 from rl_loop.tracking.run_directory import RunDirectoryError
+from tests.faults.course import Attempt, Course, Numbers
+from tests.faults.options import Options
+from tests.faults.pairs import kind_of
+from tests.faults.results import Injection
 
 
 def judge_outcome(attempt: Attempt, injection: Injection) -> str:

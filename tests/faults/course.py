@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from benchmarks.faults.options import Options
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.harmony.codec import ParsedMessage
 from rl_loop.session import build_tasks
 from rl_loop.tracking.episode_reader import EpisodeReader
 from rl_loop.tracking.run_directory import RunDirectory, RunDirectoryError, read_json_lines
+from tests.faults.options import Options
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs/rl/tiny_retool.yaml"
@@ -299,13 +299,13 @@ def overrides(options: Options, directory: Path, orders: Path) -> list[str]:
     if options.servers:
         header = tasks.codec.assistant_header
         return [*small, *_server_overrides(options.servers, {**told, "header": header})]
-    engine = {"type": "benchmarks.faults.engine:FaultyBackend", "options": told}
+    engine = {"type": "tests.faults.engine:FaultyBackend", "options": told}
     return [*small, f"rollout.engine={json.dumps(engine)}"]
 
 
 def _server_overrides(servers: int, told: dict[str, Any]) -> list[str]:
     """Return the settings of a run with servers, which are ``told`` what server.py wants to know."""
-    paths = [ROOT / "benchmarks/faults/sglang_process", ROOT, ROOT / "kernels"]
+    paths = [ROOT / "tests/faults/sglang_process", ROOT, ROOT / "kernels"]
     environment = {
         "PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]),
         "POLICY_SERVER": json.dumps(told),

@@ -1,6 +1,6 @@
 """The embedded engine with a script for some turns, which lies when it is told to.
 
-Named as ``benchmarks.faults.engine:FaultyBackend`` by course.py. A file in ``orders`` is
+Named as ``tests.faults.engine:FaultyBackend`` by course.py. A file in ``orders`` is
 one order, which the first that sees it carries out:
 
     nan      log-probs of an answer are NaN

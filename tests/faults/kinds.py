@@ -18,11 +18,11 @@ from pathlib import Path
 import psutil
 import pyarrow.parquet as parquet
 
-from benchmarks.faults.course import Attempt, Course, small_file_system
-from benchmarks.faults.options import Options
 from megatron_gptoss.checkpoint.checksums import damage_in
 from rl_loop.tracking.episode_files import read_row_groups
 from rl_loop.tracking.run_directory import RunDirectoryError
+from tests.faults.course import Attempt, Course, small_file_system
+from tests.faults.options import Options
 
 PROCESSES = {
     "trainer": "ray::TrainerProcess",

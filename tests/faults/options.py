@@ -12,7 +12,7 @@ class Options:
     count: int = 0
     """Faults; 0 for one of each kind."""
     kinds: tuple[str, ...] = ()
-    """Names of benchmarks.faults.kinds; all if empty."""
+    """Names of tests.faults.kinds; all if empty."""
     servers: int = 0
     """Servers of SGLang's protocol that sample (server.py); 0 for the embedded engine."""
     pairs: bool = False

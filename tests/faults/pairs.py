@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 
-from benchmarks.faults.kinds import KINDS, SERVER_KINDS, Kind, Moment, NotPossibleYet
+from tests.faults.kinds import KINDS, SERVER_KINDS, Kind, Moment, NotPossibleYet
 
 SEPARATOR = "+"
 """Between the names of two kinds, in the name of a pair."""

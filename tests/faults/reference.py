@@ -3,9 +3,9 @@
 import time
 from pathlib import Path
 
-from benchmarks.faults.checks import compare_episodes
-from benchmarks.faults.course import Attempt, Course, Numbers
-from benchmarks.faults.options import Options
+from tests.faults.checks import compare_episodes
+from tests.faults.course import Attempt, Course, Numbers
+from tests.faults.options import Options
 
 
 class Reference:

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from aiohttp import web
 
-from benchmarks.faults.engine import DAMAGED, FaultyEngine, Options, flip_exponent, take_order
 from converters.names import hf_shapes
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.families.registry import read_hf_config
@@ -35,8 +34,9 @@ from rl_loop.data.trajectory import FinishReason
 from rl_loop.engines.embedded.backend import build_engine
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
 from rl_loop.engines.sglang.fleet import COMPARED_EVERY
-from tests.rl_loop.sglang_protocol import LocalServer, sampled_of_turn
-from tests.rl_loop.sglang_protocol import main as serve
+from tests.faults.engine import DAMAGED, FaultyEngine, Options, flip_exponent, take_order
+from tests.support.rl_loop.sglang_protocol import LocalServer, sampled_of_turn
+from tests.support.rl_loop.sglang_protocol import main as serve
 
 ORDERS_EVERY = 0.05
 """Seconds between two looks for an order that no request brings up."""

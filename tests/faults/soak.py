@@ -1,7 +1,7 @@
 """Watches what a long run holds: memory, open files, threads and disk, with slopes.
 
-    python -m benchmarks.soak --minutes 120       # the tiny loop, rollouts a step ahead
-    python -m benchmarks.soak --minutes 10 --staleness 0
+    python -m tests.faults.soak --minutes 120       # the tiny loop, rollouts a step ahead
+    python -m tests.faults.soak --minutes 10 --staleness 0
 
 Takes a sample of all processes of the run every --every seconds. After the warm-up, the first
 quarter, the samples are averaged in BLOCKS blocks of equal length, through which a straight line is
@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from benchmarks.faults import CONFIG, Attempt, Course, Options
+from tests.faults import CONFIG, Attempt, Course, Options
 
 BLOCKS = 10
 STEPS = "steps"

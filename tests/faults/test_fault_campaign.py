@@ -13,11 +13,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from benchmarks.faults import Attempt, Course, results, whole_run
-from benchmarks.faults.campaign import Campaign
-from benchmarks.faults.checks import examine, find_named_damage, judge_outcome
-from benchmarks.faults.course import MARK, Numbers, RecordedStep, own_environment
-from benchmarks.faults.kinds import (
+from tests.faults import Attempt, Course, results, whole_run
+from tests.faults.campaign import Campaign
+from tests.faults.checks import examine, find_named_damage, judge_outcome
+from tests.faults.course import MARK, Numbers, RecordedStep, own_environment
+from tests.faults.kinds import (
     KINDS,
     Moment,
     NotPossibleYet,
@@ -26,10 +26,10 @@ from benchmarks.faults.kinds import (
     fill,
     possible_kinds,
 )
-from benchmarks.faults.options import Options
-from benchmarks.faults.results import CourseResult, Injection, Results, WholeRunKill
-from benchmarks.soak import BLOCKS, fit, slopes
-from tests.waiting import PATIENCE_SECONDS, wait_until
+from tests.faults.options import Options
+from tests.faults.results import CourseResult, Injection, Results, WholeRunKill
+from tests.faults.soak import BLOCKS, fit, slopes
+from tests.support.waiting import PATIENCE_SECONDS, wait_until
 
 
 @pytest.fixture

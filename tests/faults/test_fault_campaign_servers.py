@@ -15,15 +15,6 @@ import pyarrow as pa
 import pytest
 import torch
 
-from benchmarks.faults.campaign import Campaign
-from benchmarks.faults.checks import judge_outcome
-from benchmarks.faults.course import Attempt, Course
-from benchmarks.faults.engine import DAMAGED
-from benchmarks.faults.kinds import KINDS, SERVER_KINDS, Kind, Moment, NotPossibleYet
-from benchmarks.faults.options import Options
-from benchmarks.faults.pairs import OnlyFirst, kind_of, plan_pairs
-from benchmarks.faults.results import Injection
-from benchmarks.faults.server import PolicyServer, ServerOptions
 from converters.names import hf_shapes
 from converters.random_weights import random_hf_weights
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
@@ -34,6 +25,15 @@ from rl_loop.engines.sglang.server import ServerState, ServerStatus
 from rl_loop.engines.sglang.turn import STREAM_INTERVAL
 from rl_loop.engines.sglang.weight_sender import SyncPlan, WeightMismatch, send_weights
 from rl_loop.tracking.run_directory import RunDirectory
+from tests.faults.campaign import Campaign
+from tests.faults.checks import judge_outcome
+from tests.faults.course import Attempt, Course
+from tests.faults.engine import DAMAGED
+from tests.faults.kinds import KINDS, SERVER_KINDS, Kind, Moment, NotPossibleYet
+from tests.faults.options import Options
+from tests.faults.pairs import OnlyFirst, kind_of, plan_pairs
+from tests.faults.results import Injection
+from tests.faults.server import PolicyServer, ServerOptions
 
 HEADER = [7, 8]
 PROMPT = [3, 4, 5, *HEADER]
@@ -213,7 +213,7 @@ def test_an_episode_of_other_weights_is_not_one_of_its_step(
 
         def refresh(self) -> None: ...
 
-    monkeypatch.setattr("benchmarks.faults.course.EpisodeReader", lambda path: Reader())
+    monkeypatch.setattr("tests.faults.course.EpisodeReader", lambda path: Reader())
     course = Course.__new__(Course)
     course.run = RunDirectory(Path("runs/any"))
     assert course.episodes() == {4: Counter({"a": 2, "a of weights 3 to 4": 1})}
@@ -289,7 +289,7 @@ def test_of_two_faults_only_the_first_counts_if_there_is_nothing_left_for_the_se
 
     for name, is_possible in [("stop", True), ("starve", True), ("fill", False)]:
         monkeypatch.setitem(KINDS, name, Kind(inject(name, is_possible)))
-    monkeypatch.setattr("benchmarks.faults.pairs.LONGEST_BETWEEN", 0.01)
+    monkeypatch.setattr("tests.faults.pairs.LONGEST_BETWEEN", 0.01)
     moment = cast(Moment, Moment(*2 * [cast(Any, None)], random.Random(0), Options()))
     assert kind_of("stop+starve").inject(moment) == "stop; starve"
     assert sorted(done) == ["starve", "stop"]

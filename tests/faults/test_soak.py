@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.soak import NAMED, STEPS, own_memory, ray_objects, report, slopes, thread_names
 from rl_loop.cluster.ray_session import start_local_ray
+from tests.faults.soak import NAMED, STEPS, own_memory, ray_objects, report, slopes, thread_names
 
 
 def test_rays_objects_are_counted_without_its_dashboard() -> None:

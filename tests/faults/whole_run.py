@@ -5,12 +5,12 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from benchmarks.faults import results
-from benchmarks.faults.checks import examine
-from benchmarks.faults.course import Attempt, Course
-from benchmarks.faults.options import Options
-from benchmarks.faults.reference import Reference
-from benchmarks.faults.results import CourseResult, Results, WholeRunKill
+from tests.faults import results
+from tests.faults.checks import examine
+from tests.faults.course import Attempt, Course
+from tests.faults.options import Options
+from tests.faults.reference import Reference
+from tests.faults.results import CourseResult, Results, WholeRunKill
 
 MOST_STEPS_BETWEEN = 5
 LONGEST_START = 30.0

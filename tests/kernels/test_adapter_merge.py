@@ -11,8 +11,8 @@ import torch
 from gptoss_kernels import adapter_merge, mxfp4
 from gptoss_kernels.nvrtc import compile_cubin
 from megatron_gptoss.layers.merge import merge, merge_packed
-from tests.kernels.adapter_merge_cases import packed_case
-from tests.kernels.adapter_merge_on_host import build, run
+from tests.support.kernels.adapter_merge_cases import packed_case
+from tests.support.kernels.adapter_merge_on_host import build, run
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gptoss_kernels.mxfp4 import dequantize, fake_quantize, quantize
-from tests.kernels.fake_quantize_interpreted import cases
+from tests.support.kernels.fake_quantize_interpreted import cases
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +27,7 @@ def expected_of(matrices: list[torch.Tensor]) -> torch.Tensor:
 def test_interpreted_on_a_cpu_the_kernel_gives_the_bits_of_the_codec() -> None:
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     result = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.fake_quantize_interpreted"],
+        [sys.executable, "-m", "tests.support.kernels.fake_quantize_interpreted"],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
         cwd=ROOT,
         capture_output=True,

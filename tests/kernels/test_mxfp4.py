@@ -137,7 +137,7 @@ def test_wrong_arguments_are_named():
 
 @pytest.mark.parametrize("processes", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_threads_that_use_the_codec_first_at_the_same_time_get_the_right_values(processes):
-    script = Path(__file__).with_name("mxfp4_first_use.py")
+    script = Path(__file__).parents[1] / "support/kernels/mxfp4_first_use.py"
     result = subprocess.run(
         [sys.executable, str(script), str(processes)], capture_output=True, text=True
     )

@@ -5,13 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.plain_flash4 import flash4_kernels
 from gptoss_kernels.sink_attention import flash, sink_attention
 from gptoss_kernels.sink_attention.autograd import SinkAttention
 from gptoss_kernels.sink_attention.dispatch import ShapeClass, choose_backend, unsupported_reason
 from gptoss_kernels.sink_attention.layout import Segments, packed_layout
 from gptoss_kernels.sink_attention.reference import reference_backward, reference_forward
 from gptoss_kernels.sink_attention.window import window_backward, window_forward
+from tests.support.kernels.plain_flash4 import flash4_kernels
 
 pytestmark = pytest.mark.gpu
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.launch.forked_command import ForkedCommand, forked_command
+from tests.support.launch.forked_command import ForkedCommand, forked_command
 
 
 @pytest.fixture(scope="session")

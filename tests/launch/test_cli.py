@@ -24,7 +24,7 @@ from launch.cli import app
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.tracking.run_lock import locked_run
-from tests.waiting import PATIENCE_SECONDS
+from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 RL, SFT = "configs/rl/tiny_retool.yaml", "configs/sft/tiny_retool.yaml"

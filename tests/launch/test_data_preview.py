@@ -19,8 +19,8 @@ from rl_loop.conversations.errors import DataError
 from rl_loop.conversations.source_stream import DataSample
 from rl_loop.harmony.codec import Harmony, PromptConfig
 from rl_loop.harmony.vocabulary import GptOssVocabulary
-from tests.launch.forked_command import ForkedCommand
-from tests.rl_loop.conversations.written_by_hand import chat, said, user
+from tests.support.launch.forked_command import ForkedCommand
+from tests.support.rl_loop.conversations.written_by_hand import chat, said, user
 
 NO_SYSTEM_MESSAGE = PromptConfig(
     model_identity=None, knowledge_cutoff=None, reasoning_effort=None, channels=False

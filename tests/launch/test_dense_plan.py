@@ -22,8 +22,8 @@ from rl_loop.config.errors import CannotStart, ConfigError
 from rl_loop.config.load import dump_config, load_config
 from rl_loop.config.run import SftConfig
 from rl_loop.lifecycle.start_checks import check_what_a_run_needs
-from tests.distributed import free_port, run_distributed
-from tests.megatron_gptoss.dense_reference import LLAMA, MODELS
+from tests.support.distributed import free_port, run_distributed
+from tests.support.megatron_gptoss.dense_reference import LLAMA, MODELS
 
 CONFIG = Path(__file__).parents[2] / "configs/sft/tiny_retool.yaml"
 PUBLISHED = {

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rl_loop.tracking.run_directory import read_training_steps
-from tests.launch.terminal import Terminal
+from tests.support.launch.terminal import Terminal
 
 ROOT = Path(__file__).parents[2]
 TINY = [

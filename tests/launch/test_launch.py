@@ -28,8 +28,8 @@ from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.lifecycle.store_size import StoreNeed
 from rl_loop.tracking.run_directory import read_json
-from tests.launch.forked_command import ForkedCommand
-from tests.waiting import PATIENCE_SECONDS, wait_until
+from tests.support.launch.forked_command import ForkedCommand
+from tests.support.waiting import PATIENCE_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"

@@ -26,7 +26,7 @@ from rl_loop.tracking.episode_recorder import EpisodeRecorder
 from rl_loop.tracking.episode_table import EpisodesOfSplit
 from rl_loop.tracking.metrics import MetricsWriter, Name, StepMetrics
 from rl_loop.tracking.run_directory import RunDirectory, RunDirectoryError, start_run
-from tests.recorded_episodes import Words
+from tests.support.recorded_episodes import Words
 
 SVG = "data:image/svg+xml;base64,"
 ATTACK = "</pre><script>alert(1)</script><img src=x onerror='alert(2)'>\" onmouseover=\"alert(3)\udc80\x00"

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from statistics import mean
 
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.async_rollouts import Costs, Simulation, Workload, control_for, training_speed
 from launch.cli import app
 from launch.rollout_plan import (
     RunAheadPrediction,
@@ -43,30 +41,6 @@ def test_a_decoding_step_takes_about_as_long_as_was_measured(sequences: int) -> 
     model = load(OVERLAP).model.model_copy(update={"num_layers": 12})
     predicted = 1000 * decoding_step_seconds(model, sequences, context=512 + 96)
     assert predicted == pytest.approx(MEASURED_MS[sequences], rel=0.3)
-
-
-def test_steps_are_about_as_fast_as_the_simulated_loop_makes_them() -> None:
-    workload, costs = Workload(steps=40), Costs(rollouts_over_training=2.0)
-    speed = training_speed(workload, costs)
-
-    def simulate(staleness: int) -> Simulation:
-        return Simulation(workload, costs, control_for("in_order", staleness, workload))
-
-    turns = simulate(0)
-    outcome = turns.run(speed)
-    prediction = RunAheadPrediction(
-        training=outcome.training_seconds / workload.steps,
-        engines=0.0,  # idle for the most part
-        longest_episode=turns.mean_rollout_seconds,
-        tokens_per_gpu=0.0,  # not looked at
-    )
-    errors = []
-    for staleness in (0, 1, 2, 4, 8):
-        simulated = simulate(staleness).run(speed).seconds / workload.steps
-        errors.append(prediction.step_seconds(staleness) / simulated - 1)
-    assert max(errors) < 0.03, "no loop is faster than what bounds it"
-    assert min(errors) > -0.25
-    assert abs(mean(errors)) < 0.15
 
 
 def test_more_staleness_pays_until_trainer_or_engines_are_busy_all_the_time() -> None:

@@ -29,8 +29,8 @@ from rl_loop.config.served_weights import served_weights
 from rl_loop.lifecycle.start_checks import check_what_a_server_needs
 from rl_loop.session import codec_settings
 from rl_loop.tasks.codec import codec_of
-from tests.launch.forked_command import ForkedCommand
-from tests.rl_loop.gateway.policy import Script, learned_model
+from tests.support.launch.forked_command import ForkedCommand
+from tests.support.rl_loop.gateway.policy import Script, learned_model
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs/rl/tiny_retool.yaml"

@@ -37,7 +37,7 @@ from rl_loop.lifecycle.disk_checks import (
     kept_adapter_bytes,
 )
 from rl_loop.lifecycle.start_checks import check_data, warn_about_sampling
-from tests.launch.forked_command import Ended, ForkedCommand
+from tests.support.launch.forked_command import Ended, ForkedCommand
 
 ROOT = Path(__file__).parents[2]
 RL, SFT = "configs/rl/tiny_retool.yaml", "configs/sft/tiny_retool.yaml"

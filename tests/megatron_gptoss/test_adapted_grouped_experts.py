@@ -22,9 +22,9 @@ from megatron_gptoss.layers.shared_memory import shared_memory
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import PackedBatch, build_batch
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.distributed import free_port
-from tests.megatron_gptoss.adapted import ADAPTER, MODEL, adapted_model, single_adapters
-from tests.megatron_gptoss.reference import documents, mean_cross_entropy
+from tests.support.distributed import free_port
+from tests.support.megatron_gptoss.adapted import ADAPTER, MODEL, adapted_model, single_adapters
+from tests.support.megatron_gptoss.reference import documents, mean_cross_entropy
 
 SAMPLES = documents([34, 2, 9, 21])
 TOKENS = int(SAMPLES.loss_tokens.sum())

@@ -32,9 +32,9 @@ from megatron_gptoss.layers.adapters import initialize_adapters, named_adapters
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.distributed import free_port
-from tests.megatron_gptoss.adapted import ADAPTER, MODEL, adapted_model, base_weights
-from tests.megatron_gptoss.reference import documents, mean_cross_entropy, save_checkpoint
+from tests.support.distributed import free_port
+from tests.support.megatron_gptoss.adapted import ADAPTER, MODEL, adapted_model, base_weights
+from tests.support.megatron_gptoss.reference import documents, mean_cross_entropy, save_checkpoint
 
 BATCH = build_batch(documents([20, 13]))
 

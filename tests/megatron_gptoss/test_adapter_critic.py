@@ -17,9 +17,9 @@ from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.critic import ValueTrainer, make_critic
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.step_results import LossOutput
-from tests.distributed import free_port
-from tests.megatron_gptoss.adapted import adapted_model
-from tests.megatron_gptoss.reference import documents, save_checkpoint
+from tests.support.distributed import free_port
+from tests.support.megatron_gptoss.adapted import adapted_model
+from tests.support.megatron_gptoss.reference import documents, save_checkpoint
 
 BATCH = build_batch(documents([20, 13]))
 

@@ -19,16 +19,16 @@ from megatron_gptoss.checkpoint.loader import load_checkpoint
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.layers.adapters import initialize_adapters
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.distributed import free_port, run_distributed
-from tests.megatron_gptoss.adapted import MODEL, adapted_model, single_adapters
-from tests.megatron_gptoss.reference import (
+from tests.support.distributed import free_port, run_distributed
+from tests.support.megatron_gptoss.adapted import MODEL, adapted_model, single_adapters
+from tests.support.megatron_gptoss.reference import (
     documents,
     float64_training,
     local_batches,
     mean_cross_entropy,
     save_checkpoint,
 )
-from tests.tolerances import assert_same_course, assert_within, rounding_error
+from tests.support.tolerances import assert_same_course, assert_within, rounding_error
 
 SAMPLES = documents([30, 5, 18, 26, 11, 2, 23, 9], seed=3)
 TOKENS = int(SAMPLES.loss_tokens.sum())

@@ -32,8 +32,8 @@ from megatron_gptoss.planning.step_time import (
     StepTime,
     predict_step,
 )
-from tests.distributed import free_port
-from tests.megatron_gptoss.adapted import MODEL
+from tests.support.distributed import free_port
+from tests.support.megatron_gptoss.adapted import MODEL
 
 GPT_OSS_20B = GptOssModelConfig(num_layers=24, num_experts=32)
 GPT_OSS_120B = GptOssModelConfig(num_layers=36, num_experts=128)

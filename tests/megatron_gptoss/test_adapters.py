@@ -17,15 +17,15 @@ from megatron_gptoss.model import build_model
 from megatron_gptoss.packed_sequence import PackedSequence
 from megatron_gptoss.packing import PackedBatch, build_batch
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.distributed import free_port
-from tests.megatron_gptoss.adapted import (
+from tests.support.distributed import free_port
+from tests.support.megatron_gptoss.adapted import (
     ADAPTER,
     MODEL,
     adapted_model,
     base_weights,
     single_adapters,
 )
-from tests.megatron_gptoss.reference import documents, mean_cross_entropy
+from tests.support.megatron_gptoss.reference import documents, mean_cross_entropy
 
 SAMPLES = documents([34, 2, 9, 21])
 TOKENS = int(SAMPLES.loss_tokens.sum())

@@ -23,9 +23,9 @@ from megatron_gptoss.layers.adapters import initialize_adapters, named_adapters
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.distributed import free_port
-from tests.megatron_gptoss.adapted import single_adapters
-from tests.megatron_gptoss.reference import (
+from tests.support.distributed import free_port
+from tests.support.megatron_gptoss.adapted import single_adapters
+from tests.support.megatron_gptoss.reference import (
     documents,
     hf_logits,
     hf_loss,

@@ -35,8 +35,13 @@ from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.distributed import free_port
-from tests.megatron_gptoss.reference import TINY, documents, mean_cross_entropy, save_checkpoint
+from tests.support.distributed import free_port
+from tests.support.megatron_gptoss.reference import (
+    TINY,
+    documents,
+    mean_cross_entropy,
+    save_checkpoint,
+)
 
 BATCH = build_batch(documents([20, 13]))
 

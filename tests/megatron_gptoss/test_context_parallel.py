@@ -30,8 +30,8 @@ from megatron_gptoss.context_parallel.token_order import (
     token_order,
 )
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
-from tests.distributed import free_port, run_distributed
-from tests.tolerances import rounding_error
+from tests.support.distributed import free_port, run_distributed
+from tests.support.tolerances import rounding_error
 
 H200 = Machine(bandwidth=300e9, rate=525e12)
 MODEL = GptOssModelConfig(num_layers=2, num_experts=4, num_attention_heads=8, num_key_value_heads=2)

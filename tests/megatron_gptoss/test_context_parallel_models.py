@@ -14,8 +14,8 @@ from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.distributed import free_port, run_distributed
-from tests.megatron_gptoss.reference import (
+from tests.support.distributed import free_port, run_distributed
+from tests.support.megatron_gptoss.reference import (
     TINY,
     documents,
     float64_training,
@@ -23,7 +23,7 @@ from tests.megatron_gptoss.reference import (
     local_batches,
     mean_cross_entropy,
 )
-from tests.tolerances import assert_within, rounding_error
+from tests.support.tolerances import assert_within, rounding_error
 
 SAMPLES = documents([90, 5, 18, 41, 2, 3, 23, 12], seed=3)
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -20,10 +20,10 @@ from megatron_gptoss.critic import ValueTrainer, make_critic
 from megatron_gptoss.model import build_model
 from megatron_gptoss.step_results import LossOutput
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.converters.test_dense import save_dense
-from tests.distributed import free_port, run_distributed
-from tests.megatron_gptoss.dense_reference import MODELS, dense_weights
-from tests.megatron_gptoss.reference import (
+from tests.support.converters.dense_models import save_dense
+from tests.support.distributed import free_port, run_distributed
+from tests.support.megatron_gptoss.dense_reference import MODELS, dense_weights
+from tests.support.megatron_gptoss.reference import (
     documents,
     float64_training,
     gradients,
@@ -32,7 +32,7 @@ from tests.megatron_gptoss.reference import (
     save_checkpoint,
     unpack,
 )
-from tests.tolerances import assert_same_course
+from tests.support.tolerances import assert_same_course
 
 SAMPLES = documents([30, 5, 18, 26, 11, 2, 23, 9], seed=3)
 TOKENS = int(SAMPLES.loss_tokens.sum())

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.yardstick import float64_everywhere
 from converters.live import load_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.config import AdapterConfig, OptimizerConfig, ParallelConfig
@@ -18,16 +17,22 @@ from megatron_gptoss.model import build_model
 from megatron_gptoss.packed_sequence import PackedSequence
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.distributed import free_port
-from tests.megatron_gptoss.dense_reference import (
+from tests.support.distributed import free_port
+from tests.support.megatron_gptoss.dense_reference import (
     LLAMA,
     MODELS,
     QWEN2,
     dense_hf_model,
     dense_weights,
 )
-from tests.megatron_gptoss.reference import documents, hf_logits, hf_loss, mean_cross_entropy
-from tests.tolerances import assert_within, rounding_error
+from tests.support.megatron_gptoss.float64_llama import float64_everywhere
+from tests.support.megatron_gptoss.reference import (
+    documents,
+    hf_logits,
+    hf_loss,
+    mean_cross_entropy,
+)
+from tests.support.tolerances import assert_within, rounding_error
 
 SAMPLES = documents([34, 2, 9, 101])
 TOKENS = int(SAMPLES.loss_tokens.sum())

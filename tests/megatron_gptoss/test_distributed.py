@@ -13,8 +13,8 @@ from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.distributed import free_port, run_distributed
-from tests.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy
+from tests.support.distributed import free_port, run_distributed
+from tests.support.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy
 
 
 def native_threads() -> int:

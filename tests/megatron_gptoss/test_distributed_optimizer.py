@@ -42,9 +42,9 @@ from megatron_gptoss.model import build_model
 from megatron_gptoss.optimizer_offload import OffloadedState
 from megatron_gptoss.planning import state_memory
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
-from tests.distributed import free_port, run_distributed
-from tests.megatron_gptoss.allocations import Allocations
-from tests.megatron_gptoss.reference import (
+from tests.support.distributed import free_port, run_distributed
+from tests.support.megatron_gptoss.allocations import Allocations
+from tests.support.megatron_gptoss.reference import (
     TINY,
     documents,
     hf_model,

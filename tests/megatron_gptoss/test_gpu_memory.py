@@ -4,40 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_gptoss.gpu_memory import MemoryReading, PhaseMemory, PhasePeak, phase_memory
-
-
-class ScriptedGpu:
-    """A GPU whose memory the test allocates by hand, with counters that behave as torch's."""
-
-    def __init__(self) -> None:
-        self.allocated = self.peak_allocated = 0
-        self.reserved = self.peak_reserved = 0
-        self.others = 500
-        """Held by other processes, and by this one outside of torch's allocator."""
-
-    def allocate(self, size: int) -> None:
-        self.allocated += size
-        self.reserved = max(self.reserved, self.allocated)
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
-
-    def give_back_cache(self) -> None:
-        self.reserved = self.allocated
-
-    def read(self) -> MemoryReading:
-        return MemoryReading(
-            allocated=self.allocated,
-            peak_allocated=self.peak_allocated,
-            reserved=self.reserved,
-            peak_reserved=self.peak_reserved,
-            gpu_used=self.others + self.reserved,
-            gpu_total=10_000,
-        )
-
-    def reset_peaks(self) -> None:
-        self.peak_allocated = self.allocated
-        self.peak_reserved = self.reserved
+from megatron_gptoss.gpu_memory import PhaseMemory, PhasePeak, phase_memory
+from tests.support.megatron_gptoss.scripted_gpu import ScriptedGpu
 
 
 def test_each_phase_has_its_own_peak_and_the_servers_that_it_met() -> None:

@@ -14,8 +14,8 @@ from megatron_gptoss import distributed
 from megatron_gptoss import optimizer as gptoss_optimizer
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
-from tests.distributed import free_port
-from tests.megatron_gptoss.reference import TINY
+from tests.support.distributed import free_port
+from tests.support.megatron_gptoss.reference import TINY
 
 BUCKET = 8000
 

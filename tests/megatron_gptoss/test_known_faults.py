@@ -22,8 +22,8 @@ from megatron_gptoss.packed_sequence import PackedSequence
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.trainer import PolicyTrainer
 from megatron_gptoss.transformer_settings import build_transformer_config
-from tests.distributed import free_port
-from tests.megatron_gptoss.reference import (
+from tests.support.distributed import free_port
+from tests.support.megatron_gptoss.reference import (
     TINY,
     documents,
     hf_logits,
@@ -31,7 +31,7 @@ from tests.megatron_gptoss.reference import (
     hf_norms_in_full_precision,
     mean_cross_entropy,
 )
-from tests.tolerances import rounding_error
+from tests.support.tolerances import rounding_error
 
 SAMPLES = documents([20, 13])
 

@@ -6,9 +6,9 @@ import torch
 from megatron_gptoss import distributed, log_probs
 from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.log_probs import greedy_tokens, log_probs_and_entropy
-from tests.distributed import free_port, run_distributed
-from tests.megatron_gptoss.allocations import Allocations
-from tests.tolerances import assert_within, log_prob_error, product_error
+from tests.support.distributed import free_port, run_distributed
+from tests.support.megatron_gptoss.allocations import Allocations
+from tests.support.tolerances import assert_within, log_prob_error, product_error
 
 HIDDEN = 6
 VOCAB = 300

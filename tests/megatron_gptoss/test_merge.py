@@ -14,7 +14,7 @@ from gptoss_kernels import mxfp4
 from megatron_gptoss.layers import merge as merge_module
 from megatron_gptoss.layers.merge import merge, merge_in_pieces, merged_linear, merged_weight
 from megatron_gptoss.layers.packed_weight import PackedWeight
-from tests.tolerances import assert_within, sum_error
+from tests.support.tolerances import assert_within, sum_error
 
 OUT, IN, RANK, SCALE = 41, 70, 5, 1.7
 

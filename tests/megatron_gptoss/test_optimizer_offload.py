@@ -21,9 +21,9 @@ from megatron_gptoss.optimizer_offload import OffloadedState
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.step_results import LossOutput
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.distributed import free_port
-from tests.megatron_gptoss.reference import TINY, documents, mean_cross_entropy
-from tests.megatron_gptoss.test_gpu_memory import ScriptedGpu
+from tests.support.distributed import free_port
+from tests.support.megatron_gptoss.reference import TINY, documents, mean_cross_entropy
+from tests.support.megatron_gptoss.scripted_gpu import ScriptedGpu
 
 BATCH = build_batch(documents([20, 13]))
 PART = 40_000

@@ -15,7 +15,7 @@ from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.packing import PackedBatch, build_batch, pack, schedule
 from megatron_gptoss.planning.flops import forward_flops
 from megatron_gptoss.samples import Sample, TrainingSamples
-from tests.megatron_gptoss.reference import unpack
+from tests.support.megatron_gptoss.reference import unpack
 
 MODEL = GptOssModelConfig(num_layers=24, num_experts=32)
 lengths = st.lists(st.integers(2, 40), min_size=1, max_size=20)

@@ -25,8 +25,9 @@ from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.step_results import StepStatistics
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.distributed import free_port, run_distributed
-from tests.megatron_gptoss.reference import (
+from tests.support.distributed import free_port, run_distributed
+from tests.support.megatron_gptoss.layouts import LAYOUTS
+from tests.support.megatron_gptoss.reference import (
     TINY,
     documents,
     float64_training,
@@ -37,21 +38,11 @@ from tests.megatron_gptoss.reference import (
     save_checkpoint,
     unpack,
 )
-from tests.tolerances import assert_same_course
+from tests.support.tolerances import assert_same_course
 
 SAMPLES = documents([30, 5, 18, 26, 11, 2, 23, 9], seed=3)
 TOKENS = int(SAMPLES.loss_tokens.sum())
 STEPS = 4
-LAYOUTS = {
-    "data": {},
-    "expert": {"expert": 2},
-    "pipeline": {"pipeline": 2},
-    "interleaved": {"pipeline": 2, "virtual_pipeline": 2},
-    "uneven pipeline": {"pipeline": 2, "last_stage_layers": 1},
-    "tensor+sequence": {"tensor": 2},
-    "tensor+sequence+expert": {"tensor": 2, "expert": 2},
-    "context": {"context": 2},
-}
 
 
 def packed(samples: TrainingSamples, parallel: ParallelConfig) -> list[PackedBatch]:

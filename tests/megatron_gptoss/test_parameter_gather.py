@@ -15,8 +15,8 @@ from megatron_gptoss.config import ParallelConfig, Quantization
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.scorer import Scorer, gather_parameters
-from tests.distributed import free_port, run_distributed
-from tests.megatron_gptoss.reference import TINY, documents, hf_model
+from tests.support.distributed import free_port, run_distributed
+from tests.support.megatron_gptoss.reference import TINY, documents, hf_model
 
 # rows of whole MXFP4 blocks
 WIDE = TINY.model_copy(update={"intermediate_size": 64})

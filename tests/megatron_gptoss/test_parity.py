@@ -17,8 +17,8 @@ from megatron_gptoss.model import build_model
 from megatron_gptoss.packed_sequence import PackedSequence
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.distributed import free_port
-from tests.megatron_gptoss.reference import (
+from tests.support.distributed import free_port
+from tests.support.megatron_gptoss.reference import (
     TINY,
     documents,
     hf_logits,
@@ -27,7 +27,7 @@ from tests.megatron_gptoss.reference import (
     hf_norms_in_full_precision,
     mean_cross_entropy,
 )
-from tests.tolerances import assert_within, rounding_error
+from tests.support.tolerances import assert_within, rounding_error
 
 SAMPLES = documents([34, 2, 9, 21])
 

@@ -28,9 +28,9 @@ from megatron_gptoss.model import build_model, freeze
 from megatron_gptoss.packed_sequence import PackedSequence
 from megatron_gptoss.packing import PackedBatch, build_batch
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.distributed import free_port
-from tests.megatron_gptoss.adapted import MODEL
-from tests.megatron_gptoss.reference import (
+from tests.support.distributed import free_port
+from tests.support.megatron_gptoss.adapted import MODEL
+from tests.support.megatron_gptoss.reference import (
     documents,
     hf_logits,
     hf_model,

@@ -18,10 +18,15 @@ from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.converters.test_live import OutOfMemory, break_gathering
-from tests.distributed import free_port, run_distributed
-from tests.megatron_gptoss.adapted import MODEL
-from tests.megatron_gptoss.reference import documents, hf_model, local_batches, mean_cross_entropy
+from tests.support.converters.live import OutOfMemory, break_gathering
+from tests.support.distributed import free_port, run_distributed
+from tests.support.megatron_gptoss.adapted import MODEL
+from tests.support.megatron_gptoss.reference import (
+    documents,
+    hf_model,
+    local_batches,
+    mean_cross_entropy,
+)
 
 SAMPLES = documents([30, 5, 18, 26, 11, 2, 23, 9], seed=3)
 TOKENS = int(SAMPLES.loss_tokens.sum())

@@ -12,9 +12,9 @@ from megatron_gptoss.layers.router import GptOssRouter
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.distributed import free_port
-from tests.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy
-from tests.tolerances import assert_within, product_error, unit_roundoff
+from tests.support.distributed import free_port
+from tests.support.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy
+from tests.support.tolerances import assert_within, product_error, unit_roundoff
 
 
 @pytest.fixture(scope="module", autouse=True)

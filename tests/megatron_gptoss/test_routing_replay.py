@@ -22,8 +22,8 @@ from megatron_gptoss.routing_replay import LayerReplay, RoutingReplay
 from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.step_results import LossOutput, StepStatistics
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.distributed import free_port, run_distributed
-from tests.megatron_gptoss.reference import (
+from tests.support.distributed import free_port, run_distributed
+from tests.support.megatron_gptoss.reference import (
     TINY,
     documents,
     hf_model,

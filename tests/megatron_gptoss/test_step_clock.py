@@ -21,8 +21,8 @@ from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.step_clock import OF_ONE_FORWARD_PASS, TimedMoELayer
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.distributed import free_port
-from tests.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy
+from tests.support.distributed import free_port
+from tests.support.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy
 
 NAP = 0.1
 

@@ -16,9 +16,9 @@ from megatron_gptoss.config.adapter import PART_OF_TARGET
 from megatron_gptoss.layers.adapters import initialize_adapters
 from megatron_gptoss.model import build_model, freeze
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.distributed import free_port, run_distributed
-from tests.megatron_gptoss.adapted import MODEL, base_weights
-from tests.megatron_gptoss.reference import (
+from tests.support.distributed import free_port, run_distributed
+from tests.support.megatron_gptoss.adapted import MODEL, base_weights
+from tests.support.megatron_gptoss.reference import (
     documents,
     local_batches,
     mean_cross_entropy,

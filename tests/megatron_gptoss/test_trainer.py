@@ -17,9 +17,9 @@ from megatron_gptoss.packing import build_batch
 from megatron_gptoss.planning.flops import attended_pairs, forward_flops
 from megatron_gptoss.step_results import LossOutput
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.distributed import free_port
-from tests.megatron_gptoss.allocations import Allocations
-from tests.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy
+from tests.support.distributed import free_port
+from tests.support.megatron_gptoss.allocations import Allocations
+from tests.support.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -31,8 +31,8 @@ from megatron_gptoss.routes import route_dtype
 from megatron_gptoss.routing_replay import RoutingReplay
 from megatron_gptoss.step_results import LossOutput
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.distributed import free_port, run_distributed
-from tests.megatron_gptoss.reference import (
+from tests.support.distributed import free_port, run_distributed
+from tests.support.megatron_gptoss.reference import (
     documents,
     hf_logits,
     hf_loss,
@@ -178,7 +178,9 @@ def test_scores_are_those_of_the_logits() -> None:
 def test_transformer_engines_attention_is_as_exact_as_ours(
     length: int | None, tmp_path: Path
 ) -> None:
-    from benchmarks.transformer_engine_attention import TransformerEngineAttention
+    from tests.support.megatron_gptoss.transformer_engine_attention import (
+        TransformerEngineAttention,
+    )
 
     # uneven rows are packed, which Transformer Engine fuses from cuDNN 9.26 on
     if length is None and torch.backends.cudnn.version() < 92600:

@@ -15,9 +15,9 @@ from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.scorer import Scorer
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.distributed import free_port
-from tests.megatron_gptoss.adapted import MODEL, adapted_model, base_weights
-from tests.megatron_gptoss.reference import documents, mean_cross_entropy
+from tests.support.distributed import free_port
+from tests.support.megatron_gptoss.adapted import MODEL, adapted_model, base_weights
+from tests.support.megatron_gptoss.reference import documents, mean_cross_entropy
 
 SAMPLES = documents([34, 2, 9, 21])
 BATCHES = [build_batch(SAMPLES, [0, 1]), build_batch(SAMPLES, [2, 3])]

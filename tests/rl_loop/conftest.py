@@ -7,14 +7,7 @@ import pytest
 from rl_loop.environments.arithmetic import vocabulary_text
 from rl_loop.harmony.codec import Harmony, PromptConfig
 from rl_loop.harmony.vocabulary import GptOssVocabulary, TinyVocabulary
-
-SHORT_PROMPT = PromptConfig(
-    model_identity=None,
-    knowledge_cutoff=None,
-    reasoning_effort=None,
-    channels=False,
-    python_tool=False,
-)
+from tests.support.rl_loop.prompts import SHORT_PROMPT
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.in_process import LocalRank
 from megatron_gptoss.samples import TrainingSamples
 from rl_loop.canary import TOLERANCES, CanaryError, CanaryTolerance, check_canary
 from rl_loop.config.load import load_config
@@ -22,6 +21,7 @@ from rl_loop.engines.embedded.backend import build_engine
 from rl_loop.engines.embedded.engine import TransformersEngine
 from rl_loop.session import build_tasks, loop_settings, trainer_settings
 from rl_loop.trainer.group import TrainerGroup
+from tests.support.in_process import LocalRank
 
 TINY = Path(__file__).parents[2] / "configs/rl/tiny_retool.yaml"
 FP32 = CanaryTolerance.of(None, "float32")

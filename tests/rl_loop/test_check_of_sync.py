@@ -16,8 +16,8 @@ from rl_loop.canary import CanaryError
 from rl_loop.rollout.group_stream import AdmittedGroup, GroupStream
 from rl_loop.tracking.recorder import StepRecord
 from rl_loop.trainer.checkpointer import RunState
-from tests.rl_loop.algorithms.test_algorithms_end_to_end import config
-from tests.rl_loop.tracking.test_loop_signals import answered, loop_over
+from tests.support.rl_loop.scripted_loop import answered, loop_over
+from tests.support.rl_loop.small_config import config
 
 WAIT = 60.0
 """Seconds for what takes none."""

@@ -21,7 +21,7 @@ from rl_loop.harmony.vocabulary import TinyVocabulary
 from rl_loop.session import training_of
 from rl_loop.tracking.model_card import model_card
 from rl_loop.trainer.weight_export import WeightExport
-from tests.rl_loop.conftest import SHORT_PROMPT
+from tests.support.rl_loop.prompts import SHORT_PROMPT
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PROMPTS = {"none": SHORT_PROMPT, "system": PromptConfig(model_identity='A "small"\nmodel.')}

@@ -12,7 +12,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -48,53 +47,9 @@ from rl_loop.tracking.run_directory import (
     read_training_steps,
 )
 from rl_loop.trainer.ray_ranks import RankDied, TrainerProcess
-from tests.forked_workers import local_ray
-from tests.waiting import wait_until
-
-CONFIGS = Path(__file__).parents[2] / "configs"
-SMALL = [
-    "model.num_layers=2",
-    "model.hidden_size=32",
-    "model.intermediate_size=48",
-    "model.head_size=16",
-]
-RL = [
-    *SMALL,
-    "initial_weights=null",
-    "rollout.workers=1",
-    "rollout.tasks_per_step=2",
-    "rollout.samples_per_task=4",
-    # an untrained policy samples a stop token about every 300 tokens: some episodes end illegally, some at the limit,
-    # and the difference in reward gives the updates something to do
-    "rollout.max_new_tokens_per_turn=150",
-    "reward.format_error=-2",
-    "tasks.held_out_tasks=4",
-    "evaluate_every=100",
-]
-
-
-class Quiet:
-    """A progress display that shows nothing.
-
-    ``on_step`` is called after every training step with the number of completed steps."""
-
-    def __init__(self, on_step: object = None) -> None:
-        self.on_step, self.notes = on_step, []
-
-    @contextmanager
-    def __call__(self, title: str, total: int, first: int) -> Iterator[Quiet]:
-        yield self
-
-    def phase(self, name: str) -> None: ...
-
-    def episodes(self, ended: int, wanted: int) -> None: ...
-
-    def note(self, message: str) -> None:
-        self.notes.append(message)
-
-    def step(self, step: int, values: dict[str, float]) -> None:
-        if self.on_step is not None and is_training_step(values):
-            self.on_step(step)
+from tests.support.forked_workers import local_ray
+from tests.support.rl_loop.tiny_runs import CONFIGS, RL, SMALL, Quiet, curve
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -107,13 +62,6 @@ def rl_config(tmp_path: Path, *overrides: str) -> RlConfig:
     return load_config(
         CONFIGS / "rl/tiny_retool.yaml", RlConfig, [*RL, f"output_dir={tmp_path}", *overrides]
     )
-
-
-def curve(path: Path) -> list[float]:
-    """Reward, loss and gradient norm of every step, one after the other."""
-    steps = [record for record in read_json_lines(path / "metrics.jsonl") if "reward" in record]
-    assert all(step["grad_norm"] > 0 for step in steps), "no step had anything to learn from"
-    return [step[name] for step in steps for name in ("reward", "loss", "grad_norm")]
 
 
 @pytest.fixture(scope="module")
@@ -520,7 +468,7 @@ def test_the_canary_sees_a_single_weight_that_did_not_arrive(tmp_path: Path) -> 
         trainer.close()
 
 
-UNRELIABLE = "tests.rl_loop.unreliable_tools:UnreliableEnvironment"
+UNRELIABLE = "tests.support.rl_loop.unreliable_tools:UnreliableEnvironment"
 
 
 def test_a_tool_server_that_is_away_ends_training_in_one_line(tmp_path: Path) -> None:

@@ -19,10 +19,10 @@ from rl_loop.config.run import RlConfig
 from rl_loop.run import Interrupted, run_rl
 from rl_loop.tracking.run_directory import read_json_lines
 from rl_loop.tracking.run_lock import locked_run
-from tests.forked_workers import forking_workers
-from tests.leftover_processes import RUN, leftovers
-from tests.rl_loop.test_loop_on_ray import RL, Quiet
-from tests.waiting import wait_until
+from tests.support.forked_workers import forking_workers
+from tests.support.leftover_processes import RUN, leftovers
+from tests.support.rl_loop.tiny_runs import RL, Quiet
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 

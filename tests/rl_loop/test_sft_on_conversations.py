@@ -26,18 +26,10 @@ from rl_loop.conversations.errors import DataError
 from rl_loop.lifecycle.start_checks import check_chat_format
 from rl_loop.run import Interrupted, run_sft
 from rl_loop.tracking.run_directory import read_json, read_json_lines
-from tests.forked_workers import local_ray
-from tests.rl_loop.conversations.written_by_hand import chat, said, user
-from tests.rl_loop.test_loop_on_ray import SMALL, Quiet
-
-ROOT = Path(__file__).parents[2]
-TINY = [
-    *SMALL,
-    "model.vocab_size=600",
-    "sequences_per_step=4",
-    "training.steps=6",
-    "optimizer.warmup_steps=0",
-]
+from tests.support.forked_workers import local_ray
+from tests.support.rl_loop.conversations.written_by_hand import chat, said, user
+from tests.support.rl_loop.tiny_runs import Quiet
+from tests.support.rl_loop.tiny_sft import ROOT, config
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,11 +56,6 @@ def write_plain_chats(folder: Path) -> Path:
     lines = [json.dumps(chat(user(f"What is {i}?"), said(f"A number, {i}."))) for i in range(40)]
     path.write_text("\n".join(lines) + "\n")
     return path
-
-
-def config(path: Path, *overrides: str) -> SftConfig:
-    options = [*TINY, f"data.path={path}", "data.validation_path=null", f"output_dir={path.parent}"]
-    return load_config(ROOT / "configs/sft/tiny_shop.yaml", SftConfig, [*options, *overrides])
 
 
 def losses(run: Path, name: str = "loss") -> dict[int, float]:
@@ -138,7 +125,10 @@ def test_a_run_that_was_killed_goes_on_with_the_samples_that_come_next(tmp_path:
     # Killed in step 5. A step that is saved is complete before the next update.
     program = f"""
     import os, signal
-    from tests.rl_loop.test_sft_on_conversations import Path, Quiet, config, run_sft
+    from pathlib import Path
+    from rl_loop.run import run_sft
+    from tests.support.rl_loop.tiny_runs import Quiet
+    from tests.support.rl_loop.tiny_sft import config
 
     def kill(step):
         if step == 5:

@@ -21,8 +21,8 @@ from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.tracking.run_directory import RunDirectory, read_json, read_json_lines
-from tests.open_doors import doors, findings
-from tests.slurm.conftest import ROOT, SMALL, Lab, processes_of, ray_actors, steps_done
+from tests.support.open_doors import doors, findings
+from tests.support.slurm.lab import ROOT, SMALL, Lab, processes_of, ray_actors, steps_done
 
 pytestmark = pytest.mark.slurm
 STEPS = "training.steps=6"

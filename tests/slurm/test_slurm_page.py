@@ -23,7 +23,7 @@ from rl_loop.config.run import RlConfig
 from rl_loop.harmony.codec import ParsedMessage
 from rl_loop.session import build_tasks
 from rl_loop.tracking.run_directory import RunDirectory, read_json
-from tests.slurm.conftest import ROOT, SMALL, Lab, steps_done
+from tests.support.slurm.lab import ROOT, SMALL, Lab, steps_done
 
 pytestmark = pytest.mark.slurm
 
@@ -116,7 +116,7 @@ class Shared:
         venv.create(self.engine, symlinks=True)
         (site,) = self.engine.glob("lib/python*/site-packages")
         packages = next(Path(sys.prefix).glob("lib/python*/site-packages"))
-        paths = [ROOT / "benchmarks/faults/sglang_process", ROOT, ROOT / "kernels", packages]
+        paths = [ROOT / "tests/faults/sglang_process", ROOT, ROOT / "kernels", packages]
         (site / "server.pth").write_text("".join(f"{path}\n" for path in paths))
 
     def write_weights(self, config: RlConfig) -> None:
@@ -198,7 +198,7 @@ def test_nodes_try_the_engine_interpreter(lab: Lab) -> None:
     )
     engine.chmod(0o755)
     # What preflight looks for is there, and the nodes that have servers try it again.
-    packages = {"PYTHONPATH": str(ROOT / "benchmarks/faults/sglang_process")}
+    packages = {"PYTHONPATH": str(ROOT / "tests/faults/sglang_process")}
     settings = [
         "rollout.engine={type: sglang, servers: 2, weight_sync: gloo, arguments: [--device, cpu], "
         f"attention_backend: intel_amx, env: {json.dumps(packages)}}}"

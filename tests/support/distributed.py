@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rl_loop.cluster.placement import free_port as free_port
-from tests.frozen_heap import keep_frozen
+from tests.support.frozen_heap import keep_frozen
 
 PRELOADED = [
     "megatron_gptoss.checkpoint.writer",
@@ -24,7 +24,7 @@ PRELOADED = [
     "rl_loop.rollout.group_stream",
     "rl_loop.session",
     "rl_loop.trainer.group",
-    "tests.megatron_gptoss.reference",
+    "tests.support.megatron_gptoss.reference",
 ]
 """What modules with functions for ``run_distributed`` import: three seconds of processor time that
 every rank would spend."""

@@ -2,7 +2,7 @@
 
     python end_with_pytest.py PID ID
 
-PID is pytest's process, ID that of the run (``tests/leftover_processes.py``). A test whose process is
+PID is pytest's process, ID that of the run (``tests/support/leftover_processes.py``). A test whose process is
 killed cannot end anything, and what it has started in the background, such as a local launch, would
 go on for as long as it likes. pytest ends this program when it ends in order.
 

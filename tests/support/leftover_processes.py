@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.end_with_pytest import RUN
+from tests.support.end_with_pytest import RUN
 
 GRACE_SECONDS = 20.0
 """For processes that are ending, such as those of Ray after ``ray.shutdown``."""

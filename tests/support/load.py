@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from rl_loop.cluster.placement import end_with_parent
-from tests.leftover_processes import RUN
+from tests.support.leftover_processes import RUN
 
 LOAD = "GPTOSS_TEST_LOAD"
 LOOPS_KEY = pytest.StashKey[list[subprocess.Popen[bytes]]]()

@@ -186,7 +186,7 @@ def findings(found: list[Door], loot: Path) -> list[str]:
 
 
 def _run(command: list[str], described: str) -> list[str]:
-    paths = os.pathsep.join(str(Path(__file__).parents[1] / part) for part in (".", "kernels"))
+    paths = os.pathsep.join(str(Path(__file__).parents[2] / part) for part in (".", "kernels"))
     environment = {
         name: value
         for name, value in os.environ.items()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.slow_tools import calls_of
-from tests.rl_loop.sglang_protocol import LocalServer, main, sampled_of_turn
+from tests.support.rl_loop.sglang_protocol import LocalServer, main, sampled_of_turn
 
 
 class ScriptedServer(LocalServer):

@@ -1,6 +1,6 @@
 """FlashAttention adapters: FlashAttention-3 without a patch, flash-attn-4 with its learnable sink.
 
-FlashAttention-3 knows no sink: it is folded in (see epilogue.py). ``benchmarks/plain_flash4.py``
+FlashAttention-3 knows no sink: it is folded in (see epilogue.py). ``tests/support/kernels/plain_flash4.py``
 does the same with flash-attn-4 without its native sink, which is how this is tested where
 FlashAttention-3 is not installed.
 """

@@ -25,9 +25,9 @@ from launch.report import build_report
 from rl_loop.tracking.episode_files import list_files
 from rl_loop.tracking.episode_recorder import EpisodeRecorder
 from rl_loop.tracking.metrics import Name
-from tests.launch.viewer.served import ExampleRun, Served, served
-from tests.recorded_episodes import VOCABULARY, groups_of_step, train_split
-from tests.waiting import wait_until
+from tests.support.launch.viewer.served import ExampleRun, Served, served
+from tests.support.recorded_episodes import VOCABULARY, groups_of_step, train_split
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.browser
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.viewer.conversation import Message, messages_of
-from tests.recorded_episodes import VOCABULARY
+from tests.support.recorded_episodes import VOCABULARY
 
 
 def split(*texts: str) -> list[Message]:

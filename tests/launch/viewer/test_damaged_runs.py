@@ -13,8 +13,8 @@ import pytest
 from rl_loop.tracking.episode_files import list_files, write_episodes
 from rl_loop.tracking.episode_recorder import EpisodeRecorder
 from rl_loop.tracking.episode_table import CONTENTS, FIGURES
-from tests.launch.viewer.served import ExampleRun, Served, served
-from tests.recorded_episodes import VOCABULARY, groups_of_step, record_steps, train_split
+from tests.support.launch.viewer.served import ExampleRun, Served, served
+from tests.support.recorded_episodes import VOCABULARY, groups_of_step, record_steps, train_split
 
 
 def page_of(viewer: Served, query: str = "") -> dict[str, Any]:

@@ -17,8 +17,8 @@ from megatron_gptoss.user_error import UserError
 from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.tracking.episode_recorder import EpisodeRecorder
 from rl_loop.tracking.episode_table import EpisodesOfSplit
-from tests.launch.viewer.served import ExampleRun, Served, served
-from tests.recorded_episodes import VOCABULARY, failed, groups_of_step, train_split
+from tests.support.launch.viewer.served import ExampleRun, Served, served
+from tests.support.recorded_episodes import VOCABULARY, failed, groups_of_step, train_split
 
 
 @pytest.fixture(scope="module")

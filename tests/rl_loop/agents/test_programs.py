@@ -33,12 +33,12 @@ from rl_loop.environments.black_box import BlackBoxEnvironment, BlackBoxOptions
 from rl_loop.gateway.server import Gateway, GatewaySettings
 from rl_loop.gateway.session import SessionSettings
 from rl_loop.harmony.codec import Harmony, ParsedMessage
-from tests.rl_loop.scripted_engine import ScriptedEngine
-from tests.waiting import wait_until_async
+from tests.support.rl_loop.scripted_engine import ScriptedEngine
+from tests.support.waiting import wait_until_async
 
 LIMITS = EpisodeLimits(max_turns=6, max_tokens=400, episode_seconds=120.0)
 SAMPLING = SamplingParams(max_new_tokens=100)
-PROGRAMS = "tests.rl_loop.agents.programs"
+PROGRAMS = "tests.support.rl_loop.agents.programs"
 
 
 def says(harmony: Harmony, text: str, channel: str = "final") -> list[int]:
@@ -473,7 +473,7 @@ def test_an_environment_of_verifiers_is_an_agent(
     python = root / ".cache/hub/verifiers/bin/python"
     if not python.exists():
         pytest.skip("make hub-environments makes an environment with verifiers")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(root / "tests/support/rl_loop/agents"))
     options = BlackBoxOptions(agent="rl_loop.agents.verifiers_env:run", python=str(python))
     agent = {"harness": {"id": "verifiers_sums"}, "runtime": {"type": "subprocess"}}
     env = {"taskset": {"id": "verifiers_sums"}, "agent": agent}

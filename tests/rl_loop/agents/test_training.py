@@ -16,12 +16,12 @@ from rl_loop.infrastructure import InfrastructureOutage
 from rl_loop.run import Interrupted, run_rl
 from rl_loop.tracking.episode_reader import EpisodeReader
 from rl_loop.tracking.run_directory import read_json_lines
-from tests.forked_workers import local_ray
-from tests.rl_loop.conversations.written_by_hand import chat, said, user
-from tests.rl_loop.test_loop_on_ray import RL, Quiet, curve
+from tests.support.forked_workers import local_ray
+from tests.support.rl_loop.conversations.written_by_hand import chat, said, user
+from tests.support.rl_loop.tiny_runs import RL, Quiet, curve
 
 ROOT = Path(__file__).parents[3]
-PROGRAMS = "tests.rl_loop.agents.programs"
+PROGRAMS = "tests.support.rl_loop.agents.programs"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.in_process import LocalRollouts, local_loop
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.tracking.run_directory import read_training_steps
-from tests.rl_loop.algorithms.test_algorithms_end_to_end import SMALL
+from tests.support.in_process import LocalRollouts, local_loop
+from tests.support.rl_loop.small_config import SMALL
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 ADAPTED = [

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_gptoss.packing import PackedBatch, build_batch
-from megatron_gptoss.samples import Sample, TrainingSamples
+from megatron_gptoss.samples import Sample
 from rl_loop.algorithms.advantages import (
     gdpo_advantages,
     generalized_advantages,
@@ -22,8 +21,7 @@ from rl_loop.algorithms.advantages import (
     reinforce_advantages,
     whiten,
 )
-from rl_loop.algorithms.choices import CispoLoss, GaeAdvantage, GspoLoss, PpoLoss
-from rl_loop.algorithms.config import AlgorithmConfig, CriticConfig, KlConfig
+from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.algorithms.correction import mismatch_sums
 from rl_loop.algorithms.objectives import policy_objective, value_objective
 from rl_loop.algorithms.policy_loss import (
@@ -38,6 +36,7 @@ from rl_loop.algorithms.policy_loss import (
 )
 from rl_loop.algorithms.registry import POLICY_LOSSES
 from rl_loop.algorithms.sequences import Sequences, sample_weights
+from tests.support.rl_loop.algorithms import CONFIGS, batch_of, in_fp64, loss_tokens, samples
 
 rewards = st.lists(st.sampled_from([-1.0, 0.0, 0.25, 1.0]), min_size=2, max_size=12)
 EXACT = {"rel": 1e-6, "abs": 1e-6}
@@ -311,80 +310,6 @@ def test_sequences_of_an_episode_count_as_one_episode() -> None:
         assert torch.equal(
             sample_weights(tokens, name, 100, numbers), sample_weights(tokens, name, 100)
         )
-
-
-def samples(lengths: tuple[int, ...] = (5, 9, 3, 6), seed: int = 0) -> list[Sample]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def row(n: int) -> list[float]:
-        return torch.randn(n, generator=generator).tolist()
-
-    def below_zero(n: int) -> list[float]:
-        return [-abs(x) for x in row(n)]
-
-    return [
-        Sample(
-            list(range(n)),
-            [0, 0] + [1] * (n - 2),
-            advantages=[row(1)[0]] * n,
-            rollout_log_probs=below_zero(n),
-            old_log_probs=below_zero(n),
-            reference_log_probs=below_zero(n),
-            values=row(n),
-            returns=row(n),
-            staleness=[max(0, i % 3 - 1) for i in range(n)],
-            is_grafted=[i % 3 == 0 for i in range(n)],
-        )
-        for n in lengths
-    ]
-
-
-def batch_of(everyone: list[Sample], part: list[int] | None = None, align: int = 1) -> PackedBatch:
-    """One micro-batch of some of the samples, by default of all."""
-    return build_batch(TrainingSamples.join(everyone), part, align)
-
-
-def loss_tokens(everyone: list[Sample]) -> torch.Tensor:
-    return torch.from_numpy(TrainingSamples.join(everyone).loss_tokens)
-
-
-def in_fp64(batch: PackedBatch) -> PackedBatch:
-    columns = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    floats = {
-        k: v.double() for k, v in columns.items() if torch.is_tensor(v) and v.is_floating_point()
-    }
-    return replace(batch, **floats)
-
-
-CONFIGS = {
-    "ppo": AlgorithmConfig(
-        mini_batches=2,
-        policy_loss=PpoLoss(dual_clip=3.0),
-        max_staleness=1,
-        kl=KlConfig(),
-        entropy_bonus=0.01,
-    ),
-    "gspo": AlgorithmConfig(
-        mini_batches=2, policy_loss=GspoLoss(), aggregation="seq-mean-token-mean"
-    ),
-    "cispo": AlgorithmConfig(
-        mini_batches=2, policy_loss=CispoLoss(), aggregation="seq-mean-token-sum-norm"
-    ),
-    "sequence mis": AlgorithmConfig.model_validate(
-        {
-            "mini_batches": 2,
-            "correction": {
-                "weight": "sequence_mis",
-                "bounds": (0.01, 100.0),
-                "geometric_bounds": (0.2, 4.0),
-                "k3_limit": 9.0,
-                "veto": 1e-4,
-                "off_policy_limit": 1e-4,
-            },
-        }
-    ),
-    "critic": AlgorithmConfig(advantage=GaeAdvantage(), critic=CriticConfig()),
-}
 
 
 def evaluate(

@@ -15,7 +15,7 @@ from rl_loop.algorithms.config import AlgorithmConfig, CorrectionConfig
 from rl_loop.algorithms.correction import rollout_correction
 from rl_loop.algorithms.objectives import policy_objective
 from rl_loop.algorithms.sequences import Sequences
-from tests.rl_loop.algorithms.test_algorithms import batch_of, loss_tokens
+from tests.support.rl_loop.algorithms import batch_of, loss_tokens
 
 SEQUENCE = [0, 0, 0, 1, 1, 1, 2]
 MASK = [True, True, True, True, False, True, True]

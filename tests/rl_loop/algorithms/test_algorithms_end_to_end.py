@@ -12,32 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.in_process import LocalRollouts, local_loop
-from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.data.samples import OffPolicyError, to_samples
 from rl_loop.tracking.run_directory import is_training_step, read_json_lines, read_training_steps
-from tests.waiting import PATIENCE_SECONDS, wait_until_async
+from tests.support.in_process import LocalRollouts, local_loop
+from tests.support.rl_loop.small_config import CONFIGS, NOTHING_ENDS, config
+from tests.support.waiting import PATIENCE_SECONDS, wait_until_async
 
-CONFIGS = Path(__file__).parents[3] / "configs"
-SMALL = [
-    "model.num_layers=2",
-    "model.hidden_size=32",
-    "model.intermediate_size=48",
-    "model.head_size=16",
-    "initial_weights=null",
-    "rollout.workers=1",
-    "rollout.tasks_per_step=2",
-    "rollout.samples_per_task=4",
-    # an untrained policy samples a stop token about every 300 tokens: some episodes end illegally, some at the limit,
-    # and the difference in reward gives the updates something to do
-    "rollout.max_new_tokens_per_turn=64",
-    "rollout.routed_experts=true",
-    "reward.format_error=-2",
-    "tasks.held_out_tasks=1",
-    "evaluate_every=100",
-    "training.checkpoint_every=100",
-]
 STEPS = 12
 ALGORITHMS: dict[str, list[str]] = {
     "ppo": ["algorithm.critic.warmup_steps=2", "algorithm.critic.optimizer.lr=1e-3"],
@@ -58,12 +39,6 @@ ALGORITHMS: dict[str, list[str]] = {
     ],
     "gdpo": ["algorithm.old_log_probs=rollout", "algorithm.correction.weight=none"],
 }
-
-
-def config(directory: Path, *overrides: str) -> RlConfig:
-    return load_config(
-        CONFIGS / "rl/tiny_retool.yaml", RlConfig, [*SMALL, f"output_dir={directory}", *overrides]
-    )
 
 
 @pytest.fixture(scope="module")
@@ -119,13 +94,6 @@ def test_an_algorithm_trains_without_nan(
         assert trained[0]["mismatch/kl_k3"] < trained[0]["routing/kl_k3_without_replay"]
 
 
-NOTHING_ENDS = [
-    "rollout.max_new_tokens_per_turn=1",
-    "training.steps=2",
-    "training.checkpoint_every=1",
-    "seed=1",
-]
-"""No episode gets as far as a stop token, with this seed."""
 EXTRA = {"dapo": ["algorithm.overlong_buffer=2"], "ppo": ["algorithm.critic.warmup_steps=1"]}
 
 

@@ -32,8 +32,8 @@ from rl_loop.config.run import RlConfig
 from rl_loop.data.rollout_batch import RlUpdates
 from rl_loop.tracking.metrics import StepMetrics
 from rl_loop.tracking.step_metrics import add_update_metrics
-from tests.rl_loop.algorithms.test_algorithms import batch_of, loss_tokens, samples
-from tests.waiting import PATIENCE_SECONDS
+from tests.support.rl_loop.algorithms import batch_of, loss_tokens, samples
+from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).resolve().parents[3]
 GUIDE = ROOT / "docs/algorithms.md"

@@ -6,14 +6,8 @@ import pytest
 import torch.distributed as dist
 
 from rl_loop.algorithms.objectives import policy_objective
-from tests.distributed import free_port, run_distributed
-from tests.rl_loop.algorithms.test_algorithms import (
-    CONFIGS,
-    batch_of,
-    in_fp64,
-    loss_tokens,
-    samples,
-)
+from tests.support.distributed import free_port, run_distributed
+from tests.support.rl_loop.algorithms import CONFIGS, batch_of, in_fp64, loss_tokens, samples
 
 NAMES = ["ppo", "gspo", "sequence mis"]
 

@@ -11,7 +11,7 @@ import torch
 from megatron_gptoss.samples import Sample
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.algorithms.objectives import policy_objective
-from tests.rl_loop.algorithms.test_algorithms import batch_of, in_fp64, loss_tokens
+from tests.support.rl_loop.algorithms import batch_of, in_fp64, loss_tokens
 
 TOKENS = 3
 LENGTH = 2

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from benchmarks.in_process import LocalRollouts, local_loop, local_trainer
 from rl_loop.chatml.codec import ChatMl
 from rl_loop.config.errors import CannotStart, ConfigError
 from rl_loop.config.load import load_config
@@ -20,6 +19,7 @@ from rl_loop.export import export_policy, greedy_agreement
 from rl_loop.lifecycle.start_checks import check_chat_format
 from rl_loop.session import build_tasks, trainer_settings
 from rl_loop.tracking.run_directory import read_training_steps
+from tests.support.in_process import LocalRollouts, local_loop, local_trainer
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SMALL = [

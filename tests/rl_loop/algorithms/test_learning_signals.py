@@ -29,7 +29,7 @@ from rl_loop.data.samples import to_samples
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.tracking.metrics import Name, StepMetrics
 from rl_loop.tracking.step_metrics import add_signal_metrics
-from tests.rl_loop.algorithms.test_algorithms import batch_of, loss_tokens
+from tests.support.rl_loop.algorithms import batch_of, loss_tokens
 
 
 def choices(model: Any, field: str) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.in_process import LocalRollouts, local_loop
 from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory
 from converters.torch_dist import export_checkpoint
@@ -22,7 +21,8 @@ from rl_loop.export import export_policy, greedy_agreement
 from rl_loop.session import build_tasks
 from rl_loop.tracking.run_directory import read_training_steps
 from rl_loop.trainer.gathered_export import check_packed_experts
-from tests.rl_loop.algorithms.test_algorithms_end_to_end import SMALL
+from tests.support.in_process import LocalRollouts, local_loop
+from tests.support.rl_loop.small_config import SMALL
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 WIDE = [*SMALL, "model.hidden_size=64", "model.intermediate_size=32", "optimizer={lr: 1e-2}"]

@@ -9,7 +9,7 @@ import pytest
 
 from rl_loop.certify.checks import CHECKS, FORWARD
 from rl_loop.certify.subject import Subject
-from tests.rl_loop.certify.conftest import Prepared, failed
+from tests.support.rl_loop.certify.prepared import Prepared, failed
 
 PAGE = Path(__file__).parents[3] / "docs/certify.md"
 

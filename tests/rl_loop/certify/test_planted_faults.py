@@ -12,8 +12,8 @@ from rl_loop.certify.subject import Subject
 from rl_loop.certify.subjects.megatron_trainer import MegatronTrainer
 from rl_loop.certify.subjects.transformers_model import TransformersModel
 from rl_loop.harmony.codec import Harmony
-from tests.rl_loop.certify import subjects
-from tests.rl_loop.certify.conftest import Prepared, causes, failed
+from tests.support.rl_loop.certify import subjects
+from tests.support.rl_loop.certify.prepared import Prepared, causes, failed
 
 
 def as_id(value: object) -> str:

@@ -28,11 +28,12 @@ from rl_loop.certify.subjects.transformers_model import TransformersModel
 from rl_loop.certify.texts import Texts
 from rl_loop.engines.sglang.config import PLUGIN
 from rl_loop.harmony.vocabulary import harmony_encoding
-from tests.rl_loop.certify.conftest import Prepared, causes, failed
-from tests.rl_loop.certify.loopback_server import LoopbackServer, serving
-from tests.rl_loop.sglang_protocol import LocalServer
+from tests.support.rl_loop.certify.loopback_server import LoopbackServer, serving
+from tests.support.rl_loop.certify.prepared import Prepared, causes, failed
+from tests.support.rl_loop.sglang_protocol import LocalServer
 
 ROOT = Path(__file__).parents[3]
+SERVER = "tests.support.rl_loop.certify.loopback_server"
 
 
 def skipped(results: dict[str, object]) -> set[str]:
@@ -61,7 +62,7 @@ def test_the_benchmark_starts_a_server_of_sglang_and_certifies_it(
         "#!/bin/sh\n"
         'test "$1 $2" = "-m sglang.launch_server" || exit 1\n'
         "shift 2\n"
-        f'PYTHONPATH="{paths}:$PYTHONPATH" exec {sys.executable} -m tests.rl_loop.certify.loopback_server "$@"\n'
+        f'PYTHONPATH="{paths}:$PYTHONPATH" exec {sys.executable} -m {SERVER} "$@"\n'
     )
     python.chmod(0o755)
     seen_by_server = tmp_path / "seen"
@@ -151,7 +152,7 @@ class Silent(Subject):
 
 
 def test_a_function_by_its_name_fails_with_exit_code_1(prepared: Prepared, tmp_path: Path) -> None:
-    name = "tests.rl_loop.certify.test_subjects:Silent"
+    name = f"{__name__}:Silent"
     command = ["certify", name, "--weights", str(prepared.directory), "--out", str(tmp_path)]
     command += ["--only", "sinks"]
     done = CliRunner().invoke(app, command)

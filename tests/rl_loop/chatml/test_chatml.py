@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rl_loop.chat.messages import FormatError, ParsedMessage, ToolOutput
@@ -25,7 +24,6 @@ from rl_loop.chatml.conversation import Call, ChatMessage
 from rl_loop.chatml.prompt_config import QWEN_SYSTEM, ChatMlConfig
 from rl_loop.chatml.vocabulary import (
     TINY_MARKUP,
-    ChatMlVocabulary,
     TokenizerError,
     read_vocabulary,
     tiny_vocabulary,
@@ -37,30 +35,9 @@ from rl_loop.environments import ENVIRONMENTS, RewardConfig, arithmetic, make_en
 from rl_loop.environments.base import final, function_call, think
 from rl_loop.harmony.vocabulary import byte_pair_tokenizer, tokens_of
 from rl_loop.rollout.agent import run_episode
-from tests.rl_loop.scripted_engine import ScriptedEngine
+from tests.support.rl_loop.chatml_vocabularies import VOCABULARIES, WORDS
+from tests.support.rl_loop.scripted_engine import ScriptedEngine
 
-WORDS = arithmetic.vocabulary_text()
-
-
-def with_call_tokens() -> ChatMlVocabulary:
-    """As Qwen2.5 has them."""
-    return tiny_vocabulary(1200, WORDS)
-
-
-def without_call_tokens() -> ChatMlVocabulary:
-    """As SmolLM2, whose digits are pieces of their own; calls are text."""
-    vocabulary = json.loads(byte_pair_tokenizer(tokens_of(WORDS)).to_str())["model"]
-    merges = [tuple(pair) for pair in vocabulary["merges"]]
-    tokenizer = Tokenizer(models.BPE(vocabulary["vocab"], merges))
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(n, normalized=False) for n in TINY_MARKUP[:3]])
-    return ChatMlVocabulary(tokenizer.to_str(), 1200, "test")
-
-
-VOCABULARIES = {"qwen": with_call_tokens(), "smollm": without_call_tokens()}
 CODECS = {name: ChatMl(v, ChatMlConfig()) for name, v in VOCABULARIES.items()}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from ray.exceptions import RayActorError
 
 from rl_loop.cluster.actor_deaths import RecentDeaths, died_by_itself
-from tests.waiting import PATIENCE_SECONDS
+from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = """

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from rl_loop.cluster import ray_session
-from tests.waiting import PATIENCE_SECONDS, wait_until
+from tests.support.waiting import PATIENCE_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[3]
 

@@ -19,7 +19,7 @@ from rl_loop.conversations.dataset import ConversationData
 from rl_loop.conversations.errors import ConversationError
 from rl_loop.conversations.refusals import RefusalReport
 from rl_loop.conversations.rendering import RenderedSample, RenderOptions
-from tests.rl_loop.chatml.test_chatml import VOCABULARIES
+from tests.support.rl_loop.chatml_vocabularies import VOCABULARIES
 
 LONG = 100_000
 OPTIONS = RenderOptions("harmony", LONG, "refuse")

@@ -21,11 +21,11 @@ from rl_loop.tasks.demonstrations import (
     render_as_sampled,
     render_by_user_turn,
 )
-from tests.rl_loop import harmony_reference as reference
-from tests.rl_loop.conftest import SHORT_PROMPT
-from tests.rl_loop.conversations.malformed import MALFORMED
-from tests.rl_loop.conversations.written_by_hand import CASES, Case
-from tests.rl_loop.tasks.test_demonstrations import CHECKERS, scripted_episode, task_of
+from tests.support.rl_loop import harmony_reference as reference
+from tests.support.rl_loop.conversations.malformed import MALFORMED
+from tests.support.rl_loop.conversations.written_by_hand import CASES, Case
+from tests.support.rl_loop.prompts import SHORT_PROMPT
+from tests.support.rl_loop.tasks.demonstrations import CHECKERS, scripted_episode, task_of
 
 LONG = 100_000
 

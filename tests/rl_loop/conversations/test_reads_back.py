@@ -19,7 +19,7 @@ from rl_loop.conversations.rendering import RenderOptions
 from rl_loop.environments.arithmetic import vocabulary_text
 from rl_loop.harmony.codec import Harmony
 from rl_loop.harmony.vocabulary import GptOssVocabulary
-from tests.rl_loop.conftest import SHORT_PROMPT
+from tests.support.rl_loop.prompts import SHORT_PROMPT
 
 OPTIONS = RenderOptions("append", 100_000, "refuse")
 CODECS: dict[str, Any] = {

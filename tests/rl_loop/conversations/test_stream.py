@@ -21,7 +21,7 @@ from rl_loop.conversations.dataset import ConversationData, ConversationStream
 from rl_loop.conversations.errors import DataError
 from rl_loop.conversations.refusals import RefusalReport, kind_of
 from rl_loop.harmony.codec import Harmony
-from tests.rl_loop.conversations.written_by_hand import chat, said, user
+from tests.support.rl_loop.conversations.written_by_hand import chat, said, user
 
 LONG = 10_000
 

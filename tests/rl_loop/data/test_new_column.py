@@ -41,7 +41,7 @@ from rl_loop.data.samples import to_samples
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.rollout.group_store import GroupStore
 from rl_loop.trainer.shipment import Shipper, plan_step
-from tests.rl_loop.trainer.test_shipment import settings_of
+from tests.support.rl_loop.trainer.settings import settings_of
 
 assert "weighs" in TOKEN_COLUMNS
 weighs = np.arange(6, dtype=np.float32)

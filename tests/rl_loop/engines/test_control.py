@@ -15,7 +15,7 @@ import torch
 from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
 from rl_loop.engines.embedded.engine import TransformersEngine
 from rl_loop.engines.protocol import GenerateRequest
-from tests.rl_loop.engines.models import (
+from tests.support.rl_loop.engines.models import (
     VOCAB,
     engine_of,
     held,
@@ -25,7 +25,7 @@ from tests.rl_loop.engines.models import (
     reference_model,
     request,
 )
-from tests.waiting import wait_until, wait_until_async
+from tests.support.waiting import wait_until, wait_until_async
 
 MODEL, OTHER = reference_model(0), reference_model(1)
 FOREVER = 50_000

@@ -12,8 +12,8 @@ import torch
 from megatron_gptoss.families.dense.config import DenseModelConfig
 from rl_loop.engines.embedded.backend import build_engine
 from rl_loop.engines.protocol import GenerateResult
-from tests.megatron_gptoss.dense_reference import MODELS, dense_hf_model, dense_weights
-from tests.rl_loop.engines.models import plain_log_probs, prompt, request
+from tests.support.megatron_gptoss.dense_reference import MODELS, dense_hf_model, dense_weights
+from tests.support.rl_loop.engines.models import plain_log_probs, prompt, request
 
 KINDS = ["llama", "qwen2, tied", "llama 3's rope", "qwen2.5's yarn"]
 

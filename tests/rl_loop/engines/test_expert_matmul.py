@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rl_loop.engines.sglang.config import SglangConfig
-from tests.rl_loop.engines.expert_layer_process import hashes_of_products, runs_that_differ
-from tests.rl_loop.plugin_process import run_with_plugin, write_modules
+from tests.support.rl_loop.engines.expert_layer_process import hashes_of_products, runs_that_differ
+from tests.support.rl_loop.plugin_process import run_with_plugin, write_modules
 
 LAYER = "sglang/srt/layers/moe/fused_moe_triton/triton_kernels_moe.py"
 PROGRAM = """
@@ -80,13 +80,16 @@ def test_it_takes_the_calls_of_layers_with_few_tokens_and_leaves_others(tmp_path
 
 def test_products_are_what_codes_and_scales_mean_for_any_number_of_an_experts_tokens() -> None:
     said = run_with_plugin(
-        "-m", "tests.rl_loop.engines.expert_matmul_interpreted", interpreted=True
+        "-m", "tests.support.rl_loop.engines.expert_matmul_interpreted", interpreted=True
     )
     assert said == "both products are what they mean\n"
 
 
 def test_four_kernels_for_a_hopper_gpu_do_for_all_numbers_of_tokens() -> None:
-    assert run_with_plugin("-m", "tests.rl_loop.engines.expert_matmul_compiled") == "compiled\n"
+    assert (
+        run_with_plugin("-m", "tests.support.rl_loop.engines.expert_matmul_compiled")
+        == "compiled\n"
+    )
 
 
 def test_servers_with_packed_experts_have_it() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rl_loop.engines.sglang.config import SglangConfig
-from tests.rl_loop.engines.expert_layer_process import hashes_of_products
-from tests.rl_loop.plugin_process import run_with_plugin, write_modules
+from tests.support.rl_loop.engines.expert_layer_process import hashes_of_products
+from tests.support.rl_loop.plugin_process import run_with_plugin, write_modules
 
 MATMUL = """
 from dataclasses import dataclass, field
@@ -87,7 +87,7 @@ def test_products_of_our_layout_get_their_shapes_and_others_are_as_they_were(
 
 def test_programs_of_any_number_of_warps_find_the_scales_of_their_columns() -> None:
     said = run_with_plugin(
-        "-m", "tests.rl_loop.engines.expert_scales_interpreted", interpreted=True
+        "-m", "tests.support.rl_loop.engines.expert_scales_interpreted", interpreted=True
     )
     assert said == "every scale is where the matrix has it\n"
 

@@ -8,8 +8,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from tests.rl_loop.engines.routing_logits import KINDS, make_logits
-from tests.rl_loop.plugin_process import plugin_module, run_with_plugin, write_modules
+from tests.support.rl_loop.engines.routing_logits import KINDS, make_logits
+from tests.support.rl_loop.plugin_process import plugin_module, run_with_plugin, write_modules
 
 TOPK = """
 from dataclasses import dataclass
@@ -114,7 +114,7 @@ print(len(matmul_ogs.reduced))
 
 
 def test_kernels_route_and_sum_as_torch_does() -> None:
-    program = "tests.rl_loop.engines.expert_routing_interpreted"
+    program = "tests.support.rl_loop.engines.expert_routing_interpreted"
     printed = run_with_plugin("-m", program, interpreted=True)
     assert printed == "11 shapes and 5 kinds of logits\n"
 
@@ -122,7 +122,7 @@ def test_kernels_route_and_sum_as_torch_does() -> None:
 def test_kernels_compile_for_hopper_and_keep_to_their_registers() -> None:
     """Without a GPU: the interpreter takes what the compiler may not. Tokens of the same power of two
     share what has been compiled."""
-    program = "tests.rl_loop.engines.expert_routing_compiled"
+    program = "tests.support.rl_loop.engines.expert_routing_compiled"
     assert run_with_plugin("-m", program) == "13 tables in 12 variants\n"
 
 

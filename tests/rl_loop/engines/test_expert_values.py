@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from rl_loop.engines.sglang.config import PLUGIN
-from tests.rl_loop.engines.expert_layer_process import hashes_of_products
-from tests.rl_loop.engines.ptx_emulated import as_bf16, run_assembly
-from tests.rl_loop.plugin_process import run_with_plugin, write_modules
+from tests.support.rl_loop.engines.expert_layer_process import hashes_of_products
+from tests.support.rl_loop.engines.ptx_emulated import as_bf16, run_assembly
+from tests.support.rl_loop.plugin_process import run_with_plugin, write_modules
 
 CODES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
 """Values of codes without their sign."""
@@ -60,13 +60,16 @@ def scale_factors(values: ModuleType, scales: torch.Tensor) -> torch.Tensor:
 
 def test_values_come_in_the_order_of_the_matrix() -> None:
     said = run_with_plugin(
-        "-m", "tests.rl_loop.engines.expert_values_interpreted", interpreted=True
+        "-m", "tests.support.rl_loop.engines.expert_values_interpreted", interpreted=True
     )
     assert said == "every value is where the matrix has it\n"
 
 
 def test_it_compiles_for_hopper_and_spills_no_registers() -> None:
-    assert run_with_plugin("-m", "tests.rl_loop.engines.expert_values_compiled") == "compiled\n"
+    assert (
+        run_with_plugin("-m", "tests.support.rl_loop.engines.expert_values_compiled")
+        == "compiled\n"
+    )
 
 
 def test_servers_of_packed_experts_have_it_in_place_of_triton_kernels_own(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rl_loop.engines.sglang.config import PLUGIN, SglangConfig
-from tests.rl_loop.plugin_process import run_with_plugin, write_modules
+from tests.support.rl_loop.plugin_process import run_with_plugin, write_modules
 
 LOGITS_PROCESSOR = """
 import torch

@@ -15,7 +15,7 @@ from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
 from rl_loop.engines.embedded.engine import TransformersEngine
 from rl_loop.engines.protocol import GenerateResult, ModelShape, check_result
 from rl_loop.infrastructure import EngineFault
-from tests.rl_loop.engines.models import (
+from tests.support.rl_loop.engines.models import (
     LAYERS,
     TOP_K,
     VOCAB,
@@ -28,7 +28,7 @@ from tests.rl_loop.engines.models import (
     request,
     tiny_config,
 )
-from tests.waiting import PATIENCE_SECONDS
+from tests.support.waiting import PATIENCE_SECONDS
 
 MODEL = reference_model()
 

@@ -17,8 +17,8 @@ from rl_loop.config.run import RlConfig
 from rl_loop.run import run_rl
 from rl_loop.session import build_tasks
 from rl_loop.tracking.run_directory import read_json_lines
-from tests.forked_workers import forking_workers
-from tests.rl_loop.test_loop_on_ray import RL, Quiet
+from tests.support.forked_workers import forking_workers
+from tests.support.rl_loop.tiny_runs import RL, Quiet
 
 CONFIG = Path(__file__).parents[3] / "configs/rl/tiny_retool.yaml"
 

@@ -17,7 +17,7 @@ from converters.mxfp4_tensors import (
 from rl_loop.canary import CanaryError, check_packed_experts
 from rl_loop.engines.backend import LoadedWeights
 from rl_loop.engines.embedded.engine import TransformersEngine
-from tests.rl_loop.engines.models import engine_of, plain_log_probs, prompt, reference_model
+from tests.support.rl_loop.engines.models import engine_of, plain_log_probs, prompt, reference_model
 
 # rows of whole MXFP4 blocks
 WIDTH = 32

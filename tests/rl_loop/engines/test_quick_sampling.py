@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rl_loop.engines.sglang.config import PLUGIN, SglangConfig
-from tests.rl_loop.plugin_process import run_with_plugin, write_modules
-from tests.tolerances import assert_within, log_prob_error
+from tests.support.rl_loop.plugin_process import run_with_plugin, write_modules
+from tests.support.tolerances import assert_within, log_prob_error
 
 ROOT = Path(__file__).parents[3]
 
@@ -139,12 +139,12 @@ print(run()[2], run(return_logprob=False)[2])
 
 
 def test_tokens_and_log_probs_are_those_of_float64() -> None:
-    program = ROOT / "tests/rl_loop/engines/sampling_interpreted.py"
+    program = ROOT / "tests/support/rl_loop/engines/sampling_interpreted.py"
     assert run_with_plugin(str(program), interpreted=True) == "5 shapes\n"
 
 
 def test_kernels_compile_for_hopper_once_for_all_numbers_of_requests() -> None:
-    program = "tests.rl_loop.engines.sampling_compiled"
+    program = "tests.support.rl_loop.engines.sampling_compiled"
     expected = "6 shapes, 1 variant of GPT-OSS\n" * 2
     assert run_with_plugin("-m", program) == expected
 

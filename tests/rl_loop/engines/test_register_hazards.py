@@ -1,4 +1,4 @@
-"""benchmarks/register_hazards.py finds registers that are written while tensor cores may still read them."""
+"""scripts/register_hazards.py finds registers that are written while tensor cores may still read them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import register_hazards as hazards
+from scripts import register_hazards as hazards
 
 ROOT = Path(__file__).parents[3]
-PROGRAM = ROOT / "benchmarks/register_hazards.py"
+PROGRAM = ROOT / "scripts/register_hazards.py"
 
 MULTIPLY = "HGMMA.64x32x16.F32.BF16 R24, R{first}, gdesc[UR8], R24{end}"
 AGAIN = "@P0 BRA 0x100"
@@ -91,7 +91,7 @@ def test_loops_without_matrices_in_registers_are_left_out() -> None:
 
 def test_a_compiled_kernel_that_writes_registers_too_early_is_found(tmp_path: Path) -> None:
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
-    compiling = [sys.executable, "-m", "tests.rl_loop.engines.hazardous_product"]
+    compiling = [sys.executable, "-m", "tests.support.rl_loop.engines.hazardous_product"]
     subprocess.run(compiling, env=environment, cwd=ROOT, check=True, capture_output=True)
 
     program = [sys.executable, PROGRAM, tmp_path]

@@ -16,7 +16,7 @@ from rl_loop.engines.protocol import GenerateRequest, GenerateResult, SamplingPa
 from rl_loop.engines.sglang.engine import SglangEngine
 from rl_loop.engines.sglang.server import ServerState, ServerStatus
 from rl_loop.infrastructure import EngineFault
-from tests.rl_loop.sglang_protocol import (
+from tests.support.rl_loop.sglang_protocol import (
     EXPERTS,
     FAULTS,
     LAYERS,
@@ -29,7 +29,7 @@ from tests.rl_loop.sglang_protocol import (
     next_token,
     prefix_state,
 )
-from tests.waiting import PATIENCE_SECONDS, wait_until_async
+from tests.support.waiting import PATIENCE_SECONDS, wait_until_async
 
 pytestmark = pytest.mark.anyio
 

@@ -12,7 +12,7 @@ import pytest
 from rl_loop.engines.sglang.client import RequestRejected, SglangClient
 from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.server import ServerState, SglangServer
-from tests.waiting import PATIENCE_SECONDS
+from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[3]
 KEY = "0123456789" * 6  # YAML would read it as a number
@@ -41,7 +41,7 @@ def test_server_answers_only_with_its_key(model: Path) -> None:
         return [*words, "--host", host, "--port", str(port)]
 
     async def check() -> None:
-        paths = [ROOT / "tests/rl_loop/sglang_process", ROOT, ROOT / "kernels"]
+        paths = [ROOT / "tests/support/rl_loop/sglang_process", ROOT, ROOT / "kernels"]
         environment = {"PYTHONPATH": ":".join(map(str, paths))}
         server = SglangServer(command, environment, model / "server.log", api_key=KEY)
         try:

@@ -37,8 +37,8 @@ from rl_loop.engines.sglang.gpu_memory import ServerNeeds, packed_expert_bytes
 from rl_loop.engines.sglang.sync_plan import Servers, SyncPlan
 from rl_loop.engines.sglang.weight_checksums import PACKED_EXPERT_PARAMETERS
 from rl_loop.engines.sglang.weight_sender import WeightMismatch, send_weights
-from tests.distributed import free_port, run_distributed
-from tests.rl_loop.packed_server import (
+from tests.support.distributed import free_port, run_distributed
+from tests.support.rl_loop.packed_server import (
     PackedServer,
     ServedModel,
     SyncedModel,
@@ -46,8 +46,8 @@ from tests.rl_loop.packed_server import (
     layout,
     plugin,
 )
-from tests.rl_loop.plugin_process import run_with_plugin, write_modules
-from tests.waiting import PATIENCE_SECONDS
+from tests.support.rl_loop.plugin_process import run_with_plugin, write_modules
+from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[3]
 MODEL = GptOssModelConfig(
@@ -174,7 +174,7 @@ def test_what_is_read_back_is_what_was_written_and_padding_is_counted(
 
 
 def test_kernels_write_and_read_the_same_bytes_in_triton_s_interpreter() -> None:
-    program = ROOT / "tests/rl_loop/engines/hopper_layout_interpreted.py"
+    program = ROOT / "tests/support/rl_loop/engines/hopper_layout_interpreted.py"
     assert run_with_plugin(str(program), interpreted=True) == "2 shapes\n"
 
 
@@ -182,7 +182,7 @@ def test_the_plugin_loads_what_sglang_itself_loads() -> None:
     for package in ("sglang", "triton_kernels"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
-    program = ROOT / "tests/rl_loop/engines/sglang_own_loading.py"
+    program = ROOT / "tests/support/rl_loop/engines/sglang_own_loading.py"
     path = os.pathsep.join([str(PLUGIN), *sys.path])
     done = subprocess.run(
         [sys.executable, str(program)],

@@ -13,8 +13,8 @@ import pytest
 from rl_loop.cluster.placement import free_port
 from rl_loop.engines.backend import EngineUnavailable
 from rl_loop.engines.sglang.config import PLUGIN, SglangConfig
-from tests.rl_loop.plugin_process import write_modules
-from tests.waiting import PATIENCE_SECONDS
+from tests.support.rl_loop.plugin_process import write_modules
+from tests.support.waiting import PATIENCE_SECONDS
 
 POOL = """
 class SWAKVPool:

@@ -69,7 +69,7 @@ def test_generate_abort_score_and_weight_sync_of_the_real_server(tmp_path: Path)
     )
     command = settings.command(0, tmp_path, "bfloat16", routed_experts=False, seed=0)
     environment = {
-        "PYTHONPATH": str(Path(__file__).parents[1] / "sglang_cpu"),
+        "PYTHONPATH": str(Path(__file__).parents[2] / "support/rl_loop/sglang_cpu"),
         "SGLANG_USE_CPU_ENGINE": "1",
         "OMP_NUM_THREADS": "1",
     }

@@ -11,7 +11,7 @@ import pytest
 
 from rl_loop.engines.sglang.gpu_memory import NotEnoughGpuMemory, memory_fault
 from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
-from tests.waiting import PATIENCE_SECONDS
+from tests.support.waiting import PATIENCE_SECONDS
 
 
 def test_a_fault_in_the_supervisor_reaches_who_asks_for_the_status(tmp_path):

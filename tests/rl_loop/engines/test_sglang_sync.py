@@ -49,37 +49,22 @@ from rl_loop.session import (
     codec_settings,
 )
 from rl_loop.tasks.codec import codec_of
-from tests.forked_workers import local_ray
-from tests.megatron_gptoss.dense_reference import MODELS as DENSE_MODELS
-from tests.rl_loop.sglang_protocol import (
+from tests.support.forked_workers import local_ray
+from tests.support.megatron_gptoss.dense_reference import MODELS as DENSE_MODELS
+from tests.support.rl_loop.engines.scored_weights import MODEL, ROOT, TEXT, scores_under
+from tests.support.rl_loop.sglang_protocol import (
     VOCAB,
     LocalServer,
     digest,
-    log_prob,
     next_token,
     prefix_state,
 )
-from tests.waiting import wait_until
-
-ROOT = Path(__file__).parents[3]
-MODEL = GptOssModelConfig(
-    num_layers=2, num_experts=2, experts_per_token=2, hidden_size=32, intermediate_size=48, num_attention_heads=4,
-    num_key_value_heads=2, head_size=16, vocab_size=640, max_length=1024,
-)  # fmt: skip
-TEXT = list(range(20, 60))
+from tests.support.waiting import wait_until
 
 
 def weights_of(seed: int, model: GptOssModelConfig = MODEL) -> dict[str, torch.Tensor]:
     get = random_hf_weights(model, seed)
     return {name: get(name).to(torch.bfloat16) for name in hf_shapes(model)}
-
-
-def scores_under(weights: dict[str, torch.Tensor]) -> list[float]:
-    state, scores = prefix_state(TEXT[:1], digest(weights)), []
-    for token in TEXT[1:]:
-        state = prefix_state([token], "", state)
-        scores.append(log_prob(state))
-    return scores
 
 
 def test_buckets_are_bounded_and_keep_every_tensor() -> None:
@@ -388,7 +373,7 @@ class Trainer:
 @pytest.fixture
 def config(tmp_path: Path, one_ray: None) -> RlConfig:
     """Two local servers, each a process that takes the place of SGLang."""
-    stub = f"{ROOT / 'tests/rl_loop/sglang_process'}:{ROOT}:{ROOT / 'kernels'}"
+    stub = f"{ROOT / 'tests/support/rl_loop/sglang_process'}:{ROOT}:{ROOT / 'kernels'}"
     config = load_config(
         ROOT / "configs/rl/tiny_retool.yaml",
         RlConfig,

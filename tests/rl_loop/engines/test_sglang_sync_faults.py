@@ -26,9 +26,9 @@ from rl_loop.lifecycle.failures import explain
 from rl_loop.session import build_trainer
 from rl_loop.trainer import gathered_sync
 from rl_loop.trainer.group import TrainerGroup
-from tests.forked_workers import local_ray
-from tests.rl_loop.engines.test_sglang_sync import MODEL, ROOT, TEXT, scores_under
-from tests.waiting import wait_until
+from tests.support.forked_workers import local_ray
+from tests.support.rl_loop.engines.scored_weights import MODEL, ROOT, TEXT, scores_under
+from tests.support.waiting import wait_until
 
 LIMIT_SECONDS = 60.0
 """A sync that failed has gone on or ended by then."""
@@ -138,7 +138,7 @@ class Run:
 
 
 def make_run(tmp_path: Path, transport: str) -> Run:
-    stub = f"{ROOT / 'tests/rl_loop/sglang_process'}:{ROOT}:{ROOT / 'kernels'}"
+    stub = f"{ROOT / 'tests/support/rl_loop/sglang_process'}:{ROOT}:{ROOT / 'kernels'}"
     config = load_config(
         ROOT / "configs/rl/tiny_retool.yaml",
         RlConfig,

@@ -26,7 +26,7 @@ from rl_loop.engines.backend import SyncFailed
 from rl_loop.engines.sglang.sync_plan import SyncPlan
 from rl_loop.engines.sglang.weight_sender import send_weights
 from rl_loop.engines.sglang.weight_transports import _SharedTensor, users_of_memory
-from tests.rl_loop.sglang_protocol import LocalServer
+from tests.support.rl_loop.sglang_protocol import LocalServer
 
 MODEL = GptOssModelConfig(
     num_layers=2, num_experts=2, experts_per_token=2, hidden_size=32, intermediate_size=48, num_attention_heads=4,

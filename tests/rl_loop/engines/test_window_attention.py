@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rl_loop.engines.sglang.config import PLUGIN, SglangConfig
-from tests.rl_loop.plugin_process import run_with_plugin, write_modules
+from tests.support.rl_loop.plugin_process import run_with_plugin, write_modules
 
 ROOT = Path(__file__).parents[3]
 WINDOW = 128
@@ -142,12 +142,12 @@ print(backend.flash_attn_with_kvcache(*PLAIN.values()), len(backend.calls[-1][1]
 
 
 def test_outputs_are_those_of_float64_for_any_lengths_windows_and_sinks() -> None:
-    program = ROOT / "tests/rl_loop/engines/window_attention_interpreted.py"
+    program = ROOT / "tests/support/rl_loop/engines/window_attention_interpreted.py"
     assert run_with_plugin(str(program), interpreted=True) == "5 shapes\n"
 
 
 def test_six_programs_of_gpt_oss_fit_on_a_processor_of_a_hopper_gpu() -> None:
-    program = "tests.rl_loop.engines.window_attention_compiled"
+    program = "tests.support.rl_loop.engines.window_attention_compiled"
     assert run_with_plugin("-m", program) == "compiled\n"
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.waiting import PATIENCE_SECONDS
+from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).resolve().parents[3]
 GUIDE = ROOT / "docs/environments.md"

@@ -33,12 +33,12 @@ from rl_loop.harmony.vocabulary import GptOssVocabulary
 from rl_loop.infrastructure import InfrastructureFailure
 from rl_loop.rollout import agent
 from rl_loop.rollout.agent import run_episode
-from tests.rl_loop.environments.ledger_server import REFUSED
-from tests.rl_loop.scripted_engine import ScriptedEngine
-from tests.waiting import wait_until
+from tests.support.rl_loop.environments.ledger_server import REFUSED
+from tests.support.rl_loop.scripted_engine import ScriptedEngine
+from tests.support.waiting import wait_until
 
-LEDGER = "tests.rl_loop.environments.ledger_server"
-SERVER = Path(__file__).with_name("ledger_server.py")
+LEDGER = "tests.support.rl_loop.environments.ledger_server"
+SERVER = Path(__file__).parents[3] / "tests/support/rl_loop/environments/ledger_server.py"
 IN_PROCESS = {"in_process": f"{LEDGER}:make"}
 STDIO = {"command": [sys.executable, str(SERVER)], "cwd": str(SERVER.parents[3])}
 LIMITS = EpisodeLimits(max_turns=8, max_tokens=8000, episode_seconds=60)

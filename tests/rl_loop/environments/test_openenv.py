@@ -28,12 +28,12 @@ from rl_loop.harmony.vocabulary import GptOssVocabulary
 from rl_loop.infrastructure import InfrastructureFailure
 from rl_loop.rollout import agent
 from rl_loop.rollout.agent import run_episode
-from tests.rl_loop.environments.guessing_server import CUT, FAR, ONCE, RULES, SLOW
-from tests.rl_loop.scripted_engine import ScriptedEngine
-from tests.waiting import PATIENCE_SECONDS, wait_until
+from tests.support.rl_loop.environments.guessing_server import CUT, FAR, ONCE, RULES, SLOW
+from tests.support.rl_loop.scripted_engine import ScriptedEngine
+from tests.support.waiting import PATIENCE_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[3]
-SERVER = Path(__file__).with_name("guessing_server.py")
+SERVER = ROOT / "tests/support/rl_loop/environments/guessing_server.py"
 PYTHON = {"wire": Path(sys.executable), "openenv": ROOT / ".cache/hub/openenv/bin/python"}
 LIMITS = EpisodeLimits(max_turns=8, max_tokens=4000, episode_seconds=60)
 SEED = 7

@@ -19,12 +19,13 @@ from transformers import GptOssForCausalLM
 from rl_loop.engines.protocol import ModelShape
 from rl_loop.gateway.server import Gateway, GatewaySettings
 from rl_loop.harmony.codec import Harmony, ParsedMessage
-from tests.rl_loop.gateway.policy import Lesson, learned_model, tiny_config
-from tests.rl_loop.gateway.serving import LIMITS, SETTINGS, check_capture, serving
-from tests.rl_loop.scripted_engine import ScriptedEngine
+from tests.support.rl_loop.gateway.policy import Lesson, learned_model, tiny_config
+from tests.support.rl_loop.gateway.serving import LIMITS, SETTINGS, check_capture, serving
+from tests.support.rl_loop.scripted_engine import ScriptedEngine
 
 LONG_CONTEXT = replace(SETTINGS, limits=LIMITS.model_copy(update={"max_tokens": 2048}))
 DIALECTS = ("chat", "responses")
+MCP_DOUBLER = Path(__file__).parents[3] / "tests/support/rl_loop/gateway/mcp_doubler.py"
 
 
 def turns(harmony: Harmony) -> list[list[int]]:
@@ -59,7 +60,7 @@ async def run_agent(base_url: str, api_key: str, dialect: str, *, stream: bool) 
     doubler = MCPServerStdio(
         params={
             "command": sys.executable,
-            "args": [str(Path(__file__).with_name("mcp_doubler.py"))],
+            "args": [str(MCP_DOUBLER)],
             "env": dict(os.environ),
         },
         client_session_timeout_seconds=120,

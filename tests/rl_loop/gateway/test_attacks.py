@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.rl_loop.gateway.attacks import BODIES, HELD
+from tests.support.rl_loop.gateway.attacks import BODIES, HELD
 
 # Delays of milliseconds, which only an idle machine shows.
 pytestmark = pytest.mark.slow
@@ -59,7 +59,7 @@ class Attacked:
 @pytest.fixture(scope="module")
 def attacked() -> Iterator[Attacked]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.rl_loop.gateway.attacked_server"],
+        [sys.executable, "-m", "tests.support.rl_loop.gateway.attacked_server"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -91,7 +91,13 @@ def be_served(attacked: Attacked, attack: subprocess.Popen[str]) -> None:
 
 
 def begin(attacked: Attacked, name: str, seconds: float) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.rl_loop.gateway.attacks", str(attacked.port), name]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.rl_loop.gateway.attacks",
+        str(attacked.port),
+        name,
+    ]
     return subprocess.Popen([*command, str(seconds)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
 

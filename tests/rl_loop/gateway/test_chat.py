@@ -15,9 +15,10 @@ from rl_loop.engines.protocol import GenerateRequest, GenerateResult
 from rl_loop.harmony.codec import Harmony
 from rl_loop.harmony.history import History
 from rl_loop.rollout import turn_sampler
-from tests.rl_loop.engines.models import held
-from tests.rl_loop.gateway.policy import ADD, ARGUMENTS, LONG, Script
-from tests.rl_loop.gateway.serving import (
+from tests.support.rl_loop.engines.models import held
+from tests.support.rl_loop.gateway.chats import TOOLS, echo, say
+from tests.support.rl_loop.gateway.policy import ADD, ARGUMENTS, LONG, Script
+from tests.support.rl_loop.gateway.serving import (
     LIMITS,
     SETTINGS,
     RecordingEngine,
@@ -28,20 +29,6 @@ from tests.rl_loop.gateway.serving import (
 )
 
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
-TOOLS: list[Any] = [
-    {"type": "function", "function": {"name": "add", "parameters": ADD.parameters}},
-]
-
-
-async def say(client: openai.AsyncOpenAI, messages: list[Any], **options: Any) -> Any:
-    completion = await client.chat.completions.create(model="any", messages=messages, **options)
-    return completion.choices[0].message
-
-
-def echo(message: Any) -> Any:
-    """The message as agents send it back: what the client knows of it, without reasoning."""
-    kept = message.model_dump(exclude_none=True, include={"role", "content", "tool_calls"})
-    return kept
 
 
 # ---- plain, streamed, with tools

@@ -22,9 +22,9 @@ from rl_loop.chatml.prompt_config import ChatMlConfig
 from rl_loop.chatml.vocabulary import IM_END, TOOL_CALL, tiny_vocabulary
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.environments import arithmetic
-from tests.rl_loop.gateway.policy import ADD, Lesson, learned_model
-from tests.rl_loop.gateway.serving import SETTINGS, Served, check_capture, serving
-from tests.rl_loop.gateway.test_chat import TOOLS, echo, say
+from tests.support.rl_loop.gateway.chats import TOOLS, echo, say
+from tests.support.rl_loop.gateway.policy import ADD, Lesson, learned_model
+from tests.support.rl_loop.gateway.serving import SETTINGS, Served, check_capture, serving
 
 PLAIN = replace(SETTINGS, routed_experts=False)
 PYTHON = Tool("python", "", {"type": "object", "properties": {"code": {"type": "string"}}})

@@ -10,8 +10,8 @@ import pytest
 from transformers import GptOssForCausalLM
 
 from rl_loop.harmony.codec import Harmony
-from tests.rl_loop.gateway.policy import Script
-from tests.rl_loop.gateway.serving import Served, check_capture, serving
+from tests.support.rl_loop.gateway.policy import Script
+from tests.support.rl_loop.gateway.serving import Served, check_capture, serving
 
 HI: dict[str, dict[str, Any]] = {
     "chat": {"model": "any", "messages": [{"role": "user", "content": "Hi"}]},

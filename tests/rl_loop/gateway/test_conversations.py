@@ -17,7 +17,7 @@ from rl_loop.chatml.prompt_config import ChatMlConfig
 from rl_loop.chatml.vocabulary import tiny_vocabulary
 from rl_loop.environments.arithmetic import vocabulary_text
 from rl_loop.harmony.codec import Harmony
-from tests.rl_loop.gateway.scripted import Talk, talking
+from tests.support.rl_loop.gateway.scripted import Talk, talking
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "number"}}}
 ADD: Any = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}

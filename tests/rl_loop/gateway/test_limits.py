@@ -18,7 +18,7 @@ from rl_loop.gateway.body import MAX_BODY_BYTES, MAX_VALUES, SHORT_BODY_BYTES, p
 from rl_loop.gateway.connections import Connections
 from rl_loop.gateway.errors import ApiError
 from rl_loop.harmony.codec import Harmony
-from tests.rl_loop.gateway.scripted import Talk, talking
+from tests.support.rl_loop.gateway.scripted import Talk, talking
 
 FINAL = "<|channel|>final<|message|>done<|return|>"
 

@@ -10,8 +10,8 @@ import pytest
 from transformers import GptOssForCausalLM
 
 from rl_loop.harmony.codec import Harmony
-from tests.rl_loop.gateway.policy import ADD, ARGUMENTS, LONG, Script
-from tests.rl_loop.gateway.serving import check_capture, serving
+from tests.support.rl_loop.gateway.policy import ADD, ARGUMENTS, LONG, Script
+from tests.support.rl_loop.gateway.serving import check_capture, serving
 
 TOOLS: list[Any] = [{"type": "function", "name": "add", "parameters": ADD.parameters}]
 

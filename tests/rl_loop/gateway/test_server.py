@@ -14,7 +14,7 @@ from transformers import GptOssForCausalLM
 from rl_loop.engines.protocol import ModelShape
 from rl_loop.gateway.server import Gateway, GatewaySettings
 from rl_loop.harmony.codec import Harmony
-from tests.rl_loop.gateway.serving import SETTINGS, check_capture, serving
+from tests.support.rl_loop.gateway.serving import SETTINGS, check_capture, serving
 
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
 

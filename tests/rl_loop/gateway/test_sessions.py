@@ -18,7 +18,7 @@ from rl_loop.gateway.reward import GivenReward
 from rl_loop.gateway.serve import ServeOptions, served_settings
 from rl_loop.gateway.session import Session, SessionSettings
 from rl_loop.harmony.codec import Harmony, ParsedMessage
-from tests.rl_loop.scripted_engine import ScriptedEngine
+from tests.support.rl_loop.scripted_engine import ScriptedEngine
 
 LIMITS = EpisodeLimits(max_turns=50, max_tokens=400, episode_seconds=300.0)
 TRAINED = SessionSettings(LIMITS, SamplingParams(max_new_tokens=100))

@@ -14,8 +14,14 @@ from rl_loop.environments import arithmetic
 from rl_loop.environments.retool import INSTRUCTIONS
 from rl_loop.harmony.codec import FormatError, Harmony, ParsedMessage, Tool, ToolOutput
 from rl_loop.harmony.vocabulary import SPECIAL_TOKENS, harmony_encoding
-from tests.rl_loop.fuzz_harmony import fuzz
-from tests.rl_loop.harmony_reference import RecipientPlace, assistant, encode, meaning, sampled_turn
+from tests.support.rl_loop.fuzz_harmony import fuzz
+from tests.support.rl_loop.harmony_reference import (
+    RecipientPlace,
+    assistant,
+    encode,
+    meaning,
+    sampled_turn,
+)
 
 QUESTION = [
     {"role": "developer", "content": INSTRUCTIONS},

@@ -28,9 +28,9 @@ from rl_loop.harmony.codec import BuiltinTool, Harmony, PromptConfig, PythonTool
 from rl_loop.harmony.tool_descriptions import described_function, released_tool
 from rl_loop.harmony.vocabulary import GptOssVocabulary, harmony_encoding
 from rl_loop.sandbox import SandboxConfig
-from tests.rl_loop import harmony_reference as reference
-from tests.rl_loop.conftest import SHORT_PROMPT
-from tests.rl_loop.harmony_reference import assistant, encode, tool, user
+from tests.support.rl_loop import harmony_reference as reference
+from tests.support.rl_loop.harmony_reference import assistant, encode, tool, user
+from tests.support.rl_loop.prompts import SHORT_PROMPT
 
 TOKENS = GptOssVocabulary()
 BARE = Harmony(TOKENS, SHORT_PROMPT)

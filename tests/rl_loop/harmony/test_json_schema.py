@@ -21,8 +21,8 @@ from rl_loop.environments.tool_servers.toolbox import BoxedTool, ServerTool, Too
 from rl_loop.harmony.codec import Harmony
 from rl_loop.harmony.json_schema import harmony_schema
 from rl_loop.harmony.vocabulary import GptOssVocabulary
-from tests.rl_loop.conftest import SHORT_PROMPT
-from tests.rl_loop.gateway.scripted import talking
+from tests.support.rl_loop.gateway.scripted import talking
+from tests.support.rl_loop.prompts import SHORT_PROMPT
 
 BARE = Harmony(GptOssVocabulary(), SHORT_PROMPT)
 FINAL = "<|channel|>final<|message|>done<|return|>"

@@ -19,7 +19,7 @@ from rl_loop.lifecycle.inputs import to_json, weights_digest
 from rl_loop.lifecycle.resume import changes_since, inputs_of
 from rl_loop.session import pinned_settings, trainer_settings
 from rl_loop.tracking.run_directory import RunDirectory, start_run, write_json
-from tests.rl_loop.lifecycle.config_keys import CONFIGS
+from tests.support.rl_loop.lifecycle.config_keys import CONFIGS
 
 KL = "algorithm.kl={}"
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from rl_loop.config.load import load_config
@@ -19,10 +14,10 @@ from rl_loop.config.run import RlConfig
 from rl_loop.session import build_tasks
 from rl_loop.tracking.episode_reader import EpisodeReader
 from rl_loop.tracking.run_directory import RunDirectory, read_json_lines
-from tests.rl_loop.test_loop_on_ray import CONFIGS, RL
-from tests.waiting import wait_until
+from tests.support.rl_loop.lifecycle.driver import ROOT, Driver
+from tests.support.rl_loop.tiny_runs import CONFIGS, RL
+from tests.support.waiting import wait_until
 
-ROOT = Path(__file__).parents[3]
 STEPS, TASKS, SAMPLES, STALENESS = 6, 2, 4, 2
 KILLED_IN = 3
 """The step in which the driver is killed; checkpoints follow every other step, so the newest is of two steps."""
@@ -41,59 +36,6 @@ def overrides(directory: Path) -> list[str]:
         f"training.steps={STEPS}",
         "training.checkpoint_every=2",
     ]
-
-
-class Driver:
-    """A run in a process of its own, and all processes that it has ever been seen to start."""
-
-    def __init__(self, program: list[str], arguments: list[str]) -> None:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
-            "OMP_NUM_THREADS": "1",
-        }
-        command = [sys.executable, *program, "rl", str(CONFIGS / "rl/tiny_retool.yaml"), *arguments]
-        self.process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self.started: set[psutil.Process] = set()
-
-    def wait(self) -> int:
-        """Wait for the driver's end and return its status, as the shell has it for signals."""
-
-        def has_ended() -> bool:
-            with suppress(psutil.NoSuchProcess):
-                self.started |= set(psutil.Process(self.process.pid).children(recursive=True))
-            return self.process.poll() is not None
-
-        wait_until(has_ended, pause=0.2)
-        return self.process.wait()
-
-    def still_at_work(self) -> list[str]:
-        """Processes of the run itself that outlive their driver. Ray's agents, which see only by and by that their
-        node is gone, are none of them."""
-        lines = []
-        for process in self.started:
-            with suppress(psutil.NoSuchProcess):
-                line = " ".join(process.cmdline())
-                if any(name in line for name in ("Worker", "Trainer", "raylet/raylet", "sandbox")):
-                    lines.append(line.strip())
-        return lines
-
-    def end_what_is_left(self) -> None:
-        for process in self.started:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-
-    @property
-    def said(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.read()
 
 
 def trained_tasks(run: RunDirectory) -> dict[int, Counter[str]]:
@@ -123,7 +65,7 @@ def test_a_killed_run_goes_on_from_its_newest_checkpoint_and_trains_every_group_
     config = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, settings)
     run = RunDirectory(config.directory)
 
-    script = str(ROOT / "tests/rl_loop/lifecycle/killed_driver.py")
+    script = str(ROOT / "tests/support/rl_loop/lifecycle/killed_driver.py")
     killed = Driver([script, f"{moment}:{KILLED_IN}"], settings)
     assert killed.wait() == -signal.SIGKILL, killed.said
     assert killed.started, "no process was ever seen"

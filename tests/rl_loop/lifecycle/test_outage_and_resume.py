@@ -24,9 +24,9 @@ from rl_loop.session import loop_settings
 from rl_loop.tracking.metrics import StepMetrics
 from rl_loop.tracking.run_directory import RunDirectory, read_json_lines
 from rl_loop.trainer.checkpointer import Checkpointer, RunState
-from tests.rl_loop.lifecycle import broken_world
-from tests.rl_loop.lifecycle.test_killed_driver import Driver
-from tests.rl_loop.test_loop_on_ray import CONFIGS, RL
+from tests.support.rl_loop.lifecycle import broken_world
+from tests.support.rl_loop.lifecycle.driver import Driver
+from tests.support.rl_loop.tiny_runs import CONFIGS, RL
 
 STEPS = 6
 SAVED = 3
@@ -166,7 +166,7 @@ def test_outage_keeps_the_groups_that_did_not_fail(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_run_continues_when_an_outage_is_over(tmp_path: Path) -> None:
     """Two processes, with Ray, workers and a real environment."""
-    source = "{environment: 'tests.rl_loop.lifecycle.broken_world:BrokenWorld', options: {instructions: null}}"
+    source = "{environment: 'tests.support.rl_loop.lifecycle.broken_world:BrokenWorld', options: {instructions: null}}"
     settings = [
         *RL,
         f"output_dir={tmp_path}",

@@ -26,7 +26,7 @@ from rl_loop.session import build_tasks, open_conversations, rl_task_cursor
 from rl_loop.tasks.source import TaskSource
 from rl_loop.tracking.run_directory import RunDirectory, start_run, write_json
 from rl_loop.trainer.checkpointer import RunState
-from tests.rl_loop.lifecycle.config_keys import CONFIGS, all_keys, keys_of, other_values
+from tests.support.rl_loop.lifecycle.config_keys import CONFIGS, all_keys, keys_of, other_values
 
 ROWS = 24
 

@@ -12,9 +12,9 @@ import pytest
 from rl_loop.rewards import math_answer
 from rl_loop.rewards.comparison import says_the_same
 from rl_loop.rewards.math_answer import is_correct
-from tests.rl_loop.rewards.answer_classes import SAME, classes
-from tests.rl_loop.rewards.composed_answers import KINDS, Composed, composed
-from tests.rl_loop.rewards.labelled_answers import pairs
+from tests.support.rl_loop.rewards.answer_classes import SAME, classes
+from tests.support.rl_loop.rewards.composed_answers import KINDS, Composed, composed
+from tests.support.rl_loop.rewards.labelled_answers import pairs
 
 
 @pytest.fixture(autouse=True)

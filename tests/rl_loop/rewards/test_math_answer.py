@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from rl_loop.rewards.comparison_pool import LONGEST, ComparisonPool
 from rl_loop.rewards.math_answer import PLAIN_NUMBER, is_correct, last_boxed, normalised
 from rl_loop.rewards.number import parse_number
-from tests.rl_loop.rewards.answer_classes import classes
-from tests.rl_loop.rewards.labelled_answers import pairs
+from tests.support.rl_loop.rewards.answer_classes import classes
+from tests.support.rl_loop.rewards.labelled_answers import pairs
 
 
 @pytest.fixture(scope="module")

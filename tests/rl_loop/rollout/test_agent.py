@@ -20,7 +20,7 @@ from rl_loop.environments import RewardConfig, Task
 from rl_loop.environments.retool import ReToolEnvironment
 from rl_loop.harmony.codec import Harmony, ParsedMessage, PythonTool, ToolOutput
 from rl_loop.rollout.agent import run_episode
-from tests.rl_loop.scripted_engine import ScriptedEngine, log_prob_at
+from tests.support.rl_loop.scripted_engine import ScriptedEngine, log_prob_at
 
 TASK = Task("t", [{"role": "user", "content": "What is 17*23?"}], "391")
 ROOM = EpisodeLimits(max_turns=8, max_tokens=2000, episode_seconds=60)

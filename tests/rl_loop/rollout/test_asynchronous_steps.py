@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.in_process import LocalRollouts, local_loop, local_trainer
 from megatron_gptoss.samples import TrainingSamples
 from rl_loop.config.run import RlConfig
 from rl_loop.data.credit import assign_advantages
@@ -27,8 +26,9 @@ from rl_loop.rollout.collector import RolloutCollector
 from rl_loop.rollout.group_stream import RolloutsAbandoned
 from rl_loop.session import build_tasks, trainer_settings
 from rl_loop.tracking.run_directory import read_training_steps
-from tests.rl_loop.algorithms.test_algorithms_end_to_end import config as small_config
-from tests.rl_loop.timeless_engine import TimelessEngine
+from tests.support.in_process import LocalRollouts, local_loop, local_trainer
+from tests.support.rl_loop.small_config import config as small_config
+from tests.support.rl_loop.timeless_engine import TimelessEngine
 
 STEPS = 5
 TASKS = 3

@@ -43,7 +43,7 @@ from rl_loop.rollout.agent import run_episode
 from rl_loop.rollout.group_stream import GroupRequest, GroupStream, run_groups
 from rl_loop.tracking.metrics import StepMetrics
 from rl_loop.tracking.step_metrics import add_rollout_metrics
-from tests.rl_loop.scripted_engine import ScriptedEngine
+from tests.support.rl_loop.scripted_engine import ScriptedEngine
 
 TASK = Task("t", [{"role": "user", "content": "What is 17*23?"}], "391")
 LIMITS = EpisodeLimits(max_turns=6, max_tokens=3000, episode_seconds=20)

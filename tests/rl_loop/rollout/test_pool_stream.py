@@ -28,10 +28,10 @@ from rl_loop.rollout.collector import TrainingRequests
 from rl_loop.rollout.group_stream import GroupRequest, GroupStream
 from rl_loop.rollout.pool import RolloutPool
 from rl_loop.session import build_tasks, worker_settings
-from tests.forked_workers import local_ray
-from tests.rl_loop.algorithms.test_algorithms_end_to_end import config as small_config
-from tests.rl_loop.timeless_engine import TimelessEngine
-from tests.waiting import wait_until
+from tests.support.forked_workers import local_ray
+from tests.support.rl_loop.small_config import config as small_config
+from tests.support.rl_loop.timeless_engine import TimelessEngine
+from tests.support.waiting import wait_until
 
 GROUPS = 8
 

@@ -12,7 +12,7 @@ from rl_loop.environments import Task
 from rl_loop.rollout.collector import RolloutCollector, held_out_requests
 from rl_loop.rollout.dynamic_sampling import DynamicCollector
 from rl_loop.rollout.group_stream import AdmittedGroup, GroupStream
-from tests.rl_loop.algorithms.test_algorithms_end_to_end import config
+from tests.support.rl_loop.small_config import config
 
 
 class EndsAtOnce:

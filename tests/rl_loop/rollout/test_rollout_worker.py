@@ -19,7 +19,7 @@ from rl_loop.rollout import agent
 from rl_loop.rollout.worker import RolloutWorker
 from rl_loop.sandbox import ExecutionResult, SandboxFailure
 from rl_loop.session import worker_settings
-from tests.rl_loop.scripted_engine import ScriptedEngine
+from tests.support.rl_loop.scripted_engine import ScriptedEngine
 
 CONFIG = Path(__file__).parents[3] / "configs/rl/tiny_retool.yaml"
 METADATA = {"expression": "17*23", "stateful": False}

@@ -26,8 +26,8 @@ from rl_loop.rollout.collector import RolloutCollector, held_out_requests
 from rl_loop.rollout.pool import RolloutPool
 from rl_loop.session import build_tasks, worker_settings
 from rl_loop.trainer.shipment import load_routes
-from tests.forked_workers import local_ray
-from tests.waiting import wait_until
+from tests.support.forked_workers import local_ray
+from tests.support.waiting import wait_until
 
 CONFIG = Path(__file__).parents[3] / "configs/rl/tiny_retool.yaml"
 LAYERS, TOP_K, EXPERTS = 36, 4, 128

@@ -23,7 +23,7 @@ from rl_loop.harmony.vocabulary import harmony_encoding
 from rl_loop.rollout.agent import run_episode
 from rl_loop.rollout.observation import cut_observation, cut_text, fair_share
 from rl_loop.tasks.prompt_limit import Prompt, PromptLimit, UnusablePrompt
-from tests.rl_loop.scripted_engine import ScriptedEngine
+from tests.support.rl_loop.scripted_engine import ScriptedEngine
 
 MEGABYTE = 1 << 20
 RUNS = {

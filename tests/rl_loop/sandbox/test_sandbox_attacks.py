@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from rl_loop.sandbox.seccomp import DENIED_SYSCALLS
-from tests.rl_loop.sandbox.conftest import SandboxUnderTest
-from tests.rl_loop.sandbox.hostile_programs import CHANNELS, MEMORY, Attack
+from tests.support.rl_loop.sandbox.hostile_programs import CHANNELS, MEMORY, Attack
+from tests.support.rl_loop.sandbox.under_test import SandboxUnderTest
 
 TIMEOUT = 3.0
 # for programs that must first take what they are killed for, on a machine that does other things too
@@ -570,7 +570,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
             "@SOCKET@": str(folder / "socket"),
             "@ABSTRACT@": abstract,
             "@HOME@": str(Path.home()),
-            "@VENV@": str(Path(pytest.__file__).parents[4]),
+            "@VENV@": str(Path(pytest.__file__).parents[3]),
             "@REPOSITORY@": str(Path(__file__).parents[3]),
         }
     assert secret.read_text() == SECRET

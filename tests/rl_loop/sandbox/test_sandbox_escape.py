@@ -21,7 +21,7 @@ from rl_loop.harmony.codec import ParsedMessage
 from rl_loop.rollout import agent
 from rl_loop.rollout.worker import RolloutWorker
 from rl_loop.session import worker_settings
-from tests.rl_loop.sandbox.escape_programs import (
+from tests.support.rl_loop.sandbox.escape_programs import (
     ENDINGS,
     LIMIT_VALUES,
     LIMITS,
@@ -31,7 +31,7 @@ from tests.rl_loop.sandbox.escape_programs import (
     program,
     set_limit,
 )
-from tests.rl_loop.scripted_engine import ScriptedEngine
+from tests.support.rl_loop.scripted_engine import ScriptedEngine
 
 CONFIG = Path(__file__).parents[3] / "configs/rl/tiny_retool.yaml"
 SETTINGS = (

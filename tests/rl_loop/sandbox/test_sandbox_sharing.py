@@ -8,7 +8,7 @@ import textwrap
 import time
 from collections.abc import Callable
 
-from tests.rl_loop.sandbox.conftest import SandboxUnderTest
+from tests.support.rl_loop.sandbox.under_test import SandboxUnderTest
 
 SPINNERS = textwrap.dedent("""
     import os, time

@@ -35,8 +35,6 @@ from rl_loop.environments import (
     Script,
     StepResult,
     Task,
-    arithmetic,
-    environment_class,
     make_environment,
 )
 from rl_loop.environments.base import final, think
@@ -50,22 +48,17 @@ from rl_loop.tasks.demonstrations import (
     Episode,
     demonstrate,
     demonstrations_of,
-    play,
     render_as_sampled,
     render_by_user_turn,
 )
 from rl_loop.tasks.task_file import TaskFileError
 from rl_loop.tracking.run_directory import Start
-from tests.rl_loop import harmony_reference as reference
-from tests.rl_loop.conftest import SHORT_PROMPT
-from tests.rl_loop.scripted_engine import ScriptedEngine
+from tests.support.rl_loop import harmony_reference as reference
+from tests.support.rl_loop.prompts import SHORT_PROMPT
+from tests.support.rl_loop.scripted_engine import ScriptedEngine
+from tests.support.rl_loop.tasks.demonstrations import CHECKERS, scripted_episode, task_of
 
 MIXED = DemonstrationConfig(expert=0.5)
-
-
-def task_of(environment: str, index: int, **options: object) -> Task:
-    kind = environment_class(environment)
-    return kind.generate("train", 0, index, kind.Options.model_validate(options))
 
 
 def sampled_turns(demo: Demonstration) -> list[list[int]]:
@@ -98,7 +91,6 @@ async def replay(harmony: Harmony, tasks: list[Task]) -> list[tuple[Demonstratio
     return pairs
 
 
-CHECKERS = ["punctuation:no_comma", "startend:quotation", "keywords:existence"]
 KINDS: list[tuple[str, dict[str, object]]] = [
     ("retool", {}),
     ("retool", {"stateful": True, "instructions": None}),
@@ -113,13 +105,6 @@ KINDS: list[tuple[str, dict[str, object]]] = [
 def test_every_registered_environment_is_walked_here() -> None:
     # What others have written has no script: it is demonstrated by conversations.
     assert {name for name, _ in KINDS} == set(ENVIRONMENTS) - {"black_box", "mcp", "openenv"}
-
-
-def scripted_episode(task: Task, seed: int) -> Episode:
-    """What the environment's own script writes, right on even seeds and faulty on odd ones."""
-    environment = make_environment(task, arithmetic.interpret, RewardConfig())
-    script = environment_class(task.environment).solve(task, Random(seed), faulty=bool(seed % 2))
-    return asyncio.run(play(environment, script))
 
 
 def in_openai_harmony(episode: Episode, prompt: PromptConfig) -> list[list[Message]]:

@@ -340,7 +340,8 @@ def test_tasks_whose_prompts_leave_no_room_are_left_out_and_named(
 
 
 def test_generated_tasks_whose_prompts_leave_no_room_make_room_for_others() -> None:
-    options = "{environment: 'tests.rl_loop.unreliable_tools:UnreliableEnvironment', options: {long_prompts: 0.4}}"
+    environment = "tests.support.rl_loop.unreliable_tools:UnreliableEnvironment"
+    options = f"{{environment: '{environment}', options: {{long_prompts: 0.4}}}}"
     overrides = [
         f"tasks.sources.tools={options}",
         "tasks.sources.retool.weight=0",

@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from benchmarks.in_process import LocalRollouts, local_loop
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.run import RlConfig
 from rl_loop.data.trained_tokens import TrainedTokens
@@ -26,7 +25,8 @@ from rl_loop.tracking.episode_reader import EpisodeReader
 from rl_loop.tracking.episode_recorder import EpisodeRecorder
 from rl_loop.tracking.episode_table import SCHEMA, EpisodesOfSplit, episode_table
 from rl_loop.tracking.run_directory import RunDirectoryError, RunWriteError, read_json_lines
-from tests.recorded_episodes import (
+from tests.support.in_process import LocalRollouts, local_loop
+from tests.support.recorded_episodes import (
     VOCABULARY,
     failed,
     groups_of_step,
@@ -34,9 +34,9 @@ from tests.recorded_episodes import (
     solved,
     train_split,
 )
-from tests.rl_loop.algorithms.test_algorithms_end_to_end import config
-from tests.rl_loop.tracking.test_loop_signals import answered, from_file
-from tests.rl_loop.tracking.test_run_directory import no_file_beyond
+from tests.support.rl_loop.scripted_loop import answered, from_file
+from tests.support.rl_loop.small_config import config
+from tests.support.rl_loop.tracking.full_disk import no_file_beyond
 
 
 def reader_of(directory: Path) -> EpisodeReader:
@@ -268,7 +268,7 @@ def test_a_new_run_is_told_of_no_step(tmp_path: Path) -> None:
 KILLED = """
 import sys
 from pathlib import Path
-from tests.recorded_episodes import VOCABULARY, groups_of_step, train_split
+from tests.support.recorded_episodes import VOCABULARY, groups_of_step, train_split
 from rl_loop.tracking.episode_recorder import EpisodeRecorder
 with EpisodeRecorder(Path(sys.argv[1]), VOCABULARY, "all") as recorder:
     for step in range(100_000):

@@ -28,8 +28,8 @@ from rl_loop.tracking.experiment_trackers import (
 from rl_loop.tracking.metrics import MetricsWriter
 from rl_loop.tracking.recorder import StepRecorder
 from rl_loop.tracking.run_directory import RunDirectory
-from tests.recorded_episodes import VOCABULARY, groups_of_step
-from tests.rl_loop.tracking.test_loop_signals import Silent
+from tests.support.recorded_episodes import VOCABULARY, groups_of_step
+from tests.support.rl_loop.scripted_loop import Silent
 
 CONFIG = Path(__file__).parents[3] / "configs/rl/tiny_retool.yaml"
 SAMPLE = SampleRow(3, "train", "a-1", 0.5, "stop", "42", "[prompt] What?\n[assistant] 42")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,93 +12,27 @@ from typing import Any
 
 import pytest
 
-from benchmarks.in_process import LocalRollouts, local_loop
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.run import RlConfig, check_reward_parts
 from rl_loop.data.rollout_batch import RolloutBatch
-from rl_loop.data.trajectory import Trajectory, TrajectoryGroup, WeightVersionSpan
+from rl_loop.data.trajectory import Trajectory
 from rl_loop.harmony.codec import ParsedMessage
 from rl_loop.loop import RlLoop
 from rl_loop.rollout.collector import RolloutCollector, held_out_requests
 from rl_loop.rollout.group_stream import AdmittedGroup, GroupRequest, GroupStream
 from rl_loop.rollout.pool import RolloutPool, WaitingGroup
-from rl_loop.session import build_tasks, loop_settings, worker_settings
+from rl_loop.session import build_tasks, worker_settings
 from rl_loop.tracking.episode_reader import EpisodeReader
 from rl_loop.tracking.metrics import Name
 from rl_loop.tracking.run_directory import read_json_lines
 from rl_loop.tracking.signal_watch import PATIENCE, SignalWatch
-from rl_loop.trainer.checkpointer import Checkpointer, RunState
-from tests.rl_loop.algorithms.test_algorithms_end_to_end import NOTHING_ENDS, config
-from tests.rl_loop.scripted_engine import ScriptedEngine
+from rl_loop.trainer.checkpointer import RunState
+from tests.support.in_process import LocalRollouts, local_loop
+from tests.support.rl_loop.scripted_engine import ScriptedEngine
+from tests.support.rl_loop.scripted_loop import FakeRollouts, answered, from_file, loop_over
+from tests.support.rl_loop.small_config import NOTHING_ENDS, config
 
 # ---- tasks
-
-
-def from_file(directory: Path, tasks: int) -> list[str]:
-    """Overrides that train on a file of so many tasks."""
-    questions = [
-        {"problem": f"What is {i} + {i + 1}?", "answer": str(2 * i + 1)} for i in range(tasks)
-    ]
-    held_out = [{"problem": "What is 1 * 2?", "answer": "2"}]
-    for name, rows in (("train", questions), ("held_out", held_out)):
-        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = (
-        f"environment: retool, options: {{instructions: null}}, train_path: {directory}/train.jsonl"
-    )
-    return [
-        f"tasks={{sources: {{retool: {{{source}, held_out_path: {directory}/held_out.jsonl}}}}}}"
-    ]
-
-
-def answered(request: GroupRequest, version: int, rewards: Sequence[float]) -> TrajectoryGroup:
-    """Episodes of one sampled token each, with these rewards."""
-    episodes = [
-        Trajectory(
-            request.task.task_id,
-            [10, 11, 12],
-            [0, 0, 1],
-            [0.0, 0.0, -1.0],
-            [WeightVersionSpan(2, 3, version)],
-            reward=rewards[i % len(rewards)],
-            reward_parts={"correct": 0.0, "format_error": 0.0, "score": rewards[i % len(rewards)]},
-        )
-        for i in range(len(request.seeds))
-    ]
-    return TrajectoryGroup(request.task.task_id, episodes)
-
-
-class FakeRollouts:
-    """Remembers which tasks it was asked for; ``signal`` says which of them have one."""
-
-    def __init__(self, signal: Callable[[str], bool]) -> None:
-        self.signal, self.asked, self.version = signal, list[str](), 0
-
-    def stream(self) -> GroupStream:
-        return GroupStream(self.begin)
-
-    def begin(self, admitted: AdmittedGroup) -> None:
-        task_id = admitted.request.task.task_id
-        self.asked.append(task_id)
-        rewards = (-1.0, 1.0) if self.signal(task_id) else (1.0,)
-        admitted.end(answered(admitted.request, self.version, rewards))
-
-
-class Silent:
-    """A display that shows nothing."""
-
-    def episodes(self, ended: int, wanted: int) -> None: ...
-
-
-def loop_over(settings: RlConfig, rollouts: FakeRollouts, state: RunState) -> RlLoop:
-    """A loop with real tasks and no trainer."""
-    return RlLoop(
-        loop_settings(settings),
-        trainer=None,  # type: ignore[arg-type]
-        rollouts=rollouts,  # type: ignore[arg-type]
-        tasks=build_tasks(settings),
-        recorder=SimpleNamespace(progress=Silent()),  # type: ignore[arg-type]
-        checkpointer=Checkpointer(None, state, settings.training),  # type: ignore[arg-type]
-    )
 
 
 def steps_of(loop: RlLoop, steps: range) -> list[RolloutBatch]:

@@ -3,14 +3,11 @@
 import errno
 import os
 import re
-import resource
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -30,17 +27,7 @@ from rl_loop.tracking.run_directory import (
     start_run,
 )
 from rl_loop.tracking.run_lock import RunLocked, locked_run
-
-
-@contextmanager
-def no_file_beyond(size: int) -> Iterator[None]:
-    """The operating system refuses to let any file grow past ``size`` bytes: a real failed write, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+from tests.support.rl_loop.tracking.full_disk import no_file_beyond
 
 
 def test_a_failed_write_keeps_the_previous_file_and_names_it(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.in_process import LocalRank
 from converters.adapter_checkpoint import export_adapter
 from converters.safetensors_files import SafetensorsWriter
 from megatron_gptoss import distributed
@@ -29,11 +28,12 @@ from rl_loop.trainer.group import TrainerGroup
 from rl_loop.trainer.settings import TrainerSettings
 from rl_loop.trainer.shipment import Shipper, plan_step
 from rl_loop.trainer.worker import TrainerWorker
-from tests.distributed import free_port, run_distributed
-from tests.rl_loop.trainer.test_adapter_rank import ADAPTER, CONFIGS, SAMPLES, SMALL, trainer_of
-from tests.rl_loop.trainer.test_adapter_rank import base as base
-from tests.rl_loop.trainer.test_adapter_rank import no_group_is_left as no_group_is_left
-from tests.rl_loop.trainer.test_run_checkpoints import damage
+from tests.support.distributed import free_port, run_distributed
+from tests.support.in_process import LocalRank
+from tests.support.rl_loop.trainer.adapter_rank import ADAPTER, CONFIGS, SAMPLES, SMALL, trainer_of
+from tests.support.rl_loop.trainer.adapter_rank import base as base
+from tests.support.rl_loop.trainer.adapter_rank import no_group_is_left as no_group_is_left
+from tests.support.rl_loop.trainer.damage import damage
 
 KEEPING = [ADAPTER, "training.keep_adapters=true", "initial_weights=null"]
 

@@ -17,8 +17,8 @@ from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.model import build_model
 from rl_loop.engines.backend import SyncFailed
 from rl_loop.trainer.gathered_sync import send_gathered
-from tests.converters.test_live import TINY, tiny_weights
-from tests.distributed import free_port, run_distributed
+from tests.support.converters.models import TINY, tiny_weights
+from tests.support.distributed import free_port, run_distributed
 
 
 @dataclass

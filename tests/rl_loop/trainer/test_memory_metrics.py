@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.in_process import LocalRank
 from converters.errors import GatheringRefused
 from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
@@ -30,8 +29,9 @@ from rl_loop.trainer import worker as worker_module
 from rl_loop.trainer.group import TrainerGroup
 from rl_loop.trainer.memory_metrics import memory_metrics
 from rl_loop.trainer.settings import TrainerSettings
-from tests.megatron_gptoss.reference import documents
-from tests.megatron_gptoss.test_gpu_memory import ScriptedGpu
+from tests.support.in_process import LocalRank
+from tests.support.megatron_gptoss.reference import documents
+from tests.support.megatron_gptoss.scripted_gpu import ScriptedGpu
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 ENGINE = EngineMemory(awake_fraction=0.4, asleep_bytes=700, sync_bytes=300)

@@ -8,10 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from benchmarks.in_process import local_trainer
 from megatron_gptoss.checkpoint import writer as checkpoint_writer
 from megatron_gptoss.checkpoint.directory import latest_checkpoint
 from megatron_gptoss.checkpoint.errors import CheckpointError
@@ -20,7 +18,9 @@ from rl_loop.config.run import RlConfig
 from rl_loop.session import trainer_settings
 from rl_loop.trainer.group import TrainerGroup
 from rl_loop.trainer.run_checkpoints import RunCheckpoints
-from tests.rl_loop.test_loop_on_ray import CONFIGS, RL
+from tests.support.in_process import local_trainer
+from tests.support.rl_loop.tiny_runs import CONFIGS, RL
+from tests.support.rl_loop.trainer.damage import damage
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +44,6 @@ def run(trainer: TrainerGroup) -> Path:
     for step in (1, 2, 3):
         trainer.save(step, {"step": step, "seconds": 0.0}, True)
     return Path(trainer._settings.directory)
-
-
-def damage(path: Path) -> Path:
-    data = next(path.glob("*.distcp"))
-    content = np.fromfile(data, np.uint8)
-    content[len(content) // 2] ^= 1
-    content.tofile(data)
-    return data
 
 
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(

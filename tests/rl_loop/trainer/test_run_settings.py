@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.in_process import local_trainer
 from megatron_gptoss.samples import Sample, TrainingSamples
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.data.trained_tokens import ForeignAnswer, check_sampled_by_policy
 from rl_loop.session import trainer_settings
+from tests.support.in_process import local_trainer
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SMALL = ["model.num_layers=2", "initial_weights=null"]

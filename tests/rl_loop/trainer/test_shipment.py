@@ -7,7 +7,6 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from converters.model_extras import ModelExtras
-from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.samples import ColumnError, Sample, TrainingSamples
 from rl_loop.data.rollout_batch import RlUpdates
 from rl_loop.data.stored_routes import StoredRoutes
@@ -27,24 +25,13 @@ from rl_loop.trainer.group import TrainerGroup
 from rl_loop.trainer.rank_answers import RankPlace
 from rl_loop.trainer.shipment import SCORED_COLUMNS, Shipment, Shipper, StepPlan, plan_step
 from rl_loop.trainer.weight_export import WeightExport
-from tests.forked_workers import local_ray
+from tests.support.forked_workers import local_ray
+from tests.support.rl_loop.trainer.settings import settings_of
 
-MODEL = GptOssModelConfig(num_layers=2, num_experts=8)
 LAYERS = 2
 TOP_K = 3
-LIMIT = 64
 
 lengths = st.lists(st.integers(2, 40), min_size=1, max_size=14)
-
-
-def settings_of(ranks: int, mini_batches: int = 1) -> Any:
-    """As much of TrainerSettings as shipping looks at."""
-    return SimpleNamespace(
-        model=MODEL,
-        training=SimpleNamespace(max_tokens_per_micro_batch=LIMIT),
-        parallel=SimpleNamespace(data=ranks, micro_batch_multiple=1),
-        algorithm=SimpleNamespace(mini_batches=mini_batches),
-    )
 
 
 def samples_of(sizes: list[int], *, routes: bool = False) -> TrainingSamples:

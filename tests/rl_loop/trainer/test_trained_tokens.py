@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.in_process import LocalRank
 from converters.hf_directory import write_hf_directory
 from megatron_gptoss import distributed
 from megatron_gptoss.config import ModelConfig
@@ -25,9 +24,10 @@ from rl_loop.trainer.rank_answers import RankPlace
 from rl_loop.trainer.settings import TrainerSettings
 from rl_loop.trainer.shipment import Shipper, plan_step
 from rl_loop.trainer.worker import TrainerWorker
-from tests.distributed import free_port, run_distributed
-from tests.megatron_gptoss.reference import documents, hf_logits, hf_model
-from tests.megatron_gptoss.test_parallel_layouts import LAYOUTS
+from tests.support.distributed import free_port, run_distributed
+from tests.support.in_process import LocalRank
+from tests.support.megatron_gptoss.layouts import LAYOUTS
+from tests.support.megatron_gptoss.reference import documents, hf_logits, hf_model
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 TEMPERATURE = 0.7

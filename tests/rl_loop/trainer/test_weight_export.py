@@ -25,8 +25,8 @@ from megatron_gptoss.model import build_model
 from rl_loop.trainer import gathered_export
 from rl_loop.trainer.gathered_export import export_weights, write_export
 from rl_loop.trainer.weight_export import WeightExport
-from tests.converters.test_live import TINY, tiny_weights
-from tests.distributed import free_port, run_distributed
+from tests.support.converters.models import TINY, tiny_weights
+from tests.support.distributed import free_port, run_distributed
 
 EXTRAS = ModelExtras(files={"tokenizer.json": b"{}"})
 

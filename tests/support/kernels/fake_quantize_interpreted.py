@@ -1,6 +1,6 @@
 """Runs the kernel that rounds to MXFP4 in Triton's interpreter, on the CPU, and compares all bits.
 
-TRITON_INTERPRET=1 python -m tests.kernels.fake_quantize_interpreted
+TRITON_INTERPRET=1 python -m tests.support.kernels.fake_quantize_interpreted
 
 Prints the cases that differ from the codec and exits with 1 if there was one. A process of its own, because Triton
 decides when a kernel is defined whether it is interpreted."""

@@ -1,6 +1,6 @@
 """Uses the MXFP4 codec for the first time from eight threads at once, in many fresh processes.
 
-python tests/kernels/mxfp4_first_use.py [PROCESSES]
+python tests/support/kernels/mxfp4_first_use.py [PROCESSES]
 
 Prints the processes in which a value was wrong and exits with 1 if there was one. Each process is a fork of this one,
 which has loaded torch but not the codec, so that two hundred of them take seconds."""

@@ -1,6 +1,6 @@
 """``gptoss`` as many processes that need its imports, a second of processor time, only once.
 
-    python -m tests.launch.forked_command
+    python -m tests.support.launch.forked_command
 
 Reads a request in a line, forks, and answers in a line when the fork has ended. What the command says is in files.
 """
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 HEAVY = {"torch", "ray", "megatron"}
 
 
@@ -52,7 +52,7 @@ class ForkedCommand:
         """``directory``: an empty one, for what commands say."""
         self._directory = directory
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.launch.forked_command"],
+            [sys.executable, "-m", "tests.support.launch.forked_command"],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

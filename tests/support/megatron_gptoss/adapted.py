@@ -21,7 +21,7 @@ from megatron_gptoss.layers.adapters import (
     named_adapters,
 )
 from megatron_gptoss.model import build_model
-from tests.megatron_gptoss.reference import TINY, hf_model
+from tests.support.megatron_gptoss.reference import TINY, hf_model
 
 # rows of whole MXFP4 blocks, and two key/value groups on each of two tensor-parallel ranks
 MODEL = TINY.model_copy(update={"num_layers": 2, "intermediate_size": 96, "num_key_value_heads": 4})

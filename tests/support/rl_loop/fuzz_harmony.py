@@ -1,4 +1,6 @@
-"""Fuzzing of what a policy may sample, for as long as wanted: ``python -m tests.rl_loop.fuzz_harmony SECONDS [SEED]``.
+"""Fuzzing of sampled tokens for a given time.
+
+    python -m tests.support.rl_loop.fuzz_harmony SECONDS [SEED]
 
 Each round samples ids (random, assembled from pieces of Harmony, or turns that openai-harmony rendered, with mutations)
 and plays them through the agent loop. Whatever they are, an episode must end with a named reason and hold exactly the
@@ -26,8 +28,8 @@ from rl_loop.harmony.vocabulary import (
     harmony_encoding,
 )
 from rl_loop.rollout.agent import run_episode
-from tests.rl_loop import harmony_reference as reference
-from tests.rl_loop.scripted_engine import ScriptedEngine
+from tests.support.rl_loop import harmony_reference as reference
+from tests.support.rl_loop.scripted_engine import ScriptedEngine
 
 PIECES = [
     *SPECIAL_TOKENS, "analysis", "final", "commentary", "assistant", "user", "system", "tool", " to=", " to=python",

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from converters.names import hf_shapes
 from megatron_gptoss.config import ModelConfig
 from rl_loop.engines.sglang.config import PLUGIN
-from tests.rl_loop.sglang_protocol import LocalServer, _bytes_hash, server_parameters
+from tests.support.rl_loop.sglang_protocol import LocalServer, _bytes_hash, server_parameters
 
 sys.path.insert(0, str(PLUGIN))
 import gptoss_expert_storage as expert_storage

@@ -12,9 +12,9 @@ from types import ModuleType
 import pytest
 
 from rl_loop.engines.sglang.config import PLUGIN
-from tests.waiting import PATIENCE_SECONDS
+from tests.support.waiting import PATIENCE_SECONDS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def plugin_module(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:

@@ -33,7 +33,7 @@ import yaml
 from aiohttp import web
 
 from megatron_gptoss.families.registry import read_hf_config
-from tests.rl_loop.decoding_trace import decoding_events, write_trace
+from tests.support.rl_loop.decoding_trace import decoding_events, write_trace
 
 VOCAB = 1000
 LAYERS, TOP_K, EXPERTS = 2, 2, 4
@@ -617,7 +617,7 @@ def main(server: LocalServer | None = None) -> None:
     assert described["swiglu_limit"] == 7.0
     token_seconds = float(os.environ.get("TOKEN_SECONDS", "0"))
     if server is None and "quantization_config" in described:
-        from tests.rl_loop.packed_server import PackedServer
+        from tests.support.rl_loop.packed_server import PackedServer
 
         model = read_hf_config(arguments.model_path)
         server = PackedServer(model, arguments.tp_size, token_seconds=token_seconds)

@@ -6,7 +6,7 @@ again before they have been read (triton issue 9433 and pull request 11781; rele
 13.3). Triton 3.6 comes with that of CUDA 12.8. With it an H200 computed wrong values in up to 7 % of
 the launches of a shape that servers never had, an H100 in up to all of them, and neither in any of
 those that servers have, although the code of triton_kernels' has the same fault
-(benchmarks/register_hazards.py, docs/quantization.md).
+(scripts/register_hazards.py, docs/quantization.md).
 
 SGLang's environment has a newer assembler anyway, in the package nvidia-cuda-nvcc. Of all kernels that
 servers have that of CUDA 13.5 makes code without the fault; of some others it does not.

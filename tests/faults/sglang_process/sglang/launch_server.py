@@ -1,6 +1,6 @@
 """``python -m sglang.launch_server`` with a server that samples from the policy."""
 
-from benchmarks.faults.server import main
+from tests.faults.server import main
 
 if __name__ == "__main__":
     main()

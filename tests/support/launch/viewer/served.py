@@ -15,7 +15,7 @@ from aiohttp import web
 from launch.viewer.server import open_server
 from rl_loop.tracking.metrics import MetricsWriter, Name, StepMetrics
 from rl_loop.tracking.run_directory import RunDirectory, start_run
-from tests.recorded_episodes import record_steps
+from tests.support.recorded_episodes import record_steps
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from rl_loop.conversations.config import Format
-from tests.rl_loop.conversations.written_by_hand import (
+from tests.support.rl_loop.conversations.written_by_hand import (
     WEATHER,
     call,
     calls,

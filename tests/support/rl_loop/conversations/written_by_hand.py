@@ -12,7 +12,7 @@ from typing import Any
 
 from rl_loop.conversations.config import Format
 from rl_loop.harmony.codec import PromptConfig
-from tests.rl_loop.conftest import SHORT_PROMPT
+from tests.support.rl_loop.prompts import SHORT_PROMPT
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Any
 import triton
 from triton.runtime import driver
 
-from benchmarks.hopper_driver import HopperDriver
-from benchmarks.register_hazards import Loop, inspect_kernel
+from scripts.register_hazards import Loop, inspect_kernel
+from tests.support.rl_loop.engines.hopper_driver import HopperDriver
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl_loop.engines.sglang.config import PLUGIN
-from tests.waiting import PATIENCE_SECONDS
+from tests.support.waiting import PATIENCE_SECONDS
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 NUMBERS_OF_TOKENS = (1, 8, 64, 100, 256, 4096)
@@ -31,7 +31,7 @@ def runs_that_differ(*mends: str, runs: int, tokens: Sequence[int]) -> list[int]
 def _run(mends: Sequence[str], runs: int, tokens: Sequence[int]) -> list[str]:
     """Run ``expert_layer``. In a process of its own: a kernel that is compiled once in one stays as it is there."""
     path = os.pathsep.join([str(PLUGIN), *filter(None, sys.path)])
-    program = [sys.executable, "-m", "tests.rl_loop.engines.expert_layer"]
+    program = [sys.executable, "-m", "tests.support.rl_loop.engines.expert_layer"]
     done = subprocess.run(
         [*program, ",".join(mends) or "-", str(runs), *map(str, tokens)],
         env=os.environ | {"PYTHONPATH": path},

@@ -1,6 +1,6 @@
 """Compiles the plugin's products of few tokens for a Hopper GPU, at the size of GPT-OSS's layers:
 
-PYTHONPATH=rl_loop/engines/sglang/plugin python -m tests.rl_loop.engines.expert_matmul_compiled
+PYTHONPATH=rl_loop/engines/sglang/plugin python -m tests.support.rl_loop.engines.expert_matmul_compiled
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import gptoss_expert_matmul as matmul
 import gptoss_hopper_layout as layout
 import torch
 
-from tests.rl_loop.engines.compiled_for_hopper import Compiling
+from tests.support.rl_loop.engines.compiled_for_hopper import Compiling
 
 EXPERTS, TOP_K, WIDTH = 32, 4, 2880
 SPILLED = 16

@@ -1,7 +1,8 @@
 """Multiplies tokens with MXFP4 experts by the plugin's kernel in Triton's interpreter, which has no inline
 assembly: its place is taken by the same operations in Triton.
 
-TRITON_INTERPRET=1 PYTHONPATH=rl_loop/engines/sglang/plugin python -m tests.rl_loop.engines.expert_matmul_interpreted
+    TRITON_INTERPRET=1 PYTHONPATH=rl_loop/engines/sglang/plugin \\
+        python -m tests.support.rl_loop.engines.expert_matmul_interpreted
 """
 
 # Triton reads parameter annotations as its own

@@ -1,12 +1,12 @@
 """Compiles the plugin's kernels for a Hopper GPU, for every table that a program can have:
 
-PYTHONPATH=rl_loop/engines/sglang/plugin python -m tests.rl_loop.engines.expert_routing_compiled
+PYTHONPATH=rl_loop/engines/sglang/plugin python -m tests.support.rl_loop.engines.expert_routing_compiled
 """
 
 import gptoss_expert_routing as routing
 import torch
 
-from tests.rl_loop.engines.compiled_for_hopper import Compiling
+from tests.support.rl_loop.engines.compiled_for_hopper import Compiling
 
 TABLES = [
     (1, 32),

@@ -1,7 +1,7 @@
 """Compares the plugin's routing and sums with plain torch, in Triton's interpreter:
 
 TRITON_INTERPRET=1 PYTHONPATH=rl_loop/engines/sglang/plugin python -m \
-    tests.rl_loop.engines.expert_routing_interpreted
+    tests.support.rl_loop.engines.expert_routing_interpreted
 """
 
 import gptoss_expert_routing as routing
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tests.rl_loop.engines.routing_logits import KINDS, choose_experts, make_logits
+from tests.support.rl_loop.engines.routing_logits import KINDS, choose_experts, make_logits
 
 SHAPES = [(1, 32, 4), (5, 4, 2), (64, 32, 4), (100, 32, 4), (256, 32, 4), (37, 128, 4), (2, 5, 3)]
 """Tokens, experts, experts of a token, with logits in bf16."""

@@ -1,6 +1,7 @@
 """Finds scales that lie in their storage, as a product of experts does, in Triton's interpreter:
 
-TRITON_INTERPRET=1 PYTHONPATH=rl_loop/engines/sglang/plugin python -m tests.rl_loop.engines.expert_scales_interpreted
+    TRITON_INTERPRET=1 PYTHONPATH=rl_loop/engines/sglang/plugin \\
+        python -m tests.support.rl_loop.engines.expert_scales_interpreted
 """
 
 # Triton reads parameter annotations as its own

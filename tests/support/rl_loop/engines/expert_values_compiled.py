@@ -1,6 +1,6 @@
 """Compiles what takes a block of an expert's matrix apart for a Hopper GPU:
 
-PYTHONPATH=rl_loop/engines/sglang/plugin python -m tests.rl_loop.engines.expert_values_compiled
+PYTHONPATH=rl_loop/engines/sglang/plugin python -m tests.support.rl_loop.engines.expert_values_compiled
 """
 
 # Triton reads parameter annotations as its own
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.rl_loop.engines.compiled_for_hopper import compile_kernel
+from tests.support.rl_loop.engines.compiled_for_hopper import compile_kernel
 
 BLOCKS = {(256, 128): 8, (256, 64): 4, (128, 128): 4}
 """Rows and inputs of the blocks that products read at a time, and the warps of their programs."""

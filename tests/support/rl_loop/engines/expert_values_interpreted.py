@@ -1,6 +1,7 @@
 """Takes a matrix apart that lies in its storage, as a product of experts does, in Triton's interpreter:
 
-TRITON_INTERPRET=1 PYTHONPATH=rl_loop/engines/sglang/plugin python -m tests.rl_loop.engines.expert_values_interpreted
+    TRITON_INTERPRET=1 PYTHONPATH=rl_loop/engines/sglang/plugin \\
+        python -m tests.support.rl_loop.engines.expert_values_interpreted
 """
 
 # Triton reads parameter annotations as its own
@@ -12,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.rl_loop.engines.ptx_emulated import as_bf16, run_assembly
+from tests.support.rl_loop.engines.ptx_emulated import as_bf16, run_assembly
 
 ROWS, ROW_BYTES = 256, 64
 CODES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])

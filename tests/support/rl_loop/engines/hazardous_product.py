@@ -1,7 +1,7 @@
 """Compiles a product for a Hopper GPU whose machine code writes registers too early, as Triton's own assembler
 and that of CUDA 13.5 make it:
 
-python -m tests.rl_loop.engines.hazardous_product
+python -m tests.support.rl_loop.engines.hazardous_product
 """
 
 # Triton reads parameter annotations as its own
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.rl_loop.engines.compiled_for_hopper import compile_kernel
+from tests.support.rl_loop.engines.compiled_for_hopper import compile_kernel
 
 SIZE = 2880
 

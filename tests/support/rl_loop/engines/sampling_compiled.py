@@ -1,12 +1,12 @@
 """Compiles the plugin's sampling kernels for a Hopper GPU:
 
-PYTHONPATH=rl_loop/engines/sglang/plugin python -m tests.rl_loop.engines.sampling_compiled
+PYTHONPATH=rl_loop/engines/sglang/plugin python -m tests.support.rl_loop.engines.sampling_compiled
 """
 
 import gptoss_sampling as sampling
 import torch
 
-from tests.rl_loop.engines.compiled_for_hopper import Compiling
+from tests.support.rl_loop.engines.compiled_for_hopper import Compiling
 
 GPT_OSS = 201_088
 SHAPES = [(1, GPT_OSS), (2, GPT_OSS), (64, GPT_OSS), (256, GPT_OSS), (1000, GPT_OSS), (3, 1021)]

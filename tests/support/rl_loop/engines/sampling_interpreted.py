@@ -9,7 +9,7 @@ import gptoss_sampling as sampling
 import torch
 from torch import Tensor
 
-from tests.tolerances import assert_within, log_prob_error
+from tests.support.tolerances import assert_within, log_prob_error
 
 SHAPES = [
     # requests, vocabulary, logits of a slice

@@ -1,6 +1,6 @@
 """Compiles the plugin's attention of windows for a Hopper GPU:
 
-PYTHONPATH=rl_loop/engines/sglang/plugin python -m tests.rl_loop.engines.window_attention_compiled
+PYTHONPATH=rl_loop/engines/sglang/plugin python -m tests.support.rl_loop.engines.window_attention_compiled
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import gptoss_window_attention as attention
 import torch
 
-from tests.rl_loop.engines.compiled_for_hopper import Compiling
+from tests.support.rl_loop.engines.compiled_for_hopper import Compiling
 
 SHARED_MEMORY = 227 * 1024
 """Bytes of a processor of a Hopper GPU that programs can have."""

@@ -9,7 +9,7 @@ import gptoss_window_attention as attention
 import torch
 from torch import Tensor
 
-from tests.tolerances import assert_within, attention_error
+from tests.support.tolerances import assert_within, attention_error
 
 LENGTHS = [128, 1, 500, 2, 100, 127, 129, 0]
 INFINITY = float("inf")

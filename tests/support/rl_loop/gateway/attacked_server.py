@@ -1,4 +1,4 @@
-"""A gateway of its own process, for attacks: ``python -m tests.rl_loop.gateway.attacked_server``.
+"""A gateway of its own process, for attacks: ``python -m tests.support.rl_loop.gateway.attacked_server``.
 
 It prints its port, and then, whenever it reads a line, the peak of its memory in bytes, its open files, and the longest
 time in seconds for which its event loop was held since the line before.

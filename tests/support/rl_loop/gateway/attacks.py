@@ -1,4 +1,4 @@
-"""Attacks on a gateway: ``python -m tests.rl_loop.gateway.attacks PORT NAME SECONDS``.
+"""Attacks on a gateway: ``python -m tests.support.rl_loop.gateway.attacks PORT NAME SECONDS``.
 
 An attack sends what it has for so many seconds at most, from a process of its own, and prints the statuses
 that it got. Everything goes to 127.0.0.1.

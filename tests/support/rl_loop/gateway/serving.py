@@ -21,8 +21,8 @@ from rl_loop.engines.embedded.engine import TransformersEngine
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, ModelShape, SamplingParams
 from rl_loop.gateway.server import Gateway, GatewaySettings
 from rl_loop.gateway.session import Session, SessionSettings
-from tests.rl_loop.engines.models import plain_log_probs
-from tests.rl_loop.gateway.policy import engine_of
+from tests.support.rl_loop.engines.models import plain_log_probs
+from tests.support.rl_loop.gateway.policy import engine_of
 
 LIMITS = EpisodeLimits(max_turns=50, max_tokens=1024, episode_seconds=300.0)
 GREEDY = SamplingParams(max_new_tokens=200, temperature=0.0)

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from rl_loop.config.run import RlConfig, SftConfig
 
-CONFIGS = Path(__file__).parents[3] / "configs"
+CONFIGS = Path(__file__).parents[4] / "configs"
 
 
 def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:

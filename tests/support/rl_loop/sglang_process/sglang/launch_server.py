@@ -1,6 +1,6 @@
 """``python -m sglang.launch_server`` with the local server of the tests."""
 
-from tests.rl_loop.sglang_protocol import main
+from tests.support.rl_loop.sglang_protocol import main
 
 if __name__ == "__main__":
     main()

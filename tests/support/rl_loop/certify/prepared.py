@@ -1,0 +1,40 @@
+"""Both sets of a certificate's weights and summaries of check results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rl_loop.certify.certificate import CheckResult, Status
+from rl_loop.certify.examination import Examination, Memory
+from rl_loop.certify.model import Precision, Weights, vocabulary
+from rl_loop.certify.run import run_checks, special_ids
+from rl_loop.certify.subject import Subject
+from rl_loop.certify.texts import Texts
+
+
+@dataclass(repr=False)
+class Prepared:
+    """Both sets of tiny weights."""
+
+    directory: Path
+    precision: Precision
+    first: Weights
+    second: Weights
+    memory: Memory = field(default_factory=Memory)
+
+    def examine(self, subject: Subject, *only: str) -> dict[str, CheckResult]:
+        """Run the checks; the reference's answers are shared by all tests."""
+        words = vocabulary()
+        texts = Texts(self.first.config, special_ids(words, self.first.config))
+        exam = Examination(subject, self.first, self.second, self.precision, texts, words)
+        exam.memory = self.memory
+        return {result.name: result for result in run_checks(exam, only)}
+
+
+def causes(results: dict[str, CheckResult]) -> set[str]:
+    return {cause.name for result in results.values() for cause in result.causes}
+
+
+def failed(results: dict[str, CheckResult]) -> set[str]:
+    return {name for name, result in results.items() if result.status is Status.FAILED}

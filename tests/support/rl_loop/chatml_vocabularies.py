@@ -1,0 +1,38 @@
+"""Vocabularies of ChatML models."""
+
+from __future__ import annotations
+
+import json
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from rl_loop.chatml.vocabulary import (
+    TINY_MARKUP,
+    ChatMlVocabulary,
+    tiny_vocabulary,
+)
+from rl_loop.environments import arithmetic
+from rl_loop.harmony.vocabulary import byte_pair_tokenizer, tokens_of
+
+WORDS = arithmetic.vocabulary_text()
+
+
+def with_call_tokens() -> ChatMlVocabulary:
+    """As Qwen2.5 has them."""
+    return tiny_vocabulary(1200, WORDS)
+
+
+def without_call_tokens() -> ChatMlVocabulary:
+    """As SmolLM2, whose digits are pieces of their own; calls are text."""
+    vocabulary = json.loads(byte_pair_tokenizer(tokens_of(WORDS)).to_str())["model"]
+    merges = [tuple(pair) for pair in vocabulary["merges"]]
+    tokenizer = Tokenizer(models.BPE(vocabulary["vocab"], merges))
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(n, normalized=False) for n in TINY_MARKUP[:3]])
+    return ChatMlVocabulary(tokenizer.to_str(), 1200, "test")
+
+
+VOCABULARIES = {"qwen": with_call_tokens(), "smollm": without_call_tokens()}

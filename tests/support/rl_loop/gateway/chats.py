@@ -1,0 +1,24 @@
+"""Tools and requests of chats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+
+from tests.support.rl_loop.gateway.policy import ADD
+
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "add", "parameters": ADD.parameters}},
+]
+
+
+async def say(client: openai.AsyncOpenAI, messages: list[Any], **options: Any) -> Any:
+    completion = await client.chat.completions.create(model="any", messages=messages, **options)
+    return completion.choices[0].message
+
+
+def echo(message: Any) -> Any:
+    """The message as agents send it back: what the client knows of it, without reasoning."""
+    kept = message.model_dump(exclude_none=True, include={"role", "content", "tool_calls"})
+    return kept

@@ -1,0 +1,21 @@
+"""Settings of a trainer from a shipped configuration."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
+
+MODEL = GptOssModelConfig(num_layers=2, num_experts=8)
+LIMIT = 64
+
+
+def settings_of(ranks: int, mini_batches: int = 1) -> Any:
+    """As much of TrainerSettings as shipping looks at."""
+    return SimpleNamespace(
+        model=MODEL,
+        training=SimpleNamespace(max_tokens_per_micro_batch=LIMIT),
+        parallel=SimpleNamespace(data=ranks, micro_batch_multiple=1),
+        algorithm=SimpleNamespace(mini_batches=mini_batches),
+    )
