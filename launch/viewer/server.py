@@ -231,11 +231,13 @@ def _file(name: str) -> web.Response:
 
 
 def _read_static_files() -> dict[str, bytes]:
-    folder = resources.files("launch.viewer") / "static"
+    """Return the contents of our own files and of the vendored libraries, by name."""
+    package = resources.files("launch.viewer")
     files = {}
-    for file in folder.iterdir():
-        if Path(file.name).suffix in CONTENT_TYPES:
-            files[file.name] = file.read_bytes()
+    for folder in ("static", "third_party"):
+        for file in (package / folder).iterdir():
+            if Path(file.name).suffix in CONTENT_TYPES:
+                files[file.name] = file.read_bytes()
     return files
 
 

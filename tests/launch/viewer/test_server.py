@@ -5,6 +5,7 @@ import os
 import socket
 from collections.abc import Iterator
 from dataclasses import fields
+from importlib import resources
 from pathlib import Path
 from urllib.parse import quote
 
@@ -322,6 +323,15 @@ def test_the_page_is_made_of_the_packages_own_files(viewer: Served) -> None:
         assert viewer.get(f"/static/{name}").body == STATIC_FILES[name]
     text = b"".join(body for name, body in STATIC_FILES.items() if name.endswith((".html", ".css")))
     assert b"//" not in text.replace(b"http://www.w3.org", b"").replace(b"https://github.com", b"")
+
+
+def test_vendored_files_lie_in_third_party_with_a_license() -> None:
+    viewer = resources.files("launch.viewer")
+    for file in (viewer / "static").iterdir():
+        assert b"Copyright" not in file.read_bytes(), file.name
+    vendored = {file.name for file in (viewer / "third_party").iterdir()}
+    assert {"uPlot.iife.js", "uPlot.min.css", "uPlot.LICENSE.txt"} <= vendored
+    assert vendored - {"README.md"} <= set(STATIC_FILES)
 
 
 def test_the_server_only_reads(viewer: Served) -> None:
