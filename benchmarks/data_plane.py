@@ -117,7 +117,7 @@ class Case:
         """Return the configuration of a run with such steps."""
         replays = ["algorithm.routing_replay=R3", "rollout.routed_experts=true"]
         return load_config(
-            ROOT / "configs/rl/gpt-oss-20b_1x8.yaml",
+            ROOT / "configs/untested/rl/gpt-oss-20b_1x8.yaml",
             RlConfig,
             [
                 "initial_weights=null",

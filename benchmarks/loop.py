@@ -2,7 +2,7 @@
 
     python -m benchmarks.loop configs/rl/gpt-oss-20b_1x4.yaml --gpus 4 --steps 5
     python -m benchmarks.loop configs/rl/gpt-oss-20b_1x4.yaml --gpus 1 --layers 8 optimizer.lr=1e-6
-    python -m benchmarks.loop configs/rl/gpt-oss-20b_1x8.yaml --staleness 0 1 2 --steps 5 --seconds 570
+    python -m benchmarks.loop configs/untested/rl/gpt-oss-20b_1x8.yaml --staleness 0 1 2 --steps 5 --seconds 570
     python -m benchmarks.loop configs/rl/tiny_retool.yaml --turn-tokens 12 --steps 2
 
 What runs is the product's own session, as ``gptoss rl`` builds it from the configuration and the

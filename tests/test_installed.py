@@ -139,7 +139,9 @@ def test_a_launch_of_the_users_own_does_not_hide_ours(installed: Installed, tmp_
     assert "memory" in run(*command, cwd=tmp_path).stdout
 
 
-@pytest.mark.parametrize("name", ["gpt-oss-20b_1x8_80gb", "configs/rl/gpt-oss-20b_1x8_80gb.yaml"])
+@pytest.mark.parametrize(
+    "name", ["gpt-oss-20b_1x8_80gb", "configs/untested/rl/gpt-oss-20b_1x8_80gb.yaml"]
+)
 def test_plans_a_shipped_configuration(name: str, gptoss: Callable[..., str]) -> None:
     assert gptoss("plan", name, "--gpu", "h100").startswith("fits: ")
 

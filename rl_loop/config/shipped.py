@@ -6,15 +6,18 @@ from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2] / "configs"
 INSTALLED = Path("share/gptoss/configs")
-"""Below the environment's prefix: where a wheel puts them (``data-files`` in pyproject.toml)."""
+"""Folder below the environment's prefix for a wheel's configurations (``data-files`` in pyproject.toml)."""
+UNTESTED = "untested"
+"""Folder of configurations that have never run, with folders rl and sft of its own."""
 
 
 def find_config(path: Path, folder: str) -> Path:
     """Return a configuration's file: ``path``, or else what the project ships under that name.
 
     Args:
-        path: a file, ``configs/rl/NAME.yaml`` from wherever one is, or NAME.
-        folder: of the shipped ones, in which NAME is looked for: rl, sft or cluster.
+        path: a file, ``configs/rl/NAME.yaml`` from any working directory, or NAME.
+        folder: shipped folder that is searched for NAME: rl, sft or cluster. The untested
+            configurations of this folder come last.
 
     Returns:
         ``path`` itself if there is neither; reading it says so.
@@ -26,9 +29,9 @@ def find_config(path: Path, folder: str) -> Path:
         relative = Path(*relative.parts[1:])
 
     for directory in shipped_directories():
-        for candidate in (directory / relative, directory / folder / relative):
-            if candidate.is_file():
-                return candidate
+        for parent in (directory, directory / folder, directory / UNTESTED / folder):
+            if (parent / relative).is_file():
+                return parent / relative
     return path
 
 
@@ -64,8 +67,14 @@ def shipped_directories() -> Iterator[Path]:
             yield directory
 
 
-def shipped_names(folder: str) -> list[str]:
-    """List what the project ships in one of its folders, without the ending."""
+def shipped_files(folder: str) -> list[Path]:
+    """List the shipped configurations of a folder, the untested ones last."""
     for directory in shipped_directories():
-        return sorted(file.stem for file in (directory / folder).glob("*.yaml"))
+        parents = (directory / folder, directory / UNTESTED / folder)
+        return [file for parent in parents for file in sorted(parent.glob("*.yaml"))]
     return []
+
+
+def shipped_names(folder: str) -> list[str]:
+    """List the names of the shipped configurations of a folder, the untested ones included."""
+    return sorted(file.stem for file in shipped_files(folder))

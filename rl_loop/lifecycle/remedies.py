@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 
 from rl_loop.config.load import read_yaml
-from rl_loop.config.shipped import shipped_directories
+from rl_loop.config.shipped import shipped_directories, shipped_files
 
 HUB_NAMES = {
     "gpt-oss-20b": "openai/gpt-oss-20b",
@@ -80,8 +80,8 @@ def how_to_make_data(key: str, path: Path) -> str:
 
 def _training_of(path: Path) -> Path | None:
     """Return the shipped configuration of ``gptoss sft`` whose run directory ``path`` is or is in."""
-    for directory in shipped_directories():
-        for file in sorted((directory / "sft").glob("*.yaml")):
-            if read_yaml(file).get("name") in path.parts:
-                return Path("configs/sft") / file.name
+    for file in shipped_files("sft"):
+        if read_yaml(file).get("name") in path.parts:
+            folder = file.parent.relative_to(next(shipped_directories()))
+            return Path("configs") / folder / file.name
     return None

@@ -56,9 +56,7 @@ def test_a_dry_run_of_each_example_is_as_reviewed(
     """After a wanted change: ``UPDATE_GOLDEN=1 pytest tests/launch/test_launch.py`` and read the
     difference."""
     options = ["--cluster", cluster, *more, "--dry-run"]
-    done = command.run(
-        "launch", f"configs/rl/{config}.yaml", *options, XDG_STATE_HOME=str(tmp_path)
-    )
+    done = command.run("launch", config, *options, XDG_STATE_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert list(tmp_path.iterdir()) == []
     launching, _, configuration = done.stdout.partition("# configuration\n")
@@ -509,7 +507,7 @@ def test_local_launch_offers_the_machine_s_gpus_to_ray(
 
 # ---- the engine's interpreter
 
-MATH = "rl/gpt-oss-20b_1x8_80gb_math.yaml"  # names /opt/sglang/bin/python
+MATH = "untested/rl/gpt-oss-20b_1x8_80gb_math.yaml"  # names /opt/sglang/bin/python
 PLAIN = "rl/gpt-oss-20b_2x8.yaml"
 
 

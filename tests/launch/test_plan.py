@@ -22,8 +22,10 @@ from megatron_gptoss.planning.memory_advice import Hardware, layouts_that_fit, m
 from megatron_gptoss.planning.parameter_counts import parameters_per_gpu
 from rl_loop.config.load import load_config, load_run_config
 from rl_loop.config.run import RlConfig, SftConfig
+from rl_loop.config.shipped import shipped_files
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+SHIPPED = [*shipped_files("rl"), *shipped_files("sft")]
 CONFIG = CONFIGS / "rl/tiny_retool.yaml"
 H200 = 150.1
 EIGHTY_GB = 75.0
@@ -121,16 +123,18 @@ def gpu_of(path: Path) -> float:
     return {"H200": H200, "80 GB": EIGHTY_GB}[named[0]]
 
 
-def test_a_configuration_that_was_never_run_says_so() -> None:
+def test_configuration_says_where_it_ran_unless_it_is_untested() -> None:
     for path in SHIPPED:
         if not path.stem.startswith("tiny"):
             comment = " ".join(path.read_text().split("\nname:")[0].replace("#", " ").split())
-            assert re.search(r"Predicted to fit[^.]*, not run\.|Run on ", comment), path
+            is_untested = re.search(r"Predicted to fit[^.]*, not run\.", comment) is not None
+            assert is_untested == ("untested" in path.parts), path
+            assert is_untested or re.search(r"Run (on|with) ", comment), path
 
 
 @pytest.mark.parametrize(
     "path",
-    sorted(path for kind in ("rl", "sft") for path in (CONFIGS / kind).glob("*.yaml")),
+    SHIPPED,
     ids=lambda path: f"{path.parent.name}-{path.stem}",
 )
 def test_every_shipped_configuration_fits_the_gpu_that_it_names(path: Path) -> None:
@@ -147,26 +151,26 @@ def test_every_shipped_configuration_fits_the_gpu_that_it_names(path: Path) -> N
         ("rl/gpt-oss-20b_1x2.yaml", 2),
         ("rl/gpt-oss-20b_1x4.yaml", 4),
         ("rl/gpt-oss-20b_1x4_overlap.yaml", 4),
-        ("rl/gpt-oss-20b_1x8_80gb.yaml", 8),
-        ("sft/gpt-oss-20b_1x8_80gb.yaml", 8),
-        ("sft/gpt-oss-120b_2x8_80gb.yaml", 16),
-        ("rl/gpt-oss-20b_1x8.yaml", 8),
+        ("untested/rl/gpt-oss-20b_1x8_80gb.yaml", 8),
+        ("untested/sft/gpt-oss-20b_1x8_80gb.yaml", 8),
+        ("untested/sft/gpt-oss-120b_2x8_80gb.yaml", 16),
+        ("untested/rl/gpt-oss-20b_1x8.yaml", 8),
         ("rl/gpt-oss-20b_2x8.yaml", 16),
-        ("sft/gpt-oss-120b_2x8.yaml", 16),
-        ("rl/gpt-oss-120b_4x8.yaml", 32),
-        ("rl/gpt-oss-120b_8x8.yaml", 64),
+        ("untested/sft/gpt-oss-120b_2x8.yaml", 16),
+        ("untested/rl/gpt-oss-120b_4x8.yaml", 32),
+        ("untested/rl/gpt-oss-120b_8x8.yaml", 64),
         ("rl/gpt-oss-20b-adapter_1x1.yaml", 1),
         ("rl/gpt-oss-20b-adapter_1x1_80gb.yaml", 1),
         ("rl/gpt-oss-120b-adapter_1x4.yaml", 4),
-        ("rl/gpt-oss-120b-adapter_1x8_80gb.yaml", 8),
-        ("rl/gpt-oss-20b-adapter_1x1_80gb_gsm8k.yaml", 1),
-        ("rl/gpt-oss-20b_1x8_80gb_math.yaml", 8),
-        ("rl/gpt-oss-120b-adapter_1x8_80gb_math.yaml", 8),
-        ("sft/gpt-oss-20b-adapter_1x1.yaml", 1),
+        ("untested/rl/gpt-oss-120b-adapter_1x8_80gb.yaml", 8),
+        ("untested/rl/gpt-oss-20b-adapter_1x1_80gb_gsm8k.yaml", 1),
+        ("untested/rl/gpt-oss-20b_1x8_80gb_math.yaml", 8),
+        ("untested/rl/gpt-oss-120b-adapter_1x8_80gb_math.yaml", 8),
+        ("untested/sft/gpt-oss-20b-adapter_1x1.yaml", 1),
     ],
 )
 def test_every_example_fits_its_gpus_and_uses_them_all(file: str, gpus: int) -> None:
-    config = load_config(CONFIGS / file, SftConfig if file.startswith("sft") else RlConfig)
+    config = load_config(CONFIGS / file, SftConfig if "sft/" in file else RlConfig)
     gigabytes = gpu_of(CONFIGS / file)
 
     engine = config.rollout.engine
@@ -273,16 +277,21 @@ def test_the_fastest_layouts_that_fit_come_with_memory_time_and_mfu() -> None:
 
 
 def test_step_plan_without_a_fitting_layout_says_so() -> None:
-    inputs = load_config(CONFIGS / "rl/gpt-oss-20b_1x8.yaml", RlConfig).memory_inputs
+    inputs = load_config(CONFIGS / "untested/rl/gpt-oss-20b_1x8.yaml", RlConfig).memory_inputs
     *_, last = step_plan(inputs, 84.9).splitlines()
     assert last == "no layout of the trainer's 4 GPUs fits, so none is compared"
 
 
 @pytest.mark.parametrize(
-    "name", ["rl/gpt-oss-20b_1x8_80gb", "rl/gpt-oss-120b_8x8", "sft/gpt-oss-120b_2x8_80gb"]
+    "name",
+    [
+        "untested/rl/gpt-oss-20b_1x8_80gb",
+        "untested/rl/gpt-oss-120b_8x8",
+        "untested/sft/gpt-oss-120b_2x8_80gb",
+    ],
 )
 def test_step_plan_marks_the_configured_layout(name: str) -> None:
-    config = load_run_config(CONFIGS / f"{name}.yaml", name[: name.index("/")])
+    config = load_run_config(CONFIGS / f"{name}.yaml", name.split("/")[-2])
     memory = config.parallel.gpu_memory or H200
     sequences = getattr(config, "sequences_per_step", None)
     first, *rows = step_plan(config.memory_inputs, memory, sequences).splitlines()
@@ -293,7 +302,7 @@ def test_step_plan_marks_the_configured_layout(name: str) -> None:
 
 
 def test_step_plan_states_its_lengths() -> None:
-    config = load_config(CONFIGS / "rl/gpt-oss-20b_1x8_80gb.yaml", RlConfig)
+    config = load_config(CONFIGS / "untested/rl/gpt-oss-20b_1x8_80gb.yaml", RlConfig)
     text = step_plan(config.memory_inputs, 75)
     assert "of 256 sequences of 16384 tokens, the longest that are allowed" in text
 
@@ -301,7 +310,7 @@ def test_step_plan_states_its_lengths() -> None:
 def test_plan_counts_the_sequences_of_a_supervised_step(capfd: pytest.CaptureFixture[str]) -> None:
     """One full micro-batch per rank says nothing of a pipeline, whose bubble is then half."""
     with pytest.raises(SystemExit):
-        app(["plan", str(CONFIGS / "sft/gpt-oss-120b_2x8.yaml"), "--sft", "--gpu", "h200"])
+        app(["plan", str(CONFIGS / "untested/sft/gpt-oss-120b_2x8.yaml"), "--sft", "--gpu", "h200"])
     said = capfd.readouterr().out
     assert "of 128 sequences of 16384 tokens" in said
     assert "in 32 micro-batches per data-parallel rank" in said
@@ -310,12 +319,11 @@ def test_plan_counts_the_sequences_of_a_supervised_step(capfd: pytest.CaptureFix
 def test_plan_uses_one_unit_of_memory(capfd: pytest.CaptureFixture[str]) -> None:
     for options in (["--gpu", "h100"], ["--host-gb", "64"]):
         with pytest.raises(SystemExit):
-            app(["plan", str(CONFIGS / "rl/gpt-oss-20b_1x8_80gb.yaml"), *options])
+            app(["plan", str(CONFIGS / "untested/rl/gpt-oss-20b_1x8_80gb.yaml"), *options])
     said = capfd.readouterr().out
     assert " GB" in said and "GiB" not in said and "80GB" not in said
 
 
-SHIPPED = sorted(path for kind in ("rl", "sft") for path in (CONFIGS / kind).glob("*.yaml"))
 VARIANTS = [
     (),
     ("algorithm=ppo", "algorithm.critic.warmup_steps=0", "algorithm.mini_batches=2"),
@@ -374,7 +382,7 @@ def test_the_fastest_layouts_validate_too() -> None:
         "parallel.virtual_pipeline=3",
         "rollout.tasks_per_step=2",
     ]
-    path = CONFIGS / "rl/gpt-oss-120b_8x8.yaml"
+    path = CONFIGS / "untested/rl/gpt-oss-120b_8x8.yaml"
     config = load_config(path, RlConfig, changes)
     rows = (
         step_plan(config.memory_inputs, H200).partition("that fit, as predicted:\n")[2].splitlines()

@@ -69,7 +69,7 @@ def test_trainer_and_engines_are_idle_for_what_a_step_takes_beyond_their_work() 
 
 def test_the_gpus_of_trainer_and_servers_share_the_tokens_of_a_step() -> None:
     """Half of 512 episodes' 16,384 tokens over four trainer GPUs and four servers."""
-    config = load(CONFIGS / "rl/gpt-oss-20b_1x8.yaml")
+    config = load(CONFIGS / "untested/rl/gpt-oss-20b_1x8.yaml")
     prediction = predict_run_ahead(config.rollout, config.memory_inputs, tool_seconds=0.0)
     assert prediction.tokens_per_gpu == 512 * 16_384 / 2 / 8
 

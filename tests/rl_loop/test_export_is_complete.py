@@ -114,7 +114,7 @@ def test_export_without_tokenizer_is_logged(
 
 
 def test_the_card_says_what_was_trained_from_what_and_how_well() -> None:
-    config = load_config(CONFIGS / "rl/gpt-oss-20b_1x8.yaml", RlConfig)
+    config = load_config(CONFIGS / "untested/rl/gpt-oss-20b_1x8.yaml", RlConfig)
     card = model_card(
         training_of(config), {"held_out_accuracy_rl": 0.8672341, "steps": 400}, has_template=True
     )
@@ -130,7 +130,7 @@ def test_the_card_says_what_was_trained_from_what_and_how_well() -> None:
 
 
 def test_what_is_too_large_for_a_cpu_is_not_decoded_from(caplog: pytest.LogCaptureFixture) -> None:
-    config = load_config(CONFIGS / "rl/gpt-oss-20b_1x8.yaml", RlConfig)
+    config = load_config(CONFIGS / "untested/rl/gpt-oss-20b_1x8.yaml", RlConfig)
     # It has neither a trainer nor tasks: whoever decodes fails.
     session: Any = SimpleNamespace(run=SimpleNamespace(export=Path("runs/large/export")))
     with caplog.at_level(logging.INFO):

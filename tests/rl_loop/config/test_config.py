@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,18 +12,42 @@ from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import dump_config, load_config, load_served_config, value_origins
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+from rl_loop.config.shipped import find_config, shipped_files, shipped_names
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("rl/*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", shipped_files("rl"), ids=lambda p: p.stem)
 def test_every_rl_configuration_loads(path: Path) -> None:
     load_config(path, RlConfig)
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("sft/*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", shipped_files("sft"), ids=lambda p: p.stem)
 def test_every_sft_configuration_loads(path: Path) -> None:
     load_config(path, SftConfig)
+
+
+def test_every_folder_of_configurations_is_shipped() -> None:
+    files = {*shipped_files("rl"), *shipped_files("sft"), *shipped_files("cluster")}
+    sections = {*CONFIGS.glob("model/*.yaml"), *CONFIGS.glob("algorithm/*.yaml")}
+    assert files | sections == set(CONFIGS.rglob("*.yaml"))
+    data_files = tomllib.loads((CONFIGS.parent / "pyproject.toml").read_text())["tool"][
+        "setuptools"
+    ]
+    packaged = {
+        file
+        for patterns in data_files["data-files"].values()
+        for pattern in patterns
+        for file in CONFIGS.parent.glob(pattern)
+    }
+    assert packaged == set(CONFIGS.rglob("*.yaml"))
+
+
+def test_untested_configurations_have_names_too() -> None:
+    untested = CONFIGS / "untested/rl/gpt-oss-120b_8x8.yaml"
+    assert find_config(Path("gpt-oss-120b_8x8"), "rl") == untested
+    assert find_config(Path("untested/rl/gpt-oss-120b_8x8"), "rl") == untested
+    assert "gpt-oss-120b_8x8" in shipped_names("rl")
 
 
 @pytest.mark.parametrize(

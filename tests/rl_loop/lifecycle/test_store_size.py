@@ -13,6 +13,7 @@ import pytest
 from rl_loop.config.errors import CannotStart
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+from rl_loop.config.shipped import shipped_files
 from rl_loop.lifecycle import store_size
 from rl_loop.lifecycle.start_checks import evaluation_need, store_need
 from rl_loop.lifecycle.store_size import (
@@ -23,9 +24,7 @@ from rl_loop.lifecycle.store_size import (
 )
 
 ROOT = Path(__file__).parents[3]
-CONFIGS = sorted((ROOT / "configs/rl").glob("*.yaml")) + sorted(
-    (ROOT / "configs/sft").glob("*.yaml")
-)
+CONFIGS = [*shipped_files("rl"), *shipped_files("sft")]
 NODE_BYTES = 64 << 30
 """Of /dev/shm, and of memory, on a small node with GPUs."""
 
