@@ -383,7 +383,7 @@ def test_a_rank_that_dies_in_a_gather_is_named_and_the_one_that_waits_for_it_end
         began = time.monotonic()
         with pytest.raises(RankDied, match=rf"^trainer rank {victim} on .* died: "):
             trainer.save(1, {}, block=True)
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 120
         assert processes[1 - victim].is_running(), "it still waits"
     finally:
         trainer.close()

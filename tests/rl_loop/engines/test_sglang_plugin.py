@@ -73,7 +73,7 @@ class TokenizerManager:
                 self.abort_request(abort_all=True)
                 if not await self.model_update_lock.is_locked():
                     break
-                await asyncio.sleep(1.0)
+                await asyncio.sleep(5.0)
 """
 PAUSE = """
 import asyncio, time
@@ -94,7 +94,7 @@ async def pause():
     seconds = time.monotonic() - began
     other = TokenizerManager()
     await other.pause_generation(SimpleNamespace(mode="retract"))
-    print(manager.is_pause, manager.aborts > 1, still_running, seconds < 0.9, other.sent)
+    print(manager.is_pause, manager.aborts > 1, still_running, seconds < 4, other.sent)
 
 asyncio.run(pause())
 """

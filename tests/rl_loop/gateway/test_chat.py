@@ -431,7 +431,7 @@ async def _is_idle(served: Served) -> None:
 def test_sampling_stops_when_the_client_leaves(tiny: Harmony, model: GptOssForCausalLM) -> None:
     async def run() -> None:
         async with serving(tiny, model) as served:
-            client = served.client(max_retries=0, timeout=0.5)
+            client = served.client(max_retries=0, timeout=1.5)
             with held(served.engine.engine):
                 asking = asyncio.create_task(say(client, HI))
                 await eventually(lambda: len(served.engine.begun) == 1)

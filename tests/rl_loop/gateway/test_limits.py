@@ -19,6 +19,7 @@ from rl_loop.gateway.connections import Connections
 from rl_loop.gateway.errors import ApiError
 from rl_loop.harmony.codec import Harmony
 from tests.support.rl_loop.gateway.scripted import Talk, talking
+from tests.support.rl_loop.gateway.serving import eventually
 
 FINAL = "<|channel|>final<|message|>done<|return|>"
 
@@ -196,15 +197,14 @@ def test_new_connections_replace_those_without_a_key(full: Harmony) -> None:
             create: Any = talk.client.chat.completions.create
             await create(model="m", messages=[{"role": "user", "content": "q0"}])
             opened = [await asyncio.open_connection(*address(talk)) for _ in range(20)]
-            await asyncio.sleep(0.1)
-            assert len(limited) <= 5
+            await eventually(lambda: len(limited) <= 5)
             await create(model="m", messages=[{"role": "user", "content": "q1"}])
 
-            closed = 0
-            for reader, writer in opened:
-                with suppress(TimeoutError):
-                    closed += await asyncio.wait_for(reader.read(), 0.05) == b""
+            reads = [asyncio.create_task(reader.read()) for reader, _ in opened]
+            await eventually(lambda: sum(read.done() for read in reads) >= 16)
+            assert sum(read.done() for read in reads) == 16
+            for read, (_, writer) in zip(reads, opened, strict=True):
+                read.cancel()
                 writer.close()
-            assert closed == 16
 
     asyncio.run(run())

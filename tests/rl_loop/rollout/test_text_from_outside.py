@@ -284,10 +284,10 @@ def test_half_of_a_surrogate_pair_becomes_a_replacement_character(
     "content", ["word " * 3000, "a" * MEGABYTE, " " * MEGABYTE, "\udc80", None]
 )
 def test_a_prompt_of_no_use_names_its_task_at_once(harmony: Harmony, content: Any) -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(UnusablePrompt, match="the prompt of task t7 "):
         PromptLimit(harmony, 1000).render("t7", Prompt([{"role": "user", "content": content}]))
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
 
 
 @settings(deadline=None, max_examples=50)

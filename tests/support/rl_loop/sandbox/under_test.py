@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from rl_loop.sandbox import ExecutionResult, PythonSandbox, SandboxConfig, SandboxFailure
+from tests.support.waiting import PATIENCE_SECONDS
 
 PROCESSES_PER_SERVER = 3  # bubblewrap outside, bubblewrap as process 1 inside, the server
 
@@ -69,7 +70,7 @@ class SandboxUnderTest:
 
     def processes_left(self) -> int:
         """How many processes are left beyond the servers' own; waits a little for those that are just ending."""
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
             excess = len(self.processes()) - PROCESSES_PER_SERVER * self.sandbox.config.workers
             if excess == 0 or time.monotonic() > deadline:
