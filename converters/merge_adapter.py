@@ -22,11 +22,11 @@ from converters.hf_directory import HfDirectory, write_hf_directory, written_sha
 from converters.hf_layouts import is_expert_matrix
 from converters.mapping import NamedParts, ParameterMapping
 from converters.model_extras import read_extras
-from converters.mxfp4_definition import defined_values, nearest, some_rows
 from converters.mxfp4_export import quantize
 from converters.names import parameter_mappings, stack_experts
 from converters.new_directory import final_name
 from converters.pipeline import Progress, ordered_map
+from converters.reference.mxfp4 import defined_values, nearest, some_rows
 from converters.reports import MergeLoss, MergeReport, UpdateLoss
 from converters.torch_dist import DTYPES, ExportFormat
 from gptoss_kernels import mxfp4

@@ -32,12 +32,12 @@ from converters.hf_directory import HfDirectory
 from converters.hf_layouts import is_expert_matrix
 from converters.mapping import ParameterMapping
 from converters.megatron_checkpoint import MegatronCheckpoint
-from converters.mxfp4_definition import defined_values, nearest, some_rows
 from converters.mxfp4_export import quantize
 from converters.mxfp4_tensors import stored_names
 from converters.names import parameter_mappings
 from converters.new_directory import final_name
 from converters.pipeline import Progress, ordered_map
+from converters.reference.mxfp4 import defined_values, nearest, some_rows
 from converters.reports import ExportReport, QuantizationLoss, ReadBack
 from converters.sample import Selection, remember_layer
 from megatron_gptoss.config import ModelConfig

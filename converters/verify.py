@@ -9,12 +9,12 @@ import torch
 from converters.bits import require_finite
 from converters.errors import ConversionError
 from converters.families.registry import tensors_of
-from converters.forward import compare_stages
 from converters.hf_directory import HfDirectory
 from converters.mapping import ParameterMapping
 from converters.megatron_checkpoint import MegatronCheckpoint, check_same_model
 from converters.names import hf_shapes, parameter_mappings
 from converters.pipeline import Progress, ordered_map
+from converters.reference.decoder import compare_stages
 
 TOLERANCE = 1e-4
 """Of a layer's output, relative; fp32 sums in another order differ by about 1e-6, a wrong layout

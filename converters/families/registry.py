@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from converters.families.dense import forward as dense_forward
 from converters.families.dense import table as dense
-from converters.families.gpt_oss import forward as gpt_oss_forward
 from converters.families.gpt_oss import table as gpt_oss
-from converters.layout_model import LayoutModel
 from converters.mapping import ParameterMapping
+from converters.reference import dense as dense_forward
+from converters.reference import gpt_oss as gpt_oss_forward
+from converters.reference.layouts import LayoutModel
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.families.dense.config import DenseModelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rl_loop.certify.examination import gap
 from rl_loop.certify.faults import Fault
-from rl_loop.certify.reference import Variant, combined
+from rl_loop.certify.variants import Variant, combined
 
 MOST_FAULTS = 3
 """Of one subject."""

@@ -17,9 +17,9 @@ from torch import Tensor
 from rl_loop.certify.certificate import Sight
 from rl_loop.certify.faults import Fault
 from rl_loop.certify.model import DTYPES, Precision, Weights
-from rl_loop.certify.reference import EXACT, Evaluated, Reference, Variant, combined
 from rl_loop.certify.subject import Scored, Subject, checked_scores
 from rl_loop.certify.texts import Text, Texts
+from rl_loop.certify.variants import EXACT, Evaluated, Reference, Variant, combined
 from rl_loop.harmony.vocabulary import Vocabulary
 
 SAFETY = 3.0

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
-from rl_loop.certify.reference import EVERY_LAYER, Variant
+from rl_loop.certify.variants import EVERY_LAYER, Variant
 
 
 @dataclass(frozen=True)

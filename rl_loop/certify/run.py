@@ -23,9 +23,9 @@ from rl_loop.certify.model import (
     read_weights,
     vocabulary_of,
 )
-from rl_loop.certify.reference import Reference, Variant, rotary_frequencies
 from rl_loop.certify.subject import NotOffered, Subject, SubjectFailed
 from rl_loop.certify.texts import Text, Texts
+from rl_loop.certify.variants import Reference, Variant, rotary_frequencies
 from rl_loop.harmony.vocabulary import SPECIAL_TOKENS, Vocabulary, special_id
 from rl_loop.registry import Registry
 

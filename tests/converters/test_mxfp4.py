@@ -291,8 +291,8 @@ def test_verify_sees_a_table_that_is_wrong_in_both_directions(
 def test_the_outputs_verify_compares_are_those_of_transformers(
     tmp_path: Path, quantized: Path
 ) -> None:
-    from converters.families.gpt_oss.forward import HuggingFaceGptOss
-    from converters.forward import TOKENS, embed, layer_update, logits
+    from converters.reference.decoder import TOKENS, embed, layer_update, logits
+    from converters.reference.gpt_oss import HuggingFaceGptOss
 
     import_checkpoint(quantized, tmp_path / "megatron")
     export_checkpoint(tmp_path / "megatron", tmp_path / "fp32", "fp32")

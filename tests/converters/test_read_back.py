@@ -20,9 +20,9 @@ from converters.bits import same_bits
 from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory, write_hf_directory
 from converters.megatron_checkpoint import MegatronCheckpoint
-from converters.mxfp4_definition import defined_values, nearest
 from converters.names import hf_shapes
 from converters.read_back import check_weights
+from converters.reference.mxfp4 import defined_values, nearest
 from converters.safetensors_files import SafetensorsWriter
 from converters.sample import next_layer, remember_layer, select_parameters
 from converters.torch_dist import export_checkpoint, import_checkpoint

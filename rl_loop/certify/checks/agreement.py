@@ -14,8 +14,8 @@ from rl_loop.certify.diagnosis import Explanation, explain
 from rl_loop.certify.examination import TOP, Examination, gap
 from rl_loop.certify.faults import Fault
 from rl_loop.certify.model import BEACON
-from rl_loop.certify.reference import EXACT, Variant
 from rl_loop.certify.texts import Text
+from rl_loop.certify.variants import EXACT, Variant
 
 QUANTILES = (0.5, 0.95, 0.99)
 

@@ -7,7 +7,7 @@ from rl_loop.certify.certificate import Cause, CheckResult, Status
 from rl_loop.certify.checks.verdict import judge_sights
 from rl_loop.certify.examination import Examination
 from rl_loop.certify.faults import Fault
-from rl_loop.certify.reference import EXACT
+from rl_loop.certify.variants import EXACT
 
 
 @dataclass(frozen=True)

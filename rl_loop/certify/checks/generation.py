@@ -10,9 +10,9 @@ from rl_loop.certify.certificate import Cause, CheckResult, Status
 from rl_loop.certify.checks.titles import TITLES
 from rl_loop.certify.checks.verdict import explain_answers
 from rl_loop.certify.examination import Examination, joined
-from rl_loop.certify.reference import EXACT, Reference, Variant
 from rl_loop.certify.subject import checked_scores
 from rl_loop.certify.texts import CONTINUATION, PROMPTS, Text
+from rl_loop.certify.variants import EXACT, Reference, Variant
 
 
 def check_decoding(exam: Examination) -> CheckResult:

@@ -10,7 +10,7 @@ from rl_loop.certify import faults
 from rl_loop.certify.certificate import Cause, CheckResult, Sight, Status
 from rl_loop.certify.checks.titles import TITLES
 from rl_loop.certify.examination import Examination
-from rl_loop.certify.reference import EXACT, combined
+from rl_loop.certify.variants import EXACT, combined
 
 GRADIENT_FLOORS = {"fp32": 1e-4, "bf16": 2e-2}
 """Relative error of a tensor's gradient that is always allowed."""

@@ -8,8 +8,8 @@ from rl_loop.certify.certificate import CheckResult
 from rl_loop.certify.checks.titles import TITLES
 from rl_loop.certify.checks.verdict import explain_answers
 from rl_loop.certify.examination import Examination, joined
-from rl_loop.certify.reference import Variant
 from rl_loop.certify.subject import checked_scores
+from rl_loop.certify.variants import Variant
 
 
 def check_packing(exam: Examination) -> CheckResult:

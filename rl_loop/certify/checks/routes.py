@@ -9,9 +9,9 @@ from torch import Tensor
 from rl_loop.certify.certificate import Cause, CheckResult, Status
 from rl_loop.certify.checks.titles import TITLES
 from rl_loop.certify.examination import Examination, gap, joined
-from rl_loop.certify.reference import EXACT, Reference, Variant
 from rl_loop.certify.subject import NotOffered, checked_scores
 from rl_loop.certify.texts import Text
+from rl_loop.certify.variants import EXACT, Reference, Variant
 
 SURE_MARGIN = {"fp32": 1e-3, "bf16": 0.5}
 """By how much a router's choice must be clear, in logits, for it to be asked of a subject."""

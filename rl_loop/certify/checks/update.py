@@ -11,8 +11,8 @@ from rl_loop.certify.checks.titles import TITLES
 from rl_loop.certify.checks.verdict import explain_answers
 from rl_loop.certify.examination import Examination, Which, gap, joined
 from rl_loop.certify.faults import Fault
-from rl_loop.certify.reference import EXACT, Variant
 from rl_loop.certify.subject import NotOffered, checked_scores
+from rl_loop.certify.variants import EXACT, Variant
 
 
 def check_update(exam: Examination) -> CheckResult:

@@ -8,7 +8,7 @@ from rl_loop.certify.certificate import Cause, CheckResult, Sight, Status
 from rl_loop.certify.diagnosis import Explanation, explain
 from rl_loop.certify.examination import TOP, Examination, gap
 from rl_loop.certify.faults import Fault
-from rl_loop.certify.reference import EXACT, Variant, combined
+from rl_loop.certify.variants import EXACT, Variant, combined
 
 
 def describe(explanation: Explanation) -> str:

@@ -19,13 +19,13 @@ from launch.cli import app
 from rl_loop.certify.certificate import Status
 from rl_loop.certify.harmony_tokens import QUOTING, describe_difference, expected_ids
 from rl_loop.certify.model import SIZES, CertifyError, designed_weights, vocabulary
-from rl_loop.certify.reference import Reference
 from rl_loop.certify.run import CertifyOptions, certify, check_reference, open_weights
 from rl_loop.certify.subject import Scored, Subject, SubjectFailed, checked_scores
 from rl_loop.certify.subjects.completions_server import CompletionsServer
 from rl_loop.certify.subjects.sglang_server import SglangServer
 from rl_loop.certify.subjects.transformers_model import TransformersModel
 from rl_loop.certify.texts import Texts
+from rl_loop.certify.variants import Reference
 from rl_loop.engines.sglang.config import PLUGIN
 from rl_loop.harmony.vocabulary import harmony_encoding
 from tests.support.rl_loop.certify.loopback_server import LoopbackServer, serving

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn.functional import rms_norm
 
-from converters.layout_model import LayoutModel, Tensor
+from converters.reference.layouts import LayoutModel, Tensor
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.layers.rotary import RotaryEmbedding, apply_rotary
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from converters.layout_model import HuggingFaceLayout, LayoutModel, MegatronLayout, Tensor
+from converters.reference.layouts import HuggingFaceLayout, LayoutModel, MegatronLayout, Tensor
 
 
 class _GptOss(LayoutModel):

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from torch.nn.functional import silu
 
-from converters.layout_model import HuggingFaceLayout, LayoutModel, MegatronLayout, Tensor
+from converters.reference.layouts import HuggingFaceLayout, LayoutModel, MegatronLayout, Tensor
 
 
 class _Dense(LayoutModel):

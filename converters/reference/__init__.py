@@ -1,0 +1,1 @@
+"""The arithmetic of each family, written out from its definition."""
