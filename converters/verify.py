@@ -1,4 +1,4 @@
-"""Is a Megatron checkpoint the model of a Hugging Face directory? Compares tensors and logits."""
+"""Comparison of a Megatron checkpoint with a Hugging Face directory: tensors and outputs."""
 
 import contextlib
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ import torch
 
 from converters.bits import require_finite
 from converters.errors import ConversionError
-from converters.families.registry import tensors_of
+from converters.families.registry import hugging_face_reference, tensors_of
 from converters.hf_directory import HfDirectory
 from converters.mapping import ParameterMapping
 from converters.megatron_checkpoint import MegatronCheckpoint, check_same_model
@@ -84,8 +84,8 @@ class VerifyReport:
 def verify(hf_dir: Path, megatron_dir: Path, progress: Progress | None = None) -> VerifyReport:
     """Compare every tensor bit for bit and, layer by layer, what the two models compute.
 
-    Where dtypes differ, tensors are compared as fp32. They are brought together by the name table;
-    the outputs are computed without it (see ``forward``), so that a mistake in the table shows.
+    Where dtypes differ, tensors are compared as fp32. The name table pairs them. The outputs are
+    computed without the table (``converters.reference``), so that a mistake in it shows.
 
     Raises:
         ConversionError: when either side cannot be read, or they are of different architectures.
@@ -95,12 +95,12 @@ def verify(hf_dir: Path, megatron_dir: Path, progress: Progress | None = None) -
     check_same_model(source, checkpoint.config, megatron_dir)
 
     differences = _compare_tensors(source, checkpoint, progress)
-    family = tensors_of(source.config)
+    family = tensors_of(checkpoint.config)
+    megatron = family.megatron_layout(checkpoint.config, checkpoint.get)
     with torch.no_grad():
         stages = compare_stages(
-            source.config,
-            family.hugging_face_model(source.config, source.get),
-            family.megatron_model(checkpoint.config, checkpoint.get),
+            hugging_face_reference(source.config, source.get),
+            family.reference(checkpoint.config, megatron),
         )
         return VerifyReport(len(hf_shapes(source.config)), differences, dict(stages))
 

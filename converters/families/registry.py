@@ -4,12 +4,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from converters.families.dense import table as dense
 from converters.families.gpt_oss import table as gpt_oss
 from converters.mapping import ParameterMapping
-from converters.reference import dense as dense_forward
-from converters.reference import gpt_oss as gpt_oss_forward
-from converters.reference.layouts import LayoutModel
+from converters.reference.decoder import Decoder
+from converters.reference.dense import Dense, HuggingFaceDense, MegatronDense
+from converters.reference.gpt_oss import GptOss, HuggingFaceGptOss, MegatronGptOss
+from converters.reference.layouts import Layout
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.families.dense.config import DenseModelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
@@ -27,10 +30,12 @@ class FamilyTensors:
     """Modules of a layer that have an entry ``_extra_state`` in Megatron's checkpoints."""
     stateful_expert_modules: tuple[str, ...]
     """The same of every expert."""
-    hugging_face_model: type[LayoutModel]
-    """The arithmetic of Hugging Face's layout, from which ``verify`` computes."""
-    megatron_model: type[LayoutModel]
-    """The arithmetic of Megatron's layout."""
+    reference: type[Decoder]
+    """Equations from which ``verify`` computes the outputs of either side."""
+    hugging_face_layout: type[Layout]
+    """Weights as Hugging Face stores them."""
+    megatron_layout: type[Layout]
+    """Weights as Megatron stores them."""
 
 
 _TENSORS: dict[type[ModelConfig], FamilyTensors] = {
@@ -38,15 +43,17 @@ _TENSORS: dict[type[ModelConfig], FamilyTensors] = {
         mappings=gpt_oss.mappings,
         stateful_modules=gpt_oss.STATEFUL_MODULES,
         stateful_expert_modules=gpt_oss.STATEFUL_EXPERT_MODULES,
-        hugging_face_model=gpt_oss_forward.HuggingFaceGptOss,
-        megatron_model=gpt_oss_forward.MegatronGptOss,
+        reference=GptOss,
+        hugging_face_layout=HuggingFaceGptOss,
+        megatron_layout=MegatronGptOss,
     ),
     DenseModelConfig: FamilyTensors(
         mappings=dense.mappings,
         stateful_modules=dense.STATEFUL_MODULES,
         stateful_expert_modules=(),
-        hugging_face_model=dense_forward.HuggingFaceDense,
-        megatron_model=dense_forward.MegatronDense,
+        reference=Dense,
+        hugging_face_layout=HuggingFaceDense,
+        megatron_layout=MegatronDense,
     ),
 }
 
@@ -54,3 +61,17 @@ _TENSORS: dict[type[ModelConfig], FamilyTensors] = {
 def tensors_of(model: ModelConfig) -> FamilyTensors:
     """Return what is known of a model's weights."""
     return _TENSORS[type(model)]
+
+
+def hugging_face_reference(
+    config: ModelConfig, get: Callable[..., torch.Tensor], dtype: torch.dtype = torch.float32
+) -> Decoder:
+    """Return the reference of a model on its Hugging Face tensors.
+
+    Args:
+        config: architecture of the model.
+        get: (name, expert) -> a tensor, such as ``HfDirectory.get`` or ``source_of(weights)``.
+        dtype: in which everything but rotary angles is computed.
+    """
+    family = tensors_of(config)
+    return family.reference(config, family.hugging_face_layout(config, get, dtype))

@@ -1,1 +1,13 @@
-"""The arithmetic of each family, written out from its definition."""
+"""The arithmetic of each family of models, written out from its definition.
+
+It is the one reference of ``gptoss certify``, ``gptoss convert verify`` and the tests.
+
+* ``decoder``: the equations that all families share.
+* ``gpt_oss`` and ``dense``: the equations of a family, and its layouts of weights.
+* ``layouts``: weights as Hugging Face and as Megatron store them, read one at a time by name.
+* ``rotary``: rotary frequencies.
+* ``mxfp4``: the values of MXFP4.
+
+The reference imports torch and the architectures. It shares no code with the trainer, the kernels,
+the name tables and the engines, because it checks them.
+"""

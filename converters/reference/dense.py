@@ -1,46 +1,55 @@
-"""The arithmetic of dense decoders in either layout."""
+"""Dense decoders of the Llama and Qwen2.5 kind."""
 
 from typing import ClassVar
 
+import torch
 from torch.nn.functional import silu
 
-from converters.reference.layouts import HuggingFaceLayout, LayoutModel, MegatronLayout, Tensor
+from converters.reference.decoder import Decoder
+from converters.reference.layouts import HuggingFaceLayout, MegatronLayout
+from megatron_gptoss.families.dense.config import DenseModelConfig
+
+Tensor = torch.Tensor
 
 
-class _Dense(LayoutModel):
-    """What both layouts compute alike."""
+class Dense(Decoder):
+    """The equations of dense decoders."""
 
-    def sinks(self, layer: int) -> None:
-        return None
-
-    def attention_output(self, layer: int, x: Tensor) -> Tensor:
-        return self.linear(self.names["attention output"], x, layer, bias=False)
-
-
-class HuggingFaceDense(_Dense, HuggingFaceLayout):
-    """Separate gate and up projection."""
+    config: DenseModelConfig
 
     def query_key_value(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.separate_qkv(layer, x, bias=self.config.has_qkv_bias)
+        return self.layout.query_key_value(layer, x, bias=self.config.has_qkv_bias)
+
+    def attention_output(self, layer: int, x: Tensor) -> Tensor:
+        return self.layout.linear(self.layout.names["attention output"], x, layer, bias=False)
 
     def mlp(self, layer: int, x: Tensor) -> Tensor:
+        gate, up = self.layout.gate_up(layer, None, x)
+        return self.layout.down(layer, None, silu(gate) * up)
+
+
+class HuggingFaceDense(HuggingFaceLayout):
+    """Separate projections to gate and up."""
+
+    def gate_up(self, layer: int, expert: int | None, x: Tensor) -> tuple[Tensor, Tensor]:
         gate = self.linear("mlp.gate_proj", x, layer, bias=False)
-        up = self.linear("mlp.up_proj", x, layer, bias=False)
-        return self.linear("mlp.down_proj", silu(gate) * up, layer, bias=False)
+        return gate, self.linear("mlp.up_proj", x, layer, bias=False)
+
+    def down(self, layer: int, expert: int | None, x: Tensor) -> Tensor:
+        return self.linear("mlp.down_proj", x, layer, bias=False)
 
 
-class MegatronDense(_Dense, MegatronLayout):
-    """All gates above all ups; the norm before the MLP belongs to its first matrix."""
+class MegatronDense(MegatronLayout):
+    """All gate channels before all up channels. The norm before the MLP belongs to its first map."""
 
     names: ClassVar[dict[str, str]] = {
         **MegatronLayout.names,
         "norm before mlp": "mlp.linear_fc1.layer_norm_weight",
     }
 
-    def query_key_value(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.grouped_qkv(layer, x, bias=self.config.has_qkv_bias)
+    def gate_up(self, layer: int, expert: int | None, x: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = self.linear("mlp.linear_fc1", x, layer, bias=False).chunk(2, dim=-1)
+        return gate, up
 
-    def mlp(self, layer: int, x: Tensor) -> Tensor:
-        gate_up = self.linear("mlp.linear_fc1", x, layer, bias=False)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return self.linear("mlp.linear_fc2", silu(gate) * up, layer, bias=False)
+    def down(self, layer: int, expert: int | None, x: Tensor) -> Tensor:
+        return self.linear("mlp.linear_fc2", x, layer, bias=False)

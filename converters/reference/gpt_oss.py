@@ -1,71 +1,90 @@
-"""The arithmetic of GPT-OSS in either layout: sinks, biases, routed experts."""
+"""GPT-OSS (openai/gpt-oss, gpt_oss/torch/model.py): attention sinks, biases, routed experts."""
 
 import torch
 
-from converters.reference.layouts import HuggingFaceLayout, LayoutModel, MegatronLayout, Tensor
+from converters.reference.decoder import Decoder
+from converters.reference.layouts import HuggingFaceLayout, MegatronLayout
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
+
+Tensor = torch.Tensor
+
+SWISH_SLOPE = 1.702
 
 
-class _GptOss(LayoutModel):
-    """What both layouts compute alike."""
+class GptOss(Decoder):
+    """The equations of GPT-OSS."""
 
-    def sinks(self, layer: int) -> Tensor:
-        return self.tensor(self.names["sinks"], layer).float()
+    config: GptOssModelConfig
+
+    def query_key_value(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.layout.query_key_value(layer, x, bias=True)
+
+    def weighted_values(self, layer: int, scores: Tensor, value: Tensor) -> Tensor:
+        # A sink takes part in the softmax like the score of one more key, which has no value.
+        sinks = self.layout.weight(self.layout.names["sinks"], layer)
+        column = sinks[:, None, None].expand(-1, scores.shape[1], 1)
+        probabilities = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
+        return torch.einsum("hqk,khd->qhd", probabilities, value)
 
     def attention_output(self, layer: int, x: Tensor) -> Tensor:
-        return self.linear(self.names["attention output"], x, layer)
+        return self.layout.linear(self.layout.names["attention output"], x, layer)
 
     def mlp(self, layer: int, x: Tensor) -> Tensor:
-        # The softmax runs over the chosen experts only.
-        router_logits = self.linear("mlp.router", x, layer)
-        top_logits, chosen = router_logits.topk(self.config.experts_per_token)
-        weights = top_logits.softmax(-1)
+        logits = self.layout.linear("mlp.router", x, layer)
+        chosen = self.choose(layer, logits)
+        shares = self.shares(logits, chosen)
 
-        result = torch.zeros_like(x)
+        outputs = []
         for expert in chosen.unique().tolist():
-            rows, slots = (chosen == expert).nonzero(as_tuple=True)
-            output = self.apply_expert(layer, expert, x[rows])
-            result[rows] += weights[rows, slots, None] * output
-        return result
+            tokens, slots = (chosen == expert).nonzero(as_tuple=True)
+            output = self.expert(layer, expert, x[tokens]) * shares[tokens, slots, None]
+            outputs.append(torch.zeros_like(x).index_add(0, tokens, output))
+        return torch.stack(outputs).sum(0)
 
-    def apply_expert(self, layer: int, expert: int, x: Tensor) -> Tensor:
+    def choose(self, layer: int, logits: Tensor) -> Tensor:
+        """Choose experts, int64 [tokens, experts_per_token], by logits [tokens, experts]."""
+        return logits.topk(self.config.experts_per_token).indices
+
+    def shares(self, logits: Tensor, chosen: Tensor) -> Tensor:
+        """Return the weight of each chosen expert's output, [tokens, experts_per_token]."""
+        # The softmax runs over the chosen experts only.
+        return logits.gather(-1, chosen).softmax(-1)
+
+    def expert(self, layer: int, expert: int, x: Tensor) -> Tensor:
         """Compute one expert's output [tokens, hidden] of x [tokens, hidden]."""
-        raise NotImplementedError
-
-
-class HuggingFaceGptOss(_GptOss, HuggingFaceLayout):
-    """Experts x @ [in, out] with alternating gate and up channels."""
-
-    def query_key_value(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.separate_qkv(layer, x, bias=True)
-
-    def apply_expert(self, layer: int, expert: int, x: Tensor) -> Tensor:
-        gate_up = self._project("gate_up_proj", layer, expert, x)
-        gate = gate_up[:, 0::2]
-        up = gate_up[:, 1::2]
-        return self._project("down_proj", layer, expert, swiglu(gate, up, self.config.swiglu_limit))
-
-    def _project(self, name: str, layer: int, expert: int, x: Tensor) -> Tensor:
-        weight = self.tensor(f"mlp.experts.{name}", layer, expert)
-        bias = self.tensor(f"mlp.experts.{name}_bias", layer, expert)
-        return x @ weight.float() + bias.float()
-
-
-class MegatronGptOss(_GptOss, MegatronLayout):
-    """Experts [out, in] @ x, all gates before all ups."""
-
-    def query_key_value(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.grouped_qkv(layer, x, bias=True)
-
-    def apply_expert(self, layer: int, expert: int, x: Tensor) -> Tensor:
-        experts = "mlp.experts.experts"
-        gate_up = self.linear(f"{experts}.linear_fc1", x, layer, expert)
-        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = self.layout.gate_up(layer, expert, x)
         activated = swiglu(gate, up, self.config.swiglu_limit)
-        return self.linear(f"{experts}.linear_fc2", activated, layer, expert)
+        return self.layout.down(layer, expert, activated)
 
 
 def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    """Apply the clamped activation of GPT-OSS (openai/gpt-oss, gpt_oss/torch/model.py)."""
+    """Apply the clamped activation of GPT-OSS."""
     gate = gate.clamp(max=limit)
     up = up.clamp(-limit, limit)
-    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    return gate * torch.sigmoid(SWISH_SLOPE * gate) * (up + 1)
+
+
+class HuggingFaceGptOss(HuggingFaceLayout):
+    """Experts are x @ [in, out], with alternating gate and up channels."""
+
+    def gate_up(self, layer: int, expert: int | None, x: Tensor) -> tuple[Tensor, Tensor]:
+        gate_up = self._project("gate_up_proj", layer, expert, x)
+        return gate_up[:, 0::2], gate_up[:, 1::2]
+
+    def down(self, layer: int, expert: int | None, x: Tensor) -> Tensor:
+        return self._project("down_proj", layer, expert, x)
+
+    def _project(self, name: str, layer: int, expert: int | None, x: Tensor) -> Tensor:
+        weight = self.weight(f"mlp.experts.{name}", layer, expert)
+        return x @ weight + self.weight(f"mlp.experts.{name}_bias", layer, expert)
+
+
+class MegatronGptOss(MegatronLayout):
+    """Experts are [out, in] @ x, with all gate channels before all up channels."""
+
+    def gate_up(self, layer: int, expert: int | None, x: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = self.linear("mlp.experts.experts.linear_fc1", x, layer, expert).chunk(2, dim=-1)
+        return gate, up
+
+    def down(self, layer: int, expert: int | None, x: Tensor) -> Tensor:
+        return self.linear("mlp.experts.experts.linear_fc2", x, layer, expert)

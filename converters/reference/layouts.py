@@ -1,61 +1,82 @@
-"""A model's weights with the arithmetic of one side's layout, in fp32, for ``forward``.
+"""Weights as Hugging Face and as Megatron store them, read one at a time by name.
 
-It is written from the layout itself and not from the name table: a table that is wrong in both
-directions the same way moves every weight there and back unharmed, but not through this.
+A layout knows how its side stores each linear map. It is written from the layout and not from the
+converters' name tables: a table that is wrong in both directions moves every weight there and back
+unharmed, but the two layouts then compute different outputs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch.nn.functional import linear
 
 Tensor = torch.Tensor
 
 
-class LayoutModel:
-    """Weights of one model with the arithmetic of its layout; x and results are fp32."""
+def source_of(weights: Mapping[str, Tensor]) -> Callable[..., Tensor]:
+    """Return the source of a ``HuggingFaceLayout`` for weights in memory, by Hugging Face name."""
+
+    def get(name: str, expert: int | None = None) -> Tensor:
+        return weights[name] if expert is None else weights[name][expert]
+
+    return get
+
+
+class Layout:
+    """The weights of one model, in the layout of one side.
+
+    Every method reads the weights that it needs and keeps none, so that memory does not grow with
+    the number of layers or experts.
+
+    Args:
+        config: architecture of the model.
+        get: source of stored tensors, such as ``HfDirectory.get`` or ``MegatronCheckpoint.get``.
+        dtype: of all computed values.
+    """
 
     names: ClassVar[dict[str, str]]
-    """What the layout calls the tensors and linear maps that both layouts hold alike."""
+    """Name in the layout: of the tensors and linear maps that both layouts have."""
 
-    def __init__(self, config: Any, get: Callable[..., Tensor]) -> None:
-        """``config`` of the family; ``get`` of HfDirectory or of MegatronCheckpoint."""
+    def __init__(
+        self, config: Any, get: Callable[..., Tensor], dtype: torch.dtype = torch.float32
+    ) -> None:
         self.config = config
         self.get = get
+        self.dtype = dtype
 
-    def tensor(self, name: str, layer: int | None = None, expert: int | None = None) -> Tensor:
-        """Read a tensor by the layout's name; in a layer, without the layers' common prefix."""
+    def stored(self, name: str, layer: int | None = None, expert: int | None = None) -> Tensor:
+        """Read a tensor by its name in the layout, in the dtype in which it is stored.
+
+        Names of a layer's tensors are without the prefix that all layers have.
+        """
         raise NotImplementedError
 
-    def query_key_value(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project x [tokens, hidden] to three [tokens, heads or groups, head_size]."""
-        raise NotImplementedError
-
-    def sinks(self, layer: int) -> Tensor | None:
-        """Return the sink logits [heads] of a layer; None in a model without."""
-        raise NotImplementedError
-
-    def attention_output(self, layer: int, x: Tensor) -> Tensor:
-        """Project the heads' outputs x [tokens, query_size] to [tokens, hidden]."""
-        raise NotImplementedError
-
-    def mlp(self, layer: int, x: Tensor) -> Tensor:
-        """Compute what follows the second norm of a layer, [tokens, hidden] of [tokens, hidden]."""
-        raise NotImplementedError
+    def weight(self, name: str, layer: int | None = None, expert: int | None = None) -> Tensor:
+        """Read a tensor by its name in the layout, in ``dtype``."""
+        return self.stored(name, layer, expert).to(self.dtype)
 
     def linear(
         self, name: str, x: Tensor, layer: int, expert: int | None = None, bias: bool = True
     ) -> Tensor:
         """Map x [tokens, in] through a weight [out, in] and, unless ``bias`` is false, its bias."""
-        weight = self.tensor(f"{name}.weight", layer, expert).float()
-        if not bias:
-            return linear(x, weight)
-        return linear(x, weight, self.tensor(f"{name}.bias", layer, expert).float())
+        product = x @ self.weight(f"{name}.weight", layer, expert).T
+        return product + self.weight(f"{name}.bias", layer, expert) if bias else product
+
+    def query_key_value(self, layer: int, x: Tensor, bias: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Project x [tokens, hidden] to query, key and value [tokens, heads, head_size]."""
+        raise NotImplementedError
+
+    def gate_up(self, layer: int, expert: int | None, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Project x [tokens, hidden] to gate and up [tokens, intermediate] of an MLP."""
+        raise NotImplementedError
+
+    def down(self, layer: int, expert: int | None, x: Tensor) -> Tensor:
+        """Project x [tokens, intermediate] to [tokens, hidden] in an MLP."""
+        raise NotImplementedError
 
 
-class HuggingFaceLayout(LayoutModel):
-    """Separate q, k and v."""
+class HuggingFaceLayout(Layout):
+    """Separate projections to query, key and value."""
 
     names: ClassVar[dict[str, str]] = {
         "embedding": "model.embed_tokens.weight",
@@ -67,13 +88,11 @@ class HuggingFaceLayout(LayoutModel):
         "attention output": "self_attn.o_proj",
     }
 
-    def tensor(self, name: str, layer: int | None = None, expert: int | None = None) -> Tensor:
-        if layer is None:
-            return self.get(name, expert)
-        return self.get(f"model.layers.{layer}.{name}", expert)
+    def stored(self, name: str, layer: int | None = None, expert: int | None = None) -> Tensor:
+        full_name = name if layer is None else f"model.layers.{layer}.{name}"
+        return self.get(full_name, expert)
 
-    def separate_qkv(self, layer: int, x: Tensor, bias: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute ``query_key_value``, with or without biases."""
+    def query_key_value(self, layer: int, x: Tensor, bias: bool) -> tuple[Tensor, Tensor, Tensor]:
         by_head = (-1, self.config.head_size)
         query = self.linear("self_attn.q_proj", x, layer, bias=bias).unflatten(-1, by_head)
         key = self.linear("self_attn.k_proj", x, layer, bias=bias).unflatten(-1, by_head)
@@ -81,8 +100,8 @@ class HuggingFaceLayout(LayoutModel):
         return query, key, value
 
 
-class MegatronLayout(LayoutModel):
-    """One QKV by groups."""
+class MegatronLayout(Layout):
+    """One projection to queries, keys and values, by group of query heads."""
 
     names: ClassVar[dict[str, str]] = {
         "embedding": "embedding.word_embeddings.weight",
@@ -94,15 +113,12 @@ class MegatronLayout(LayoutModel):
         "attention output": "self_attention.linear_proj",
     }
 
-    def tensor(self, name: str, layer: int | None = None, expert: int | None = None) -> Tensor:
-        index = tuple(i for i in (layer, expert) if i is not None)
-        if layer is None:
-            return self.get(name, index)
-        return self.get(f"decoder.layers.{name}", index)
+    def stored(self, name: str, layer: int | None = None, expert: int | None = None) -> Tensor:
+        full_name = name if layer is None else f"decoder.layers.{name}"
+        return self.get(full_name, tuple(i for i in (layer, expert) if i is not None))
 
-    def grouped_qkv(self, layer: int, x: Tensor, bias: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute ``query_key_value``, with or without biases."""
-        # a group is its query heads, its key head, its value head
+    def query_key_value(self, layer: int, x: Tensor, bias: bool) -> tuple[Tensor, Tensor, Tensor]:
+        # A group has its query heads, then its key head, then its value head.
         qkv = self.linear("self_attention.linear_qkv", x, layer, bias=bias)
         shape = (len(x), self.config.num_key_value_heads, -1, self.config.head_size)
         groups = qkv.view(shape)

@@ -1,12 +1,11 @@
-"""MXFP4 straight from its definition, to check the codec: slow, and sharing no table with it."""
+"""MXFP4 by its definition (OCP Microscaling Formats 1.0): slow, and without the codec's tables."""
 
 import torch
 
-from converters.hf_layouts import BLOCK
-
+BLOCK = 32
+"""Values that share a scale."""
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitudes by the lower three bits of a code; the fourth is the sign (OCP Microscaling Formats
-1.0, table 5)."""
+"""Magnitudes by the lower three bits of a code (table 5); the fourth bit is the sign."""
 ROWS_BY_DEFINITION = 4
 """Rows of each expert matrix that are also computed without the codec."""
 
@@ -28,13 +27,13 @@ def defined_values(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def some_rows(matrix: torch.Tensor) -> torch.Tensor:
-    """Return the first and the last row and two between: as many as this slow way is for."""
+    """Return the first and the last row and two between: enough for this slow computation."""
     rows = torch.linspace(0, len(matrix) - 1, ROWS_BY_DEFINITION).long()
     return matrix[rows]
 
 
 def nearest(values: torch.Tensor, exact: torch.Tensor, scales: torch.Tensor) -> bool:
-    """Tell whether MXFP4 ``values`` are, with their scales, as near to ``exact`` as can be.
+    """Return True if MXFP4 ``values`` are, with their scales, the nearest to ``exact``.
 
     Args:
         values: [rows, n * 32].
@@ -45,7 +44,7 @@ def nearest(values: torch.Tensor, exact: torch.Tensor, scales: torch.Tensor) -> 
     error = (values.double() - exact.double()).abs().unflatten(-1, (-1, BLOCK)) / unit
     magnitude = exact.double().abs().unflatten(-1, (-1, BLOCK)) / unit
 
-    # Neighbouring values are 0.5 apart up to 2, 1 up to 4, and 2 up to 6.
+    # Neighboring values are 0.5 apart up to 2, 1 up to 4, and 2 up to 6.
     largest_error = torch.where(magnitude <= 2, 0.25, torch.where(magnitude <= 4, 0.5, 1.0))
     return bool((error <= largest_error).all())
 

@@ -25,7 +25,7 @@ from rl_loop.certify.model import (
 )
 from rl_loop.certify.subject import NotOffered, Subject, SubjectFailed
 from rl_loop.certify.texts import Text, Texts
-from rl_loop.certify.variants import Reference, Variant, rotary_frequencies
+from rl_loop.certify.variants import Reference, variant_frequencies
 from rl_loop.harmony.vocabulary import SPECIAL_TOKENS, Vocabulary, special_id
 from rl_loop.registry import Registry
 
@@ -195,7 +195,7 @@ def check_reference(weights: Weights, texts: Texts) -> None:
 
     config = weights.config
     hf_config = GptOssConfig(**config.to_hf_config())
-    frequencies, scale = rotary_frequencies(config, Variant())
+    frequencies, scale = variant_frequencies(config)
     their_frequencies, their_scale = ROPE_INIT_FUNCTIONS["yarn"](hf_config, torch.device("cpu"))
     is_same = torch.allclose(frequencies, their_frequencies, rtol=1e-5, atol=0)
     if not is_same or abs(scale - their_scale) > 1e-6:

@@ -1,26 +1,22 @@
-"""GPT-OSS written out from its definition, with every known fault as a switch.
+"""The reference of GPT-OSS (``converters.reference``), with every known fault as a switch.
 
-With no switch set it is what a subject has to compute, in fp64; ``run.py`` compares it with
-transformers' GptOssForCausalLM before it judges anybody. With a switch it is what a subject with
-that fault computes, which says how far the fault would be seen, and names it when it is seen.
-
-It shares no code with the trainer and the engines of this project, which it judges.
+Without a switch the reference computes what a subject has to compute; ``run.py`` compares it with
+transformers' GptOssForCausalLM first. With a switch it computes what a subject with that fault
+computes: the difference shows how visible the fault is, and names the fault when it occurs.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot, rms_norm
 
+from converters.reference.decoder import Decoder
+from converters.reference.gpt_oss import SWISH_SLOPE, GptOss, HuggingFaceGptOss
+from converters.reference.rotary import plain_frequencies, yarn_frequencies
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 
-QUERY_BLOCK = 512
-"""Queries whose scores are held at a time."""
-SWISH_SLOPE = 1.702
 EVERY_LAYER = -1
 
 Which = Literal["all", "weights", "biases"]
@@ -72,29 +68,31 @@ class Variant:
 
 
 EXACT = Variant()
+EXPERT_FAULTS = ("clamp", "up_offset", "slope", "concatenated", "swapped_gate_up")
+"""Fields of a variant that change the computation of an expert."""
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What the reference computes for one text of n tokens."""
+    """Result of the reference for one text of n tokens."""
 
     log_probs: Tensor
     """fp64 [n - 1]: log p(token i + 1 | tokens 0..i), in nats."""
     best: Tensor
-    """fp64 [n - 1]: the log-prob of the most likely token there."""
+    """fp64 [n - 1]: log-prob of the most likely token there."""
     routes: Tensor
-    """int64 [n - 1, layers, top_k]: the experts that each input was sent to."""
+    """int64 [n - 1, layers, top_k]: experts of each input."""
     margins: Tensor
-    """fp64 [n - 1, layers]: by how much the last chosen expert's logit beats the next one's."""
+    """fp64 [n - 1, layers]: logit of the last chosen expert minus the next logit."""
 
 
 class Reference:
     """Evaluates one set of weights.
 
     Args:
-        config: of the model.
+        config: architecture of the model.
         weights: Hugging Face tensors by name.
-        before: those from before an update, for the variants that did not take it.
+        before: tensors from before an update, for the variants that keep old weights.
         dtype: in which everything but angles is computed; angles are fp32 for any. Results are on
             the CPU, wherever they were computed.
     """
@@ -109,6 +107,7 @@ class Reference:
         self.config = config
         self.dtype = dtype
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        # Converted once: each text is evaluated with many variants.
         self._weights = self._taken(weights)
         self._before = self._taken(before or {})
 
@@ -129,15 +128,15 @@ class Reference:
 
         Args:
             text: token ids, at least two.
-            variant: the faults to have.
+            variant: faults of the computation.
             prompt_length: tokens that were prefilled; None: all were.
             routes: int64 [n - 1, layers, top_k], to take instead of choosing experts.
             starts: where the sequences of a packed row begin.
         """
         with self.device:
-            row = _Row(torch.tensor(text), variant, prompt_length, tuple(starts))
+            row = _Row(len(text) - 1, variant, prompt_length, tuple(starts))
             given = None if routes is None else routes.to(self.device)
-            return self._run(_Pass(self, row, variant), given)
+            return self._run(torch.tensor(text), row, variant, given)
 
     def gradients(self, texts: Sequence[Sequence[int]], variant: Variant) -> dict[str, Tensor]:
         """Compute the gradients of the mean of -log p over all predicted tokens, by name."""
@@ -148,8 +147,8 @@ class Reference:
         tokens = sum(len(text) - 1 for text in texts)
         for text in texts:
             with self.device:
-                row = _Row(torch.tensor(text), variant, None, (0,))
-                evaluated = copy._run(_Pass(copy, row, variant), None)
+                row = _Row(len(text) - 1, variant, None, (0,))
+                evaluated = copy._run(torch.tensor(text), row, variant, None)
             (-evaluated.log_probs.sum() / tokens).backward()
         gradients = {}
         for name, leaf in leaves.items():
@@ -157,45 +156,38 @@ class Reference:
             gradients[name] = gradient.cpu()
         return gradients
 
-    def _run(self, model: "_Pass", routes: Tensor | None) -> Evaluated:
-        inputs = model.row.tokens[:-1]
-        x = model.weight("model.embed_tokens.weight")[inputs]
-        chosen = []
-        margins = []
-        for layer in range(self.config.num_layers):
-            x = x + model.attention(layer, x)
-            given = None if routes is None else routes[:, layer]
-            update, layer_routes, margin = model.experts(layer, x, given)
-            x = x + update
-            chosen.append(layer_routes)
-            margins.append(margin)
+    def _run(
+        self, tokens: Tensor, row: "_Row", variant: Variant, routes: Tensor | None
+    ) -> Evaluated:
+        source = _VariantWeights(self._weights, self._before, variant)
+        layout = HuggingFaceGptOss(self.config, source.get, self.dtype)
+        model = VariantGptOss(self.config, layout, variant, row, routes)
 
-        x = model.norm("model.norm.weight", x)
-        logits = (x @ model.weight("lm_head.weight").T).to(torch.float64)
-        log_probs = logits.log_softmax(-1)
-        picked = log_probs.gather(-1, model.row.tokens[1:, None])[:, 0]
+        log_probs = model.logits(tokens[:-1]).to(torch.float64).log_softmax(-1)
+        picked = log_probs.gather(-1, tokens[1:, None])[:, 0]
         best = log_probs.amax(-1)
         return Evaluated(
-            picked.cpu(), best.cpu(), torch.stack(chosen, 1).cpu(), torch.stack(margins, 1).cpu()
+            picked.cpu(),
+            best.cpu(),
+            torch.stack(model.routes, 1).cpu(),
+            torch.stack(model.margins, 1).cpu(),
         )
 
 
 class _Row:
-    """One row of tokens [n] and where its inputs [n - 1] stand."""
+    """Places of the inputs [n] of one row of tokens."""
 
     def __init__(
         self,
-        tokens: Tensor,
+        inputs: int,
         variant: Variant,
         prompt_length: int | None,
         starts: tuple[int, ...],
     ) -> None:
-        self.tokens = tokens
-        inputs = len(tokens) - 1
         index = torch.arange(inputs)
         self.index = index
 
-        # Which sequence an input belongs to, and where that one begins.
+        # Number of the sequence of each input, and where that sequence begins.
         boundaries = torch.tensor(starts[1:], dtype=torch.long)
         self.sequence = torch.bucketize(index, boundaries, right=True)
         beginnings = torch.tensor(starts)[self.sequence]
@@ -203,24 +195,35 @@ class _Row:
         self.is_decoded = index >= inputs + 1 if prompt_length is None else index >= prompt_length
 
 
-class _Pass:
-    """The parts of one forward pass."""
+class _VariantWeights:
+    """Weights as a variant holds them."""
 
-    def __init__(self, reference: Reference, row: _Row, variant: Variant) -> None:
-        self.reference = reference
-        self.config = reference.config
-        self.row = row
-        self.variant = variant
-        self.cos, self.sin = self._rotation()
+    def __init__(
+        self, weights: Mapping[str, Tensor], before: Mapping[str, Tensor], variant: Variant
+    ) -> None:
+        self._weights = weights
+        self._before = before
+        self._variant = variant
 
-    # -- weights ----------------------------------------------------------------------------------
+    def get(self, name: str, expert: int | None = None) -> Tensor:
+        """Return a tensor, or its slice of one expert."""
+        variant = self._variant
+        if expert is None:
+            return self._tensor(name)
 
-    def weight(self, name: str) -> Tensor:
-        """Return a tensor as the variant holds it."""
-        variant = self.variant
-        tensor = self.reference._weights[name]
+        layer = int(name.split(".")[2])
+        is_stale = variant.stale_expert == (layer, expert)
+        tensor = self._before[name][expert] if is_stale else self._tensor(name)[expert]
+        is_transposed = variant.transposed_down in (layer, EVERY_LAYER)
+        return tensor.T if is_transposed and name.endswith(".down_proj") else tensor
+
+    def _tensor(self, name: str) -> Tensor:
+        variant = self._variant
+        tensor = self._weights[name]
+        if variant.sinks == "no gradient" and name.endswith(".sinks"):
+            tensor = tensor.detach()
         if variant.stale is not None and variant.stale in name:
-            tensor = self.reference._before[name]
+            tensor = self._before[name]
         if variant.absent_biases and name.endswith(variant.absent_biases):
             return torch.zeros_like(tensor)
 
@@ -232,159 +235,99 @@ class _Pass:
             return _rounded(tensor)
         return tensor
 
-    def expert_weight(self, layer: int, expert: int, name: str) -> Tensor:
-        """Return one expert's slice of a tensor as the variant holds it."""
-        full_name = f"model.layers.{layer}.mlp.experts.{name}"
-        if self.variant.stale_expert == (layer, expert):
-            return self.reference._before[full_name][expert]
-        return self.weight(full_name)[expert]
 
-    def linear(self, name: str, x: Tensor) -> Tensor:
-        """Apply a linear layer with its bias."""
-        return x @ self.weight(f"{name}.weight").T + self.weight(f"{name}.bias")
+class VariantGptOss(GptOss):
+    """The equations of GPT-OSS with the faults of a variant.
 
-    def norm(self, name: str, x: Tensor) -> Tensor:
-        """Apply an RMSNorm."""
-        weight = self.weight(name)
-        return rms_norm(x, (len(weight),), weight, self.config.rms_norm_eps)
+    Args:
+        config: architecture of the model.
+        layout: weights.
+        variant: faults of the computation.
+        row: places of the inputs.
+        given: int64 [n, layers, top_k], experts to take instead of choosing some.
+    """
+
+    config: GptOssModelConfig
+
+    def __init__(
+        self,
+        config: GptOssModelConfig,
+        layout: HuggingFaceGptOss,
+        variant: Variant,
+        row: _Row,
+        given: Tensor | None,
+    ) -> None:
+        super().__init__(config, layout)
+        self.variant = variant
+        self.row = row
+        self.given = given
+
+        self.routes: list[Tensor] = []
+        """Experts of each layer, int64 [n, top_k], as the layers are computed."""
+        self.margins: list[Tensor] = []
+        """Margins [n] of the router's own choice, layer by layer."""
 
     # -- attention --------------------------------------------------------------------------------
 
-    def _rotation(self) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [n - 1, 1, head_size / 2] of the rotary embedding, scaled."""
-        frequencies, scale = rotary_frequencies(self.config, self.variant)
+    def rotary_frequencies(self) -> tuple[Tensor, float]:
+        return variant_frequencies(self.config, self.variant)
+
+    def positions(self, tokens: int) -> Tensor:
         positions = self.row.positions
         if self.variant.yarn == "cut":
             positions = positions.clamp(max=self.config.yarn_original_length - 1)
-        positions = positions.float()
-        if self.variant.bf16_positions:
-            positions = _rounded(positions)
+        return _rounded(positions.float()) if self.variant.bf16_positions else positions
 
-        # In fp32, as everybody computes them: in fp64 position 4,000 would be another angle.
-        angles = positions[:, None, None] * frequencies
-        dtype = self.reference.dtype
-        return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+    def has_window(self, layer: int) -> bool:
+        windows = {"even": layer % 2 == 0, "odd": layer % 2 == 1, "all": True, "none": False}
+        return windows[self.variant.windows]
 
-    def attention(self, layer: int, x: Tensor) -> Tensor:
-        """Compute what a layer's attention adds to x [n - 1, hidden]."""
-        config = self.config
-        prefix = f"model.layers.{layer}.self_attn"
-        x = self.norm(f"model.layers.{layer}.input_layernorm.weight", x)
-
-        query = self._rotate(self._heads(f"{prefix}.q_proj", x))
-        key = self._rotate(self._heads(f"{prefix}.k_proj", x))
-        value = self._heads(f"{prefix}.v_proj", x)
-        group = config.num_attention_heads // config.num_key_value_heads
-        key = key.repeat_interleave(group, dim=1)
-        value = value.repeat_interleave(group, dim=1)
-
-        has_window = {"even": layer % 2 == 0, "odd": layer % 2 == 1, "all": True, "none": False}
-        windowed = has_window[self.variant.windows]
-        sinks = self.weight(f"{prefix}.sinks")
-        blocks = []
-        for start in range(0, len(x), QUERY_BLOCK):
-            rows = slice(start, min(start + QUERY_BLOCK, len(x)))
-            blocks.append(self._attend(query, key, value, sinks, rows, windowed))
-        return self.linear(f"{prefix}.o_proj", torch.cat(blocks).flatten(1))
-
-    def _heads(self, name: str, x: Tensor) -> Tensor:
-        return self.linear(name, x).unflatten(-1, (-1, self.config.head_size))
-
-    def _rotate(self, x: Tensor) -> Tensor:
-        first, second = x.chunk(2, dim=-1)
-        rotated = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
-        return torch.cat(rotated, dim=-1)
-
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor,
-        rows: slice,
-        windowed: bool,
-    ) -> Tensor:
-        """Attend from a block of queries; [block, heads, head_size]."""
-        # Keys that no query of the block sees are left out, or long texts would take minutes.
-        first_key = 0
-        if windowed:
-            first_key = max(0, rows.start - self.config.sliding_window - 1)
-        keys = slice(first_key, rows.stop)
-
-        scores = torch.einsum("qhd,khd->hqk", query[rows], key[keys])
-        scores = scores * self.config.head_size**-0.5
-        scores = scores.masked_fill(~self._visible(rows, keys, windowed), -torch.inf)
-        return self._weighted(scores, sinks, value[keys])
-
-    def _weighted(self, scores: Tensor, sinks: Tensor, value: Tensor) -> Tensor:
-        """Average values [keys, heads, head_size] by scores [heads, queries, keys] beside the
-        sinks [heads]; [queries, heads, head_size]."""
-        how = self.variant.sinks
-        if how == "absent":
-            return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
-
-        # A sink takes part in the softmax like the score of one more key, which has no value.
-        if how == "no gradient":
-            sinks = sinks.detach()
-        column = sinks[:, None, None].expand(-1, scores.shape[1], 1)
-        probabilities = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
-        exact = torch.einsum("hqk,khd->qhd", probabilities, value)
-        if how == "absent in the backward pass":
-            without = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
-            return without + (exact - without).detach()
-        return exact
-
-    def _visible(self, rows: slice, keys: slice, windowed: bool) -> Tensor:
-        """bool [block, keys]: which keys a query sees."""
+    def visible(self, layer: int, queries: slice, keys: slice) -> Tensor:
         row = self.row
-        distance = row.index[rows, None] - row.index[None, keys]
+        distance = row.index[queries, None] - row.index[None, keys]
         visible = distance >= 0
         if not self.variant.leaky_packing:
-            visible &= row.sequence[rows, None] == row.sequence[None, keys]
-        if windowed:
+            visible &= row.sequence[queries, None] == row.sequence[None, keys]
+        if self.has_window(layer):
             window = self.config.sliding_window + self.variant.window_offset
-            decoded = row.is_decoded[rows, None] * self.variant.decoding_window_offset
+            decoded = row.is_decoded[queries, None] * self.variant.decoding_window_offset
             visible &= distance < window + decoded
         return visible
 
+    def weighted_values(self, layer: int, scores: Tensor, value: Tensor) -> Tensor:
+        if self.variant.sinks == "absent":
+            return Decoder.weighted_values(self, layer, scores, value)
+
+        exact = super().weighted_values(layer, scores, value)
+        if self.variant.sinks == "absent in the backward pass":
+            without = Decoder.weighted_values(self, layer, scores, value)
+            return without + (exact - without).detach()
+        return exact
+
     # -- experts ----------------------------------------------------------------------------------
 
-    def experts(self, layer: int, x: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute what a layer's experts add to x [n - 1, hidden].
-
-        Returns:
-            That, the experts [n - 1, top_k], and the margins [n - 1] of the router's own choice.
-        """
-        x = self.norm(f"model.layers.{layer}.post_attention_layernorm.weight", x)
+    def choose(self, layer: int, logits: Tensor) -> Tensor:
         top_k = self.config.experts_per_token
-        logits = self.linear(f"model.layers.{layer}.mlp.router", x)
-
         ranked, order = logits.topk(min(top_k + 1, logits.shape[-1]))
-        margins = (ranked[:, top_k - 1] - ranked[:, -1]).detach().double()
-        chosen = order[:, :top_k] if given is None else given
-        scores = logits.gather(-1, chosen)
+        chosen = order[:, :top_k] if self.given is None else self.given[:, layer]
+        self.margins.append((ranked[:, top_k - 1] - ranked[:, -1]).detach().double())
+        self.routes.append(chosen)
+        return chosen
+
+    def shares(self, logits: Tensor, chosen: Tensor) -> Tensor:
         if self.variant.router_softmax == "all":
             shares = logits.softmax(-1).gather(-1, chosen)
         else:
-            shares = scores.softmax(-1)
-        if not self.variant.router_gradient:
-            shares = shares.detach()
+            shares = super().shares(logits, chosen)
+        return shares if self.variant.router_gradient else shares.detach()
 
-        outputs = []
-        for expert in range(self.config.num_experts):
-            picks = one_hot(chosen, self.config.num_experts)[..., expert].bool()
-            tokens, slots = picks.nonzero(as_tuple=True)
-            if len(tokens) == 0:
-                continue
-            weighted = self._expert(layer, expert, x[tokens]) * shares[tokens, slots, None]
-            outputs.append(torch.zeros_like(x).index_add(0, tokens, weighted))
-        return torch.stack(outputs).sum(0), chosen, margins
-
-    def _expert(self, layer: int, expert: int, x: Tensor) -> Tensor:
-        """Compute one expert's output of x [tokens, hidden]."""
+    def expert(self, layer: int, expert: int, x: Tensor) -> Tensor:
         variant = self.variant
-        products = x @ self.expert_weight(layer, expert, "gate_up_proj")
-        bias = self.expert_weight(layer, expert, "gate_up_proj_bias")
+        if all(getattr(variant, name) == getattr(EXACT, name) for name in EXPERT_FAULTS):
+            return super().expert(layer, expert, x)
+
+        products = x @ self.layout.weight("mlp.experts.gate_up_proj", layer, expert)
+        bias = self.layout.weight("mlp.experts.gate_up_proj_bias", layer, expert)
         gate, up = _halves(products, variant, "weights")
         gate_bias, up_bias = _halves(bias, variant, "biases")
         if variant.swapped_gate_up:
@@ -400,50 +343,24 @@ class _Pass:
         else:
             gate = (gate + gate_bias).clamp(max=limit)
             up = (up + up_bias).clamp(-limit, limit)
-
         activated = gate * torch.sigmoid(variant.slope * gate) * (up + variant.up_offset)
-        down = self.expert_weight(layer, expert, "down_proj")
-        if variant.transposed_down in (layer, EVERY_LAYER):
-            down = down.T
-        return activated @ down + self.expert_weight(layer, expert, "down_proj_bias")
+        return self.layout.down(layer, expert, activated)
 
 
-def rotary_frequencies(config: GptOssModelConfig, variant: Variant) -> tuple[Tensor, float]:
-    """Return the angles per position, fp32 [head_size / 2], and the factor of cos and sin.
-
-    YaRN (arXiv 2309.00071, section 3.2): frequencies of few rotations within the original length
-    are divided by the factor, those of many are left alone, and a linear ramp lies between.
-    """
-    size = config.head_size
-    base = config.rope_theta
-    exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
-    plain = base**-exponents
+def variant_frequencies(
+    config: GptOssModelConfig, variant: Variant = EXACT
+) -> tuple[Tensor, float]:
+    """Return the angles per position, fp32 [head_size / 2], and the factor of cos and sin."""
     if variant.yarn == "absent":
-        return plain, 1.0
+        return plain_frequencies(config), 1.0
 
-    length = config.yarn_original_length
+    scaling = config.rope_frequencies
     if variant.yarn == "wrong length":
-        length = config.max_length
-
-    def channel_of(rotations: float) -> float:
-        return size * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(base))
-
-    low = channel_of(config.yarn_beta_fast)
-    high = channel_of(config.yarn_beta_slow)
+        scaling = scaling.model_copy(update={"original_max_position_embeddings": config.max_length})
     if variant.yarn == "ramp rounded":
-        low = math.floor(low)
-        high = math.ceil(high)
-    low = max(low, 0)
-    high = min(high, size - 1)
-    if low == high:
-        high += 0.001
-
-    ramp = ((torch.arange(size // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    frequencies = plain / config.yarn_factor * ramp + plain * (1 - ramp)
-    concentration = 0.1 * math.log(config.yarn_factor) + 1
-    if variant.yarn == "no concentration":
-        concentration = 1.0
-    return frequencies, concentration
+        scaling = scaling.model_copy(update={"truncate": True})
+    frequencies, factor = yarn_frequencies(plain_frequencies(config), config.rope_theta, scaling)
+    return frequencies, 1.0 if variant.yarn == "no concentration" else factor
 
 
 def _halves(x: Tensor, variant: Variant, what: Which) -> tuple[Tensor, Tensor]:
