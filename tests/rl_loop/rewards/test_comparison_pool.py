@@ -18,7 +18,7 @@ import pytest
 
 from rl_loop.rewards import CheckerFailure, comparison_pool, math_answer
 from rl_loop.rewards.comparison_pool import ComparisonPool
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 # Each computes for minutes inside C or sympy.
 SLOW = [r"\binom{10^{9}}{5\cdot 10^{8}}", "9^{9^{9^{9}}}"]
