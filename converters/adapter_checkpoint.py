@@ -9,11 +9,10 @@ import xxhash
 
 from converters.adapter_base import directory_digest
 from converters.bits import as_bytes, require_finite, same_bits
-from converters.errors import ConversionError
+from converters.errors import ConversionError, refuse_missing
 from converters.hf_directory import HfDirectory
 from converters.mapping import Shape
 from converters.megatron_checkpoint import read_model_config
-from converters.new_directory import final_name, new_directory, refuse_missing
 from converters.peft_format import (
     BASE_KEY,
     WEIGHTS_FILE,
@@ -29,6 +28,7 @@ from converters.torch_dist_files import TorchDistReader, TorchDistWriter, refuse
 from megatron_gptoss.checkpoint.checksums import write_checksums
 from megatron_gptoss.checkpoint.directory import ADAPTER_FILE, MODEL_CONFIG_FILE
 from megatron_gptoss.config import AdapterConfig, ModelConfig
+from megatron_gptoss.new_directory import final_name, new_directory
 from megatron_gptoss.untrusted_files import read_json
 
 

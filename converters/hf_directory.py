@@ -15,7 +15,7 @@ import torch
 
 from converters import hf_layouts
 from converters.bits import FileRange, TensorRange, require_finite, same_bits
-from converters.errors import ConversionError, count_tensors
+from converters.errors import ConversionError, count_tensors, refuse_missing, refuse_partial
 from converters.hf_layouts import BLOCK, Shape, StoredTensor, is_expert_matrix, mxfp4_shapes
 from converters.hf_shards import ShardWriter, write_json
 from converters.mapping import NamedTensor
@@ -27,13 +27,13 @@ from converters.model_extras import (
     write_files,
 )
 from converters.names import hf_shapes
-from converters.new_directory import new_directory, refuse_missing, refuse_partial
 from converters.safetensors_files import Entry, SafetensorsFile
 from converters.weight_files import INDEX_FILE, SINGLE_FILE, read_index, weight_files
 from gptoss_kernels import mxfp4
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.config.hf_config import TOKEN_IDS
 from megatron_gptoss.families.registry import read_hf_config
+from megatron_gptoss.new_directory import new_directory
 
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT_LAYER = "lm_head.weight"

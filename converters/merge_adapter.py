@@ -24,7 +24,6 @@ from converters.mapping import NamedParts, ParameterMapping
 from converters.model_extras import read_extras
 from converters.mxfp4_export import quantize
 from converters.names import parameter_mappings, stack_experts
-from converters.new_directory import final_name
 from converters.pipeline import Progress, ordered_map
 from converters.reference.mxfp4 import defined_values, nearest, some_rows
 from converters.reports import MergeLoss, MergeReport, UpdateLoss
@@ -33,6 +32,7 @@ from gptoss_kernels import mxfp4
 from megatron_gptoss.checkpoint.value_digest import as_digits
 from megatron_gptoss.config.hf_config import MERGED_KEY
 from megatron_gptoss.layers.merge import merge_in_pieces
+from megatron_gptoss.new_directory import final_name
 
 KINDS = {
     "embedding.word_embeddings.weight": ("embedding",),

@@ -35,13 +35,13 @@ from converters.megatron_checkpoint import MegatronCheckpoint
 from converters.mxfp4_export import quantize
 from converters.mxfp4_tensors import stored_names
 from converters.names import parameter_mappings
-from converters.new_directory import final_name
 from converters.pipeline import Progress, ordered_map
 from converters.reference.mxfp4 import defined_values, nearest, some_rows
 from converters.reports import ExportReport, QuantizationLoss, ReadBack
 from converters.sample import Selection, remember_layer
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.durable_files import directory_syncing
+from megatron_gptoss.new_directory import final_name
 
 # -- imports -----------------------------------------------------------------------------------
 

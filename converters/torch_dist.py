@@ -33,7 +33,6 @@ from converters.megatron_checkpoint import MegatronCheckpoint, check_same_model
 from converters.model_extras import EXTRAS_FOLDER, ModelExtras, copy_extras, read_extras
 from converters.mxfp4_export import quantize
 from converters.names import parameter_mappings, stack_experts
-from converters.new_directory import new_directory
 from converters.page_cache import StreamedPages, read_window, write_window
 from converters.pipeline import Progress, ordered_map
 from converters.read_back import check_export, check_import, export_kind
@@ -43,6 +42,7 @@ from converters.torch_dist_files import Shape, TorchDistWriter
 from megatron_gptoss.checkpoint.checksums import write_checksums
 from megatron_gptoss.checkpoint.directory import MODEL_CONFIG_FILE
 from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.new_directory import new_directory
 
 Precision = Literal["bf16", "fp32"]
 ExportFormat = Literal["bf16", "fp32", "mxfp4"]

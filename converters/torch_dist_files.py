@@ -26,8 +26,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from converters.bits import FileRange, TensorRange
-from converters.errors import ConversionError, name_file_in_errors
-from converters.new_directory import refuse_missing, refuse_partial
+from converters.errors import ConversionError, name_file_in_errors, refuse_missing, refuse_partial
 from megatron_gptoss.checkpoint.checksums import FileChecksum, damage_in
 from megatron_gptoss.checkpoint.directory import latest_checkpoint, offer_earlier
 from megatron_gptoss.checkpoint.errors import CheckpointError

@@ -8,13 +8,10 @@
     ROOT/step_000120/training_state.json   what the caller wants back: step, data position, ...
     ROOT/latest                            the name of the newest complete checkpoint
 
-A checkpoint is written as ``step_000120.partial`` and renamed when every rank is done; ``latest``
-changes last.
-
-A step that is saved again replaces its earlier checkpoint. That one is renamed to
-``step_000120.replaced`` first and deleted when the new one is in its place. Between the two
-renames it is still the newest complete checkpoint, and ``find_checkpoint`` returns it for the name
-``step_000120``; the next save renames it back.
+A checkpoint is written as ``step_000120.partial`` and published when every rank is done
+(``new_directory``); ``latest`` changes last. A step that is saved again replaces its earlier
+checkpoint. If a process ends while it replaces one by two renames, ``find_checkpoint`` returns
+``step_000120.old`` for the name ``step_000120``, and the next save renames it back.
 
 Nothing here is collective or imports Megatron.
 """
@@ -25,8 +22,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from gptoss_kernels.cache import write_atomically
+from megatron_gptoss import new_directory
 from megatron_gptoss.checkpoint.errors import CheckpointError
-from megatron_gptoss.durable_files import sync_names
+from megatron_gptoss.new_directory import OLD, PARTIAL, final_name, is_partial, old_name
 from megatron_gptoss.untrusted_files import read_bytes
 
 MODEL_CONFIG_FILE = "gptoss_config.json"
@@ -39,10 +37,6 @@ TRAINING_STATE_FILE = "training_state.json"
 LATEST_FILE = "latest"
 
 STEP_PATTERN = "step_??????"
-PARTIAL_SUFFIX = ".partial"
-"""Ends the name of a directory that is being written."""
-REPLACED_SUFFIX = ".replaced"
-"""Ends the name of a checkpoint whose step is being saved again."""
 
 
 def step_directory(root: Path, step: int) -> Path:
@@ -52,7 +46,7 @@ def step_directory(root: Path, step: int) -> Path:
 
 def step_of(checkpoint: Path) -> int:
     """Return the step of a directory that ``step_directory`` named, or that replaces such a one."""
-    return int(checkpoint.name.removesuffix(REPLACED_SUFFIX).rpartition("_")[2])
+    return int(final_name(checkpoint).name.rpartition("_")[2])
 
 
 def latest_checkpoint(root: Path) -> Path | None:
@@ -81,8 +75,8 @@ def find_checkpoint(root: Path, name: str) -> Path | None:
     checkpoint. Nothing is renamed here, because the process that is replacing it may be alive.
     ``name`` may also be the directory name that this function returned for another root.
     """
-    name = name.removesuffix(REPLACED_SUFFIX)
-    for path in (root / name, root / f"{name}{REPLACED_SUFFIX}"):
+    final = final_name(root / name)
+    for path in (final, old_name(final)):
         if _is_complete(path):
             return path
     return None
@@ -90,13 +84,11 @@ def find_checkpoint(root: Path, name: str) -> Path | None:
 
 def earlier_checkpoints(checkpoint: Path) -> list[Path]:
     """List the complete checkpoints beside this one of lower steps, the newest first."""
-    name = checkpoint.name.removesuffix(REPLACED_SUFFIX)
     root = checkpoint.parent
-    names = {path.name.removesuffix(REPLACED_SUFFIX) for path in root.glob(f"{STEP_PATTERN}*")}
-    earlier = sorted((other for other in names if other < name), reverse=True)
-    found = [
-        find_checkpoint(root, other) for other in earlier if not other.endswith(PARTIAL_SUFFIX)
-    ]
+    written = (path for path in root.glob(f"{STEP_PATTERN}*") if not is_partial(path))
+    names = {final_name(path).name for path in written}
+    earlier = sorted((name for name in names if name < final_name(checkpoint).name), reverse=True)
+    found = [find_checkpoint(root, name) for name in earlier]
     return [path for path in found if path is not None]
 
 
@@ -106,34 +98,22 @@ def offer_earlier(checkpoint: Path) -> str:
     return f"the one before it is {earlier[0]}" if earlier else "there is none before it"
 
 
-def publish(partial: Path, final: Path, keep: int) -> None:
+def publish(final: Path, keep: int) -> None:
     """Publish a complete checkpoint as the latest and delete all but the newest ``keep``.
 
     A crash at any point leaves a complete checkpoint that ``latest_checkpoint`` returns.
+
+    Args:
+        final: name of the checkpoint, which was written at ``partial_name(final)``.
+        keep: number of checkpoints to keep.
 
     Raises:
         OSError: when a rename fails; an earlier checkpoint of this step then has its name again.
     """
     root = final.parent
-    replaced = final.with_name(final.name + REPLACED_SUFFIX)
-
-    # A directory cannot be renamed onto another that is not empty.
-    if final.exists():
-        _delete(replaced)
-        final.rename(replaced)
-    try:
-        partial.rename(final)
-    except OSError:
-        if replaced.exists():
-            replaced.rename(final)
-        raise
-
+    new_directory.publish(final)
     # The pointer may reach the disk only after the name that it holds.
-    sync_names(root)
     write_atomically(root / LATEST_FILE, final.name.encode())
-
-    # From here on, nothing that is deleted is needed.
-    _delete(replaced)
     for outdated in _outdated_checkpoints(root.glob(STEP_PATTERN), final, keep):
         _delete(outdated)
 
@@ -144,15 +124,14 @@ def clean_up_after_crash(root: Path) -> None:
     A checkpoint that was set aside gets its name back, or is deleted if its successor has that
     name. What was not complete is deleted.
     """
-    for replaced in root.glob(STEP_PATTERN + REPLACED_SUFFIX):
-        final = replaced.with_suffix("")
-        if _is_complete(final):
-            _delete(replaced)
-        else:
+    for old in root.glob(STEP_PATTERN + OLD):
+        final = final_name(old)
+        if not _is_complete(final):
             _delete(final)
-            replaced.rename(final)
+        new_directory.restore(final)
+        _delete(old)
 
-    for abandoned in root.glob(STEP_PATTERN + PARTIAL_SUFFIX):
+    for abandoned in root.glob(STEP_PATTERN + PARTIAL):
         shutil.rmtree(abandoned, ignore_errors=True)
 
 

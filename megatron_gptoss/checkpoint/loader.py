@@ -9,11 +9,7 @@ from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_gptoss.checkpoint.checksums import damage_in
-from megatron_gptoss.checkpoint.directory import (
-    PARTIAL_SUFFIX,
-    TRAINING_STATE_FILE,
-    offer_earlier,
-)
+from megatron_gptoss.checkpoint.directory import TRAINING_STATE_FILE, offer_earlier
 from megatron_gptoss.checkpoint.errors import CheckpointError
 from megatron_gptoss.checkpoint.megatron_faults import (
     FAILURES,
@@ -35,6 +31,7 @@ from megatron_gptoss.checkpoint.streamed_state import (
     load_parameter_state,
     take_out_parameter_state,
 )
+from megatron_gptoss.new_directory import is_partial
 from megatron_gptoss.trainer import PolicyTrainer
 from megatron_gptoss.untrusted_files import MAX_LISTING_BYTES, read_json
 
@@ -146,7 +143,7 @@ def load_model_weights(path: Path, model: torch.nn.Module) -> None:
         CheckpointError: naming the directory, when it is no complete checkpoint or one of another
             model.
     """
-    if path.name.endswith(PARTIAL_SUFFIX):
+    if is_partial(path):
         raise CheckpointError(
             f"{path} is unfinished; the process that wrote it was killed, or is still writing"
         )

@@ -24,7 +24,6 @@ from megatron_gptoss.checkpoint.checksums import (
 from megatron_gptoss.checkpoint.directory import (
     ADAPTER_FILE,
     MODEL_CONFIG_FILE,
-    PARTIAL_SUFFIX,
     QUANTIZATION_FILE,
     TRAINING_STATE_FILE,
     clean_up_after_crash,
@@ -41,7 +40,7 @@ from megatron_gptoss.checkpoint.state import (
     trainer_state,
 )
 from megatron_gptoss.config import ModelConfig, Quantization
-from megatron_gptoss.durable_files import sync_directory
+from megatron_gptoss.new_directory import final_name, partial_name
 from megatron_gptoss.scorer import gather_parameters
 from megatron_gptoss.trainer import PolicyTrainer
 
@@ -94,7 +93,6 @@ class CheckpointWriter:
 
         final = step_directory(self._root, step)
         save = _PendingSave(
-            partial=final.with_name(final.name + PARTIAL_SUFFIX),
             final=final,
             model_config=trainer.chunks[0].config.architecture,
             quantization=trainer.chunks[0].config.quantization,
@@ -142,10 +140,8 @@ class CheckpointWriter:
 class _PendingSave:
     """One checkpoint from the first byte to its publication."""
 
-    partial: Path
-    """The directory while it is written."""
     final: Path
-    """Its name when it is complete."""
+    """Path of the complete checkpoint."""
     model_config: ModelConfig
     quantization: Quantization | None
     """What the experts are trained through."""
@@ -159,6 +155,11 @@ class _PendingSave:
     written: Future[dict[str, FileChecksum]] | None = None
     """Of the writing thread: checksums of its files by name. None on a rank that has nothing to
     write."""
+
+    @property
+    def partial(self) -> Path:
+        """Path of the checkpoint while it is written."""
+        return partial_name(self.final)
 
     def begin(self, trainer: PolicyTrainer) -> None:
         """Copy this rank's share to host memory and give it to the writing thread."""
@@ -220,10 +221,10 @@ class _PendingSave:
         with fail_together(self.partial):
             if dist.get_rank() == 0:
                 self.seal(ChainMap(*of_ranks))
-                publish(self.partial, self.final, keep)
+                publish(self.final, keep)
 
     def seal(self, known: Mapping[str, FileChecksum]) -> None:
-        """Write what makes the directory complete, and wait until all of it is on the disk.
+        """Write what makes the directory complete.
 
         ``known``: checksums by name of the files that ranks have written. Not collective.
         """
@@ -241,7 +242,6 @@ class _PendingSave:
         training_state = json.dumps(self.training_state).encode()
         write_checksums(directory, {**known, TRAINING_STATE_FILE: checksum_of(training_state)})
         (directory / TRAINING_STATE_FILE).write_bytes(training_state)
-        sync_directory(directory)
 
     def _discard_results(self) -> None:
         """Wait for what this rank is still writing and empty the queue of its results.
@@ -312,6 +312,6 @@ def fail_together(partial: Path) -> Iterator[None]:
         # What Megatron passes on of a thread's error may be its class alone.
         space = f"its disk is full, {space}"
     raise CheckpointError(
-        f"checkpoint {partial.with_suffix('')} could not be written ({failures[0]}); "
+        f"checkpoint {final_name(partial)} could not be written ({failures[0]}); "
         f"{space}. The previous checkpoint is untouched."
     ) from error

@@ -11,8 +11,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from converters.new_directory import OLD, PARTIAL
 from gptoss_kernels import cache
+from megatron_gptoss.new_directory import OLD, PARTIAL
 from megatron_gptoss.user_error import UserError
 
 MOST_RUNS_SHOWN = 10

@@ -13,6 +13,7 @@ from transformers import GptOssForCausalLM
 from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory, write_hf_directory
 from converters.model_extras import read_extras
+from megatron_gptoss.new_directory import DirectoryError
 from tests.support.converters.file_limits import files_limited_to
 from tests.support.converters.models import TINY, save_hf
 
@@ -90,7 +91,7 @@ def test_an_existing_directory_is_replaced_only_when_asked(
 ) -> None:
     out = save_hf(tmp_path / "out", weights)
     (out / "old_file").touch()
-    with pytest.raises(ConversionError, match="out: exists already"):
+    with pytest.raises(DirectoryError, match="out: exists already"):
         write_hf_directory(out, TINY, weights.items())
     assert (out / "old_file").exists()
     write_hf_directory(out, TINY, weights.items(), overwrite=True)
@@ -105,7 +106,7 @@ def test_a_full_disk_keeps_the_old_directory_and_names_the_file(
     changed = {name: tensor + 1 for name, tensor in weights.items()}
     with (
         files_limited_to(50_000),
-        pytest.raises(ConversionError, match=r"shard-0: cannot be written .*MiB are free in"),
+        pytest.raises(DirectoryError, match=r"shard-0: cannot be written .*MiB are free in"),
     ):
         write_hf_directory(out, TINY, changed.items(), overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -28,6 +28,7 @@ from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint.state import load_model_state, model_state
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.layers.adapters import initialize_adapters, named_adapters
+from megatron_gptoss.new_directory import DirectoryError
 from megatron_gptoss.trainer import PolicyTrainer
 from tests.support.distributed import free_port
 from tests.support.megatron_gptoss.adapted import ADAPTER, MODEL, adapted_model, base_weights
@@ -107,7 +108,7 @@ def test_wrong_adapters_are_refused_before_the_base_is_read(
         raise AssertionError("the base was read")
 
     monkeypatch.setattr(adapter_checkpoint, "directory_digest", read)
-    with pytest.raises(ConversionError, match="imported: exists already"):
+    with pytest.raises(DirectoryError, match="imported: exists already"):
         import_adapter(root / "peft", root / "imported", root / "base")
 
     tensors = load_file(root / "peft" / WEIGHTS_FILE)

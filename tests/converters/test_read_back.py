@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from typer.testing import CliRunner
 
-from converters import hf_directory, names, new_directory, read_back, sample, torch_dist
+from converters import hf_directory, names, read_back, sample, torch_dist
 from converters.bits import same_bits
 from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory, write_hf_directory
@@ -30,6 +30,7 @@ from converters.torch_dist_files import TorchDistReader, TorchDistWriter
 from converters.verify import verify
 from gptoss_kernels import mxfp4
 from launch.cli import app
+from megatron_gptoss import new_directory
 from megatron_gptoss.checkpoint.errors import CheckpointError
 from megatron_gptoss.checkpoint.loader import load_model_weights
 from tests.support.converters.quantized_models import DOWN, MODEL, quantized_weights, save

@@ -25,6 +25,7 @@ from megatron_gptoss.checkpoint.loader import load_model_weights
 from megatron_gptoss.checkpoint.state import sharding_metadata
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
+from megatron_gptoss.new_directory import DirectoryError
 from megatron_gptoss.packed_sequence import PackedSequence
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.trainer import PolicyTrainer
@@ -278,7 +279,7 @@ def test_of_a_run_the_newest_checkpoint_is_named(tmp_path: Path, megatron_dir: P
 def test_a_full_disk_leaves_no_checkpoint(tmp_path: Path, hf_dir: Path) -> None:
     with (
         files_limited_to(50_000),
-        pytest.raises(ConversionError, match=r"distcp: cannot be written .*MiB are free"),
+        pytest.raises(DirectoryError, match=r"distcp: cannot be written .*MiB are free"),
     ):
         import_checkpoint(hf_dir, tmp_path / "megatron")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
@@ -295,7 +296,7 @@ def test_an_interrupted_import_leaves_no_checkpoint(tmp_path: Path, hf_dir: Path
 
 
 def test_import_does_not_replace_a_checkpoint(hf_dir: Path, megatron_dir: Path) -> None:
-    with pytest.raises(ConversionError, match="megatron: exists already"):
+    with pytest.raises(DirectoryError, match="megatron: exists already"):
         import_checkpoint(hf_dir, megatron_dir)
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from converters import new_directory as new_directory_module
 from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory
-from converters.new_directory import new_directory
 from converters.safetensors_files import SafetensorsFile
 from converters.torch_dist_files import TorchDistReader
+from megatron_gptoss import new_directory as new_directory_module
 from megatron_gptoss.durable_files import exchange_names
+from megatron_gptoss.new_directory import new_directory
 from rl_loop.config.errors import CannotStart
 from rl_loop.lifecycle.weight_checks import _check_safetensors
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
 
-from megatron_gptoss import distributed
+from megatron_gptoss import distributed, new_directory
 from megatron_gptoss.checkpoint import writer as checkpoint_writer
 from megatron_gptoss.checkpoint.directory import (
     clean_up_after_crash,
@@ -289,12 +289,19 @@ def content(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
+@pytest.mark.parametrize("can_exchange", [True, False])
 @pytest.mark.parametrize("done_first", [False, True])
 @pytest.mark.parametrize("error", [Killed(), OSError(errno.EIO, "Input/output error")])
-def test_a_step_saved_again_leaves_a_complete_checkpoint_whenever_the_process_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, done_first: bool
+def test_step_saved_again_leaves_complete_checkpoint_at_any_end(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    done_first: bool,
+    can_exchange: bool,
 ) -> None:
     """The process ends at every call between the last byte of data and the end of ``finish``."""
+    if not can_exchange:
+        monkeypatch.setattr(new_directory, "exchange_names", lambda a, b: False)
     policy = trainer()
     made = tmp_path / "made"
     for attempt in (1, 2):
@@ -311,7 +318,7 @@ def test_a_step_saved_again_leaves_a_complete_checkpoint_whenever_the_process_en
         shutil.copytree(made / "2/step_000002", root / "step_000002.partial")
         calls.arm(number, error, done_first)
         with suppress(Killed, OSError):
-            publish(root / "step_000002.partial", root / "step_000002", keep=2)
+            publish(root / "step_000002", keep=2)
         survived = calls.number < number
         calls.disarm()
         newest = latest_checkpoint(root)
@@ -322,7 +329,7 @@ def test_a_step_saved_again_leaves_a_complete_checkpoint_whenever_the_process_en
         # the next process saves that step again over whatever it finds
         clean_up_after_crash(root)
         shutil.copytree(made / "2/step_000002", root / "step_000002.partial")
-        publish(root / "step_000002.partial", root / "step_000002", keep=2)
+        publish(root / "step_000002", keep=2)
         assert content(latest_checkpoint(root)) == attempts[2]
         assert {path.name for path in root.iterdir() if path.suffix != ".tmp"} == {
             "latest",
@@ -339,9 +346,9 @@ def test_what_a_crash_left_between_two_renames_is_found_under_its_other_name(
     policy = trainer()
     for root in (tmp_path / "policy", tmp_path / "critic"):
         save_checkpoint(root, policy, 2, {"step": 2})
-    (tmp_path / "policy/step_000002").rename(tmp_path / "policy/step_000002.replaced")
+    (tmp_path / "policy/step_000002").rename(tmp_path / "policy/step_000002.old")
     found = latest_checkpoint(tmp_path / "policy")
-    assert found.name == "step_000002.replaced" and load_checkpoint(found, policy) == {"step": 2}
+    assert found.name == "step_000002.old" and load_checkpoint(found, policy) == {"step": 2}
     assert find_checkpoint(tmp_path / "critic", found.name) == tmp_path / "critic/step_000002"
     assert find_checkpoint(tmp_path / "critic", "step_000003") is None
 

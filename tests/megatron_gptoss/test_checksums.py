@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from converters.errors import ConversionError
 from converters.megatron_checkpoint import MegatronCheckpoint
-from megatron_gptoss import distributed
+from megatron_gptoss import distributed, new_directory
 from megatron_gptoss.checkpoint.checksums import checksum_file, checksum_of, damage_in
 from megatron_gptoss.checkpoint.directory import (
     clean_up_after_crash,
@@ -32,6 +32,7 @@ from megatron_gptoss.checkpoint.pickled_metadata import data_only
 from megatron_gptoss.checkpoint.writer import _PendingSave
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
+from megatron_gptoss.new_directory import partial_name
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.trainer import PolicyTrainer
 from tests.support.distributed import free_port
@@ -154,15 +155,15 @@ def test_every_file_is_compared_by_one_of_the_ranks(root: Path) -> None:
 
 
 def test_earlier_checkpoints_are_the_complete_ones_of_lower_steps(root: Path) -> None:
-    for name in ("step_000000", "step_000003", "step_000001.replaced", "step_000000.partial"):
+    for name in ("step_000000", "step_000003", "step_000001.old", "step_000000.partial"):
         shutil.copytree(root / "step_000001", root / name)
     (root / "step_000000/training_state.json").unlink()
     (root / "step_000001").rename(root / "gone")
     found = earlier_checkpoints(root / "step_000002")
-    assert [path.name for path in found] == ["step_000001.replaced"]
+    assert [path.name for path in found] == ["step_000001.old"]
     assert [path.name for path in earlier_checkpoints(root / "step_000003")] == [
         "step_000002",
-        "step_000001.replaced",
+        "step_000001.old",
     ]
 
 
@@ -191,26 +192,29 @@ def save_and_die(root: Path, save: _PendingSave, call: int) -> None:
     os.fsync = counted_fsync
     sys.addaudithook(lambda event, _: count_call() if event in CALLS else None)
     save.seal({})
-    publish(save.partial, save.final, keep=2)
+    publish(save.final, keep=2)
 
 
 def pending(root: Path, policy: PolicyTrainer, step: int, attempt: int) -> _PendingSave:
     """A save whose data files all ranks have written."""
     final = root / f"step_{step:06d}"
-    partial = root / f"{final.name}.partial"
     clean_up_after_crash(root)
-    shutil.copytree(root / "data", partial, copy_function=os.link)
+    shutil.copytree(root / "data", partial_name(final), copy_function=os.link)
     config = policy.chunks[0].config
-    return _PendingSave(
-        partial, final, config.architecture, config.quantization, None, {"attempt": attempt}
-    )
+    return _PendingSave(final, config.architecture, config.quantization, None, {"attempt": attempt})
 
 
-@pytest.mark.parametrize("step", [2, 3])
-def test_a_complete_checkpoint_is_there_whichever_call_the_process_ends_before(
-    step: int, root: Path, policy: PolicyTrainer
+@pytest.mark.parametrize(("step", "can_exchange"), [(2, True), (2, False), (3, True)])
+def test_complete_checkpoint_exists_when_process_ends_at_any_call(
+    step: int,
+    can_exchange: bool,
+    root: Path,
+    policy: PolicyTrainer,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A step that is saved again (2), or a further one (3)."""
+    if not can_exchange:
+        monkeypatch.setattr(new_directory, "exchange_names", lambda a, b: False)
     data = root / "data"
     data.mkdir()
     for name in (".metadata", "metadata.json", "__0_0.distcp"):
@@ -235,7 +239,7 @@ def test_a_complete_checkpoint_is_there_whichever_call_the_process_ends_before(
         # The next process saves that step over whatever it finds.
         save = pending(root, policy, step, attempt=8)
         save.seal({})
-        publish(save.partial, save.final, keep=2)
+        publish(save.final, keep=2)
         assert load_state(latest_checkpoint(root)) == {"attempt": 8}
         if status == 0:
             break

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from converters.new_directory import OLD, PARTIAL
+from megatron_gptoss.new_directory import OLD, PARTIAL
 from rl_loop.tracking.run_directory import (
     RunDirectory,
     RunDirectoryError,
