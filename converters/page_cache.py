@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Self
 
 from converters.bits import FileRange
+from megatron_gptoss import host_memory
 
 
 def read_window() -> int:
     """Return bytes that were read and stay cached: few, unless memory holds many models."""
-    return _memory_bytes() // 16
+    return host_memory.total_bytes() // 16
 
 
 def write_window() -> int:
@@ -27,11 +28,7 @@ def write_window() -> int:
     The kernel begins to write dirty pages back at a tenth of the memory (its default of
     ``vm.dirty_background_ratio``), so that older pages are mostly clean.
     """
-    return _memory_bytes() // 8
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return host_memory.total_bytes() // 8
 
 
 class StreamedPages:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.text import Text
 
+from megatron_gptoss import host_memory
 from rl_loop.extras import install_command
 
 
@@ -267,24 +268,11 @@ def check_disk() -> Finding:
 
 def check_memory() -> Finding:
     """Check memory and count the processors."""
-    total = memory_bytes() / 1e9
+    total = host_memory.total_bytes() / 1e9
     detail = f"{total:.0f} GB, {len(os.sched_getaffinity(0))} CPU cores"
     if total < MIN_MEMORY:
         return Finding(Status.LIMITED, detail, f"the tiny run needs about {MIN_MEMORY} GB")
     return Finding(Status.OK, detail)
-
-
-def memory_bytes() -> int:
-    """Return the physical memory, or the container's limit if that is lower."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # Without the file there is no cgroup v2, or this is its root.
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if not limit.exists():
-        return physical
-    text = limit.read_text().strip()
-    if text == "max":
-        return physical
-    return min(physical, int(text))
 
 
 CHECKS: tuple[tuple[str, Callable[[], Finding]], ...] = (

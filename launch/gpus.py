@@ -6,8 +6,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass, replace
 
-import psutil
-
+from megatron_gptoss import host_memory
 from megatron_gptoss.planning.memory_advice import Hardware
 from rl_loop.config.errors import ConfigError
 
@@ -122,7 +121,7 @@ def planned_hardware(
     if here is None:
         return replace(configured_hardware(configured_gigabytes), host_gigabytes=host_gigabytes)
     if host_gigabytes is None:
-        host_gigabytes = psutil.virtual_memory().total / 1e9
+        host_gigabytes = host_memory.total_bytes() / 1e9
     return Hardware(_gb(here), f"{here.name} of this machine", host_gigabytes)
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-import psutil
 import torch
 
+from megatron_gptoss import host_memory
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.certify.certificate import Certificate, CheckResult, Status
 from rl_loop.certify.checks import CHECKS, TITLES
@@ -149,7 +149,7 @@ def open_weights(directory: Path) -> tuple[Weights, Weights | None]:
     first_directory = directory / FIRST if has_two else directory
     first = read_weights(first_directory)
     needed = sum(tensor.numel() for tensor in first.tensors.values()) * BYTES_PER_PARAMETER
-    available = psutil.virtual_memory().available
+    available = host_memory.available_bytes()
     if needed > available:
         raise CertifyError(
             f"{first_directory}: the reference needs {needed / 1e9:.0f} GB of memory, "

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from megatron_gptoss import host_memory
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.routes import route_dtype
 from megatron_gptoss.samples import INPUT_COLUMNS, TOKEN_COLUMNS
@@ -44,7 +45,6 @@ WEIGHT_COPIES = 3
 put there for the workers, and the earlier version, with which a worker that died would begin."""
 
 SHARED_MEMORY = Path("/dev/shm")
-CGROUP = Path("/sys/fs/cgroup")
 
 GB = 1e9
 
@@ -217,20 +217,9 @@ def shared_memory_bytes() -> int:
     return psutil.disk_usage(str(SHARED_MEMORY)).free if SHARED_MEMORY.is_dir() else 0
 
 
-def memory_bytes() -> int:
-    """Return the memory that is free on this machine, or in the container that this is."""
-    free = psutil.virtual_memory().available
-    try:
-        limit = (CGROUP / "memory.max").read_text().strip()
-        used = int((CGROUP / "memory.current").read_text())
-    except OSError:
-        return free
-    return free if limit == "max" else min(free, max(0, int(limit) - used))
-
-
 def check_local_store(need: StoreNeed) -> None:
     """Raise CannotStart unless a Ray on this machine can have a store that holds a step."""
-    shared, memory = shared_memory_bytes(), memory_bytes()
+    shared, memory = shared_memory_bytes(), host_memory.available_bytes()
     if need.step <= min(shared, memory) or need.step <= SMALLEST_STORE:
         return
 

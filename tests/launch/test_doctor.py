@@ -2,7 +2,6 @@
 
 import importlib.util
 import io
-import os
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from launch.doctor import (
     check_sandbox,
     check_transformer_engine,
     is_ready,
-    memory_bytes,
     print_checks,
     run_check,
     run_doctor,
@@ -85,7 +83,3 @@ def test_doctor_breaks_no_command(terminal: bool) -> None:
     console = Console(file=io.StringIO(), width=60, force_terminal=terminal)
     print_checks([Check("engine", Status.LIMITED, "none", f"do: {command}")], console)
     assert command in console.file.getvalue()
-
-
-def test_memory_is_at_most_what_the_machine_has() -> None:
-    assert 0 < memory_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

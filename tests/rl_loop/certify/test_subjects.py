@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from converters.errors import ConversionError
 from launch.cli import app
+from megatron_gptoss import host_memory
 from rl_loop.certify.certificate import Status
 from rl_loop.certify.harmony_tokens import QUOTING, describe_difference, expected_ids
 from rl_loop.certify.model import SIZES, CertifyError, designed_weights, vocabulary
@@ -232,7 +233,7 @@ def test_answers_that_cannot_be_any_are_failures(answer: list[Scored], message: 
 def test_models_beyond_this_machines_memory_are_refused(
     prepared: Prepared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 1000}))
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 1000)
     with pytest.raises(CertifyError, match="GB of memory"):
         open_weights(prepared.directory)
 

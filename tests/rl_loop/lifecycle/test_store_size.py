@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_gptoss import host_memory
 from rl_loop.config.errors import CannotStart
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
@@ -76,7 +77,7 @@ def test_every_configuration_of_the_project_fits_an_ordinary_node(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_size, "shared_memory_bytes", lambda: NODE_BYTES)
-    monkeypatch.setattr(store_size, "memory_bytes", lambda: NODE_BYTES)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: NODE_BYTES)
     need = store_need(configuration(path))
     check_local_store(need)
     assert need.step <= store_bytes(need) <= NODE_BYTES
@@ -171,7 +172,7 @@ def test_a_step_that_does_not_fit_is_refused_in_one_line(
     shared: int, memory: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_size, "shared_memory_bytes", lambda: shared)
-    monkeypatch.setattr(store_size, "memory_bytes", lambda: memory)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: memory)
     check_local_store(need_of(1 << 30))
     with pytest.raises(CannotStart) as refused:
         check_local_store(need_of(2 << 30))

@@ -1,0 +1,61 @@
+"""Main memory of this machine, or of the container or Slurm job that this process runs in."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+CGROUPS = Path("/sys/fs/cgroup")
+PROCESS = Path("/proc/self/cgroup")
+
+
+def total_bytes() -> int:
+    """Return the physical memory, or the smallest limit of a cgroup if that is lower."""
+    limits = [limit for limit, _ in _limits()]
+    return min([psutil.virtual_memory().total, *limits])
+
+
+def available_bytes() -> int:
+    """Return the memory that programs can still get, on the machine and within cgroup limits."""
+    rest = [max(0, limit - used) for limit, used in _limits()]
+    return min([psutil.virtual_memory().available, *rest])
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    """Yield limit and use, in bytes, of every limited cgroup (v1 or v2) of this process."""
+    for group in _groups(CGROUPS, ""):
+        yield from _limit_of(group, "memory.max", "memory.current")
+    for group in _groups(CGROUPS / "memory", "memory"):
+        yield from _limit_of(group, "memory.limit_in_bytes", "memory.usage_in_bytes")
+
+
+def _groups(mount: Path, controller: str) -> list[Path]:
+    """List the cgroup of this process under ``mount`` and those that contain it.
+
+    In a container the mount itself is the container's group, and the path of the process may lie
+    outside of it.
+
+    Args:
+        mount: directory of the hierarchy.
+        controller: name of the hierarchy in /proc/self/cgroup; empty for cgroup v2.
+    """
+    try:
+        lines = [line.split(":", 2) for line in PROCESS.read_text().splitlines()]
+    except OSError:
+        return [mount]
+    path = next((path for _, names, path in lines if controller in names.split(",")), "/")
+    group = mount / path.lstrip("/")
+    return [group, *(parent for parent in group.parents if parent.is_relative_to(mount))]
+
+
+def _limit_of(group: Path, limit_file: str, use_file: str) -> Iterator[tuple[int, int]]:
+    """Yield limit and use of one group; nothing if it has no limit or no memory controller."""
+    try:
+        limit = (group / limit_file).read_text().strip()
+        used = int((group / use_file).read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return
+    if limit != "max":
+        # The kernel drops page cache before it refuses memory.
+        yield int(limit), used - int(stat.get("inactive_file", 0))
