@@ -2,11 +2,10 @@
 
 import math
 import os
-import shutil
-import subprocess
 from dataclasses import dataclass, replace
 
 from megatron_gptoss import host_memory
+from megatron_gptoss.nvidia_smi import memory_bytes, query_gpus
 from megatron_gptoss.planning.memory_advice import Hardware
 from rl_loop.config.errors import ConfigError
 
@@ -43,21 +42,16 @@ def gpu_named(name: str) -> Gpu:
 
 def local_gpu() -> Gpu | None:
     """Return the smallest GPU of this machine; None if it has none, or none that answers."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    query = [program, "--query-gpu=name,memory.total,memory.reserved"]
     try:
-        answer = subprocess.run(
-            [*query, "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
+        rows = query_gpus("name", "memory.total", "memory.reserved")
+    except OSError:
         return None
-    return min(_read_gpus(answer.stdout), key=lambda gpu: gpu.total_bytes, default=None)
+    gpus = []
+    for row in rows:
+        total, reserved = memory_bytes(row["memory.total"]), memory_bytes(row["memory.reserved"])
+        if total is not None and reserved is not None:
+            gpus.append(Gpu(row["name"], total - reserved))
+    return min(gpus, key=lambda gpu: gpu.total_bytes, default=None)
 
 
 def count_gpus() -> int:
@@ -67,27 +61,10 @@ def count_gpus() -> int:
         named = [name.strip() for name in visible.split(",")]
         return named.index("-1") if "-1" in named else len(list(filter(None, named)))
 
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return 0
     try:
-        answer = subprocess.run(
-            [program, "--list-gpus"], capture_output=True, text=True, timeout=30, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
+        return len(query_gpus("uuid"))
+    except OSError:
         return 0
-    return sum(line.startswith("GPU ") for line in answer.stdout.splitlines())
-
-
-def _read_gpus(table: str) -> list[Gpu]:
-    """Read lines of "name, MiB in all, MiB that the driver keeps"; what is no number is left out."""
-    gpus = []
-    for line in table.splitlines():
-        name, *sizes = (field.strip() for field in line.rsplit(",", 2))
-        if len(sizes) == 2 and all(size.isdigit() for size in sizes):
-            total, reserved = (int(size) << 20 for size in sizes)
-            gpus.append(Gpu(name, total - reserved))
-    return gpus
 
 
 def planned_hardware(

@@ -10,16 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from launch.cluster import ClusterConfig
+from megatron_gptoss.nvidia_smi import memory_bytes, query_gpus
 from rl_loop.config.errors import CannotStart
 from rl_loop.engines.backend import EngineConfig, EngineUnavailable
 from rl_loop.lifecycle.store_size import StoreNeed, check_local_store
 
-IDLE_MIB = 1024
+IDLE_BYTES = 1 << 30
 """Memory in use above which a GPU counts as busy; a driver alone takes a few hundred MiB."""
 RAY_PORTS = 10
 """Ports from cluster.ray_port on that Ray's own parts use. Those of workers follow, of which Ray
 takes free ones."""
-GPU_QUERY = "index,name,driver_version,clocks.max.sm,memory.used"
+GPU_FACTS = {"GPU": "name", "driver": "driver_version", "SM clock": "clocks.max.sm"}
+"""Fields of nvidia-smi that must be the same on all nodes; the clock is the highest one, in MHz."""
 
 
 @dataclass
@@ -30,19 +32,6 @@ class NodeCheck:
     """What must be the same on all nodes: "GPU", "driver" and "SM clock"."""
     problems: list[str] = field(default_factory=list)
     """Why this node cannot take part, whatever the others say."""
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One line of nvidia-smi."""
-
-    index: str
-    name: str
-    driver: str
-    sm_clock: str
-    """Highest clock in MHz."""
-    memory_used: int
-    """MiB."""
 
 
 def check_node(
@@ -67,9 +56,9 @@ def check_node(
         return check
 
     try:
-        gpus = query_gpus()
-    except (OSError, subprocess.SubprocessError) as error:
-        check.problems.append(f"nvidia-smi does not work: {error}")
+        gpus = query_gpus(*GPU_FACTS.values(), "index", "memory.used")
+    except OSError as error:
+        check.problems.append(str(error))
         return check
 
     # More GPUs than the job asked for are no problem: not every cluster hides them.
@@ -78,13 +67,13 @@ def check_node(
             f"{len(gpus)} GPUs visible, cluster.gpus_per_node is {cluster.gpus_per_node}",
         )
     for gpu in gpus:
-        if gpu.memory_used > IDLE_MIB:
-            check.problems.append(f"GPU {gpu.index} holds {gpu.memory_used} MiB of another job")
+        used = memory_bytes(gpu["memory.used"])
+        if used is not None and used > IDLE_BYTES:
+            check.problems.append(f"GPU {gpu['index']} holds {used >> 20} MiB of another job")
 
     # One slow GPU is enough to make the node differ from the others.
-    check.facts["GPU"] = "/".join(sorted({gpu.name for gpu in gpus}))
-    check.facts["driver"] = "/".join(sorted({gpu.driver for gpu in gpus}))
-    check.facts["SM clock"] = "/".join(sorted({gpu.sm_clock for gpu in gpus}))
+    for fact, field_name in GPU_FACTS.items():
+        check.facts[fact] = "/".join(sorted({gpu[field_name] for gpu in gpus}))
     return check
 
 
@@ -98,20 +87,6 @@ def full_disks(cluster: ClusterConfig) -> list[str]:
                 f"{free:.1f} GB free in {path}, cluster.min_free_disk is {cluster.min_free_disk:g}",
             )
     return problems
-
-
-def query_gpus() -> list[Gpu]:
-    """Ask nvidia-smi for this node's GPUs.
-
-    Raises OSError or subprocess.SubprocessError if it does not answer."""
-    command = ["nvidia-smi", f"--query-gpu={GPU_QUERY}", "--format=csv,noheader,nounits"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-
-    gpus = []
-    for line in result.stdout.strip().splitlines():
-        index, name, driver, sm_clock, memory_used = (value.strip() for value in line.split(","))
-        gpus.append(Gpu(index, name, driver, sm_clock, int(memory_used)))
-    return gpus
 
 
 def busy_ports(cluster: ClusterConfig) -> list[str]:

@@ -321,10 +321,10 @@ def test_a_node_with_a_busy_or_missing_gpu_is_bad(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fake_nvidia_smi(tmp_path, "0, H200, 570, 1980, 4\n1, H200, 570, 1980, 4", monkeypatch)
+    fake_nvidia_smi(tmp_path, "H200, 570, 1980, 0, 4\nH200, 570, 1980, 1, 4", monkeypatch)
     check = check_node(cluster_of_gpus(tmp_path), SMALL_STORE)
     assert check == NodeCheck({"GPU": "H200", "driver": "570", "SM clock": "1980"})
-    fake_nvidia_smi(tmp_path, "0, H200, 570, 1980, 40960", monkeypatch)
+    fake_nvidia_smi(tmp_path, "H200, 570, 1980, 0, 40960", monkeypatch)
     problems = check_node(cluster_of_gpus(tmp_path, min_free_disk=1e9), SMALL_STORE).problems
     assert "1 GPUs visible, cluster.gpus_per_node is 2" in problems
     assert "GPU 0 holds 40960 MiB of another job" in problems
@@ -486,7 +486,7 @@ def test_local_launch_offers_the_machine_s_gpus_to_ray(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With none, ranks of the 20B would have trained on processors."""
-    fake_nvidia_smi(tmp_path, "GPU 0: H200 (UUID: a)\nGPU 1: H200 (UUID: b)", monkeypatch)
+    fake_nvidia_smi(tmp_path, "GPU-8aa1\nGPU-8ab2", monkeypatch)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     cluster = load_cluster("local")
     assert cluster.gpus_per_node == 2

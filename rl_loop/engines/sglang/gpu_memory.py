@@ -11,13 +11,12 @@ so that the same f is another share beside a trainer than on an empty GPU.
 """
 
 import math
-import shutil
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.nvidia_smi import NvidiaSmiMissing, memory_bytes, query_gpus
 from rl_loop.engines.backend import EngineUnavailable
 
 KEY = "rollout.engine.memory_fraction"
@@ -277,36 +276,28 @@ def visible_gpus(environment: Mapping[str, str]) -> list[GpuMemory]:
         EngineUnavailable: if there is one that does not answer or does not know a GPU's memory, or if
             CUDA_VISIBLE_DEVICES names something that is not one of its GPUs.
     """
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    query = [program, "--query-gpu=index,uuid,memory.used,memory.free"]
     try:
-        answer = subprocess.run(
-            [*query, "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError) as error:
+        rows = query_gpus("index", "uuid", "memory.used", "memory.free")
+    except NvidiaSmiMissing:
+        return []
+    except OSError as error:
         # Without it the share would silently be of something else.
         raise EngineUnavailable(
-            f"{KEY} is a share of the whole GPU, and {program} does not say what that is: {error}"
+            f"{KEY} is a share of the whole GPU, whose size is not known: {error}"
         ) from error
 
     gpus = []
-    for line in answer.stdout.splitlines():
-        index, uuid, used, free = (field.strip() for field in line.split(","))
-        if not (used.isdecimal() and free.isdecimal()):
+    for row in rows:
+        used, free = memory_bytes(row["memory.used"]), memory_bytes(row["memory.free"])
+        if used is None or free is None:
             # "[N/A]", as of GPUs that share the machine's main memory.
             raise EngineUnavailable(
-                f"{KEY} is a share of the whole GPU, and nvidia-smi does not say how much memory GPU {index} has: "
-                f"memory.used is {used!r}, memory.free {free!r}"
+                f"{KEY} is a share of the whole GPU, and nvidia-smi does not say how much memory GPU "
+                f"{row['index']} has: memory.used is {row['memory.used']!r}, memory.free "
+                f"{row['memory.free']!r}"
             )
-        total = (int(used) + int(free)) << 20
-        memory = GpuMemory(name=f"GPU {index}", total=total, free=int(free) << 20)
-        gpus.append(_ListedGpu(index, uuid, memory))
+        memory = GpuMemory(name=f"GPU {row['index']}", total=used + free, free=free)
+        gpus.append(_ListedGpu(row["index"], row["uuid"], memory))
 
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -316,7 +307,7 @@ def visible_gpus(environment: Mapping[str, str]) -> list[GpuMemory]:
 
 @dataclass(frozen=True)
 class _ListedGpu:
-    """One line of nvidia-smi."""
+    """A GPU and its names in CUDA_VISIBLE_DEVICES."""
 
     index: str
     uuid: str

@@ -303,7 +303,9 @@ def test_a_gpu_that_does_not_answer_is_no_machine_without_gpus(
 ) -> None:
     program = tmp_path / "bin/nvidia-smi"
     program.write_text("#!/bin/sh\nexit 9\n")
-    with pytest.raises(EngineUnavailable, match=r"memory_fraction is a share .*exit status 9"):
+    with pytest.raises(
+        EngineUnavailable, match=r"memory_fraction is a share .*does not work: .*exit status 9"
+    ):
         visible_gpus({})
 
 
