@@ -10,8 +10,8 @@ from itertools import pairwise
 from typing import Any
 
 from rl_loop.chatml.vocabulary import IM_END, IM_START, TOOL_CALL, TOOL_CALL_END
-
-ENDS = ("<|end|>", "<|call|>", "<|return|>")
+from rl_loop.harmony.messages import Header, MessageSpan, read_header, split_messages
+from rl_loop.harmony.vocabulary import SPECIAL_TOKENS
 
 
 @dataclass
@@ -48,75 +48,27 @@ def messages_of(texts: Sequence[str], mask: Sequence[bool]) -> list[Message]:
     if IM_START in texts:
         return chatml_messages(texts, mask)
 
-    messages: list[Message] = []
-    start = 0
-    while start < len(texts):
-        message = _message_at(start, texts, mask)
-        start = message.end
-        messages.append(message)
-    return messages
+    specials = [(place, text) for place, text in enumerate(texts) if text in SPECIAL_TOKENS]
+    return [_message_of(span, texts, mask) for span in split_messages(specials, len(texts))]
 
 
-def _message_at(start: int, texts: Sequence[str], mask: Sequence[bool]) -> Message:
-    header_begin = start + 1 if texts[start] == "<|start|>" else start
-
-    # The end is behind the token that ends the message, or where the next one starts without it.
-    end = header_begin
-    body = None
-    while end < len(texts):
-        token = texts[end]
-        if token == "<|start|>":
-            break  # the message before was not ended
-        if token == "<|message|>" and body is None:
-            body = end + 1
-        end += 1
-        if token in ENDS:
-            break
-
-    ended_by = texts[end - 1] if texts[end - 1] in ENDS else None
-    body_end = end - 1 if ended_by else end
-
-    if body is None:
+def _message_of(span: MessageSpan, texts: Sequence[str], mask: Sequence[bool]) -> Message:
+    if span.body is None:
         # A header without a message: where sampling was cut short, or nonsense.
-        header, body = "assistant", min(header_begin, body_end)
+        header, body = Header("assistant", None, None, None), min(span.header, span.body_end)
     else:
-        header = "".join(texts[header_begin : body - 1])
-    role, channel, recipient, content_type = _read_header(header)
+        header, body = read_header("".join(texts[span.header : span.body - 1])), span.body
 
     return Message(
-        start=start,
+        start=span.start,
         body=body,
-        body_end=body_end,
-        end=end,
-        role=role,
-        channel=channel,
-        recipient=recipient,
-        content_type=content_type,
-        ended_by=ended_by,
-        is_sampled=any(mask[start:end]),
-        text="".join(texts[body:body_end]),
+        body_end=span.body_end,
+        end=span.end,
+        **header._asdict(),
+        ended_by=span.ended_by,
+        is_sampled=any(mask[span.start : span.end]),
+        text="".join(texts[body : span.body_end]),
     )
-
-
-def _read_header(header: str) -> tuple[str, str | None, str | None, str | None]:
-    """Read role, channel, recipient and content type, in either order that Harmony allows:
-    "assistant<|channel|>commentary to=functions.f <|constrain|>json", "assistant to=f<|channel|>"."""
-    before, _, after = header.partition("<|channel|>")
-    role = ""
-    channel = recipient = content_type = None
-    for word in before.split():
-        if word.startswith("to="):
-            recipient = word.removeprefix("to=")
-        elif not role:
-            role = word
-    for word in after.replace("<|constrain|>", " <|constrain|>").split():
-        if word.startswith("to="):
-            recipient = word.removeprefix("to=")
-        elif channel is None:
-            channel = word
-        else:
-            content_type = word
-    return role or "assistant", channel, recipient, content_type
 
 
 # -- ChatML ---------------------------------------------------------------------------------------

@@ -1,20 +1,9 @@
 """Conversations in tokens: where their messages are, and which of them the format drops."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from rl_loop.harmony.messages import MESSAGE_ENDS, MessageSpan, read_header, split_messages
 from rl_loop.harmony.vocabulary import Vocabulary, special_id
-
-
-@dataclass(frozen=True)
-class MessageSpan:
-    """One message in a conversation's tokens, ``[start, end)``."""
-
-    start: int
-    """Place of its ``<|start|>``."""
-    end: int
-    channel: str | None
-    """None for messages that are on no channel, such as the user's."""
 
 
 class History:
@@ -22,23 +11,18 @@ class History:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
+        self._names = {
+            self._special(name): name for name in ("<|start|>", "<|message|>", *MESSAGE_ENDS)
+        }
         self._start = self._special("<|start|>")
-        self._channel = self._special("<|channel|>")
-        self._message = self._special("<|message|>")
         self._end = self._special("<|end|>")
         self._return = self._special("<|return|>")
 
     def spans(self, ids: Sequence[int]) -> list[MessageSpan]:
-        """Return the messages of a conversation that begins with ``<|start|>``, in their order.
-
-        Text never holds special tokens, and a sampled turn that is no legal one never becomes
-        part of a conversation, so each ``<|start|>`` begins a message.
-        """
-        starts = [place for place, token in enumerate(ids) if token == self._start]
-        spans: list[MessageSpan] = []
-        for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
-            spans.append(MessageSpan(start, end, self._channel_of(ids[start:end])))
-        return spans
+        """Return the messages of a conversation that begins with ``<|start|>``, in their order."""
+        names = self._names
+        specials = [(place, names[token]) for place, token in enumerate(ids) if token in names]
+        return split_messages(specials, len(ids))
 
     def without_finished_analysis(self, ids: Sequence[int]) -> list[int]:
         """Leave out the analysis that led to earlier answers, as the format documents it.
@@ -50,12 +34,12 @@ class History:
         spans = self.spans(ids)
         last_final = -1
         for number, span in enumerate(spans):
-            if span.channel == "final":
+            if self._channel_of(ids, span) == "final":
                 last_final = number
 
         kept: list[int] = []
         for number, span in enumerate(spans):
-            if number < last_final and span.channel == "analysis":
+            if number < last_final and self._channel_of(ids, span) == "analysis":
                 continue
             piece = list(ids[span.start : span.end])
             if piece[-1] == self._return:
@@ -66,21 +50,14 @@ class History:
     def reasoning_tokens(self, sampled: Sequence[int]) -> int:
         """Count the tokens of a sampled turn that are analysis, their headers included."""
         # A turn begins behind <|start|>assistant.
-        spans = self.spans([self._start, *sampled])
-        return sum(span.end - span.start - 1 for span in spans if span.channel == "analysis")
+        ids = [self._start, *sampled]
+        analysis = [span for span in self.spans(ids) if self._channel_of(ids, span) == "analysis"]
+        return sum(span.end - span.start - 1 for span in analysis)
 
-    def _channel_of(self, message: Sequence[int]) -> str | None:
-        """Return the channel in the header of a message's tokens."""
-        header = list(message)
-        if self._message in header:
-            header = header[: header.index(self._message)]
-        if self._channel not in header:
-            return None
-
-        # Behind the channel may stand a recipient, or a special token that decodes to "<|...|>".
-        behind = self._vocabulary.decode(header[header.index(self._channel) + 1 :])
-        words = behind.partition("<|")[0].split()
-        return words[0] if words else None
+    def _channel_of(self, ids: Sequence[int], span: MessageSpan) -> str | None:
+        """Return the channel of a message; None for a user's and for a header that is cut short."""
+        header_end = span.body_end if span.body is None else span.body - 1
+        return read_header(self._vocabulary.decode(ids[span.header : header_end])).channel
 
     def _special(self, token: str) -> int:
         [token_id] = self._vocabulary.from_harmony([special_id(token)])

@@ -11,8 +11,8 @@ from openai_harmony import HarmonyError, Message, Role
 
 from rl_loop.chat.messages import FormatError, ParsedMessage
 from rl_loop.harmony.conversation import CHANNELS, CONSTRAIN, message_text
-from rl_loop.harmony.turn_headers import split_headers, split_texts
-from rl_loop.harmony.vocabulary import harmony_encoding, special_id
+from rl_loop.harmony.messages import MessageSpan, split_turn
+from rl_loop.harmony.vocabulary import FIRST_SPECIAL_ID, harmony_encoding, special_id
 
 REMEMBERED_FRAMES = 4096
 """Turns without their texts of which it is kept what they parse to: there are few different ones."""
@@ -26,18 +26,19 @@ def parse_turn(harmony_ids: Sequence[int]) -> list[ParsedMessage] | FormatError:
     They are those after ``<|start|>assistant``, the token included that ends the turn.
     """
     # Stricter than openai-harmony's parser, which reads nonsense into some illegal turns.
-    headers = split_headers(harmony_ids)
-    if headers is None:
+    spans = split_turn(harmony_ids)
+    if spans is None:
         return FormatError("structure")
 
     # openai-harmony takes the *name* of a special token, spelled in ordinary tokens, for the
     # token.
+    headers = (_header_words(harmony_ids, span) for span in spans)
     if any("<|" in harmony_encoding().decode(header) for header in headers):
         return FormatError("header")
 
     # The parser takes 0.3 ms for the shortest turn, most of it for headers, of which there are
     # few different ones. What it says of a turn does not depend on what stands in the texts.
-    frame, texts = split_texts(harmony_ids)
+    frame, texts = _split_texts(harmony_ids, spans)
     try:
         decoded = [harmony_encoding().decode_utf8(text) for text in texts]
     except HarmonyError:
@@ -51,6 +52,25 @@ def parse_turn(harmony_ids: Sequence[int]) -> list[ParsedMessage] | FormatError:
         ParsedMessage(message.channel, message.recipient, message.content_type, text)
         for message, text in zip(messages, decoded, strict=True)
     ]
+
+
+def _header_words(harmony_ids: Sequence[int], span: MessageSpan) -> list[int]:
+    """Return the ordinary tokens of a header."""
+    header = harmony_ids[span.header : span.body]
+    return [token_id for token_id in header if token_id < FIRST_SPECIAL_ID]
+
+
+def _split_texts(
+    harmony_ids: Sequence[int], spans: Sequence[MessageSpan]
+) -> tuple[tuple[int, ...], list[list[int]]]:
+    """Split a legal turn into all but its texts, and these."""
+    frame: list[int] = []
+    texts = []
+    for span in spans:
+        frame += harmony_ids[span.start : span.body]
+        frame += harmony_ids[span.body_end : span.end]
+        texts.append(list(harmony_ids[span.body : span.body_end]))
+    return tuple(frame), texts
 
 
 def _parse_frame(frame: tuple[int, ...]) -> list[ParsedMessage] | FormatError:

@@ -1,0 +1,141 @@
+"""The messages of Harmony tokens: where each begins and ends, and what its header says.
+
+A message is <|start|> HEADER <|message|> TEXT and <|end|>, <|call|> or <|return|>. HEADER is a role
+with <|channel|>, <|constrain|> and a recipient. ``split_messages`` finds messages in any tokens,
+those that are cut short included. ``split_turn`` is strict, for sampled turns: openai-harmony's
+parser takes special tokens inside a text for text, and inside a header for a recipient.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rl_loop.harmony.vocabulary import (
+    FIRST_SPECIAL_ID,
+    SPECIAL_TOKENS,
+    TURN_ENDS,
+    special_id,
+)
+
+MESSAGE_ENDS = ("<|end|>", *TURN_ENDS)
+HEADER_TOKENS = ("<|channel|>", "<|constrain|>")
+"""Special tokens that a header may hold, once each and in any order."""
+
+
+@dataclass(frozen=True)
+class MessageSpan:
+    """Places of one message in a sequence of tokens."""
+
+    start: int
+    """Index of the first token: <|start|>, or of the header if that stands before the sequence."""
+    header: int
+    """Index of the first token of the header."""
+    body: int | None
+    """Index of the first token of the text; None if there is no <|message|>."""
+    body_end: int
+    """Index behind the last token of the text, or of the header if there is no text."""
+    end: int
+    """Index behind the last token."""
+    ended_by: str | None
+    """Special token that ends the message; None if it is cut short."""
+
+
+class Header(NamedTuple):
+    """What the header of a message says."""
+
+    role: str
+    """system, developer, user, assistant or the name of a tool; assistant if it is left out."""
+    channel: str | None
+    """analysis, commentary or final."""
+    recipient: str | None
+    """The tool that is called, or the role that a tool answers."""
+    content_type: str | None
+    """Such as "code" or "<|constrain|>json"."""
+
+
+def split_messages(specials: Iterable[tuple[int, str]], length: int) -> list[MessageSpan]:
+    """Split a sequence of tokens into messages.
+
+    Every token belongs to exactly one message. Tokens that are in no legal message become one
+    without a text.
+
+    Args:
+        specials: index and name of every special token, in order.
+        length: number of all tokens.
+    """
+    messages: list[MessageSpan] = []
+    start = header = 0
+    body: int | None = None
+
+    def close(end: int, ended_by: str | None) -> None:
+        body_end = end if ended_by is None else end - 1
+        messages.append(MessageSpan(start, header, body, body_end, end, ended_by))
+
+    for place, name in specials:
+        if name == "<|start|>":
+            if place > start:
+                close(place, None)
+            start, header, body = place, place + 1, None
+        elif name == "<|message|>" and body is None:
+            body = place + 1
+        elif name in MESSAGE_ENDS:
+            close(place + 1, name)
+            start = header = place + 1
+            body = None
+    if start < length:
+        close(length, None)
+    return messages
+
+
+def split_turn(harmony_ids: Sequence[int]) -> list[MessageSpan] | None:
+    """Return the messages of an assistant turn, or None if its special tokens are out of order.
+
+    A turn begins inside a header, behind <|start|>. All messages but the last end with <|end|>, the
+    last one with <|return|> or <|call|>.
+    """
+    names = {special_id(token): token for token in SPECIAL_TOKENS}
+    # Reserved tokens have no name and are allowed nowhere.
+    specials = [
+        (place, names.get(token_id, ""))
+        for place, token_id in enumerate(harmony_ids)
+        if token_id >= FIRST_SPECIAL_ID
+    ]
+    named = dict(specials)
+    messages = split_messages(specials, len(harmony_ids))
+    for number, message in enumerate(messages):
+        has_start = message.header > message.start
+        ends = TURN_ENDS if number == len(messages) - 1 else ("<|end|>",)
+        if has_start != (number > 0) or message.body is None or message.ended_by not in ends:
+            return None
+        in_header = [
+            named[place] for place in range(message.header, message.body - 1) if place in named
+        ]
+        if len(in_header) != len(set(in_header)) or not set(in_header) <= set(HEADER_TOKENS):
+            return None
+        if any(place in named for place in range(message.body, message.body_end)):
+            return None
+    return messages or None
+
+
+def read_header(text: str) -> Header:
+    """Read a header in either order that Harmony allows.
+
+    Both "assistant<|channel|>commentary to=functions.f <|constrain|>json" and
+    "assistant to=functions.f<|channel|>commentary" are legal.
+    """
+    before, _, after = text.partition("<|channel|>")
+    role = ""
+    channel = recipient = content_type = None
+    for word in before.split():
+        if word.startswith("to="):
+            recipient = word.removeprefix("to=")
+        elif not role:
+            role = word
+    for word in after.replace("<|constrain|>", " <|constrain|>").split():
+        if word.startswith("to="):
+            recipient = word.removeprefix("to=")
+        elif channel is None:
+            channel = word
+        else:
+            content_type = word
+    return Header(role or "assistant", channel, recipient, content_type)
