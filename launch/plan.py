@@ -6,11 +6,10 @@ from itertools import accumulate
 from megatron_gptoss.context_parallel import (
     AttentionShape,
     ContextLayout,
-    Machine,
     balanced_layout,
     candidates,
 )
-from megatron_gptoss.context_parallel.cost_model import SchemeCost
+from megatron_gptoss.context_parallel.cost_model import H200, SchemeCost
 from megatron_gptoss.planning.flops import MATMUL_CEILING, training_flops
 from megatron_gptoss.planning.memory import worst_account
 from megatron_gptoss.planning.memory_advice import Hardware, describe_layout, layouts_that_fit
@@ -186,8 +185,8 @@ def attention_plan(inputs: MemoryInputs, dtype: str) -> str:
     lines = [
         f"context parallelism over {parallel.context} ranks: {inputs.tokens} tokens in {sequences} sequences, "
         f"{layout.tokens_per_rank} tokens per rank, {max(layout.shared)} of them of sequences that ranks share",
-        f"one layer, forward and backward, at {parallel.context_bandwidth:g} GB/s and "
-        f"{parallel.attention_tflops:g} TFLOP/s:",
+        f"one layer, forward and backward, at {H200.bandwidth / 1e9:g} GB/s and "
+        f"{H200.rate / 1e12:g} TFLOP/s:",
         f"  {'layers':22}{'scheme':12}{'sent MB':>10}{'communication ms':>18}{'computation ms':>16}{'together ms':>13}",
     ]
     lines += _scheme_lines(inputs, dtype, layout, kind="full_attention")
@@ -222,8 +221,7 @@ def _scheme_lines(inputs: MemoryInputs, dtype: str, layout: ContextLayout, kind:
         model.head_size,
         ELEMENT_BYTES[dtype],
     )
-    machine = Machine(parallel.context_bandwidth * 1e9, parallel.attention_tflops * 1e12)
-    costs = candidates(layout, shape, window, machine)  # the best comes first
+    costs = candidates(layout, shape, window, H200)  # the best comes first
     chosen = costs[0].scheme if configured == "auto" else configured
 
     lines = []

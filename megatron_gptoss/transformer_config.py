@@ -32,10 +32,6 @@ class PolicyTransformerConfig(TransformerConfig):
     """Context-parallel scheme of full-attention layers."""
     context_scheme_window: str = "auto"
     """Context-parallel scheme of sliding-window layers."""
-    context_bandwidth: float = 0.0
-    """Bytes per second that a GPU sends to its context-parallel peers."""
-    attention_rate: float = 0.0
-    """Floating-point operations per second of full attention on one GPU."""
 
     recompute_layers: int | None = None
     """The first layers of a chunk, which recompute; None: all."""

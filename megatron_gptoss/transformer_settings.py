@@ -92,8 +92,6 @@ def _parallel_settings(parallel: ParallelConfig) -> dict[str, Any]:
         "context_parallel_size": parallel.context,
         "context_scheme_full": parallel.context_scheme_full,
         "context_scheme_window": parallel.context_scheme_window,
-        "context_bandwidth": parallel.context_bandwidth * 1e9,
-        "attention_rate": parallel.attention_tflops * 1e12,
         "base": parallel.base,
     }
 

@@ -33,17 +33,10 @@ class ParallelConfig(StrictModel):
     """Context parallel size: ranks that share the tokens of one packed batch. Any size; a power
     of two if in doubt."""
     context_scheme_full: Literal["auto", "all_to_all", "all_gather"] = "auto"
-    """How full-attention layers communicate under context parallelism; auto takes what the cost
-    model finds cheapest for each row (``gptoss plan`` prints it)."""
+    """How full-attention layers communicate under context parallelism. auto: the scheme that the
+    cost model finds cheapest for each row between H200s on NVLink (``gptoss plan`` prints it)."""
     context_scheme_window: Literal["auto", "all_to_all", "halo"] = "auto"
     """The same for sliding-window layers."""
-    context_bandwidth: float = Field(300.0, gt=0)
-    """GB/s that a GPU sends to its context-parallel peers, for the cost model. The default is
-    NVLink between H200s; set it to what the network between nodes gives where context-parallel
-    ranks are spread over nodes."""
-    attention_tflops: float = Field(525.0, gt=0)
-    """TFLOP/s of full attention on one GPU, for the cost model. The default is flash-attn-4 on
-    an H200."""
     expert: int = Field(1, gt=0)
     """Expert parallel size: ranks among which the experts of a layer are shared out."""
     expert_dispatcher: Literal["alltoall", "deepep"] = "alltoall"

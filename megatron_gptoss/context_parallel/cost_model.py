@@ -42,10 +42,7 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the cost model knows of the hardware.
-
-    These are ``parallel.context_bandwidth`` and ``attention_tflops``, in units.
-    """
+    """Hardware of the cost model."""
 
     bandwidth: float
     """Bytes per second that a rank sends to the others."""
@@ -54,6 +51,8 @@ class Machine:
 
 
 H200 = Machine(bandwidth=300e9, rate=525e12)
+"""NVLink between H200s, and flash-attn-4 on one of them. Where another network or GPU makes another
+scheme the cheapest, ``parallel.context_scheme_full`` and ``context_scheme_window`` choose it."""
 
 
 @dataclass(frozen=True)

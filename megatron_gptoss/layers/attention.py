@@ -14,8 +14,8 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from gptoss_kernels.sink_attention import sink_attention
-from megatron_gptoss.context_parallel import Machine
 from megatron_gptoss.context_parallel.attention import context_parallel_attention
+from megatron_gptoss.context_parallel.cost_model import H200
 from megatron_gptoss.layers.no_sink import NO_SINK
 from megatron_gptoss.layers.rotary import RotaryEmbedding, apply_rotary
 from megatron_gptoss.packed_sequence import PackedSequence
@@ -61,7 +61,6 @@ class SinkAttention(DotProductAttention):
         else:
             self.window = None
             self.scheme = config.context_scheme_full
-        self.machine = Machine(bandwidth=config.context_bandwidth, rate=config.attention_rate)
 
         # Sinks are a parameter where Megatron's softmax is "learnable".
         self.local_heads = config.num_attention_heads // self.tp_group.size()
@@ -174,5 +173,5 @@ class SinkAttention(DotProductAttention):
             scale=self.scale,
             backend=self.backend,
             scheme=self.scheme,
-            machine=self.machine,
+            machine=H200,
         )
