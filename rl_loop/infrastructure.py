@@ -12,7 +12,7 @@ fails too."""
 
 import sys
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from megatron_gptoss.user_error import UserError
 
@@ -80,21 +80,33 @@ def describe(error: BaseException) -> str:
     return f"{name}: {first_line}" if first_line else name
 
 
+MAX_STREAK = 64
+"""Invalid episodes in sequence that end a run at once, before a step has enough for a share."""
+
+
 class InfrastructureBreaker:
     """Ends a run whose infrastructure is broken, though a few episodes may work.
 
     One breaker watches the episodes of one call that runs groups, usually one step."""
 
     def __init__(self, max_share: float, max_streak: int | None) -> None:
-        """``max_share``: of all episodes, as many may be invalid.
+        """Start with no episodes.
 
-        ``max_streak``: as many invalid episodes one after the other, in the order in which they
-        end, break at once; None for any number."""
+        Args:
+            max_share: largest share of all episodes that may be invalid.
+            max_streak: number of invalid episodes in sequence, in the order in which they end,
+                that breaks at once. None for any number.
+        """
         self._max_share = max_share
         self._max_streak = max_streak
         self._episodes = 0
         self._streak = 0
         self._invalid: list[Trajectory] = []
+
+    @classmethod
+    def with_streak(cls, max_share: float) -> Self:
+        """Return a breaker that ``MAX_STREAK`` invalid episodes in sequence break at once."""
+        return cls(max_share, MAX_STREAK)
 
     def observe(self, group: "TrajectoryGroup") -> None:
         """Count the episodes of a group.
@@ -109,7 +121,7 @@ class InfrastructureBreaker:
         else:
             self._streak += len(group.invalid)
         if self._max_streak is not None and self._streak >= self._max_streak:
-            limit = f"{self._streak} in a row; rollout.max_invalid_streak is {self._max_streak}"
+            limit = f"{self._streak} in a row, and {self._max_streak} end a run"
             raise InfrastructureOutage(self._message(limit))
 
     def check_share(self) -> None:

@@ -274,7 +274,6 @@ class Session:
             self.progress,
             episodes,
             trackers,
-            config.tracking.samples,
             steps=config.training.steps,
         )
         if self.conversations is not None:

@@ -18,8 +18,8 @@ With ``--quantization mxfp4`` the servers are ``bf16``, with our settings, and `
   whose expert products of many tokens run in triton_kernels' own shapes, and ``mxfp4_slow_few_tokens``,
   which multiplies few tokens in triton_kernels' kernel, too;
 * ``bf16_slow_sampling`` and ``mxfp4_slow_sampling``, which sample as SGLang does, not in one reading of
-  the logits (``rollout.engine.quick_sampling``), ``bf16_slow_window`` and ``mxfp4_slow_window``, which
-  attend to windows with FlashAttention, not in the plugin's own kernel (``rollout.engine.quick_window``),
+  the logits (patch ``quick_sampling``), ``bf16_slow_window`` and ``mxfp4_slow_window``, which
+  attend to windows with FlashAttention, not in the plugin's own kernel (patch ``quick_window``),
   and ``bf16_slow`` and ``mxfp4_slow``, which do both;
 * ``bf16_rounded_logits`` and ``mxfp4_rounded_logits``, whose logits are rounded to bf16
   (``rollout.engine.fp32_logits``), and ``mxfp4_sglang_fp32_logits``, which computes them with SGLang's

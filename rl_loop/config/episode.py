@@ -24,8 +24,6 @@ class EpisodeLimits(BaseModel):
     episode_seconds: float = Field(600.0, gt=0)
     """Wall-clock limit of one episode: of sampling, tools and the judging of its answer. Waiting
     in the engine's queue, or for infrastructure that failed, does not count."""
-    queue_seconds: float = Field(3600.0, gt=0)
-    """How long a turn may wait in the engine's queue; longer is an infrastructure failure."""
     max_observation_bytes: int = Field(65536, ge=256)
     """UTF-8 bytes of what tools answer, or the user says, between two turns. What is
     longer is cut in its middle."""
@@ -42,9 +40,4 @@ class PurificationConfig(BaseModel):
     probability: float = Field(1.0, gt=0, le=1)
     """Share of failed turns that are retried; below 1 the policy goes on meeting errors."""
     retries: int = Field(3, gt=0)
-    """Of one turn; after that the error stays."""
-    attempts: int = Field(30, gt=0)
-    """Retries of a whole episode."""
-    similarity: float = Field(0.5, ge=0, le=1)
-    """Of old and new call (difflib's ratio) from which on the old reasoning stays; below it the
-    whole turn is new."""
+    """Most retries of one turn; after that the error stays."""

@@ -40,10 +40,8 @@ class RolloutConfig(EpisodeLimits, StrictModel):
     """Record which experts the engine chose for every token."""
     max_invalid_share: float = Field(0.2, ge=0, lt=1)
     """Largest share of a step's episodes that infrastructure failures (engine, sandbox, tool,
-    checker) may end. Such episodes are left out of everything; above this share the run ends and
-    names the culprit."""
-    max_invalid_streak: int = Field(64, gt=0)
-    """As many such episodes one after the other end the run at once."""
+    checker) may end. Such episodes are left out of everything. Above this share, and after 64 of
+    them in sequence, the run ends and names the failing component."""
 
     @model_validator(mode="before")
     @classmethod

@@ -41,9 +41,6 @@ class TrackingConfig(StrictModel):
     """Whole episodes recorded per step and split, in ``runs/NAME/episodes``: all, or so many,
     evenly spread over the tasks. 5 to 12 bytes per token; fewer only where the disk is too
     small."""
-    samples: int = Field(4, ge=0)
-    """Episodes per step and split that Weights & Biases or MLflow get as a table, where one of them
-    is on."""
 
 
 class EvaluationConfig(StrictModel):

@@ -207,7 +207,7 @@ class RenderPool:
         names = ", ".join(source.name for source in self._plan.sources)
         return DataError(
             f"data.sources ({names}): a process that renders conversations died; if memory was "
-            "short, lower data.workers or data.shuffle_megabytes"
+            "short, lower data.workers"
         )
 
 

@@ -61,9 +61,6 @@ class DataConfig(BaseModel):
     """Of the order, and of what is held out for validation."""
     shuffle: bool = True
     """Whether every epoch has an order of its own; false: that of the file."""
-    shuffle_megabytes: int = Field(16, gt=0)
-    """How much of a file is shuffled at a time, and what is in memory of it; blocks of the file
-    are shuffled besides."""
     validation_share: float = Field(0.0, ge=0, lt=1)
     """Share of the conversations that is not trained on and measures the loss. Chosen by content:
     copies of a conversation are all on one side."""

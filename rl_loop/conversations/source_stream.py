@@ -31,7 +31,8 @@ from rl_loop.conversations.refusals import (
 )
 from rl_loop.conversations.rows import Block, Rows
 
-MEGABYTE = 1 << 20
+WINDOW_BYTES = 16 << 20
+"""Text of a file that is shuffled, and kept in memory, at a time. Blocks of the file are shuffled, too."""
 
 OrderKey = tuple[bytes, int, int]
 """Random bytes, row and number of a sample, by which a window is sorted."""
@@ -242,7 +243,7 @@ class SourceStream:
         for block in blocks:
             if not windows or block.size > room:
                 windows.append([])
-                room = self._data.shuffle_megabytes * MEGABYTE
+                room = WINDOW_BYTES
             windows[-1].append(block)
             room -= block.size
         self._windows_of = (epoch, windows)

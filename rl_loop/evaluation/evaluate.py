@@ -95,7 +95,7 @@ async def run_at_endpoint(
     runs_episodes = worker_class(worker_settings.codec.tasks)
     worker = runs_episodes(worker_settings, lambda: engine, torch.get_num_threads())
     rollout = worker_settings.rollout
-    breaker = InfrastructureBreaker(rollout.max_invalid_share, rollout.max_invalid_streak)
+    breaker = InfrastructureBreaker.with_streak(rollout.max_invalid_share)
     # The endpoint takes so many episodes at a time, and a task brings several.
     slots = asyncio.Semaphore(max(1, evaluation.concurrency // evaluation.samples_per_task))
 

@@ -414,7 +414,6 @@ class Session:
             sampling=sampling,
             clock=self.clock,
             shape=self._shape,
-            queue_seconds=self._settings.limits.queue_seconds,
             routed_experts=self._settings.routed_experts,
         )
 

@@ -78,7 +78,6 @@ async def run_episode(
         sampling=replace(sampling, stop_token_ids=codec.stop_token_ids),
         clock=EpisodeClock(limits.episode_seconds),
         shape=shape or ModelShape(codec.vocabulary.size),
-        queue_seconds=limits.queue_seconds,
         routed_experts=routed_experts,
     )
     runner = EpisodeRunner(task_id, environment, codec, limits, sampler, purification)

@@ -247,4 +247,4 @@ class RolloutCollector:
     def _new_streak(self) -> InfrastructureBreaker:
         """Return what watches for failures in a row until the step's episodes are there."""
         rollout = self._rollout
-        return InfrastructureBreaker(rollout.max_invalid_share, rollout.max_invalid_streak)
+        return InfrastructureBreaker.with_streak(rollout.max_invalid_share)

@@ -146,7 +146,7 @@ def run_groups(
     ``abandon`` is asked every second; if it says so, RolloutsAbandoned is raised. ``on_ended`` is
     told of every group that ends. Raises
     InfrastructureOutage if too many episodes failed, and TaskFileError if no task can be run."""
-    streak = InfrastructureBreaker(rollout.max_invalid_share, rollout.max_invalid_streak)
+    streak = InfrastructureBreaker.with_streak(rollout.max_invalid_share)
     results: dict[int, TrajectoryGroup] = {}
     wanted = sum(len(request.seeds) for request in requests)
     episodes_ended = 0

@@ -24,6 +24,10 @@ from rl_loop.off_loop import off_loop
 if TYPE_CHECKING:
     from rl_loop.engines.protocol import GenerateResult
 
+MAX_RETRIES = 30
+"""Retries of a whole episode."""
+SIMILARITY = 0.5
+"""Least similarity of old and new call (difflib's ratio) that keeps the old reasoning."""
 COMPARED_CHARACTERS = 1024
 """Of two calls that are compared. difflib may need the cube of their number: seconds for these."""
 
@@ -77,7 +81,7 @@ class Purifier:
         after = self.environment.save_state()
         turn = failed
         for _ in range(self.config.retries):
-            if self.attempts >= self.config.attempts:
+            if self.attempts >= MAX_RETRIES:
                 break
             self.attempts += 1
             retried = await self._write_again(turn)
@@ -121,7 +125,7 @@ class Purifier:
 
         kept = 0
         ids = sampled.output_ids
-        if _similarity(_calls(turn.messages), _calls(messages)) >= self.config.similarity:
+        if _similarity(_calls(turn.messages), _calls(messages)) >= SIMILARITY:
             reasoning, _ = self.codec.split_at_calls(turn.sampled.output_ids, turn.messages)
             _, call = self.codec.split_at_calls(sampled.output_ids, messages)
             kept = min(len(reasoning), turn.kept)

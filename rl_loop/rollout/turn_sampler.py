@@ -32,6 +32,10 @@ ABORT_SECONDS = 10.0
 """How long an engine may take to end a request that it was told to abort."""
 
 
+QUEUE_SECONDS = 3600.0
+"""Longest wait of a request in the engine's queue; a longer one is an infrastructure failure."""
+
+
 @dataclass
 class TurnSampler:
     """Samples and scores for one episode."""
@@ -43,8 +47,6 @@ class TurnSampler:
     clock: EpisodeClock
     shape: ModelShape
     """What the engine's answers are checked against."""
-    queue_seconds: float
-    """How long a request may wait in the engine's queue."""
     routed_experts: bool = False
     """Whether the engine has to return the experts of every token."""
     prefilled_again: int = 0
@@ -163,11 +165,9 @@ class TurnSampler:
         beginning = asyncio.ensure_future(begun.wait())
         either: set[asyncio.Future[Any]] = {running, beginning}
         try:
-            await asyncio.wait(
-                either, timeout=self.queue_seconds, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait(either, timeout=QUEUE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             if not running.done() and not begun.is_set():
-                raise EngineFault(request.request_id, f"not begun within {self.queue_seconds:g} s")
+                raise EngineFault(request.request_id, f"not begun within {QUEUE_SECONDS:g} s")
 
             # An engine that answers at once may not have said that it began.
             self.clock.start()

@@ -1,6 +1,6 @@
 """An isolated Python interpreter for programs that a model wrote. Needs Linux and bubblewrap."""
 
-from rl_loop.sandbox.config import SandboxConfig, SandboxFailure, SandboxUnavailable
+from rl_loop.sandbox.config import SandboxConfig, SandboxFailure, SandboxLimits, SandboxUnavailable
 from rl_loop.sandbox.connection import ExecutionResult
 from rl_loop.sandbox.python_sandbox import PythonSandbox, check_isolation
 
@@ -9,6 +9,7 @@ __all__ = [
     "PythonSandbox",
     "SandboxConfig",
     "SandboxFailure",
+    "SandboxLimits",
     "SandboxUnavailable",
     "check_isolation",
 ]

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from rl_loop.sandbox.cgroup import ServerCgroup, find_base
-from rl_loop.sandbox.config import SandboxConfig, SandboxUnavailable
+from rl_loop.sandbox.config import SandboxConfig, SandboxLimits, SandboxUnavailable
 from rl_loop.sandbox.inside.messages import (
     FAILED,
     READY,
@@ -84,10 +84,11 @@ class ServerProcess:
     It dies with the *thread* that made it (bubblewrap's --die-with-parent), so make it in one that
     lives as long."""
 
-    def __init__(self, config: SandboxConfig) -> None:
+    def __init__(self, config: SandboxConfig, limits: SandboxLimits) -> None:
         """Start and wait until it is ready. Raises SandboxUnavailable with what bubblewrap or the
         server said."""
         self._config = config
+        self._limits = limits
         self.calls = 0
         self._cgroup: ServerCgroup | None = None
 
@@ -128,7 +129,7 @@ class ServerProcess:
             inherited = [*sources.values(), info_write]
             try:
                 command = bubblewrap_command(self._config, sources, info_descriptor=info_write)
-                base = find_base() if self._config.use_cgroup else None
+                base = find_base() if self._limits.use_cgroup else None
                 if base is not None:
                     self._cgroup = ServerCgroup(base)
                     command = self._cgroup.joining(command)
@@ -157,19 +158,19 @@ class ServerProcess:
 
     def _settings(self) -> ServerSettings:
         """Collect the configuration and what else a server must be told."""
-        config = self._config
+        config, limits = self._config, self._limits
         return ServerSettings(
             preload_modules=list(config.preload_modules),
             timeout_seconds=config.timeout_seconds,
-            cpu_seconds=config.cpu_seconds,
+            cpu_seconds=limits.cpu_seconds_of(config),
             memory_bytes=config.memory_bytes,
             total_memory_bytes=config.total_memory_bytes,
-            processes=config.processes,
-            open_files=config.open_files,
-            file_bytes=config.file_bytes,
-            tmp_bytes=config.tmp_bytes,
-            tmp_files=config.tmp_files,
-            output_bytes=config.output_bytes,
+            processes=limits.processes,
+            open_files=limits.open_files,
+            file_bytes=limits.file_bytes,
+            tmp_bytes=limits.tmp_bytes,
+            tmp_files=limits.tmp_files,
+            output_bytes=limits.output_bytes,
             seccomp=seccomp_filter(platform.machine()).hex(),
             socket_buffer_bytes=int(SOCKET_BUFFER_FILE.read_text()),
             memory_events=None if self._cgroup is None else self._cgroup.memory_events,
@@ -188,9 +189,9 @@ class ServerProcess:
         call = Call(code=programs[-1], history=programs[:-1])
 
         size = len(call.code.encode())
-        if size > self._config.code_bytes:
+        if size > self._limits.code_bytes:
             reason = (
-                f"the program has {size} bytes, more than the limit of {self._config.code_bytes}"
+                f"the program has {size} bytes, more than the limit of {self._limits.code_bytes}"
             )
             return ExecutionResult(output="", exit_code=1, error=reason)
 
@@ -251,7 +252,7 @@ class ServerProcess:
         """Kind and payload of the server's next message."""
         if not self._connection.poll(seconds):
             raise TimeoutError(f"the server did not answer within {seconds:g} s")
-        message = self._connection.recv_bytes(self._config.output_bytes + LARGEST_HEADER)
+        message = self._connection.recv_bytes(self._limits.output_bytes + LARGEST_HEADER)
         return message[:1], message[1:]
 
     def _result(self, payload: bytes) -> ExecutionResult:
@@ -260,7 +261,7 @@ class ServerProcess:
         call, output = CallResult.from_payload(payload)
         text = output.decode("utf-8", "replace")
         if call.truncated:
-            text += f"\n[output truncated at {self._config.output_bytes} bytes]"
+            text += f"\n[output truncated at {self._limits.output_bytes} bytes]"
 
         error = self._reason(call.killed_for)
         if error is None and call.exit_code < 0:
@@ -281,7 +282,7 @@ class ServerProcess:
             "time": f"killed: it ran longer than {self._config.timeout_seconds:g} s",
             "memory": f"killed: its processes used more than {self._config.total_memory_bytes} bytes of memory",
             "locks": "killed: its processes held too many locks of files",
-            "output": f"killed: it printed more than {self._config.output_bytes} bytes",
+            "output": f"killed: it printed more than {self._limits.output_bytes} bytes",
             "history": "the earlier programs of its session ended the interpreter when they ran again",
         }
         return None if killed_for is None else reasons.get(killed_for)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
-from rl_loop.sandbox.config import SandboxConfig, SandboxFailure, SandboxUnavailable
+from rl_loop.sandbox.config import SandboxConfig, SandboxFailure, SandboxLimits, SandboxUnavailable
 from rl_loop.sandbox.connection import ExecutionResult, ServerLost, ServerProcess
 from rl_loop.sandbox.isolation import hints
 
@@ -17,12 +17,15 @@ _CLOSED = "the sandbox was closed"
 logger = logging.getLogger(__name__)
 
 
-def check_isolation(config: SandboxConfig | None = None) -> None:
-    """Raises SandboxUnavailable, with the reason and what to do, if programs can not be isolated
-    on this machine.
+def check_isolation(
+    config: SandboxConfig | None = None, limits: SandboxLimits | None = None
+) -> None:
+    """Raise SandboxUnavailable, with the reason and what to do, if this machine cannot isolate
+    programs.
 
-    It starts one server and runs one program in it, because only that proves it (about 0.2 s)."""
-    server = ServerProcess(config or SandboxConfig())
+    Start one server and run one program in it, because only that proves it (about 0.2 s).
+    """
+    server = ServerProcess(config or SandboxConfig(), limits or SandboxLimits())
     try:
         result = server.execute(
             "import os; print(os.getuid(), os.getgid(), os.getpid(), sorted(os.listdir('/tmp')))"
@@ -46,8 +49,11 @@ class PythonSandbox:
     makes again. Use it as ``async with PythonSandbox(config) as sandbox``. ``run`` may be awaited
     from any event loop and thread."""
 
-    def __init__(self, config: SandboxConfig | None = None) -> None:
+    def __init__(
+        self, config: SandboxConfig | None = None, limits: SandboxLimits | None = None
+    ) -> None:
         self.config = config or SandboxConfig()
+        self.limits = limits or SandboxLimits()
         self._threads: ThreadPoolExecutor | None = None
         self._servers: dict[
             int, ServerProcess
@@ -59,7 +65,7 @@ class PythonSandbox:
         possible."""
         if self._threads is not None:
             return
-        await asyncio.to_thread(check_isolation, self.config)
+        await asyncio.to_thread(check_isolation, self.config, self.limits)
         self._closing = False
         self._threads = ThreadPoolExecutor(self.config.workers, "python-sandbox")
         every_thread = threading.Barrier(self.config.workers)
@@ -147,7 +153,7 @@ class PythonSandbox:
         # calls_per_server calls
         server = self._servers.get(threading.get_ident())
         if result.error is not None or (
-            server is not None and server.calls >= self.config.calls_per_server
+            server is not None and server.calls >= self.limits.calls_per_server
         ):
             # the next call tries again and reports why
             with contextlib.suppress(SandboxUnavailable, OSError):
@@ -180,7 +186,7 @@ class PythonSandbox:
         closed."""
         self._discard_server()
         if not self._closing:
-            server = self._servers[threading.get_ident()] = ServerProcess(self.config)
+            server = self._servers[threading.get_ident()] = ServerProcess(self.config, self.limits)
             if not self._closing:  # else ``close`` may not have seen the new one
                 return server
         raise SandboxUnavailable(_CLOSED)

@@ -28,6 +28,9 @@ from rl_loop.tracking.step_metrics import (
     add_update_metrics,
 )
 
+TABLE_EPISODES = 4
+"""Episodes of each step and split that experiment trackers show as a table."""
+
 DRIFT_STEPS = 10
 """Steps at the start of a run that later ones are compared with."""
 
@@ -85,7 +88,7 @@ class StepRecorder:
         progress: Progress,
         episodes: EpisodeRecorder,
         trackers: Sequence[ExperimentTracker] = (),
-        samples: int = 0,
+        samples: int = TABLE_EPISODES,
         *,
         steps: int,
     ) -> None:

@@ -91,14 +91,6 @@ class SglangConfig(EngineConfig):
     deterministic: bool = False
     """The same tokens for the same seed whatever a request is batched with; slower, without prefix
     cache."""
-    quick_sampling: bool | None = None
-    """Sample, and compute log-probs, in one reading of the logits instead of some 16 passes
-    (docs/sglang.md): 5 % of a decoding step with up to 64 requests on MXFP4 servers. null: where that
-    can be, on GPUs without ``deterministic``."""
-    quick_window: bool | None = None
-    """Compute attention of a decoding step's windowed layers in a kernel of ours instead of
-    FlashAttention 3 (docs/sglang.md): 1 % of a decoding step with 8 requests and 5 % with 256 on MXFP4
-    servers. null: where that can be, with ``attention_backend: fa3`` on GPUs without ``deterministic``."""
     fp32_logits: bool | None = None
     """Keep logits in fp32, as the trainer does, instead of rounding them to bf16 (docs/sglang.md).
     null: on GPUs without ``deterministic``."""
@@ -132,8 +124,6 @@ class SglangConfig(EngineConfig):
     def _check(self) -> Self:
         self._check_access()
         self._check_packed_experts()
-        self._check_sampling()
-        self._check_window()
         self._check_logits()
         self._check_kernels()
         if self.colocated and self.weight_sync == "nccl":
@@ -186,29 +176,6 @@ class SglangConfig(EngineConfig):
                 f"attention_backend {self.attention_backend} is for others: leave quantization out of rollout.engine"
             )
 
-    def _check_sampling(self) -> None:
-        if not self.quick_sampling:
-            return
-        if self.deterministic:
-            raise ValueError(
-                "rollout.engine.quick_sampling draws the tokens of a batch from one generator, and with "
-                "deterministic every request has a seed of its own: leave one of them out of rollout.engine"
-            )
-
-    def _check_window(self) -> None:
-        if not self.quick_window:
-            return
-        if self.attention_backend != "fa3":
-            raise ValueError(
-                "rollout.engine.quick_window stands in for attention_backend fa3, and this is "
-                f"{self.attention_backend}: leave quick_window out"
-            )
-        if self.deterministic:
-            raise ValueError(
-                "rollout.engine.quick_window computes decoding otherwise than prefill, and with "
-                "deterministic attention has to be the same in both: leave one of them out of rollout.engine"
-            )
-
     def _check_logits(self) -> None:
         if self.fp32_logits and self.deterministic:
             raise ValueError(
@@ -217,12 +184,11 @@ class SglangConfig(EngineConfig):
             )
 
     def _check_kernels(self) -> None:
-        for key in ("quick_sampling", "quick_window", "fp32_logits"):
-            if getattr(self, key) and self._is_on_cpus:
-                raise ValueError(
-                    f"rollout.engine.{key} is for GPUs, and rollout.engine.arguments asks for servers on "
-                    f"CPUs: leave {key} out"
-                )
+        if self.fp32_logits and self._is_on_cpus:
+            raise ValueError(
+                "rollout.engine.fp32_logits is for GPUs, and rollout.engine.arguments asks for servers on "
+                "CPUs: leave fp32_logits out"
+            )
 
     @property
     def packs_experts(self) -> bool:
@@ -230,16 +196,19 @@ class SglangConfig(EngineConfig):
 
     @property
     def samples_quickly(self) -> bool:
-        """Whether servers sample in one reading of the logits."""
-        if self.quick_sampling is not None:
-            return self.quick_sampling
+        """True if servers sample in one pass over the logits.
+
+        It draws the tokens of a batch from one generator, and deterministic servers have a seed per
+        request.
+        """
         return not self.deterministic and not self._is_on_cpus
 
     @property
     def attends_quickly(self) -> bool:
-        """Whether servers decode windowed layers in the plugin's kernel."""
-        if self.quick_window is not None:
-            return self.quick_window
+        """True if servers decode windowed layers in the plugin's kernel.
+
+        It replaces fa3, and computes decoding in another order than prefill.
+        """
         return self.attention_backend == "fa3" and not self.deterministic and not self._is_on_cpus
 
     @property

@@ -140,4 +140,4 @@ def test_an_agent_trains_a_dense_model_as_it_was_sampled(tmp_path: Path) -> None
 
 def test_a_broken_agent_ends_the_run_and_is_named(tmp_path: Path) -> None:
     with pytest.raises(InfrastructureOutage, match=rf"{PROGRAMS}:exiting: SystemExit: enough"):
-        run_rl(config(tmp_path, "exiting", "rollout.max_invalid_streak=3"), Quiet())
+        run_rl(config(tmp_path, "exiting"), Quiet())

@@ -59,7 +59,7 @@ class Report(RefusalReport):
 
 
 def data_of(harmony: Harmony, **keys: Any) -> ConversationData:
-    config = DataConfig.model_validate({"workers": 0, "shuffle_megabytes": 1} | keys)
+    config = DataConfig.model_validate({"workers": 0} | keys)
     return ConversationData(config, harmony, LONG)
 
 
@@ -72,6 +72,11 @@ def drain(stream: ConversationStream, harmony: Harmony, at_a_time: int = 7) -> l
     while (samples := stream.take(at_a_time)) is not None:
         drained += texts(samples, harmony)
     return drained
+
+
+@pytest.fixture(autouse=True)
+def small_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_stream, "WINDOW_BYTES", 1 << 20)
 
 
 @pytest.fixture

@@ -118,13 +118,11 @@ def run(
     write_modules(tmp_path, modules)
     # What is not at stake here would look for more of SGLang, or for torch.
     environment = SglangConfig(
-        quick_sampling=False,
-        quick_window=False,
-        fp32_logits=False,
-        env={"PYTHONPATH": str(tmp_path)},
-        **settings,
+        fp32_logits=False, env={"PYTHONPATH": str(tmp_path)}, **settings
     ).environment
-    environment[MENDS] = environment[MENDS].removeprefix(f"{ALWAYS},")
+    mends = environment[MENDS].removeprefix(f"{ALWAYS},").split(",")
+    kernels = ("quick_sampling", "quick_window")
+    environment[MENDS] = ",".join(mend for mend in mends if mend not in kernels)
     return subprocess.run(
         [sys.executable, "-S", "-c", code],
         env=os.environ | environment,

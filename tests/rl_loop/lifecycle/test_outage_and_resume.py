@@ -174,7 +174,6 @@ def test_run_continues_when_an_outage_is_over(tmp_path: Path) -> None:
         f"tasks.sources={{retool: {source}}}",
         "training.steps=4",
         "training.checkpoint_every=1",
-        "rollout.max_invalid_streak=8",
     ]
     run = RunDirectory(tmp_path / "outage")
     os.environ[broken_world.METRICS] = str(run.metrics)

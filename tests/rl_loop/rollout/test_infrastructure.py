@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rl_loop import infrastructure
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.config.episode import EpisodeLimits, PurificationConfig
 from rl_loop.config.rollout import RolloutConfig
@@ -286,8 +287,11 @@ class HangingEngine(ScriptedEngine):
 
 
 @pytest.mark.parametrize("begins", [True, False])
-def test_an_engine_that_hangs_makes_the_episode_invalid(tiny: Harmony, begins: bool) -> None:
-    limits = LIMITS.model_copy(update={"episode_seconds": 0.05, "queue_seconds": 0.1})
+def test_an_engine_that_hangs_makes_the_episode_invalid(
+    tiny: Harmony, begins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turn_sampler, "QUEUE_SECONDS", 0.1)
+    limits = LIMITS.model_copy(update={"episode_seconds": 0.05})
     check_invalid(play(tiny, HangingEngine(begins), limits=limits), "engine")
 
 
@@ -754,9 +758,7 @@ def test_the_breaker_ends_a_run_by_share_and_by_streak_and_names_the_culprit() -
     streak.observe(TrajectoryGroup("t", [], invalid=[failed()] * 19))
     streak.observe(TrajectoryGroup("t", [valid(0.0)], invalid=[failed()] * 19))
     streak.observe(TrajectoryGroup("t", [], invalid=[failed()] * 19))
-    with pytest.raises(
-        InfrastructureOutage, match=r"20 in a row; rollout.max_invalid_streak is 20"
-    ):
+    with pytest.raises(InfrastructureOutage, match=r"20 in a row, and 20 end a run"):
         streak.observe(TrajectoryGroup("t", [], invalid=[failed()]))
 
 
@@ -775,7 +777,7 @@ class AtOnce:
     [((1, 2), "16 in a row"), ((0, 2), "16 of 32 .*max_invalid_share is 0.4"), ((3,), None)],
 )
 def test_groups_are_given_out_unless_too_many_of_their_episodes_were_invalid(
-    lost: tuple[int, ...], limit: str | None
+    lost: tuple[int, ...], limit: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups = [
         TrajectoryGroup(str(number), [], invalid=[failed()] * 8)
@@ -783,7 +785,8 @@ def test_groups_are_given_out_unless_too_many_of_their_episodes_were_invalid(
         else TrajectoryGroup(str(number), [valid(0.0)] * 8)
         for number in range(4)
     ]
-    rollout = RolloutConfig.model_construct(max_invalid_share=0.4, max_invalid_streak=16)
+    monkeypatch.setattr(infrastructure, "MAX_STREAK", 16)
+    rollout = RolloutConfig.model_construct(max_invalid_share=0.4)
     requests = [GroupRequest(None, tuple(range(8)), 1.0)] * 4  # type: ignore[arg-type]
     if limit is None:
         assert run_groups(AtOnce(*groups), requests, rollout) == groups

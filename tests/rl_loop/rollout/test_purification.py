@@ -17,6 +17,7 @@ from rl_loop.engines.protocol import SamplingParams
 from rl_loop.environments import RewardConfig, Task
 from rl_loop.environments.retool import ReToolEnvironment
 from rl_loop.harmony.codec import Harmony, ParsedMessage
+from rl_loop.rollout import purification
 from rl_loop.rollout.agent import run_episode
 from tests.support.rl_loop.scripted_engine import ScriptedEngine, log_prob_at
 
@@ -125,22 +126,23 @@ def test_grafted_tokens_enter_neither_correction_nor_replay(tiny: Harmony) -> No
     assert samples.loss_mask[start:end].all()
 
 
-def test_an_unlike_call_replaces_the_whole_turn(tiny: Harmony) -> None:
+def test_an_unlike_call_replaces_the_whole_turn(
+    tiny: Harmony, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(purification, "SIMILARITY", 0.9)
     bad, good = think(tiny, "Use python.", "x=1"), think(tiny, "Again.", "print(17*23)")
-    trajectory, engine, _ = episode(
-        tiny, [bad, good, answer(tiny)], PurificationConfig(similarity=0.9)
-    )
+    trajectory, engine, _ = episode(tiny, [bad, good, answer(tiny)], PurificationConfig())
     prompt = len(engine.requests[0].input_ids)
     assert trajectory.token_ids[prompt : prompt + len(good)].tolist() == good
     assert trajectory.grafted == [(prompt, prompt + len(good))]
 
 
-@pytest.mark.parametrize(
-    "config", [PurificationConfig(retries=2), PurificationConfig(retries=9, attempts=2)]
-)
+@pytest.mark.parametrize(("of_turn", "of_episode"), [(2, 30), (9, 2)])
 def test_after_the_last_retry_the_error_stays_as_it_was_sampled(
-    tiny: Harmony, config: PurificationConfig
+    tiny: Harmony, of_turn: int, of_episode: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(purification, "MAX_RETRIES", of_episode)
+    config = PurificationConfig(retries=of_turn)
     bad = think(tiny, "Use python.", "print(17*23")
     plain, _, _ = episode(tiny, [bad, answer(tiny)], None)
     kept, engine, programs = episode(tiny, [bad, bad, bad, answer(tiny)], config)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Any
 
 import pytest
 
-from rl_loop.sandbox import SandboxConfig
+from rl_loop.sandbox import SandboxConfig, SandboxLimits
 from tests.support.rl_loop.sandbox.under_test import SandboxUnderTest
 
 
@@ -16,13 +18,15 @@ def make_sandbox() -> Iterator[Callable[..., SandboxUnderTest]]:
 
     Where isolation is not available this fails with the reason: the suite never passes without having attacked.
     """
-    made: dict[SandboxConfig, SandboxUnderTest] = {}
+    made: dict[tuple[SandboxConfig, SandboxLimits], SandboxUnderTest] = {}
+    names = {field.name for field in fields(SandboxLimits)}
 
-    def make(**settings: object) -> SandboxUnderTest:
-        config = SandboxConfig.model_validate({"workers": 1, **settings})
-        if config not in made:
-            made[config] = SandboxUnderTest(config)
-        return made[config]
+    def make(**settings: Any) -> SandboxUnderTest:
+        limits = SandboxLimits(**{name: settings.pop(name) for name in names & set(settings)})
+        key = SandboxConfig.model_validate({"workers": 1, **settings}), limits
+        if key not in made:
+            made[key] = SandboxUnderTest(*key)
+        return made[key]
 
     yield make
     for sandbox in made.values():

@@ -14,7 +14,13 @@ import psutil
 import pytest
 
 from launch.doctor import Status, check_sandbox
-from rl_loop.sandbox import PythonSandbox, SandboxConfig, SandboxUnavailable, check_isolation
+from rl_loop.sandbox import (
+    PythonSandbox,
+    SandboxConfig,
+    SandboxLimits,
+    SandboxUnavailable,
+    check_isolation,
+)
 from rl_loop.sandbox.connection import ServerProcess
 
 CHECK = "from rl_loop.sandbox import check_isolation; check_isolation()"
@@ -69,7 +75,7 @@ def test_unknown_processor_is_named_and_leaves_no_process(monkeypatch: pytest.Mo
     # In a thread that lives on, with which the server would not die. The error holds its connection.
     before = psutil.Process().children(recursive=True)
     with pytest.raises(SandboxUnavailable, match="'riscv64'") as error:
-        ServerProcess(SandboxConfig())
+        ServerProcess(SandboxConfig(), SandboxLimits())
     left = set(psutil.Process().children(recursive=True)) - set(before)
     assert not left, error
 

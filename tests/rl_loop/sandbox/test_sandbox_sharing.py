@@ -45,7 +45,8 @@ def test_a_neighbour_of_thirty_spinners_still_gets_its_share(make_sandbox: Calla
 def slowdown_beside_spinners(neighbour: SandboxUnderTest) -> float:
     """How many times as long an honest call takes while another one's processes spin."""
     spinning = SandboxUnderTest(
-        neighbour.sandbox.config.model_copy(update={"timeout_seconds": 25.0})
+        neighbour.sandbox.config.model_copy(update={"timeout_seconds": 25.0}),
+        neighbour.sandbox.limits,
     )
     try:
         alone = statistics.median(seconds_of(neighbour) for _ in range(3))

@@ -8,7 +8,13 @@ import time
 from concurrent.futures import Future
 from pathlib import Path
 
-from rl_loop.sandbox import ExecutionResult, PythonSandbox, SandboxConfig, SandboxFailure
+from rl_loop.sandbox import (
+    ExecutionResult,
+    PythonSandbox,
+    SandboxConfig,
+    SandboxFailure,
+    SandboxLimits,
+)
 from tests.support.waiting import PATIENCE_SECONDS
 
 PROCESSES_PER_SERVER = 3  # bubblewrap outside, bubblewrap as process 1 inside, the server
@@ -37,9 +43,9 @@ def descendants(root: int) -> set[int]:
 class SandboxUnderTest:
     """A sandbox, called without await, that knows how many processes it may have."""
 
-    def __init__(self, config: SandboxConfig) -> None:
+    def __init__(self, config: SandboxConfig, limits: SandboxLimits) -> None:
         self._runner = asyncio.Runner()
-        self.sandbox = PythonSandbox(config)
+        self.sandbox = PythonSandbox(config, limits)
         self._runner.run(self.sandbox.start())
 
     def run(self, code: str) -> ExecutionResult:
