@@ -1,36 +1,68 @@
-"""The side of ``comparison_pool`` that compares: one process that imports sympy, and workers forked
-from it.
+"""The side of ``forked_pool`` that computes: one process with all imports, and workers forked from it.
 
-``python -m rl_loop.rewards.comparison_server SECONDS`` reads requests for workers from a Unix
+``python -m rl_loop.forked_server MODULE:FUNCTION SETUP_FD`` reads requests for workers from a Unix
 socket, its standard input. A request is one byte with a file descriptor: the socket on which the
-new worker is asked questions. Importing sympy takes a second or more, forking a process that has
-imported it takes milliseconds: a worker that ran out of time is replaced at once. When the socket
-closes, every worker is killed and the process ends."""
+new worker is asked questions. Imports take a second or more, forking a process that has imported
+everything takes milliseconds: a worker that ran out of time is replaced at once. When the socket
+closes, every worker is killed and the process ends.
+"""
 
 import ctypes
-import json
+import gc
 import os
+import pickle
 import resource
 import signal
 import socket
+import struct
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
 from types import FrameType
+from typing import Any, Literal
 
-MEMORY_BYTES = 1 << 30
-"""Address space of a worker; sympy needs 60 MB."""
-READY = b"ready\n"
+READY = "ready"
 """First reply of a worker."""
+HEADER = struct.Struct("!Q")
+"""Length of a message, which stands before it."""
+GROWTH_BYTES = 256 << 20
+"""Memory that a question may add to a worker which stays for the next question."""
 PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""
 
+Reply = tuple[Literal["ready", "value", "error", "memory"], Any]
+"""Kind of a reply, and the value or the error."""
 
-def serve(requests: socket.socket, seconds: float) -> None:
+
+@dataclass(frozen=True)
+class Setup:
+    """How a server and its workers run."""
+
+    seconds: float
+    """Processor time of one question."""
+    memory_bytes: int
+    """Address space of a worker."""
+    niceness: int
+    """Added to the niceness of the process that asks."""
+    prepare: str | None
+    """MODULE:FUNCTION that runs once, before workers are forked."""
+    argument: bytes
+    """Pickled argument of ``prepare``."""
+
+
+def serve(requests: socket.socket, function: str, setup: Setup) -> None:
     """Fork a worker for every file descriptor that arrives, until the other end is closed."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C in a terminal reaches the whole process group
-    # Imports and first use, which every worker then has.
-    _compare(r"\sin^2 x+\cos^2 x+\sqrt{2}\pi", r"1+\frac{2\pi}{\sqrt{2}}")
+    # Ctrl-C in a terminal reaches the whole process group.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(setup.niceness)
+
+    answer = _function(function)
+    if setup.prepare is not None:
+        _function(setup.prepare)(pickle.loads(setup.argument))
+    # Pages that workers share must not be written to by their garbage collectors.
+    gc.collect()
+    gc.freeze()
     workers: set[int] = set()
 
     def reap(_signal: int, _frame: FrameType | None) -> None:
@@ -52,7 +84,7 @@ def serve(requests: socket.socket, seconds: float) -> None:
         pid = os.fork()
         if pid == 0:
             requests.close()
-            _run_worker(socket.socket(fileno=descriptors[0]), seconds, server_pid)
+            _run_worker(socket.socket(fileno=descriptors[0]), answer, setup, server_pid)
         workers.add(pid)
         os.close(descriptors[0])
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
@@ -63,59 +95,110 @@ def serve(requests: socket.socket, seconds: float) -> None:
         os.waitpid(pid, 0)
 
 
-def _run_worker(questions: socket.socket, seconds: float, server_pid: int) -> None:
+def send(connection: socket.socket, message: Any) -> None:
+    """Send a message. Raises OSError."""
+    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    connection.sendall(HEADER.pack(len(data)))
+    connection.sendall(data)
+
+
+def receive(connection: socket.socket) -> Any:
+    """Return the next message. Raises EOFError if there is none, and OSError."""
+    [size] = HEADER.unpack(_read(connection, HEADER.size))
+    return pickle.loads(_read(connection, size))
+
+
+def _read(connection: socket.socket, size: int) -> bytearray:
+    data = bytearray(size)
+    view = memoryview(data)
+    while view:
+        received = connection.recv_into(view)
+        if not received:
+            raise EOFError
+        view = view[received:]
+    return data
+
+
+def _function(path: str) -> Callable[[Any], Any]:
+    """Import MODULE:FUNCTION."""
+    module, _, name = path.partition(":")
+    function: Callable[[Any], Any] = getattr(import_module(module), name)
+    return function
+
+
+def _run_worker(
+    questions: socket.socket, answer: Callable[[Any], Any], setup: Setup, server_pid: int
+) -> None:
     """Answer questions until the socket closes; never returns.
 
-    A question is a line of JSON, [answer, truth]; the reply is ``true`` or ``false``. One that
-    takes more than ``seconds`` of processor time kills the worker: sympy computes 9^(9^(9^9)) in
-    one call into C, which nothing inside Python can interrupt. Processor time, since a busy
-    machine must not make an answer wrong."""
+    A question that takes more than ``setup.seconds`` of processor time kills the worker: sympy
+    computes 9^(9^(9^9)) in one call into C, which nothing inside Python can interrupt. Processor
+    time, because a busy machine must not make an answer wrong.
+    """
     try:
-        _set_limits()
+        _set_limits(setup.memory_bytes)
         _die_with(server_pid)
 
-        questions.sendall(READY)
-        for line in questions.makefile("rb"):
-            answer, truth = json.loads(line)
-            signal.setitimer(signal.ITIMER_PROF, seconds)
-            try:
-                same = _compare(answer, truth)
-            except (Exception, RecursionError, MemoryError):
-                # sympy raises all sorts of things.
-                same = False
+        send(questions, (READY, None))
+        largest = _peak_memory() + GROWTH_BYTES
+        while _peak_memory() < largest:
+            question = receive(questions)
+            signal.setitimer(signal.ITIMER_PROF, setup.seconds)
+            reply = _reply(answer, question)
             signal.setitimer(signal.ITIMER_PROF, 0)
-            questions.sendall(b"true\n" if same else b"false\n")
-    except ConnectionError:
+            send(questions, reply)
+            del question, reply
+    except (EOFError, OSError):
         pass
     finally:
-        # Not sys.exit: what the server registered for its own end must not run here.
+        # Not sys.exit: exit handlers of the server must not run here.
         os._exit(0)
 
 
-def _set_limits() -> None:
-    """Limit a worker's memory, and let signals do to it what they do to any process."""
+def _reply(answer: Callable[[Any], Any], question: Any) -> Reply:
+    try:
+        return "value", answer(question)
+    except MemoryError:
+        return "memory", None
+    except Exception as error:
+        return "error", _travelling(error)
+
+
+def _travelling(error: Exception) -> Exception:
+    """Return an error that arrives on the other side, in place of one that would not."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}"[:1000])
+    return error
+
+
+def _peak_memory() -> int:
+    """Return the largest resident memory of this process so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _set_limits(memory_bytes: int) -> None:
+    """Limit a worker's memory, and restore the default actions of signals."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _die_with(server_pid: int) -> None:
-    """Let the kernel end this worker with the server, even if that is killed."""
+    """Let the kernel end this worker with the server, even if the server is killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # The server may have died before the call above.
     if os.getppid() != server_pid:
         os._exit(1)
 
 
-def _compare(answer: str, truth: str) -> bool:
-    """Return True if two texts in standard notation say the same."""
-    # Imported here: the side that asks needs no sympy.
-    from rl_loop.rewards.comparison import says_the_same
-
-    return says_the_same(answer, truth)
-
-
 if __name__ == "__main__":
-    serve(socket.socket(fileno=sys.stdin.fileno()), float(sys.argv[1]))
+    # Pickles name classes of this module by its real name.
+    from rl_loop import forked_server
+
+    with open(int(sys.argv[2]), "rb") as file:
+        settings = pickle.load(file)
+    forked_server.serve(socket.socket(fileno=sys.stdin.fileno()), sys.argv[1], settings)

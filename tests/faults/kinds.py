@@ -27,7 +27,7 @@ from tests.faults.options import Options
 PROCESSES = {
     "trainer": "ray::TrainerProcess",
     "worker": "ray::RolloutWorker",
-    "checker": "rl_loop.rewards.comparison_server",
+    "checker": "rl_loop.rewards.comparison_pool",
     "sandbox": "rl_loop.sandbox.inside.server",
     "node": "raylet/raylet",
     "control store": "gcs_server",

@@ -44,7 +44,7 @@ NAMES = {
     "-m launch": "driver",
     "raylet/raylet": "raylet",
     "gcs_server": "gcs",
-    "comparison_server": "checkers",
+    "rl_loop.forked_server": "checkers",
     "sandbox": "sandboxes",
     "bwrap": "sandboxes",
     "dashboard": "dashboard",

@@ -36,7 +36,7 @@ END_WITH_PARENT = (
     "multiprocessing.resource_tracker",
     "multiprocessing.spawn",  # Megatron's writer of checkpoints, which waits for the next one
     "torch_shm_manager",
-    "rl_loop.rewards.comparison_server",  # one for all answers of a process
+    "rl_loop.forked_server",  # one for all answers of a process
     "forked_workers/server.py",
 )
 """Helpers that live as long as the process that started them; another process looks for those afterwards."""

@@ -16,7 +16,8 @@ from functools import partial
 import psutil
 import pytest
 
-from rl_loop.rewards import CheckerFailure, comparison_pool, math_answer
+from rl_loop import forked_pool
+from rl_loop.rewards import CheckerFailure, math_answer
 from rl_loop.rewards.comparison_pool import ComparisonPool
 from tests.support.waiting import wait_until
 
@@ -35,8 +36,8 @@ def pool() -> Iterator[ComparisonPool]:
 
 
 def own_processes(pool: ComparisonPool) -> list[psutil.Process]:
-    assert pool._server is not None
-    server = psutil.Process(pool._server.pid)
+    assert pool.processes._server is not None
+    server = psutil.Process(pool.processes._server.pid)
     return [server, *server.children()]
 
 
@@ -163,14 +164,14 @@ def test_answer_that_crashes_the_checker_is_wrong(patient_pool) -> None:
 
 def test_checker_failure_when_machine_out_of_memory(patient_pool, monkeypatch) -> None:
     counts = iter((3, 4))
-    monkeypatch.setattr(comparison_pool, "out_of_memory_kills", lambda: next(counts))
+    monkeypatch.setattr(forked_pool, "out_of_memory_kills", lambda: next(counts))
     with pytest.raises(CheckerFailure, match="died twice"):
         kill_at_work(patient_pool, times=2)
     monkeypatch.undo()
 
 
 def test_checker_failure_when_every_question_kills_it(patient_pool, monkeypatch) -> None:
-    monkeypatch.setattr(comparison_pool, "CONTROL", b"no JSON\n")
+    monkeypatch.setattr(patient_pool.processes, "control", ())  # no pair
     with pytest.raises(CheckerFailure, match="died twice"):
         kill_at_work(patient_pool, times=2)
     monkeypatch.undo()
@@ -179,7 +180,7 @@ def test_checker_failure_when_every_question_kills_it(patient_pool, monkeypatch)
 def test_a_checker_that_cannot_start_is_a_failure_of_the_checker_and_says_why(monkeypatch) -> None:
     pool = ComparisonPool()
     monkeypatch.setenv("PYTHONPATH", "/nowhere")
-    monkeypatch.setattr(comparison_pool.sys, "executable", "/nowhere/python")
+    monkeypatch.setattr(forked_pool.sys, "executable", "/nowhere/python")
     with pytest.raises(
         CheckerFailure, match=r"the process that compares answers does not start.*/nowhere/python"
     ):
