@@ -130,9 +130,9 @@ class ForkedPool:
                     continue
 
             # A policy or a client must not be able to cause a failure with what it writes.
-            if self._is_well(closings, self.control if control is None else control):
-                if out_of_memory_kills() == killed_before:
-                    raise TooExpensive(f"{self._name} died twice over it")
+            is_well = self._is_well(closings, self.control if control is None else control)
+            if is_well and out_of_memory_kills() == killed_before:
+                raise TooExpensive(f"{self._name} died twice over it")
         raise PoolFailure(f"{self._name} died twice over {question!r:.500}")
 
     def asked(self, question: Any, control: Any = None) -> Awaitable[Any]:
