@@ -84,7 +84,7 @@ class ForkedPool:
         self._idle_workers = idle_workers
         self._vacancies = threading.BoundedSemaphore(workers)
         # One for each question that has a worker: none waits for a thread longer than for a worker.
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="forked-pool")
+        self.threads = ThreadPoolExecutor(workers, thread_name_prefix="forked-pool")
 
         self._lock = threading.Lock()
         """Guards everything below."""
@@ -110,8 +110,8 @@ class ForkedPool:
 
         Args:
             question: argument of the function.
-            control: a question that is answered unless the function is broken; None for the
-                pool's own.
+            control: a question like this one that is answered unless the function is broken; None
+                for the pool's own, which shows only that processes run.
 
         Raises:
             TooExpensive: the question uses up its time or memory, or two processes die over it
@@ -128,6 +128,12 @@ class ForkedPool:
                     return self._ask(worker or self._new_worker(closings), question)
                 except _Died:
                     continue
+                except TooExpensive:
+                    if control is None or self._is_well(closings, control):
+                        raise
+                    raise PoolFailure(
+                        f"{self._name} answers no question: {control!r:.500}"
+                    ) from None
 
             # A policy or a client must not be able to cause a failure with what it writes.
             is_well = self._is_well(closings, self.control if control is None else control)
@@ -138,7 +144,7 @@ class ForkedPool:
     def asked(self, question: Any, control: Any = None) -> Awaitable[Any]:
         """Ask a question off the event loop: see ``ask``."""
         loop = asyncio.get_running_loop()
-        return loop.run_in_executor(self._threads, self.ask, question, control)
+        return loop.run_in_executor(self.threads, self.ask, question, control)
 
     def close(self) -> None:
         """End all processes; the next question starts new ones."""

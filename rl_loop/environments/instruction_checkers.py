@@ -1,19 +1,27 @@
 """Checks texts against the constraints of IFEval and IFBench, with the checkers of if-verifiable.
 
 The checkers are taken as they are published, but for what would make a verdict depend on chance
-or on data that is not installed: see ``make_checker`` and ``meets``."""
+or on data that is not installed: see ``make_checker`` and ``meets``. Their regular expressions take
+seconds for texts of 20 KB that are written for it, so that ``judge`` asks other processes."""
 
+import atexit
 import json
+import logging
 import random
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from rl_loop.extras import install_command
 from rl_loop.rewards import CheckerFailure
+from rl_loop.rewards.checker_pool import CheckerPool
+
+SECONDS = 10.0
+"""Processor time for one text and one constraint, which usually take milliseconds. A text that takes
+more does not meet the constraint."""
 
 PUNKT = {"punkt_tab": "tokenizers/punkt_tab/english/"}
 TAGGER = {"averaged_perceptron_tagger_eng": "taggers/averaged_perceptron_tagger_eng/"}
@@ -131,6 +139,46 @@ def draw_constraint(name: str, seed: int) -> tuple[Constraint, str]:
     return Constraint(name, arguments), text
 
 
+UNMET = Verdict(strict=False, loose=False)
+
+Question = tuple[Constraint, str, str]
+"""A constraint, a text and the prompt that the text answers."""
+
+
+async def judge(constraint: Constraint, text: str, prompt: str) -> Verdict:
+    """Run ``check`` for a text of the policy, in a process of its own.
+
+    A text that takes more than SECONDS, or too much memory, does not meet the constraint. Raises
+    CheckerFailure."""
+    verdict: Verdict = await _processes.judged((constraint, text, prompt), too_expensive=UNMET)
+    return verdict
+
+
+def prepare(_: None) -> None:
+    """Import the checkers, from which workers are forked that have them."""
+    # langdetect logs every text whose language it does not know.
+    logging.disable()
+    # Each question says what is missing.
+    with suppress(Exception):
+        ifeval_checkers()
+        ifbench_checkers()
+
+
+def answer(question: Question) -> Verdict:
+    """Answer a question. Runs in a worker."""
+    return check(*question)
+
+
+_processes = CheckerPool(
+    "the process that checks instructions",
+    f"{__name__}:answer",
+    prepare=f"{__name__}:prepare",
+    seconds=SECONDS,
+    control=(Constraint("punctuation:no_comma", {}), "text", ""),
+)
+atexit.register(_processes.close)
+
+
 def check(constraint: Constraint, text: str, prompt: str) -> Verdict:
     """Check whether ``text``, an answer to ``prompt``, meets a constraint.
 
@@ -138,9 +186,8 @@ def check(constraint: Constraint, text: str, prompt: str) -> Verdict:
     what it would need on any text."""
     from if_verifiable.common import get_loose_transformations
 
-    unmet = Verdict(strict=False, loose=False)
     if not text.strip():
-        return unmet
+        return UNMET
 
     try:
         checker = make_checker(constraint, prompt)
@@ -156,7 +203,7 @@ def check(constraint: Constraint, text: str, prompt: str) -> Verdict:
         if isinstance(error, ImportError) or type(error) is LookupError:
             reason = " ".join(str(error).split())[:200]
             raise CheckerFailure(f"{constraint.name} cannot be checked: {reason}") from None
-        return unmet
+        return UNMET
 
 
 def make_checker(constraint: Constraint, prompt: str) -> Any:

@@ -4,6 +4,7 @@ Prompts are composed from those IFEval checkers (arXiv 2311.07911) that need no 
 turns, as in Multi-IF, the user adds constraints and the earlier ones must still hold. IFEval and
 IFBench files are read as they are."""
 
+import asyncio
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -26,6 +27,7 @@ from rl_loop.environments.instruction_checkers import (
     checker_class,
     draw_constraint,
     ifeval_conflicts,
+    judge,
     missing_data,
 )
 from rl_loop.environments.instruction_solutions import SOLUTIONS, write_solution
@@ -134,8 +136,7 @@ class InstructionEnvironment(Environment):
         due = [Constraint(*entry) for turn in turns[: len(self._scores) + 1] for entry in turn]
         prompt = self.task.messages[-1]["content"]
 
-        # Not on a thread: the checkers draw from the one global generator.
-        verdicts = [check(constraint, text, prompt) for constraint in due]
+        verdicts = await asyncio.gather(*(judge(constraint, text, prompt) for constraint in due))
         strict = sum(verdict.strict for verdict in verdicts) / len(due)
         loose = sum(verdict.loose for verdict in verdicts) / len(due)
         self._scores.append(TurnScore(strict, loose))

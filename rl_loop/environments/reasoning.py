@@ -1,9 +1,11 @@
 """Any generator of reasoning-gym by name: the template that shows how short an environment is."""
 
-import asyncio
+import atexit
+import importlib
 import json
 import math
 import random
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -21,10 +23,16 @@ from rl_loop.environments.base import (
 from rl_loop.extras import ExtraMissing
 from rl_loop.infrastructure import describe
 from rl_loop.rewards import CheckerFailure
+from rl_loop.rewards.checker_pool import CheckerPool
 from rl_loop.rewards.math_answer import last_boxed, normalised
 
 DATASET_SIZE = 10_000
 """Items of one data set of a generator; some generators make a list of this length."""
+SECONDS = 20.0
+"""Processor time for one answer, which usually takes milliseconds. An answer that takes more is wrong,
+unless the right answer takes as long."""
+MEMORY_BYTES = 4 << 30
+"""Address space of a process that scores: generators import numerical libraries."""
 
 
 class ReasoningGymOptions(EnvironmentOptions):
@@ -67,8 +75,9 @@ class ReasoningGymEnvironment(Environment):
         if boxed is None:
             return self.finished(0.0)
 
-        # Scorers compute, and the first one imports its generator: not on the event loop.
-        score = await asyncio.to_thread(_score, self.task.metadata["place"], boxed)
+        place = self.task.metadata["place"]
+        # The control makes the data set too, whose time is not the answer's.
+        score = await _processes.judged((place, boxed), too_expensive=0.0, control=(place, None))
         return self.finished(score, normalised(boxed))
 
     def reference_answer(self) -> str:
@@ -88,16 +97,30 @@ def _dataset(generator: str, seed: int, settings: str) -> Any:
     )
 
 
-def _score(place: list[Any], answer: str) -> float:
-    """Score an answer between 0 and 1.
+def prepare(_: None) -> None:
+    """Import reasoning-gym, from which workers are forked that have it."""
+    # Each question says what is missing.
+    with suppress(ImportError):
+        importlib.import_module("reasoning_gym")
 
-    Raises CheckerFailure if the generator's scorer does not work.
 
-    Many scorers raise on garbage, which the policy can write: that is a score of 0. One that
-    raises on the right answer too is broken, and says nothing about the policy."""
-    *dataset, number = place
+def score(question: tuple[list[Any], str | None]) -> float:
+    """Score an answer between 0 and 1. Runs in a worker.
+
+    Many scorers raise on garbage, which the policy can write: the score is 0. A scorer that raises on
+    the right answer too is broken, and says nothing about the policy.
+
+    Args:
+        question: place of the task, and the answer; None for the right answer.
+
+    Raises:
+        CheckerFailure: the generator's scorer does not work.
+    """
+    [*dataset, number], answer = question
     items = _dataset(*dataset)
     item = items[number]
+    if answer is None:
+        answer = item["answer"]
     try:
         return _checked(items.score_answer(answer, item))
     except Exception as error:
@@ -107,6 +130,17 @@ def _score(place: list[Any], answer: str) -> float:
         except Exception:
             raise CheckerFailure(f"the scorer of {dataset[0]} fails: {describe(error)}") from error
         return 0.0
+
+
+_processes = CheckerPool(
+    "the process that scores answers of reasoning-gym",
+    f"{__name__}:score",
+    prepare=f"{__name__}:prepare",
+    seconds=SECONDS,
+    memory_bytes=MEMORY_BYTES,
+    control=None,
+)
+atexit.register(_processes.close)
 
 
 def _checked(score: Any) -> float:

@@ -3,8 +3,7 @@ memory."""
 
 import atexit
 
-from rl_loop.forked_pool import ForkedPool, PoolFailure, TooExpensive
-from rl_loop.rewards.failure import CheckerFailure
+from rl_loop.rewards.checker_pool import CheckerPool
 
 SECONDS = 2.0
 """Processor time of one comparison, which usually takes a thousandth of that; a slower one counts
@@ -22,7 +21,7 @@ class ComparisonPool:
     """Compares expressions, from any number of threads."""
 
     def __init__(self, seconds: float = SECONDS, workers: int = WORKERS) -> None:
-        self.processes = ForkedPool(
+        self.processes = CheckerPool(
             "the process that compares answers",
             f"{__name__}:compare",
             prepare=f"{__name__}:prepare",
@@ -42,12 +41,7 @@ class ComparisonPool:
         """
         if max(len(answer), len(truth)) > LONGEST:
             return False
-        try:
-            return bool(self.processes.ask((answer, truth)))
-        except TooExpensive:
-            return False
-        except PoolFailure as error:
-            raise CheckerFailure(str(error)) from None
+        return bool(self.processes.judge((answer, truth), too_expensive=False))
 
     def close(self) -> None:
         """End all processes; the next comparison starts new ones."""

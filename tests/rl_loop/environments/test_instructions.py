@@ -7,12 +7,13 @@ import inspect
 import json
 import random
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rl_loop.environments import RewardConfig, arithmetic
+from rl_loop.environments import RewardConfig, arithmetic, instruction_checkers
 from rl_loop.environments.base import final
 from rl_loop.environments.instruction_checkers import (
     NLTK_DATA,
@@ -26,6 +27,7 @@ from rl_loop.environments.instruction_checkers import (
 )
 from rl_loop.environments.instructions import InstructionEnvironment, InstructionOptions
 from rl_loop.rewards import CheckerFailure
+from rl_loop.rewards.checker_pool import CheckerPool
 from rl_loop.tasks.task_file import TaskData, TaskFileError
 
 SENTENCES = "length_constraints:number_sentences"
@@ -100,9 +102,52 @@ def test_a_checker_that_loses_its_data_fails_and_is_not_unmet(without_nltk_data)
 
 
 def test_with_its_data_sentences_are_counted(with_nltk_data) -> None:
-    record = row(SENTENCES, num_sentences=3, relation="at least")
-    assert reward(record, "One here. Two here. Three here.") == 1.0
-    assert reward(record, "One here. Two here.") == -1.0
+    constraint = Constraint(SENTENCES, {"num_sentences": 3, "relation": "at least"})
+    assert check(constraint, "One here. Two here. Three here.", "").strict
+    assert not check(constraint, "One here. Two here.", "").strict
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[CheckerPool]:
+    """Checkers with a tenth of their time."""
+    kept = instruction_checkers._processes
+    pool = CheckerPool(
+        "the checker",
+        "rl_loop.environments.instruction_checkers:answer",
+        prepare="rl_loop.environments.instruction_checkers:prepare",
+        seconds=kept.seconds / 10,
+        control=kept.control,
+    )
+    monkeypatch.setattr(instruction_checkers, "_processes", pool)
+    yield pool
+    pool.close()
+
+
+def test_slow_text_does_not_hold_the_event_loop(hasty: CheckerPool) -> None:
+    """The published checker of bullets takes time that grows with the square of empty lines."""
+    record = row("detectable_format:number_bullet_lists", num_bullets=2)
+    task = InstructionEnvironment.from_record(record, "t", InstructionOptions())
+    assert task is not None
+    slow = "\n" * 100_000 + "* one\n* two"
+
+    async def judge(text: str) -> float:
+        environment = InstructionEnvironment(task, arithmetic.interpret, RewardConfig())
+        return (await environment.step([final(text)])).reward
+
+    async def main() -> tuple[float, float, int]:
+        judged = asyncio.create_task(judge(slow))
+        await asyncio.sleep(0.05)
+        honest = await judge("* one\n* two")
+        assert not judged.done()
+        turns = 0
+        while not judged.done():
+            await asyncio.sleep(0.01)
+            turns += 1
+        return judged.result(), honest, turns
+
+    too_slow, honest, turns = asyncio.run(main())
+    assert (too_slow, honest) == (-1.0, 1.0)
+    assert turns >= 10
 
 
 def test_all_checkers_that_read_data_of_nltk_are_known() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +14,8 @@ from rl_loop.environments import RewardConfig, StepResult, Task, make_offline_en
 from rl_loop.environments.base import final
 from rl_loop.environments.reasoning import ReasoningGymEnvironment, ReasoningGymOptions
 from rl_loop.infrastructure import InfrastructureFailure
+from rl_loop.rewards import CheckerFailure
+from rl_loop.rewards.checker_pool import CheckerPool
 
 TASK = ReasoningGymEnvironment.generate("train", 0, 3, ReasoningGymOptions())
 
@@ -27,13 +29,11 @@ class Scorer:
 
     def __init__(self, right: Any, other: Any) -> None:
         self.right, self.other = right, other
-        self.threads: list[threading.Thread] = []
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"answer": TASK.ground_truth}
 
     def score_answer(self, answer: str, entry: dict[str, Any]) -> Any:
-        self.threads.append(threading.current_thread())
         told = self.right if answer == entry["answer"] else self.other
         return told() if callable(told) else told
 
@@ -42,11 +42,24 @@ def broken() -> float:
     raise ModuleNotFoundError("No module named 'sympy'")
 
 
-@pytest.fixture
-def scorer(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Scorer:
-    scorer = Scorer(*request.param)
-    monkeypatch.setattr(reasoning, "_dataset", lambda *place: scorer)
-    return scorer
+def scored_slowly(question: tuple[Any, str | None]) -> float:
+    """Take half a second of processor time for the right answer, and all of it for others."""
+    _, answer = question
+    end = time.process_time() + (0.5 if answer in (None, TASK.ground_truth) else 1e9)
+    while time.process_time() < end:
+        pass
+    return 1.0
+
+
+def never_scored(question: tuple[Any, str | None]) -> float:
+    while True:
+        pass
+
+
+def processes(monkeypatch: pytest.MonkeyPatch, function: str) -> CheckerPool:
+    pool = CheckerPool("the scorer", f"{__name__}:{function}", seconds=1.0, control=None)
+    monkeypatch.setattr(reasoning, "_processes", pool)
+    return pool
 
 
 def test_right_and_wrong_answers_are_scored() -> None:
@@ -55,26 +68,40 @@ def test_right_and_wrong_answers_are_scored() -> None:
     assert asyncio.run(judge("no box")).reward == RewardConfig().wrong
 
 
-@pytest.mark.parametrize("scorer", [(1.0, broken)], indirect=True)
-def test_garbage_over_which_a_working_scorer_raises_is_wrong(scorer: Scorer) -> None:
+def test_garbage_over_which_a_working_scorer_raises_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Otherwise garbage would be a way out of tasks that go badly."""
-    assert asyncio.run(judge(r"\boxed{garbage}")).reward == RewardConfig().wrong
+    monkeypatch.setattr(reasoning, "_dataset", lambda *place: Scorer(1.0, broken))
+    assert reasoning.score((TASK.metadata["place"], "garbage")) == 0.0
 
 
 @pytest.mark.parametrize(
-    "scorer", [(broken, broken), (math.nan, math.nan), (None, None)], indirect=True
+    "scorer",
+    [Scorer(broken, broken), Scorer(math.nan, math.nan), Scorer(None, None)],
+    ids=["broken", "nan", "none"],
 )
 @pytest.mark.parametrize("answer", ["garbage", TASK.ground_truth])
-def test_a_scorer_that_does_not_work_is_an_infrastructure_failure(
-    scorer: Scorer, answer: str
+def test_a_scorer_that_does_not_work_is_a_checker_failure(
+    monkeypatch: pytest.MonkeyPatch, scorer: Scorer, answer: str
 ) -> None:
-    with pytest.raises(InfrastructureFailure, match="the scorer of chain_sum fails") as failure:
-        asyncio.run(judge(rf"\boxed{{{answer}}}"))
+    monkeypatch.setattr(reasoning, "_dataset", lambda *place: scorer)
+    with pytest.raises(CheckerFailure, match="the scorer of chain_sum fails"):
+        reasoning.score((TASK.metadata["place"], answer))
+
+
+def test_unknown_generator_is_an_infrastructure_failure() -> None:
+    """What a worker raises arrives in the episode."""
+    place = ["no_generator", 1, "{}", 0]
+    task = replace(TASK, metadata={**TASK.metadata, "place": place})
+    with pytest.raises(InfrastructureFailure, match="no_generator") as failure:
+        asyncio.run(judge(r"\boxed{1}", task))
     assert failure.value.component == "checker"
 
 
-@pytest.mark.parametrize("scorer", [(lambda: time.sleep(0.5) or 1.0, 0.0)], indirect=True)
-def test_a_slow_scorer_does_not_hold_up_the_event_loop(scorer: Scorer) -> None:
+def test_slow_scorer_does_not_hold_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = processes(monkeypatch, "scored_slowly")
+
     async def main() -> tuple[StepResult, int]:
         judged = asyncio.create_task(judge(rf"\boxed{{{TASK.ground_truth}}}"))
         turns = 0
@@ -84,6 +111,20 @@ def test_a_slow_scorer_does_not_hold_up_the_event_loop(scorer: Scorer) -> None:
         return judged.result(), turns
 
     result, turns = asyncio.run(main())
+    pool.close()
     assert result.reward == RewardConfig().correct
     assert turns >= 5
-    assert scorer.threads and threading.main_thread() not in scorer.threads
+
+
+def test_answer_that_hangs_a_scorer_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The right answer takes its time, too, but less than the limit."""
+    pool = processes(monkeypatch, "scored_slowly")
+    assert asyncio.run(judge(r"\boxed{hangs}")).reward == RewardConfig().wrong
+    pool.close()
+
+
+def test_scorer_that_hangs_on_the_truth_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = processes(monkeypatch, "never_scored")
+    with pytest.raises(InfrastructureFailure, match="the scorer answers no question"):
+        asyncio.run(judge(r"\boxed{1}"))
+    pool.close()

@@ -1,0 +1,39 @@
+"""Judges answers of the policy in processes of their own: an answer must not hold up other episodes."""
+
+import asyncio
+from typing import Any
+
+from rl_loop.forked_pool import ForkedPool, PoolFailure, TooExpensive
+from rl_loop.rewards.failure import CheckerFailure
+
+
+class CheckerPool(ForkedPool):
+    """A pool of processes whose questions hold answers of the policy."""
+
+    def judge(self, question: Any, *, too_expensive: Any, control: Any = None) -> Any:
+        """Return the verdict of the function, from any thread.
+
+        Args:
+            question: argument of the function.
+            too_expensive: verdict on an answer that exceeds the limits of a question, or kills
+                the processes that judge it.
+            control: see ``ForkedPool.ask``.
+
+        Raises:
+            CheckerFailure: no process can be started, none answers any question, or they die while
+                the machine is out of memory.
+        """
+        try:
+            return self.ask(question, control)
+        except TooExpensive:
+            return too_expensive
+        except PoolFailure as error:
+            raise CheckerFailure(str(error)) from None
+
+    async def judged(self, question: Any, *, too_expensive: Any, control: Any = None) -> Any:
+        """Return the verdict of the function off the event loop: see ``judge``."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self.threads,
+            lambda: self.judge(question, too_expensive=too_expensive, control=control),
+        )
