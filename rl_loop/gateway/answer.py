@@ -2,7 +2,8 @@
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from rl_loop.chat.codec import ChatCodec
@@ -10,6 +11,7 @@ from rl_loop.chat.messages import FormatError, ParsedMessage
 from rl_loop.chat.tools import FUNCTIONS, Tool
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.engines.protocol import GenerateResult
+from rl_loop.gateway.request import MessageDigest, message_digest
 
 
 @dataclass(frozen=True)
@@ -65,10 +67,30 @@ class ReadTurn:
     """Token ids behind a turn that a limit cut off, when the conversation continues."""
     dropped: int = 0
     """Number of tokens at the end of such a turn that are left out then: see ``CutTurn``."""
+    reasoning_tokens: int = 0
+    """Number of sampled tokens that are analysis, their headers included."""
+
+    @cached_property
+    def digest(self) -> MessageDigest:
+        """Digest of the answer as a message of the conversation."""
+        return message_digest(self.answer.as_message())
 
 
 def read_turn(codec: ChatCodec, sampled: GenerateResult, tools: Sequence[Tool]) -> ReadTurn:
-    """Parse a sampled turn. ``tools``: those that the client offered."""
+    """Parse a sampled turn, and compute everything of it that takes long with long turns.
+
+    Args:
+        codec: chat format of the policy.
+        sampled: the turn.
+        tools: functions that the client offered.
+    """
+    reasoning_tokens = codec.reasoning_tokens(sampled.output_ids)
+    turn = replace(_parsed_turn(codec, sampled, tools), reasoning_tokens=reasoning_tokens)
+    _ = turn.digest
+    return turn
+
+
+def _parsed_turn(codec: ChatCodec, sampled: GenerateResult, tools: Sequence[Tool]) -> ReadTurn:
     ids = sampled.output_ids
     names = {f"{FUNCTIONS}{tool.name}" for tool in tools}
     if sampled.finish_reason is not FinishReason.STOP:

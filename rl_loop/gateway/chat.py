@@ -10,12 +10,14 @@
 | ``<|call|>``, ``<|return|>``, a limit | ``finish_reason`` tool_calls, stop, length |
 """
 
+import json
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from pydantic import Field
 
+from rl_loop.chat.open_calls import with_answers_in_order
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.gateway.answer import FunctionCall
 from rl_loop.gateway.errors import ApiError, invalid_request
@@ -133,6 +135,10 @@ class ChatCall:
         if self._include_usage:
             yield frame | {"choices": [], "usage": _usage(usage)}
 
+    def written(self, value: dict[str, Any]) -> bytes:
+        """Return an answer or a chunk as JSON."""
+        return json.dumps(value).encode()
+
     def _frame(self, node: Node, kind: str) -> dict[str, Any]:
         return {
             "id": node.response_id,
@@ -165,7 +171,7 @@ def _turn_request(parameters: ChatParameters) -> TurnRequest:
 
     limits = [parameters.max_tokens, parameters.max_completion_tokens]
     return TurnRequest(
-        messages=tuple(messages),
+        messages=with_answers_in_order(messages, ()),
         tools=offered(tools, parameters.tool_choice),
         reasoning_effort=effort_of(parameters.reasoning_effort, "reasoning_effort"),
         max_new_tokens=min((limit for limit in limits if limit is not None), default=None),

@@ -47,6 +47,11 @@ class ApiError(Exception):
         self.parameter = parameter
         self.kind: ErrorType = kind or ("invalid_request_error" if status < 500 else "server_error")
 
+    def __reduce__(self) -> Any:
+        # Workers raise it, too, and pickle would pass the message alone.
+        state = {"parameter": self.parameter, "kind": self.kind}
+        return type(self), (self.status, self.code, str(self)), state
+
     def body(self) -> dict[str, Any]:
         """Return what OpenAI's API answers: ``{"error": {...}}``."""
         return {

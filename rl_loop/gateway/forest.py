@@ -16,10 +16,14 @@ import numpy as np
 from rl_loop.chat.open_calls import OpenCall, with_answers_in_order
 from rl_loop.data.trajectory import FinishReason, Trajectory
 from rl_loop.engines.protocol import GenerateResult
-from rl_loop.gateway.answer import Answer
-from rl_loop.gateway.errors import ApiError
-from rl_loop.gateway.request import TurnRequest, called, extended_key
+from rl_loop.gateway.answer import Answer, ReadTurn
+from rl_loop.gateway.errors import ApiError, invalid_request
+from rl_loop.gateway.parameters import MAX_MESSAGES
+from rl_loop.gateway.request import MessageDigest, TurnRequest, extended_key
 from rl_loop.rollout.episode_draft import EpisodeDraft
+
+MAX_ORDERED = 16_384
+"""Pairs of a result and an open call up to which results are put into the order of their calls here."""
 
 
 @dataclass(eq=False)
@@ -46,6 +50,12 @@ class Node:
     """Why it was given nothing: the turn is not legal."""
     messages: tuple[dict[str, Any], ...]
     """The conversation up to this turn and with it, without instructions."""
+    digests: tuple[MessageDigest, ...]
+    """One for each of ``messages``."""
+    digest: MessageDigest
+    """Digest of the answer."""
+    reasoning_tokens: int
+    """Number of sampled tokens that are analysis."""
     key: bytes
     """Of the conversation with instructions and tools: ``TurnRequest.conversation_keys``."""
     open_calls: list[OpenCall]
@@ -95,6 +105,8 @@ class Place:
     """The turn that is reused; None if nothing is."""
     conversation: tuple[dict[str, Any], ...]
     """All messages, without instructions."""
+    digests: tuple[MessageDigest, ...]
+    """One for each message of the conversation."""
     keys: list[bytes]
     """Of every beginning of instructions and conversation."""
     new_messages: tuple[dict[str, Any], ...]
@@ -161,19 +173,17 @@ class Forest:
         Raises ApiError if it names a response that this session does not have.
         """
         previous: Node | None = None
-        conversation = request.messages
+        conversation, digests = request.messages, request.digests
         if request.previous_id is not None:
             previous = self.node(request.previous_id)
-            conversation = (*previous.messages, *conversation)
+            conversation, digests = _continued(previous, request)
+            if len(conversation) > MAX_MESSAGES:
+                message = f"the conversation has more than {MAX_MESSAGES} messages"
+                raise invalid_request(message, "previous_response_id")
 
-        earlier = previous.messages if previous is not None else ()
-        # Results have no ids in a prompt: a client may send them in any order.
-        ordered = with_answers_in_order(request.messages, earlier)
-        if any(one is not other for one, other in zip(ordered, request.messages, strict=True)):
-            request = replace(request, messages=ordered)
-            conversation = (*earlier, *ordered)
         everything = (*request.head, *conversation)
-        keys = request.conversation_keys((*request.head, *earlier))
+        all_digests = (*request.head_digests, *digests)
+        keys = request.conversation_keys(all_digests)
         parent = None
         reused = 0
         # At least one message has to be new.
@@ -186,15 +196,17 @@ class Forest:
                 reused = length
                 break
 
+        new = zip(everything[reused:], all_digests[reused:], strict=True)
         return Place(
             parent=parent,
             conversation=conversation,
+            digests=digests,
             keys=keys,
-            new_messages=tuple(map(self._with_thinking, everything[reused:])),
+            new_messages=tuple(self._with_thinking(*message) for message in new),
             first_number=max(0, reused - len(request.head)),
         )
 
-    def _with_thinking(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _with_thinking(self, message: dict[str, Any], digest: MessageDigest) -> dict[str, Any]:
         """Return a message with the stored thinking if it is a turn with calls of this session.
 
         Clients need not repeat thinking, and the policy needs it until its calls have led to an
@@ -202,10 +214,9 @@ class Forest:
         """
         calls = message.get("tool_calls") if message["role"] == "assistant" else None
         node = self._by_call.get(calls[0].get("id")) if calls else None
-        if not calls or node is None or not node.answer.reasoning:
+        if node is None or not node.answer.reasoning:
             return message
-        stated = node.answer.as_message()["tool_calls"]
-        if list(map(called, calls)) != list(map(called, stated)):
+        if digest.calls != node.digest.calls:
             return message  # an edited turn
         return message | {"thinking": node.answer.reasoning}
 
@@ -268,9 +279,26 @@ class Forest:
         return trajectories
 
 
-def next_key(place: Place, answer: Answer) -> bytes:
-    """Return the key of the conversation that goes on with ``answer``."""
-    return extended_key(place.keys[-1], answer.as_message())
+def _continued(
+    previous: Node, request: TurnRequest
+) -> tuple[tuple[dict[str, Any], ...], tuple[MessageDigest, ...]]:
+    """Return the messages up to a request that continues a stored response, and their digests.
+
+    Results of tools have no ids in a prompt: a client may send them in any order. The request has
+    put those behind its own calls into their order; the first ones answer ``previous``.
+    """
+    messages = request.messages
+    first = next((i for i, m in enumerate(messages) if m["role"] != "tool"), len(messages))
+    digest_of = dict(zip(map(id, messages), request.digests, strict=True))
+    if first * len(previous.open_calls) <= MAX_ORDERED:
+        messages = (*with_answers_in_order(messages[:first], previous.messages), *messages[first:])
+    digests = tuple(digest_of[id(message)] for message in messages)
+    return (*previous.messages, *messages), (*previous.digests, *digests)
+
+
+def next_key(place: Place, turn: ReadTurn) -> bytes:
+    """Return the key of the conversation that continues with a turn."""
+    return extended_key(place.keys[-1], turn.digest)
 
 
 def new_routes(parent: Node | None, sampled: GenerateResult) -> np.ndarray | None:

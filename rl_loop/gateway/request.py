@@ -8,11 +8,19 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl_loop.chat.codec import Effort
 from rl_loop.chat.json_values import canonical_json, canonical_value
 from rl_loop.chat.tools import Tool
+
+
+class MessageDigest(NamedTuple):
+    """Digests of one message, equal for messages that say the same to the policy."""
+
+    whole: bytes
+    calls: bytes
+    """Digest of the calls alone, without their ids."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +46,11 @@ class TurnRequest:
     """Whether later requests may name the response."""
 
     def prepare(self) -> None:
-        """Compute what takes long with long requests, so that it is known later.
+        """Compute everything that takes long with long requests. The results are pickled, too.
 
         Raises RecursionError for a schema that is nested too deeply.
         """
-        _ = self.fingerprint, self.size, self.tools_size
-
-    @cached_property
-    def size(self) -> int:
-        """Characters of the messages."""
-        return text_size(self.messages)
+        _ = self.fingerprint, self.head_digests, self.tools_size
 
     @cached_property
     def tools_size(self) -> int:
@@ -56,10 +59,10 @@ class TurnRequest:
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """Equal for equal requests."""
+        """Digest that equal requests share."""
         content = [
-            [digest.hex() for digest in self._message_digests],
-            self._tools,
+            [digest.whole.hex() for digest in self.digests],
+            self._tools_digest.hex(),
             self.instructions,
             self.previous_id,
             self.reasoning_effort,
@@ -71,13 +74,18 @@ class TurnRequest:
         return _digest(content)
 
     @cached_property
-    def _message_digests(self) -> list[bytes]:
-        """One for each of ``messages``: a long conversation is read once."""
-        return [_message_digest(message) for message in self.messages]
+    def digests(self) -> tuple[MessageDigest, ...]:
+        """One for each of ``messages``."""
+        return tuple(map(message_digest, self.messages))
 
     @cached_property
-    def _tools(self) -> list[Any]:
-        return [[t.name, t.description, canonical_value(t.parameters)] for t in self.tools]
+    def head_digests(self) -> tuple[MessageDigest, ...]:
+        """One for each message of ``head``."""
+        return tuple(map(message_digest, self.head))
+
+    @cached_property
+    def _tools_digest(self) -> bytes:
+        return _digest([[t.name, t.description, canonical_value(t.parameters)] for t in self.tools])
 
     @property
     def head(self) -> tuple[dict[str, Any], ...]:
@@ -86,18 +94,20 @@ class TurnRequest:
             return ()
         return ({"role": "developer", "content": self.instructions},)
 
-    def conversation_keys(self, earlier: Sequence[dict[str, Any]]) -> list[bytes]:
-        """Return a key of each beginning of ``earlier`` and the request's own messages, from none to
-        all of them.
+    def conversation_keys(self, digests: Sequence[MessageDigest]) -> list[bytes]:
+        """Return a key of each beginning of a conversation, from no message to all of them.
 
         Two beginnings have one key if they say the same to the policy: equal texts, calls, tools
         and reasoning effort. JSON is compared by its value, whatever its spelling. Reasoning that a
         client repeats, or leaves out, does not count.
+
+        Args:
+            digests: one for each message of the conversation.
         """
-        key = _digest([self._tools, self.reasoning_effort])
+        key = _digest([self._tools_digest.hex(), self.reasoning_effort])
         keys = [key]
-        for digest in [*map(_message_digest, earlier), *self._message_digests]:
-            key = _chained(key, digest)
+        for digest in digests:
+            key = extended_key(key, digest)
             keys.append(key)
         return keys
 
@@ -112,35 +122,27 @@ def text_size(messages: Sequence[dict[str, Any]]) -> int:
     return size
 
 
-def extended_key(key: bytes, message: dict[str, Any]) -> bytes:
-    """Return the key of a conversation that goes on with ``message``."""
-    return _chained(key, _message_digest(message))
+def extended_key(key: bytes, digest: MessageDigest) -> bytes:
+    """Return the key of a conversation that continues with the message of a digest."""
+    return hashlib.blake2b(key + digest.whole, digest_size=16).digest()
 
 
-def _message_digest(message: dict[str, Any]) -> bytes:
-    return _digest(_canonical_message(message))
-
-
-def _chained(key: bytes, digest: bytes) -> bytes:
-    return hashlib.blake2b(key + digest, digest_size=16).digest()
-
-
-def _canonical_message(message: dict[str, Any]) -> list[Any]:
-    """Return what makes two messages the same message."""
-    calls = [[call.get("id"), *called(call)] for call in message.get("tool_calls") or ()]
-    return [
+def message_digest(message: dict[str, Any]) -> MessageDigest:
+    """Return the digests of a message."""
+    calls = [
+        [call["function"]["name"], canonical_json(call["function"]["arguments"])]
+        for call in message.get("tool_calls") or ()
+    ]
+    ids = [call.get("id") for call in message.get("tool_calls") or ()]
+    whole = [
         message["role"],
         message.get("name"),
         message.get("tool_call_id"),
         message.get("content") or "",
+        ids,
         calls,
     ]
-
-
-def called(call: dict[str, Any]) -> list[Any]:
-    """Return what makes two calls the same call: the name and the value of the arguments."""
-    function = call["function"]
-    return [function["name"], canonical_json(function["arguments"])]
+    return MessageDigest(_digest(whole), _digest(calls))
 
 
 def _digest(content: Any) -> bytes:

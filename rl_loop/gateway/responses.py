@@ -3,12 +3,15 @@
 A turn is a list of items: reasoning (analysis), messages (commentary to nobody, final) and function
 calls. A client either repeats all items, or names the response that it goes on from."""
 
+import json
+import secrets
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from rl_loop.chat.open_calls import with_answers_in_order
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.gateway.errors import ApiError, invalid_request
 from rl_loop.gateway.forest import Node
@@ -55,8 +58,16 @@ NEUTRAL: dict[str, list[Any]] = {
 """Parameters that are not supported, and their values that ask for nothing."""
 
 
-NOT_REPEATED = {"input", "seed", "stream"}
-"""Parameters that a response does not say again."""
+REPEATED = {
+    "instructions",
+    "max_output_tokens",
+    "previous_response_id",
+    "store",
+    "temperature",
+    "tools",
+    "top_p",
+}
+"""Parameters that a response repeats as they are."""
 
 
 class ReasoningParameters(BaseModel):
@@ -108,8 +119,13 @@ class ResponsesCall:
         parameters = validated(ResponsesParameters, checked_parameters(body, IGNORED, NEUTRAL))
         self.stream = parameters.stream
         self.request = _turn_request(parameters)
-        self._parameters = parameters
+        self._tool_choice = parameters.tool_choice or "auto"
         self._model = model
+        # Instructions may have megabytes: their JSON is written once, where the request is read.
+        repeated = parameters.model_dump(include=REPEATED)
+        self._repeated = json.dumps(repeated)[1:-1].encode()
+        self._mark = secrets.token_hex(16)
+        """Key in whose place an answer has the repeated parameters."""
 
     def answer(self, node: Node, usage: Usage) -> dict[str, Any]:
         """Return the body of a plain answer."""
@@ -137,10 +153,14 @@ class ResponsesCall:
             yield from _item_events(item, index)
         yield {"type": f"response.{answer['status']}", "response": answer}
 
+    def written(self, value: dict[str, Any]) -> bytes:
+        """Return an answer or an event as JSON."""
+        return json.dumps(value).encode().replace(f'"{self._mark}": null'.encode(), self._repeated)
+
     def _frame(self, node: Node, status: str) -> dict[str, Any]:
-        """Return what a response says besides its items: first of all what was asked for."""
-        asked_for = self._parameters.model_dump(exclude=NOT_REPEATED)
-        return asked_for | {
+        """Return the fields of a response besides its items."""
+        return {
+            self._mark: None,
             "id": node.response_id,
             "object": "response",
             "created_at": int(time.time()),
@@ -153,7 +173,7 @@ class ResponsesCall:
             "parallel_tool_calls": False,
             "reasoning": {"effort": self.request.reasoning_effort, "summary": None},
             "text": {"format": {"type": "text"}},
-            "tool_choice": self._parameters.tool_choice or "auto",
+            "tool_choice": self._tool_choice,
             "truncation": "disabled",
             "usage": None,
         }
@@ -179,7 +199,7 @@ def _turn_request(parameters: ResponsesParameters) -> TurnRequest:
         tools.append(tool_of(tool, where))
 
     return TurnRequest(
-        messages=_messages(parameters.input),
+        messages=with_answers_in_order(_messages(parameters.input), ()),
         tools=offered(tools, parameters.tool_choice),
         instructions=parameters.instructions,
         previous_id=parameters.previous_response_id,

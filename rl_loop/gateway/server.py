@@ -2,12 +2,12 @@
 
 It runs on the event loop of whoever starts it, beside the engine's."""
 
-import json
+import asyncio
 import logging
 import secrets
-import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from aiohttp import web
@@ -19,6 +19,7 @@ from rl_loop.gateway.chat import ChatCall
 from rl_loop.gateway.connections import Connections, server_options
 from rl_loop.gateway.errors import ApiError, ErrorCode
 from rl_loop.gateway.forest import Node
+from rl_loop.gateway.jobs import ReadJob, RequestWorkers
 from rl_loop.gateway.request import TurnRequest
 from rl_loop.gateway.responses import ResponsesCall
 from rl_loop.gateway.reward import read_reward
@@ -30,8 +31,10 @@ MAX_IN_FLIGHT = 1024
 """Requests of one key at the same time."""
 CLOSING_STATUSES = (401, 408, 413, 415, 429)
 """Answers behind which a connection is closed, because the body is not read."""
-SWITCH_SECONDS = 0.0005
-"""Longest turn of a Python thread while another one waits."""
+MAX_BODIES_BYTES = 8 * MAX_BODY_BYTES
+"""Bytes of the bodies of all requests of one key at the same time."""
+LONG_ANSWER_BYTES = 65_536
+"""Bytes of a stream that are sent at a time, unless one event is longer."""
 STOP_SECONDS = 5.0
 """What requests have to end when the server stops."""
 RETRY_HEADER = "x-stainless-retry-count"
@@ -39,6 +42,8 @@ RETRY_HEADER = "x-stainless-retry-count"
 
 SESSION = web.RequestKey("session", Session)
 """Session of a request whose key is valid."""
+BODY_BYTES = web.RequestKey("body_bytes", int)
+"""Bytes of the body of a request that have arrived."""
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +58,11 @@ class Call(Protocol):
 
     def answer(self, node: Node, usage: Usage) -> dict[str, Any]: ...
 
-    def events(self, node: Node, usage: Usage) -> Any: ...
+    def events(self, node: Node, usage: Usage) -> Iterator[dict[str, Any]]: ...
+
+    def written(self, value: dict[str, Any]) -> bytes:
+        """Return an answer or an event as JSON."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -88,6 +97,7 @@ class Gateway:
         self._sessions: dict[str, Session] = {}
         """By API key."""
         self._connections = Connections()
+        self._workers = RequestWorkers(codec)
         self._runner: web.AppRunner | None = None
         self._url = ""
 
@@ -111,6 +121,7 @@ class Gateway:
             self._shape,
             settings or self._settings.session,
             api_key,
+            self._workers,
         )
         if session.api_key in self._sessions:
             raise ValueError(f"session {name}: its API key belongs to another session already")
@@ -146,9 +157,6 @@ class Gateway:
 
     async def start(self) -> None:
         """Listen. Raises OSError naming the address if that is not possible."""
-        # Threads that parse and tokenize large requests take turns with the event loop. Python's 5 ms
-        # per turn would add up over the system calls of one answer.
-        sys.setswitchinterval(SWITCH_SECONDS)
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._answer])
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/responses", self._responses)
@@ -169,6 +177,7 @@ class Gateway:
         self._connections.watch(self._runner.server)
         await web.TCPSite(self._runner, self._settings.host, self._settings.port).start()
 
+        await asyncio.to_thread(self._workers.start)
         host, port = self._runner.addresses[0][:2]
         if ":" in host:
             host = f"[{host}]"
@@ -181,6 +190,7 @@ class Gateway:
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
+        await self._workers.close()
 
     # ---- requests
 
@@ -209,6 +219,7 @@ class Gateway:
             session = request.get(SESSION)
             if session is not None:
                 session.in_flight -= 1
+                session.body_bytes -= request.get(BODY_BYTES, 0)
                 self._connections.end_request(request.protocol)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
@@ -239,7 +250,8 @@ class Gateway:
             if call.stream:
                 response = await _send_events(request, call, node, usage)
             else:
-                response = web.json_response(call.answer(node, usage))
+                body = call.written(call.answer(node, usage))
+                response = web.Response(body=body, content_type="application/json")
                 await response.prepare(request)
                 await response.write_eof()
             node.delivered = True
@@ -253,21 +265,21 @@ class Gateway:
         self, request: web.Request, session: Session, kind: Callable[[Any, str], Call]
     ) -> Call:
         """Read a request. Raises ApiError."""
-        body = await read_body(request)
-        model = self._settings.model
+        body = await read_body(request, partial(_count_body, request, session))
+        job = ReadJob(body, kind, self._settings.model)
         if len(body) <= SHORT_BODY_BYTES:
-            return _call_of(body, kind, model)
-        return await session.off_loop(_call_of, body, kind, model)
+            return job.run(self._codec)
+        return await session.run(job)
 
     async def _rewards(self, request: web.Request) -> web.Response:
         session = self.session_of(request)
-        reward = read_reward(parse_json(await self._short_body(request)))
+        reward = read_reward(parse_json(await self._short_body(request, session)))
         session.add_reward(reward)
         return web.json_response({"object": "reward", "response_id": reward.response_id})
 
-    async def _short_body(self, request: web.Request) -> bytes:
+    async def _short_body(self, request: web.Request, session: Session) -> bytes:
         """Return the body of a request that is never long. Raises ApiError."""
-        body = await read_body(request)
+        body = await read_body(request, partial(_count_body, request, session))
         if len(body) > SHORT_BODY_BYTES:
             raise ApiError(413, "invalid_request", f"more than {SHORT_BODY_BYTES} bytes")
         return body
@@ -290,14 +302,14 @@ class Gateway:
         return {"id": name, "object": "model", "created": 0, "owned_by": "megatron-gptoss"}
 
 
-def _call_of(body: bytes, kind: Callable[[Any, str], Call], model: str) -> Call:
-    """Read a request, and everything of it that takes long with long requests. Raises ApiError."""
-    try:
-        call = kind(parse_json(body), model)
-        call.request.prepare()
-    except RecursionError:
-        raise ApiError(400, "invalid_request", "the body is nested too deeply") from None
-    return call
+def _count_body(request: web.Request, session: Session, size: int) -> None:
+    """Count bytes of a body that have arrived. Raises ApiError if the key has too many."""
+    request[BODY_BYTES] = request.get(BODY_BYTES, 0) + size
+    session.body_bytes += size
+    if session.body_bytes > MAX_BODIES_BYTES:
+        megabytes = MAX_BODIES_BYTES // 1024**2
+        message = f"the requests in flight of this key have more than {megabytes} MiB"
+        raise ApiError(429, "too_many_requests", message)
 
 
 async def _send_events(
@@ -309,15 +321,22 @@ async def _send_events(
     )
     await response.prepare(request)
 
-    lines: list[str] = []
+    lines: list[bytes] = []
+    size = 0
     for event in call.events(node, usage):
         if "type" in event:
-            lines.append(f"event: {event['type']}\n")
-        lines.append(f"data: {json.dumps(event)}\n\n")
+            lines.append(f"event: {event['type']}\n".encode())
+        lines += [b"data: ", call.written(event), b"\n\n"]
+        size += len(lines[-2])
+        # A long answer is sent in pieces, and others are served between them.
+        if size > LONG_ANSWER_BYTES:
+            await response.write(b"".join(lines))
+            await asyncio.sleep(0)
+            lines, size = [], 0
     if call.ends_with_done:
-        lines.append("data: [DONE]\n\n")
+        lines.append(b"data: [DONE]\n\n")
 
-    await response.write("".join(lines).encode())
+    await response.write(b"".join(lines))
     await response.write_eof()
     return response
 

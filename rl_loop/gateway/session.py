@@ -21,6 +21,13 @@ from rl_loop.engines.protocol import GenerateResult, ModelShape, RolloutEngine, 
 from rl_loop.gateway.answer import ReadTurn, read_turn
 from rl_loop.gateway.errors import ApiError, invalid_content
 from rl_loop.gateway.forest import Forest, Node, Place, new_routes, next_key, without_routes
+from rl_loop.gateway.jobs import (
+    Job,
+    Rendered,
+    RenderJob,
+    RequestWorkers,
+    StoredTokens,
+)
 from rl_loop.gateway.request import TurnRequest, text_size
 from rl_loop.gateway.reward import GivenReward
 from rl_loop.infrastructure import InfrastructureFailure
@@ -35,6 +42,8 @@ MESSAGE_CHARACTERS = 64
 """Characters that take as long to render as the header of a message."""
 SHORT_TOKENS = 256
 """What is rendered, or parsed, on the event loop: it takes a millisecond or less."""
+SHORT_HISTORY = 4096
+"""Tokens from which finished analysis is left out on the event loop."""
 
 
 REMEMBERED_ABANDONED = 256
@@ -120,8 +129,19 @@ class Session:
         shape: ModelShape,
         settings: SessionSettings,
         api_key: str | None = None,
+        workers: RequestWorkers | None = None,
     ) -> None:
-        """``name``: unique; with the number of a turn it seeds what is sampled."""
+        """Open a session.
+
+        Args:
+            name: unique; with the number of a turn it seeds what is sampled.
+            engine: samples the turns.
+            codec: chat format of the policy.
+            shape: shape of the model that the engine's answers are checked against.
+            settings: limits and sampling.
+            api_key: key of the client; None to make one.
+            workers: processes for long requests; None for processes of the session's own.
+        """
         self.name = name
         self.api_key = api_key or f"sk-{secrets.token_urlsafe(24)}"
         self.forest = Forest(settings.remembered_turns)
@@ -130,6 +150,8 @@ class Session:
         self.end: SessionEnd | None = None
         self.in_flight = 0
         """Number of requests that are being answered."""
+        self.body_bytes = 0
+        """Bytes of the bodies of these requests."""
         self.was_too_long = False
         """Whether the last request was refused because the conversation left no room to answer."""
         self.prefilled_again = 0
@@ -143,7 +165,9 @@ class Session:
         """By the response that earned it, None for the session as a whole."""
         self.clock.start()
 
-        self._off_loop = asyncio.Lock()
+        self._workers = workers or RequestWorkers(codec)
+        self._owns_workers = workers is None
+        self._is_working = asyncio.Lock()
         self._begun_turns = 0
         """All of them: they number the turns."""
         self._counted_turns = 0
@@ -230,7 +254,7 @@ class Session:
             prompt_tokens=len(node.token_ids()) - len(sampled.output_ids),
             cached_tokens=sampled.cached_tokens,
             sampled_tokens=len(sampled.output_ids),
-            reasoning_tokens=self._codec.reasoning_tokens(sampled.output_ids),
+            reasoning_tokens=node.reasoning_tokens,
         )
 
     def add_reward(self, reward: GivenReward) -> None:
@@ -262,15 +286,24 @@ class Session:
         """Return what was captured: see ``Forest.trajectories``."""
         return self.forest.trajectories(task_id, self._codec.decode)
 
-    async def off_loop[**P, T](
-        self, function: Callable[P, T], *arguments: P.args, **options: P.kwargs
-    ) -> T:
-        """Call ``function`` on a thread.
+    async def run[Result](self, job: Job[Result]) -> Result:
+        """Run a job on a long request in another process. Raises ApiError."""
+        return await self._alone(lambda: self._workers.begin(job))
 
-        One call at a time: the requests of a session do not take the threads from other sessions.
+    async def _alone[T](self, begin: Callable[[], "asyncio.Task[T]"]) -> T:
+        """Begin work when no other work of this session runs, and wait for it.
+
+        The requests of a session do not take processes and threads from other sessions, not even if
+        the client leaves: the next work begins when this one is over.
         """
-        async with self._off_loop:
-            return await off_loop(function, *arguments, **options)
+        await self._is_working.acquire()
+        try:
+            task = begin()
+        except BaseException:
+            self._is_working.release()
+            raise
+        task.add_done_callback(lambda _: self._is_working.release())
+        return await asyncio.shield(task)
 
     async def close(self) -> None:
         """Stop what is being sampled, and take no more requests."""
@@ -282,6 +315,8 @@ class Session:
         for task in tasks:
             with suppress(asyncio.CancelledError, Exception):
                 await task
+        if self._owns_workers:
+            await self._workers.close()
 
     # ---- one turn
 
@@ -316,11 +351,13 @@ class Session:
         self._check_effort(request)
         place = self.forest.find(request)
         self._check_size(request, place)
-        # A thread costs as much as tokenizing a page: short texts are done here.
-        if self._work(request, place) <= SHORT_CHARACTERS:
-            prompt = self._render(request, place)
+        job = self._render_job(request, place)
+        # A process costs as much as tokenizing a page: short texts are rendered here.
+        if self._is_short(request, job):
+            rendered = job.run(self._codec)
         else:
-            prompt = await self.off_loop(self._render, request, place)
+            rendered = await self.run(job)
+        prompt = _prompt_of(place, rendered)
         prefix = prompt.token_ids
         room = self._room(request, len(prefix))
 
@@ -336,7 +373,11 @@ class Session:
         if len(sampled.output_ids) <= SHORT_TOKENS:
             turn = read_turn(self._codec, sampled, request.tools)
         else:
-            turn = await self.off_loop(read_turn, self._codec, sampled, request.tools)
+            turn = await self._alone(
+                lambda: asyncio.ensure_future(
+                    off_loop(read_turn, self._codec, sampled, request.tools)
+                )
+            )
         node = self._node(request, response_id, place, prompt, sampled, turn, room)
         self._sampled_tokens += len(sampled.output_ids)
         # A turn beside this one may have ended the session meanwhile.
@@ -393,7 +434,10 @@ class Session:
             answer=turn.answer,
             format_error=turn.format_error,
             messages=(*place.conversation, *said),
-            key=next_key(place, turn.answer),
+            digests=(*place.digests, *([turn.digest] if said else [])),
+            digest=turn.digest,
+            reasoning_tokens=turn.reasoning_tokens,
+            key=next_key(place, turn),
             open_calls=prompt.open_calls + calls,
             closing=turn.closing,
             dropped=turn.dropped,
@@ -419,37 +463,33 @@ class Session:
 
     # ---- its prompt
 
-    def _render(self, request: TurnRequest, place: Place) -> _Prompt:
-        """Render what is new of a conversation. Raises ApiError for what cannot be rendered."""
-        try:
-            if place.parent is None:
-                open_calls: list[OpenCall] = []
-                ids = self._codec.render_conversation(
-                    place.new_messages,
-                    request.tools,
-                    open_calls,
-                    reasoning_effort=request.reasoning_effort,
-                    keys=place.keys,
-                )
-                return _Prompt(None, ids, open_calls)
-
+    def _render_job(self, request: TurnRequest, place: Place) -> RenderJob:
+        """Return the job that renders the new messages of a conversation."""
+        stored = None
+        if place.parent is not None:
             parent = place.parent
-            open_calls = list(parent.open_calls)
-            new_ids = self._codec.render_continuation(
-                place.new_messages, open_calls, place.first_number
-            )
-        except ValueError as error:
-            raise ApiError(400, "invalid_request", str(error), parameter="messages") from None
+            history = None
+            if self._settings.history == "harmony":
+                before = parent.token_ids()
+                history = before[: len(before) - parent.dropped]
+            stored = StoredTokens(parent.closing, tuple(parent.open_calls), history)
+        return RenderJob(
+            messages=place.new_messages,
+            first_number=place.first_number,
+            tools=request.tools,
+            reasoning_effort=request.reasoning_effort,
+            keys=place.keys,
+            stored=stored,
+        )
 
-        new_ids = [*parent.closing, *new_ids]
-        before = parent.token_ids()
-        kept = before[: len(before) - parent.dropped]
-        if self._settings.history == "harmony":
-            kept = self._codec.without_finished_analysis(kept)
-        if kept != before:
-            # Other tokens stand before what comes next: the sequence ends here.
-            return _Prompt(None, kept + new_ids, open_calls)
-        return _Prompt(parent, new_ids, open_calls)
+    def _is_short(self, request: TurnRequest, job: RenderJob) -> bool:
+        """Return True if a job takes about a millisecond."""
+        work = text_size(job.messages) + MESSAGE_CHARACTERS * len(job.messages)
+        if job.stored is None:
+            return work + request.tools_size <= SHORT_CHARACTERS
+        # Each message is compared with the open calls.
+        work += len(job.messages) * len(job.stored.open_calls)
+        return work <= SHORT_CHARACTERS and len(job.stored.history or ()) <= SHORT_HISTORY
 
     # ---- its limits
 
@@ -480,11 +520,6 @@ class Session:
         # Every message has a header of at least two tokens.
         if 2 * len(place.new_messages) > limit:
             raise self._too_long(f"at least {2 * len(place.new_messages)}")
-
-    def _work(self, request: TurnRequest, place: Place) -> int:
-        """Return how much there is to render, in characters of text that take as long."""
-        work = text_size(place.new_messages) + MESSAGE_CHARACTERS * len(place.new_messages)
-        return work if place.parent is not None else work + request.tools_size
 
     def _room(self, request: TurnRequest, used: int) -> Room:
         """Return how many tokens a turn behind ``used`` ones may have.
@@ -530,6 +565,22 @@ class Session:
         if self._settings.is_episode and self.end is None:
             self.end = end
         return end.as_error()
+
+
+def _prompt_of(place: Place, rendered: Rendered) -> _Prompt:
+    """Return the prompt of a turn."""
+    parent = place.parent
+    if parent is None:
+        return _Prompt(None, rendered.new_ids, rendered.open_calls)
+    if rendered.history is None and not parent.dropped:
+        return _Prompt(parent, rendered.new_ids, rendered.open_calls)
+
+    # Other tokens stand before what comes next: the sequence ends here.
+    history = rendered.history
+    if history is None:
+        before = parent.token_ids()
+        history = before[: len(before) - parent.dropped]
+    return _Prompt(None, history + rendered.new_ids, rendered.open_calls)
 
 
 def _mark_lost(task: "asyncio.Task[Node]") -> None:

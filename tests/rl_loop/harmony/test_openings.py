@@ -40,7 +40,7 @@ def harmony() -> Harmony:
 def rendered(opening: Openings, request: TurnRequest) -> list[int]:
     """Return what ``opening`` makes of a request, as a session asks for it."""
     first = len(request.messages) - 1
-    key = request.conversation_keys(())[first]
+    key = request.conversation_keys(request.digests)[first]
     messages = request.messages[:first]
     return list(opening.render(key, messages, request.tools, request.reasoning_effort))
 
@@ -91,7 +91,7 @@ def test_a_long_opening_is_not_kept(harmony: Harmony, monkeypatch: pytest.Monkey
 
 def test_a_codec_travels_to_another_process_without_what_it_remembers(harmony: Harmony) -> None:
     request = REQUESTS[4]
-    key = request.conversation_keys(())[len(request.messages)]
+    key = request.conversation_keys(request.digests)[len(request.messages)]
     keys = [key] * (len(request.messages) + 1)
     expected = harmony.render_conversation(request.messages, request.tools, [], keys=keys)
     copy = pickle.loads(pickle.dumps(harmony))

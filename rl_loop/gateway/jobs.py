@@ -1,0 +1,212 @@
+"""Work on requests that takes long with long ones: reading a body, and rendering a conversation.
+
+Short requests are worked on where they arrive, because a process costs a millisecond. Long ones have
+a process (``RequestWorkers``): parsers and tokenizers hold the interpreter, and with it the event
+loop, while they run. Jobs and results are small in number of objects, so that pickling them holds
+the loop for milliseconds only.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from rl_loop.chat.codec import ChatCodec, Effort
+from rl_loop.chat.open_calls import OpenCall
+from rl_loop.chat.tools import Tool
+from rl_loop.forked_pool import ForkedPool, PoolFailure, TooExpensive
+from rl_loop.gateway.body import parse_json
+from rl_loop.gateway.errors import ApiError
+from rl_loop.gateway.request import TurnRequest
+
+JOB_SECONDS = 30.0
+"""Processor time of one job; the longest request that fits into a context takes 10 s."""
+JOB_MEMORY_BYTES = 2 << 30
+"""Address space of a process that works on a request."""
+WORKERS = 8
+"""Requests that are worked on at the same time; further ones wait."""
+IDLE_WORKERS = 2
+"""Processes that stay for the next request."""
+NICENESS = 10
+"""Of the processes, so that the event loop has precedence."""
+
+
+class Job[Result](Protocol):
+    """Work on one request."""
+
+    def run(self, codec: ChatCodec) -> Result:
+        """Return the result. Raises ApiError."""
+        ...
+
+
+class Call(Protocol):
+    """One request of a dialect."""
+
+    @property
+    def request(self) -> TurnRequest: ...
+
+
+@dataclass(frozen=True)
+class ReadJob[AnyCall: Call]:
+    """Reads the body of a request, and computes everything of it that takes long."""
+
+    body: bytes
+    dialect: Callable[[Any, str], AnyCall]
+    model: str
+    """Name of the model in answers."""
+
+    def run(self, codec: ChatCodec) -> AnyCall:
+        """Return the request. Raises ApiError."""
+        try:
+            call = self.dialect(parse_json(self.body), self.model)
+            call.request.prepare()
+        except RecursionError:
+            raise ApiError(400, "invalid_request", "the body is nested too deeply") from None
+        return call
+
+
+@dataclass(frozen=True)
+class StoredTokens:
+    """A stored turn from which a conversation continues."""
+
+    closing: tuple[int, ...]
+    """Token ids that close the turn."""
+    open_calls: tuple[OpenCall, ...]
+    history: Sequence[int] | None
+    """All token ids up to the end of the turn, from which finished analysis is left out; None to
+    leave out nothing."""
+
+
+@dataclass(frozen=True)
+class RenderJob:
+    """Renders the new messages of a conversation."""
+
+    messages: tuple[dict[str, Any], ...]
+    first_number: int
+    """Number of messages of the client before ``messages``."""
+    tools: tuple[Tool, ...]
+    reasoning_effort: Effort | None
+    keys: Sequence[bytes]
+    """See ``ChatCodec.render_conversation``."""
+    stored: StoredTokens | None
+    """None for a conversation of which nothing is stored."""
+
+    def run(self, codec: ChatCodec) -> "Rendered":
+        """Return the tokens. Raises ApiError for what cannot be rendered."""
+        try:
+            if self.stored is None:
+                opened: list[OpenCall] = []
+                ids = codec.render_conversation(
+                    self.messages,
+                    self.tools,
+                    opened,
+                    reasoning_effort=self.reasoning_effort,
+                    keys=self.keys,
+                )
+                return Rendered(ids, opened)
+
+            # Copies: other conversations continue from the same turn.
+            open_calls = [replace(call) for call in self.stored.open_calls]
+            ids = codec.render_continuation(self.messages, open_calls, self.first_number)
+        except ValueError as error:
+            raise ApiError(400, "invalid_request", str(error), parameter="messages") from None
+
+        history = kept = self.stored.history
+        if history is not None:
+            kept = codec.without_finished_analysis(history)
+        is_changed = kept is not None and list(kept) != list(history or ())
+        return Rendered(
+            [*self.stored.closing, *ids], open_calls, list(kept or ()) if is_changed else None
+        )
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """The tokens of new messages."""
+
+    new_ids: list[int]
+    open_calls: list[OpenCall]
+    """Calls that no message has answered."""
+    history: list[int] | None = None
+    """Token ids before ``new_ids`` if they differ from the stored ones."""
+
+
+class RequestWorkers:
+    """The processes of one gateway in which long requests are worked on."""
+
+    def __init__(self, codec: ChatCodec) -> None:
+        self._pool = ForkedPool(
+            "the process that reads requests",
+            f"{__name__}:run_job",
+            prepare=f"{__name__}:prepare",
+            argument=codec,
+            seconds=JOB_SECONDS,
+            memory_bytes=JOB_MEMORY_BYTES,
+            workers=WORKERS,
+            idle_workers=IDLE_WORKERS,
+            niceness=NICENESS,
+            control=Nothing(),
+        )
+        self._running: set[asyncio.Task[Any]] = set()
+
+    def start(self) -> None:
+        """Start the first process, without waiting for it. Raises PoolFailure."""
+        self._pool.start()
+
+    def begin[Result](self, job: Job[Result]) -> "asyncio.Task[Result]":
+        """Begin a job. The task raises ApiError, and ends with the job even if no caller waits."""
+        task = asyncio.create_task(self._run(job))
+        self._running.add(task)
+        task.add_done_callback(self._note_end)
+        return task
+
+    async def close(self) -> None:
+        """End all processes, and wait for the jobs in them to fail."""
+        await asyncio.to_thread(self._pool.close)
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def _run[Result](self, job: Job[Result]) -> Result:
+        try:
+            result: Result = await self._pool.asked(job)
+            return result
+        except TooExpensive:
+            gigabytes = JOB_MEMORY_BYTES >> 30
+            message = (
+                f"reading the request takes more than {JOB_SECONDS:g} s or {gigabytes} GiB. "
+                "Send a shorter request"
+            )
+            raise ApiError(413, "invalid_request", message) from None
+        except PoolFailure as error:
+            raise ApiError(503, "internal_error", str(error)) from None
+
+    def _note_end(self, task: "asyncio.Task[Any]") -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # The client may have left, and asyncio warns of errors nobody reads.
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """A job that shows that processes run."""
+
+    def run(self, codec: ChatCodec) -> None:
+        """Return at once."""
+
+
+# ---- in a worker
+
+_codec: ChatCodec | None = None
+"""Codec of the gateway that has started this process."""
+
+
+def prepare(codec: ChatCodec) -> None:
+    """Load what jobs need, before workers are forked."""
+    global _codec
+    _codec = codec
+    codec.render_continuation([{"role": "user", "content": "Hi"}], [], 0)
+
+
+def run_job(job: Job[Any]) -> Any:
+    """Run a job in this process."""
+    assert _codec is not None
+    return job.run(_codec)
