@@ -9,7 +9,7 @@ from converters.hf_directory import HfDirectory
 from converters.mapping import ParameterMapping
 from converters.names import parameter_mappings
 from converters.pipeline import Progress, ordered_map
-from megatron_gptoss.checkpoint.value_digest import as_digits, digest_of_values
+from megatron_gptoss.tensor_hash import as_digits, digest_of_values
 
 
 def read_base(

@@ -29,10 +29,10 @@ from converters.reference.mxfp4 import defined_values, nearest, some_rows
 from converters.reports import MergeLoss, MergeReport, UpdateLoss
 from converters.torch_dist import DTYPES, ExportFormat
 from gptoss_kernels import mxfp4
-from megatron_gptoss.checkpoint.value_digest import as_digits
 from megatron_gptoss.config.hf_config import MERGED_KEY
 from megatron_gptoss.layers.merge import merge_in_pieces
 from megatron_gptoss.new_directory import final_name
+from megatron_gptoss.tensor_hash import as_digits
 
 KINDS = {
     "embedding.word_embeddings.weight": ("embedding",),

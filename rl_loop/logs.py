@@ -106,7 +106,7 @@ class StderrHandler(logging.StreamHandler[TextIO]):
 
 
 class PlainFormatter(logging.Formatter):
-    """``2026-11-22 21:04:05 WARNING rl_loop.canary: message``, in local time."""
+    """``2026-11-22 21:04:05 WARNING rl_loop.weight_sync.canary: message``, in local time."""
 
     def __init__(self) -> None:
         super().__init__(

@@ -23,7 +23,6 @@ from converters.mxfp4_tensors import Digests
 from megatron_gptoss.config import Quantization
 from megatron_gptoss.samples import TrainingSamples
 from rl_loop.algorithms.config import AlgorithmConfig
-from rl_loop.canary import CanaryTolerance, SyncCheck, check_sync
 from rl_loop.config.rollout import RolloutConfig
 from rl_loop.data.credit import assign_advantages
 from rl_loop.data.rollout_batch import RlUpdates, RolloutBatch, TokenEstimates
@@ -41,6 +40,7 @@ from rl_loop.tracking.metrics import StepMetrics
 from rl_loop.tracking.recorder import StepRecord, StepRecorder
 from rl_loop.tracking.step_metrics import add_mismatch_without_replay
 from rl_loop.trainer.checkpointer import Checkpointer
+from rl_loop.weight_sync.canary import CanaryTolerance, SyncCheck, check_sync
 
 FOREIGN_FACTOR = 100
 """Times the canary's tolerance that engine and trainer may differ on one episode: rounding, routes

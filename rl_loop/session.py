@@ -520,8 +520,8 @@ def trainer_settings(config: RunConfig) -> "TrainerSettings":
 
 def loop_settings(config: RlConfig) -> "LoopSettings":
     """Collect what the loop needs."""
-    from rl_loop.canary import CanaryTolerance
     from rl_loop.loop import LoopSettings
+    from rl_loop.weight_sync.canary import CanaryTolerance
 
     return LoopSettings(
         steps=config.training.steps,

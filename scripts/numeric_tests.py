@@ -25,7 +25,7 @@ NUMERIC = [
     "tests/rl_loop/algorithms",
     "tests/rl_loop/engines",
     "tests/rl_loop/certify",
-    "tests/rl_loop/test_canary.py",
+    "tests/rl_loop/weight_sync/test_canary.py",
     "tests/test_tolerances.py",
 ]
 SAMPLE = [

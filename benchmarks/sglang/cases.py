@@ -59,12 +59,12 @@ from megatron_gptoss.samples import Sample, TrainingSamples
 from megatron_gptoss.scorer import Scorer, alignment
 from rl_loop.engines.backend import SyncFailed
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
-from rl_loop.engines.sglang import weight_sender
 from rl_loop.engines.sglang.client import SglangClient
 from rl_loop.engines.sglang.config import PLUGIN, inherited_environment
 from rl_loop.engines.sglang.engine import SglangEngine, score_on
 from rl_loop.engines.sglang.server import SglangServer
-from rl_loop.engines.sglang.weight_sender import (
+from rl_loop.weight_sync import send
+from rl_loop.weight_sync.send import (
     Bucket,
     NamedTensors,
     SyncPlan,
@@ -537,7 +537,7 @@ class SyncMemory:
 @contextmanager
 def lose_a_bucket(layer: str) -> Iterator[None]:
     """Let the first bucket that begins with a tensor of ``layer`` not be sent."""
-    original = weight_sender.buckets
+    original = send.buckets
 
     def some(named: NamedTensors, limit: int) -> Iterator[Bucket]:
         is_lost = False
@@ -547,26 +547,26 @@ def lose_a_bucket(layer: str) -> Iterator[None]:
                 continue
             yield bucket
 
-    weight_sender.buckets = some
+    send.buckets = some
     try:
         yield
     finally:
-        weight_sender.buckets = original
+        send.buckets = original
 
 
 @contextmanager
 def swap_two_scales(layer: str) -> Iterator[None]:
     """Swap the first scale of an expert with one that differs, on the way to the server."""
-    original = weight_sender.buckets
+    original = send.buckets
 
     def changed(named: NamedTensors, limit: int) -> Iterator[Bucket]:
         return original(with_two_scales_swapped(named, layer), limit)
 
-    weight_sender.buckets = changed
+    send.buckets = changed
     try:
         yield
     finally:
-        weight_sender.buckets = original
+        send.buckets = original
 
 
 def with_two_scales_swapped(named: NamedTensors, layer: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -42,7 +42,7 @@ from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.engine import SglangEngine, score_on
 from rl_loop.engines.sglang.gpu_memory import memory_fault, settled_gpus, visible_gpus
 from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
-from rl_loop.engines.sglang.weight_sender import SyncPlan, send_weights
+from rl_loop.weight_sync.send import SyncPlan, send_weights
 
 ROUNDS = 3
 """Sleeps and wakes of each server."""

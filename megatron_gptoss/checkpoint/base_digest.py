@@ -10,11 +10,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_gptoss.checkpoint.value_digest import as_digits, digest_of_values
 from megatron_gptoss.layers.adapted_linears import AdaptedLinear
 from megatron_gptoss.layers.adapters import LowRank
 from megatron_gptoss.layers.packed_weight import PackedWeight
 from megatron_gptoss.model import chunks_of
+from megatron_gptoss.tensor_hash import as_digits, digest_of_values
 
 
 def base_digest(model: torch.nn.Module) -> str:

@@ -9,13 +9,13 @@ import numpy as np
 
 from megatron_gptoss.samples import TrainingSamples
 from rl_loop.algorithms.config import AlgorithmConfig
-from rl_loop.canary import CanaryTolerance, check_canary
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.data.samples import to_samples
 from rl_loop.rollout.collector import held_out_requests
 from rl_loop.rollout.pool import RolloutPool
 from rl_loop.tasks.source import TaskSource
 from rl_loop.trainer.group import TrainerGroup
+from rl_loop.weight_sync.canary import CanaryTolerance, check_canary
 
 POSITIONS = (0, 128, 512, 2048, 8192)
 """Where ranges of positions begin: GPT-OSS's window, then four times as far each."""

@@ -33,7 +33,6 @@ from rl_loop.data.tensor_bytes import TensorBytes
 from rl_loop.engines.backend import WeightSender
 from rl_loop.heap import exempt_from_collection
 from rl_loop.trainer.gathered_export import export_weights
-from rl_loop.trainer.gathered_sync import send_gathered
 from rl_loop.trainer.initial_model import build_initial_model
 from rl_loop.trainer.memory_metrics import max_over_ranks, memory_metrics
 from rl_loop.trainer.rank_answers import RankPlace, Resumed
@@ -42,6 +41,7 @@ from rl_loop.trainer.run_checkpoints import RunCheckpoints
 from rl_loop.trainer.settings import TrainerSettings
 from rl_loop.trainer.shipment import MiniBatch, Shipment
 from rl_loop.trainer.weight_export import WeightExport
+from rl_loop.weight_sync.gather import send_gathered
 
 
 class TrainerWorker:

@@ -23,8 +23,8 @@ from rl_loop.engines.protocol import GenerateRequest, GenerateResult, SamplingPa
 from rl_loop.engines.sglang.engine import SglangEngine
 from rl_loop.engines.sglang.server import ServerState, ServerStatus
 from rl_loop.engines.sglang.turn import STREAM_INTERVAL
-from rl_loop.engines.sglang.weight_sender import SyncPlan, WeightMismatch, send_weights
 from rl_loop.tracking.run_directory import RunDirectory
+from rl_loop.weight_sync.send import SyncPlan, WeightMismatch, send_weights
 from tests.faults.campaign import Campaign
 from tests.faults.checks import judge_outcome
 from tests.faults.course import Attempt, Course

@@ -26,11 +26,11 @@ from megatron_gptoss.checkpoint.directory import (
 from megatron_gptoss.checkpoint.errors import CheckpointError
 from megatron_gptoss.checkpoint.loader import load_checkpoint, load_model_weights
 from megatron_gptoss.checkpoint.state import describe_adapters, load_model_state, model_state
-from megatron_gptoss.checkpoint.value_digest import digest_of_values
 from megatron_gptoss.config import AdapterConfig, OptimizerConfig, ParallelConfig
 from megatron_gptoss.layers.adapters import initialize_adapters, named_adapters
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
+from megatron_gptoss.tensor_hash import digest_of_values
 from megatron_gptoss.trainer import PolicyTrainer
 from tests.support.distributed import free_port
 from tests.support.megatron_gptoss.adapted import ADAPTER, MODEL, adapted_model, base_weights

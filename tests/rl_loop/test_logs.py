@@ -28,7 +28,7 @@ def logging_as_before() -> Iterator[None]:
 
 def test_plain_lines_have_time_level_module_and_message(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging(LogSettings())
-    logging.getLogger("rl_loop.canary").info("gap %.1e", 0.02)
+    logging.getLogger("rl_loop.weight_sync.canary").info("gap %.1e", 0.02)
     printed = capsys.readouterr()
     assert re.fullmatch(
         r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d INFO rl_loop\.canary: gap 2\.0e-02\n", printed.err

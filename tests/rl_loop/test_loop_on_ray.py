@@ -29,7 +29,6 @@ from launch.report import build_report
 from launch.viewer.run_view import RunView
 from megatron_gptoss.checkpoint import gathered_state
 from megatron_gptoss.user_error import UserError
-from rl_loop.canary import CanaryError, CanaryTolerance, check_canary
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
@@ -47,6 +46,7 @@ from rl_loop.tracking.run_directory import (
     read_training_steps,
 )
 from rl_loop.trainer.ray_ranks import RankDied, TrainerProcess
+from rl_loop.weight_sync.canary import CanaryError, CanaryTolerance, check_canary
 from tests.support.forked_workers import local_ray
 from tests.support.rl_loop.tiny_runs import CONFIGS, RL, SMALL, Quiet, curve
 from tests.support.waiting import wait_until

@@ -37,10 +37,10 @@ from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.engine import score_on
 from rl_loop.engines.sglang.gpu_memory import memory_fault
 from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
-from rl_loop.engines.sglang.sync_plan import SyncPlan, TransportName
-from rl_loop.engines.sglang.weight_sender import send_weights
 from rl_loop.infrastructure import describe
 from rl_loop.logs import with_logging
+from rl_loop.weight_sync.plan import SyncPlan, TransportName
+from rl_loop.weight_sync.send import send_weights
 
 logger = logging.getLogger(__name__)
 

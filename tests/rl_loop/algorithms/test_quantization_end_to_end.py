@@ -14,13 +14,13 @@ from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory
 from converters.torch_dist import export_checkpoint
 from megatron_gptoss.checkpoint.directory import latest_checkpoint
-from rl_loop.canary import CanaryError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.export import export_policy, greedy_agreement
 from rl_loop.session import build_tasks
 from rl_loop.tracking.run_directory import read_training_steps
 from rl_loop.trainer.gathered_export import check_packed_experts
+from rl_loop.weight_sync.canary import CanaryError
 from tests.support.in_process import LocalRollouts, local_loop
 from tests.support.rl_loop.small_config import SMALL
 

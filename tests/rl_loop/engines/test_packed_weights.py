@@ -14,9 +14,9 @@ from converters.mxfp4_tensors import (
     pack_experts,
     stack_digests,
 )
-from rl_loop.canary import CanaryError, check_packed_experts
 from rl_loop.engines.backend import LoadedWeights
 from rl_loop.engines.embedded.engine import TransformersEngine
+from rl_loop.weight_sync.canary import CanaryError, check_packed_experts
 from tests.support.rl_loop.engines.models import engine_of, plain_log_probs, prompt, reference_model
 
 # rows of whole MXFP4 blocks

@@ -33,7 +33,7 @@ from rl_loop.engines.sglang.gpu_memory import (
     static_fraction,
     visible_gpus,
 )
-from rl_loop.engines.sglang.weight_transports import buckets
+from rl_loop.weight_sync.transports import buckets
 
 MODEL_20B = GptOssModelConfig(num_layers=24, num_experts=32)
 TOTAL = 150_000_000_000

@@ -31,12 +31,12 @@ from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.engines.backend import SyncFailed
-from rl_loop.engines.sglang import weight_sender
 from rl_loop.engines.sglang.config import PLUGIN, SglangConfig
 from rl_loop.engines.sglang.gpu_memory import ServerNeeds, packed_expert_bytes
-from rl_loop.engines.sglang.sync_plan import Servers, SyncPlan
-from rl_loop.engines.sglang.weight_checksums import PACKED_EXPERT_PARAMETERS
-from rl_loop.engines.sglang.weight_sender import WeightMismatch, send_weights
+from rl_loop.weight_sync import send
+from rl_loop.weight_sync.checksums import PACKED_EXPERT_PARAMETERS
+from rl_loop.weight_sync.plan import Servers, SyncPlan
+from rl_loop.weight_sync.send import WeightMismatch, send_weights
 from tests.support.distributed import free_port, run_distributed
 from tests.support.rl_loop.packed_server import (
     PackedServer,
@@ -318,7 +318,7 @@ def test_the_memory_that_graphs_read_stays_and_is_whole_again_after_sleep() -> N
 def test_a_lost_bucket_is_named_and_the_server_does_not_serve(
     lost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = weight_sender.buckets
+    original = send.buckets
     names: list[str] = []
 
     def some(named: Any, limit: int) -> Iterator[Any]:
@@ -328,7 +328,7 @@ def test_a_lost_bucket_is_named_and_the_server_does_not_serve(
         yield from buckets
 
     async def work(server: PackedServer) -> None:
-        monkeypatch.setattr(weight_sender, "buckets", some)
+        monkeypatch.setattr(send, "buckets", some)
         with pytest.raises(SyncFailed) as failure:
             await send_weights(packed_weights(1).items(), MODEL, plan_for(server.url))
         first = sorted(names)[0]
@@ -343,7 +343,7 @@ def test_a_swapped_scale_is_named_and_the_server_does_not_serve(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     name = "model.layers.0.mlp.experts.down_proj_scales"
-    original = weight_sender.buckets
+    original = send.buckets
 
     def changed(named: Any, limit: int) -> Iterator[Any]:
         for bucket in original(named, limit):
@@ -357,7 +357,7 @@ def test_a_swapped_scale_is_named_and_the_server_does_not_serve(
             yield bucket
 
     async def work(server: PackedServer) -> None:
-        monkeypatch.setattr(weight_sender, "buckets", changed)
+        monkeypatch.setattr(send, "buckets", changed)
         with pytest.raises(WeightMismatch, match=f"holds something else in {name}$"):
             await send_weights(packed_weights(1).items(), MODEL, plan_for(server.url))
         assert server.version == "default"

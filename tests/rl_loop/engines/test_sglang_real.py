@@ -25,8 +25,8 @@ from rl_loop.engines.sglang.client import SglangClient
 from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.engine import SglangEngine
 from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
-from rl_loop.engines.sglang.sync_plan import SyncPlan
-from rl_loop.engines.sglang.weight_sender import WeightMismatch, send_weights
+from rl_loop.weight_sync.plan import SyncPlan
+from rl_loop.weight_sync.send import WeightMismatch, send_weights
 
 PYTHON = os.environ.get("GPTOSS_SGLANG_PYTHON")
 pytestmark = [

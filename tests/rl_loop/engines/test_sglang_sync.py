@@ -24,7 +24,6 @@ from safetensors.torch import save_file
 from converters.names import hf_shapes
 from converters.random_weights import random_hf_weights
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
-from rl_loop.canary import CanaryError, CanaryTolerance, check_canary
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.engines.backend import BackendContext
@@ -33,22 +32,18 @@ from rl_loop.engines.sglang import fleet as fleet_module
 from rl_loop.engines.sglang.engine import SglangEngine
 from rl_loop.engines.sglang.fleet import HeldWeights, SglangFleet, SglangSender, statuses
 from rl_loop.engines.sglang.server import ServerState, ServerStatus
-from rl_loop.engines.sglang.sync_plan import SyncPlan
-from rl_loop.engines.sglang.tensor_hash import gpu_hash
-from rl_loop.engines.sglang.weight_checksums import WeightSample, sampled_parameters
-from rl_loop.engines.sglang.weight_sender import WeightMismatch, send_weights
-from rl_loop.engines.sglang.weight_transports import buckets
+from rl_loop.engines.sglang.server_hash import gpu_hash
 from rl_loop.gateway.serve import ServeOptions
 from rl_loop.harmony.codec import ParsedMessage
 from rl_loop.rollout.collector import TrainingRequests
 from rl_loop.run import run_server
-from rl_loop.session import (
-    build_rollouts,
-    build_tasks,
-    build_trainer,
-    codec_settings,
-)
+from rl_loop.session import build_rollouts, build_tasks, build_trainer, codec_settings
 from rl_loop.tasks.codec import codec_of
+from rl_loop.weight_sync.canary import CanaryError, CanaryTolerance, check_canary
+from rl_loop.weight_sync.checksums import WeightSample, sampled_parameters
+from rl_loop.weight_sync.plan import SyncPlan
+from rl_loop.weight_sync.send import WeightMismatch, send_weights
+from rl_loop.weight_sync.transports import buckets
 from tests.support.forked_workers import local_ray
 from tests.support.megatron_gptoss.dense_reference import MODELS as DENSE_MODELS
 from tests.support.rl_loop.engines.scored_weights import MODEL, ROOT, TEXT, scores_under

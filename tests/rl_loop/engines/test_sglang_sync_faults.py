@@ -24,8 +24,8 @@ from rl_loop.engines.sglang.fleet import SglangFleet, statuses
 from rl_loop.engines.sglang.server import ServerState
 from rl_loop.lifecycle.failures import explain
 from rl_loop.session import build_trainer
-from rl_loop.trainer import gathered_sync
 from rl_loop.trainer.group import TrainerGroup
+from rl_loop.weight_sync import gather
 from tests.support.forked_workers import local_ray
 from tests.support.rl_loop.engines.scored_weights import MODEL, ROOT, TEXT, scores_under
 from tests.support.waiting import wait_until
@@ -42,7 +42,7 @@ UPDATES = {
 KINDS_OF_SERVER = ("die", "hang", "cut", "refuse")
 KINDS_OF_SENDER = ("begin", "read", "assemble", "send")
 
-IN_DTYPE = gathered_sync._in_dtype
+IN_DTYPE = gather._in_dtype
 """As it is without a fault."""
 
 pytestmark = pytest.mark.slow  # minutes; ``pytest -m slow`` on this file
@@ -319,7 +319,7 @@ def _plant(fault: Fault, once: bool) -> Callable[[Any], None]:
             case "read":
                 gathering.local.read = read
             case "send":
-                gathered_sync._in_dtype = in_dtype
+                gather._in_dtype = in_dtype
             case "assemble":
                 gathering.begin = begin
 
@@ -331,7 +331,7 @@ def _heal_rank(rank: Any) -> None:
     for name in ("begin", "plan"):
         vars(worker._gathering).pop(name, None)
     vars(worker._gathering.local).pop("read", None)
-    gathered_sync._in_dtype = IN_DTYPE
+    gather._in_dtype = IN_DTYPE
 
 
 def _take_met(rank: Any) -> bool:

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from megatron_gptoss.samples import TrainingSamples
-from rl_loop.canary import CanaryError
 from rl_loop.rollout.group_stream import AdmittedGroup, GroupStream
 from rl_loop.tracking.recorder import StepRecord
 from rl_loop.trainer.checkpointer import RunState
+from rl_loop.weight_sync.canary import CanaryError
 from tests.support.rl_loop.scripted_loop import answered, loop_over
 from tests.support.rl_loop.small_config import config
 

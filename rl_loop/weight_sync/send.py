@@ -19,9 +19,9 @@ from converters.errors import GatheringBroken
 from converters.hf_directory import written_shapes
 from megatron_gptoss.config import ModelConfig
 from rl_loop.engines.backend import SyncFailed
-from rl_loop.engines.sglang.sync_plan import Servers, SyncPlan
-from rl_loop.engines.sglang.weight_checksums import WeightSample
-from rl_loop.engines.sglang.weight_transports import (
+from rl_loop.weight_sync.checksums import WeightSample
+from rl_loop.weight_sync.plan import Servers, SyncPlan
+from rl_loop.weight_sync.transports import (
     Bucket,
     NamedTensors,
     buckets,

@@ -19,7 +19,7 @@ from converters.hf_layouts import BLOCK
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.families.dense.config import DenseModelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
-from rl_loop.engines.sglang.tensor_hash import cpu_hash, gpu_hash
+from rl_loop.engines.sglang.server_hash import cpu_hash, gpu_hash
 
 VOCABULARY_PADDING = 64
 """SGLang pads embeddings to a multiple of this (``DEFAULT_VOCAB_PADDING_SIZE`` in

@@ -14,16 +14,16 @@ import pytest
 import torch
 
 from megatron_gptoss.samples import TrainingSamples
-from rl_loop.canary import TOLERANCES, CanaryError, CanaryTolerance, check_canary
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.engines.embedded.backend import build_engine
 from rl_loop.engines.embedded.engine import TransformersEngine
 from rl_loop.session import build_tasks, loop_settings, trainer_settings
 from rl_loop.trainer.group import TrainerGroup
+from rl_loop.weight_sync.canary import TOLERANCES, CanaryError, CanaryTolerance, check_canary
 from tests.support.in_process import LocalRank
 
-TINY = Path(__file__).parents[2] / "configs/rl/tiny_retool.yaml"
+TINY = Path(__file__).parents[3] / "configs/rl/tiny_retool.yaml"
 FP32 = CanaryTolerance.of(None, "float32")
 
 

@@ -23,9 +23,9 @@ from converters.names import hf_shapes
 from converters.random_weights import random_hf_weights
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.engines.backend import SyncFailed
-from rl_loop.engines.sglang.sync_plan import SyncPlan
-from rl_loop.engines.sglang.weight_sender import send_weights
-from rl_loop.engines.sglang.weight_transports import _SharedTensor, users_of_memory
+from rl_loop.weight_sync.plan import SyncPlan
+from rl_loop.weight_sync.send import send_weights
+from rl_loop.weight_sync.transports import _SharedTensor, users_of_memory
 from tests.support.rl_loop.sglang_protocol import LocalServer
 
 MODEL = GptOssModelConfig(

@@ -26,7 +26,7 @@ from converters.hf_directory import write_hf_directory
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.rendezvous import tcp_store
 from rl_loop.cluster.placement import free_address
-from rl_loop.engines.sglang.sync_plan import Servers, SyncPlan
+from rl_loop.weight_sync.plan import Servers, SyncPlan
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Bucket = list[tuple[str, torch.Tensor]]
