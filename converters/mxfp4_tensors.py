@@ -5,18 +5,17 @@ Hugging Face's names and layout of blocks and scales are those of ``hf_layouts.m
 [E, out, in / 32, 16] and [E, out, in / 32].
 """
 
-import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from converters.bits import as_bytes
 from converters.hf_directory import HfDirectory
 from converters.hf_layouts import BLOCK, Shape, is_expert_matrix, mxfp4_shapes
 from converters.mapping import NamedTensor, ParameterMapping
 from gptoss_kernels import mxfp4
+from megatron_gptoss.tensor_hash import digest_of_bits
 
 BLOCK_BYTES = BLOCK // 2
 """Of the values of a block; its scale is one byte more."""
@@ -169,9 +168,7 @@ def matrix_name(name: str, expert: int) -> str:
 
 def matrix_digest(blocks: torch.Tensor, scales: torch.Tensor) -> str:
     """Compute 16 hexadecimal digits of one expert's blocks [out, in / 32, 16] and scales."""
-    digest = hashlib.sha256(as_bytes(blocks.cpu()))
-    digest.update(as_bytes(scales.cpu()))
-    return digest.hexdigest()[:16]
+    return digest_of_bits(blocks, scales)
 
 
 def stack_digests(named: Iterable[NamedTensor]) -> Digests:

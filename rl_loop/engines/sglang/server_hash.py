@@ -19,6 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_gptoss.tensor_hash import mix
+
 PIECE_BYTES = 1 << 24
 """What is hashed at a time, or one expert if that is more; bounds the memory it takes."""
 TILE = 8192
@@ -45,8 +47,6 @@ HALVES = (
 )
 MURMUR_STEPS = ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1))
 """(shift, factor) of MurmurHash3's 32-bit finalizer (``_fmix32``); the last has no product."""
-SPLITMIX_STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
-"""(shift, factor) of the finalizer of SplitMix64 (``_final_splitmix64``)."""
 
 
 def cpu_hash(parts: list[torch.Tensor]) -> int:
@@ -87,7 +87,8 @@ def gpu_hash(parts: list[torch.Tensor]) -> int:
             mixed = _murmur_mix(sums ^ _as_int32(size)).long() & 0xFFFFFFFF
             total += (mixed << half.shift).sum()
 
-    return _splitmix_mix(int(total))
+    # ``_final_splitmix64``
+    return int(mix(total)) % (1 << 64)
 
 
 def _byte_pieces(parts: list[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -124,15 +125,6 @@ def _murmur_mix(words: torch.Tensor) -> torch.Tensor:
         words ^= (words >> shift) & ((1 << (32 - shift)) - 1)
         words *= _as_int32(factor)
     return words
-
-
-def _splitmix_mix(value: int) -> int:
-    """Mix the lowest 64 bits of ``value``."""
-    mask = (1 << 64) - 1
-    value &= mask
-    for shift, factor in SPLITMIX_STEPS:
-        value = ((value ^ (value >> shift)) * factor) & mask
-    return value
 
 
 def _as_int32(value: int) -> int:
