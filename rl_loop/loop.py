@@ -29,7 +29,6 @@ from rl_loop.data.rollout_batch import RlUpdates, RolloutBatch, TokenEstimates
 from rl_loop.data.samples import to_samples
 from rl_loop.data.trained_tokens import check_sampled_by_policy
 from rl_loop.data.trajectory import TrajectoryGroup
-from rl_loop.engines.backend import WeightSource
 from rl_loop.environments import Task
 from rl_loop.infrastructure import InfrastructureOutage
 from rl_loop.rollout.collector import EarlierGroups, RolloutCollector, held_out_requests
@@ -41,6 +40,7 @@ from rl_loop.tracking.recorder import StepRecord, StepRecorder
 from rl_loop.tracking.step_metrics import add_mismatch_without_replay
 from rl_loop.trainer.checkpointer import Checkpointer
 from rl_loop.weight_sync.canary import CanaryTolerance, SyncCheck, check_sync
+from rl_loop.weight_sync.source import WeightSource
 
 FOREIGN_FACTOR = 100
 """Times the canary's tolerance that engine and trainer may differ on one episode: rounding, routes

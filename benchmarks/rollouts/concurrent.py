@@ -43,12 +43,12 @@ from rl_loop.cluster.ray_session import ray_session
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
-from rl_loop.engines.backend import LoadedWeights
 from rl_loop.harmony.codec import ParsedMessage
 from rl_loop.rollout.collector import RolloutCollector
 from rl_loop.rollout.pool import RolloutPool
 from rl_loop.session import build_rollouts, build_tasks
 from rl_loop.tasks.source import TaskSource
+from rl_loop.weight_sync.source import LoadedWeights
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "configs/rl/tiny_retool.yaml"

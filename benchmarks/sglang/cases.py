@@ -57,19 +57,16 @@ from megatron_gptoss.packing import pack
 from megatron_gptoss.routing_replay import RoutingReplay
 from megatron_gptoss.samples import Sample, TrainingSamples
 from megatron_gptoss.scorer import Scorer, alignment
-from rl_loop.engines.backend import SyncFailed
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
 from rl_loop.engines.sglang.client import SglangClient
 from rl_loop.engines.sglang.config import PLUGIN, inherited_environment
 from rl_loop.engines.sglang.engine import SglangEngine, score_on
 from rl_loop.engines.sglang.server import SglangServer
 from rl_loop.weight_sync import send
-from rl_loop.weight_sync.send import (
-    Bucket,
-    NamedTensors,
-    SyncPlan,
-    WeightMismatch,
-)
+from rl_loop.weight_sync.plan import SyncPlan
+from rl_loop.weight_sync.servers import Bucket
+from rl_loop.weight_sync.source import SyncFailed, WeightMismatch
+from rl_loop.weight_sync.transports import NamedTensors
 
 CASES = ["gap", "turns", "deterministic", "sync", "decode", "rollouts", "interruptions"]
 CASES += ["layouts", "faults", "sleep", "from_disk"]  # of MXFP4 experts

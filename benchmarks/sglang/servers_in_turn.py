@@ -33,7 +33,8 @@ from rl_loop.engines.protocol import GenerateRequest, GenerateResult, SamplingPa
 from rl_loop.engines.sglang.engine import SglangEngine
 from rl_loop.engines.sglang.gpu_memory import ServerNeeds
 from rl_loop.engines.sglang.server import SglangServer
-from rl_loop.weight_sync.send import SyncPlan, send_weights
+from rl_loop.engines.sglang.weight_endpoints import send_weights
+from rl_loop.weight_sync.plan import SyncPlan
 
 
 @dataclass(frozen=True)

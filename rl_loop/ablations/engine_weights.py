@@ -8,7 +8,7 @@ import torch
 from converters.mxfp4_tensors import fake_quantize_experts
 from megatron_gptoss.layers.no_sink import NO_SINK
 from rl_loop.config.training import AblationConfig
-from rl_loop.engines.backend import WeightSender, WeightSource
+from rl_loop.weight_sync.source import WeightSender, WeightSource
 
 
 class FaultyWeights:

@@ -14,7 +14,7 @@ as MODULE:CLASS:
 Importing this module needs neither torch nor Ray: configurations do it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from megatron_gptoss.config import ModelConfig, Quantization, StrictModel
 from megatron_gptoss.planning.memory_inputs import EngineMemory
 from megatron_gptoss.user_error import UserError
+from rl_loop.weight_sync.source import WeightSource
 
 if TYPE_CHECKING:
     import torch
@@ -34,11 +35,6 @@ if TYPE_CHECKING:
 class EngineUnavailable(UserError):
     """This machine lacks something that the engine needs; the message says what, under
     which key, and what to do."""
-
-
-class SyncFailed(RuntimeError):
-    """Engines may hold a mixture of old and new weights; another try may do. Every trainer rank
-    can begin again."""
 
 
 # -- configuration --------------------------------------------------------------------------------
@@ -111,84 +107,6 @@ class EngineConfig(StrictModel):
         return None
 
 
-# -- weights --------------------------------------------------------------------------------------
-
-
-class WeightSender(Protocol):
-    """Carries weights to engines from the processes that have them. It is pickled and sent to
-    every trainer rank."""
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The trainer ranks that call ``send``; each gets all weights."""
-        ...
-
-    @property
-    def transposed(self) -> bool:
-        """Whether ``send`` takes expert matrices as transposed views, which saves a copy
-        (``names.hf_tensors``)."""
-        ...
-
-    @property
-    def packed(self) -> bool:
-        """Whether ``send`` takes quantized experts as blocks and scales, by stored name."""
-        ...
-
-    def send(self, named: "Iterable[tuple[str, torch.Tensor]]", rank: int) -> None:
-        """Send all tensors by Hugging Face name, from trainer rank ``rank``, to its engines.
-
-        Raises SyncFailed if another try may do. ``named`` need not be read to its end then."""
-        ...
-
-    def send_from_driver(self, named: "Iterable[tuple[str, torch.Tensor]]") -> None:
-        """Send them from the driver, which has no GPU and is in no process group."""
-        ...
-
-
-class WeightSource(Protocol):
-    """Holds the policy: the trainer, or tensors that were read from files."""
-
-    def weights(self) -> "Mapping[str, torch.Tensor]":
-        """Return all weights by Hugging Face name."""
-        ...
-
-    def packed_weights(self) -> "Mapping[str, torch.Tensor]":
-        """Return the same with the experts' matrices in MXFP4, under the names of their blocks and
-        scales. Of a run with ``quantization``."""
-        ...
-
-    def release_memory(self) -> None:
-        """Give GPU memory back that is not in use, before engines on the same GPUs wake."""
-        ...
-
-    def send_weights(self, sender: WeightSender) -> None:
-        """Let ``sender`` send all weights, without bringing them into this
-        process if they are elsewhere."""
-        ...
-
-
-class LoadedWeights:
-    """A WeightSource of tensors in this process."""
-
-    def __init__(self, named: "Mapping[str, torch.Tensor]") -> None:
-        self._named = named
-
-    def weights(self) -> "Mapping[str, torch.Tensor]":
-        return self._named
-
-    def packed_weights(self) -> "dict[str, torch.Tensor]":
-        from converters.mxfp4_tensors import pack_experts
-
-        return pack_experts(self._named)
-
-    def release_memory(self) -> None:
-        return None
-
-    def send_weights(self, sender: WeightSender) -> None:
-        weights = self.packed_weights() if sender.packed else self._named
-        sender.send_from_driver(weights.items())
-
-
 # -- the backend ----------------------------------------------------------------------------------
 
 
@@ -212,10 +130,14 @@ class BackendContext:
 
 class EngineWorkers(Protocol):
     """The rollout workers, as a backend reaches the engines that they hold. A worker that died is
-    replaced and brought to the weights of the last ``load_weights`` before it answers."""
+    replaced, and gets the last ``load_weights`` or ``set_min_version`` before it answers."""
 
     def load_weights(self, weights: "Mapping[str, torch.Tensor]", version: int) -> None:
-        """Call ``RolloutEngine.sync_weights`` in every worker."""
+        """Call ``HoldsWeights.sync_weights`` in every worker."""
+        ...
+
+    def set_min_version(self, version: int) -> None:
+        """Call ``ClientOfServers.set_min_version`` in every worker."""
         ...
 
     def engine_scores(self, token_ids: list[int], temperature: float) -> list[list[float]]:
@@ -227,7 +149,7 @@ class EngineWorkers(Protocol):
         ...
 
     def engine_digests(self) -> "list[Digests]":
-        """Call ``RolloutEngine.packed_digests`` in every worker."""
+        """Call ``PackedExpertsEngine.packed_digests`` in every worker."""
         ...
 
 

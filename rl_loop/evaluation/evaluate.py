@@ -18,7 +18,6 @@ from megatron_gptoss.checkpoint.directory import latest_checkpoint
 from rl_loop.agents.worker import worker_class
 from rl_loop.config.training import EvaluationConfig
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
-from rl_loop.engines.backend import LoadedWeights
 from rl_loop.engines.completions import CompletionsEngine
 from rl_loop.environments import Task
 from rl_loop.infrastructure import InfrastructureBreaker
@@ -27,6 +26,7 @@ from rl_loop.rollout.group_stream import GroupRequest
 from rl_loop.rollout.pool import RolloutPool
 from rl_loop.rollout.worker import WorkerSettings
 from rl_loop.tracking.run_directory import atomic_write_text
+from rl_loop.weight_sync.source import LoadedWeights
 
 logger = logging.getLogger(__name__)
 

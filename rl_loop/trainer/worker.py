@@ -30,7 +30,6 @@ from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.algorithms.objectives import policy_objective, sft_objective, value_objective
 from rl_loop.data.rollout_batch import RlUpdates, TokenEstimates
 from rl_loop.data.tensor_bytes import TensorBytes
-from rl_loop.engines.backend import WeightSender
 from rl_loop.heap import exempt_from_collection
 from rl_loop.trainer.gathered_export import export_weights
 from rl_loop.trainer.initial_model import build_initial_model
@@ -42,6 +41,7 @@ from rl_loop.trainer.settings import TrainerSettings
 from rl_loop.trainer.shipment import MiniBatch, Shipment
 from rl_loop.trainer.weight_export import WeightExport
 from rl_loop.weight_sync.gather import send_gathered
+from rl_loop.weight_sync.source import WeightSender
 
 
 class TrainerWorker:

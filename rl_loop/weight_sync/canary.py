@@ -4,6 +4,7 @@ log-probs.
 A transposed square weight, a missing bias, a sink that did not arrive or a tensor of the previous
 version passes every check of names and shapes and shows up here at once."""
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,63 +19,70 @@ TOLERANCES = {"float32": 1e-3, "bfloat16": 2e-2}
 """Largest mean |log-prob difference| by precision, in nats per token, unless the configuration has
 one or an engine measures its own rounding."""
 
+SAME_WEIGHTS = 0.02
+"""Nats per token by which two engines of one kind with the same weights may differ."""
+
 ROUNDING_ERRORS = 3
 """Rounding errors of the engine by which engine and trainer may differ: one of its own, and up to two
 for the trainer, which rounds to the same dtype in other places. A trained tiny model in bf16 differs
 by 1.9 of them, and models with random weights by 1.0 to 1.4."""
 
 TEMPERATURE = 1.0
-"""Of the scores that are compared; SGLang's servers know no other."""
+"""Temperature of the scores that are compared, the only one of SGLang's servers."""
 
 
 class CanaryError(UserError, RuntimeError):
     """Engine and trainer disagree right after a weight sync."""
 
 
-class PackedTrainer(Protocol):
-    """Knows the bits of its quantized experts: a TrainerGroup."""
+class CheckedTrainer(Protocol):
+    """Scores texts with the policy, and knows the bits of its quantized experts: a TrainerGroup."""
+
+    def score(self, samples: TrainingSamples, temperature: float | None = None) -> np.ndarray: ...
 
     def packed_digests(self) -> Digests: ...
 
 
-class PackedEngines(Protocol):
-    """Know those that they hold: a RolloutPool."""
-
-    def packed_digests(self) -> list[Digests]: ...
-
-
-class ScoringTrainer(Protocol):
-    """Scores texts with the policy: a TrainerGroup."""
-
-    def score(self, samples: TrainingSamples, temperature: float | None = None) -> np.ndarray: ...
-
-
-class ScoringEngines(Protocol):
-    """Score a text with every engine, and may measure their rounding: a RolloutPool."""
+class CheckedEngines(Protocol):
+    """The engines of a run: a RolloutPool. What they cannot measure is left out."""
 
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]: ...
 
     def rounding_errors(self, token_ids: list[int]) -> list[float | None]: ...
 
+    def packed_digests(self) -> list[Digests]: ...
+
     def compare_weights(self) -> None: ...
 
 
-class CheckedTrainer(PackedTrainer, ScoringTrainer, Protocol):
-    """Both: a TrainerGroup."""
+@dataclass(frozen=True)
+class Canary:
+    """A text, and the log-probs that an engine with the right weights gives it."""
+
+    token_ids: list[int]
+    """The text."""
+    log_probs: list[float]
+    """Log-probs of ``token_ids[1:]``, in nats."""
+
+    def gap(self, log_probs: Sequence[float]) -> float:
+        """Return the mean |log-prob difference| to other log-probs of the text, in nats."""
+        differences = [abs(a - b) for a, b in zip(log_probs, self.log_probs, strict=True)]
+        return sum(differences) / len(differences)
 
 
-class CheckedEngines(PackedEngines, ScoringEngines, Protocol):
-    """Both: a RolloutPool."""
+def exceeds(gap: float, nats: float) -> bool:
+    """Return True if a gap is above a tolerance, or NaN."""
+    return not gap <= nats
 
 
 @dataclass(frozen=True)
 class SyncCheck:
-    """What was found when all engines were compared with the trainer after a weight sync."""
+    """Result of the check after a weight sync."""
 
     canary_gap: float
-    """See ``check_canary``."""
+    """Largest mean |log-prob difference| over the engines, in nats per token."""
     packed_experts: Digests = field(default_factory=dict)
-    """See ``check_packed_experts``."""
+    """Digests of the experts that were compared bit by bit."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +118,10 @@ def check_sync(
     is_quantized: bool,
 ) -> SyncCheck:
     """Compare every engine with the trainer: bits of quantized experts, if there are any, then the
-    canary. Raises what these raise."""
+    canary.
+
+    Raises as ``check_packed_experts`` and ``check_canary`` do.
+    """
     packed_experts: Digests = {}
     if is_quantized:
         packed_experts = check_packed_experts(trainer, engines, version)
@@ -119,8 +130,8 @@ def check_sync(
 
 
 def check_canary(
-    trainer: ScoringTrainer,
-    engines: ScoringEngines,
+    trainer: CheckedTrainer,
+    engines: CheckedEngines,
     token_ids: list[int],
     *,
     tolerance: CanaryTolerance,
@@ -142,16 +153,12 @@ def check_canary(
     # Both at the same time: no update begins until both have answered.
     with ThreadPoolExecutor(1, "canary") as thread:
         scoring = thread.submit(engines.score, token_ids, TEMPERATURE)
-        expected = trainer.score(text, TEMPERATURE)[1:].tolist()
+        canary = Canary(token_ids, trainer.score(text, TEMPERATURE)[1:].tolist())
         answers = scoring.result()
 
     # Every engine by itself: one of several servers may have missed a tensor.
-    gaps = []
-    for log_probs in answers:
-        differences = [abs(a - b) for a, b in zip(log_probs, expected, strict=True)]
-        gaps.append(sum(differences) / len(expected))
-    # Not "gap > nats", which is false for NaN.
-    if all(gap <= tolerance.nats for gap in gaps):
+    gaps = [canary.gap(log_probs) for log_probs in answers]
+    if not any(exceeds(gap, tolerance.nats) for gap in gaps):
         return max(gaps, default=0.0)
 
     measured: list[float | None] = []
@@ -159,7 +166,7 @@ def check_canary(
         measured = engines.rounding_errors(token_ids)
     roundings = measured or [None] * len(gaps)
     for worker, (gap, rounding) in enumerate(zip(gaps, roundings, strict=True)):
-        if not gap <= tolerance.with_rounding(rounding):
+        if exceeds(gap, tolerance.with_rounding(rounding)):
             # Names the tensor if it can.
             engines.compare_weights()
             raise CanaryError(_describe_gap(gap, rounding, worker, tolerance, version))
@@ -192,11 +199,12 @@ def _describe_gap(
     return f"{differ} {cause} Nothing was trained on this version; the last checkpoint is good."
 
 
-def check_packed_experts(trainer: PackedTrainer, engines: PackedEngines, version: int) -> Digests:
+def check_packed_experts(trainer: CheckedTrainer, engines: CheckedEngines, version: int) -> Digests:
     """Check that every engine holds the bits of the trainer's quantized experts.
 
     Returns:
-        Their digests; none if the engines hold another form of them, whose values alone count.
+        Their digests; none if the engines hold another form of them, of which only values are
+        compared.
 
     Raises:
         CanaryError: naming the first matrix that differs.

@@ -1,167 +1,52 @@
-"""Whether SGLang servers hold what they were sent: checksums of a sample, taken on both sides.
+"""Checks that servers hold what they were sent: checksums of a sample, taken on both sides."""
 
-SGLang's GPT-OSS cannot be asked for a tensor (``/get_weights_by_name`` is an error for this
-model), but its ``/weights_checker`` hashes every parameter as each rank holds it: QKV fused,
-experts output-major, biases of experts in fp32, each rank with its own shard. Here the same
-hashes are made of Hugging Face tensors as they pass on their way to the servers.
-
-What a server holds follows ``load_weights`` in ``srt/models/gpt_oss.py``, ``llama.py`` and ``qwen2.py``
-of SGLang 0.5.17, and which parameters are hashed ``WeightChecker._compute_checksum`` in
-``srt/utils/weight_checker.py``. The hash itself is in ``tensor_hash``.
-"""
-
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from converters.hf_layouts import BLOCK
-from megatron_gptoss.config import ModelConfig
-from megatron_gptoss.families.dense.config import DenseModelConfig
-from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
-from rl_loop.engines.sglang.server_hash import cpu_hash, gpu_hash
 
-VOCABULARY_PADDING = 64
-"""SGLang pads embeddings to a multiple of this (``DEFAULT_VOCAB_PADDING_SIZE`` in
-``srt/layers/vocab_parallel_embedding.py``); padded ones are not compared."""
-SHARDED_DIMENSIONS = {
-    "sinks": 0,
-    "embed_tokens.weight": 0,
-    "lm_head.weight": 0,
-    "o_proj.weight": 1,
-    "w13_weight": 1,
-    "w13_weight_bias": 1,
-    "w2_weight": 2,
-    "down_proj.weight": 1,
-}
-"""The dimension along which tensor-parallel ranks share a parameter, by the end of its name. QKV
-and gate and up projection are apart; of all others each rank has everything."""
-GPT_OSS_PARAMETERS = (
-    "input_layernorm.weight",
-    "post_attention_layernorm.weight",
-    "mlp.router.weight",
-    "mlp.router.bias",
-    "self_attn.sinks",
-    "self_attn.o_proj.weight",
-    "self_attn.o_proj.bias",
-)
-"""Parameters of a GPT-OSS layer that have one name in SGLang and in Hugging Face's checkpoints."""
-DENSE_PARAMETERS = (
-    "input_layernorm.weight",
-    "post_attention_layernorm.weight",
-    "self_attn.o_proj.weight",
-    "mlp.down_proj.weight",
-)
-"""The same of a layer of Llama or Qwen2."""
-EXPERT_PARAMETERS = {
-    "w13_weight": "gate_up_proj",
-    "w13_weight_bias": "gate_up_proj_bias",
-    "w2_weight": "down_proj",
-    "w2_weight_bias": "down_proj_bias",
-}
-"""SGLang's name -> Hugging Face's, behind ``mlp.experts.``."""
-PACKED_EXPERT_PARAMETERS = {
-    "w13_weight": "gate_up_proj_blocks",
-    "w13_weight_scale": "gate_up_proj_scales",
-    "w13_weight_bias": "gate_up_proj_bias",
-    "w2_weight": "down_proj_blocks",
-    "w2_weight_scale": "down_proj_scales",
-    "w2_weight_bias": "down_proj_bias",
-}
-"""The same of experts that are MXFP4. Our plugin hashes them as they were sent, each rank its
-part."""
+@dataclass(frozen=True)
+class RankChecksums:
+    """Checksums of what one rank of a server holds."""
+
+    rank: int
+    """Tensor-parallel rank."""
+    checksums: Mapping[str, str]
+    """Checksum by parameter. One with a space in it says what is wrong with the parameter."""
 
 
-def sampled_parameters(
-    config: ModelConfig, version: int, *, packed: bool = False
-) -> dict[str, list[str]]:
-    """Choose what to compare after sync ``version``: one layer, and one parameter outside them.
+class ServerLayout(Protocol):
+    """What servers make of the tensors that they are sent."""
 
-    Returns SGLang's parameters and the Hugging Face tensors that each is made of. Other versions
-    take others, until every parameter had its turn.
-    """
-    outside_layers = ["model.norm.weight"]
-    if config.vocab_size % VOCABULARY_PADDING == 0:
-        outside_layers.append("model.embed_tokens.weight")
-        if not config.tied_embeddings:
-            outside_layers.append("lm_head.weight")
-    chosen = outside_layers[version % len(outside_layers)]
-    parameters = {chosen: [chosen]}
+    def parameters(self, versions: range) -> dict[str, list[str]]:
+        """Return the parameters to compare after syncs ``versions``, and the Hugging Face tensors
+        that each is made of."""
+        ...
 
-    layer = f"model.layers.{version % config.num_layers}"
-    return parameters | _LAYER_PARAMETERS[type(config)](config, layer, packed)
+    def checksums(self, parameter: str, parts: Sequence[torch.Tensor]) -> list[str]:
+        """Return the checksum of a parameter on each rank.
 
-
-def _gpt_oss_layer(config: GptOssModelConfig, layer: str, packed: bool) -> dict[str, list[str]]:
-    """Return the parameters of a GPT-OSS layer and the tensors that they are made of.
-
-    ``packed``: its experts are MXFP4."""
-    parameters = {f"{layer}.{suffix}": [f"{layer}.{suffix}"] for suffix in GPT_OSS_PARAMETERS}
-    for kind in ("weight", "bias"):
-        parameters |= _fused(f"{layer}.self_attn", "qkv_proj", "qkv", kind)
-    experts = PACKED_EXPERT_PARAMETERS if packed else EXPERT_PARAMETERS
-    for name, source in experts.items():
-        parameters[f"{layer}.mlp.experts.{name}"] = [f"{layer}.mlp.experts.{source}"]
-    return parameters
-
-
-def _dense_layer(config: DenseModelConfig, layer: str, packed: bool) -> dict[str, list[str]]:
-    """Return the same of a layer of Llama or Qwen2, which has nothing to pack."""
-    parameters = {f"{layer}.{suffix}": [f"{layer}.{suffix}"] for suffix in DENSE_PARAMETERS}
-    parameters |= _fused(f"{layer}.self_attn", "qkv_proj", "qkv", "weight")
-    if config.has_qkv_bias:
-        parameters |= _fused(f"{layer}.self_attn", "qkv_proj", "qkv", "bias")
-    parameters |= _fused(f"{layer}.mlp", "gate_up_proj", ("gate", "up"), "weight")
-    return parameters
-
-
-def _fused(module: str, name: str, parts: Iterable[str], kind: str) -> dict[str, list[str]]:
-    """Return the parameter of projections that SGLang holds in one."""
-    return {f"{module}.{name}.{kind}": [f"{module}.{part}_proj.{kind}" for part in parts]}
-
-
-_LAYER_PARAMETERS: dict[type[ModelConfig], Callable[[Any, str, bool], dict[str, list[str]]]] = {
-    GptOssModelConfig: _gpt_oss_layer,
-    DenseModelConfig: _dense_layer,
-}
+        Args:
+            parameter: name in the server.
+            parts: its Hugging Face tensors, in the order of ``parameters``.
+        """
+        ...
 
 
 class WeightSample:
-    """Hashes the sampled tensors of a sync and compares them with what servers answer."""
+    """Hashes the sampled tensors of a sync and compares them with the servers' checksums."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        versions: range,
-        ranks: int,
-        server_info: dict[str, Any],
-        *,
-        packed: bool = False,
-    ) -> None:
+    def __init__(self, layout: ServerLayout, versions: range) -> None:
         """Choose the sample.
 
         Args:
-            config: of the model.
+            layout: of the servers.
             versions: the samples of all of these are taken together.
-            ranks: tensor-parallel ranks of each server.
-            server_info: what a server answers to /server_info.
-            packed: experts' matrices are MXFP4.
         """
-        self._packed = packed
-        self._intermediate_size = config.intermediate_size
-        self._kv_heads = config.num_key_value_heads
-        self._ranks = ranks
-        self._info = server_info
-
-        self._sources: dict[str, list[str]] = {}  # SGLang's parameter -> Hugging Face tensors
-        for version in versions:
-            self._sources |= sampled_parameters(config, version, packed=packed)
-        if server_info["ep_size"] > 1 or server_info["enable_dp_attention"]:
-            # Which rank has what of the others is not known here.
-            for name in list(self._sources):
-                if "norm" not in name and "router" not in name:
-                    del self._sources[name]
-
+        self._layout = layout
+        self._sources = layout.parameters(versions)
         self._parameters = {  # and back
             source: name for name, sources in self._sources.items() for source in sources
         }
@@ -172,7 +57,7 @@ class WeightSample:
         self,
         named: Iterable[tuple[str, torch.Tensor]],
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the same tensors; those of the sample are hashed as they pass."""
+        """Yield the same tensors. Those of the sample are hashed as they pass."""
         # On the way to the servers and not in a second pass: gathering the weights costs more than
         # hashing.
         for name, tensor in named:
@@ -187,101 +72,25 @@ class WeightSample:
         sources = self._sources[parameter]
         if all(source in self._waiting for source in sources):
             parts = [self._waiting.pop(source) for source in sources]
-            ranks = range(self._ranks)
-            self._expected[parameter] = [self._checksum(parameter, parts, r) for r in ranks]
+            self._expected[parameter] = self._layout.checksums(parameter, parts)
 
-    def first_difference(self, answer: dict[str, Any]) -> str | None:
+    def first_difference(self, ranks: Iterable[RankChecksums]) -> str | None:
         """Name the Hugging Face tensors of the first parameter that differs on a server.
 
-        ``answer`` is the server's to /weights_checker, which may say of a parameter what is wrong
-        with it. Returns None if all are as they were sent.
+        Args:
+            ranks: checksums of all ranks of the server.
+
+        Returns:
+            The names, and in parentheses what the server says is wrong; None if all parameters are
+            as they were sent.
         """
+        known = list(ranks)
         for parameter, expected in self._expected.items():
-            for rank in answer["ranks"]:
-                tp_rank = rank["parallelism_info"]["tp_rank"]
-                found = rank["checksums"].get(parameter)
-                if found != expected[tp_rank]:
+            for rank in known:
+                found = rank.checksums.get(parameter)
+                if found != expected[rank.rank]:
                     names = ", ".join(self._sources[parameter])
                     if found is not None and " " in found:
                         return f"{names} ({found})"
                     return names
         return None
-
-    def _checksum(self, parameter: str, parts: list[torch.Tensor], rank: int) -> str:
-        dtype = self._dtype(parameter)
-        shard = [part.to(dtype) for part in self._shard(parameter, parts, rank)]
-        hash_parts = cpu_hash if self._info["device"] == "cpu" else gpu_hash
-        return f"{hash_parts(shard):016x}"
-
-    def _dtype(self, parameter: str) -> torch.dtype:
-        """Return the dtype in which SGLang holds a parameter."""
-        if self._packed and ".experts.w" in parameter and not parameter.endswith("_bias"):
-            return torch.uint8
-        if parameter.endswith("_weight_bias"):
-            return torch.float32
-        if parameter.endswith("sinks"):
-            if self._info["attention_backend"] == "trtllm_mha":
-                return torch.float32
-            return torch.bfloat16
-        dtype: torch.dtype = getattr(torch, self._info["dtype"])
-        return dtype
-
-    def _shard(
-        self,
-        parameter: str,
-        parts: list[torch.Tensor],
-        rank: int,
-    ) -> list[torch.Tensor]:
-        """Cut out what tensor-parallel ``rank`` holds: views that are joined along dim 0."""
-        if "qkv_proj" in parameter:
-            return self._shard_qkv(parts, rank)
-        # Of experts, gate and up projection are one tensor already.
-        if len(parts) > 1:
-            return [part.chunk(self._ranks)[rank] for part in parts]
-
-        (part,) = parts
-        if self._packed and ".experts.w" in parameter:
-            return [self._shard_packed(parameter, part, rank)]
-
-        # The ranks' outputs of the down projection are added up, so only one rank has its bias.
-        if parameter.endswith("w2_weight_bias"):
-            return [torch.zeros_like(part) if rank else part]
-
-        # Hugging Face's experts are [experts, inputs, outputs], SGLang's [experts, outputs,
-        # inputs].
-        if parameter.endswith(("w13_weight", "w2_weight")):
-            part = part.mT
-        for suffix, dimension in SHARDED_DIMENSIONS.items():
-            if parameter.endswith(suffix):
-                return [part.chunk(self._ranks, dimension)[rank]]
-        return [part]
-
-    def _shard_packed(self, parameter: str, part: torch.Tensor, rank: int) -> torch.Tensor:
-        """Cut out a rank's experts, in whole blocks of their intermediate size."""
-        # As the plugin's Shard.of cuts, which follows SGLang: the last ranks may have less, but all
-        # have whole blocks. 2,880 / 32 = 90 blocks over 4 ranks are 23, 23, 23 and 21.
-        per_rank = -(-self._intermediate_size // BLOCK // self._ranks) * BLOCK
-        first = rank * per_rank
-        last = min(first + per_rank, self._intermediate_size)
-        if "w13_weight" in parameter:
-            # Rows of gate and up take turns.
-            return part[:, 2 * first : 2 * last]
-        if parameter.endswith("_bias"):
-            return torch.zeros_like(part) if rank else part
-        return part[:, :, first // BLOCK : last // BLOCK]
-
-    def _shard_qkv(self, parts: list[torch.Tensor], rank: int) -> list[torch.Tensor]:
-        """Cut out a rank's heads of Q, K and V.
-
-        With more ranks than key/value heads, neighbouring ranks have the same one.
-        """
-        # SGLang's QKVParallelLinear replicates a key/value head where ranks are more than heads:
-        # with 8 heads and 16 ranks, ranks 0 and 1 have head 0.
-        q, k, v = parts
-        kv_shards = min(self._ranks, self._kv_heads)
-        kv_shard = rank * kv_shards // self._ranks
-        return [
-            q.chunk(self._ranks)[rank],
-            k.chunk(kv_shards)[kv_shard],
-            v.chunk(kv_shards)[kv_shard],
-        ]

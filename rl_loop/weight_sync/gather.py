@@ -1,4 +1,4 @@
-"""Sending the policy's weights to engines, from the ranks that they are gathered on."""
+"""Gathering the policy's weights on trainer ranks, which send them to engines."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 from converters.errors import GatheringBroken, GatheringRefused
 from converters.gathering import GatheredWeights, WeightGathering
 from converters.mapping import NamedTensor
-from rl_loop.engines.backend import SyncFailed, WeightSender
+from rl_loop.weight_sync.source import SyncFailed, WeightSender
 
 
 def send_gathered(

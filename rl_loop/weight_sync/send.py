@@ -1,28 +1,24 @@
-"""The trainer's side of a weight sync: Hugging Face tensors, bucket by bucket, to SGLang.
+"""The steps of a weight sync to servers, from the process that has the weights.
 
-    pause by abort -> buckets, names and shapes checked -> compare a sample -> drop the prefix
-    cache -> name the new version -> go on
+    begin -> buckets, names and shapes checked -> compare a sample -> publish the version
 
-A server is paused all the while, and only the last steps give its weights a version: every answer
-comes wholly from before or wholly from after. If anything fails, the servers stay paused, and
-whoever asked for the sync must not let them serve.
+Servers are paused from the first step to the last, and only the last gives their weights a version:
+every answer comes wholly from before or wholly from after. If anything fails, the servers stay paused,
+and the caller must not let them serve.
 """
 
 import asyncio
 import traceback
 from collections import deque
-from collections.abc import Iterator
-
-import torch
 
 from converters.errors import GatheringBroken
 from converters.hf_directory import written_shapes
 from megatron_gptoss.config import ModelConfig
-from rl_loop.engines.backend import SyncFailed
 from rl_loop.weight_sync.checksums import WeightSample
-from rl_loop.weight_sync.plan import Servers, SyncPlan
+from rl_loop.weight_sync.expected import ExpectedTensors
+from rl_loop.weight_sync.servers import WeightServers
+from rl_loop.weight_sync.source import SyncFailed, WeightMismatch
 from rl_loop.weight_sync.transports import (
-    Bucket,
     NamedTensors,
     buckets,
     send_by_disk,
@@ -30,27 +26,15 @@ from rl_loop.weight_sync.transports import (
     share_memory,
 )
 
-BEGIN_SYNC = "gptoss_begin_sync"
-END_SYNC = "gptoss_end_sync"
-"""Actions of /weights_checker that servers with packed experts have from our plugin."""
 
-
-class WeightMismatch(ValueError):
-    """The weights do not belong to this model, or a server holds others than it was sent.
-
-    The message names the tensor.
-    """
-
-
-async def send_weights(named: NamedTensors, config: ModelConfig, plan: SyncPlan) -> None:
-    """Give the servers of ``plan`` all weights, by Hugging Face name.
+async def send_to_servers(named: NamedTensors, config: ModelConfig, servers: WeightServers) -> None:
+    """Give servers all weights, by Hugging Face name, as their plan says.
 
     Raises:
-        SyncFailed: naming the server; ``named`` is not read further then.
-        WeightMismatch: naming the tensor; ``named`` is not read further then.
+        SyncFailed: naming the server. ``named`` is not read further then.
+        WeightMismatch: naming the tensor. ``named`` is not read further then.
         GatheringBroken: as ``named`` does.
     """
-    servers = Servers(plan)
     try:
         await _sync(named, config, servers)
     except Exception as error:
@@ -61,9 +45,8 @@ async def send_weights(named: NamedTensors, config: ModelConfig, plan: SyncPlan)
         _forget_locals(error)
         if isinstance(cause, WeightMismatch | GatheringBroken):
             raise cause from None
-        raise SyncFailed(f"weights {plan.version} did not reach all servers: {cause}") from cause
-    finally:
-        await servers.close()
+        version = servers.plan.version
+        raise SyncFailed(f"weights {version} did not reach all servers: {cause}") from cause
 
 
 def _forget_locals(error: BaseException) -> None:
@@ -78,107 +61,62 @@ def _forget_locals(error: BaseException) -> None:
             _forget_locals(part)
 
 
-async def _sync(named: NamedTensors, config: ModelConfig, servers: Servers) -> None:
+async def _sync(named: NamedTensors, config: ModelConfig, servers: WeightServers) -> None:
     plan = servers.plan
-    # By abort: in the other modes requests stay, and /flush_cache refuses for as long as they do.
-    await servers.call("/pause_generation", {"mode": "abort"})
+    await servers.begin()
 
     # A chain of generators: tensors are gathered, checked, hashed and sent one bucket at a time, and
     # none of it happens before ``_transfer`` asks for the first.
-    tensors: NamedTensors = _check_names_and_shapes(named, config, packed=plan.packed)
+    described = f"a {config.model_type} model with {config.num_layers} layers"
+    expected = ExpectedTensors(written_shapes(config, plan.packed), described)
+    tensors: NamedTensors = expected.checked(named)
     sample: WeightSample | None = None
     if plan.compare:
-        sample = await _choose_sample(config, servers)
+        sample = WeightSample(await servers.layout(), _compared_versions(config, servers))
         tensors = sample.watch(tensors)
 
-    # Servers with packed experts count what comes: SGLang itself would not miss a bucket.
-    counted = plan.packed and plan.transport != "none"
-    if counted:
-        await servers.call("/weights_checker", {"action": BEGIN_SYNC})
     await _transfer(tensors, config, servers)
-    if counted:
-        await servers.call("/weights_checker", {"action": END_SYNC})
 
     # A server may have answered "success" and hold something else: this looks at what it holds.
     if sample is not None:
         await _compare(sample, servers)
 
-    # What is cached was computed with the old weights. The version comes last: a server that
-    # answers with it has been through everything above.
-    await servers.call("/flush_cache", {})
-    version = {"new_version": str(plan.version), "abort_all_requests": False}
-    await servers.call("/update_weight_version", version)
-    await servers.call("/continue_generation", {"torch_empty_cache": False})
+    # Last: a server that answers with the version has been through everything above.
+    await servers.publish(plan.version)
 
 
-async def _choose_sample(config: ModelConfig, servers: Servers) -> WeightSample:
+def _compared_versions(config: ModelConfig, servers: WeightServers) -> range:
+    """Return the versions whose samples are compared."""
     plan = servers.plan
-    versions = range(plan.version, plan.version + 1)
     if plan.transport == "none":
-        # Within so many versions every parameter has its turn: each layer, and of the three
+        # Within this many versions every parameter has its turn: each layer, and of the three
         # outside the layers one per version.
-        versions = range(plan.version, plan.version + 3 * config.num_layers)
-
-    server_info = (await servers.call("/server_info", None))[0]
-    return WeightSample(config, versions, plan.tensor_parallel, server_info, packed=plan.packed)
+        return range(plan.version, plan.version + 3 * config.num_layers)
+    return range(plan.version, plan.version + 1)
 
 
-async def _transfer(tensors: NamedTensors, config: ModelConfig, servers: Servers) -> None:
+async def _transfer(tensors: NamedTensors, config: ModelConfig, servers: WeightServers) -> None:
     plan = servers.plan
     if plan.transport == "none":
         # They only pass the sample. A deque of no length keeps not even the last one.
         await asyncio.to_thread(deque, tensors, 0)
         return
+
+    await servers.begin_transfer()
     if plan.transport == "disk":
         await send_by_disk(tensors, config, servers)
-        return
-
-    parts: Iterator[Bucket] = buckets(tensors, plan.bucket_bytes)
-    if plan.transport in ("nccl", "gloo"):
-        await server_group.broadcast(parts, servers)
+    elif plan.transport in ("nccl", "gloo"):
+        await server_group.broadcast(buckets(tensors, plan.bucket_bytes), servers)
     else:
-        await share_memory(parts, servers)
+        await share_memory(buckets(tensors, plan.bucket_bytes), servers)
+    await servers.end_transfer()
 
 
-async def _compare(sample: WeightSample, servers: Servers) -> None:
+async def _compare(sample: WeightSample, servers: WeightServers) -> None:
     """Raise WeightMismatch if a server holds something else than what it was sent."""
     plan = servers.plan
-    answers = await servers.call("/weights_checker", {"action": "checksum"})
-    for url, answer in zip(plan.urls, answers, strict=True):
-        if difference := sample.first_difference(answer):
+    for url, ranks in zip(plan.urls, await servers.checksums(), strict=True):
+        if difference := sample.first_difference(ranks):
             raise WeightMismatch(
                 f"{url} was sent weights {plan.version} and holds something else in {difference}"
             )
-
-
-def _check_names_and_shapes(
-    named: NamedTensors,
-    config: ModelConfig,
-    *,
-    packed: bool,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the same tensors if they are all of the model's, each once and of its shape.
-
-    Raises WeightMismatch at the first that is not, and at the end if one is missing: SGLang itself
-    answers "success" to names that it does not know.
-    """
-    # Each tensor before its bucket leaves; what is missing is known only in the end.
-    missing = written_shapes(config, packed)
-    known = set(missing)
-    for name, tensor in named:
-        if name not in known:
-            raise WeightMismatch(
-                f"tensor {name} is none of a {config.model_type} model with {config.num_layers} layers"
-            )
-        expected = missing.pop(name, None)
-        if expected is None:
-            raise WeightMismatch(f"tensor {name} came twice")
-        if tuple(tensor.shape) != tuple(expected):
-            raise WeightMismatch(
-                f"tensor {name} has shape {list(tensor.shape)}, the engine expects {list(expected)}"
-            )
-        yield name, tensor
-
-    if missing:
-        first = next(iter(missing))
-        raise WeightMismatch(f"{len(missing)} tensors are missing, the first is {first}")

@@ -1,4 +1,4 @@
-"""How weights get to SGLang's servers: through a process group, shared memory or a disk.
+"""How weights get to servers: through a process group, shared memory or a disk.
 
 Tensors travel in buckets. A server answers a request when it has taken in the bucket, and the next
 one is made, often gathered from other ranks, while it does.
@@ -26,10 +26,10 @@ from converters.hf_directory import write_hf_directory
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.rendezvous import tcp_store
 from rl_loop.cluster.placement import free_address
-from rl_loop.weight_sync.plan import Servers, SyncPlan
+from rl_loop.weight_sync.plan import SyncPlan
+from rl_loop.weight_sync.servers import Bucket, GroupPlace, WeightServers
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
-Bucket = list[tuple[str, torch.Tensor]]
 
 
 def buckets(named: NamedTensors, limit: int) -> Iterator[Bucket]:
@@ -63,7 +63,7 @@ def buckets(named: NamedTensors, limit: int) -> Iterator[Bucket]:
 async def send_by_disk(
     tensors: NamedTensors,
     config: ModelConfig,
-    servers: Servers,
+    servers: WeightServers,
 ) -> None:
     """Write a checkpoint and let servers load it, for machines that share nothing but a disk."""
     directory = servers.plan.directory
@@ -75,13 +75,7 @@ async def send_by_disk(
         overwrite=True,
         quantized=servers.plan.packed,
     )
-    body = {
-        "model_path": str(directory),
-        # Servers start with --load-format dummy, which would hold here too.
-        "load_format": "auto",
-        "flush_cache": False,
-    }
-    await servers.call("/update_weights_from_disk", body)
+    await servers.load_directory(directory)
 
 
 class ServerGroup:
@@ -96,7 +90,7 @@ class ServerGroup:
         self._name = ""
         self._group: Any = None
 
-    async def broadcast(self, parts: Iterator[Bucket], servers: Servers) -> None:
+    async def broadcast(self, parts: Iterator[Bucket], servers: WeightServers) -> None:
         """Send all buckets. If anything fails the group is left, and made anew the next time."""
         plan = servers.plan
         try:
@@ -105,19 +99,9 @@ class ServerGroup:
 
             bucket = next(parts, None)
             while bucket:
-                dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket]
-                body = {
-                    "names": [name for name, _ in bucket],
-                    "dtypes": dtypes,
-                    "shapes": [list(tensor.shape) for _, tensor in bucket],
-                    "flush_cache": False,
-                    "group_name": self._name,
-                }
                 # Servers answer when they have received everything, so both sides must go at once.
-                bucket = await servers.call_while(
-                    "/update_weights_from_distributed",
-                    [body] * len(plan.urls),
-                    partial(self._send, bucket, parts),
+                bucket = await servers.receive(
+                    self._name, bucket, partial(self._send, bucket, parts)
                 )
         except BaseException:
             # The others may be anywhere in the broadcast: this group is of no further use.
@@ -139,7 +123,7 @@ class ServerGroup:
         bucket.clear()  # servers have it, and the next one needs the room
         return next(following, None)
 
-    async def _join(self, servers: Servers) -> None:
+    async def _join(self, servers: WeightServers) -> None:
         """Make a group with all ranks of the servers of this sync."""
         self._leave()
         plan = servers.plan
@@ -147,22 +131,20 @@ class ServerGroup:
         world = 1 + len(plan.urls) * plan.tensor_parallel
         self._name = f"weights_{uuid.uuid4().hex}"  # a server takes no name twice
 
-        # Rank 0 is this process; server n has the tensor-parallel ranks from rank_offset on.
-        bodies = [
-            {
-                "rank_offset": 1 + number * plan.tensor_parallel,
-                "world_size": world,
-                "backend": plan.transport,
-                "master_address": host,
-                "master_port": port,
-                "group_name": self._name,
-            }
+        # Rank 0 is this process; server n has the tensor-parallel ranks from its first_rank on.
+        places = [
+            GroupPlace(
+                first_rank=1 + number * plan.tensor_parallel,
+                world_size=world,
+                backend=plan.transport,
+                host=host,
+                port=port,
+                name=self._name,
+            )
             for number in range(len(plan.urls))
         ]
-        self._group = await servers.call_while(
-            "/init_weights_update_group",
-            bodies,
-            partial(_make_group, self._name, host, port, world, plan),
+        self._group = await servers.join_group(
+            places, partial(_make_group, self._name, host, port, world, plan)
         )
         # What torch keeps of groups that it made itself; destroy_process_group looks for it.
         dist.distributed_c10d._world.pg_group_ranks[self._group] = {r: r for r in range(world)}
@@ -212,7 +194,7 @@ OVERWRITTEN_SUFFIX = ".experts.down_proj_bias"
 they lie; with a GPU of their own they have copied them before (``_unwrap_tensor``)."""
 
 
-async def share_memory(parts: Iterator[Bucket], servers: Servers) -> None:
+async def share_memory(parts: Iterator[Bucket], servers: WeightServers) -> None:
     """Let servers open the memory of the tensors: GPU memory of the same node, or host memory."""
     # With the default, file descriptors, a server would have to be our child.
     set_sharing_strategy("file_system")
@@ -229,19 +211,9 @@ async def share_memory(parts: Iterator[Bucket], servers: Servers) -> None:
         # counts one user for every handle, so that no two processes may open the same one.
         of_ranks = _buckets_of_ranks(shared, plan.tensor_parallel)
         handles = [[_Handles(of_rank) for of_rank in of_ranks] for _ in plan.urls]
-        bodies = [
-            {
-                "serialized_named_tensors": [of_rank.payload for of_rank in of_server],
-                "flush_cache": False,
-            }
-            for of_server in handles
-        ]
+        payloads = [[of_rank.payload for of_rank in of_server] for of_server in handles]
         try:
-            bucket = await servers.call_while(
-                "/update_weights_from_tensor",
-                bodies,
-                partial(next, parts, None),
-            )
+            bucket = await servers.open_memory(payloads, partial(next, parts, None))
         except BaseException:
             for of_server in handles:
                 for of_rank in of_server:

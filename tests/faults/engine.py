@@ -26,7 +26,7 @@ import torch
 from megatron_gptoss.config import ModelConfig
 from rl_loop.data.trained_tokens import FEWEST_TOKENS
 from rl_loop.data.trajectory import FinishReason
-from rl_loop.engines.backend import EngineConfig, EngineFactory, LoadedWeights, WeightSource
+from rl_loop.engines.backend import EngineConfig, EngineFactory
 from rl_loop.engines.embedded.backend import EmbeddedBackend, build_engine
 from rl_loop.engines.protocol import (
     GenerateRequest,
@@ -34,6 +34,7 @@ from rl_loop.engines.protocol import (
     RolloutEngine,
     WeightVersionSpan,
 )
+from rl_loop.weight_sync.source import LoadedWeights, WeightSource
 
 DAMAGED = "model.layers.0.self_attn.q_proj.weight"
 """The tensor whose bit flips."""

@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from rl_loop import run
-from rl_loop.engines.backend import SyncFailed
+from rl_loop.weight_sync.source import SyncFailed
 
 
 @pytest.fixture

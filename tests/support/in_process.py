@@ -18,7 +18,6 @@ from rl_loop.config.load import dump_config
 from rl_loop.config.run import RlConfig
 from rl_loop.data.tensor_bytes import TensorBytes
 from rl_loop.data.trajectory import TrajectoryGroup
-from rl_loop.engines.backend import WeightSource
 from rl_loop.engines.embedded.backend import build_engine
 from rl_loop.engines.embedded.config import EmbeddedConfig
 from rl_loop.engines.protocol import RolloutEngine
@@ -47,6 +46,7 @@ from rl_loop.trainer.group import TrainerGroup
 from rl_loop.trainer.rank_answers import RankPlace
 from rl_loop.trainer.settings import TrainerSettings
 from rl_loop.trainer.worker import TrainerWorker
+from rl_loop.weight_sync.source import WeightSource
 
 
 class LocalRank:

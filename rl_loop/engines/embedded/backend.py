@@ -9,9 +9,10 @@ import torch
 
 from converters.mxfp4_tensors import Digests
 from megatron_gptoss.config import ModelConfig
-from rl_loop.engines.backend import BackendContext, EngineFactory, RolloutBackend, WeightSource
+from rl_loop.engines.backend import BackendContext, EngineFactory, RolloutBackend
 from rl_loop.engines.embedded.config import EmbeddedConfig
 from rl_loop.engines.protocol import RolloutEngine
+from rl_loop.weight_sync.source import WeightSource
 
 
 class EmbeddedBackend(RolloutBackend):

@@ -6,7 +6,6 @@ steps, and the event loop, with the tool calls that run on it, is never blocked.
 
 import asyncio
 import copy
-from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -26,6 +25,8 @@ from gptoss_kernels import mxfp4
 from rl_loop.engines.embedded.kv_cache import ATTENTION_NAME, row_cache_attention
 from rl_loop.engines.embedded.scheduler import RunningSequence, Scheduler
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult
+from rl_loop.weight_sync.expected import ExpectedTensors
+from rl_loop.weight_sync.source import WeightMismatch
 
 MAX_REPORTED_FAULTS = 20
 """Tensors that an error about weights names."""
@@ -207,8 +208,8 @@ class TransformersEngine:
         Tensors are copied in place and cast to the engine's dtype. Experts' matrices may come in
         MXFP4, as blocks and scales: the engine keeps these and computes with their values.
 
-        Raises ValueError listing missing, unknown, repeated and wrongly shaped tensors; then nothing
-        has changed.
+        Raises WeightMismatch listing missing, unknown, repeated and wrongly shaped tensors. Then
+        nothing has changed.
         """
         named = list(named_tensors)
         await self._call(lambda: self._replace_weights(named, version))
@@ -216,18 +217,19 @@ class TransformersEngine:
     def _replace_weights(self, named: list[tuple[str, torch.Tensor]], version: int) -> None:
         # Everything is compared before anything is written. Tied weights appear once.
         parameters = dict(self._model.named_parameters())
-        faults = _faults_in_weights(named, parameters)
+        new_weights = dict(named)
+        shapes = _expected_shapes(new_weights, parameters)
+        faults = ExpectedTensors(shapes, "the rollout engine's model").faults(named)
         if faults:
             shown = "; ".join(faults[:MAX_REPORTED_FAULTS])
             if len(faults) > MAX_REPORTED_FAULTS:
                 shown += f"; and {len(faults) - MAX_REPORTED_FAULTS} more"
-            raise ValueError(
+            raise WeightMismatch(
                 f"weights {version} do not fit the rollout engine's model, nothing was changed: {shown}"
             )
 
         self._scheduler.abort(None)
         self._scheduler.drop_cache()
-        new_weights = dict(named)
         self._packed = {}
         with torch.no_grad():
             for name, parameter in parameters.items():
@@ -285,29 +287,6 @@ class TransformersEngine:
 def _values(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return what experts' matrices in MXFP4 stand for, as Hugging Face has them: [E, in, out]."""
     return mxfp4.dequantize(blocks, scales).mT
-
-
-def _faults_in_weights(
-    named: list[tuple[str, torch.Tensor]],
-    parameters: dict[str, torch.nn.Parameter],
-) -> list[str]:
-    """Describe every tensor of ``named`` that does not fit, and every one that is missing."""
-    tensors = dict(named)
-    counts = Counter(name for name, _ in named)
-    expected = _expected_shapes(tensors, parameters)
-
-    faults = [f"missing {name}" for name in expected if name not in tensors]
-    faults += [f"unknown {name}" for name in tensors if name not in expected]
-    faults += [f"repeated {name}" for name, count in counts.items() if count > 1]
-    for name, expected_shape in expected.items():
-        if name not in tensors:
-            continue
-        shape = tuple(tensors[name].shape)
-        if shape != expected_shape:
-            faults.append(f"shape of {name} is {list(shape)}, not {list(expected_shape)}")
-        if name not in parameters and tensors[name].dtype != torch.uint8:
-            faults.append(f"dtype of {name} is {tensors[name].dtype}, not torch.uint8")
-    return faults
 
 
 def _expected_shapes(

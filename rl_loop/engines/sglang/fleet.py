@@ -12,35 +12,30 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import ray
-import torch
 
-from megatron_gptoss.config import ModelConfig
 from rl_loop.cluster.actor_deaths import ACTOR_DEATHS
 from rl_loop.cluster.placement import ENGINE_SERVER, placement_options
-from rl_loop.engines.backend import (
-    BackendContext,
-    EngineUnavailable,
-    SyncFailed,
-    WeightSource,
-)
+from rl_loop.engines.backend import BackendContext, EngineUnavailable
 from rl_loop.engines.sglang.client import RequestRejected, ServerFailed, SglangClient
 from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.engine import score_on
 from rl_loop.engines.sglang.gpu_memory import memory_fault
 from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
+from rl_loop.engines.sglang.weight_endpoints import SglangSender
 from rl_loop.infrastructure import describe
 from rl_loop.logs import with_logging
+from rl_loop.weight_sync.canary import SAME_WEIGHTS, Canary, exceeds
 from rl_loop.weight_sync.plan import SyncPlan, TransportName
-from rl_loop.weight_sync.send import send_weights
+from rl_loop.weight_sync.source import SyncFailed, WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +51,6 @@ MAX_SCORINGS = 3
 SCORING_PAUSE = 0.5
 """Seconds between two of them."""
 
-SAME_WEIGHTS = 0.02
-"""Nats per token by which two servers with the same weights may differ on one text."""
-
 COMPARED_EVERY = 7
 """Versions between two comparisons of checksums. 7 divides neither 24 nor 36 layers, so every
 layer has its turn."""
@@ -73,55 +65,11 @@ ANSWER_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class SglangSender:
-    """A WeightSender that follows one SyncPlan on each of its ranks."""
-
-    model: ModelConfig
-    plans: Mapping[int, SyncPlan]
-    """By trainer rank: what it sends, and to which servers."""
-
-    @property
-    def ranks(self) -> list[int]:
-        return sorted(self.plans)
-
-    @property
-    def transposed(self) -> bool:
-        # CUDA IPC shares the trainer's own memory, where Megatron keeps expert matrices the other
-        # way round.
-        return any(plan.transport == "cuda_ipc" for plan in self.plans.values())
-
-    @property
-    def packed(self) -> bool:
-        return any(plan.packed for plan in self.plans.values())
-
-    def send(self, named: Iterable[tuple[str, torch.Tensor]], rank: int) -> None:
-        """Raises SyncFailed naming the server or WeightMismatch naming the tensor."""
-        asyncio.run(send_weights(named, self.model, self.plans[rank]))
-
-    def send_from_driver(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Send through files, whatever the plan's transport: the driver has no GPU.
-        Raises as ``send`` does."""
-        plans = list(self.plans.values())
-        urls = tuple(url for plan in plans for url in plan.urls)
-        plan = replace(plans[0], urls=urls, transport="disk")
-        asyncio.run(send_weights(named, self.model, plan))
-
-
-@dataclass(frozen=True)
 class HeldWeights:
     """What servers that were restarted have to be given."""
 
     source: WeightSource
     version: int
-
-
-@dataclass(frozen=True)
-class Canary:
-    """A text and what a server that holds the policy says of it; a restarted
-    server must say the same."""
-
-    token_ids: list[int]
-    log_probs: list[float]
 
 
 async def statuses(actors: list[Any]) -> list[ServerStatus]:
@@ -444,9 +392,8 @@ class SglangFleet:
 
         scored = self._at_all(urls, lambda client: score_on(client, canary.token_ids))
         for url, log_probs in zip(urls, scored, strict=True):
-            gaps = [abs(a - b) for a, b in zip(log_probs, canary.log_probs, strict=True)]
-            gap = sum(gaps) / len(canary.log_probs)
-            if not gap <= SAME_WEIGHTS:  # also true for NaN
+            gap = canary.gap(log_probs)
+            if exceeds(gap, SAME_WEIGHTS):
                 raise SyncFailed(
                     f"{url} was given the weights again, but differs by {gap:.2e} nats from the others"
                 )

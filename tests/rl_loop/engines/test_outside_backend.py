@@ -33,7 +33,8 @@ from typing import Any
 
 from rl_loop.engines.embedded.backend import build_engine
 from rl_loop.engines.protocol import FinishReason, GenerateRequest, GenerateResult, WeightVersionSpan
-from rl_loop.engines.backend import EngineConfig, RolloutBackend, ServerProcesses, WeightSource
+from rl_loop.engines.backend import EngineConfig, RolloutBackend, ServerProcesses
+from rl_loop.weight_sync.source import WeightSource
 
 
 class Options(EngineConfig):

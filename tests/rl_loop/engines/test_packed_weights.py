@@ -14,9 +14,9 @@ from converters.mxfp4_tensors import (
     pack_experts,
     stack_digests,
 )
-from rl_loop.engines.backend import LoadedWeights
 from rl_loop.engines.embedded.engine import TransformersEngine
 from rl_loop.weight_sync.canary import CanaryError, check_packed_experts
+from rl_loop.weight_sync.source import LoadedWeights
 from tests.support.rl_loop.engines.models import engine_of, plain_log_probs, prompt, reference_model
 
 # rows of whole MXFP4 blocks
@@ -82,13 +82,16 @@ def test_other_values_than_those_of_the_bits_are_found() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda named: named.pop(SCALES), f"missing {SCALES}"),
-        (lambda named: named.update({SCALES: named[SCALES][:, 1:]}), f"shape of {SCALES} is"),
-        (lambda named: named.update({SCALES: named[SCALES].int()}), f"dtype of {SCALES} is"),
-        (lambda named: named.update({f"{SCALES}x": named[SCALES]}), f"unknown {SCALES}x"),
+        (lambda named: named.pop(SCALES), f"tensor {SCALES} is missing"),
+        (lambda named: named.update({SCALES: named[SCALES][:, 1:]}), f"tensor {SCALES} has shape"),
+        (
+            lambda named: named.update({SCALES: named[SCALES].int()}),
+            f"tensor {SCALES} has dtype torch.int32",
+        ),
+        (lambda named: named.update({f"{SCALES}x": named[SCALES]}), f"tensor {SCALES}x is none of"),
         (
             lambda named: named.update({BLOCKS.removesuffix("_blocks"): torch.zeros(1)}),
-            f"unknown {BLOCKS.removesuffix('_blocks')}",
+            f"tensor {BLOCKS.removesuffix('_blocks')} is none of",
         ),
     ],
 )

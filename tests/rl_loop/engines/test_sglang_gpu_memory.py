@@ -21,7 +21,7 @@ from megatron_gptoss.planning.memory_inputs import EngineMemory, MemoryInputs
 from megatron_gptoss.planning.sync_memory import sent_tensor_bytes
 from rl_loop.engines.backend import BackendContext, EngineUnavailable
 from rl_loop.engines.sglang.config import SglangConfig
-from rl_loop.engines.sglang.fleet import HeldWeights, SglangFleet, SglangSender
+from rl_loop.engines.sglang.fleet import HeldWeights, SglangFleet
 from rl_loop.engines.sglang.gpu_memory import (
     CONTEXT_BYTES,
     USEFUL_CACHE_TOKENS,
@@ -33,6 +33,7 @@ from rl_loop.engines.sglang.gpu_memory import (
     static_fraction,
     visible_gpus,
 )
+from rl_loop.engines.sglang.weight_endpoints import SglangSender
 from rl_loop.weight_sync.transports import buckets
 
 MODEL_20B = GptOssModelConfig(num_layers=24, num_experts=32)

@@ -30,13 +30,13 @@ from gptoss_kernels import mxfp4
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
-from rl_loop.engines.backend import SyncFailed
 from rl_loop.engines.sglang.config import PLUGIN, SglangConfig
 from rl_loop.engines.sglang.gpu_memory import ServerNeeds, packed_expert_bytes
+from rl_loop.engines.sglang.server_layout import PACKED_EXPERT_PARAMETERS
+from rl_loop.engines.sglang.weight_endpoints import SglangServers, send_weights
 from rl_loop.weight_sync import send
-from rl_loop.weight_sync.checksums import PACKED_EXPERT_PARAMETERS
-from rl_loop.weight_sync.plan import Servers, SyncPlan
-from rl_loop.weight_sync.send import WeightMismatch, send_weights
+from rl_loop.weight_sync.plan import SyncPlan
+from rl_loop.weight_sync.source import SyncFailed, WeightMismatch
 from tests.support.distributed import free_port, run_distributed
 from tests.support.rl_loop.packed_server import (
     PackedServer,
@@ -297,7 +297,7 @@ def test_the_memory_that_graphs_read_stays_and_is_whole_again_after_sleep() -> N
             return [tensor.data_ptr() for kept in stored for tensor in kept.values()]
 
         before = addresses()
-        servers = Servers(plan_for(server.url))
+        servers = SglangServers(MODEL, plan_for(server.url))
         await send_weights(weights.items(), MODEL, plan_for(server.url))
         await servers.call("/release_memory_occupation", {})
         with pytest.raises(WeightMismatch, match="holds something else in model"):

@@ -19,13 +19,14 @@ import torch
 
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
-from rl_loop.engines.backend import BackendContext, SyncFailed
+from rl_loop.engines.backend import BackendContext
 from rl_loop.engines.sglang.fleet import SglangFleet, statuses
 from rl_loop.engines.sglang.server import ServerState
 from rl_loop.lifecycle.failures import explain
 from rl_loop.session import build_trainer
 from rl_loop.trainer.group import TrainerGroup
 from rl_loop.weight_sync import gather
+from rl_loop.weight_sync.source import SyncFailed
 from tests.support.forked_workers import local_ray
 from tests.support.rl_loop.engines.scored_weights import MODEL, ROOT, TEXT, scores_under
 from tests.support.waiting import wait_until

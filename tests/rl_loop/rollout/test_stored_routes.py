@@ -20,12 +20,13 @@ from rl_loop.config.run import RlConfig
 from rl_loop.data.rollout_batch import RolloutBatch
 from rl_loop.data.stored_routes import StoredRoutes
 from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
-from rl_loop.engines.backend import BackendContext, EngineConfig, RolloutBackend, WeightSource
+from rl_loop.engines.backend import BackendContext, EngineConfig, RolloutBackend
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult
 from rl_loop.rollout.collector import RolloutCollector, held_out_requests
 from rl_loop.rollout.pool import RolloutPool
 from rl_loop.session import build_tasks, worker_settings
 from rl_loop.trainer.shipment import load_routes
+from rl_loop.weight_sync.source import WeightSource
 from tests.support.forked_workers import local_ray
 from tests.support.waiting import wait_until
 

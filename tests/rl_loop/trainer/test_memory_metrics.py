@@ -21,7 +21,6 @@ from megatron_gptoss.planning.memory import account
 from megatron_gptoss.planning.memory_inputs import EngineMemory
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
-from rl_loop.engines.backend import SyncFailed
 from rl_loop.session import trainer_settings
 from rl_loop.tracking.metrics import StepMetrics
 from rl_loop.tracking.step_metrics import add_optimizer_metrics
@@ -29,6 +28,7 @@ from rl_loop.trainer import worker as worker_module
 from rl_loop.trainer.group import TrainerGroup
 from rl_loop.trainer.memory_metrics import memory_metrics
 from rl_loop.trainer.settings import TrainerSettings
+from rl_loop.weight_sync.source import SyncFailed
 from tests.support.in_process import LocalRank
 from tests.support.megatron_gptoss.reference import documents
 from tests.support.megatron_gptoss.scripted_gpu import ScriptedGpu

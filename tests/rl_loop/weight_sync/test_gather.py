@@ -15,8 +15,8 @@ from converters.names import hf_shapes
 from megatron_gptoss import distributed
 from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.model import build_model
-from rl_loop.engines.backend import SyncFailed
 from rl_loop.weight_sync.gather import send_gathered
+from rl_loop.weight_sync.source import SyncFailed
 from tests.support.converters.models import TINY, tiny_weights
 from tests.support.distributed import free_port, run_distributed
 

@@ -24,7 +24,7 @@ SOURCES = {
     "w2_weight_bias": "down_proj_bias",
 }
 """SGLang's name of a tensor of the experts -> Hugging Face's. The trainer's side has the same table
-(``weight_checksums``), which this process cannot import."""
+(``server_layout``), which this process cannot import."""
 
 
 class WrongWeights(ValueError):

@@ -1,0 +1,73 @@
+"""Checks that a sync brings the tensors of the model: names, shapes, and bytes where experts are
+packed."""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+
+from converters.hf_layouts import Shape
+from rl_loop.weight_sync.source import WeightMismatch
+
+PACKED_ENDINGS = ("_blocks", "_scales")
+"""Endings of the names of MXFP4 tensors, which are uint8."""
+
+
+class ExpectedTensors:
+    """The tensors of a model, each of which a sync has to bring once."""
+
+    def __init__(self, shapes: Mapping[str, Shape], model: str) -> None:
+        """Expect tensors.
+
+        Args:
+            shapes: by Hugging Face name.
+            model: description of the model, for messages.
+        """
+        self._shapes = shapes
+        self._model = model
+        self._came: set[str] = set()
+
+    def fault_in(self, name: str, tensor: torch.Tensor) -> str | None:
+        """Take the next tensor, and describe what is wrong with it; None if it is expected."""
+        expected = self._shapes.get(name)
+        if expected is None:
+            return f"tensor {name} is none of {self._model}"
+        if name in self._came:
+            return f"tensor {name} came twice"
+        self._came.add(name)
+        if tuple(tensor.shape) != tuple(expected):
+            return (
+                f"tensor {name} has shape {list(tensor.shape)}, the engine expects {list(expected)}"
+            )
+        if name.endswith(PACKED_ENDINGS) and tensor.dtype != torch.uint8:
+            return f"tensor {name} has dtype {tensor.dtype}, the engine expects torch.uint8"
+        return None
+
+    def missing(self) -> list[str]:
+        """Return the names of the tensors that have not come."""
+        return [name for name in self._shapes if name not in self._came]
+
+    def faults(self, named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+        """Take all tensors and describe every one that is wrong or missing."""
+        found = [self.fault_in(name, tensor) for name, tensor in named]
+        faults = [fault for fault in found if fault is not None]
+        return faults + [f"tensor {name} is missing" for name in self.missing()]
+
+    def checked(
+        self, named: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the same tensors.
+
+        Raises:
+            WeightMismatch: at the first tensor that is not expected, and at the end if one is
+                missing.
+        """
+        for name, tensor in named:
+            fault = self.fault_in(name, tensor)
+            if fault is not None:
+                raise WeightMismatch(fault)
+            yield name, tensor
+            del tensor  # or it would outlive its bucket
+
+        missing = self.missing()
+        if missing:
+            raise WeightMismatch(f"{len(missing)} tensors are missing, the first is {missing[0]}")

@@ -1,0 +1,83 @@
+"""What a weight sync asks of server processes. A kind of servers implements it once."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from rl_loop.weight_sync.checksums import RankChecksums, ServerLayout
+from rl_loop.weight_sync.plan import SyncPlan
+
+Bucket = list[tuple[str, torch.Tensor]]
+"""Tensors by Hugging Face name that travel together."""
+
+
+@dataclass(frozen=True)
+class GroupPlace:
+    """Place of one server in a process group with the sender."""
+
+    first_rank: int
+    """Rank of the server's first process. Its other processes follow."""
+    world_size: int
+    """Processes in the group. Rank 0 is the sender."""
+    backend: str
+    """Backend of torch.distributed."""
+    host: str
+    """Address of the sender."""
+    port: int
+    """Port of the store in which the group meets."""
+    name: str
+    """Name of the group. A server takes no name twice."""
+
+
+class WeightServers(Protocol):
+    """The servers of one SyncPlan. Every method asks all of them at the same time.
+
+    Methods with ``work`` run it in a thread until all servers have answered, and return its result:
+    it is the other end of what the servers do, or makes what they get next.
+    """
+
+    plan: SyncPlan
+    """What the sync is to do."""
+
+    async def begin(self) -> None:
+        """Abort all requests and serve nothing until ``publish``."""
+        ...
+
+    async def begin_transfer(self) -> None:
+        """Expect all tensors of the model."""
+        ...
+
+    async def join_group[T](self, places: Sequence[GroupPlace], work: Callable[[], T]) -> T:
+        """Join a process group with the sender, each server at its place."""
+        ...
+
+    async def receive[T](self, group: str, bucket: Bucket, work: Callable[[], T]) -> T:
+        """Receive the tensors of a bucket, in order, as broadcasts from rank 0 of a group."""
+        ...
+
+    async def open_memory[T](self, payloads: Sequence[Sequence[str]], work: Callable[[], T]) -> T:
+        """Open shared tensors. ``payloads``: by server and rank, pickled handles in base64."""
+        ...
+
+    async def load_directory(self, directory: Path) -> None:
+        """Load a Hugging Face directory."""
+        ...
+
+    async def end_transfer(self) -> None:
+        """Raise unless every tensor has come since ``begin_transfer``."""
+        ...
+
+    async def layout(self) -> ServerLayout:
+        """Return which parameters the servers hold, and made of which tensors."""
+        ...
+
+    async def checksums(self) -> list[list[RankChecksums]]:
+        """Return the checksums of all parameters, by server."""
+        ...
+
+    async def publish(self, version: int) -> None:
+        """Drop caches, answer with ``version`` from now on, and serve again."""
+        ...
