@@ -78,6 +78,8 @@ API: dict[str, dict[str, list[str]]] = {
     "Rollout backends": {
         "rl_loop.engines.protocol": [
             "RolloutEngine",
+            "HoldsWeights",
+            "ClientOfServers",
             "GenerateRequest",
             "SamplingParams",
             "GenerateResult",

@@ -35,14 +35,15 @@ import torch
 
 from benchmarks.sglang_servers import model_config
 from converters.names import hf_shapes
-from rl_loop.engines.backend import SyncFailed
 from rl_loop.engines.protocol import GenerateRequest, SamplingParams
 from rl_loop.engines.sglang.client import SglangClient
 from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.engine import SglangEngine, score_on
 from rl_loop.engines.sglang.gpu_memory import memory_fault, settled_gpus, visible_gpus
 from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
-from rl_loop.weight_sync.send import SyncPlan, send_weights
+from rl_loop.engines.sglang.weight_endpoints import send_weights
+from rl_loop.weight_sync.plan import SyncPlan
+from rl_loop.weight_sync.source import SyncFailed
 
 ROUNDS = 3
 """Sleeps and wakes of each server."""
@@ -262,13 +263,7 @@ class Bench:
             synced = {"state": ServerState.SYNCED, "version": self.version}
             return [ServerStatus(**(vars(status) | synced))]
 
-        return SglangEngine(
-            statuses,
-            num_layers=self.config.num_layers,
-            top_k=self.config.experts_per_token,
-            num_experts=self.config.num_experts,
-            vocab_size=self.config.vocab_size,
-        )
+        return SglangEngine(statuses, self.config)
 
     async def load(self, engine: SglangEngine, url: str) -> None:
         """Run as many requests as the server takes at a time, long prefills, and a score."""

@@ -143,13 +143,7 @@ def make_engine(server: SglangServer, config: GptOssModelConfig) -> SglangEngine
     async def statuses() -> list[ServerStatus]:
         return [await server.status()]
 
-    return SglangEngine(
-        statuses,
-        num_layers=config.num_layers,
-        top_k=config.experts_per_token,
-        num_experts=config.num_experts,
-        vocab_size=config.vocab_size,
-    )
+    return SglangEngine(statuses, config)
 
 
 async def wait_until_healthy(server: SglangServer) -> float:

@@ -22,7 +22,10 @@ from tests.support.rl_loop.decoding_trace import (
     runtime_event,
     write_trace,
 )
-from tests.support.rl_loop.sglang_protocol import EXPERTS, LAYERS, TOP_K, VOCAB, LocalServer
+from tests.support.rl_loop.sglang_protocol import (
+    SERVED_MODEL,
+    LocalServer,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -189,9 +192,7 @@ async def _take_two_traces(decoding: ModuleType, profile: ModuleType, directory:
     async def statuses() -> list[ServerStatus]:
         return [status]
 
-    engine = SglangEngine(
-        statuses, num_layers=LAYERS, top_k=TOP_K, num_experts=EXPERTS, vocab_size=VOCAB
-    )
+    engine = SglangEngine(statuses, SERVED_MODEL)
     server = SimpleNamespace(status=one_status)
     way = decoding.Way("mxfp4", server, engine, packed=True, gpu=0, log=directory / "log")
     prompts = [[1, 2, 3], [4, 5, 6]]

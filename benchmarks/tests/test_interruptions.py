@@ -14,7 +14,11 @@ from aiohttp import web
 from rl_loop.engines.sglang.client import SglangClient
 from rl_loop.engines.sglang.engine import SglangEngine
 from rl_loop.engines.sglang.server import ServerState, ServerStatus
-from tests.support.rl_loop.sglang_protocol import EXPERTS, LAYERS, TOP_K, VOCAB, LocalServer
+from tests.support.rl_loop.sglang_protocol import (
+    SERVED_MODEL,
+    VOCAB,
+    LocalServer,
+)
 
 ROOT = Path(__file__).parents[2]
 REQUESTS = 4
@@ -54,9 +58,7 @@ def measure(benchmark: ModuleType, server: LocalServer) -> dict[str, dict[str, f
         async def statuses() -> list[ServerStatus]:
             return [ServerStatus(url, ServerState.SYNCED, 1, 1)]
 
-        engine = SglangEngine(
-            statuses, num_layers=LAYERS, top_k=TOP_K, num_experts=EXPERTS, vocab_size=VOCAB
-        )
+        engine = SglangEngine(statuses, SERVED_MODEL)
         try:
             load = benchmark.Load(REQUESTS, prompt=20, tokens=TOKENS, vocab_size=VOCAB)
             return await benchmark.measure_interruptions(engine, client, load, rounds=1)

@@ -4,11 +4,9 @@ For evaluation: such an endpoint offers no weight sync.
 """
 
 import asyncio
-from collections.abc import Iterable
 from typing import Any
 
 import aiohttp
-import torch
 
 from megatron_gptoss.user_error import UserError
 from rl_loop.data.trajectory import FinishReason
@@ -100,14 +98,6 @@ class CompletionsEngine:
         for name, limit in self._limits.items():
             if request_id in (None, name) and not limit.expired():
                 limit.reschedule(asyncio.get_running_loop().time())
-
-    async def sync_weights(
-        self,
-        named_tensors: Iterable[tuple[str, torch.Tensor]],
-        version: int,
-    ) -> None:
-        """Raise EndpointError: an endpoint takes no weights."""
-        raise EndpointError(f"{self._url} keeps its own weights")
 
     async def close(self) -> None:
         """Close all connections."""

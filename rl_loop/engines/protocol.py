@@ -73,7 +73,7 @@ class GenerateResult:
 
 
 class RolloutEngine(Protocol):
-    """What the agent loop and the weight sync need of every engine."""
+    """What the agent loop needs of every engine."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Sample one continuation. Requests made concurrently are batched."""
@@ -87,20 +87,33 @@ class RolloutEngine(Protocol):
     async def abort(self, request_id: str | None = None) -> None:
         """Stop one request, or all; each returns its partial tokens with FinishReason.ABORT."""
 
+    async def close(self) -> None:
+        """Release everything; the engine is not used any more."""
+
+
+@runtime_checkable
+class HoldsWeights(Protocol):
+    """An engine that holds the model itself, and takes weights."""
+
     async def sync_weights(
         self,
         named_tensors: "Iterable[tuple[str, torch.Tensor]]",
         version: int,
     ) -> None:
-        """Replace all weights, by Hugging Face name; running requests are aborted.
+        """Replace all weights, by Hugging Face name. Running requests are aborted.
 
         Of a run with ``quantization`` the embedded engine gets experts as blocks and scales.
 
-        Raises ValueError naming missing or unknown tensors; then nothing has changed.
+        Raises WeightMismatch naming missing or unknown tensors. Then nothing has changed.
         """
 
-    async def close(self) -> None:
-        """Release everything; the engine is not used any more."""
+
+@runtime_checkable
+class ClientOfServers(Protocol):
+    """An engine that sends requests to servers, which take their weights elsewhere."""
+
+    def set_min_version(self, version: int) -> None:
+        """Use only answers that were made with weights ``version`` or later."""
 
 
 @runtime_checkable

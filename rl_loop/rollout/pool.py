@@ -29,12 +29,13 @@ from rl_loop.cluster.placement import (
 from rl_loop.data.stored_routes import StoredRoutes
 from rl_loop.data.tensor_bytes import StoredTensors, TensorBytes
 from rl_loop.data.trajectory import TrajectoryGroup
-from rl_loop.engines.backend import RolloutBackend, WeightSource
+from rl_loop.engines.backend import RolloutBackend
 from rl_loop.infrastructure import describe
 from rl_loop.logs import with_logging
 from rl_loop.rollout.group_stream import AdmittedGroup, GroupRequest, GroupStream, run_groups
 from rl_loop.rollout.worker import RolloutWorker, WorkerSettings, with_routes
 from rl_loop.tracking.metric_sinks import RolloutCounters
+from rl_loop.weight_sync.source import WeightSource
 
 WAIT_SECONDS = 0.05
 """How long the pool's thread waits for groups to end before it looks for new ones."""
@@ -128,8 +129,8 @@ class RolloutPool:
         # successor is shown to others when it has the current weights.
         self._changing_workers = RLock()
         self._deaths = RecentDeaths(RESTART_SECONDS)
-        self._weights: tuple[Any, int] | None = None
-        """What a replaced worker's engine is brought to: a reference to the tensors, and their
+        self._last_sync: tuple[Any, ...] | None = None
+        """Method and arguments by which a successor's engine gets the current weights or their
         version."""
         self._successor: Any = None
 
@@ -222,8 +223,9 @@ class RolloutPool:
         ray.get(start)
         # Before anybody sees it: a worker that gave out episodes with initial weights would mix
         # policies.
-        if self._weights is not None:
-            ray.get(self._successor.load_weights.remote(*self._weights))
+        if self._last_sync is not None:
+            method, *arguments = self._last_sync
+            ray.get(getattr(self._successor, method).remote(*arguments))
         return self._successor
 
     # -- episodes ---------------------------------------------------------------------------------
@@ -375,10 +377,18 @@ class RolloutPool:
             reference = weights.stored
         else:
             reference = ray.put(TensorBytes.of(weights))
-        stored = (reference, version)
+        self._sync_workers("load_weights", reference, version)
+
+    def set_min_version(self, version: int) -> None:
+        """Let the engines in the workers use only answers of weights ``version`` or later. Backends
+        call it."""
+        self._sync_workers("set_min_version", version)
+
+    def _sync_workers(self, method: str, *arguments: Any) -> None:
+        """Call a method of all workers, and of every later one before it is used."""
         with self._changing_workers:
-            self._weights = stored
-            self._call_all("load_weights", *stored)
+            self._last_sync = (method, *arguments)
+            self._call_all(method, *arguments)
 
     def engine_scores(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         """Return the log-probs of ``token_ids[1:]`` from the engine of every

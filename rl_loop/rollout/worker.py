@@ -18,6 +18,8 @@ from rl_loop.data.tensor_bytes import TensorBytes
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.engines.backend import EngineFactory
 from rl_loop.engines.protocol import (
+    ClientOfServers,
+    HoldsWeights,
     MeasuresRounding,
     ModelShape,
     PackedExpertsEngine,
@@ -72,8 +74,14 @@ class RolloutWorker:
         exempt_from_collection()
 
     async def load_weights(self, weights: TensorBytes, version: int) -> None:
-        """Give the engine these weights; none if it is a client of servers that have them."""
+        """Give the engine these weights."""
+        assert isinstance(self.engine, HoldsWeights)
         await self.engine.sync_weights(weights.tensors().items(), version)
+
+    async def set_min_version(self, version: int) -> None:
+        """Let the engine use only answers of servers with weights ``version`` or later."""
+        assert isinstance(self.engine, ClientOfServers)
+        self.engine.set_min_version(version)
 
     async def score(self, token_ids: list[int], temperature: float) -> list[float]:
         return await self.engine.score(token_ids, temperature)

@@ -23,8 +23,10 @@ from rl_loop.engines.protocol import GenerateRequest, GenerateResult, SamplingPa
 from rl_loop.engines.sglang.engine import SglangEngine
 from rl_loop.engines.sglang.server import ServerState, ServerStatus
 from rl_loop.engines.sglang.turn import STREAM_INTERVAL
+from rl_loop.engines.sglang.weight_endpoints import send_weights
 from rl_loop.tracking.run_directory import RunDirectory
-from rl_loop.weight_sync.send import SyncPlan, WeightMismatch, send_weights
+from rl_loop.weight_sync.plan import SyncPlan
+from rl_loop.weight_sync.source import WeightMismatch
 from tests.faults.campaign import Campaign
 from tests.faults.checks import judge_outcome
 from tests.faults.course import Attempt, Course
@@ -60,9 +62,7 @@ class Servers:
         )
         self.servers = [PolicyServer(MODEL, "float32", self.options) for _ in range(2)]
         self.urls: tuple[str, ...] = ()
-        self.engine = SglangEngine(
-            self._statuses, num_layers=2, top_k=2, num_experts=4, vocab_size=640
-        )
+        self.engine = SglangEngine(self._statuses, MODEL)
 
     async def _statuses(self) -> list[ServerStatus]:
         return [ServerStatus(url, ServerState.SYNCED, version=VERSION) for url in self.urls]
@@ -70,7 +70,7 @@ class Servers:
     async def start(self) -> None:
         self.urls = tuple([await server.start() for server in self.servers])
         await self.sync(1, VERSION)
-        await self.engine.sync_weights([], VERSION)
+        self.engine.set_min_version(VERSION)
 
     async def stop(self) -> None:
         await self.engine.close()

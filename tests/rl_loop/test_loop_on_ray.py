@@ -33,7 +33,6 @@ from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.data.tensor_bytes import StoredTensors
-from rl_loop.engines.backend import LoadedWeights
 from rl_loop.infrastructure import COMPONENTS, InfrastructureOutage
 from rl_loop.rollout.group_stream import GroupRequest
 from rl_loop.run import Interrupted, run_engine_report, run_rl, run_sft
@@ -47,6 +46,7 @@ from rl_loop.tracking.run_directory import (
 )
 from rl_loop.trainer.ray_ranks import RankDied, TrainerProcess
 from rl_loop.weight_sync.canary import CanaryError, CanaryTolerance, check_canary
+from rl_loop.weight_sync.source import LoadedWeights
 from tests.support.forked_workers import local_ray
 from tests.support.rl_loop.tiny_runs import CONFIGS, RL, SMALL, Quiet, curve
 from tests.support.waiting import wait_until
@@ -453,7 +453,7 @@ def test_the_canary_sees_a_single_weight_that_did_not_arrive(tmp_path: Path) -> 
         pool.sync_weights(LoadedWeights(weights), 1)
         # Workers read what the rank has stored; the driver copies nothing.
         assert isinstance(weights, StoredTensors)
-        assert pool._weights == (weights.stored, 1)
+        assert pool._last_sync == ("load_weights", weights.stored, 1)
         with pytest.raises(AttributeError, match="no_such_method"):
             trainer.ranks.call_and_store("no_such_method")()
         tolerance = CanaryTolerance.of(None, "float32")

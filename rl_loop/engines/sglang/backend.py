@@ -11,11 +11,11 @@ from rl_loop.engines.backend import (
     EngineFactory,
     EngineWorkers,
     RolloutBackend,
-    WeightSource,
 )
 from rl_loop.engines.protocol import RolloutEngine
 from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.fleet import SglangFleet, statuses
+from rl_loop.weight_sync.source import WeightSource
 
 
 class SglangBackend(RolloutBackend):
@@ -44,8 +44,7 @@ class SglangBackend(RolloutBackend):
         assert self.workers is not None
         self.fleet.sync(source, version)
 
-        # The servers have the weights; the clients only learn which version is too old to believe.
-        self.workers.load_weights({}, version)
+        self.workers.set_min_version(version)
 
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         return self.fleet.score(token_ids, temperature)
@@ -76,11 +75,5 @@ def connect_engine(
     from rl_loop.engines.sglang.engine import SglangEngine
 
     return SglangEngine(
-        lambda: statuses(servers),
-        num_layers=model.num_layers,
-        top_k=model.experts_per_token,
-        num_experts=model.num_experts,
-        vocab_size=model.vocab_size,
-        wait_seconds=wait_seconds,
-        api_key=api_key,
+        lambda: statuses(servers), model, wait_seconds=wait_seconds, api_key=api_key
     )

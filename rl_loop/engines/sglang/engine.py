@@ -8,11 +8,10 @@ another one. What a turn asks of a server and how the answer is read is in ``tur
 import asyncio
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
-import torch
-
+from megatron_gptoss.config import ModelConfig
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult
 from rl_loop.engines.sglang.client import ServerFailed, SglangClient
@@ -35,18 +34,15 @@ class SglangEngine:
     """Samples on whichever server holds the policy.
 
     Servers are not trusted: an answer that cannot be one is a fault, and the turn goes on
-    elsewhere. A server that does not hold policy weights ``oldest_version`` or later is not used,
+    elsewhere. A server that does not hold policy weights ``min_version`` or later is not used,
     and an answer that was made with other weights is thrown away.
     """
 
     def __init__(
         self,
         servers: Callable[[], Awaitable[list[ServerStatus]]],
+        model: ModelConfig,
         *,
-        num_layers: int,
-        top_k: int,
-        num_experts: int,
-        vocab_size: int,
         wait_seconds: float = 1800.0,
         abort_seconds: float = 5.0,
         api_key: str | None = None,
@@ -54,20 +50,14 @@ class SglangEngine:
         """Prepare for generation; nothing is connected yet.
 
         Args:
-            servers: tells the state of all servers; asked again after a second and after a fault.
-            num_layers, top_k, num_experts: how routed experts are to be read.
-            vocab_size: token ids are below this.
+            servers: returns the state of all servers; asked again after a second and after a fault.
+            model: configuration that answers are read with.
             wait_seconds: longest that a request waits for a server that holds the policy.
             abort_seconds: longest that a turn lives on after it was aborted.
             api_key: key of the servers, if they have one.
         """
-        self.oldest_version = 0
-        self._reader = AnswerReader(
-            num_layers=num_layers,
-            top_k=top_k,
-            num_experts=num_experts,
-            vocab_size=vocab_size,
-        )
+        self.min_version = 0
+        self._reader = AnswerReader(model)
         self._wait_seconds = wait_seconds
         self._abort_seconds = abort_seconds
         self._api_key = api_key
@@ -155,7 +145,7 @@ class SglangEngine:
                     for status in self._statuses
                 )
                 raise RuntimeError(
-                    f"no SGLang server held policy weights {self.oldest_version} or later "
+                    f"no SGLang server held policy weights {self.min_version} or later "
                     f"for {self._wait_seconds:.0f} seconds: {states}"
                 )
             await asyncio.sleep(0.1)
@@ -192,7 +182,7 @@ class SglangEngine:
                 self._statuses = await self._servers()
 
     def _is_fresh(self, version: int | None) -> bool:
-        return version is not None and version >= self.oldest_version
+        return version is not None and version >= self.min_version
 
     def _client(self, url: str) -> SglangClient:
         if url not in self._clients:
@@ -219,7 +209,7 @@ class SglangEngine:
                     turn,
                     start=start,
                     url=server.url,
-                    oldest_version=self.oldest_version,
+                    min_version=self.min_version,
                 )
                 self._reader.append(turn, chunk, server.url)
                 if start == 0:
@@ -258,16 +248,12 @@ class SglangEngine:
 
         await asyncio.gather(*calls, return_exceptions=True)
 
-    async def sync_weights(
-        self,
-        named_tensors: Iterable[tuple[str, torch.Tensor]],
-        version: int,
-    ) -> None:
-        """Refuse answers older than ``version`` from now on.
+    def set_min_version(self, version: int) -> None:
+        """Use only answers that were made with weights ``version`` or later.
 
-        The servers take their weights from the trainer (``weight_sender``), not from here.
+        The servers get their weights from the trainer (``weight_endpoints``), not from here.
         """
-        self.oldest_version = version
+        self.min_version = version
         self._refreshed_at = -math.inf
 
     async def close(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.routes import route_dtype
 from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
 from rl_loop.engines.protocol import (
@@ -95,11 +96,10 @@ class Chunk:
 class AnswerReader:
     """Reads the chunks of streamed answers, for one model."""
 
-    def __init__(self, *, num_layers: int, top_k: int, num_experts: int, vocab_size: int) -> None:
-        """``vocab_size``: token ids are below this; the others: how routed experts are to be read."""
-        self._routes_shape = (-1, num_layers, top_k)
-        self._num_experts = num_experts
-        self._vocab_size = vocab_size
+    def __init__(self, model: ModelConfig) -> None:
+        self._routes_shape = (-1, model.num_layers, model.experts_per_token)
+        self._num_experts = model.num_experts
+        self._vocab_size = model.vocab_size
 
     def read(
         self,
@@ -107,7 +107,7 @@ class AnswerReader:
         turn: Turn,
         start: int,
         url: str,
-        oldest_version: int,
+        min_version: int,
     ) -> Chunk:
         """Read one chunk of a stream.
 
@@ -116,7 +116,7 @@ class AnswerReader:
             turn: with what came before.
             start: tokens that the turn had when the stream began.
             url: of the server.
-            oldest_version: of the weights that the tokens may be sampled with.
+            min_version: of the weights that the tokens may be sampled with.
 
         Raises:
             ServerFailed: for a chunk that cannot be true, or that makes no sense.
@@ -124,9 +124,9 @@ class AnswerReader:
         with _nonsense_is_a_fault(url):
             meta = content["meta_info"]
             version = str(meta.get("weight_version"))
-            if not version.isdigit() or int(version) < oldest_version:
+            if not version.isdigit() or int(version) < min_version:
                 raise ServerFailed(
-                    f"{url} answered with weights {version!r}, the policy is {oldest_version} or later"
+                    f"{url} answered with weights {version!r}, the policy is {min_version} or later"
                 )
 
             if meta.get("id", turn.server_request_id) != turn.server_request_id:

@@ -17,13 +17,12 @@ from rl_loop.engines.sglang.engine import SglangEngine
 from rl_loop.engines.sglang.server import ServerState, ServerStatus
 from rl_loop.infrastructure import EngineFault
 from tests.support.rl_loop.sglang_protocol import (
-    EXPERTS,
     FAULTS,
     LAYERS,
     LIES,
     RANDOM_WEIGHTS,
+    SERVED_MODEL,
     TOP_K,
-    VOCAB,
     LocalServer,
     log_prob,
     next_token,
@@ -72,9 +71,8 @@ async def engine_over(
     for server in servers:
         server.version = "3"
         await server.start()
-    shape = {"num_layers": LAYERS, "top_k": TOP_K, "num_experts": EXPERTS, "vocab_size": VOCAB}
-    engine = SglangEngine(fleet.statuses, **shape, **options)
-    engine.oldest_version = 3
+    engine = SglangEngine(fleet.statuses, SERVED_MODEL, **options)
+    engine.set_min_version(3)
     try:
         yield engine, fleet
     finally:

@@ -25,8 +25,9 @@ from rl_loop.engines.sglang.client import SglangClient
 from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.engine import SglangEngine
 from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
+from rl_loop.engines.sglang.weight_endpoints import send_weights
 from rl_loop.weight_sync.plan import SyncPlan
-from rl_loop.weight_sync.send import WeightMismatch, send_weights
+from rl_loop.weight_sync.source import WeightMismatch
 
 PYTHON = os.environ.get("GPTOSS_SGLANG_PYTHON")
 pytestmark = [
@@ -88,7 +89,7 @@ def test_generate_abort_score_and_weight_sync_of_the_real_server(tmp_path: Path)
         async def servers() -> list[ServerStatus]:
             return [ServerStatus(url, ServerState.SYNCED, 1, 9)]
 
-        engine = SglangEngine(servers, num_layers=4, top_k=2, num_experts=4, vocab_size=201_088)
+        engine = SglangEngine(servers, MODEL)
         for version, transport in enumerate(["gloo", "shared_memory", "disk", "gloo"], start=1):
             weights = weights_of(version)
             plan = SyncPlan(

@@ -30,9 +30,11 @@ from rl_loop.engines.backend import BackendContext
 from rl_loop.engines.protocol import GenerateRequest, SamplingParams
 from rl_loop.engines.sglang import fleet as fleet_module
 from rl_loop.engines.sglang.engine import SglangEngine
-from rl_loop.engines.sglang.fleet import HeldWeights, SglangFleet, SglangSender, statuses
+from rl_loop.engines.sglang.fleet import HeldWeights, SglangFleet, statuses
 from rl_loop.engines.sglang.server import ServerState, ServerStatus
 from rl_loop.engines.sglang.server_hash import gpu_hash
+from rl_loop.engines.sglang.server_layout import SglangLayout, sampled_parameters
+from rl_loop.engines.sglang.weight_endpoints import SglangSender, send_weights
 from rl_loop.gateway.serve import ServeOptions
 from rl_loop.harmony.codec import ParsedMessage
 from rl_loop.rollout.collector import TrainingRequests
@@ -40,9 +42,8 @@ from rl_loop.run import run_server
 from rl_loop.session import build_rollouts, build_tasks, build_trainer, codec_settings
 from rl_loop.tasks.codec import codec_of
 from rl_loop.weight_sync.canary import CanaryError, CanaryTolerance, check_canary
-from rl_loop.weight_sync.checksums import WeightSample, sampled_parameters
 from rl_loop.weight_sync.plan import SyncPlan
-from rl_loop.weight_sync.send import WeightMismatch, send_weights
+from rl_loop.weight_sync.source import WeightMismatch
 from rl_loop.weight_sync.transports import buckets
 from tests.support.forked_workers import local_ray
 from tests.support.megatron_gptoss.dense_reference import MODELS as DENSE_MODELS
@@ -84,7 +85,7 @@ def test_a_request_is_served_before_or_after_a_sync_and_its_spans_say_so(
         async def servers() -> list[ServerStatus]:
             return [ServerStatus(url, ServerState.SYNCED, 1, int(server.version))]
 
-        engine = SglangEngine(servers, num_layers=2, top_k=2, num_experts=2, vocab_size=VOCAB)
+        engine = SglangEngine(servers, MODEL.model_copy(update={"vocab_size": VOCAB}))
         tokens, versions, turn = list(TEXT), [], 0
         syncing = asyncio.ensure_future(asyncio.sleep(0.3))
         while len(tokens) < len(TEXT) + 150:
@@ -265,7 +266,7 @@ def test_every_tensor_of_a_dense_model_is_compared_in_its_turn(kind: str) -> Non
 def test_a_rank_of_a_dense_server_holds_its_share_of_every_projection() -> None:
     model = DENSE_MODELS["qwen2"]
     info = {"ep_size": 1, "enable_dp_attention": False, "device": "cpu", "dtype": "float32"}
-    sample = WeightSample(model, range(1), 2, info)
+    layout = SglangLayout(model, 2, info)
     weights = {
         name: torch.arange(math.prod(s)).view(s).float() for name, s in hf_shapes(model).items()
     }
@@ -274,12 +275,12 @@ def test_a_rank_of_a_dense_server_holds_its_share_of_every_projection() -> None:
         return weights[f"model.layers.0.{name}.weight"]
 
     half = model.intermediate_size // 2
-    (gate, up) = sample._shard(
+    (gate, up) = layout._shard(
         "x.gate_up_proj.weight", [held("mlp.gate_proj"), held("mlp.up_proj")], 1
     )
     assert torch.equal(gate, held("mlp.gate_proj")[half:])
     assert torch.equal(up, held("mlp.up_proj")[half:])
-    (down,) = sample._shard("x.mlp.down_proj.weight", [held("mlp.down_proj")], 1)
+    (down,) = layout._shard("x.mlp.down_proj.weight", [held("mlp.down_proj")], 1)
     assert torch.equal(down, held("mlp.down_proj")[:, half:])
 
 

@@ -17,17 +17,12 @@ from ray.exceptions import OutOfMemoryError, RayActorError
 
 from rl_loop.config.run import RlConfig
 from rl_loop.data.trajectory import Trajectory
-from rl_loop.engines.backend import (
-    BackendContext,
-    EngineConfig,
-    LoadedWeights,
-    RolloutBackend,
-    WeightSource,
-)
+from rl_loop.engines.backend import BackendContext, EngineConfig, RolloutBackend
 from rl_loop.rollout.collector import TrainingRequests
 from rl_loop.rollout.group_stream import GroupRequest, GroupStream
 from rl_loop.rollout.pool import RolloutPool
 from rl_loop.session import build_tasks, worker_settings
+from rl_loop.weight_sync.source import LoadedWeights, WeightSource
 from tests.support.forked_workers import local_ray
 from tests.support.rl_loop.small_config import config as small_config
 from tests.support.rl_loop.timeless_engine import TimelessEngine
@@ -49,7 +44,7 @@ class TimelessBackend(RolloutBackend):
 
     def sync_weights(self, source: WeightSource, version: int) -> None:
         assert self.workers is not None
-        self.workers.load_weights(source.weights(), version)
+        self.workers.set_min_version(version)
 
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         assert self.workers is not None
@@ -187,7 +182,7 @@ def test_a_worker_that_dies_loses_no_group_and_doubles_none(running: Any, moment
     assert stream.take_ended() == []
 
     # The successor has the newest weights.
-    newest = mortal.pool._weights[1]
+    newest = mortal.pool._last_sync[-1]
     for index in range(2):
         assert mortal.pool._call(index, "__ray_call__", lambda w: w.engine.version) == newest
     again = take_all(mortal.admit_all())

@@ -32,11 +32,17 @@ import torch.distributed as dist
 import yaml
 from aiohttp import web
 
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.families.registry import read_hf_config
 from tests.support.rl_loop.decoding_trace import decoding_events, write_trace
 
 VOCAB = 1000
 LAYERS, TOP_K, EXPERTS = 2, 2, 4
+SERVED_MODEL = GptOssModelConfig(
+    num_layers=LAYERS, num_experts=EXPERTS, experts_per_token=TOP_K, hidden_size=32, intermediate_size=48,
+    num_attention_heads=4, num_key_value_heads=2, head_size=16, vocab_size=VOCAB, max_length=1024,
+)  # fmt: skip
+"""What a LocalServer without weights answers as."""
 RANDOM_WEIGHTS = "random"
 
 

@@ -88,6 +88,9 @@ class TimelessEngine:
     async def sync_weights(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int
     ) -> None:
+        self.set_min_version(version)
+
+    def set_min_version(self, version: int) -> None:
         self.version = version
         self.syncs.append(version)
         self._aborted.set()
