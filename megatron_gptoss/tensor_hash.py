@@ -1,8 +1,8 @@
 """Hashes of tensors, equal on CPUs and GPUs: of their bits, or of their values in any layout.
 
 Both mix 64-bit words with SplitMix64's finalizer and add the results modulo 2**64. They find
-accidental differences and are no signatures. Files on a disk have checksums of their own
-(``checkpoint.checksums``): a host reads them a byte at a time, 100 times faster.
+accidental differences and are no signatures. Files on a disk have XXH3 checksums
+(``checkpoint.checksums``), which a CPU computes 100 times faster and a GPU cannot.
 """
 
 import torch

@@ -85,6 +85,7 @@ API: dict[str, dict[str, list[str]]] = {
             "GenerateResult",
         ],
         "rl_loop.engines.backend": ["RolloutBackend", "EngineConfig", "BackendContext"],
+        "rl_loop.weight_sync.source": ["WeightSource"],
     },
 }
 """What is in the API reference, by chapter and module: the seams for other people's code, and what the rest of the

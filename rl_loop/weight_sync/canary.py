@@ -44,7 +44,7 @@ class CheckedTrainer(Protocol):
 
 
 class CheckedEngines(Protocol):
-    """The engines of a run: a RolloutPool. What they cannot measure is left out."""
+    """The engines of a run: a RolloutPool. It leaves out measurements that its engines do not have."""
 
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]: ...
 

@@ -18,7 +18,7 @@ class RankChecksums:
 
 
 class ServerLayout(Protocol):
-    """What servers make of the tensors that they are sent."""
+    """Parameters of servers, and the tensors that they are made of."""
 
     def parameters(self, versions: range) -> dict[str, list[str]]:
         """Return the parameters to compare after syncs ``versions``, and the Hugging Face tensors

@@ -16,17 +16,17 @@ def send_gathered(
 ) -> Exception | None:
     """Gather all weights on the ranks of ``sender``, and let it send them from each. Collective.
 
-    A rank that fails goes on with the messages that the others wait for, so that another try may
+    A rank that fails takes part in the messages that the others wait for, so that another try can
     begin on all ranks.
 
     Args:
         gathering: of the policy.
         sender: carries weights to engines.
-        dtype: what it is given them in, but for the bytes of MXFP4.
+        dtype: dtype of the tensors for ``sender``. MXFP4 blocks and scales stay bytes.
 
     Returns:
-        What this rank failed with, None if it has not. The caller raises it, once there is room
-        for engines again.
+        The error of this rank, None if it succeeded. The caller raises it after it has released
+        memory for the engines.
 
     Raises:
         SyncFailed: on every rank, if one has no memory for its part.

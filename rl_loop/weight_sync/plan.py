@@ -1,4 +1,4 @@
-"""What a weight sync to servers is to do."""
+"""The plan of a weight sync to servers."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a weight sync asks of server processes. A kind of servers implements it once."""
+"""The interface of server processes that take weights. Each kind of servers implements it once."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,12 +35,12 @@ class GroupPlace:
 class WeightServers(Protocol):
     """The servers of one SyncPlan. Every method asks all of them at the same time.
 
-    Methods with ``work`` run it in a thread until all servers have answered, and return its result:
-    it is the other end of what the servers do, or makes what they get next.
+    Methods with ``work`` run it in a thread until all servers have answered, and return its result.
+    ``work`` is the sender's end of a broadcast, or makes the next bucket.
     """
 
     plan: SyncPlan
-    """What the sync is to do."""
+    """Plan of the sync."""
 
     async def begin(self) -> None:
         """Abort all requests and serve nothing until ``publish``."""

@@ -35,8 +35,8 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 def buckets(named: NamedTensors, limit: int) -> Iterator[Bucket]:
     """Collect tensors, in order, into buckets of at most ``limit`` bytes.
 
-    A tensor that does not fit goes with others of up to an eighth of ``limit``: so a large one
-    does not leave a bucket of next to nothing behind.
+    A tensor that does not fit goes with others of up to an eighth of ``limit``. Otherwise a large
+    tensor would leave a nearly empty bucket behind.
     """
     bucket: Bucket = []
     size = 0
@@ -50,7 +50,7 @@ def buckets(named: NamedTensors, limit: int) -> Iterator[Bucket]:
         size += tensor.nbytes
         del tensor  # or it would outlive its bucket
 
-        # What is half full goes before the next tensor is made, which may take as much again.
+        # A bucket that is half full leaves before the next tensor is made, which may be as large.
         if size > limit // 2:
             yield bucket
             bucket = []
@@ -81,8 +81,8 @@ async def send_by_disk(
 class ServerGroup:
     """A process group of this process (rank 0) and every rank of every server.
 
-    Kept while the servers stay the same, as NCCL takes most of a second to make one. A server that
-    was started anew has another URL.
+    It is kept while the servers stay the same, because NCCL takes most of a second to make a group. A
+    restarted server has another URL.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class ServerGroup:
         self._group: Any = None
 
     async def broadcast(self, parts: Iterator[Bucket], servers: WeightServers) -> None:
-        """Send all buckets. If anything fails the group is left, and made anew the next time."""
+        """Send all buckets. After a failure, leave the group. The next call makes another one."""
         plan = servers.plan
         try:
             if self._urls != plan.urls:
@@ -146,14 +146,14 @@ class ServerGroup:
         self._group = await servers.join_group(
             places, partial(_make_group, self._name, host, port, world, plan)
         )
-        # What torch keeps of groups that it made itself; destroy_process_group looks for it.
+        # torch keeps this for groups that it made itself, and destroy_process_group looks for it.
         dist.distributed_c10d._world.pg_group_ranks[self._group] = {r: r for r in range(world)}
         self._urls = plan.urls
 
     def _leave(self) -> None:
         """Leave the group without asking the others.
 
-        One of them may be dead, and a thread of ours may wait for it in a broadcast.
+        One of them may be dead, and a thread of this process may wait for it in a broadcast.
         """
         if self._group is not None:
             with suppress(RuntimeError, ValueError):  # gloo cannot abort
@@ -185,13 +185,15 @@ def _make_group(name: str, host: str, port: int, world: int, plan: SyncPlan) -> 
 
 
 server_group = ServerGroup()
-"""That of this process, which has one."""
+"""The group of this process."""
 
 
 OVERWRITTEN_SUFFIX = ".experts.down_proj_bias"
-"""Of tensors that SGLang's tensor-parallel ranks, but the first, fill with zeros
-(``GptOssForCausalLM._load_normal_weights`` in srt/models/gpt_oss.py of 0.5.17): in host memory where
-they lie; with a GPU of their own they have copied them before (``_unwrap_tensor``)."""
+"""End of the names of tensors that all tensor-parallel ranks of a server but the first fill with zeros.
+
+SGLang 0.5.17 does so in ``GptOssForCausalLM._load_normal_weights`` (srt/models/gpt_oss.py). In host
+memory it overwrites the shared tensor. A rank with its own GPU has copied it before
+(``_unwrap_tensor``)."""
 
 
 async def share_memory(parts: Iterator[Bucket], servers: WeightServers) -> None:
@@ -258,8 +260,7 @@ class _SharedTensor:
 
     tensor: torch.Tensor
     use_count: tuple[bytes, int] | None = None
-    """Where torch counts the processes that use the memory: a file of such counts, and which of
-    them."""
+    """Place where torch counts the processes that use the memory: a file of counts, and an index."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         rebuild, arguments = reductions.reduce_tensor(self.tensor)

@@ -43,8 +43,7 @@ NEWS_SECONDS = 30.0
 """Between two lines about servers that are waited for."""
 
 MAX_SYNCS = 3
-"""Attempts to bring the servers to one version; servers that failed are started
-anew between two of them."""
+"""Attempts to bring the servers to one version. Servers that failed are restarted between two."""
 
 MAX_SCORINGS = 3
 """Attempts to have all servers score one text."""
@@ -66,7 +65,7 @@ ANSWER_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class HeldWeights:
-    """What servers that were restarted have to be given."""
+    """Weights that restarted servers get."""
 
     source: WeightSource
     version: int
@@ -100,7 +99,7 @@ class SglangFleet:
         """Key of all servers: without it a server answers nothing but health checks."""
         self.actors = self._create_actors(context)
 
-        # What restarted servers are brought to; None while there is nothing that could be sent.
+        # Weights for restarted servers. None while there is nothing that could be sent.
         self._held: HeldWeights | None = None
         self._canary: Canary | None = None
 
@@ -260,7 +259,7 @@ class SglangFleet:
         assert self._held is not None
         version = self._held.version
         taking_part = self._begin_syncs(servers)
-        reached: int | None = None  # None: nobody knows what the servers hold now
+        reached: int | None = None  # None: the servers may hold anything
         try:
             if not taking_part:
                 raise SyncFailed(f"weights {version}: every server died before the sync began")

@@ -1,16 +1,16 @@
 """The 64-bit hash by which SGLang's ``/weights_checker`` names the contents of a tensor.
 
-SGLang 0.5.17 takes it in ``tensor_hash`` of ``srt/managers/mm_utils.py``: on a CPU the first
-eight bytes of SHA-256, on a GPU a Triton kernel of its own (``gpu_tensor_hash`` and
-``hash_tiles32_kernel_blocked`` in ``kernels/ops/memory/gpu_tensor_hash.py``). Here the same
-numbers come from torch operations on any device, and from a tensor that lies in several parts.
+SGLang 0.5.17 computes it in ``tensor_hash`` of ``srt/managers/mm_utils.py``: on a CPU the first 8
+bytes of SHA-256, on a GPU with a Triton kernel (``gpu_tensor_hash`` and
+``hash_tiles32_kernel_blocked`` in ``kernels/ops/memory/gpu_tensor_hash.py``). This module computes the
+same numbers with torch operations on any device, also of a tensor in several parts.
 All names in capitals below are constants of that kernel, and all its arithmetic is modulo 2**32.
+Hashes that need not be SGLang's are in ``megatron_gptoss.tensor_hash``.
 
-The kernel reads a tensor as 32-bit words. The word at index i is XORed with a number made from i,
-so that words that change places are noticed, and mixed; the words of a tile are added up, and the
-sum, XORed with the tensor's size, is mixed again. This is done twice with different numbers, for
-the two halves of a 64-bit word per tile. These are added modulo 2**64, which needs no order, and
-mixed once more.
+The kernel reads a tensor as 32-bit words. It XORs the word at index i with a number made from i and
+mixes the result. The sum of a tile's words, XORed with the tensor's size, is mixed again. Two such
+sums, with different numbers, are the halves of a 64-bit word per tile. These words are added modulo
+2**64 and mixed once more.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ import torch
 from megatron_gptoss.tensor_hash import mix
 
 PIECE_BYTES = 1 << 24
-"""What is hashed at a time, or one expert if that is more; bounds the memory it takes."""
+"""Bytes that are hashed at a time, or one expert if that is more. Bounds the memory that it takes."""
 TILE = 8192
 """Words that one program of the kernel adds up (``tile_words``)."""
 
@@ -102,8 +102,8 @@ def _byte_pieces(parts: list[torch.Tensor]) -> Iterator[torch.Tensor]:
 def _tiles(parts: list[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield the words of all parts, int32 [tiles, TILE].
 
-    What does not fill a tile comes last, [1, rest], padded with zeros to whole words. Tiles do not
-    end where parts or pieces do, so the bytes left over from one are put before the next.
+    An incomplete tile comes last, [1, rest], padded with zeros to whole words. Tiles do not end
+    where parts or pieces do, so the bytes left over from one are put before the next.
     """
     tile_bytes = 4 * TILE
     rest = torch.empty(0, dtype=torch.uint8, device=parts[0].device)

@@ -1,13 +1,13 @@
-"""What SGLang servers hold of the tensors that they are sent, and the checksums that they report.
+"""Parameters of SGLang servers, the tensors that they are made of, and their checksums.
 
-SGLang's GPT-OSS cannot be asked for a tensor (``/get_weights_by_name`` is an error for this
-model), but its ``/weights_checker`` hashes every parameter as each rank holds it: QKV fused,
-experts output-major, biases of experts in fp32, each rank with its own shard. This module makes the
-same hashes of Hugging Face tensors.
+SGLang's GPT-OSS returns no tensors (``/get_weights_by_name`` is an error for this model). Its
+``/weights_checker`` hashes every parameter as each rank holds it: QKV fused, experts output-major,
+biases of experts in fp32, each rank with its own shard. This module makes the same hashes of Hugging
+Face tensors.
 
-What a server holds follows ``load_weights`` in ``srt/models/gpt_oss.py``, ``llama.py`` and ``qwen2.py``
-of SGLang 0.5.17, and which parameters are hashed ``WeightChecker._compute_checksum`` in
-``srt/utils/weight_checker.py``. The hash itself is in ``server_hash``.
+Parameters follow ``load_weights`` in ``srt/models/gpt_oss.py``, ``llama.py`` and ``qwen2.py`` of SGLang
+0.5.17. ``WeightChecker._compute_checksum`` in ``srt/utils/weight_checker.py`` chooses those that are
+hashed. The hash is in ``server_hash``.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -34,8 +34,8 @@ SHARDED_DIMENSIONS = {
     "w2_weight": 2,
     "down_proj.weight": 1,
 }
-"""The dimension along which tensor-parallel ranks share a parameter, by the end of its name. QKV
-and gate and up projection are apart; of all others each rank has everything."""
+"""Dimension along which tensor-parallel ranks share a parameter, by the end of its name. QKV and gate
+and up projections have rules of their own. Each rank holds all of every other parameter."""
 GPT_OSS_PARAMETERS = (
     "input_layernorm.weight",
     "post_attention_layernorm.weight",
@@ -195,7 +195,7 @@ class SglangLayout:
         """Cut out what tensor-parallel ``rank`` holds: views that are joined along dim 0."""
         if "qkv_proj" in parameter:
             return self._shard_qkv(parts, rank)
-        # Of experts, gate and up projection are one tensor already.
+        # Gate and up projections of experts are one tensor already.
         if len(parts) > 1:
             return [part.chunk(self._ranks)[rank] for part in parts]
 
