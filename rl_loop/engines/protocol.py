@@ -116,6 +116,26 @@ class ClientOfServers(Protocol):
         """Use only answers that were made with weights ``version`` or later."""
 
 
+def weight_holder(engine: RolloutEngine) -> HoldsWeights:
+    """Return an engine as one that takes weights. Raises TypeError for a client of servers."""
+    if isinstance(engine, HoldsWeights):
+        return engine
+    raise TypeError(
+        f"rollout.engine: {type(engine).__name__} has no sync_weights, so its backend cannot call "
+        "workers.load_weights. For a client of servers call workers.set_min_version"
+    )
+
+
+def server_client(engine: RolloutEngine) -> ClientOfServers:
+    """Return an engine as a client of servers. Raises TypeError for one that holds the model."""
+    if isinstance(engine, ClientOfServers):
+        return engine
+    raise TypeError(
+        f"rollout.engine: {type(engine).__name__} has no set_min_version, so its backend cannot call "
+        "workers.set_min_version. For an engine that holds the model call workers.load_weights"
+    )
+
+
 @runtime_checkable
 class PackedExpertsEngine(Protocol):
     """An engine that may hold experts in MXFP4, and tells which."""

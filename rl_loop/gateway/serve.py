@@ -14,13 +14,13 @@ from megatron_gptoss.user_error import UserError
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.config.episode import EpisodeLimits
 from rl_loop.engines.protocol import (
-    ClientOfServers,
-    HoldsWeights,
     MeasuresRounding,
     ModelShape,
     PackedExpertsEngine,
     RolloutEngine,
     SamplingParams,
+    server_client,
+    weight_holder,
 )
 from rl_loop.gateway.server import LOOPBACK, Gateway, GatewaySettings
 from rl_loop.gateway.session import SessionSettings
@@ -61,12 +61,10 @@ class OwnEngine:
         self._engine = engine
 
     def load_weights(self, weights: "Mapping[str, torch.Tensor]", version: int) -> None:
-        assert isinstance(self._engine, HoldsWeights)
-        asyncio.run(self._engine.sync_weights(weights.items(), version))
+        asyncio.run(weight_holder(self._engine).sync_weights(weights.items(), version))
 
     def set_min_version(self, version: int) -> None:
-        assert isinstance(self._engine, ClientOfServers)
-        self._engine.set_min_version(version)
+        server_client(self._engine).set_min_version(version)
 
     def engine_scores(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         return [asyncio.run(self._engine.score(token_ids, temperature))]

@@ -18,12 +18,12 @@ from rl_loop.data.tensor_bytes import TensorBytes
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.engines.backend import EngineFactory
 from rl_loop.engines.protocol import (
-    ClientOfServers,
-    HoldsWeights,
     MeasuresRounding,
     ModelShape,
     PackedExpertsEngine,
     SamplingParams,
+    server_client,
+    weight_holder,
 )
 from rl_loop.environments import RewardConfig, Task, make_environment
 from rl_loop.heap import exempt_from_collection
@@ -75,13 +75,11 @@ class RolloutWorker:
 
     async def load_weights(self, weights: TensorBytes, version: int) -> None:
         """Give the engine these weights."""
-        assert isinstance(self.engine, HoldsWeights)
-        await self.engine.sync_weights(weights.tensors().items(), version)
+        await weight_holder(self.engine).sync_weights(weights.tensors().items(), version)
 
     async def set_min_version(self, version: int) -> None:
         """Let the engine use only answers of servers with weights ``version`` or later."""
-        assert isinstance(self.engine, ClientOfServers)
-        self.engine.set_min_version(version)
+        server_client(self.engine).set_min_version(version)
 
     async def score(self, token_ids: list[int], temperature: float) -> list[float]:
         return await self.engine.score(token_ids, temperature)

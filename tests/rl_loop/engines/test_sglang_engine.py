@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 
 from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
-from rl_loop.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
+from rl_loop.engines.embedded.backend import build_engine
+from rl_loop.engines.protocol import (
+    GenerateRequest,
+    GenerateResult,
+    SamplingParams,
+    server_client,
+    weight_holder,
+)
 from rl_loop.engines.sglang.engine import SglangEngine
 from rl_loop.engines.sglang.server import ServerState, ServerStatus
 from rl_loop.infrastructure import EngineFault
@@ -286,3 +293,15 @@ async def test_a_request_begins_with_its_first_tokens() -> None:
         server.hangs = False
         await running
         assert begun.is_set()
+
+
+async def test_wrong_kind_of_engine_is_named_with_the_call_to_use() -> None:
+    holder = build_engine(SERVED_MODEL, "float32", max_batch_size=1)
+    async with engine_over() as (client, _):
+        assert weight_holder(holder) is holder
+        assert server_client(client) is client
+        with pytest.raises(TypeError, match=r"SglangEngine has no sync_weights.*set_min_version$"):
+            weight_holder(client)
+        with pytest.raises(TypeError, match=r"TransformersEngine has no set_min.*load_weights$"):
+            server_client(holder)
+    await holder.close()
