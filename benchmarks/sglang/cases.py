@@ -63,8 +63,7 @@ from rl_loop.engines.sglang.config import PLUGIN, inherited_environment
 from rl_loop.engines.sglang.engine import SglangEngine, score_on
 from rl_loop.engines.sglang.server import SglangServer
 from rl_loop.weight_sync import send
-from rl_loop.weight_sync.plan import SyncPlan
-from rl_loop.weight_sync.servers import Bucket
+from rl_loop.weight_sync.servers import Bucket, SyncPlan
 from rl_loop.weight_sync.source import SyncFailed, WeightMismatch
 from rl_loop.weight_sync.transports import NamedTensors
 

@@ -42,7 +42,7 @@ from rl_loop.engines.sglang.engine import SglangEngine, score_on
 from rl_loop.engines.sglang.gpu_memory import memory_fault, settled_gpus, visible_gpus
 from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
 from rl_loop.engines.sglang.weight_endpoints import send_weights
-from rl_loop.weight_sync.plan import SyncPlan
+from rl_loop.weight_sync.servers import SyncPlan
 from rl_loop.weight_sync.source import SyncFailed
 
 ROUNDS = 3

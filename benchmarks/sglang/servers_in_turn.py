@@ -34,7 +34,7 @@ from rl_loop.engines.sglang.engine import SglangEngine
 from rl_loop.engines.sglang.gpu_memory import ServerNeeds
 from rl_loop.engines.sglang.server import SglangServer
 from rl_loop.engines.sglang.weight_endpoints import send_weights
-from rl_loop.weight_sync.plan import SyncPlan
+from rl_loop.weight_sync.servers import SyncPlan
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.model import build_model
 from rl_loop.cluster.placement import free_port
 from rl_loop.engines.sglang.weight_endpoints import send_weights
-from rl_loop.weight_sync.plan import SyncPlan
+from rl_loop.weight_sync.servers import SyncPlan
 
 
 class RandomTrainer:

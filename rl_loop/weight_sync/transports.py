@@ -26,8 +26,7 @@ from converters.hf_directory import write_hf_directory
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.rendezvous import tcp_store
 from rl_loop.cluster.placement import free_address
-from rl_loop.weight_sync.plan import SyncPlan
-from rl_loop.weight_sync.servers import Bucket, GroupPlace, WeightServers
+from rl_loop.weight_sync.servers import Bucket, GroupPlace, SyncPlan, WeightServers
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 

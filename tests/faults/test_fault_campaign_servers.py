@@ -25,7 +25,7 @@ from rl_loop.engines.sglang.server import ServerState, ServerStatus
 from rl_loop.engines.sglang.turn import STREAM_INTERVAL
 from rl_loop.engines.sglang.weight_endpoints import send_weights
 from rl_loop.tracking.run_directory import RunDirectory
-from rl_loop.weight_sync.plan import SyncPlan
+from rl_loop.weight_sync.servers import SyncPlan
 from rl_loop.weight_sync.source import WeightMismatch
 from tests.faults.campaign import Campaign
 from tests.faults.checks import judge_outcome

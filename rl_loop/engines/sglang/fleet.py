@@ -34,7 +34,7 @@ from rl_loop.engines.sglang.weight_endpoints import SglangSender
 from rl_loop.infrastructure import describe
 from rl_loop.logs import with_logging
 from rl_loop.weight_sync.canary import SAME_WEIGHTS, Canary, exceeds
-from rl_loop.weight_sync.plan import SyncPlan, TransportName
+from rl_loop.weight_sync.servers import SyncPlan, TransportName
 from rl_loop.weight_sync.source import SyncFailed, WeightSource
 
 logger = logging.getLogger(__name__)

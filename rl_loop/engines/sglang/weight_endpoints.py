@@ -12,9 +12,8 @@ from megatron_gptoss.config import ModelConfig
 from rl_loop.engines.sglang.client import SglangClient
 from rl_loop.engines.sglang.server_layout import SglangLayout
 from rl_loop.weight_sync.checksums import RankChecksums
-from rl_loop.weight_sync.plan import SyncPlan
 from rl_loop.weight_sync.send import send_to_servers
-from rl_loop.weight_sync.servers import Bucket, GroupPlace
+from rl_loop.weight_sync.servers import Bucket, GroupPlace, SyncPlan
 
 BEGIN_SYNC = "gptoss_begin_sync"
 END_SYNC = "gptoss_end_sync"

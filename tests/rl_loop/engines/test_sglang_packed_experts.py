@@ -35,7 +35,7 @@ from rl_loop.engines.sglang.gpu_memory import ServerNeeds, packed_expert_bytes
 from rl_loop.engines.sglang.server_layout import PACKED_EXPERT_PARAMETERS
 from rl_loop.engines.sglang.weight_endpoints import SglangServers, send_weights
 from rl_loop.weight_sync import send
-from rl_loop.weight_sync.plan import SyncPlan
+from rl_loop.weight_sync.servers import SyncPlan
 from rl_loop.weight_sync.source import SyncFailed, WeightMismatch
 from tests.support.distributed import free_port, run_distributed
 from tests.support.rl_loop.packed_server import (

@@ -26,7 +26,7 @@ from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.engine import SglangEngine
 from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
 from rl_loop.engines.sglang.weight_endpoints import send_weights
-from rl_loop.weight_sync.plan import SyncPlan
+from rl_loop.weight_sync.servers import SyncPlan
 from rl_loop.weight_sync.source import WeightMismatch
 
 PYTHON = os.environ.get("GPTOSS_SGLANG_PYTHON")

@@ -42,7 +42,7 @@ from rl_loop.run import run_server
 from rl_loop.session import build_rollouts, build_tasks, build_trainer, codec_settings
 from rl_loop.tasks.codec import codec_of
 from rl_loop.weight_sync.canary import CanaryError, CanaryTolerance, check_canary
-from rl_loop.weight_sync.plan import SyncPlan
+from rl_loop.weight_sync.servers import SyncPlan
 from rl_loop.weight_sync.source import WeightMismatch
 from rl_loop.weight_sync.transports import buckets
 from tests.support.forked_workers import local_ray

@@ -18,9 +18,8 @@ from converters.random_weights import random_hf_weights
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.tensor_hash import digest_of_bits
 from rl_loop.weight_sync.checksums import RankChecksums
-from rl_loop.weight_sync.plan import SyncPlan, TransportName
 from rl_loop.weight_sync.send import send_to_servers
-from rl_loop.weight_sync.servers import Bucket, GroupPlace
+from rl_loop.weight_sync.servers import Bucket, GroupPlace, SyncPlan, TransportName
 from rl_loop.weight_sync.source import SyncFailed, WeightMismatch
 
 MODEL = GptOssModelConfig(

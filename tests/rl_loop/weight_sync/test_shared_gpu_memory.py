@@ -23,7 +23,7 @@ from converters.names import hf_shapes
 from converters.random_weights import random_hf_weights
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.engines.sglang.weight_endpoints import send_weights
-from rl_loop.weight_sync.plan import SyncPlan
+from rl_loop.weight_sync.servers import SyncPlan
 from rl_loop.weight_sync.source import SyncFailed
 from rl_loop.weight_sync.transports import _SharedTensor, users_of_memory
 from tests.support.rl_loop.sglang_protocol import LocalServer
