@@ -72,6 +72,9 @@ class WeightServers(Protocol):
 
     plan: SyncPlan
     """Plan of the sync."""
+    overwritten: tuple[str, ...]
+    """Endings of the names of tensors that all ranks of a server but the first overwrite in shared
+    memory. These ranks get copies."""
 
     async def begin(self) -> None:
         """Abort all requests and serve nothing until ``publish``."""

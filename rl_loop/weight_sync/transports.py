@@ -187,14 +187,6 @@ server_group = ServerGroup()
 """The group of this process."""
 
 
-OVERWRITTEN_SUFFIX = ".experts.down_proj_bias"
-"""End of the names of tensors that all tensor-parallel ranks of a server but the first fill with zeros.
-
-SGLang 0.5.17 does so in ``GptOssForCausalLM._load_normal_weights`` (srt/models/gpt_oss.py). In host
-memory it overwrites the shared tensor. A rank with its own GPU has copied it before
-(``_unwrap_tensor``)."""
-
-
 async def share_memory(parts: Iterator[Bucket], servers: WeightServers) -> None:
     """Let servers open the memory of the tensors: GPU memory of the same node, or host memory."""
     # With the default, file descriptors, a server would have to be our child.
@@ -210,7 +202,7 @@ async def share_memory(parts: Iterator[Bucket], servers: WeightServers) -> None:
 
         # One for each rank of each server: all get whole tensors and cut out their own shard. torch
         # counts one user for every handle, so that no two processes may open the same one.
-        of_ranks = _buckets_of_ranks(shared, plan.tensor_parallel)
+        of_ranks = _buckets_of_ranks(shared, servers)
         handles = [[_Handles(of_rank) for of_rank in of_ranks] for _ in plan.urls]
         payloads = [[of_rank.payload for of_rank in of_server] for of_server in handles]
         try:
@@ -222,14 +214,15 @@ async def share_memory(parts: Iterator[Bucket], servers: WeightServers) -> None:
             raise
 
 
-def _buckets_of_ranks(bucket: Bucket, ranks: int) -> list[Bucket]:
-    """Return what each tensor-parallel rank of a server opens."""
+def _buckets_of_ranks(bucket: Bucket, servers: WeightServers) -> list[Bucket]:
+    """Return the tensors that each tensor-parallel rank of a server opens."""
+    ranks = servers.plan.tensor_parallel
     if ranks == 1:
         return [bucket]
 
     # Without a copy the first rank would read zeros, or not, depending on which rank is faster.
     for_later_ranks = [
-        (name, tensor.clone() if name.endswith(OVERWRITTEN_SUFFIX) else tensor)
+        (name, tensor.clone() if name.endswith(servers.overwritten) else tensor)
         for name, tensor in bucket
     ]
     return [bucket, *[for_later_ranks] * (ranks - 1)]
@@ -255,6 +248,7 @@ class _SharedTensor:
     """Pickles, once, as a handle of its tensor's memory for ``rebuild_cuda_tensor`` elsewhere.
 
     The device is named by UUID, because processes that see other GPUs number them differently.
+    Servers have to take a UUID there.
     """
 
     tensor: torch.Tensor

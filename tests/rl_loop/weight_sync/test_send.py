@@ -46,6 +46,8 @@ class WholeTensors:
 class MemoryServer:
     """One server in this process, which remembers the steps."""
 
+    overwritten = ()
+
     def __init__(self, plan: SyncPlan, drops: str = "", fails_at: str = "") -> None:
         self.plan = plan
         self.drops = drops
