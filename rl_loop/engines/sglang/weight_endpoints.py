@@ -73,7 +73,7 @@ class SglangServers:
     # All tensor-parallel ranks but the first fill these with zeros
     # (``GptOssForCausalLM._load_normal_weights`` in srt/models/gpt_oss.py): in host memory the shared
     # tensor. A rank with its own GPU has copied it before (``_unwrap_tensor``).
-    overwritten = (".experts.down_proj_bias",)
+    overwritten: tuple[str, ...] = (".experts.down_proj_bias",)
 
     def __init__(self, model: ModelConfig, plan: SyncPlan) -> None:
         self.plan = plan
