@@ -31,7 +31,8 @@ def test_plain_lines_have_time_level_module_and_message(capsys: pytest.CaptureFi
     logging.getLogger("rl_loop.weight_sync.canary").info("gap %.1e", 0.02)
     printed = capsys.readouterr()
     assert re.fullmatch(
-        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d INFO rl_loop\.weight_sync\.canary: gap 2\.0e-02\n", printed.err
+        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d INFO rl_loop\.weight_sync\.canary: gap 2\.0e-02\n",
+        printed.err,
     )
     assert printed.out == ""
 
