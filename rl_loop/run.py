@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rl_loop.cluster.ray_session import ray_session
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
@@ -17,14 +17,15 @@ from rl_loop.lifecycle.start_checks import evaluation_need, store_need
 from rl_loop.lifecycle.store_size import check_running_store, store_bytes
 from rl_loop.session import (
     Interrupted,
+    RlSession,
     Session,
+    SftSession,
     backend_context,
     build_loop,
     build_rollouts,
     build_tasks,
     build_trainer,
     codec_settings,
-    loop_settings,
     training_of,
     worker_settings,
 )
@@ -38,9 +39,6 @@ from rl_loop.tracking.run_directory import (
     read_json,
     read_json_lines,
 )
-
-if TYPE_CHECKING:
-    from rl_loop.sft import SupervisedData
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +65,8 @@ def run_sft(
     Interrupted."""
     how = Start.chosen(resume=resume, overwrite=overwrite, resume_or_new=resume_or_new)
     steps = config.training.steps
-    with Session(config, show, how) as session:
-        data = _open_supervised_data(config, session)
+    with SftSession(config, show, how) as session:
+        data = session.data
         # Imports torch, which a mistake in the configuration should not wait for.
         from rl_loop.sft import train_supervised
 
@@ -95,7 +93,7 @@ def run_sft(
         session.run.write_summary(steps=done, **figures, seconds=seconds)
         if session.run.export.exists():
             write_model_card(session.run, training_of(config))
-        if session.conversations is not None and (refused := session.refusals.summary()):
+        if refused := session.refusals.summary():
             session.progress.note(f"conversations: {refused} ({session.run.refused})")
     return config.directory
 
@@ -107,23 +105,6 @@ def _last_losses(run: RunDirectory) -> dict[str, float]:
     if validation := metric_curve(records, Name.VALIDATION_LOSS)[1]:
         losses["validation_loss"] = validation[-1]
     return losses
-
-
-def _open_supervised_data(config: SftConfig, session: Session) -> "SupervisedData":
-    """Return what a supervised run learns, from where its checkpoint says."""
-    from rl_loop.sft import ConversationBatches, DemonstrationBatches
-
-    count = config.sequences_per_step
-    if session.conversations is None:
-        return DemonstrationBatches(session.tasks, config.demonstrations, count)
-
-    session.progress.phase("data")
-    return ConversationBatches(
-        session.conversations,
-        session.refusals,
-        count,
-        saved=session.checkpointer.state.data,
-    )
 
 
 def run_rl(
@@ -140,8 +121,7 @@ def run_rl(
         # Their estimates are columns, too, and double what a step gets and frees.
         keep_freed_memory()
     how = Start.chosen(resume=resume, overwrite=overwrite, resume_or_new=resume_or_new)
-    with Session(config, show, how) as session:
-        assert session.rollouts is not None
+    with RlSession(config, show, how) as session:
         loop = build_loop(config, session)
         # The trainer is ready by now; engines have been starting beside it.
         session.progress.note("waiting for the rollout engines")
@@ -247,6 +227,7 @@ def run_engine_report(config: RlConfig) -> str:
     """Start engine and trainer of ``config`` and compare them on its held-out tasks. Raises
     CanaryError if they hold two models."""
     from rl_loop.evaluation.engine_comparison import engine_report
+    from rl_loop.weight_sync.canary import CanaryTolerance
 
     with ExitStack() as stack:
         stack.enter_context(ray_session(store_bytes(store_need(config))))
@@ -264,7 +245,7 @@ def run_engine_report(config: RlConfig) -> str:
             tasks,
             config.algorithm,
             temperature=config.rollout.temperature,
-            canary_tolerance=loop_settings(config).canary_tolerance,
+            canary_tolerance=CanaryTolerance.of(config.canary_tolerance, config.dtype),
         )
 
 
@@ -304,7 +285,7 @@ def _export(
     return {} if config.quantization is None else {"packed_experts_equal": packed_experts}
 
 
-def _compare_answers(config: RlConfig, session: Session) -> dict[str, int]:
+def _compare_answers(config: RlConfig, session: RlSession) -> dict[str, int]:
     """Compare greedy answers of the Hugging Face checkpoint with the trainer's. Returns what the
     summary says of that."""
     from rl_loop.export import LARGEST_DECODED, greedy_agreement

@@ -1,5 +1,4 @@
-"""Builds everything that a run consists of, and closes all of it again: on success, on an error
-and on an interrupt."""
+"""Builds all parts of a run, and closes them after success, an error or an interrupt."""
 
 import logging
 import os
@@ -21,11 +20,7 @@ from rl_loop.lifecycle.inputs import WEIGHTS, Input, to_json
 from rl_loop.lifecycle.interrupt import Interrupt, SeparateSessions
 from rl_loop.lifecycle.resume import Change, changes_since, inputs_of, write_config
 from rl_loop.lifecycle.resume_rules import sampling_digest
-from rl_loop.lifecycle.start_checks import (
-    check_conversations,
-    check_what_a_run_needs,
-    store_need,
-)
+from rl_loop.lifecycle.start_checks import check_conversations, check_what_a_run_needs, store_need
 from rl_loop.lifecycle.store_size import check_running_store, store_bytes
 from rl_loop.tracking.metrics import MetricsWriter
 from rl_loop.tracking.progress import Progress, ProgressFactory
@@ -45,9 +40,10 @@ if TYPE_CHECKING:
     from rl_loop.chat.codec import ChatCodec
     from rl_loop.conversations.dataset import ConversationData
     from rl_loop.conversations.refusals import RefusalReport
-    from rl_loop.loop import LoopSettings, RlLoop
+    from rl_loop.loop import RlLoop
     from rl_loop.rollout.pool import RolloutPool
     from rl_loop.rollout.worker import WorkerSettings
+    from rl_loop.supervised_data import SupervisedData
     from rl_loop.tasks.codec import CodecSettings
     from rl_loop.tasks.source import TaskSource
     from rl_loop.tracking.model_card import Training
@@ -60,39 +56,32 @@ logger = logging.getLogger(__name__)
 
 
 class Interrupted(Exception):
-    """The run was stopped on request. The message says what is saved, ``exit_status`` what the
-    shell is to be told."""
+    """The run was stopped on request. The message tells what is saved."""
 
     exit_status = 130
+    """Exit status for the shell."""
 
 
 class Session:
     """A training run between its start and its end, as a context.
 
-    Everything that is started is put on one stack, and the stack is unwound however the run ends.
-    Nothing is written before all of it is there. Leaving with an interrupt raises Interrupted,
-    once everything is gone."""
+    Everything that starts is put on one stack, and the stack is unwound however the run ends. The
+    run's directory is written only after all parts are ready. After an interrupt the context raises
+    Interrupted, once everything is closed.
+    """
 
     codec: "ChatCodec"
-    """Renders and parses what the policy reads and writes."""
-    tasks: "TaskSource"
-    """What is trained on and measured; unset where conversations are learned."""
-    conversations: "ConversationData | None"
-    """What is trained on instead of tasks."""
-    refusals: "RefusalReport"
-    """Conversations that are left out; unset where none are learned."""
+    """Renders and parses the conversations of the policy."""
     trainer: "TrainerGroup"
-    """The policy's ranks, ready."""
-    rollouts: "RolloutPool | None"
-    """Engines and rollout workers, on their way; None without reinforcement learning."""
+    """Ranks of the trainer, ready."""
     run: RunDirectory
-    """Where everything is written."""
+    """Directory of the run."""
     progress: Progress
-    """What the user sees."""
+    """Display for the user."""
     recorder: "StepRecorder"
-    """Writes what steps were like."""
+    """Writer of metrics and episodes."""
     checkpointer: "Checkpointer"
-    """Saves the run, and knows how far it has come."""
+    """Saves the run, and knows the step to continue from."""
 
     def __init__(self, config: RunConfig, show: ProgressFactory, how: Start) -> None:
         self._config = config
@@ -120,8 +109,7 @@ class Session:
         self._raise_if_interrupted(error)
 
     def _raise_if_interrupted(self, error: BaseException | None) -> None:
-        """Make Interrupted of a request to stop, now that everything that the
-        run has started is gone."""
+        """Raise Interrupted if ``error`` is a request to stop. Everything is closed by now."""
         if isinstance(error, KeyboardInterrupt):
             message = f"stopped at once; {self.what_is_saved()}"
         elif isinstance(error, Interrupted):
@@ -131,6 +119,24 @@ class Session:
         stop = Interrupted(message)
         stop.exit_status = self.interrupt.exit_status
         raise stop from None
+
+    # -- parts that differ between RlSession and SftSession ---------------------------------------
+
+    def _open_data(self) -> None:
+        """Read and check the training data, and set ``codec``."""
+        raise NotImplementedError
+
+    def _start_actors(self) -> None:
+        """Start the trainer, and engines if there are any."""
+        raise NotImplementedError
+
+    def _continue_data(self, state: "RunState") -> None:
+        """Continue with the data where a checkpoint stopped."""
+        raise NotImplementedError
+
+    def _task_cursor(self, state: "RunState") -> dict[str, Any] | None:
+        """Return the position in the data of tasks after the steps of ``state``."""
+        raise NotImplementedError
 
     # -- building ---------------------------------------------------------------------------------
 
@@ -143,7 +149,7 @@ class Session:
         stack.enter_context(locked_run(config.directory, wait_seconds))
         self.run = check_start(config.directory, how)
         if how.may_resume:
-            # A driver that was killed has left what it was writing, and room may be short.
+            # A driver that was killed leaves unfinished files, which take the room of new ones.
             self._delete_unfinished()
 
         # Mistakes are found before anything heavy is started.
@@ -157,27 +163,9 @@ class Session:
         self._start_ray()
         self._start_actors()
         state = self._load_state()
-        if state.tasks is not None:
-            self.tasks.continue_from(state.tasks)
+        self._continue_data(state)
         self._begin_directory(changes, state.step)
         self._start_recording(state)
-
-    def _open_data(self) -> None:
-        """Read and check what is trained on."""
-        config = self._config
-        self.conversations = None
-        if isinstance(config, SftConfig) and config.data is not None:
-            self.codec, self.conversations = open_conversations(config)
-            self._stack.callback(self.conversations.close)
-            self.conversations.check()
-            return
-
-        self.tasks = build_tasks(config)
-        self.codec = self.tasks.codec
-        if isinstance(config, SftConfig):
-            self.tasks.check_demonstrations()
-        if isinstance(config, RlConfig):
-            check_reward_parts(config, self.tasks.reward_parts())
 
     def _start_ray(self) -> None:
         # Checkpoints and exports that were being written when their writers were ended are deleted
@@ -190,22 +178,14 @@ class Session:
         check_running_store(need)
         self.interrupt.install()  # Ray has taken SIGTERM
 
-    def _start_actors(self) -> None:
+    def _start_trainer(self) -> None:
+        """Start the ranks. They load their weights until ``trainer.ready()`` returns."""
         config = self._config
         logger.info(
             "%s: loading the policy, trainer ranks: %d", config.name, config.parallel.world_size
         )
         self.trainer = build_trainer(config, self._inputs)
         self._stack.callback(self.trainer.close)
-
-        # While the ranks load their weights, the rollout workers start.
-        self.rollouts = None
-        if isinstance(config, RlConfig):
-            if config.rollout.engine.shares_trainer_gpus:
-                self.trainer.ready()  # engines on its GPUs take a part of what it leaves
-            self.rollouts = build_rollouts(config)
-            self._stack.callback(self.rollouts.close)
-        self.trainer.ready()
 
     def _load_state(self) -> "RunState":
         from rl_loop.trainer.checkpointer import RunState
@@ -220,16 +200,15 @@ class Session:
             logger.warning("%s: %s", self._config.name, damage)
         if resumed.damages:
             logger.warning(
-                "%s: --resume goes on after step %d, from the newest checkpoint that is as it was "
-                "written; later steps are taken again",
+                "%s: --resume continues after step %d, from the newest checkpoint that is complete. "
+                "Later steps are taken again",
                 self._config.name,
                 state.step,
             )
         return state
 
     def _begin_directory(self, changes: list[Change], step: int) -> None:
-        """Write the run's configuration, now that it is sure to begin, and only now
-        delete an earlier run."""
+        """Write the configuration. An earlier run is deleted only here, when all parts are ready."""
         config = self._config
         if self._how.may_resume:
             write_config(self.run, config, changes, step)
@@ -276,8 +255,6 @@ class Session:
             trackers,
             steps=config.training.steps,
         )
-        if self.conversations is not None:
-            self.refusals = self._report_refusals()
         self.checkpointer = Checkpointer(
             self.trainer,
             state,
@@ -288,37 +265,20 @@ class Session:
         )
         self._stack.callback(self.interrupt.leave)
 
-    def _task_cursor(self, state: "RunState") -> dict[str, Any] | None:
-        """Return how far the data of tasks is used after the steps of ``state``."""
-        if self.conversations is not None:
-            return None
-        if isinstance(self._config, SftConfig):
-            return self.tasks.cursor(state.step * self._config.sequences_per_step)
-        return rl_task_cursor(self.tasks, state)
-
-    def _report_refusals(self) -> "RefusalReport":
-        from rl_loop.conversations.refusals import RefusalReport
-
-        return RefusalReport(
-            write=self.run.append_refusals,
-            show=self.progress.note,
-            earlier=read_json_lines(self.run.refused),
-        )
-
     def _begin_checkpoint(self) -> None:
         self.progress.phase("checkpoint")
-        # A run that goes on from the checkpoint records no step again that is in it.
+        # A run that continues from the checkpoint does not record its steps again.
         self.recorder.finish_writing()
 
     # -- stopping ---------------------------------------------------------------------------------
 
     def finishing_steps(self) -> AbstractContextManager[None]:
-        """Let the step under way end before a request to stop is heard."""
+        """Let the current step end before a request to stop takes effect."""
         note = "stopping after this step; Ctrl-C again stops at once"
         return self.interrupt.waiting_for_steps(lambda: self.progress.note(note))
 
     def what_is_saved(self) -> str:
-        """Say what a run that was stopped in the middle of something goes on from."""
+        """Describe from where a run that was stopped inside a step continues."""
         run = RunDirectory(self._config.directory)
         if not run.existing():
             return "the run had not begun, and nothing was written"
@@ -329,9 +289,86 @@ class Session:
         return f"{run.path} goes on after step {saved} of {self._config.training.steps}, its newest checkpoint"
 
     def _delete_unfinished(self) -> None:
-        """Delete what takes the room of a checkpoint or of an export, and is neither."""
+        """Delete incomplete checkpoints and exports."""
         for unfinished in self.run.unfinished():
             shutil.rmtree(unfinished, ignore_errors=True)
+
+
+class RlSession(Session):
+    """A run of reinforcement learning."""
+
+    tasks: "TaskSource"
+    """Training and held-out tasks."""
+    rollouts: "RolloutPool"
+    """Engines and rollout workers. They start until ``rollouts.ready()`` returns."""
+
+    _config: RlConfig
+
+    def __init__(self, config: RlConfig, show: ProgressFactory, how: Start) -> None:
+        super().__init__(config, show, how)
+
+    def _open_data(self) -> None:
+        self.tasks = build_tasks(self._config)
+        self.codec = self.tasks.codec
+        check_reward_parts(self._config, self.tasks.reward_parts())
+
+    def _start_actors(self) -> None:
+        self._start_trainer()
+        # Rollout workers start while the ranks load their weights. Engines on the trainer's GPUs
+        # start later, because they take a share of the memory that the trainer leaves.
+        if self._config.rollout.engine.shares_trainer_gpus:
+            self.trainer.ready()
+        self.rollouts = build_rollouts(self._config)
+        self._stack.callback(self.rollouts.close)
+        self.trainer.ready()
+
+    def _continue_data(self, state: "RunState") -> None:
+        if state.tasks is not None:
+            self.tasks.continue_from(state.tasks)
+
+    def _task_cursor(self, state: "RunState") -> dict[str, Any]:
+        return self.tasks.cursor(state.next_task)
+
+
+class SftSession(Session):
+    """A run of supervised fine-tuning."""
+
+    data: "SupervisedData"
+    """Conversations or generated demonstrations."""
+    refusals: "RefusalReport"
+    """Conversations that are left out."""
+
+    _config: SftConfig
+
+    def __init__(self, config: SftConfig, show: ProgressFactory, how: Start) -> None:
+        super().__init__(config, show, how)
+
+    def _open_data(self) -> None:
+        self.codec, self.data = open_supervised_data(self._config)
+        self._stack.callback(self.data.close)
+        self.data.check()
+
+    def _start_actors(self) -> None:
+        self._start_trainer()
+        self.trainer.ready()
+
+    def _continue_data(self, state: "RunState") -> None:
+        self.data.continue_from(state)
+
+    def _task_cursor(self, state: "RunState") -> dict[str, Any] | None:
+        return self.data.task_cursor(state.step)
+
+    def _start_recording(self, state: "RunState") -> None:
+        from rl_loop.conversations.refusals import RefusalReport
+
+        super()._start_recording(state)
+        self.refusals = RefusalReport(
+            write=self.run.append_refusals,
+            show=self.progress.note,
+            earlier=read_json_lines(self.run.refused),
+        )
+        self.progress.phase("data")
+        self.data.start(self.refusals)
 
 
 # -- the parts, each from its sections of the configuration ---------------------------------------
@@ -352,13 +389,6 @@ def build_tasks(config: RunConfig) -> "TaskSource":
     return TaskSource(config.tasks, build_codec(config), max_prompt_tokens)
 
 
-def rl_task_cursor(tasks: "TaskSource", state: "RunState") -> dict[str, Any]:
-    """Return how far reinforcement learning has used the data of tasks."""
-    assert state.next_task is not None, "no step is done"
-    # Groups that were admitted and not trained on took the positions up to the next one.
-    return tasks.cursor(state.next_task + len(state.passed_over), state.passed_over)
-
-
 def open_conversations(config: RunConfig) -> tuple["ChatCodec", "ConversationData"]:
     """Open the conversations of a run that learns some, and build the codec that renders them.
 
@@ -371,6 +401,23 @@ def open_conversations(config: RunConfig) -> tuple["ChatCodec", "ConversationDat
 
     codec = build_codec(config)
     return codec, ConversationData(config.data, codec, config.longest_sample)
+
+
+def open_supervised_data(config: SftConfig) -> tuple["ChatCodec", "SupervisedData"]:
+    """Open the training data of supervised fine-tuning, and build the codec that renders it.
+
+    Raises:
+        DataError: conversations cannot be read.
+        TaskFileError: tasks cannot be read.
+    """
+    from rl_loop.supervised_data import ConversationBatches, DemonstrationBatches
+
+    count = config.sequences_per_step
+    if config.data is None:
+        tasks = build_tasks(config)
+        return tasks.codec, DemonstrationBatches(tasks, config.demonstrations, count)
+    codec, conversations = open_conversations(config)
+    return codec, ConversationBatches(conversations, count)
 
 
 def build_trainer(config: RunConfig, inputs: Mapping[str, Input] | None = None) -> "TrainerGroup":
@@ -518,35 +565,18 @@ def trainer_settings(config: RunConfig) -> "TrainerSettings":
     )
 
 
-def loop_settings(config: RlConfig) -> "LoopSettings":
-    """Collect what the loop needs."""
-    from rl_loop.loop import LoopSettings
-    from rl_loop.weight_sync.canary import CanaryTolerance
-
-    return LoopSettings(
-        steps=config.training.steps,
-        seed=config.seed,
-        evaluate_every=config.evaluate_every,
-        canary_tolerance=CanaryTolerance.of(config.canary_tolerance, config.dtype),
-        algorithm=config.algorithm,
-        rollout=config.rollout,
-        quantization=config.quantization,
-    )
-
-
-def build_loop(config: RlConfig, session: Session) -> "RlLoop":
+def build_loop(config: RlConfig, session: RlSession) -> "RlLoop":
     """Build the loop over the parts of an open session."""
     from rl_loop.loop import RlLoop
     from rl_loop.rollout.group_store import GroupStore
 
-    assert session.rollouts is not None
     group_store = GroupStore(
         session.run.episodes_ahead,
         config.training.keep_checkpoints,
         sampling_digest(config.model_dump(mode="json")),
     )
     return RlLoop(
-        loop_settings(config),
+        config,
         trainer=session.trainer,
         rollouts=session.rollouts,
         tasks=session.tasks,

@@ -55,7 +55,7 @@ from rl_loop.config.load import load_rl_config
 from rl_loop.config.run import RlConfig
 from rl_loop.lifecycle import start_checks
 from rl_loop.lifecycle.disk_checks import check_writable
-from rl_loop.session import Session, build_loop, codec_settings
+from rl_loop.session import RlSession, build_loop, codec_settings
 from rl_loop.tracking.metrics import Name
 from rl_loop.tracking.run_directory import Start
 
@@ -262,12 +262,11 @@ def run(
         stack.enter_context(no_checkpoints())
         stack.enter_context(timed_waking(watch))
         began = time.monotonic()
-        session = stack.enter_context(Session(config, watch.show, Start.OVERWRITE))
+        session = stack.enter_context(RlSession(config, watch.show, Start.OVERWRITE))
         assert config.initial_weights is not None
         if not keep_weights:
             shutil.rmtree(config.initial_weights)
 
-        assert session.rollouts is not None
         session.rollouts.ready()
         watch.note(f"trainer and engines ready after {time.monotonic() - began:.1f} s")
         session.rollouts.pause = watch.timed(  # type: ignore[method-assign]
@@ -287,7 +286,7 @@ def run(
 
 
 def run_value(
-    config: RlConfig, value: int, session: Session, steps: int, watch: Watch, end: float
+    config: RlConfig, value: int, session: RlSession, steps: int, watch: Watch, end: float
 ) -> None:
     """Run steps with one value of max_staleness, from the step that the session has come to."""
     algorithm = config.algorithm
@@ -309,12 +308,11 @@ def run_value(
         loop.collector.close()
 
 
-def server_urls(session: Session) -> tuple[list[str], str | None]:
+def server_urls(session: RlSession) -> tuple[list[str], str | None]:
     """Return the addresses of SGLang's servers, none for other engines, and the servers' key."""
     from rl_loop.engines.sglang.backend import SglangBackend
     from rl_loop.engines.sglang.fleet import statuses
 
-    assert session.rollouts is not None
     backend = session.rollouts.backend
     if not isinstance(backend, SglangBackend):
         return [], None

@@ -44,7 +44,7 @@ from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.harmony.codec import ParsedMessage
-from rl_loop.rollout.collector import RolloutCollector
+from rl_loop.rollout.collector import RolloutCollector, TrainingRequests
 from rl_loop.rollout.pool import RolloutPool
 from rl_loop.session import build_rollouts, build_tasks
 from rl_loop.tasks.source import TaskSource
@@ -197,7 +197,8 @@ def run(load: Load, directory: Path) -> Outcome:
         collector = RolloutCollector(
             pool, tasks, config.rollout, config.algorithm, steps=load.steps, seed=config.seed
         )
-        ledger = Ledger(load, tasks, seeds_of=lambda number: collector.request(number).seeds)
+        requests = TrainingRequests(tasks, config.rollout, config.seed)
+        ledger = Ledger(load, tasks, seeds_of=lambda number: requests.of(number, number).seeds)
         began, processor_began = time.time(), processor_seconds()
         for step in range(load.steps):
             if step == load.steps // 2:

@@ -1,13 +1,13 @@
 """What rollouts that run ahead of training bring, on a virtual clock.
 
-    python -m benchmarks.async_rollouts                             # a table of all orders and k
+    python -m benchmarks.async_rollouts                             # a table of both rules and all k
     python -m benchmarks.async_rollouts --out async.md --plot async.png
     python -m benchmarks.async_rollouts --gaps 0.1 --rollouts 1     # quick tools, training as long as rollouts
 
-Engines, tools and a trainer are simulated; which groups begin and which a step trains on is decided
-by ``rl_loop/rollout/admission.py``, as in the loop. Beside its two orders there is ``discard``, which
-this project does not have: as many groups under way, the first ones that end are trained on, and
-what is older than k versions is thrown away.
+Engines, tools and a trainer are simulated. ``in_order`` is the rule of the loop
+(``rl_loop/rollout/collector.py``): a step trains on its own groups, which begin up to k steps earlier.
+``discard`` is a rule that this project does not have: a step trains on the groups that end first, and
+groups older than k versions are thrown away.
 
 The workload has published tails. Tool calls of an episode (TraceLab, arXiv 2606.30560): 25 % have
 none, the median is 1, p90 20, p99 86, the mean 7.8. Seconds that a tool takes: p50 1.6, p75 8.6, p90
@@ -22,7 +22,6 @@ Every run trains the same number of steps. Columns:
     stale             age of the trained tokens in weight versions, mean and largest
     long trained      of the tenth of tasks with the longest episodes that began, the share trained on
     calls trained     tool calls per trained episode, as a multiple of those per sampled episode
-    passed over       groups that were trained on before an earlier one
     idle: trainer     share of time without training
     idle: engines     share of time with nothing to decode
     prefilled again   tokens per step whose keys were computed again because of new weights
@@ -42,10 +41,8 @@ from pathlib import Path
 from statistics import NormalDist, mean
 from typing import Literal, Protocol
 
-from rl_loop.rollout.admission import AdmissionControl
-
-type Policy = Literal["in_order", "ready_first", "discard"]
-POLICIES: tuple[Policy, ...] = ("in_order", "ready_first", "discard")
+type Policy = Literal["in_order", "discard"]
+POLICIES: tuple[Policy, ...] = ("in_order", "discard")
 STALENESS = (0, 1, 2, 4, 8)
 
 CALLS = ((0.0, 0.0), (0.25, 0.0), (0.5, 1.0), (0.9, 20.0), (0.99, 86.0), (1.0, 130.0))
@@ -128,17 +125,6 @@ class Outcome:
     def steps_per_hour(self) -> float:
         return self.steps / self.seconds * 3600
 
-    @property
-    def passed_over(self) -> int:
-        """Count groups that were trained on in an earlier step than some group before them."""
-        step_of = {number: step for step, batch in enumerate(self.trained) for number in batch}
-        earliest_later = math.inf
-        count = 0
-        for number in sorted(step_of, reverse=True):
-            count += step_of[number] > earliest_later
-            earliest_later = min(earliest_later, step_of[number])
-        return count
-
 
 # -- the workload ---------------------------------------------------------------------------------
 
@@ -172,11 +158,11 @@ def plan_group(workload: Workload, number: int) -> list[EpisodePlan]:
     return plans
 
 
-# -- which groups: admission, and what it is compared with ----------------------------------------
+# -- which groups a step trains on ----------------------------------------------------------------
 
 
 class Control(Protocol):
-    """Decides which groups begin and which are trained on: an AdmissionControl."""
+    """Decides which groups begin and which are trained on."""
 
     def synced(self, version: int) -> None: ...
 
@@ -185,6 +171,38 @@ class Control(Protocol):
     def finish(self, number: int) -> None: ...
 
     def take(self, step: int) -> list[int] | None: ...
+
+
+class InOrderControl:
+    """Trains on the groups of each step, which begin up to ``max_staleness`` steps earlier."""
+
+    def __init__(self, groups_per_step: int, max_staleness: int, steps: int) -> None:
+        self._groups_per_step = groups_per_step
+        self._max_staleness = max_staleness
+        self._steps = steps
+        self._version = 0
+        self._next = 0
+        self._finished: set[int] = set()
+
+    def synced(self, version: int) -> None:
+        self._version = version
+
+    def admit_next(self) -> int | None:
+        step = self._next // self._groups_per_step
+        if step > self._version + self._max_staleness or step >= self._steps:
+            return None
+        self._next += 1
+        return self._next - 1
+
+    def finish(self, number: int) -> None:
+        self._finished.add(number)
+
+    def take(self, step: int) -> list[int] | None:
+        own = range(step * self._groups_per_step, (step + 1) * self._groups_per_step)
+        if not self._finished.issuperset(own):
+            return None
+        self._finished.difference_update(own)
+        return list(own)
 
 
 class DiscardControl:
@@ -235,12 +253,7 @@ def control_for(policy: Policy, max_staleness: int, workload: Workload) -> Contr
     """Make what decides for a policy."""
     if policy == "discard":
         return DiscardControl(workload.groups_per_step, max_staleness)
-    return AdmissionControl(
-        groups_per_step=workload.groups_per_step,
-        max_staleness=max_staleness,
-        steps=workload.steps,
-        order=policy,
-    )
+    return InOrderControl(workload.groups_per_step, max_staleness, workload.steps)
 
 
 # -- engines and tools ----------------------------------------------------------------------------
@@ -597,7 +610,7 @@ class TaskLengths:
 
 HEADER = (
     "order", "k", "steps/h", "x", "stale mean", "max", "long trained", "calls trained",
-    "passed over", "idle: trainer", "engines", "prefilled again",
+    "idle: trainer", "engines", "prefilled again",
 )  # fmt: skip
 
 
@@ -615,7 +628,6 @@ def table(rows: Sequence[Row]) -> str:
             f"{outcome.staleness_max}",
             f"{row.long_trained:.0%}",
             f"{row.calls_trained:.2f}",
-            f"{outcome.passed_over}",
             f"{1 - outcome.training_seconds / outcome.seconds:.0%}",
             f"{outcome.engine_idle_seconds / outcome.seconds:.0%}",
             f"{outcome.prefilled_again / outcome.steps:,.0f}",

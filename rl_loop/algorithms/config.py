@@ -18,9 +18,6 @@ from rl_loop.algorithms.choices import (
     PpoLoss,
 )
 
-type Order = Literal["in_order", "ready_first"]
-"""Which groups of episodes a step trains on (``rl_loop.rollout.admission``)."""
-
 Aggregation = Literal[
     "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
 ]
@@ -159,10 +156,6 @@ class AlgorithmConfig(StrictModel):
     many steps ahead of their training, so that none can be older. 0: generation and training take
     turns. 1: a step's episodes are generated while the trainer learns from the last. More: where a
     few long episodes hold up every step, which ``seconds/rollout`` shows."""
-    order: Order = "in_order"
-    """in_order: a step trains on the groups of its own tasks. ready_first: on those that have
-    ended, and without fail on those at their limit of staleness; short episodes come first then,
-    and ``order/*`` says how much. Makes a difference from max_staleness 2 on."""
     routing_replay: Literal["none", "R2", "R3"] = "none"
     """Which experts the trainer uses. R2: those of its own forward pass for the old log-probs. R3:
     the engine's."""

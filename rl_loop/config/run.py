@@ -260,7 +260,6 @@ class RlConfig(RunConfig):
     def _check_rl_sections_together(self) -> Self:
         self._check_lengths()
         self._check_groups()
-        self._check_dynamic_sampling()
         self._check_staleness()
         self._check_algorithm_needs()
         self._check_programs()
@@ -293,25 +292,6 @@ class RlConfig(RunConfig):
             raise ValueError(
                 f"algorithm.advantage {algorithm.advantage.type} compares the samples of a task, and "
                 "rollout.samples_per_task is 1: use 2 or more, or advantage gae or reinforce"
-            )
-
-    def _check_dynamic_sampling(self) -> None:
-        """Sampling in rounds takes tasks in order, and knows late how many."""
-        algorithm = self.algorithm
-        if algorithm.dynamic_sampling_rounds == 1:
-            return
-
-        if algorithm.max_staleness > 1:
-            raise ValueError(
-                f"algorithm.max_staleness {algorithm.max_staleness} with dynamic_sampling_rounds "
-                f"{algorithm.dynamic_sampling_rounds}: how many tasks a step takes is known when its last round has "
-                "ended, so a step is begun one ahead at most; use max_staleness 1, or dynamic_sampling_rounds 1"
-            )
-        if algorithm.order != "in_order":
-            raise ValueError(
-                f"algorithm.order {algorithm.order} with dynamic_sampling_rounds "
-                f"{algorithm.dynamic_sampling_rounds}, whose rounds take tasks in order: use order in_order, or "
-                "dynamic_sampling_rounds 1"
             )
 
     def _check_staleness(self) -> None:

@@ -1,4 +1,4 @@
-"""The episodes of one training step, and what the trainer says of them. Plain data."""
+"""Episodes of one training step, and the results of training on them. Plain data."""
 
 from dataclasses import dataclass, field
 
@@ -11,37 +11,13 @@ from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 
 
 @dataclass(frozen=True)
-class LengthSums:
-    """How long episodes are, added up."""
-
-    episodes: int = 0
-    turns: int = 0
-    """Of the assistant."""
-    sampled_tokens: int = 0
-
-    def with_group(self, group: TrajectoryGroup) -> "LengthSums":
-        """Return the sums with the episodes of a group."""
-        return LengthSums(
-            episodes=self.episodes + len(group.trajectories),
-            turns=self.turns + sum(e.assistant_turns for e in group.sequences),
-            sampled_tokens=self.sampled_tokens + sum(e.sampled_tokens for e in group.sequences),
-        )
-
-
-@dataclass(frozen=True)
 class RunAhead:
-    """How rollouts stood to training when a step took its groups."""
+    """Groups of later steps when a step took its own."""
 
-    under_way: int
-    """Groups that have begun and are left for later steps."""
+    groups: int
+    """Number of groups that have begun."""
     ended: int
-    """Those of them that have ended."""
-    passed_over: int
-    """Groups that are left though later ones are trained on; 0 in order."""
-    sampled: LengthSums
-    """Of all episodes that have ended until now, in this attempt of the run."""
-    trained: LengthSums
-    """Of all that were trained on until now, this step's included."""
+    """Number of these groups that have ended."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +34,7 @@ class RolloutBatch:
     next_task: int
     """Position of the first training task that is still to be used."""
     ahead: RunAhead | None = None
-    """None where rollouts and training take turns, and with dynamic sampling."""
+    """None if rollouts do not run ahead of training."""
 
     @property
     def episodes(self) -> list[Trajectory]:

@@ -220,7 +220,6 @@ RULES: dict[str, Rule] = {
     "algorithm.max_staleness": SAMPLING,
     "algorithm.mini_batches": LEARNING,
     "algorithm.old_log_probs": SAMPLING,
-    "algorithm.order": _refused(DATA),
     "algorithm.overlong_buffer": LEARNING,
     "algorithm.overlong_penalty": LEARNING,
     "algorithm.policy_loss.clip_high": LEARNING,

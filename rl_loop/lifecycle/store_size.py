@@ -23,7 +23,6 @@ from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.config.errors import CannotStart
 from rl_loop.config.rollout import RolloutConfig
 from rl_loop.data.trajectory import EPISODE_COLUMNS
-from rl_loop.rollout.admission import lead_of
 
 SMALLEST_STORE = 512 << 20
 """Bytes. Every machine has room for it; where /dev/shm is smaller still, as in a container, Ray
@@ -117,11 +116,11 @@ def rl_store_need(
     """
     trained = rollout.tasks_per_step * rollout.samples_per_task
 
-    # Rounds of dynamic sampling keep all their groups until the step's are chosen. Steps that are
-    # sampled ahead wait while the one before them, with its evaluation, is still trained on.
+    # Rounds of dynamic sampling keep all groups until those of the step are chosen. Steps that were
+    # sampled ahead wait while an earlier step, with its evaluation, is trained on.
     sampled = algorithm.dynamic_sampling_rounds * trained
-    episodes = sampled + held_out
-    episodes += lead_of(algorithm.order, algorithm.max_staleness) * trained
+    ahead = algorithm.max_staleness
+    episodes = held_out + (trained + ahead * sampled if ahead > 0 else sampled)
 
     keys = ["rollout.tasks_per_step", "rollout.samples_per_task", "rollout.max_tokens"]
     if algorithm.dynamic_sampling_rounds > 1:

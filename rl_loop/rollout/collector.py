@@ -1,24 +1,36 @@
-"""Collects the episodes of each step: which tasks, with which seeds, and how far ahead of training.
+"""Collects the groups of episodes that each step trains on.
 
-Everything random comes from the run's seed and the number of a group, so a resumed run goes on as
-it would have."""
+A step trains on ``rollout.tasks_per_step`` groups, always those of its own tasks:
 
-from collections.abc import Callable, Sequence
+- **Running ahead.** The groups of step s begin when the engines have weights of version s - k or
+  later, where k is ``algorithm.max_staleness``. Therefore no token is older than k versions. If an
+  episode takes longer than its k steps of slack, the trainer waits for it.
+- **Dynamic sampling** (DAPO, arXiv 2503.14476). Groups that a filter rejects are replaced by groups
+  of further tasks, in rounds of ``tasks_per_step`` tasks. The tasks of a step are known when its
+  last round has ended, and the next step begins then.
+
+All seeds follow from the run's seed and the number of a group. Therefore a resumed run samples the
+same groups as an uninterrupted run.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Condition, Thread
 from typing import Protocol
 
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.config.rollout import RolloutConfig
-from rl_loop.data.rollout_batch import LengthSums, RolloutBatch, RunAhead
+from rl_loop.data.credit import has_signal
+from rl_loop.data.rollout_batch import RolloutBatch, RunAhead
 from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.environments import Task
 from rl_loop.infrastructure import InfrastructureBreaker
-from rl_loop.rollout.admission import AdmissionControl
 from rl_loop.rollout.group_store import FinishedGroups
 from rl_loop.rollout.group_stream import (
-    EndedGroup,
+    POLL_SECONDS,
     GroupRequest,
     OnEnded,
+    RolloutsAbandoned,
     RunsGroups,
     check_groups,
 )
@@ -31,7 +43,7 @@ class TrainingTasks(Protocol):
 
 
 class HeldOutTasks(Protocol):
-    """The tasks that accuracy is measured on: a TaskSource."""
+    """Tasks of the evaluation: a TaskSource."""
 
     def held_out(self) -> list[Task]: ...
 
@@ -39,9 +51,13 @@ class HeldOutTasks(Protocol):
 def held_out_requests(
     tasks: HeldOutTasks, temperature: float, *, with_routes: bool = False
 ) -> list[GroupRequest]:
-    """Ask for one episode of every held-out task, with the same seeds every time.
+    """Request one episode of every held-out task. The seeds are the same in every call.
 
-    ``with_routes``: for whoever compares engine and trainer on them."""
+    Args:
+        tasks: source of the tasks.
+        temperature: sampling temperature.
+        with_routes: whether to return the experts that the engine chose.
+    """
     return [
         GroupRequest(task, (i,), temperature, with_routes=with_routes)
         for i, task in enumerate(tasks.held_out())
@@ -50,39 +66,110 @@ def held_out_requests(
 
 @dataclass(frozen=True)
 class TrainingRequests:
-    """Makes the requests for the groups that are trained on."""
+    """Requests for groups to train on."""
 
     tasks: TrainingTasks
     rollout: RolloutConfig
     seed: int
-    """Of the run."""
+    """Seed of the run."""
 
-    def of(self, block: int, place: int, task_position: int) -> GroupRequest:
-        """Ask for the episodes of the task at ``task_position``, which is at ``place`` among the
-        ``tasks_per_step`` of a block. A step is one block unless it samples dynamically."""
-        (task,) = self.tasks.train(task_position, 1)
-        # Blocks, places and samples each have room of their own, so no two seeds are equal.
+    def of(self, number: int, position: int) -> GroupRequest:
+        """Request the episodes of a group.
+
+        Args:
+            number: number of the group, from which the seeds follow.
+            position: position of the task.
+        """
+        (task,) = self.tasks.train(position, 1)
+        # The factors leave room for blocks, places and samples, so that no two seeds are equal.
+        block, place = divmod(number, self.rollout.tasks_per_step)
         base = ((self.seed * 1_000_003 + block) * 1_000_003 + place) * 1_000
         seeds = tuple(range(base, base + self.rollout.samples_per_task))
         return GroupRequest(task, seeds, self.rollout.temperature, purify=True, with_routes=True)
 
 
-@dataclass(frozen=True)
-class EarlierGroups:
-    """What a resumed run knows of groups that were admitted before and not trained on."""
+@dataclass
+class StepGroups:
+    """The groups of one step while they run."""
 
-    passed_over: list[int] = field(default_factory=list)
-    """Their numbers, if later ones were already trained on."""
-    finished: FinishedGroups = field(default_factory=dict)
-    """Those that had ended."""
+    first_task: int
+    """Position of the step's first task."""
+    first_number: int
+    """Number of the step's first group. Group and task numbers count up together."""
+    groups_per_round: int
+    max_rounds: int
+    keep: Callable[[TrajectoryGroup], bool]
+    """Returns True for a group that is worth training on."""
+    begun_with: dict[int, int] = field(default_factory=dict)
+    """Version of the engines' weights when a group began, by its number."""
+    ended: dict[int, TrajectoryGroup] = field(default_factory=dict)
+    """Ended groups by number."""
+
+    @property
+    def round_is_over(self) -> bool:
+        """True if all groups that have begun have ended."""
+        return len(self.ended) == len(self.begun_with)
+
+    @property
+    def kept(self) -> list[int]:
+        """Numbers of the ended groups that the filter keeps, in the order of their tasks."""
+        return [number for number in sorted(self.ended) if self.keep(self.ended[number])]
+
+    @property
+    def needs_another_round(self) -> bool:
+        """True if too few groups were kept and a further round is allowed."""
+        rounds = len(self.begun_with) // self.groups_per_round
+        return (
+            self.round_is_over
+            and rounds < self.max_rounds
+            and len(self.kept) < self.groups_per_round
+        )
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the step can train."""
+        return bool(self.begun_with) and self.round_is_over and not self.needs_another_round
+
+    @property
+    def next_task(self) -> int | None:
+        """Position of the first task of the next step. None while it is unknown."""
+        if self.max_rounds == 1:
+            return self.first_task + self.groups_per_round
+        if not self.is_complete:
+            return None
+        # If the filter kept enough groups, tasks after the last used one come again in the next
+        # step, with new episodes.
+        last = len(self.ended) - 1
+        if len(self.kept) >= self.groups_per_round:
+            last = self.chosen[-1] - self.first_number
+        return self.first_task + last + 1
+
+    @property
+    def chosen(self) -> list[int]:
+        """Numbers of the groups to train on. Rejected groups fill up what is missing after the last
+        round."""
+        kept = self.kept
+        rejected = [number for number in sorted(self.ended) if number not in kept]
+        return (kept + rejected)[: self.groups_per_round]
+
+    @property
+    def replaced(self) -> list[TrajectoryGroup]:
+        """Rejected groups that other groups replace, without their routes."""
+        next_task = self.next_task
+        assert next_task is not None, "the step is not complete"
+        end = self.first_number + next_task - self.first_task
+        left_out = set(self.ended) - set(self.chosen) - set(self.kept)
+        # Ray's store would hold the routes until the step is recorded.
+        return [self.ended[number].without_routes() for number in sorted(left_out) if number < end]
 
 
 class RolloutCollector:
-    """Runs groups of episodes up to ``max_staleness`` steps ahead of the step that trains on
-    them, and held-out episodes between two syncs.
+    """Runs the groups of steps up to ``max_staleness`` steps ahead of training, and held-out
+    episodes between two syncs.
 
-    ``AdmissionControl`` decides which groups begin and which a step trains on. Group n has the
-    task at position n."""
+    A thread of the collector takes ended groups and begins further ones, so that rollouts continue
+    while the trainer works.
+    """
 
     def __init__(
         self,
@@ -94,157 +181,242 @@ class RolloutCollector:
         steps: int,
         seed: int,
         first_step: int = 0,
-        earlier: EarlierGroups | None = None,
+        first_task: int = 0,
+        finished: FinishedGroups | None = None,
         abandon: Callable[[], bool] = lambda: False,
         on_ended: OnEnded = lambda ended, wanted: None,
     ) -> None:
-        """``steps``: of the whole run; no group of a later one is begun. ``first_step`` and
-        ``earlier``: of a resumed run. ``abandon`` says that nobody wants the episodes any more;
-        RolloutsAbandoned is raised then. ``on_ended`` is told of every group that ends while a
-        step waits for its own."""
-        earlier = earlier or EarlierGroups()
+        """Collect the groups of a run from a step on.
+
+        Args:
+            runner: runs the groups.
+            tasks: source of the training tasks.
+            rollout: numbers of tasks and samples, and limits for invalid episodes.
+            algorithm: ``max_staleness``, ``dynamic_sampling_rounds`` and the advantage.
+            steps: number of steps of the whole run. No group of a later step begins.
+            seed: seed of the run.
+            first_step: step that is collected first.
+            first_task: position of the first task of this step.
+            finished: groups from a checkpoint that need not run again.
+            abandon: returns True if the episodes are no longer wanted. ``collect`` then raises
+                RolloutsAbandoned.
+            on_ended: called while a step waits, with the numbers of ended and wanted episodes.
+        """
         self._rollout = rollout
+        self._max_staleness = algorithm.max_staleness
+        self._max_rounds = algorithm.dynamic_sampling_rounds
+        self._is_filtered = self._max_rounds > 1
+        self._keep = lambda group: not self._is_filtered or has_signal(group, algorithm)
         self._requests = TrainingRequests(tasks, rollout, seed)
-        # A group whose number has another task by now would be trained on in its place.
-        restored = {
-            number: known
-            for number, known in earlier.finished.items()
-            if known[1].task_id == self.request(number).task.task_id
-        }
+        self._steps = steps
         self._abandon = abandon
         self._on_ended = on_ended
-        self._stream = runner.stream()
-        self._control = AdmissionControl(
-            groups_per_step=rollout.tasks_per_step,
-            max_staleness=algorithm.max_staleness,
-            steps=steps,
-            order=algorithm.order,
-            first_step=first_step,
-            passed_over=earlier.passed_over,
-            finished={number: version for number, (version, _) in restored.items()},
-        )
-        self._restored = {number: group for number, (_, group) in restored.items()}
 
-        # Groups that have ended and were not handed out, by number.
-        self._train: dict[int, TrajectoryGroup] = {}
+        # The condition guards everything below.
+        self._changed = Condition()
+        self._version = first_step
+        self._next_step = first_step
+        """The step that begins next."""
+        self._next_task: int | None = first_task
+        """Position of its first task; None while the step before it may need further rounds."""
+        self._open: dict[int, StepGroups] = {}
+        """Groups of the steps that have begun and were not collected, by step."""
+        self._restored = dict(finished or {})
         self._held_out: dict[int, TrajectoryGroup] = {}
+        """Ended held-out groups. Their numbers are negative."""
         self._held_out_count = 0
-        self._lengths_sampled = LengthSums()
-        self._lengths_trained = LengthSums()
         self._streak = self._new_streak()
+        self._error: BaseException | None = None
+
+        self._stream = runner.stream()
+        self._thread = Thread(target=self._take_groups, name="collector", daemon=True)
+        self._thread.start()
 
     def begin(self, version: int, held_out: Sequence[GroupRequest] = ()) -> None:
-        """Begin ``held_out`` and all groups that may begin, now that the engines have weights
-        ``version``."""
-        # Held-out episodes run among those of the step, so that no worker waits for the last of
-        # them. Their numbers are below those of all groups to train on.
-        self._held_out_count = len(held_out)
-        for place, request in enumerate(held_out):
-            self._stream.admit(place - len(held_out), request)
+        """Begin held-out groups and all steps that may begin with these weights.
 
-        self._control.synced(version)
-        while (number := self._control.admit_next()) is not None:
-            if number in self._restored:
-                self._keep(EndedGroup(number, self._restored.pop(number)))
-            else:
-                self._stream.admit(number, self.request(number))
-
-    def request(self, number: int) -> GroupRequest:
-        """Ask for the episodes of group ``number``."""
-        step, place = divmod(number, self._rollout.tasks_per_step)
-        return self._requests.of(step, place, number)
+        Args:
+            version: version of the engines' weights.
+            held_out: groups of an evaluation, which ``collect`` waits for.
+        """
+        with self._changed:
+            # Held-out episodes run beside those of the step, so that no worker waits for the last
+            # of them.
+            self._held_out_count = len(held_out)
+            for place, request in enumerate(held_out):
+                self._stream.admit(place - len(held_out), request)
+            self._version = version
+            self._begin_steps()
 
     def collect(self, step: int) -> RolloutBatch:
-        """Wait for the groups that ``step`` trains on, and for those that were held out.
+        """Wait for the groups that a step trains on, and for held-out groups.
 
-        Raises RolloutsAbandoned, InfrastructureOutage if too many of these episodes failed, and
-        TaskFileError if none of the tasks can be run."""
-        for ended in self._stream.take_ended():
-            self._note(ended)
-        self._report(step)
-        while (chosen := self._control.take(step)) is None:
-            self._note(self._stream.take(self._abandon))
-            self._report(step)
-        # Held-out episodes are of one version: none goes on beyond the next sync.
-        while len(self._held_out) < self._held_out_count:
-            self._note(self._stream.take(self._abandon))
-            self._report(step)
+        Raises:
+            RolloutsAbandoned: the episodes are no longer wanted.
+            InfrastructureOutage: infrastructure failures ended too many episodes.
+            TaskFileError: none of the tasks can be run.
+        """
+        with self._changed:
+            groups = self._open[step]
+            self._report(groups)
+            # Held-out episodes end before the next sync, so that an evaluation has one version.
+            while not (groups.is_complete and len(self._held_out) == self._held_out_count):
+                if self._error is not None:
+                    raise self._error
+                if self._abandon():
+                    raise RolloutsAbandoned
+                self._changed.wait(POLL_SECONDS)
+                self._report(groups)
 
-        train = [self._train.pop(number) for number in chosen]
-        for group in train:
-            self._lengths_trained = self._lengths_trained.with_group(group)
-        held_out = [self._held_out[number] for number in sorted(self._held_out)]
-        self._held_out = {}
-        self._held_out_count = 0
-        self._streak = self._new_streak()
+            held_out = [self._held_out[number] for number in sorted(self._held_out)]
+            self._held_out = {}
+            self._held_out_count = 0
+            self._streak = self._new_streak()
+            check_groups([*held_out, *groups.ended.values()], self._rollout)
 
-        check_groups([*held_out, *train], self._rollout)
-        return RolloutBatch(
-            train=train,
-            held_out=held_out,
-            replaced=None,
-            next_task=(step + 1) * self._rollout.tasks_per_step,
-            ahead=self._run_ahead(newest=max(chosen)),
-        )
-
-    def _report(self, step: int) -> None:
-        """Tell how many of the episodes that ``step`` waits for have ended."""
-        groups = self._rollout.tasks_per_step
-        if self._control.order == "in_order":
-            ended = sum(self._control.home(number) == step for number in self._train)
-        else:
-            ended = min(len(self._train), groups)
-
-        # A held-out group is one episode.
-        samples = self._rollout.samples_per_task
-        wanted = groups * samples + self._held_out_count
-        self._on_ended(ended * samples + len(self._held_out), wanted)
-
-    def _run_ahead(self, newest: int) -> RunAhead | None:
-        """Describe how far rollouts are ahead; ``newest``: of the groups that were just taken."""
-        if self._control.max_staleness == 0:
-            return None
-        left = self._control.untrained
-        return RunAhead(
-            under_way=len(left),
-            ended=len(self._control.finished),
-            passed_over=sum(number < newest for number in left),
-            sampled=self._lengths_sampled,
-            trained=self._lengths_trained,
-        )
-
-    @property
-    def passed_over(self) -> list[int]:
-        """Groups that have begun, of which a resumed run has to know that they were not trained
-        on. In order, those are all from the next step's on."""
-        return self._control.untrained if self._control.order == "ready_first" else []
+            next_task = groups.next_task
+            assert next_task is not None, "a complete step knows its tasks"
+            del self._open[step]
+            if self._next_step == step + 1:
+                self._next_task = next_task
+            return RolloutBatch(
+                train=[groups.ended[number] for number in groups.chosen],
+                held_out=held_out,
+                replaced=groups.replaced if self._is_filtered else None,
+                next_task=next_task,
+                ahead=self._run_ahead(),
+            )
 
     def finished_groups(self) -> FinishedGroups:
-        """Return the groups that have ended and were not handed out."""
-        for ended in self._stream.take_ended():
-            self._keep(ended)
-        versions = self._control.finished
-        return {number: (version, self._train[number]) for number, version in versions.items()}
+        """Return the groups that have ended and were not collected."""
+        with self._changed:
+            return {
+                number: (groups.begun_with[number], group)
+                for groups in self._open.values()
+                for number, group in groups.ended.items()
+            }
 
     def close(self) -> None:
-        """Abandon what is under way."""
+        """Abandon all groups that run."""
         self._stream.close()
+        self._thread.join()
 
-    def _note(self, ended: EndedGroup) -> None:
-        """Keep a group that has ended. Raises InfrastructureOutage if too many of them in a row
-        failed."""
-        self._keep(ended)
-        self._streak.observe(ended.group)
+    # -- the collector's thread -------------------------------------------------------------------
 
-    def _keep(self, ended: EndedGroup) -> None:
-        if ended.number < 0:
-            self._held_out[ended.number] = ended.group
-        else:
-            self._train[ended.number] = ended.group
-            self._lengths_sampled = self._lengths_sampled.with_group(ended.group)
-            self._control.finish(ended.number)
+    def _take_groups(self) -> None:
+        """Take ended groups until the stream is closed or fails."""
+        try:
+            while True:
+                self._take_group()
+        except RolloutsAbandoned:
+            return
+        except BaseException as error:
+            # `collect` raises the error. Nobody joins this thread before.
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _take_group(self) -> None:
+        """Wait for one group and note it.
+
+        A method of its own, because its local variables must not keep the group's routes alive.
+        """
+        ended = self._stream.take()
+        with self._changed:
+            self._note(ended.number, ended.group)
+            self._streak.observe(ended.group)
+            self._begin_steps()
+            self._changed.notify_all()
+
+    # -- the caller holds the condition -----------------------------------------------------------
+
+    def _note(self, number: int, group: TrajectoryGroup) -> None:
+        """Keep an ended group, and begin the next round of its step if one is needed."""
+        if number < 0:
+            self._held_out[number] = group
+            return
+
+        for groups in self._open.values():
+            if number in groups.begun_with:
+                groups.ended[number] = group
+                if groups.needs_another_round:
+                    check_groups(list(groups.ended.values()), self._rollout)
+                    self._begin_round(groups)
+
+    def _begin_steps(self) -> None:
+        """Begin the steps that the bound on staleness allows."""
+        last_step = min(self._steps - 1, self._version + self._max_staleness)
+        while self._next_step <= last_step:
+            before = self._open.get(self._next_step - 1)
+            if before is not None:
+                self._next_task = before.next_task
+            if self._next_task is None:
+                return
+
+            count = self._rollout.tasks_per_step
+            groups = StepGroups(
+                first_task=self._next_task,
+                first_number=self._next_step * self._max_rounds * count,
+                groups_per_round=count,
+                max_rounds=self._max_rounds,
+                keep=self._keep,
+            )
+            self._open[self._next_step] = groups
+            self._next_step += 1
+            self._next_task = groups.next_task
+            self._begin_round(groups)
+
+    def _begin_round(self, groups: StepGroups) -> None:
+        """Begin the next ``tasks_per_step`` groups of a step."""
+        begun = len(groups.begun_with)
+        places = range(begun, begun + groups.groups_per_round)
+        requests = {
+            groups.first_number + place: self._requests.of(
+                groups.first_number + place, groups.first_task + place
+            )
+            for place in places
+        }
+        restored = self._take_restored(requests)
+        for number in requests:
+            groups.begun_with[number] = restored[number][0] if number in restored else self._version
+
+        # A restored group may complete the round, so all of the round must be known before.
+        for number, request in requests.items():
+            if number not in restored:
+                self._stream.admit(number, request)
+        for number, (_, group) in restored.items():
+            self._note(number, group)
+
+    def _take_restored(self, requests: Mapping[int, GroupRequest]) -> FinishedGroups:
+        """Return the groups from a checkpoint that answer these requests.
+
+        A group that has another task than the request is dropped, because the data has changed.
+        """
+        restored = {}
+        for number, request in requests.items():
+            known = self._restored.pop(number, None)
+            if known is not None and known[1].task_id == request.task.task_id:
+                restored[number] = known
+        return restored
+
+    def _report(self, groups: StepGroups) -> None:
+        """Report the numbers of ended and wanted episodes of a step that waits."""
+        samples = self._rollout.samples_per_task
+        # A held-out group is one episode.
+        ended = len(groups.ended) * samples + len(self._held_out)
+        wanted = len(groups.begun_with) * samples + self._held_out_count
+        self._on_ended(ended, wanted)
+
+    def _run_ahead(self) -> RunAhead | None:
+        """Return how far rollouts are ahead. None without staleness."""
+        if self._max_staleness == 0:
+            return None
+        return RunAhead(
+            groups=sum(len(groups.begun_with) for groups in self._open.values()),
+            ended=sum(len(groups.ended) for groups in self._open.values()),
+        )
 
     def _new_streak(self) -> InfrastructureBreaker:
-        """Return what watches for failures in a row until the step's episodes are there."""
+        """Return the watch for consecutive failures of the next step."""
         rollout = self._rollout
         return InfrastructureBreaker.with_streak(rollout.max_invalid_share)

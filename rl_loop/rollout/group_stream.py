@@ -89,21 +89,10 @@ class GroupStream:
                 raise outcome
             return outcome
 
-    def take_ended(self) -> list[EndedGroup]:
-        """Return the groups that have ended by now, without waiting. What kept groups from running
-        is raised by the next ``take``."""
-        ended = []
-        while not self._ended.empty():
-            outcome = self._ended.get()
-            if isinstance(outcome, BaseException):
-                self._ended.put(outcome)
-                break
-            ended.append(outcome)
-        return ended
-
     def close(self) -> None:
-        """Forget all groups."""
+        """Forget all groups. A waiting ``take`` raises RolloutsAbandoned."""
         self.is_closed = True
+        self._ended.put(RolloutsAbandoned())
 
     def deliver(self, outcome: EndedGroup | BaseException) -> None:
         """Hand a group, or what keeps groups from running, to whoever takes."""

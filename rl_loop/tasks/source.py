@@ -3,7 +3,7 @@ them."""
 
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
@@ -66,16 +66,13 @@ class TaskSource:
         weights = [source.config.weight for source in self.sources.values()]
         self._mixture = Mixture(weights, f"{config.seed}/mixture")
 
-        self._untrained: dict[int, int] = {}
-        """Positions that a resumed run must still train on, with the places of their tasks."""
-
     def train(self, position: int, count: int) -> list[Task]:
         """Return ``count`` training tasks from ``position`` on; there is no last one.
 
         Sources are mixed by weight, data is shuffled in each epoch."""
         return [self._train_task(i) for i in range(position, position + count)]
 
-    def cursor(self, position: int, untrained: Sequence[int] = ()) -> dict[str, Any]:
+    def cursor(self, position: int) -> dict[str, Any]:
         """Return, as JSON, how far the data is used when the next task is that at ``position``.
 
         The order of the data does not depend on which tasks are left out, and a cursor counts the
@@ -84,19 +81,13 @@ class TaskSource:
 
         Args:
             position: position of the next task.
-            untrained: earlier positions whose tasks are still to be trained on.
         """
         sources = {}
         for number, (name, source) in enumerate(self.sources.items()):
             if source.total is not None:
                 used = self._mixture.count_before(position, number)
                 sources[name] = {"tasks": source.total, "passed": source.passed(used)}
-        places = {str(i): self._place_of(i) for i in untrained}
-        return {
-            "position": position,
-            "sources": sources,
-            "untrained": {i: place for i, place in places.items() if place is not None},
-        }
+        return {"position": position, "sources": sources}
 
     def continue_from(self, cursor: Mapping[str, Any]) -> None:
         """Continue where a run was when it made ``cursor``.
@@ -114,7 +105,6 @@ class TaskSource:
             if saved is not None:
                 used = self._mixture.count_before(cursor["position"], number)
                 source.continue_from(used, saved["passed"])
-        self._untrained = {int(i): place for i, place in cursor["untrained"].items()}
 
     def held_out(self) -> list[Task]:
         """Return the tasks on which the policy is measured."""
@@ -191,22 +181,11 @@ class TaskSource:
     def _train_task(self, position: int) -> Task:
         """Return the task at a training position."""
         source = self._source_at(position)
-        if position in self._untrained:
-            return source.task_at(self._untrained[position])
         # The source's own index: how often its turn came in all positions before.
         return source.train(self._mixture.earlier(position))
 
     def _source_at(self, position: int) -> "Source":
         return list(self.sources.values())[self._mixture.source_at(position)]
-
-    def _place_of(self, position: int) -> int | None:
-        """Return the place of the task at a position in its source's data. None if it is generated."""
-        source = self._source_at(position)
-        if source.total is None:
-            return None
-        if position in self._untrained:
-            return self._untrained[position]
-        return source.place_of(self._mixture.earlier(position))
 
 
 class Source:
@@ -279,11 +258,6 @@ class Source:
     def total(self) -> int | None:
         """Number of tasks in the data, those included that are left out. None if generated."""
         return None if self._data is None else self._data.total
-
-    def task_at(self, place: int) -> Task:
-        """Return the task at a place of the data."""
-        assert self._data is not None
-        return self._data.task_at(place)
 
     def place_of(self, index: int) -> int:
         """Return the place in the data of training task ``index``."""

@@ -138,11 +138,15 @@ def add_staleness_metrics(
     episodes: Sequence[Trajectory],
     samples: TrainingSamples,
 ) -> None:
-    """Add how far rollouts are ahead of training, how old the step's tokens are, and whether
-    short episodes come first.
+    """Add how far rollouts are ahead of training, and how old the step's tokens are.
 
-    ``samples``: of ``episodes``, in order."""
-    metrics.add("rollout/groups_ahead", ahead.under_way, "last")
+    Args:
+        metrics: metrics of the step.
+        ahead: groups of later steps.
+        episodes: episodes of the step.
+        samples: token sequences of ``episodes``, in order.
+    """
+    metrics.add("rollout/groups_ahead", ahead.groups, "last")
     metrics.add("rollout/groups_ahead_ended", ahead.ended, "last")
 
     ages = 0
@@ -157,12 +161,6 @@ def add_staleness_metrics(
     metrics.add_mean("rollout/versions_per_episode", versions, len(episodes), "sequences")
     again = sum(episode.prefilled_again for episode in episodes)
     metrics.add("rollout/prefilled_again", again, "sum", "sequences")
-
-    # In order both means are of the same episodes but for the steps that are ahead.
-    metrics.add("order/passed_over", ahead.passed_over, "last")
-    for name, sums in (("sampled", ahead.sampled), ("trained", ahead.trained)):
-        metrics.add_mean(f"order/turns_{name}", sums.turns, sums.episodes, "sequences")
-        metrics.add_mean(f"order/tokens_{name}", sums.sampled_tokens, sums.episodes, "sequences")
 
 
 def add_mismatch_without_replay(

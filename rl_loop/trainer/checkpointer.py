@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rl_loop.config.training import TrainingConfig
@@ -16,12 +16,8 @@ class RunState:
     """Steps that are done."""
     seconds: float = 0.0
     """Wall time that they took, earlier attempts included."""
-    next_task: int | None = None
-    """Position of the first training task that is still to be used; None in
-    checkpoints that do not know it."""
-    passed_over: list[int] = field(default_factory=list)
-    """With ``order: ready_first``: numbers of groups that had begun and were not trained on yet,
-    although later ones may have been."""
+    next_task: int = 0
+    """Position of the first training task that is still to be used."""
     tasks: dict[str, Any] | None = None
     """``TaskSource.cursor`` at the first task that is still to be used; None without tasks."""
     data: dict[str, Any] | None = None
@@ -35,19 +31,18 @@ class RunState:
         return cls(
             step=saved["step"],
             seconds=saved["seconds"],
-            next_task=saved.get("next_task"),
-            passed_over=saved.get("passed_over", []),
+            next_task=saved["next_task"],
             tasks=saved.get("tasks"),
             data=saved.get("data"),
         )
 
     def to_checkpoint(self) -> dict[str, Any]:
         """Return the state as JSON."""
-        state: dict[str, Any] = {"step": self.step, "seconds": self.seconds}
-        if self.next_task is not None:
-            state["next_task"] = self.next_task
-        if self.passed_over:
-            state["passed_over"] = self.passed_over
+        state: dict[str, Any] = {
+            "step": self.step,
+            "seconds": self.seconds,
+            "next_task": self.next_task,
+        }
         if self.tasks is not None:
             state["tasks"] = self.tasks
         if self.data is not None:

@@ -25,7 +25,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     loop = MagicMock()
     loop.train.return_value = 1
 
-    monkeypatch.setattr(run, "Session", lambda *arguments: session)
+    monkeypatch.setattr(run, "RlSession", lambda *arguments: session)
     monkeypatch.setattr(run, "build_loop", lambda *arguments: loop)
     recorder.export.return_value = {}
     monkeypatch.setattr(run, "_export", recorder.export)

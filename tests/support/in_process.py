@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from threading import Thread
 from typing import Any
 
@@ -32,8 +31,6 @@ from rl_loop.rollout.group_stream import (
 )
 from rl_loop.session import (
     build_tasks,
-    loop_settings,
-    rl_task_cursor,
     trainer_settings,
     worker_settings,
 )
@@ -228,7 +225,7 @@ def local_loop(
             sampling_digest(config.model_dump(mode="json")),
         )
         yield RlLoop(
-            loop_settings(config),
+            config,
             trainer=trainer,
             rollouts=rollouts,
             tasks=tasks,
@@ -238,7 +235,7 @@ def local_loop(
                 state,
                 config.training,
                 on_save=recorder.finish_writing,
-                task_cursor=partial(rl_task_cursor, tasks),
+                task_cursor=lambda state: tasks.cursor(state.next_task),
             ),
             group_store=group_store,
         )

@@ -43,8 +43,6 @@ def test_every_named_algorithm_loads(path: Path) -> None:
         (["old_log_probs=rollout"], "a correction would count it twice"),
         (["max_staleness=1", "old_log_probs=detach"], "detach calls stale tokens on-policy"),
         (["max_staleness=1", "correction.weight=none"], "ignores how far the policy has moved"),
-        (["max_staleness=2", "dynamic_sampling_rounds=2"], "begun one ahead at most"),
-        (["order=ready_first", "dynamic_sampling_rounds=2"], "whose rounds take tasks in order"),
         (["mini_batches=2", "old_log_probs=detach"], "only the first is on-policy"),
         (["old_log_probs=substitute"], "substitute is called detach now"),
         (["advantage=gdpo"], "gdpo needs algorithm.advantage.reward_weights"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -19,10 +21,10 @@ from rl_loop.lifecycle.inputs import to_json
 from rl_loop.lifecycle.resume import changes_since, inputs_of, places_of
 from rl_loop.lifecycle.resume_rules import RULES, Effect, rule_of
 from rl_loop.lifecycle.resume_rules import sampling_digest as digest_of_values
-from rl_loop.rollout.collector import EarlierGroups, RolloutCollector
+from rl_loop.rollout.collector import RolloutCollector
 from rl_loop.rollout.group_store import GroupStore
-from rl_loop.rollout.group_stream import AdmittedGroup, EndedGroup, GroupStream
-from rl_loop.session import build_tasks, open_conversations, rl_task_cursor
+from rl_loop.rollout.group_stream import AdmittedGroup, GroupStream
+from rl_loop.session import build_tasks, open_conversations
 from rl_loop.tasks.source import TaskSource
 from rl_loop.tracking.run_directory import RunDirectory, start_run, write_json
 from rl_loop.trainer.checkpointer import RunState
@@ -80,7 +82,6 @@ VALUES: dict[str, list[str]] = {
     "algorithm.correction.bounds": ["algorithm.correction={weight: icepop, bounds: [0.3, 3.0]}"],
     "algorithm.critic": ["algorithm=ppo"],
     "training.max_tokens_per_micro_batch": ["training.max_tokens_per_micro_batch=512"],
-    "algorithm.order": ["algorithm.order=ready_first"],
 }  # fmt: skip
 """Overrides for keys whose other values are not valid by themselves."""
 
@@ -274,32 +275,32 @@ def test_other_keys_keep_the_digest(override: str, data: Path) -> None:
 
 
 class UnevenRunner:
-    """Ends groups as they are admitted, but every third one when the collector waits for it."""
+    """Ends every third group of a step only when training has come to that step."""
 
-    def __init__(self) -> None:
-        self.late: list[AdmittedGroup] = []
-        self.version = 0
+    def __init__(self, groups_per_step: int) -> None:
+        self.step = -1
+        self._groups_per_step = groups_per_step
+        self._late: list[AdmittedGroup] = []
+        self._lock = RLock()
 
     def stream(self) -> GroupStream:
-        return WaitedStream(self)
+        return GroupStream(self._begin)
 
-    def begin(self, admitted: AdmittedGroup) -> None:
-        if admitted.number % 3 == 0:
-            self.late.append(admitted)
-        else:
-            admitted.end(group_of(admitted, self.version))
+    def train(self, step: int) -> None:
+        """End the groups that a step waits for."""
+        with self._lock:
+            self.step = step
+            late, self._late = self._late, []
+            for admitted in late:
+                self._begin(admitted)
 
-
-class WaitedStream(GroupStream):
-    def __init__(self, runner: UnevenRunner) -> None:
-        super().__init__(runner.begin)
-        self._runner = runner
-
-    def take(self, abandon: Callable[[], bool] = lambda: False) -> EndedGroup:
-        if self._ended.empty():
-            late = self._runner.late.pop()
-            late.end(group_of(late, self._runner.version))
-        return super().take(abandon)
+    def _begin(self, admitted: AdmittedGroup) -> None:
+        with self._lock:
+            is_ahead = admitted.number // self._groups_per_step > self.step
+            if is_ahead and admitted.number % 3 == 0:
+                self._late.append(admitted)
+            else:
+                admitted.end(group_of(admitted, self.step))
 
 
 def group_of(admitted: AdmittedGroup, version: int) -> TrajectoryGroup:
@@ -310,18 +311,23 @@ def group_of(admitted: AdmittedGroup, version: int) -> TrajectoryGroup:
         np.array([0, 0, -1, -1], np.float32),
         [WeightVersionSpan(2, 4, version)],
     )
-    return TrajectoryGroup(episode.task_id, [episode] * len(admitted.request.seeds))
+    # Dynamic sampling replaces every fourth group, whose rewards are equal.
+    has_signal = admitted.number % 4 > 0
+    rewards = [float(has_signal and i % 2 == 0) for i in range(len(admitted.request.seeds))]
+    return TrajectoryGroup(episode.task_id, [replace(episode, reward=r) for r in rewards])
 
 
 def train(
     config: RlConfig, directory: Path, state: RunState, is_over: Callable[[TaskSource], bool]
 ) -> list[str]:
-    """Train until ``is_over``, from a state and the groups kept with it. Return the tasks."""
+    """Train until ``is_over``, from a state and the groups kept with it. Return the tasks that were
+    trained on or replaced."""
     tasks = build_tasks(config)
     if state.tasks is not None:
         tasks.continue_from(state.tasks)
     store = GroupStore(directory, 2, sampling_digest(config))
-    runner = UnevenRunner()
+    rounds = config.algorithm.dynamic_sampling_rounds
+    runner = UnevenRunner(rounds * config.rollout.tasks_per_step)
     collector = RolloutCollector(
         runner,
         tasks,
@@ -330,19 +336,20 @@ def train(
         steps=10**6,
         seed=config.seed,
         first_step=state.step,
-        earlier=EarlierGroups(state.passed_over, store.load(state.step)),
+        first_task=state.next_task,
+        finished=store.load(state.step),
     )
     trained = []
     while not is_over(tasks):
-        runner.version = state.step
+        runner.train(state.step)
         collector.begin(state.step)
         batch = collector.collect(state.step)
-        trained += [group.task_id for group in batch.train]
+        trained += [group.task_id for group in [*batch.train, *(batch.replaced or [])]]
         state.next_task = batch.next_task
-        state.passed_over = collector.passed_over
         state.step += 1
-        state.tasks = rl_task_cursor(tasks, state)
+        state.tasks = tasks.cursor(state.next_task)
     store.save(state.step, collector.finished_groups())
+    collector.close()
     return trained
 
 
@@ -353,15 +360,11 @@ def one_epoch(before: RlConfig, after: RlConfig, directory: Path) -> list[str]:
     state = RunState.from_checkpoint(json.loads(json.dumps(state.to_checkpoint())))
 
     def is_over(tasks: TaskSource) -> bool:
-        assert state.next_task is not None
-        following = tasks.cursor(state.next_task + len(state.passed_over) + 1)
+        following = tasks.cursor(state.next_task + 1)
         return bool(following["sources"]["gsm8k"]["passed"] > ROWS)
 
     trained += train(after, directory, state, is_over)
-    tasks = build_tasks(after)
-    assert state.tasks is not None
-    tasks.continue_from(state.tasks)
-    return trained + [tasks.train(position, 1)[0].task_id for position in state.passed_over]
+    return trained
 
 
 def check_each_task_once(trained: list[str], usable_in_both: int) -> None:
@@ -388,13 +391,13 @@ def test_changed_key_repeats_and_loses_no_task(key: str, data: Path, tmp_path: P
     check_each_task_once(one_epoch(before, after, tmp_path / "ahead"), ROWS * 3 // 4)
 
 
-@pytest.mark.parametrize("order", ["in_order", "ready_first"])
+@pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize(("first", "then"), [(250, 900), (900, 250), (900, 900)])
 def test_other_filter_repeats_and_loses_no_task(
-    first: int, then: int, order: str, data: Path, tmp_path: Path
+    first: int, then: int, rounds: int, data: Path, tmp_path: Path
 ) -> None:
     """``rollout.max_tokens`` decides which prompts leave room to answer."""
-    options = [f"algorithm.order={order}", "algorithm.max_staleness=2"]
+    options = [f"algorithm.dynamic_sampling_rounds={rounds}", "algorithm.max_staleness=2"]
     configs = [rl_config(data, *options, f"rollout.max_tokens={n}") for n in (first, then)]
     usable = [len(build_tasks(config).sources["gsm8k"]._data or ()) for config in configs]
     assert usable == [{250: ROWS * 3 // 4, 900: ROWS}[n] for n in (first, then)]

@@ -114,12 +114,12 @@ def test_what_lives_longer_or_at_the_same_time_counts() -> None:
     assert ahead.episodes == plain.episodes + 12 * 8
     assert "algorithm.max_staleness" in ahead.keys
     assert store_need(rl_config("algorithm.max_staleness=4")).episodes == plain.episodes + 4 * 96
-    ready_first = store_need(rl_config("algorithm.max_staleness=4", "algorithm.order=ready_first"))
-    assert ready_first.episodes == plain.episodes + 2 * 96
 
     rounds = store_need(rl_config("algorithm.dynamic_sampling_rounds=3"))
     assert rounds.episodes == plain.episodes + 2 * 12 * 8
     assert "algorithm.dynamic_sampling_rounds" in rounds.keys
+    both = store_need(rl_config("algorithm.dynamic_sampling_rounds=3", "algorithm.max_staleness=2"))
+    assert both.episodes == plain.episodes + 2 * 3 * 96
 
     estimates = [
         "algorithm=ppo",

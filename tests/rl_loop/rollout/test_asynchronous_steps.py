@@ -7,7 +7,6 @@ import hashlib
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,14 @@ from rl_loop.data.credit import assign_advantages
 from rl_loop.data.samples import to_samples
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.loop import RlLoop
-from rl_loop.rollout.admission import lead_of
-from rl_loop.rollout.collector import RolloutCollector
+from rl_loop.rollout.collector import TrainingRequests
 from rl_loop.rollout.group_stream import RolloutsAbandoned
 from rl_loop.session import build_tasks, trainer_settings
 from rl_loop.tracking.run_directory import read_training_steps
 from tests.support.in_process import LocalRollouts, local_loop, local_trainer
 from tests.support.rl_loop.small_config import config as small_config
 from tests.support.rl_loop.timeless_engine import TimelessEngine
+from tests.support.waiting import wait_until
 
 STEPS = 5
 TASKS = 3
@@ -75,15 +74,15 @@ class Recorded:
         rollouts = LocalRollouts(self.settings, self.engine)  # type: ignore[arg-type]
         try:
             with local_loop(self.settings, rollouts, resume) as loop:
-                collect, learn = loop.collect, loop.trainer.rl_step
+                collect, learn = loop.collect_episodes, loop.trainer.rl_step
                 save = loop.checkpointer._save
                 collected: list[list[TrajectoryGroup]] = []
 
                 def save_and_wait(*, block: bool) -> None:
                     save(block=True)
 
-                def noted_collect(step: int) -> Any:
-                    batch = collect(step)
+                def noted_collect(step: int, record: Any) -> Any:
+                    batch = collect(step, record)
                     collected.append(batch.train)
                     return batch
 
@@ -94,7 +93,7 @@ class Recorded:
                     return updates
 
                 loop.checkpointer._save = save_and_wait  # type: ignore[method-assign]
-                loop.collect = noted_collect  # type: ignore[method-assign]
+                loop.collect_episodes = noted_collect  # type: ignore[method-assign]
                 loop.trainer.rl_step = rl_step  # type: ignore[method-assign]
                 prepare(loop)
                 done = loop.train()
@@ -147,9 +146,9 @@ def digest(samples: TrainingSamples) -> str:
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_turns_and_one_step_ahead_train_on_the_episodes_that_they_always_did(
-    staleness: int, runs: dict[tuple[str, int], Recorded]
+    staleness: int, runs: dict[int, Recorded]
 ) -> None:
-    run = runs["in_order", staleness]
+    run = runs[staleness]
     assert [digest(samples) for samples in run.samples] == DIGESTS
 
 
@@ -158,13 +157,11 @@ def plain_loop(settings: RlConfig) -> dict[str, torch.Tensor]:
     tasks = build_tasks(settings)
     trainer = local_trainer(trainer_settings(settings))
     rollouts = LocalRollouts(settings, TimelessEngine(tuple(tasks.codec.stop_token_ids)))  # type: ignore[arg-type]
-    requests = RolloutCollector(
-        rollouts, tasks, settings.rollout, settings.algorithm, steps=STEPS, seed=settings.seed
-    )
+    requests = TrainingRequests(tasks, settings.rollout, settings.seed)
     algorithm, longest = settings.algorithm, settings.rollout.max_response_tokens
     for step in range(STEPS):
         first = step * TASKS
-        groups = rollouts.run([requests.request(n) for n in range(first, first + TASKS)])
+        groups = rollouts.run([requests.of(n, n) for n in range(first, first + TASKS)])
         samples = to_samples(groups, algorithm, version=0)
         trainer.rl_step(assign_advantages(samples, groups, algorithm, longest), step)
     weights = {name: tensor.clone() for name, tensor in trainer.weights().items()}
@@ -175,10 +172,10 @@ def plain_loop(settings: RlConfig) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("staleness", [0, 1, 4])
 def test_in_order_the_weights_are_those_of_a_plain_loop_to_the_last_bit(
-    staleness: int, runs: dict[tuple[str, int], Recorded]
+    staleness: int, runs: dict[int, Recorded]
 ) -> None:
     """These tokens do not depend on the weights, so neither do the updates on how far rollouts are ahead."""
-    run = runs["in_order", staleness]
+    run = runs[staleness]
     expected = plain_loop(run.settings)
     assert set(run.weights) == set(expected)
     for name, tensor in expected.items():
@@ -187,83 +184,70 @@ def test_in_order_the_weights_are_those_of_a_plain_loop_to_the_last_bit(
 
 # ---- what has to hold at any staleness
 
-MODES = [
-    ("in_order", 0),
-    ("in_order", 1),
-    ("in_order", 2),
-    ("in_order", 4),
-    ("ready_first", 2),
-    ("ready_first", 4),
-]
+STALENESS = [0, 1, 2, 4]
 
 
-def recorded_run(tmp_path_factory: pytest.TempPathFactory, order: str, staleness: int) -> Recorded:
-    options = [f"algorithm.order={order}", f"algorithm.max_staleness={staleness}"]
-    run = Recorded(config(tmp_path_factory.mktemp(order), *options), uneven_seconds)
+def recorded_run(tmp_path_factory: pytest.TempPathFactory, staleness: int) -> Recorded:
+    options = [f"algorithm.max_staleness={staleness}"]
+    run = Recorded(config(tmp_path_factory.mktemp("run"), *options), uneven_seconds)
     assert run.train() == STEPS
     return run
 
 
 @pytest.fixture(scope="module")
 def two_ahead(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    return recorded_run(tmp_path_factory, "in_order", 2)
+    return recorded_run(tmp_path_factory, 2)
 
 
 @pytest.fixture(scope="module")
-def runs(
-    two_ahead: Recorded, tmp_path_factory: pytest.TempPathFactory
-) -> dict[tuple[str, int], Recorded]:
-    recorded = {("in_order", 2): two_ahead}
-    for mode in MODES:
-        if mode not in recorded:
-            recorded[mode] = recorded_run(tmp_path_factory, *mode)
+def runs(two_ahead: Recorded, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Recorded]:
+    recorded = {2: two_ahead}
+    for staleness in STALENESS:
+        if staleness not in recorded:
+            recorded[staleness] = recorded_run(tmp_path_factory, staleness)
     return recorded
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("staleness", STALENESS)
 def test_no_token_is_older_than_the_bound_and_versions_never_fall(
-    runs: dict[tuple[str, int], Recorded], mode: tuple[str, int]
+    runs: dict[int, Recorded], staleness: int
 ) -> None:
-    for step, batch in enumerate(runs[mode].batches):
+    for step, batch in enumerate(runs[staleness].batches):
         for group in batch:
             for episode in group.trajectories:
                 versions = [span.version for span in episode.weight_versions]
                 assert versions == sorted(versions)
-                assert step - mode[1] <= versions[0] <= versions[-1] <= step
+                assert step - staleness <= versions[0] <= versions[-1] <= step
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("staleness", STALENESS)
 def test_spans_of_versions_partition_the_sampled_tokens(
-    runs: dict[tuple[str, int], Recorded], mode: tuple[str, int]
+    runs: dict[int, Recorded], staleness: int
 ) -> None:
-    for episode in runs[mode].episodes:
+    for episode in runs[staleness].episodes:
         covered = np.zeros(len(episode), dtype=np.int32)
         for span in episode.weight_versions:
             covered[span.start : span.end] += 1
         assert covered.tolist() == episode.loss_mask.astype(np.int32).tolist()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("staleness", STALENESS)
 def test_every_group_is_trained_on_once_and_whole_with_the_episodes_that_were_sampled(
-    runs: dict[tuple[str, int], Recorded], mode: tuple[str, int]
+    runs: dict[int, Recorded], staleness: int
 ) -> None:
-    run, turns = runs[mode], runs["in_order", 0]
+    run, turns = runs[staleness], runs[0]
     assert {len(batch) for batch in run.batches} == {TASKS}
     assert {len(group.trajectories) for batch in run.batches for group in batch} == {4}
     # An interrupted episode goes on from its exact prefix, so all are what they are without interruptions: the same
     # lengths, the same tokens, none twice and none missing.
     assert Counter(map(tokens, run.episodes)) == Counter(map(tokens, turns.episodes))
-    if mode[0] == "in_order":
-        assert run.task_ids() == turns.task_ids()
+    assert run.task_ids() == turns.task_ids()
 
 
 def test_a_sync_interrupts_episodes_and_they_go_on_with_a_span_per_version(
-    runs: dict[tuple[str, int], Recorded],
+    runs: dict[int, Recorded],
 ) -> None:
-    versions = [
-        {span.version for span in episode.weight_versions}
-        for episode in runs["in_order", 4].episodes
-    ]
+    versions = [{span.version for span in episode.weight_versions} for episode in runs[4].episodes]
     assert max(map(len, versions)) > 1
 
 
@@ -273,46 +257,50 @@ def test_held_out_episodes_stay_within_one_version(tmp_path: Path) -> None:
     seen: list[set[int]] = []
 
     def watch(loop: RlLoop) -> None:
-        collect = loop.collect
+        collect = loop.collect_episodes
 
-        def noted(step: int) -> Any:
-            batch = collect(step)
+        def noted(step: int, record: Any) -> Any:
+            batch = collect(step, record)
             spans = [s for g in batch.held_out for t in g.trajectories for s in t.weight_versions]
             if batch.held_out:
                 seen.append({span.version for span in spans} - {step})
             return batch
 
-        loop.collect = noted  # type: ignore[method-assign]
+        loop.collect_episodes = noted  # type: ignore[method-assign]
 
     run.train(prepare=watch)
     assert seen == [set()] * 3
 
 
-def test_an_episode_that_outlasts_all_slack_is_waited_for(tmp_path: Path) -> None:
-    """One of step 0 would never end with weights before version 2, which is as old as it may be."""
-    options = ["algorithm.max_staleness=2", "algorithm.order=ready_first"]
-    settings = config(tmp_path, *options)
+def test_slow_episode_delays_its_own_step_only(tmp_path: Path) -> None:
+    """An episode of step 0 takes long. Groups of steps 1 and 2 end before it."""
+    settings = config(tmp_path, "algorithm.max_staleness=2")
     (task,) = (task.task_id for task in build_tasks(settings).train(0, 1))
-    run = Recorded(settings)
+    run = Recorded(settings, lambda episode: 0.5 if episode == f"{task}/0" else 0.0)
+    ended: list[int] = []
 
-    def seconds_of(episode: str) -> float:
-        if episode != f"{task}/0":
-            return 0.0
-        return 600.0 if run.engine.version < 2 else 0.3
+    def watch(loop: RlLoop) -> None:
+        collect = loop.collect_episodes
 
-    run.engine.seconds_of = seconds_of
-    assert run.train() == STEPS
-    (step,) = (step for step, tasks in enumerate(run.task_ids()) if task in tasks)
-    assert step == 2, "passed over as long as its bound allows, and no longer"
+        def noted(step: int, record: Any) -> Any:
+            batch = collect(step, record)
+            assert batch.ahead is not None
+            ended.append(batch.ahead.ended)
+            return batch
+
+        loop.collect_episodes = noted  # type: ignore[method-assign]
+
+    assert run.train(prepare=watch) == STEPS
+    assert task in run.task_ids()[0]
+    assert ended[0] == 2 * TASKS
 
 
-def test_metrics_say_how_far_rollouts_are_ahead(runs: dict[tuple[str, int], Recorded]) -> None:
-    for step in runs["in_order", 0].metrics:
-        assert not {name for name in step if name.startswith(("order/", "fresh/", "stale/"))}
+def test_metrics_say_how_far_rollouts_are_ahead(runs: dict[int, Recorded]) -> None:
+    for step in runs[0].metrics:
+        assert not {name for name in step if name.startswith(("fresh/", "stale/"))}
 
-    steps = runs["in_order", 2].metrics
+    steps = runs[2].metrics
     assert [step["rollout/groups_ahead"] for step in steps] == [6, 6, 6, 3, 0]
-    assert {step["order/passed_over"] for step in steps} == {0}
     assert [step["rollout/staleness_max"] for step in steps] == [0, 1, 2, 2, 2]
     for step in steps:
         assert 0 <= step["rollout/staleness_mean"] <= step["rollout/staleness_max"]
@@ -321,12 +309,6 @@ def test_metrics_say_how_far_rollouts_are_ahead(runs: dict[tuple[str, int], Reco
     assert max(step["rollout/prefilled_again"] for step in steps) > 0
     assert "stale/kl_k3" not in steps[0]
     assert all(0 < step["stale/effective_sample_size"] <= 1 for step in steps[1:])
-
-    ready_first = runs["ready_first", 4].metrics
-    assert max(step["order/passed_over"] for step in ready_first) > 0
-    last = ready_first[-1]
-    assert last["order/turns_trained"] == last["order/turns_sampled"], "in the end nothing is left"
-    assert last["order/tokens_trained"] == last["order/tokens_sampled"]
 
 
 # ---- failures
@@ -384,19 +366,24 @@ def killed_at(moment: str, step: int) -> Callable[[RlLoop], None]:
             if ended > 0:
                 kill_in_step()
 
-        progress: Any = loop.recorder.progress
         checkpointer = loop.checkpointer
         if moment == "synced":
-            loop.sync_engines = followed_by(loop.sync_engines, lambda version: kill_in_step())  # type: ignore[method-assign]
+            loop.sync_engines = followed_by(
+                loop.sync_engines, lambda version, record: kill_in_step()
+            )  # type: ignore[method-assign]
         elif moment == "collecting":
             begin = followed_by(loop.collector.begin, lambda version, held_out: kill_in_step())
             loop.collector.begin = begin  # type: ignore[method-assign]
         elif moment == "group ended":
-            progress.episodes = kill_if_any_ended
+            loop.collector._on_ended = kill_if_any_ended
         elif moment == "collected":
-            loop.collect = followed_by(loop.collect, lambda at: kill_in_step())  # type: ignore[method-assign]
+            loop.collect_episodes = followed_by(
+                loop.collect_episodes, lambda at, record: kill_in_step()
+            )  # type: ignore[method-assign]
         elif moment == "updated":
-            loop.update = followed_by(loop.update, lambda at, samples: kill_in_step())  # type: ignore[method-assign]
+            loop.update_policy = followed_by(
+                loop.update_policy, lambda at, samples, record: kill_in_step()
+            )  # type: ignore[method-assign]
         elif moment == "groups saved":
             checkpointer.before_save = followed_by(checkpointer.before_save, kill_when_saved)
         else:
@@ -419,12 +406,10 @@ def followed_by(call: Callable[..., Any], then: Callable[..., None]) -> Callable
 
 def no_burst(loop: RlLoop) -> None:
     """Fail if more groups are under way than there ever are in a run that goes through."""
-    algorithm = loop.algorithm
-    most = TASKS * (1 + lead_of(algorithm.order, algorithm.max_staleness))
+    most = 1 + loop.algorithm.max_staleness
 
     def check(version: int, held_out: Any) -> None:
-        assert isinstance(loop.collector, RolloutCollector)
-        assert len(loop.collector._control.untrained) <= most
+        assert len(loop.collector._open) <= most
 
     loop.collector.begin = followed_by(loop.collector.begin, check)  # type: ignore[method-assign]
 
@@ -441,8 +426,7 @@ def check_trained_once_and_within_the_bound(run: Recorded, whole: Recorded) -> N
     """``whole`` is a run in order that went through."""
     assert Counter(map(tokens, run.episodes)) == Counter(map(tokens, whole.episodes))
     assert len({tokens(episode) for episode in run.episodes}) == STEPS * TASKS * 4
-    if run.settings.algorithm.order == "in_order":
-        assert run.task_ids() == whole.task_ids()
+    assert run.task_ids() == whole.task_ids()
     for step, batch in enumerate(run.batches):
         for group in batch:
             for episode in group.trajectories:
@@ -451,24 +435,19 @@ def check_trained_once_and_within_the_bound(run: Recorded, whole: Recorded) -> N
                 assert step - 2 <= versions[0] <= versions[-1] <= step
 
 
-# In order, fewer things can go wrong: the moments that differ most, and the others among the slow tests.
-FEW_MOMENTS = ("collecting", "groups saved")
+# The moments that differ most. The others are slow tests.
+FEW_MOMENTS = ("collecting", "group ended", "updated", "groups saved", "saved")
 DEATHS = [
-    pytest.param(
-        order,
-        moment,
-        marks=pytest.mark.slow if order == "in_order" and moment not in FEW_MOMENTS else (),
-    )
-    for order in ("in_order", "ready_first")
+    pytest.param(moment, marks=() if moment in FEW_MOMENTS else pytest.mark.slow)
     for moment in MOMENTS
 ]
 
 
-@pytest.mark.parametrize(("order", "moment"), DEATHS)
+@pytest.mark.parametrize("moment", DEATHS)
 def test_a_run_that_is_killed_anywhere_trains_on_every_group_once_and_within_the_bound(
-    two_ahead: Recorded, order: str, moment: str, tmp_path: Path
+    two_ahead: Recorded, moment: str, tmp_path: Path
 ) -> None:
-    options = [f"algorithm.order={order}", "algorithm.max_staleness=2"]
+    options = ["algorithm.max_staleness=2"]
     settings = config(tmp_path, *options, "training.checkpoint_every=1")
     run = Recorded(settings, uneven_seconds)
     with pytest.raises(Killed):
@@ -480,12 +459,11 @@ def test_a_run_that_is_killed_anywhere_trains_on_every_group_once_and_within_the
     check_trained_once_and_within_the_bound(run, two_ahead)
 
 
-@pytest.mark.parametrize("order", [pytest.param("in_order", marks=pytest.mark.slow), "ready_first"])
 def test_a_run_that_is_killed_again_and_again_still_trains_on_every_group_once(
-    two_ahead: Recorded, order: str, tmp_path: Path
+    two_ahead: Recorded, tmp_path: Path
 ) -> None:
     """Each attempt dies at another moment: the first before there is any checkpoint, and two in the same step."""
-    options = [f"algorithm.order={order}", "algorithm.max_staleness=2"]
+    options = ["algorithm.max_staleness=2"]
     settings = config(tmp_path, *options, "training.checkpoint_every=1")
     run = Recorded(settings, uneven_seconds)
     deaths = [("updated", 0), ("group ended", 2), ("collected", 2), ("saved", 3)]
@@ -503,26 +481,6 @@ def test_a_run_that_is_killed_again_and_again_still_trains_on_every_group_once(
     check_trained_once_and_within_the_bound(run, two_ahead)
 
 
-@pytest.mark.parametrize("moment", ["collecting", "saved"])
-def test_a_group_that_was_passed_over_before_a_kill_is_trained_on_afterwards(
-    two_ahead: Recorded, moment: str, tmp_path: Path
-) -> None:
-    """Later groups than it are in the checkpoint's steps, so nothing but the saved numbers tells of it."""
-    options = ["algorithm.max_staleness=2", "algorithm.order=ready_first"]
-    settings = config(tmp_path, *options, "training.checkpoint_every=1")
-    (slow,) = (task.task_id for task in build_tasks(settings).train(0, 1))
-    run = Recorded(settings, lambda episode: 600.0 if episode == f"{slow}/0" else 0.0)
-    with pytest.raises(Killed):
-        run.train(prepare=killed_at(moment, 1))
-
-    forget_what_was_not_saved(run)
-    assert run.batches
-    assert slow not in [task for tasks in run.task_ids() for task in tasks]
-    run.engine.seconds_of = lambda episode: 0.0
-    assert run.train(resume=True, prepare=no_burst) == STEPS
-    check_trained_once_and_within_the_bound(run, two_ahead)
-
-
 def test_episodes_that_had_ended_come_from_the_checkpoint_and_are_not_run_again(
     tmp_path: Path,
 ) -> None:
@@ -531,16 +489,18 @@ def test_episodes_that_had_ended_come_from_the_checkpoint_and_are_not_run_again(
 
     def wait_for_all(loop: RlLoop) -> None:
         """Let every group end before the checkpoint, and stop there."""
-        update = loop.update
+        update = loop.update_policy
         rollouts: Any = loop.rollouts
 
-        def patient_update(step: int, samples: Any) -> Any:
+        def patient_update(step: int, samples: Any, record: Any) -> Any:
             for running in list(rollouts._running):
                 running.result()
-            return update(step, samples)
+            wait_until(lambda: all(groups.is_complete for groups in loop.collector._open.values()))
+            return update(step, samples, record)
 
-        loop.update = patient_update  # type: ignore[method-assign]
-        loop.settings = replace(loop.settings, steps=2)
+        loop.update_policy = patient_update  # type: ignore[method-assign]
+        training = loop.config.training.model_copy(update={"steps": 2})
+        loop.config = loop.config.model_copy(update={"training": training})
 
     assert run.train(prepare=wait_for_all) == 2
     begun = {episode for episode, _ in run.engine.begun}

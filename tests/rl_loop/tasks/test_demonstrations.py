@@ -42,7 +42,7 @@ from rl_loop.harmony.codec import Harmony, PromptConfig, PythonTool
 from rl_loop.harmony.vocabulary import GptOssVocabulary
 from rl_loop.rollout.agent import run_episode
 from rl_loop.sandbox import PythonSandbox, SandboxConfig
-from rl_loop.session import Session, build_tasks
+from rl_loop.session import SftSession, build_tasks
 from rl_loop.tasks.demonstrations import (
     Demonstration,
     Episode,
@@ -261,7 +261,7 @@ def test_tasks_of_files_that_no_script_solves_are_refused_before_a_run_starts(
         r"tasks\.sources\.real: no demonstrations can be made of its tasks: .*; learn from conv"
     )
     with pytest.raises(TaskFileError, match=reason):
-        Session(real_tasks("retool", tmp_path, rows), Mock(), Start.NEW).__enter__()
+        SftSession(real_tasks("retool", tmp_path, rows), Mock(), Start.NEW).__enter__()
 
 
 def test_published_problems_are_samples_of_supervised_fine_tuning(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from rl_loop.data.rollout_batch import RolloutBatch
 from rl_loop.data.trajectory import Trajectory
 from rl_loop.harmony.codec import ParsedMessage
 from rl_loop.loop import RlLoop
-from rl_loop.rollout.collector import RolloutCollector, held_out_requests
+from rl_loop.rollout.collector import held_out_requests
 from rl_loop.rollout.group_stream import AdmittedGroup, GroupRequest, GroupStream
 from rl_loop.rollout.pool import RolloutPool, WaitingGroup
 from rl_loop.session import build_tasks, worker_settings
@@ -52,6 +52,7 @@ DYNAMIC = [
     "rollout.tasks_per_step=10",
     "rollout.samples_per_task=2",
     "algorithm.dynamic_sampling_rounds=3",
+    "training.steps=60",
 ]
 
 
@@ -70,7 +71,7 @@ def test_a_task_is_trained_on_or_found_silent_before_it_comes_again(tmp_path: Pa
     rollouts = FakeRollouts(lambda task: task not in silent)
     loop = loop_over(settings, rollouts, RunState())
     trained: list[str] = []
-    while (before := loop.state.next_task or 0) < 70:
+    while (before := loop.state.next_task) < 70:
         step = len(trained) // 10
         (batch,) = steps_of(loop, range(step, step + 1))
         assert len(batch.train) == 10
@@ -90,6 +91,7 @@ def test_a_resumed_run_goes_on_with_the_tasks_that_it_would_have_had(tmp_path: P
     whole = names(steps_of(loop_over(settings, FakeRollouts(signal), RunState()), range(6)))
     first = loop_over(settings, FakeRollouts(signal), RunState())
     cut = names(steps_of(first, range(2)))
+    first.state.step = 2
     saved = RunState.from_checkpoint(json.loads(json.dumps(first.state.to_checkpoint())))
     assert (
         cut + names(steps_of(loop_over(settings, FakeRollouts(signal), saved), range(2, 6)))
@@ -98,11 +100,11 @@ def test_a_resumed_run_goes_on_with_the_tasks_that_it_would_have_had(tmp_path: P
 
 
 def test_without_dynamic_sampling_a_step_takes_the_tasks_at_its_place(tmp_path: Path) -> None:
-    settings = config(tmp_path)
+    settings = config(tmp_path, "training.steps=3")
     loop = loop_over(settings, FakeRollouts(lambda task: False), RunState())
     wanted = [task.task_id for task in loop.tasks.train(0, 6)]
     assert names(steps_of(loop, range(3))) == wanted
-    resumed = loop_over(settings, FakeRollouts(lambda task: False), RunState(step=2))
+    resumed = loop_over(settings, FakeRollouts(lambda task: False), RunState(step=2, next_task=4))
     assert names(steps_of(resumed, range(2, 3))) == wanted[4:]
 
 
@@ -110,7 +112,7 @@ def test_silent_groups_fill_up_what_is_missing_and_are_not_called_replaced(tmp_p
     settings = config(tmp_path, *from_file(tmp_path, 300), *DYNAMIC)
     tasks = [task.task_id for task in build_tasks(settings).train(0, 30)]
     rollouts = FakeRollouts(lambda task: task in tasks[25:29])
-    batch = loop_over(settings, rollouts, RunState()).collector.collect(0)
+    (batch,) = steps_of(loop_over(settings, rollouts, RunState()), range(1))
     assert names([batch]) == tasks[25:29] + tasks[:6]
     assert batch.replaced is not None
     assert [group.task_id for group in batch.replaced] == tasks[6:25] + tasks[29:]
@@ -172,8 +174,7 @@ def test_a_dynamically_sampled_run_skips_no_task_and_continues_after_a_cut(
 
 def first_request(loop: RlLoop) -> GroupRequest:
     """What a loop asks for to train on."""
-    assert isinstance(loop.collector, RolloutCollector)
-    return loop.collector.request(0)
+    return loop.collector._requests.of(0, 0)
 
 
 def test_held_out_episodes_are_never_purified_and_training_episodes_are(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.engines.embedded.backend import build_engine
 from rl_loop.engines.embedded.engine import TransformersEngine
-from rl_loop.session import build_tasks, loop_settings, trainer_settings
+from rl_loop.session import build_tasks, trainer_settings
 from rl_loop.trainer.group import TrainerGroup
 from rl_loop.weight_sync.canary import TOLERANCES, CanaryError, CanaryTolerance, check_canary
 from tests.support.in_process import LocalRank
@@ -49,7 +49,8 @@ class Engines:
 
 
 def check(overrides: list[str], engines: Any) -> float:
-    tolerance = loop_settings(load_config(TINY, RlConfig, overrides)).canary_tolerance
+    config = load_config(TINY, RlConfig, overrides)
+    tolerance = CanaryTolerance.of(config.canary_tolerance, config.dtype)
     trainer: Any = Trainer()
     return check_canary(trainer, engines, [5, 6, 7], tolerance=tolerance, version=3)
 
@@ -138,7 +139,7 @@ def test_a_bf16_tiny_model_passes_and_a_wrong_one_does_not(tmp_path: Path) -> No
         trainer.ready()
         weights = {name: tensor.clone() for name, tensor in trainer.weights().items()}
         text = build_tasks(config).canary()
-        tolerance = loop_settings(config).canary_tolerance
+        tolerance = CanaryTolerance.of(config.canary_tolerance, config.dtype)
         engines.sync(weights)
         gap = check_canary(trainer, engines, text, tolerance=tolerance, version=1)
         assert TOLERANCES["bfloat16"] < gap

@@ -11,7 +11,7 @@ from rl_loop.config.run import RlConfig
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup, WeightVersionSpan
 from rl_loop.loop import RlLoop
 from rl_loop.rollout.group_stream import AdmittedGroup, GroupRequest, GroupStream
-from rl_loop.session import build_tasks, loop_settings
+from rl_loop.session import build_tasks
 from rl_loop.trainer.checkpointer import Checkpointer, RunState
 
 
@@ -73,7 +73,7 @@ class Silent:
 def loop_over(settings: RlConfig, rollouts: FakeRollouts, state: RunState) -> RlLoop:
     """A loop with real tasks and no trainer."""
     return RlLoop(
-        loop_settings(settings),
+        settings,
         trainer=None,  # type: ignore[arg-type]
         rollouts=rollouts,  # type: ignore[arg-type]
         tasks=build_tasks(settings),

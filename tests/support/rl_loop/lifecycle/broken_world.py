@@ -15,6 +15,6 @@ METRICS = "BROKEN_WORLD_METRICS"
 class BrokenWorld(ReToolEnvironment):
     async def open(self) -> None:
         metrics = Path(os.environ.get(METRICS, "/nowhere"))
-        if metrics.exists() and metrics.read_text().count("\n") >= 2:
+        if metrics.exists() and metrics.read_text().count("\n") >= 3:
             raise InfrastructureFailure("environment", "the world is away")
         await super().open()

@@ -1,0 +1,194 @@
+"""Training data of supervised fine-tuning: conversations of files, or generated demonstrations."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from megatron_gptoss.samples import TrainingSamples
+from rl_loop.config.training import DemonstrationConfig
+from rl_loop.conversations.dataset import ConversationData, ConversationStream
+from rl_loop.conversations.refusals import RefusalReport
+from rl_loop.tracking.metrics import StepMetrics
+from rl_loop.trainer.checkpointer import RunState
+
+
+class SupervisedData(Protocol):
+    """Samples of every step, and of validation.
+
+    The order of calls is ``check``, ``continue_from``, ``start``, then steps, then ``close``.
+    """
+
+    @property
+    def validation(self) -> Mapping[str, TrainingSamples]:
+        """Validation samples by source. Empty without validation."""
+        ...
+
+    @property
+    def validate_every(self) -> int:
+        """Steps between two validations."""
+        ...
+
+    @property
+    def exhausted(self) -> bool:
+        """True if no samples are left for a further step."""
+        ...
+
+    def check(self) -> None:
+        """Check the beginning of the data, before anything heavy starts."""
+        ...
+
+    def continue_from(self, state: RunState) -> None:
+        """Continue where a checkpoint stopped."""
+        ...
+
+    def start(self, report: RefusalReport) -> None:
+        """Prepare validation and the first samples. ``report`` collects refused conversations."""
+        ...
+
+    def take(self, step: int) -> TrainingSamples:
+        """Return the samples of a step."""
+        ...
+
+    def state(self) -> dict[str, Any] | None:
+        """Return the position in the conversations for a checkpoint, as JSON."""
+        ...
+
+    def task_cursor(self, step: int) -> dict[str, Any] | None:
+        """Return the position in the data of tasks after ``step`` steps, as JSON."""
+        ...
+
+    def add_metrics(self, metrics: StepMetrics) -> None:
+        """Add the share of the data that was used."""
+        ...
+
+    def summary(self) -> dict[str, Any]:
+        """Return figures of the whole run."""
+        ...
+
+    def close(self) -> None:
+        """End the processes that render."""
+        ...
+
+
+class Tasks(Protocol):
+    """Makes demonstrations: a TaskSource."""
+
+    def check_demonstrations(self) -> None: ...
+
+    def continue_from(self, cursor: Mapping[str, Any]) -> None: ...
+
+    def cursor(self, position: int) -> dict[str, Any]: ...
+
+    def demonstrations(
+        self, position: int, count: int, mixture: DemonstrationConfig
+    ) -> TrainingSamples: ...
+
+
+class DemonstrationBatches:
+    """Demonstrations on tasks. They never end, and have no validation."""
+
+    exhausted = False
+    validation: Mapping[str, TrainingSamples] = {}
+    validate_every = 1
+
+    def __init__(self, tasks: Tasks, mixture: DemonstrationConfig, sequences_per_step: int) -> None:
+        self._tasks = tasks
+        self._mixture = mixture
+        self._count = sequences_per_step
+
+    def check(self) -> None:
+        """Demonstrate one task of every source. Raises TaskFileError."""
+        self._tasks.check_demonstrations()
+
+    def continue_from(self, state: RunState) -> None:
+        """Continue with the tasks where a checkpoint stopped. Raises TaskFileError."""
+        if state.tasks is not None:
+            self._tasks.continue_from(state.tasks)
+
+    def start(self, report: RefusalReport) -> None:
+        """Prepare nothing."""
+
+    def take(self, step: int) -> TrainingSamples:
+        """Make the demonstrations of a step."""
+        # By position, so that a resumed run continues with the next demonstrations.
+        return self._tasks.demonstrations(step * self._count, self._count, self._mixture)
+
+    def state(self) -> None:
+        """Return None: there are no conversations."""
+
+    def task_cursor(self, step: int) -> dict[str, Any]:
+        """Return the position in the data of tasks after ``step`` steps, as JSON."""
+        return self._tasks.cursor(step * self._count)
+
+    def add_metrics(self, metrics: StepMetrics) -> None:
+        """Add nothing."""
+
+    def summary(self) -> dict[str, Any]:
+        """Return no figures."""
+        return {}
+
+    def close(self) -> None:
+        """Close nothing."""
+
+
+class ConversationBatches:
+    """Conversations of files."""
+
+    validation: Mapping[str, TrainingSamples]
+    _stream: ConversationStream
+
+    def __init__(self, data: ConversationData, sequences_per_step: int) -> None:
+        self.validate_every = data.config.validate_every
+        self._data = data
+        self._count = sequences_per_step
+        self._saved: Mapping[str, Any] | None = None
+
+    def check(self) -> None:
+        """Render the beginning of every source. Raises DataError."""
+        self._data.check()
+
+    def continue_from(self, state: RunState) -> None:
+        """Continue with the conversations where a checkpoint stopped."""
+        self._saved = state.data
+
+    def start(self, report: RefusalReport) -> None:
+        """Render the validation samples, and begin to render training samples. Raises DataError."""
+        self.validation = self._data.validation(report)
+        self._stream = self._data.stream(report, self._saved)
+
+    @property
+    def exhausted(self) -> bool:
+        """True if every source has completed its passes."""
+        return self._stream.exhausted
+
+    def take(self, step: int) -> TrainingSamples:
+        """Return the next samples. The last step of the data may have fewer than others."""
+        samples = self._stream.take(self._count)
+        assert samples is not None, "the caller checks ``exhausted`` before"
+        return samples
+
+    def state(self) -> dict[str, Any]:
+        """Return the position of the stream."""
+        return self._stream.state()
+
+    def task_cursor(self, step: int) -> None:
+        """Return None: there are no tasks."""
+
+    def add_metrics(self, metrics: StepMetrics) -> None:
+        """Add the pass over each source, from 0, and the number of refused conversations."""
+        streams = self._stream.streams
+        for stream in streams:
+            name = "data/epoch" if len(streams) == 1 else f"data/epoch/{stream.name}"
+            metrics.add(name, stream.epoch, "last")
+        metrics.add("data/refused", sum(stream.refused for stream in streams), "last")
+
+    def summary(self) -> dict[str, Any]:
+        """Return the numbers of conversations that were read and refused in the first pass."""
+        streams = self._stream.streams
+        return {
+            "conversations": sum(stream.conversations for stream in streams),
+            "refused": sum(stream.refused for stream in streams),
+        }
+
+    def close(self) -> None:
+        """End the processes that render."""
+        self._data.close()
