@@ -610,7 +610,7 @@ def test_episodes_outlive_servers_that_die_during_a_sync_and_go_on_from_their_ex
         pool.sync_weights(weights[1], 1)
         stream = pool.stream()
         for number in range(6):
-            stream.admit(number, requests.of(0, number, number))
+            stream.admit(number, requests.of(number, number))
         time.sleep(0.5)
 
         fault = tmp_path / "fault"
