@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
+from gptoss_kernels.logits import fp32_logits
 from megatron_gptoss.block_sizes import CHUNK_COLUMNS, CHUNK_TOKENS
 
 
@@ -101,7 +102,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             chunk_statistics = row_statistics[:, rows].contiguous()
             grad_chunk = torch.zeros_like(chunk, dtype=dtype)
             for columns in _column_spans(weight):
-                logits = _matmul(chunk, weight[columns].t(), dtype)
+                logits = fp32_logits(chunk, weight[columns])
                 grad_logits = torch.empty_like(logits, dtype=hidden.dtype)
                 _logit_gradient(
                     logits,
@@ -150,7 +151,7 @@ def _local_statistics(
     for rows in _spans(len(hidden), CHUNK_TOKENS):
         chunk_statistics = statistics[:, rows].contiguous()
         for columns in _column_spans(weight):
-            logits = _matmul(hidden[rows], weight[columns].t(), dtype)
+            logits = fp32_logits(hidden[rows], weight[columns])
             _accumulate(
                 logits,
                 labels[rows],
@@ -268,7 +269,7 @@ def greedy_tokens(
     for rows in _spans(len(hidden), CHUNK_TOKENS):
         for columns in _column_spans(weight):
             # Greater, not greater or equal: of equal logits the earlier block keeps the token.
-            block_best, index = _matmul(hidden[rows], weight[columns].t(), dtype).max(dim=-1)
+            block_best, index = fp32_logits(hidden[rows], weight[columns]).max(dim=-1)
             is_better = block_best > best[rows]
             best[rows] = torch.where(is_better, block_best, best[rows])
             ids[rows] = torch.where(is_better, index + columns.start, ids[rows])
@@ -307,15 +308,6 @@ def gather_hidden_states(hidden_states: Tensor, output_layer: Any) -> Tensor:
     else:
         hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=group)
     return hidden_states.squeeze(1)
-
-
-def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute a @ b, accumulated and returned in ``dtype``, at least the inputs' precision."""
-    if a.dtype == dtype:
-        return a @ b
-    if a.is_cuda:
-        return torch.mm(a, b, out_dtype=dtype)
-    return a.to(dtype) @ b.to(dtype)
 
 
 def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from gptoss_kernels.logits import fp32_logits
 from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
 from rl_loop.engines.embedded.kv_cache import RowCache, Segment, StepLayout, common_prefix
 from rl_loop.engines.embedded.sampling import sample, sampling_log_probs
@@ -153,7 +154,7 @@ class Scheduler:
                 self._cache.routes[layout.rows, layout.positions] = routes
 
             # Only the last token of a sequence needs logits, 200,000 of them.
-            logits = self.model.lm_head(hidden[layout.last_tokens()])
+            logits = fp32_logits(hidden[layout.last_tokens()], self.model.lm_head.weight)
             tokens, log_probs = self._sample(logits)
         self.steps += 1
 
@@ -384,7 +385,7 @@ class Scheduler:
             # In chunks: the logits of a long text at once would be gigabytes.
             for start in range(0, len(targets), HEAD_CHUNK):
                 chunk = slice(start, start + HEAD_CHUNK)
-                logits = self.model.lm_head(hidden[chunk])
+                logits = fp32_logits(hidden[chunk], self.model.lm_head.weight)
                 temperatures = logits.new_full((len(logits),), temperature)
                 log_probs = sampling_log_probs(logits, temperatures)
                 scores.extend(log_probs.gather(1, targets[chunk, None])[:, 0].tolist())

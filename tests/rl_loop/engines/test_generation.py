@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_gptoss.log_probs import log_probs_and_entropy
 from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
 from rl_loop.engines.embedded.engine import TransformersEngine
 from rl_loop.engines.protocol import GenerateResult, ModelShape, check_result
@@ -329,3 +330,35 @@ def test_an_answer_to_another_request_is_refused() -> None:
         check_result(first, answers[1], shape)
     # An engine that does not say is believed.
     check_result(first, replace(answers[1], request_id=None), shape)
+
+
+def test_bf16_engine_has_the_trainers_log_probs() -> None:
+    """From equal hidden states, sampled and scored: neither side rounds logits to bf16."""
+    model = reference_model(dtype=torch.bfloat16)
+    model.lm_head.weight.mul_(20)  # so that rounded logits would be off by up to 0.06
+    engine = engine_of(model)
+    seen: list[torch.Tensor] = []
+    engine._model.model.norm.register_forward_hook(
+        lambda _module, _inputs, hidden: seen.append(hidden[0].clone())
+    )
+
+    def of_the_trainer(hidden: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+        weight = engine._model.lm_head.weight
+        return log_probs_and_entropy(hidden, weight, torch.tensor(tokens))[0]
+
+    async def run() -> None:
+        sampled = await engine.generate(request(prompt(20), 30, seed=1))
+        hidden = torch.stack([states[-1] for states in seen])
+        ours = torch.tensor(sampled.output_log_probs)
+        torch.testing.assert_close(
+            ours, of_the_trainer(hidden, sampled.output_ids), rtol=0, atol=1e-4
+        )
+
+        seen.clear()
+        text = prompt(300)  # two chunks of positions
+        scores = torch.tensor(await engine.score(text))
+        (hidden,) = seen
+        torch.testing.assert_close(scores, of_the_trainer(hidden, text[1:]), rtol=0, atol=1e-4)
+        await engine.close()
+
+    asyncio.run(run())
