@@ -114,32 +114,41 @@ class _Translation:
         is_translated = False
         # Each replacement removes one keyword; references may lead to further ones.
         for _ in range(levels):
-            reference = schema.get("$ref")
-            if isinstance(reference, str):
-                beside = {key: value for key, value in schema.items() if key != "$ref"}
-                referred = {} if reference in within else _referred(reference, self.root)
-                # The name of the model, as pydantic writes it.
-                if referred.get("title") == reference.rpartition("/")[2]:
-                    referred = {key: value for key, value in referred.items() if key != "title"}
-                within |= {reference}
-                schema = {**referred, **beside}
+            if isinstance(schema.get("$ref"), str):
+                schema, within = self._dereferenced(schema, within)
             elif isinstance(schema.get("allOf"), list):
                 schema, within = self._joined(schema, within, levels)
             elif isinstance(schema.get("anyOf"), list):
                 schema = _with_choices(schema)
             elif "const" in schema:
-                beside = {key: value for key, value in schema.items() if key != "const"}
-                schema = {"enum": [schema["const"]], **beside}
+                schema = {"enum": [schema["const"]], **_without(schema, "const")}
             else:
                 return schema, within, is_translated
             is_translated = True
         return {}, within, True
 
+    def _dereferenced(
+        self, schema: Mapping[str, Any], within: frozenset[str]
+    ) -> tuple[Mapping[str, Any], frozenset[str]]:
+        """Put what ``$ref`` refers to in its place; the keywords beside it win.
+
+        A reference within itself stands for any value.
+        """
+        reference = schema["$ref"]
+        referred: Mapping[str, Any] = {}
+        if reference not in within:
+            referred = _referred(reference, self.root)
+
+        # The name of the model, as pydantic writes it.
+        if referred.get("title") == reference.rpartition("/")[2]:
+            referred = _without(referred, "title")
+        return {**referred, **_without(schema, "$ref")}, within | {reference}
+
     def _joined(
         self, schema: Mapping[str, Any], within: frozenset[str], levels: int
     ) -> tuple[Mapping[str, Any], frozenset[str]]:
         """Join the parts of ``allOf`` to one schema; the keywords beside it are the last part."""
-        parts = [*schema["allOf"], {k: v for k, v in schema.items() if k != "allOf"}]
+        parts = [*schema["allOf"], _without(schema, "allOf")]
         joined: Schema = {}
         for part in parts:
             if not isinstance(part, Mapping) or self.nodes > MOST_NODES:
@@ -184,10 +193,15 @@ class _Translation:
             translated["items"] = self.shown(items, levels - 1, within)
 
 
+def _without(schema: Mapping[str, Any], keyword: str) -> Schema:
+    """Return the other keywords of a schema."""
+    return {key: value for key, value in schema.items() if key != keyword}
+
+
 def _with_choices(schema: Mapping[str, Any]) -> Schema:
     """Return a schema with ``oneOf`` in place of ``anyOf``, or with the only choice there is."""
     choices = schema["anyOf"]
-    beside = {key: value for key, value in schema.items() if key != "anyOf"}
+    beside = _without(schema, "anyOf")
     others = [choice for choice in choices if not _is_null(choice)]
     has_null = len(others) < len(choices)
     if len(others) == 1 and isinstance(others[0], Mapping):

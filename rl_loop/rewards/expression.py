@@ -4,15 +4,24 @@ The grammar is closed: a token that it does not know makes the text unreadable, 
 answer is ever left out. Values are exact sympy expressions; decimals are fractions."""
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 import sympy
 from sympy import Expr, Function, I, Rational, S, Symbol
 
-from rl_loop.rewards.notation import LONGEST_PRODUCT
+from rl_loop.rewards.tokens import (
+    ACCENTS,
+    FUNCTIONS,
+    GREEK,
+    INVERSES,
+    LOGARITHMS,
+    OF_SEVERAL,
+    TRIGONOMETRY,
+    Token,
+    Unreadable,
+    tokens_of,
+)
 
 DEGREE = Symbol("degree")
 """The unit of an angle, which is a factor: 30 degree."""
@@ -21,74 +30,34 @@ r"""1 or -1, for \pm."""
 DEEPEST = 60
 """Nested groups beyond this are unreadable; Python's stack has an end."""
 
-TOKEN = re.compile(
-    r"(?P<number>[0-9]+(?:\.[0-9]*)?|\.[0-9]+)|(?P<command>\\(?:[a-zA-Z]+|.))"
-    r"|(?P<word>[a-zA-Z]+)|(?P<mark>[-+*/^_()\[\]{}|!,'=])|(?P<space>\s+)"
-)
-
-GREEK_NAMES = """
-alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho varrho sigma tau
-upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega ell hbar
-"""
-GREEK = frozenset(GREEK_NAMES.split())
-ACCENTS = frozenset(
-    [
-        "vec",
-        "hat",
-        "bar",
-        "overline",
-        "tilde",
-        "widehat",
-        "mathcal",
-        "mathbb",
-        "mathfrak",
-        "mathscr",
-    ]
-)
-TRIGONOMETRY: dict[str, Any] = {
-    name: getattr(sympy, name)
-    for name in ["sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "coth"]
-}
-INVERSES: dict[str, Any] = {
-    "arcsin": sympy.asin,
-    "arccos": sympy.acos,
-    "arctan": sympy.atan,
-    "arccot": sympy.acot,
-    "arcsec": sympy.asec,
-    "arccsc": sympy.acsc,
-    "arsinh": sympy.asinh,
-    "arcosh": sympy.acosh,
-    "artanh": sympy.atanh,
-}
-LOGARITHMS = frozenset({"log", "ln", "lg"})
-OF_SEVERAL = frozenset({"gcd", "lcm", "max", "min"})
-FUNCTIONS = frozenset({*TRIGONOMETRY, *INVERSES, *LOGARITHMS, *OF_SEVERAL, "exp", "sqrt"})
-"""Names that may be written without a backslash."""
-NAMES = {"pi": r"\pi", "infty": r"\infty", "infinity": r"\infty", "inf": r"\infty"}
 UNDEFINED_FUNCTIONS = frozenset("fghFGH")
 """Letters that are functions if a bracket follows. Others are factors."""
-
-LITTLE = """
-an and are as at be but by for from has if in is it its mod no not of off on one or out per than the then to two was
-"""
-LITTLE_WORDS = frozenset(LITTLE.split())
-"""Words of two or three letters that are no products."""
 
 TIMES = frozenset({"*", r"\cdot", r"\times", r"\ast"})
 OVER = frozenset({"/", r"\div"})
 SIGNS = frozenset({"+", "-", r"\pm", r"\mp"})
 
-
-class Unreadable(ValueError):
-    """The text is not one whole expression of the grammar."""
-
-
-@dataclass(frozen=True)
-class _Token:
-    text: str
-    kind: str
-    """number, command, letter, word, mark or end."""
-    after_space: bool
+CONSTANTS: dict[str, Expr] = {"pi": sympy.pi, "infty": S.Infinity, "imath": I}
+FIGURES = frozenset({"angle", "triangle"})
+"""Commands that make one name with the letters after them."""
+BRACKETS: dict[str, Any] = {"lfloor": sympy.floor, "lceil": sympy.ceiling, "lvert": sympy.Abs}
+"""Opening brackets that are a function of what they hold. The closing ones begin with r."""
+SERIES: dict[str, Any] = {"sum": sympy.Sum, "prod": sympy.Product}
+FACTORS = frozenset(
+    {
+        *GREEK,
+        *ACCENTS,
+        *FUNCTIONS,
+        *CONSTANTS,
+        *FIGURES,
+        *BRACKETS,
+        *SERIES,
+        "frac",
+        "binom",
+        "operatorname",
+    }
+)
+"""Commands that can follow a factor without a sign of multiplication."""
 
 
 def read_expression(text: str) -> Expr:
@@ -96,43 +65,12 @@ def read_expression(text: str) -> Expr:
     return _Reader(text).read()
 
 
-def _tokens(text: str) -> Iterator[_Token]:
-    position = 0
-    after_space = False
-    while position < len(text):
-        match = TOKEN.match(text, position)
-        if match is None:
-            raise Unreadable(text)
-        position = match.end()
-        kind = str(match.lastgroup)
-        token = match[0]
-        if kind == "space":
-            after_space = True
-            continue
-        if kind != "word":
-            yield _Token(token, kind, after_space)
-        elif token in FUNCTIONS:
-            yield _Token(f"\\{token}", "command", after_space)
-        elif token in NAMES:
-            yield _Token(NAMES[token], "command", after_space)
-        elif len(token) > LONGEST_PRODUCT or (
-            token.lower() in LITTLE_WORDS and not token.isupper()
-        ):
-            # Readable only inside of a name, such as \overline{ABCD}.
-            yield _Token(token, "word", after_space)
-        else:
-            for i, letter in enumerate(token):
-                yield _Token(letter, "letter", after_space and i == 0)
-        after_space = False
-    yield _Token("", "end", after_space)
-
-
 class _Reader:
     """Recursive descent over the tokens of one text."""
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self._tokens = list(_tokens(text))
+        self._tokens = list(tokens_of(text))
         self._at = 0
         self._depth = 0
         self._bars = 0
@@ -147,10 +85,10 @@ class _Reader:
     # ---- tokens
 
     @property
-    def _next(self) -> _Token:
+    def _next(self) -> Token:
         return self._tokens[self._at]
 
-    def _take(self) -> _Token:
+    def _take(self) -> Token:
         token = self._tokens[self._at]
         self._at = min(self._at + 1, len(self._tokens) - 1)
         return token
@@ -240,16 +178,7 @@ class _Reader:
             return True
         if token.kind == "mark":
             return token.text in ("(", "[", "{") or (token.text == "|" and self._bars == 0)
-        if token.kind != "command":
-            return False
-        name = token.text[1:]
-        return (
-            name in GREEK
-            or name in ACCENTS
-            or name in FUNCTIONS
-            or name in ("frac", "binom", "pi", "infty", "lfloor", "lceil", "lvert", "sum", "prod")
-            or name in ("operatorname", "imath", "angle", "triangle")
-        )
+        return token.kind == "command" and token.text[1:] in FACTORS
 
     def _quotient(self, above: Expr, below: Expr) -> Expr:
         if below == 0:
@@ -393,37 +322,30 @@ class _Reader:
         raise self._unreadable()
 
     def _command(self, name: str) -> Expr:
-        if name == "pi":
-            return sympy.pi
-        if name == "infty":
-            return S.Infinity
-        if name == "imath":
-            return I
+        """Read a command of which the name was taken."""
+        # Constants and names.
+        if name in CONSTANTS:
+            return CONSTANTS[name]
         if name in GREEK:
             return Symbol(self._indexed(f"\\{name}"))
         if name in ACCENTS:
             return Symbol(self._indexed(f"\\{name}{{{self._raw_group()}}}"))
-        if name in ("angle", "triangle"):
-            letters = ""
-            while self._next.kind == "letter":
-                letters += self._take().text
-            if not letters:
-                raise self._unreadable()
-            return Symbol(f"\\{name} {letters}")
+        if name in FIGURES:
+            return self._figure(name)
+
+        # Commands with arguments in braces or between brackets.
         if name == "frac":
-            above = self._argument()
-            return self._quotient(above, self._argument())
+            return self._quotient(self._argument(), self._argument())
         if name == "binom":
-            above = self._argument()
-            return sympy.binomial(above, self._argument())
+            return sympy.binomial(self._argument(), self._argument())
         if name == "sqrt":
             return self._root()
-        if name in ("lfloor", "lceil", "lvert"):
-            value = self._sum()
-            self._expect("\\r" + name[1:])
-            return {"lfloor": sympy.floor, "lceil": sympy.ceiling, "lvert": sympy.Abs}[name](value)
-        if name in ("sum", "prod"):
-            return self._series(sympy.Sum if name == "sum" else sympy.Product)
+        if name in BRACKETS:
+            return self._bracketed(name)
+        if name in SERIES:
+            return self._series(SERIES[name])
+
+        # Functions, which \operatorname may name as well.
         if name == "operatorname":
             name = self._raw_group()
         if name in OF_SEVERAL:
@@ -431,6 +353,21 @@ class _Reader:
         if name in FUNCTIONS:
             return self._function(name)
         raise self._unreadable()
+
+    def _figure(self, name: str) -> Expr:
+        r"""Read the letters of \angle ABC."""
+        letters = ""
+        while self._next.kind == "letter":
+            letters += self._take().text
+        if not letters:
+            raise self._unreadable()
+        return Symbol(f"\\{name} {letters}")
+
+    def _bracketed(self, name: str) -> Expr:
+        r"""Read the rest of \lfloor x \rfloor."""
+        value = self._sum()
+        self._expect("\\r" + name[1:])
+        return BRACKETS[name](value)
 
     def _root(self) -> Expr:
         degree: Expr = sympy.Integer(2)

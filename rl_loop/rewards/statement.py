@@ -9,14 +9,10 @@ from dataclasses import dataclass
 
 from sympy import Expr, Rational
 
-from rl_loop.rewards.expression import (
-    DEGREE,
-    SIGN,
-    Unreadable,
-    read_expression,
-)
+from rl_loop.rewards.expression import DEGREE, SIGN, read_expression
 from rl_loop.rewards.notation import closing_brace
 from rl_loop.rewards.number import Number
+from rl_loop.rewards.tokens import Unreadable
 from rl_loop.rewards.units import Units, parse_quantity, parse_units
 
 NO_UNIT = Units()

@@ -1,0 +1,138 @@
+"""Equality of expressions, at points first and by algebra where these do not suffice."""
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+import sympy
+from sympy import Dummy, Expr, Rational, S
+from sympy.core.function import AppliedUndef
+
+from rl_loop.rewards.number import Number
+
+DIGITS = 60
+"""Decimal digits with which expressions are compared at some points."""
+EQUAL = sympy.Float(10) ** -45
+"""Largest relative difference of equal values."""
+MOST_MAGNITUDE = 10**18
+"""With larger or smaller numbers in them, values can differ by less than EQUAL."""
+POINTS = (
+    Fraction(7, 19),
+    Fraction(-31, 17),
+    Fraction(23, 11),
+    Fraction(10**4, 7),
+    Fraction(-(10**4), 11),
+)
+"""Values of the first variable; the others are near it. Far ones, too: |x - 9| is 9 - x below 9."""
+OPAQUE = (
+    AppliedUndef,
+    sympy.Abs,
+    sympy.Max,
+    sympy.Min,
+    sympy.floor,
+    sympy.ceiling,
+)
+"""Functions that can agree at all points and differ elsewhere: compared by their arguments."""
+
+
+def same_value(one: Expr, other: Expr) -> bool:
+    """Return True if two expressions are equal for all values of their variables."""
+    if one == other:
+        return True
+    if not (one.is_finite is not False and other.is_finite is not False):
+        return False
+    if one.is_Rational and other.is_Rational:
+        return False
+
+    if one.has(*OPAQUE) or other.has(*OPAQUE):
+        one, other = _without_functions(one, other)
+    symbols = sorted(one.free_symbols | other.free_symbols, key=str)
+    if one == 0 or other == 0:
+        # No difference is small beside 0, so algebra has to say that it is none.
+        is_small = _agree_at_points(one - other + 1, S.One, symbols)
+        return is_small and bool(sympy.simplify(one - other) == 0)
+    if not _agree_at_points(one, other, symbols):
+        return False
+    difference = sympy.expand(one - other)
+    if difference == 0:
+        return True
+    # Agreement in DIGITS digits is proof enough, unless terms are too small to be seen.
+    if _has_usual_numbers(one) and _has_usual_numbers(other):
+        return True
+    return bool(sympy.simplify(difference) == 0)
+
+
+def _without_functions(one: Expr, other: Expr) -> tuple[Expr, Expr]:
+    """Replace f(x), |x| and whatever else values at a few points say little of by variables."""
+    dummies: dict[Expr, Expr] = {}
+
+    def replaced(function: Expr) -> Expr:
+        key = function.func(*map(sympy.expand, function.args))
+        return dummies.setdefault(key, Dummy(f"z{len(dummies)}"))
+
+    def without(value: Expr) -> Expr:
+        return value.replace(lambda part: isinstance(part, OPAQUE), replaced)
+
+    return without(one), without(other)
+
+
+def _agree_at_points(one: Expr, other: Expr, symbols: Sequence[Expr]) -> bool:
+    compared = 0
+    for point in POINTS if symbols else POINTS[:1]:
+        values = {
+            symbol: Rational(point + Fraction(i * i + i, 7 * i + 29))
+            for i, symbol in enumerate(symbols)
+        }
+        here, there = (_evaluated(value, values) for value in (one, other))
+        if here is None or there is None:
+            # Where one has a value and the other has none, they are not known to be equal.
+            if (here is None) != (there is None):
+                return False
+            continue
+        compared += 1
+        size = max(abs(here), abs(there))
+        if size != 0 and abs(here - there) > EQUAL * size:
+            return False
+    return compared >= (2 if symbols else 1)
+
+
+def _evaluated(value: Expr, point: dict[Expr, Expr]) -> Expr | None:
+    """Return the value of an expression at a point; None if it has no finite one."""
+    try:
+        result = value.subs(point).evalf(DIGITS)
+    except (ValueError, TypeError, ArithmeticError):
+        return None
+    is_number = result.is_number and not result.has(S.NaN, S.ComplexInfinity, S.Infinity)
+    parts = result.as_real_imag() if is_number else ()
+    return result if parts and all(part.is_Float or part.is_Rational for part in parts) else None
+
+
+def _has_usual_numbers(value: Expr) -> bool:
+    """Return True if no number is so large or small that a difference could hide."""
+    for number in value.atoms(Rational):
+        if abs(number.p) > MOST_MAGNITUDE or number.q > MOST_MAGNITUDE:
+            return False
+    # Powers hide large numbers: 2^{-1000}.
+    for power in value.atoms(sympy.Pow):
+        size = power.evalf(15) if not power.free_symbols else S.One
+        if (
+            size.is_Float
+            and size != 0
+            and not (Rational(1, MOST_MAGNITUDE) < abs(size) < MOST_MAGNITUDE)
+        ):
+            return False
+    for exponent in (power.exp for power in value.atoms(sympy.Pow)):
+        if exponent.is_number and abs(exponent.evalf(15)) > 60:
+            return False
+    return not value.has(sympy.factorial, sympy.exp)
+
+
+def as_number(value: Expr) -> Number | None:
+    """Return a constant as a number: exact if it is rational, to DIGITS digits otherwise."""
+    if value.free_symbols or value.has(AppliedUndef):
+        return None
+    if value.is_Rational:
+        return Number(Fraction(int(value.p), int(value.q)))
+    digits = value.evalf(DIGITS)
+    if not digits.is_Float or not digits.is_finite:
+        return None
+    return Number(Fraction(str(digits)))

@@ -1,0 +1,136 @@
+"""Chains of relations: their sides, the same chain from its end, and the interval that one describes."""
+
+import sympy
+from sympy import Expr, Rational, S
+from sympy.core.function import AppliedUndef
+
+from rl_loop.rewards.equality import as_number
+from rl_loop.rewards.statement import (
+    Brackets,
+    Builder,
+    Chain,
+    Collection,
+    NamedSet,
+    SetOperation,
+    Statement,
+    Value,
+    is_name,
+    signs_expanded,
+)
+from rl_loop.rewards.units import same_units
+
+FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
+ORDERED = frozenset({"<", "<=", ">", ">="})
+
+
+def sides_of(statement: Statement) -> tuple[Statement, ...]:
+    """Return the sides of an equation or congruence; a statement is one side."""
+    if isinstance(statement, Chain) and set(statement.relations) <= {"=", "=="}:
+        return statement.sides
+    return (statement,)
+
+
+def is_set(statement: Statement) -> bool:
+    """Return True for intervals, points and sets of any form."""
+    return isinstance(statement, Brackets | SetOperation | NamedSet | Collection | Builder)
+
+
+def has_variables(statement: Statement) -> bool:
+    """Return True for a value with variables."""
+    return isinstance(statement, Value) and bool(statement.value.free_symbols)
+
+
+def rounds_to(exact: Statement, rounded: Statement) -> bool:
+    """Return True if a decimal is a value to the places that it has."""
+    if not isinstance(exact, Value) or not isinstance(rounded, Value) or rounded.number is None:
+        return False
+    number = exact.number or as_number(exact.value)
+    if number is None or not same_units(exact.units, rounded.units):
+        return False
+    difference = abs(number.value - rounded.number.value)
+    return difference * 2 * 10**rounded.number.places <= 1
+
+
+def reversed_chain(chain: Chain) -> Chain | None:
+    """Return a chain read from its end."""
+    if not set(chain.relations) <= set(FLIPPED):
+        return None
+    relations = tuple(FLIPPED[relation] for relation in reversed(chain.relations))
+    return Chain(chain.sides[::-1], relations)
+
+
+def difference_of(chain: Chain) -> Expr | None:
+    """Return left minus right of a relation of 2 plain values without units."""
+    left, right = chain.sides
+    if not isinstance(left, Value) or not isinstance(right, Value):
+        return None
+    if left.units.is_given or right.units.is_given:
+        return None
+    if len(signs_expanded(left)) > 1 or len(signs_expanded(right)) > 1:
+        return None
+    return left.value - right.value
+
+
+def constant_ratio(one: Expr, other: Expr) -> Rational | None:
+    """Return one / other if it is a rational number other than 0."""
+    if other == 0 or not one.free_symbols or one.free_symbols != other.free_symbols:
+        return None
+    ratio = sympy.cancel(sympy.together(one / other))
+    return ratio if ratio.is_Rational and ratio != 0 else None
+
+
+def is_unknown_name(side: Statement) -> bool:
+    """Return True for x_1 and f(2), which are names with numbers."""
+    return isinstance(side, Value) and _is_unknown(side.value)
+
+
+def _is_unknown(value: Expr) -> bool:
+    """Return True for x and f(x)."""
+    return bool(value.is_Symbol) or isinstance(value, AppliedUndef)
+
+
+def variable_of(chain: Chain) -> str | None:
+    """Return the only name among the sides, if there is one."""
+    names = [str(side.value) for side in chain.sides if isinstance(side, Value) and is_name(side)]
+    return names[0] if len(names) == 1 else None
+
+
+def interval_of(chain: Chain) -> Statement | None:
+    """Return the interval that 1 < x < 2, x > 3 or x in (1, 2) say a variable is in."""
+    if chain.relations == ("in",) and is_name(chain.sides[0]):
+        return chain.sides[1] if is_set(chain.sides[1]) else None
+
+    rising = _rising(chain)
+    if rising is None or len(rising.sides) > 3:
+        return None
+
+    # One side is the variable, and the others are its bounds.
+    sides = rising.sides
+    places = [i for i, side in enumerate(sides) if is_unknown_name(side) and is_name(side)]
+    bounds = [side for side in sides if isinstance(side, Value) and not has_variables(side)]
+    if len(places) != 1 or len(bounds) != len(sides) - 1:
+        return None
+    (place,) = places
+    if len(sides) == 3 and place != 1:
+        return None
+
+    low: Statement = Value(r"-\infty", S.NegativeInfinity)
+    high: Statement = Value(r"\infty", S.Infinity)
+    opening, closing = "(", ")"
+    if place > 0:
+        low = sides[0]
+        opening = "[" if rising.relations[0] == "<=" else "("
+    if place < len(sides) - 1:
+        high = sides[-1]
+        closing = "]" if rising.relations[-1] == "<=" else ")"
+    return Brackets((low, high), opening, closing)
+
+
+def _rising(chain: Chain) -> Chain | None:
+    """Return inequalities with < and <= only; None for others, and for mixed directions."""
+    if not set(chain.relations) <= ORDERED:
+        return None
+    falling = [relation.startswith(">") for relation in chain.relations]
+    if not any(falling):
+        return chain
+    return reversed_chain(chain) if all(falling) else None

@@ -1,0 +1,101 @@
+r"""Tokens of mathematical expressions in LaTeX, and the names that the grammar knows."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+
+from rl_loop.rewards.notation import LONGEST_PRODUCT
+
+TOKEN = re.compile(
+    r"(?P<number>[0-9]+(?:\.[0-9]*)?|\.[0-9]+)|(?P<command>\\(?:[a-zA-Z]+|.))"
+    r"|(?P<word>[a-zA-Z]+)|(?P<mark>[-+*/^_()\[\]{}|!,'=])|(?P<space>\s+)"
+)
+
+GREEK_NAMES = """
+alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho varrho sigma tau
+upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega ell hbar
+"""
+GREEK = frozenset(GREEK_NAMES.split())
+ACCENT_NAMES = "vec hat bar overline tilde widehat mathcal mathbb mathfrak mathscr"
+ACCENTS = frozenset(ACCENT_NAMES.split())
+
+TRIGONOMETRY: dict[str, Any] = {
+    name: getattr(sympy, name)
+    for name in ["sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "coth"]
+}
+INVERSES: dict[str, Any] = {
+    "arcsin": sympy.asin,
+    "arccos": sympy.acos,
+    "arctan": sympy.atan,
+    "arccot": sympy.acot,
+    "arcsec": sympy.asec,
+    "arccsc": sympy.acsc,
+    "arsinh": sympy.asinh,
+    "arcosh": sympy.acosh,
+    "artanh": sympy.atanh,
+}
+LOGARITHMS = frozenset({"log", "ln", "lg"})
+OF_SEVERAL = frozenset({"gcd", "lcm", "max", "min"})
+FUNCTIONS = frozenset({*TRIGONOMETRY, *INVERSES, *LOGARITHMS, *OF_SEVERAL, "exp", "sqrt"})
+"""Names that may be written without a backslash."""
+NAMES = {"pi": r"\pi", "infty": r"\infty", "infinity": r"\infty", "inf": r"\infty"}
+LITTLE = """
+an and are as at be but by for from has if in is it its mod no not of off on one or out per than the then to two was
+"""
+LITTLE_WORDS = frozenset(LITTLE.split())
+"""Words of two or three letters that are no products."""
+
+
+class Unreadable(ValueError):
+    """The text is not one whole expression of the grammar."""
+
+
+@dataclass(frozen=True)
+class Token:
+    """A part of an expression that has no smaller parts."""
+
+    text: str
+    kind: str
+    """number, command, letter, word, mark or end."""
+    after_space: bool
+
+
+def tokens_of(text: str) -> Iterator[Token]:
+    """Yield the tokens of an expression, the end last. Raises Unreadable for any other character."""
+    position = 0
+    after_space = False
+    while position < len(text):
+        match = TOKEN.match(text, position)
+        if match is None:
+            raise Unreadable(text)
+        position = match.end()
+
+        kind = str(match.lastgroup)
+        if kind == "word":
+            yield from _tokens_of_word(match[0], after_space)
+        elif kind != "space":
+            yield Token(match[0], kind, after_space)
+        after_space = kind == "space"
+    yield Token("", "end", after_space)
+
+
+def _tokens_of_word(word: str, after_space: bool) -> Iterator[Token]:
+    """Yield letters without a backslash: a function, a name, a word, or factors of a letter each."""
+    if word in FUNCTIONS:
+        yield Token(f"\\{word}", "command", after_space)
+    elif word in NAMES:
+        yield Token(NAMES[word], "command", after_space)
+    elif _is_no_product(word):
+        # Readable only inside of a name, such as \overline{ABCD}.
+        yield Token(word, "word", after_space)
+    else:
+        for i, letter in enumerate(word):
+            yield Token(letter, "letter", after_space and i == 0)
+
+
+def _is_no_product(word: str) -> bool:
+    """Return True for words that are too long for a product of letters, or little ones of a text."""
+    return len(word) > LONGEST_PRODUCT or (word.lower() in LITTLE_WORDS and not word.isupper())
