@@ -1,12 +1,12 @@
 """Initial weights that depend on seed and tensor name only, not on the parallel layout."""
 
-import hashlib
 from collections.abc import Callable
 
 import torch
 
 from converters.names import hf_shapes
 from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.named_random import named_generator
 
 
 def random_hf_weights(config: ModelConfig, seed: int) -> Callable[[str], torch.Tensor]:
@@ -23,10 +23,6 @@ def random_hf_weights(config: ModelConfig, seed: int) -> Callable[[str], torch.T
         if name.endswith(("bias", "sinks")):
             return torch.zeros(shape)
 
-        # manual_seed takes 63 bits
-        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-        seed_of_tensor = int.from_bytes(digest[:8], "little", signed=False) >> 1
-        generator = torch.Generator().manual_seed(seed_of_tensor)
-        return torch.randn(shape, generator=generator) * config.initializer_std
+        return torch.randn(shape, generator=named_generator(seed, name)) * config.initializer_std
 
     return draw

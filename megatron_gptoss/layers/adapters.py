@@ -1,6 +1,5 @@
 """Low-rank adapters: their parameters, names and initial values, in any parallel layout."""
 
-import hashlib
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -11,6 +10,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_gptoss.named_random import named_generator
 from megatron_gptoss.transformer_config import mark
 
 EXPERT_LINEARS = {"gate_up": "linear_fc1", "down": "linear_fc2"}
@@ -139,11 +139,8 @@ class LowRank(torch.nn.Module):
 
     def _draw_a(self, seed: int, name: str) -> Tensor:
         """Draw A [rank, in] of the adapter ``name``, all ranks together."""
-        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-        # manual_seed takes 63 bits
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         in_features = self.full_shape[1]
-        uniform = torch.rand(self.rank, in_features, generator=generator)
+        uniform = torch.rand(self.rank, in_features, generator=named_generator(seed, name))
         return (2 * uniform - 1) / math.sqrt(in_features)
 
 

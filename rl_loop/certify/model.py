@@ -5,7 +5,6 @@ sinks that hardly count, one key of 128 more or less. Here each of them matters.
 so that an update from the one to the other can be watched.
 """
 
-import hashlib
 import math
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from converters.hf_directory import HfDirectory, write_hf_directory
 from converters.model_extras import ModelExtras
 from converters.names import hf_shapes
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
+from megatron_gptoss.named_random import named_generator
 from megatron_gptoss.untrusted_files import MAX_LISTING_BYTES, read_bytes
 from megatron_gptoss.user_error import UserError
 from rl_loop.certify.harmony_tokens import CONVERSATION_TEXT
@@ -160,10 +160,8 @@ def designed_weights(config: GptOssModelConfig, seed: int) -> Iterator[tuple[str
     They depend on the seed and their name only.
     """
     for name, shape in hf_shapes(config).items():
-        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        tensor = torch.randn(shape, generator=generator)
-        yield name, _designed(name, tensor, config)
+        noise = torch.randn(shape, generator=named_generator(seed, name))
+        yield name, _designed(name, noise, config)
 
 
 def _designed(name: str, noise: Tensor, config: GptOssModelConfig) -> Tensor:
