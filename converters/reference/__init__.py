@@ -4,7 +4,7 @@ It is the one reference of ``gptoss certify``, ``gptoss convert verify`` and the
 
 * ``decoder``: the equations that all families share.
 * ``gpt_oss`` and ``dense``: the equations of a family, and its layouts of weights.
-* ``layouts``: weights as Hugging Face and as Megatron store them, read one at a time by name.
+* ``layouts``: Hugging Face's and Megatron's layout of weights, read one tensor at a time.
 * ``rotary``: rotary frequencies.
 * ``mxfp4``: the values of MXFP4.
 

@@ -1,8 +1,8 @@
-"""Weights as Hugging Face and as Megatron store them, read one at a time by name.
+"""Layouts of weights: Hugging Face's and Megatron's, read one tensor at a time.
 
-A layout knows how its side stores each linear map. It is written from the layout and not from the
-converters' name tables: a table that is wrong in both directions moves every weight there and back
-unharmed, but the two layouts then compute different outputs.
+A layout knows how its side stores each linear map. It does not use the converters' name tables. A
+table that is wrong in both directions moves every weight there and back unchanged, but the two
+layouts then compute different outputs.
 """
 
 from collections.abc import Callable, Mapping

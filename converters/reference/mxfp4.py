@@ -11,7 +11,7 @@ ROWS_BY_DEFINITION = 4
 
 
 def defined_values(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Compute the values that MXFP4 stands for.
+    """Compute the values of MXFP4 blocks and scales.
 
     Args:
         blocks: uint8 [rows, n, 16].
@@ -44,7 +44,7 @@ def nearest(values: torch.Tensor, exact: torch.Tensor, scales: torch.Tensor) -> 
     error = (values.double() - exact.double()).abs().unflatten(-1, (-1, BLOCK)) / unit
     magnitude = exact.double().abs().unflatten(-1, (-1, BLOCK)) / unit
 
-    # Neighboring values are 0.5 apart up to 2, 1 up to 4, and 2 up to 6.
+    # The distance of neighboring values is 0.5 up to 2, 1 up to 4, and 2 up to 6.
     largest_error = torch.where(magnitude <= 2, 0.25, torch.where(magnitude <= 4, 0.5, 1.0))
     return bool((error <= largest_error).all())
 

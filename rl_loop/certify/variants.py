@@ -1,8 +1,8 @@
 """The reference of GPT-OSS (``converters.reference``), with every known fault as a switch.
 
-Without a switch the reference computes what a subject has to compute; ``run.py`` compares it with
-transformers' GptOssForCausalLM first. With a switch it computes what a subject with that fault
-computes: the difference shows how visible the fault is, and names the fault when it occurs.
+Without a switch the reference computes the correct results. ``run.py`` compares it with transformers'
+GptOssForCausalLM before it judges a subject. With a switch the reference computes the results of a
+subject with that fault: the difference shows how visible the fault is, and identifies it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,47 +24,47 @@ Which = Literal["all", "weights", "biases"]
 
 @dataclass(frozen=True)
 class Variant:
-    """How a model departs from GPT-OSS. The defaults do not."""
+    """Faults of a computation of GPT-OSS. The defaults are none."""
 
     window_offset: int = 0
-    """Keys that a token of a window layer sees more than it should."""
+    """Number of additional keys that a token of a window layer sees."""
     decoding_window_offset: int = 0
-    """The same for tokens that were decoded one by one, and not for the prompt."""
+    """Number of additional keys for tokens that were decoded one by one, not for the prompt."""
     windows: Literal["even", "odd", "all", "none"] = "even"
-    """Which 0-based layers have a window."""
+    """0-based layers that have a window."""
     sinks: Literal["exact", "absent", "no gradient", "absent in the backward pass"] = "exact"
     yarn: Literal["exact", "ramp rounded", "absent", "cut", "no concentration", "wrong length"] = (
         "exact"
     )
-    """"cut": positions beyond the original length count as its last one. "wrong length": the
-    longest length stands in for the original one."""
+    """"cut": positions beyond the original length count as its last position. "wrong length": the
+    longest length replaces the original length."""
     bf16_positions: bool = False
-    """Positions are rounded to bf16 before they become angles."""
+    """Round positions to bf16 before the angles are computed."""
     router_bias: Literal["exact", "absent", "bf16"] = "exact"
     router_softmax: Literal["chosen", "all"] = "chosen"
-    """Over which experts the softmax is taken."""
+    """Experts over which the softmax runs."""
     router_gradient: bool = True
-    """Whether gradients pass through the weights of the experts."""
+    """Pass gradients through the shares of the experts."""
     clamp: Literal["exact", "absent", "before bias"] = "exact"
     up_offset: float = 1.0
     slope: float = SWISH_SLOPE
     concatenated: Which | None = None
-    """Gates and ups are taken for halves of the channels, and not for every other channel."""
+    """Tensors whose gate and up channels are read as halves instead of alternating."""
     swapped_gate_up: bool = False
     transposed_down: int | None = None
-    """Layer whose (square) down projections are transposed; EVERY_LAYER: of all."""
+    """Layer whose (square) down projections are transposed; EVERY_LAYER for all."""
     absent_biases: tuple[str, ...] = ()
-    """Tensors whose names end so are zeros."""
+    """Endings of names of tensors that are zeros."""
     bf16_biases: bool = False
-    """All biases but the router's are rounded to bf16."""
+    """Round all biases to bf16, except the router's."""
     stale_expert: tuple[int, int] | None = None
-    """(layer, expert) that kept the weights from before an update."""
+    """(layer, expert) with the weights from before an update."""
     stale: str | None = None
-    """Tensors whose names contain this kept their values; "" is in all names."""
+    """Part of the names of tensors with the values from before an update; "" for all."""
     leaky_packing: bool = False
-    """Sequences in one row see those before them."""
+    """Let sequences in one row attend to earlier sequences."""
     running_positions: bool = False
-    """Sequences in one row do not begin at position 0."""
+    """Continue positions over the sequences in one row."""
 
 
 EXACT = Variant()

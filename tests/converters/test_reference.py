@@ -1,4 +1,4 @@
-"""The reference computes what transformers computes, streams weights and shares no code."""
+"""The reference equals transformers for all families, in any dtype, and streams weights."""
 
 from __future__ import annotations
 
