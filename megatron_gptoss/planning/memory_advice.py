@@ -70,7 +70,7 @@ def _possible_layouts(inputs: MemoryInputs) -> Iterator[ParallelConfig]:
 
         # Most combinations split something unevenly.
         try:
-            layout.check_layout(inputs.model, inputs.adapter)
+            layout.check_layout(inputs.model, inputs.adapter, inputs.frozen)
         except ValueError:
             continue
         if inputs.sequences >= layout.data * inputs.mini_batches:
@@ -141,7 +141,7 @@ def _base_can_be_packed(inputs: MemoryInputs) -> bool:
     values do, only loading them tells."""
     packed = inputs.parallel.model_copy(update={"base": "mxfp4"})
     try:
-        packed.check_layout(inputs.model, inputs.adapter)
+        packed.check_layout(inputs.model, inputs.adapter, inputs.frozen)
     except ValueError:
         return False
     return True

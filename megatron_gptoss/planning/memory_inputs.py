@@ -58,6 +58,9 @@ class MemoryInputs:
     time computes: a critic's optimizer, None for a reference policy, which has none."""
     adapter: AdapterConfig | None = None
     """What is trained of all models; None for all parameters."""
+    frozen: tuple[str, ...] = ()
+    """Parts of layers that are not trained, as in ``ablation.freeze``. Predictions count them as
+    trained; a layout must leave every pipeline stage something else to train."""
     quantization: Quantization | None = None
     """What the policy's experts are trained through; None for their weights as they are."""
     engine: EngineMemory | None = None
