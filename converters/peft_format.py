@@ -61,6 +61,8 @@ _BASE_COPIES = {
     for inner in ("", ".base_layer")
 }
 """What PEFT saves of the base beside adapters of embedding or output layer, by its name there."""
+_PARAMETERS = {"gate_up": "gate_up_proj", "down": "down_proj"}
+"""PEFT's names of the experts' two matrices."""
 _LAYER = re.compile(re.escape(f"{PREFIX}model.layers.") + r"(\d+)\.")
 
 
@@ -82,6 +84,8 @@ class AdapterMapping:
     exchanged: bool = False
     """True for PEFT's other layout of experts, in which A has the outputs and B the inputs. PEFT 0.19
     and later writes it with transformers 4, whose experts do not say that they are transposed."""
+    is_alone: bool = False
+    """True for one of the experts' two matrices if the other one has no adapter in the layer."""
 
     @property
     def checkpoint_key(self) -> str:
@@ -96,7 +100,8 @@ class AdapterMapping:
     @property
     def names(self) -> tuple[str, str]:
         """Return PEFT's names of A and B."""
-        return _peft_names(self.kind, self.layer)
+        # PEFT wraps the experts once for each matrix; the first wrapper is the inner one.
+        return _peft_names("down" if self.is_alone else self.kind, self.layer)
 
     @property
     def factor_shapes(self) -> tuple[Shape, Shape]:
@@ -263,6 +268,13 @@ class PeftDirectory:
     def _adapter_config(self) -> AdapterConfig:
         file = self._settings.file
         advice = "Merge it into the base (gptoss convert merge) and begin with the merged model"
+        for mapping in self.mappings:
+            if mapping.is_alone:
+                raise ConversionError(
+                    f"{file}: target_parameters has only {_PARAMETERS[mapping.kind]} of the experts in "
+                    f"layer {mapping.layer}, and a trainer has adapters of both matrices or none. "
+                    f"{advice}"
+                )
         layers: dict[str, list[int | None]] = {}
         for mapping in self.mappings:
             layers.setdefault(mapping.kind, []).append(mapping.layer)
@@ -340,12 +352,11 @@ class PeftDirectory:
                     f"available: {available}"
                 )
 
-        expert_layers = [{m.layer for m in mappings if m.kind == kind} for kind in EXPERTS]
-        if expert_layers[0] != expert_layers[1]:
-            raise ConversionError(
-                f"{settings.file}: target_parameters has one of the experts' two matrices, "
-                "gate_up_proj and down_proj, in some layers; adapters of both or of none can be read"
-            )
+        places = {(mapping.kind, mapping.layer) for mapping in mappings}
+        for number, mapping in enumerate(mappings):
+            if mapping.kind in EXPERTS:
+                has_both = all((kind, mapping.layer) in places for kind in EXPERTS)
+                mappings[number] = replace(mapping, is_alone=not has_both)
         exchanged = [
             replace(mapping, exchanged=mapping.experts is not None) for mapping in mappings
         ]
@@ -354,11 +365,22 @@ class PeftDirectory:
     def _fits_exchanged(
         self, mappings: list[AdapterMapping], exchanged: list[AdapterMapping]
     ) -> bool:
-        """Tell whether tensors of experts have the shapes of the other layout.
+        """Return True if tensors of experts have the shapes of the other layout.
 
-        One of the two matrices always decides: the sides of gate_up_proj are equal where those of
+        Both matrices together always decide: the sides of gate_up_proj are equal where those of
         down_proj are not.
+
+        Raises:
+            ConversionError: if there is only one of the two, and its sides are equal.
         """
+        of_experts = [mapping for mapping in mappings if mapping.experts is not None]
+        if of_experts and all(len(set(mapping.shape)) == 1 for mapping in of_experts):
+            raise ConversionError(
+                f"{self._settings.file}: target_parameters has only {_PARAMETERS[of_experts[0].kind]} "
+                f"of the experts, whose {of_experts[0].shape[0]} inputs and outputs do not tell whether "
+                "A and B are exchanged, as peft 0.19 and later writes them with transformers 4. Merge "
+                "the adapter with PEFT"
+            )
         return not self._fit(mappings) and self._fit(exchanged)
 
     def _fit(self, mappings: list[AdapterMapping]) -> bool:

@@ -28,7 +28,7 @@ TARGETS = {
 PARAMETERS = ("router", "gate_up", "down")
 """What PEFT adapts as parameters of a module, and not as a module."""
 EXPERTS = ("gate_up", "down")
-"""The two matrices of experts, which have adapters both or neither."""
+"""The two matrices of experts."""
 MAX_REPETITIONS = 4
 """Repetitions that a regular expression of an adapter's settings may have."""
 GROUPS = ("SUBPATTERN", "BRANCH", "MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT", "ATOMIC_GROUP")

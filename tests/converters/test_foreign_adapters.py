@@ -9,7 +9,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,12 @@ from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory
 from converters.merge_adapter import merge_adapter
 from converters.names import hf_shapes
+from converters.peft_format import PeftDirectory
 from converters.reports import MergeReport
 from converters.torch_dist import export_checkpoint, import_checkpoint
 from converters.verify import verify
 from launch.cli import app
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from tests.support.converters.models import TINY, save_hf
 from tests.support.converters.peft_adapters import PREFIX, write_adapter
 
@@ -132,18 +134,27 @@ def test_adapter_of_some_layers_is_not_imported_and_says_why(base: Path, tmp_pat
     assert not (tmp_path / "imported").exists()
 
 
-def write_expert_adapter(path: Path, layers: list[int], exchanged: bool, rank: int = 2) -> Path:
+def write_expert_adapter(
+    path: Path,
+    layers: list[int],
+    exchanged: bool,
+    rank: int = 2,
+    matrices: Sequence[str] = ("gate_up_proj", "down_proj"),
+    model: GptOssModelConfig = TINY,
+) -> Path:
     """Write adapters of experts as PEFT's ParamWrapper has them; the values are the same updates in
     both layouts."""
-    write_adapter(path, TINY, [], rank=rank)
+    write_adapter(path, model, [], rank=rank)
     generator = torch.Generator().manual_seed(3)
     tensors = {}
     widths = {
-        "base_layer.": (TINY.hidden_size, 2 * TINY.intermediate_size),
-        "": (TINY.intermediate_size, TINY.hidden_size),
+        "gate_up_proj": (model.hidden_size, 2 * model.intermediate_size),
+        "down_proj": (model.intermediate_size, model.hidden_size),
     }
     for layer in layers:
-        for inner, (inputs, outputs) in widths.items():
+        # Each matrix wraps the module; the last wrapper is the outer one.
+        for matrix, inner in zip(matrices, ("base_layer.", "")[-len(matrices) :], strict=True):
+            inputs, outputs = widths[matrix]
             a = 0.2 * torch.randn(TINY.num_experts, rank, inputs, generator=generator)
             b = 0.2 * torch.randn(TINY.num_experts, outputs, rank, generator=generator)
             if exchanged:
@@ -152,9 +163,7 @@ def write_expert_adapter(path: Path, layers: list[int], exchanged: bool, rank: i
             tensors[f"{name}A.weight"] = a.flatten(0, 1).contiguous()
             tensors[f"{name}B.weight"] = b.permute(1, 2, 0).flatten(1).contiguous()
     save_file(tensors, path / "adapter_model.safetensors")
-    parameters = [
-        f"{layer}.mlp.experts.{name}" for layer in layers for name in ("gate_up_proj", "down_proj")
-    ]
+    parameters = [f"{layer}.mlp.experts.{name}" for layer in layers for name in matrices]
     file = path / "adapter_config.json"
     settings = json.loads(file.read_text())
     file.write_text(json.dumps(settings | {"target_modules": [], "target_parameters": parameters}))
@@ -180,6 +189,41 @@ def test_experts_of_some_layers_are_merged_in_both_layouts(
         formula = "ore,eri->eoi" if exchanged else "ore,eri->eio"
         update = 2.0 * torch.einsum(formula, b, a)
         torch.testing.assert_close(found[name.format(1)], update, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("exchanged", [False, True])
+@pytest.mark.parametrize("matrix", ["gate_up_proj", "down_proj"])
+def test_one_matrix_of_experts_is_merged(
+    matrix: str, exchanged: bool, base: Path, tmp_path: Path
+) -> None:
+    """PEFT's target_parameters may name one of the two; it has then no base_layer inside."""
+    adapter = write_expert_adapter(tmp_path / "adapter", [1], exchanged, matrices=[matrix])
+    merge_adapter(base, adapter, tmp_path / "out", "fp32")
+    found = changed_weights(base, tmp_path / "out")
+    name = {"gate_up_proj": GATE_UP, "down_proj": DOWN}[matrix].format(1)
+    assert set(found) == {name}
+
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    a = tensors[f"{PREFIX}.1.mlp.experts.lora_A.weight"].view(TINY.num_experts, 2, -1)
+    b = tensors[f"{PREFIX}.1.mlp.experts.lora_B.weight"]
+    formula = "ore,eri->eoi" if exchanged else "ore,eri->eio"
+    update = 2.0 * torch.einsum(formula, b.view(len(b), 2, TINY.num_experts), a)
+    torch.testing.assert_close(found[name], update, atol=1e-5, rtol=1e-5)
+
+    with pytest.raises(
+        ConversionError, match=rf"only {matrix} of the experts in layer 1.*both matrices or none"
+    ):
+        import_adapter(adapter, tmp_path / "imported", base)
+
+
+def test_square_matrix_of_experts_alone_is_refused(tmp_path: Path) -> None:
+    """Of the released models, whose down_proj is 2880 x 2880, A and B have the same shape."""
+    square = TINY.model_copy(update={"intermediate_size": TINY.hidden_size})
+    for exchanged in (False, True):
+        path = tmp_path / str(exchanged)
+        write_expert_adapter(path, [0, 1], exchanged, matrices=["down_proj"], model=square)
+        with pytest.raises(ConversionError, match=r"only down_proj of the experts.*exchanged"):
+            PeftDirectory(path, square)
 
 
 # -- the base ----------------------------------------------------------------------------------

@@ -267,8 +267,8 @@ LAYER_2 = f"{PREFIX}model.layers.2.self_attn.k_proj.lora_A.weight"
             r"embed_tokens.lora_embedding_A has shape \[8, 128\], expected \[65",
         ),
         (
-            change_settings(target_parameters=["mlp.experts.down_proj"]),
-            "target_parameters has one of the experts' two matrices",
+            change_settings(target_parameters=["mlp.router.weight", "mlp.experts.down_proj"]),
+            "experts.base_layer.lora_[AB].weight .*does not name this weight",
         ),
         (with_settings("[]"), "adapter_config.json: holds no JSON object"),
         (with_settings("{"), "adapter_config.json: not valid JSON"),
