@@ -191,6 +191,27 @@ def test_config_key_survives_or_is_refused_when_removed(model: Model) -> None:
     assert not faults, "\n".join(faults)
 
 
+def test_config_key_that_we_use_is_used_by_transformers(model: Model) -> None:
+    """A key that transformers ignores would make one directory two models."""
+    table = family_of(model.config["model_type"], "test").hf_keys
+    original, architecture = logits_of(model.original), read_hf_config(model.config)
+    assert original is not None
+    ignored = []
+    for key in table.fields:
+        before = model.config.get(key, getattr(architecture, table.fields[key]))
+        for value in flips(before):
+            config = model.config | {key: value}
+            try:
+                changes = read_hf_config(config) != architecture
+            except ValueError:
+                continue
+            found = logits_of(model.changed(config)) if changes else None
+            if found is not None and torch.equal(found, original):
+                ignored.append(key)
+    # The start of training, and a length that nothing is computed from.
+    assert set(ignored) <= {"initializer_range", "max_position_embeddings"}
+
+
 @pytest.mark.parametrize("section", ["rope_parameters", "rope_scaling"])
 def test_rope_key_survives_or_is_refused(model: Model, section: str) -> None:
     """All keys of all types of rotary embeddings, in both spellings."""

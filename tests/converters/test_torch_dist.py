@@ -235,10 +235,12 @@ def test_verify_refuses_models_of_different_architecture(
 ) -> None:
     other = save_hf(tmp_path / "other", weights)
     config = (
-        (other / "config.json").read_text().replace('"swiglu_limit": 7.0', '"swiglu_limit": 6.0')
+        (other / "config.json")
+        .read_text()
+        .replace('"rms_norm_eps": 1e-05', '"rms_norm_eps": 1e-06')
     )
     (other / "config.json").write_text(config)
-    with pytest.raises(ConversionError, match=r"swiglu_limit is 6\.0 in .*other but 7\.0"):
+    with pytest.raises(ConversionError, match=r"rms_norm_eps is 1e-06 in .*other but 1e-05"):
         verify(other, megatron_dir)
 
 

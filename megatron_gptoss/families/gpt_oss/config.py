@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, TypeAdapter, model_validator
+from pydantic import Field, TypeAdapter, field_validator, model_validator
 
 from megatron_gptoss.config import (
     AdapterTarget,
@@ -24,6 +24,8 @@ _ROPE_NAMES = {
 """Keys of the rotary settings, by field."""
 _QUANTIZATION_KEYS = {"quant_method", "modules_to_not_convert", "dequantize"}
 _EXPERT_PATTERN = "experts"
+SWIGLU_LIMIT = 7.0
+"""The clamp of the released models."""
 
 
 class GptOssModelConfig(ModelConfig):
@@ -91,8 +93,8 @@ class GptOssModelConfig(ModelConfig):
     """Rows of the embedding and of the output layer (untied)."""
     sliding_window: int = Field(128, gt=0)
     """Keys a token of a window layer sees, itself included."""
-    swiglu_limit: float = Field(7.0, gt=0)
-    """Clamp of the SwiGLU inputs."""
+    swiglu_limit: float = SWIGLU_LIMIT
+    """Clamp of the SwiGLU inputs. Only 7 is possible."""
     rms_norm_eps: float = Field(1e-5, gt=0)
     """Epsilon of all RMSNorms."""
     rope_theta: float = Field(150_000.0, gt=0)
@@ -107,6 +109,17 @@ class GptOssModelConfig(ModelConfig):
     """Rotations below which a frequency is fully interpolated."""
     max_length: int = Field(131_072, gt=0)
     """Longest sequence, in tokens."""
+
+    @field_validator("swiglu_limit")
+    @classmethod
+    def _check_limit(cls, limit: float) -> float:
+        if limit != SWIGLU_LIMIT:
+            raise ValueError(
+                f"swiglu_limit must be {SWIGLU_LIMIT:g}: transformers 5.12 computes with that whatever "
+                "config.json says, and SGLang with the value of the file, so one directory would be two "
+                "models"
+            )
+        return limit
 
     @model_validator(mode="after")
     def _check_experts(self) -> Self:
