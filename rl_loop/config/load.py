@@ -19,6 +19,7 @@ from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.config.served_weights import served_weights
 from rl_loop.config.shipped import find_config, find_section, section_names
 from rl_loop.config.suggestions import known_keys, similar_keys, similar_names
+from rl_loop.conversations.config import ONLY_SOURCE, ConversationSource
 from rl_loop.registry import TAG
 
 MOST_YAML_BYTES = 1 << 20
@@ -53,8 +54,9 @@ def load_config[Config: RunConfig](
     # Before the other overrides, which may change something inside the named file.
     for key in ("model", "algorithm"):
         changes = _insert_named_section(path, tree, key, changes)
-    _refuse_split_data(path, tree, changes)
+    changes = _name_only_sources(tree, changes)
     _drop_replaced_sections(tree, changes)
+    _refuse_split_data(path, tree, changes)
 
     try:
         changes = _insert_choices(tree, changes)
@@ -72,26 +74,77 @@ def load_config[Config: RunConfig](
 
 HELD_OUT_OF = {"path": "validation_path", "train_path": "held_out_path"}
 """Keys of training data, and of the held-out data beside it."""
+DATA_KEYS = ("data", "vocabulary_data")
+"""Sections in which a single source may stand without its name (``DataConfig``)."""
+
+
+def _name_only_sources(tree: Any, changes: list[str]) -> list[str]:
+    """Give single sources of data their name, in the YAML tree and in the overrides.
+
+    ``data.path`` and ``data.sources.data.path`` are the same key, and the override has to win.
+    """
+    renamed = list(changes)
+    for section in DATA_KEYS:
+        data = tree.get(section)
+        if not OmegaConf.is_dict(data):
+            continue
+        short = [key for key in data if key in ConversationSource.model_fields]
+        named = data.get("sources", {})
+        if short and not named:
+            data["sources"] = {ONLY_SOURCE: {key: data.pop(key) for key in short}}
+        if set(data.get("sources", {})) != {ONLY_SOURCE}:
+            continue
+        for number, change in enumerate(renamed):
+            key, _, value = change.partition("=")
+            field = key.removeprefix(f"{section}.")
+            if key != field and field.split(".")[0] in ConversationSource.model_fields:
+                renamed[number] = f"{section}.sources.{ONLY_SOURCE}.{field}={value}"
+    return renamed
 
 
 def _refuse_split_data(path: Path, tree: Any, changes: list[str]) -> None:
     """Raise ConfigError if overrides replace training data and keep the file's held-out data."""
-    keys = {change.partition("=")[0] for change in changes}
-    for key in keys:
+    keys = {key for change in changes for key in _keys_of_change(change)}
+    for key in sorted(keys):
         section, _, name = key.rpartition(".")
         if name not in HELD_OUT_OF or not section:
             continue
         held_out = f"{section}.{HELD_OUT_OF[name]}"
         value = OmegaConf.select(tree, held_out)
-        if value is not None and not any(other in (held_out, section) for other in keys):
+        if value is not None and held_out not in keys:
+            held_out, key = (k.replace(f".sources.{ONLY_SOURCE}.", ".") for k in (held_out, key))
             raise ConfigError(
                 f"{held_out}: {value} belongs to the {key} of {path}, which the command line replaces. "
                 f"Add {held_out}=FILE, or {held_out}=null"
             )
 
 
-DATA_SECTION = re.compile(r"(.*\.)?(data|vocabulary_data|sources)")
-"""Keys whose mapping names all of the data."""
+def _keys_of_change(change: str) -> list[str]:
+    """Return the keys of all values that an override has, also of those in a mapping."""
+    return _leaf_keys(_values_of_change(change))
+
+
+def _mappings_of_change(change: str) -> list[str]:
+    """Return the keys of all mappings of an override, the outer ones first."""
+
+    def keys_of(values: Any, prefix: str) -> list[str]:
+        if not isinstance(values, dict):
+            return []
+        below = [key for name in values for key in keys_of(values[name], f"{prefix}{name}.")]
+        return [prefix.removesuffix("."), *below]
+
+    return keys_of(_values_of_change(change), "")
+
+
+def _values_of_change(change: str) -> Any:
+    try:
+        return OmegaConf.to_container(OmegaConf.from_dotlist([change]))
+    except OmegaConfBaseException:
+        return {}  # ``load_config`` reports it
+
+
+DATA_SECTION = re.compile(r"(.*\.)?(data|vocabulary_data|sources|sources\.[^.]+)")
+"""Keys whose mapping names all of the data, or all of one source."""
 
 
 def _drop_replaced_sections(tree: Any, changes: list[str]) -> None:
@@ -99,12 +152,15 @@ def _drop_replaced_sections(tree: Any, changes: list[str]) -> None:
     would stay."""
     for change in changes:
         key, _, value = change.partition("=")
-        if not value.lstrip().startswith("{") or not DATA_SECTION.fullmatch(key):
+        if not value.lstrip().startswith("{"):
             continue
-        parent, _, name = key.rpartition(".")
-        section = OmegaConf.select(tree, parent) if parent else tree
-        if OmegaConf.is_dict(section) and name in section:
-            del section[name]
+        for replaced in filter(DATA_SECTION.fullmatch, _mappings_of_change(change)):
+            if not f"{replaced}.".startswith(f"{key}."):
+                continue  # only leads to the key
+            parent, _, name = replaced.rpartition(".")
+            section = OmegaConf.select(tree, parent) if parent else tree
+            if OmegaConf.is_dict(section) and name in section:
+                del section[name]
 
 
 def value_origins(

@@ -360,3 +360,63 @@ def test_held_out_data_belongs_to_its_training_data() -> None:
     for held_out in ("null", "held.jsonl"):
         changes = ["data.path=chats.jsonl", f"data.validation_path={held_out}"]
         assert load_config(file, SftConfig, changes).data is not None
+
+
+SHORT_DATA = "{path: old.jsonl, validation_path: held.jsonl}"
+LONG_DATA = f"{{sources: {{data: {SHORT_DATA}}}}}"
+
+
+@pytest.mark.parametrize("data", [SHORT_DATA, LONG_DATA])
+@pytest.mark.parametrize("change", ["data.path=new.jsonl", "data.sources.data.path=new.jsonl"])
+def test_every_form_of_a_source_keeps_its_files_together(
+    change: str, data: str, tmp_path: Path
+) -> None:
+    """``data.path`` and ``data.sources.data.path`` are one key, in the file and in overrides."""
+    shop = (CONFIGS / "sft/tiny_shop.yaml").read_text()
+    file = tmp_path / "shop.yaml"
+    file.write_text(re.sub(r"^data: .*$", f"data: {data}", shop, flags=re.MULTILINE))
+    with pytest.raises(ConfigError, match=r"data\.validation_path: held\.jsonl belongs to"):
+        load_config(file, SftConfig, [change])
+    for value, expected in (("null", None), ("new_held.jsonl", "new_held.jsonl")):
+        key = "data.sources.data.validation_path"
+        loaded = load_config(file, SftConfig, [change, f"{key}={value}"]).data
+        assert loaded is not None
+        (source,) = loaded.sources.values()
+        assert (source.path, source.validation_path) == ("new.jsonl", expected)
+
+
+@pytest.mark.parametrize("data", [SHORT_DATA, LONG_DATA])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "data.sources.data={path: new.jsonl}",
+        "data.sources={data: {path: new.jsonl}}",
+        "data={path: new.jsonl}",
+        "data={sources: {data: {path: new.jsonl}}}",
+    ],
+)
+def test_mapping_of_a_source_replaces_it(change: str, data: str, tmp_path: Path) -> None:
+    shop = (CONFIGS / "sft/tiny_shop.yaml").read_text()
+    file = tmp_path / "shop.yaml"
+    file.write_text(re.sub(r"^data: .*$", f"data: {data}", shop, flags=re.MULTILINE))
+    loaded = load_config(file, SftConfig, [change]).data
+    assert loaded is not None
+    (source,) = loaded.sources.values()
+    assert (source.path, source.validation_path) == ("new.jsonl", None)
+
+
+def test_source_of_tasks_keeps_its_files_together(tmp_path: Path) -> None:
+    text = (CONFIGS / "rl/tiny_retool.yaml").read_text()
+    mine = "{environment: gsm8k, train_path: a.jsonl, held_out_path: b.jsonl}"
+    text = re.sub(r"^tasks: .*$", f"tasks: {{sources: {{mine: {mine}}}}}", text, flags=re.MULTILINE)
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"tasks\.sources\.mine\.held_out_path: b\.jsonl belongs"):
+        load_config(file, RlConfig, ["tasks.sources.mine.train_path=c.jsonl"])
+    with pytest.raises(ConfigError, match="train_path needs held_out_path"):
+        change = "tasks.sources.mine={environment: gsm8k, train_path: c.jsonl}"
+        load_config(file, RlConfig, [change])
+    replaced = load_config(file, RlConfig, ["tasks={sources: {retool: {environment: retool}}}"])
+    assert list(replaced.tasks.sources) == ["retool"]
+    heavier = load_config(file, RlConfig, ["tasks.sources.mine.weight=2"]).tasks.sources["mine"]
+    assert (heavier.train_path, heavier.held_out_path, heavier.weight) == ("a.jsonl", "b.jsonl", 2)
