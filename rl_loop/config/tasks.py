@@ -34,8 +34,8 @@ class SourceConfig(StrictModel):
     hub:NAME:CONFIGURATION:SPLIT of the Hugging Face hub; null for generated tasks.
     Shuffled anew in each epoch."""
     held_out_path: str | None = None
-    """The tasks on which accuracy is measured; training tasks that share a prompt or 13 words with
-    them are dropped."""
+    """The tasks on which accuracy is measured. Training tasks that share 13 words in a row, or a
+    shorter question, with one of them are dropped."""
     columns: dict[str, str] = Field(default_factory=dict)
     """How rows of the data call what the environment or a task calls otherwise, such as
     ``{question: problem, answer: solution}``. Only these columns are read then. Empty: the names

@@ -240,8 +240,9 @@ class Source:
     def decontaminate(self, held_out: list[str]) -> None:
         """Leave out training tasks that give away one of these prompts, and say how many.
 
-        Generated tasks do if they have the same prompt, tasks of data also if they share
-        SHARED_WORDS words in a row with one that are not the words of a form."""
+        Generated tasks do if they have the same prompt. Tasks of data also do if
+        ``find_giveaways`` finds a copy of one in their question, or the other way round.
+        """
         self._excluded = frozenset(held_out)
         if self._data is None:
             return
@@ -249,7 +250,7 @@ class Source:
         giveaways = find_giveaways((asked_text(task) for task in self._data), held_out)
         if any(giveaways):
             count = f"{sum(giveaways)} of {len(giveaways)} training tasks are left out"
-            reason = f"they have the prompt, or {SHARED_WORDS} words in a row, in common with a held-out task"
+            reason = f"they share {SHARED_WORDS} words in a row, or a shorter question, with a held-out task"
             logger.warning("tasks.sources.%s: %s: %s", self.name, count, reason)
         self._data.keep([not gives_away for gives_away in giveaways])
         self._kept_orders = {}
