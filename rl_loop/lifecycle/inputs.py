@@ -32,6 +32,8 @@ from rl_loop.config.tasks import TaskConfig
 from rl_loop.conversations.config import DataConfig
 from rl_loop.conversations.rows import hub_files
 from rl_loop.data.hub import is_of_hub
+from rl_loop.environments.registry import environment_class
+from rl_loop.environments.tool_servers.config import ToolServerConfig
 
 WEIGHT_BLOCK = 1 << 14
 WHOLE_FILE = 1 << 24
@@ -43,6 +45,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
 """Options of an environment with such a suffix are data, if there is such a file."""
 
+TOOL_SERVERS = "options.servers"
+"""Option with tool servers, whose scripts are inputs."""
 WEIGHTS = ("initial_weights", "initial_adapter")
 """Keys that name weights."""
 
@@ -89,6 +93,11 @@ def places_of_tasks(tasks: TaskConfig) -> dict[str, Any]:
         for option, value in source.options.items():
             if isinstance(value, str) and value.endswith(DATA_SUFFIXES) and Path(value).is_file():
                 places[f"{key}.options.{option}"] = value
+        options = environment_class(source.environment).Options.model_validate(source.options)
+        for server, config in getattr(options, "servers", {}).items():
+            if isinstance(config, ToolServerConfig):
+                for number, script in enumerate(config.scripts()):
+                    places[f"{key}.{TOOL_SERVERS}.{server}.script_{number}"] = script
     return places
 
 

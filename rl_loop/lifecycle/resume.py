@@ -14,6 +14,7 @@ from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import dump_config, read_yaml
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.lifecycle.inputs import (
+    TOOL_SERVERS,
     WEIGHTS,
     Input,
     from_json,
@@ -21,7 +22,7 @@ from rl_loop.lifecycle.inputs import (
     places_of_tasks,
     read_inputs,
 )
-from rl_loop.lifecycle.resume_rules import TOKEN_IDS, Effect, rule_of
+from rl_loop.lifecycle.resume_rules import TOKEN_IDS, TOOLS, Effect, rule_of
 from rl_loop.tasks.codec import tokenizer_directory
 from rl_loop.tracking.run_directory import RunDirectory, atomic_write_text, read_json
 
@@ -130,8 +131,12 @@ def _refuse_content(
     """Raise ConfigError if a run cannot continue with other content of a file."""
     if key in WEIGHTS:
         reason = _weights_refusal(key, config, run)
+    elif key == "tokenizer":
+        reason = TOKEN_IDS
+    elif f".{TOOL_SERVERS}." in key:
+        reason = TOOLS
     else:
-        reason = rule_of(key, _samples(config)).reason if key != "tokenizer" else TOKEN_IDS
+        reason = rule_of(key, _samples(config)).reason
     if reason is None:
         return
 

@@ -49,6 +49,7 @@ TOKEN_IDS = "the policy has learned the other token ids"
 SYSTEM_MESSAGE = (
     "the policy has learned with the other system message, and the curve would say nothing of it"
 )
+TOOLS = "episodes would meet other tools, and the curve would say nothing of it"
 
 LEARNING = Rule(Effect.MAY_CHANGE, "how the policy learns from the next step on")
 SAMPLING = Rule(Effect.MAY_CHANGE, "how episodes are sampled from the next step on", samples=True)

@@ -1,6 +1,8 @@
 """How a configuration says where a tool server is."""
 
+import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -11,6 +13,9 @@ FACTORIES: Registry[Callable[..., Any]] = Registry(
     kind="tool server", expected="a function that makes one", accepts=callable
 )
 """Has no entries: what makes a server in process is named as MODULE:FUNCTION."""
+
+ELF = b"\x7fELF"
+"""First bytes of a compiled program."""
 
 WAYS = ("command", "url", "in_process")
 """How a server is reached; each server has one of them."""
@@ -69,3 +74,20 @@ class ToolServerConfig(BaseModel):
         if self.in_process is not None:
             FACTORIES.resolve(self.in_process)
         return self
+
+    def scripts(self) -> list[Path]:
+        """Return the files that the command names, and the module of ``in_process``.
+
+        Compiled programs, such as an interpreter, are left out.
+        """
+        folder = Path(self.cwd or ".")
+        files = [folder / word for word in self.command or []]
+        if self.in_process is not None:
+            spec = importlib.util.find_spec(self.in_process.partition(":")[0])
+            files = [Path(spec.origin)] if spec is not None and spec.origin else []
+        return [file for file in files if file.is_file() and not _is_compiled(file)]
+
+
+def _is_compiled(file: Path) -> bool:
+    with file.open("rb") as content:
+        return content.read(len(ELF)) == ELF

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -168,3 +169,98 @@ def test_weights_digest_reads_little_of_large_files(
     save_file({"a": torch.zeros(1 << 20), "b": torch.ones(1 << 20)}, tmp_path / "m.safetensors")
     blocks = list(inputs._blocks(tmp_path / "m.safetensors"))
     assert sum(map(len, blocks)) < 3 * inputs.WEIGHT_BLOCK
+
+
+# -- data sets of the hub ------------------------------------------------------------------------
+
+
+def write_hub(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """Write a data set. load_dataset takes a folder as it takes a name of the hub."""
+    from datasets import Dataset
+
+    folder.mkdir(exist_ok=True)
+    Dataset.from_list(rows).to_parquet(folder / "train.parquet")
+
+
+def hub_config(directory: Path, kind: str) -> Any:
+    if kind == "rl":
+        place = f"hub:{directory}/hub:train"
+        source = f"environment: gsm8k, train_path: '{place}', held_out_path: '{place}'"
+        return rl(directory, f"tasks.sources={{gsm8k: {{{source}}}}}")
+    options = ["initial_weights=null", f"output_dir={directory}", "name=r"]
+    data = f"data={{path: 'hub:{directory}/hub:train'}}"
+    return load_config(CONFIGS / "sft/tiny_retool.yaml", SftConfig, [*options, data])
+
+
+HUB_KEYS = {"rl": "tasks.sources.gsm8k.train_path", "sft": "data.sources.data.path"}
+
+
+@pytest.mark.parametrize("kind", ["rl", "sft"])
+def test_resume_compares_a_data_set_of_the_hub(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name stays, and what is published under it changes."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = [{"question": f"{i}?", "answer": f"#### {i}"} for i in range(6)]
+    write_hub(tmp_path / "hub", rows)
+    config = hub_config(tmp_path, kind)
+    run = begun(config)
+    assert changes_since(run, config) == []
+
+    # Another machine, or an emptied cache.
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "other_cache")
+    assert changes_since(run, config) == []
+
+    for changed in ([*rows, rows[0]], [rows[1], rows[0], *rows[2:]]):
+        write_hub(tmp_path / "hub", changed)
+        with pytest.raises(ConfigError, match=f"^{HUB_KEYS[kind]}: the content of hub:"):
+            changes_since(run, config)
+    write_hub(tmp_path / "hub", rows)
+    assert changes_since(run, config) == []
+
+
+# -- tool servers --------------------------------------------------------------------------------
+
+
+def mcp(directory: Path, server: str) -> Any:
+    rows = directory / "tasks.jsonl"
+    task = {"environment": "mcp", "id": "1", "messages": [{"role": "user", "content": "Buy."}]}
+    rows.write_text(json.dumps(task) + "\n")
+    source = (
+        f"environment: mcp, train_path: {rows}, held_out_path: {rows}, "
+        f"options: {{servers: {{shop: {server}}}}}"
+    )
+    return rl(directory, f"tasks.sources={{shop: {{{source}}}}}")
+
+
+@pytest.mark.parametrize(
+    "server",
+    [
+        "{command: [python, DIR/server.py]}",
+        "{command: [python, server.py], cwd: DIR}",
+        "{command: [DIR/server.py]}",
+        "{in_process: 'resumed_tool_server:make'}",
+    ],
+)
+def test_resume_compares_scripts_of_tool_servers(
+    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("server.py", "resumed_tool_server.py"):
+        (tmp_path / name).write_text("#!/usr/bin/env python\ndef make(task): ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = mcp(tmp_path, server.replace("DIR", str(tmp_path)))
+    run = begun(config)
+    assert changes_since(run, config) == []
+    for name in ("server.py", "resumed_tool_server.py"):
+        with (tmp_path / name).open("a") as file:
+            file.write("# the answer is 7\n")
+    key = r"tasks\.sources\.shop\.options\.servers\.shop\.script_"
+    with pytest.raises(ConfigError, match=rf"^{key}\d: the content of .*other tools"):
+        changes_since(run, config)
+
+
+def test_interpreter_of_a_tool_server_is_not_an_input(tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text("")
+    config = mcp(tmp_path, f"{{command: [{sys.executable}, {tmp_path}/server.py]}}")
+    scripts = [known.path for key, known in inputs_of(config).items() if ".servers." in key]
+    assert scripts == [str(tmp_path / "server.py")]
