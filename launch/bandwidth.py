@@ -18,6 +18,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from rl_loop.cluster.group_authentication import authenticate_groups
+
 ROUNDS = 5
 GPU_BUFFER_ELEMENTS = 1 << 29
 CPU_BUFFER_ELEMENTS = 1 << 22
@@ -81,6 +83,7 @@ def measure_between(ranks: NodeRanks, buffer: torch.Tensor) -> float | None:
 
 def main(output: Path) -> None:
     """Measure and, on rank 0, write ``output``."""
+    authenticate_groups()
     local_rank = int(os.environ["LOCAL_RANK"])
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
 

@@ -201,7 +201,9 @@ class NodeProgram:
             "launch.bandwidth",
             str(self.attempt.bandwidth),
         ]
-        process = self.start_child(command, self.attempt.path / f"{self.name}.bandwidth.log")
+        log = self.attempt.path / f"{self.name}.bandwidth.log"
+        token = ray_token_environment(self.attempt.ray_token)
+        process = self.start_child(command, log, token | ray_environment())
 
         # Its exit status says nothing about this node: it also fails when another one does.
         self.wait_until(lambda: process.poll() is not None)

@@ -2,6 +2,8 @@
 
 import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -68,13 +70,28 @@ def _join_ranks(
     # With a tcp:// address instead of a store, torchrun's environment would make every rank a
     # client of a store that nobody serves.
     store = rank_store(world_size, rank, master, port, store_file, TIMEOUT)
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=TIMEOUT,
-    )
+    with _gloo_on_loopback() if world_size == 1 else nullcontext():
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=TIMEOUT,
+        )
+
+
+@contextmanager
+def _gloo_on_loopback() -> Iterator[None]:
+    """Let groups of gloo that this process makes listen on loopback, as no other process joins."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        yield
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        yield
+    finally:
+        # Later groups of this process may reach servers on other machines.
+        del os.environ["GLOO_SOCKET_IFNAME"]
 
 
 def _create_groups(parallel: ParallelConfig) -> None:

@@ -29,6 +29,13 @@ def tcp_store(
     )
 
 
+def file_store(file: Path, world_size: int, timeout: timedelta) -> dist.FileStore:
+    """Open a store in a file, for processes on one machine. Only users who can read it can join."""
+    store = dist.FileStore(str(file), world_size)
+    store.set_timeout(timeout)
+    return store
+
+
 def rank_store(
     world_size: int, rank: int, host: str, port: int, file: Path | None, timeout: timedelta
 ) -> dist.Store:
@@ -46,7 +53,5 @@ def rank_store(
     if world_size == 1:
         return dist.HashStore()
     if file is not None:
-        store = dist.FileStore(str(file), world_size)
-        store.set_timeout(timeout)
-        return store
+        return file_store(file, world_size, timeout)
     return tcp_store(host, port, world_size, is_master=rank == 0, timeout=timeout)

@@ -53,6 +53,9 @@ RAY_SETTINGS = {
     # the control store keeps a record of every call of an actor, 3.6 kB each and 100,000 of them:
     # it grows to 350 MB in a run of 10,000 small steps. Of this many `ray list tasks` still tells
     "RAY_task_events_max_num_task_in_gcs": "1000",
+    # NCCL would tell every local process the state of its groups, at port 28028, and take messages
+    # of a monitoring network on the network's interface, where it checks a constant only
+    "NCCL_RAS_ENABLE": "0",
 }
 """Environment of every Ray that we start, here and on the nodes of a job; what the user has set is
 kept."""

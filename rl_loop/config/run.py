@@ -118,6 +118,7 @@ class RunConfig(StrictModel):
             self.optimizer,
             self.training.max_tokens_per_micro_batch,
             adapter=self.adapter,
+            frozen=self.ablation.freeze,
             quantization=self.quantization,
             longest_sequence=self.training.max_tokens_per_micro_batch,
         )

@@ -28,6 +28,7 @@ from megatron_gptoss.step_results import LossFunction, StepStatistics
 from megatron_gptoss.trainer import PolicyTrainer
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.algorithms.objectives import policy_objective, sft_objective, value_objective
+from rl_loop.cluster.group_authentication import authenticate_groups
 from rl_loop.data.rollout_batch import RlUpdates, TokenEstimates
 from rl_loop.data.tensor_bytes import TensorBytes
 from rl_loop.heap import exempt_from_collection
@@ -70,6 +71,7 @@ class TrainerWorker:
         torch.set_num_threads(threads)
         self.settings = settings
         self.algorithm = settings.algorithm
+        authenticate_groups()
         distributed.initialize(settings.parallel, rank, master, port, store_file)
         self.memory = phase_memory()
         self.memory.enter("start")

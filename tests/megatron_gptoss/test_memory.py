@@ -495,6 +495,20 @@ def test_layouts_without_a_pipeline_are_found_for_an_interleaved_one() -> None:
     assert found == {1, 2, 4}
 
 
+def test_layouts_leave_every_stage_something_to_train() -> None:
+    """With frozen layers only the first and the last stage train."""
+    parallel = ParallelConfig(world_size=16, pipeline=2, expert=4)
+    training = MemoryInputs(
+        GPT_OSS_20B, parallel, BF16_MOMENTS, 4096, frozen=("attention", "experts")
+    )
+    layouts = [layout for layout, _ in layouts_that_fit(training, H200)]
+    assert {layout.pipeline for layout in layouts} == {1, 2}
+    for layout in layouts:
+        layout.check_layout(GPT_OSS_20B, None, training.frozen)
+    unfrozen = layouts_that_fit(replace(training, frozen=()), H200)
+    assert {layout.pipeline for layout, _ in unfrozen} > {1, 2}
+
+
 def test_each_suggestion_takes_less_than_the_one_before() -> None:
     parallel = ParallelConfig(world_size=4, expert=4)
     training = MemoryInputs(GPT_OSS_20B, parallel, OptimizerConfig(), 32_768)

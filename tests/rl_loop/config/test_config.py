@@ -420,3 +420,8 @@ def test_source_of_tasks_keeps_its_files_together(tmp_path: Path) -> None:
     assert list(replaced.tasks.sources) == ["retool"]
     heavier = load_config(file, RlConfig, ["tasks.sources.mine.weight=2"]).tasks.sources["mine"]
     assert (heavier.train_path, heavier.held_out_path, heavier.weight) == ("a.jsonl", "b.jsonl", 2)
+
+
+def test_memory_plan_knows_what_is_frozen() -> None:
+    config = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, ["ablation.freeze=[experts]"])
+    assert config.memory_inputs.frozen == ("experts",)
