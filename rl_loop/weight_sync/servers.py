@@ -31,6 +31,11 @@ class SyncPlan:
     (``nccl``, ``gloo``) or two."""
     directory: Path = Path("weights")
     """Directory of the transport "disk", which all servers see."""
+    stores: Path | None = None
+    """Directory for the store in which a group's processes meet, if all are on this machine; None
+    for a store on a port."""
+    authenticated: bool = True
+    """True if servers have our plugin, with which they check the ranks of a group."""
     seconds: float = 120.0
     """Longest time that the servers may take for one bucket."""
     compare: bool = True

@@ -24,7 +24,8 @@ from torch.multiprocessing import reductions, set_sharing_strategy
 
 from converters.hf_directory import write_hf_directory
 from megatron_gptoss.config import ModelConfig
-from megatron_gptoss.rendezvous import tcp_store
+from megatron_gptoss.rendezvous import file_store, tcp_store
+from rl_loop.cluster.group_authentication import authenticate_groups
 from rl_loop.cluster.placement import free_address
 from rl_loop.weight_sync.servers import Bucket, GroupPlace, SyncPlan, WeightServers
 
@@ -87,6 +88,7 @@ class ServerGroup:
     def __init__(self) -> None:
         self._urls: tuple[str, ...] = ()
         self._name = ""
+        self._store_file: Path | None = None
         self._group: Any = None
 
     async def broadcast(self, parts: Iterator[Bucket], servers: WeightServers) -> None:
@@ -127,6 +129,11 @@ class ServerGroup:
         self._leave()
         plan = servers.plan
         host, port = free_address()
+        if plan.stores is not None:
+            while store_path(plan.stores, port).exists():  # left by a run that was killed
+                host, port = free_address()
+            self._store_file = store_path(plan.stores, port)
+            host = FILE_HOST
         world = 1 + len(plan.urls) * plan.tensor_parallel
         self._name = f"weights_{uuid.uuid4().hex}"  # a server takes no name twice
 
@@ -159,18 +166,38 @@ class ServerGroup:
                 self._group.abort()
             with suppress(RuntimeError, ValueError):  # all groups may be gone already
                 dist.destroy_process_group(self._group)
+        if self._store_file is not None:
+            self._store_file.unlink(missing_ok=True)
+            self._store_file = None
         self._urls = ()
         self._group = None
+
+
+FILE_HOST = "file.invalid"
+"""Host for which the plugin of servers opens a file (``bind_store`` in plugin/gptoss_sglang.py)."""
+
+
+def store_path(directory: Path, port: int) -> Path:
+    """Return the file that servers open for a port of FILE_HOST."""
+    return directory / f"store-{port}"
 
 
 def _make_group(name: str, host: str, port: int, world: int, plan: SyncPlan) -> Any:
     """Make rank 0 of a process group that is not part of this process's default one."""
     timeout = timedelta(seconds=plan.seconds)
-    store = tcp_store(host, port, world, is_master=True, timeout=timeout)
+    store: dist.Store
+    if plan.stores is not None:
+        store = file_store(store_path(plan.stores, port), world, timeout)
+    else:
+        store = tcp_store(host, port, world, is_master=True, timeout=timeout)
 
     # torch has no public call for processes that share no default group; SGLang's servers make
     # theirs in the same way (init_custom_process_group in srt/utils/common.py).
+    if plan.authenticated:
+        authenticate_groups()
     new_group: Any = dist.distributed_c10d._new_process_group_helper
+    if not plan.authenticated:
+        new_group = getattr(new_group, "without_authentication", new_group)
     group, _ = new_group(
         world,
         0,  # our rank

@@ -291,12 +291,16 @@ class SglangConfig(EngineConfig):
 
         # A wrapper that sets PYTHONPATH, instead of adding to it, would serve what is to be mended
         # without a word.
-        uses_plugin = self.environment.get("SGLANG_PLUGINS") != "none"
-        if uses_plugin and not self._can_import(python, PLUGIN_MODULE):
+        if self.has_plugin and not self._can_import(python, PLUGIN_MODULE):
             raise EngineUnavailable(
                 f"rollout.engine.python: {python} does not take PYTHONPATH, with which servers get the plugin for "
                 f"{', '.join(self._mends)}: a wrapper has to keep the PYTHONPATH that it is given"
             )
+
+    @property
+    def has_plugin(self) -> bool:
+        """True if servers load our plugin."""
+        return self.environment.get("SGLANG_PLUGINS") != "none"
 
     def _can_import(self, python: str, module: str) -> bool:
         """Tell whether a server's interpreter finds a module, with a server's environment."""

@@ -19,11 +19,13 @@ from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 
 from rl_loop.cluster.actor_deaths import ACTOR_DEATHS
 from rl_loop.cluster.placement import ENGINE_SERVER, placement_options
+from rl_loop.cluster.ray_session import LOOPBACK, local_directory
 from rl_loop.engines.backend import BackendContext, EngineUnavailable
 from rl_loop.engines.sglang.client import RequestRejected, ServerFailed, SglangClient
 from rl_loop.engines.sglang.config import SglangConfig
@@ -321,6 +323,8 @@ class SglangFleet:
                 tensor_parallel=self._settings.tensor_parallel,
                 bucket_bytes=self._settings.resolved_bucket_bytes,
                 directory=self._weights_directory,
+                stores=self._stores(its_urls),
+                authenticated=self._settings.has_plugin,
                 seconds=seconds,
                 compare=compare,
                 packed=self._settings.packs_experts,
@@ -329,6 +333,11 @@ class SglangFleet:
             for rank, its_urls in urls.items()
         }
         self._held.source.send_weights(SglangSender(self._model, plans))
+
+    def _stores(self, urls: Sequence[str]) -> Path | None:
+        """Return where trainer and servers meet in a file; None if it has to be a port."""
+        is_here = all(urlsplit(url).hostname == LOOPBACK for url in urls)
+        return local_directory() if is_here and self._settings.has_plugin else None
 
     def _sending_rank(self, actor: Any) -> int:
         """Return the trainer rank that sends weights to a server: the one on the server's own

@@ -15,6 +15,7 @@ import os
 import signal
 import subprocess
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 from rl_loop.cluster.placement import end_with_parent, free_address
+from rl_loop.cluster.ray_session import local_directory
 from rl_loop.engines.backend import EngineUnavailable
 from rl_loop.engines.sglang.client import SglangClient
 from rl_loop.engines.sglang.config import Command, inherited_environment
@@ -112,7 +114,10 @@ class SglangServer:
         self._start_seconds = start_seconds
         self._health_seconds = health_seconds
 
-        self._environment = inherited_environment() | env
+        self._directory = local_directory()
+        self._environment = inherited_environment() | {"GPTOSS_STORES": str(self._directory)} | env
+        self._store: Path | None = None
+        """File in which the processes of the server meet."""
 
         self._status = ServerStatus("", ServerState.DEAD)
         self._syncing = False
@@ -286,13 +291,16 @@ class SglangServer:
 
     def _start_process(self, command: list[str]) -> subprocess.Popen[bytes]:
         self._log.parent.mkdir(parents=True, exist_ok=True)
+        # The processes of a server are on one node. A store on a port would let others join them.
+        self._store = self._directory / f"server-{uuid.uuid4().hex}"
+        meeting = {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{self._store}"}
         with open(self._log, "ab", opener=_open_private) as log:
             self._log_start = log.tell()
             return subprocess.Popen(
                 command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=self._environment,
+                env=meeting | self._environment,
                 # A process group of its own, which _kill ends with all of SGLang's helpers.
                 start_new_session=True,
                 preexec_fn=_prepare_process,
@@ -342,6 +350,8 @@ class SglangServer:
             # A process in the middle of a call of the GPU's driver ends when that returns.
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_SECONDS)
+        if self._store is not None:
+            self._store.unlink(missing_ok=True)
 
     def _log_tail(self) -> str:
         """Quote the end of the log, for the person who reads the error."""

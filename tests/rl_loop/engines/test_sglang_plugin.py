@@ -252,7 +252,15 @@ print(ServerArgs("model", "secret-key", None))
 port = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
 import psutil
-print([c.laddr.ip for c in psutil.Process().net_connections() if c.laddr.port == port and c.status == "LISTEN"])
+def listening(port):
+    return [c.laddr.ip for c in psutil.Process().net_connections() if c.laddr.port == port and c.status == "LISTEN"]
+print(listening(port))
+
+from torch.distributed.rendezvous import rendezvous
+store, rank, world_size = next(rendezvous("tcp://file.invalid:7", rank=0, world_size=1))
+store.set("key", "value")
+print(type(store).__name__, os.listdir(os.environ["GPTOSS_STORES"]), listening(7))
+print(hasattr(dist.distributed_c10d._new_process_group_helper, "without_authentication"))
 """
 SERVER_ARGS = """
 import dataclasses
@@ -264,22 +272,27 @@ class ServerArgs:
 """
 
 
-def test_key_is_hidden_and_store_is_bound(tmp_path: Path) -> None:
-    """SGLang prints its arguments, and torch opens a store on every address of the machine."""
-    write_modules(
-        tmp_path,
-        {"sglang/version.py": '__version__ = "0.5.17"\n', "sglang/srt/server_args.py": SERVER_ARGS},
-    )
+@pytest.mark.parametrize("version", ["0.5.17", "0.6.0"])
+def test_key_is_hidden_and_groups_are_closed(version: str, tmp_path: Path) -> None:
+    """SGLang prints its arguments, torch opens a store on every address of the machine, and gloo
+    takes any process as a rank. The latter two are changes of torch, for all versions of SGLang."""
+    modules = {"sglang/version.py": f'__version__ = "{version}"\n'}
+    write_modules(tmp_path, modules | {"sglang/srt/server_args.py": SERVER_ARGS})
+    stores = tmp_path / "stores"
+    stores.mkdir()
     paths = os.pathsep.join([str(PLUGIN), str(tmp_path)])
     done = subprocess.run(
         [sys.executable, "-c", KEY_AND_STORE, str(free_port())],
-        env=os.environ | {"PYTHONPATH": paths, MENDS: ALWAYS},
+        env=os.environ | {"PYTHONPATH": paths, MENDS: ALWAYS, "GPTOSS_STORES": str(stores)},
         capture_output=True,
         text=True,
         timeout=PATIENCE_SECONDS,
         check=False,
     )
+    key = "***" if version == "0.5.17" else "secret-key"
     assert done.stdout.splitlines() == [
-        "ServerArgs(model_path='model', api_key='***', admin_api_key=None)",
+        f"ServerArgs(model_path='model', api_key='{key}', admin_api_key=None)",
         "['127.0.0.1']",
+        "FileStore ['store-7'] []",
+        "True",
     ], done.stderr

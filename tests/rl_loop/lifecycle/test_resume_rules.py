@@ -22,7 +22,6 @@ from rl_loop.lifecycle.resume import changes_since, inputs_of, places_of
 from rl_loop.lifecycle.resume_rules import RULES, Effect, rule_of
 from rl_loop.lifecycle.resume_rules import sampling_digest as digest_of_values
 from rl_loop.rollout.collector import RolloutCollector
-from rl_loop.rollout.dynamic_sampling import DynamicCollector
 from rl_loop.rollout.group_store import GroupStore
 from rl_loop.rollout.group_stream import AdmittedGroup, GroupStream
 from rl_loop.session import build_tasks, open_conversations
@@ -403,76 +402,6 @@ def test_other_filter_repeats_and_loses_no_task(
     usable = [len(build_tasks(config).sources["gsm8k"]._data or ()) for config in configs]
     assert usable == [{250: ROWS * 3 // 4, 900: ROWS}[n] for n in (first, then)]
     check_each_task_once(one_epoch(configs[0], configs[1], tmp_path), min(usable))
-
-
-@pytest.mark.parametrize("staleness", [0, 1])
-@pytest.mark.parametrize(("first", "then"), [(250, 900), (900, 250), (900, 900)])
-def test_other_filter_of_dynamic_sampling_repeats_no_task(
-    first: int, then: int, staleness: int, data: Path
-) -> None:
-    """Groups without signal are replaced, and with ``max_staleness`` 1 a step is sampled ahead."""
-    options = ["algorithm.dynamic_sampling_rounds=3", f"algorithm.max_staleness={staleness}"]
-    configs = [rl_config(data, *options, f"rollout.max_tokens={n}") for n in (first, then)]
-    state = RunState()
-    used = train_dynamically(configs[0], state, lambda tasks: state.step == 5)
-    state = RunState.from_checkpoint(json.loads(json.dumps(state.to_checkpoint())))
-
-    def is_over(tasks: TaskSource) -> bool:
-        assert state.next_task is not None
-        following = tasks.cursor(state.next_task + 3)
-        return bool(following["sources"]["gsm8k"]["passed"] > ROWS)
-
-    used += train_dynamically(configs[1], state, is_over)
-    repeated = [task for task, times in Counter(used).items() if times > 1]
-    assert not repeated, "used twice"
-    rows = {int(task.rpartition("-")[2]) for task in used}
-    # Up to a step before the end of the epoch, no task is left out.
-    short = {i for i in range(ROWS) if i % 4 != 3}
-    assert len(short - rows) <= 4
-
-
-class SignalRunner(UnevenRunner):
-    """Two of three groups have no signal: their episodes earn the same."""
-
-    def begin(self, admitted: AdmittedGroup) -> None:
-        group = group_of(admitted, self.version)
-        row = int(admitted.request.task.task_id.rpartition("-")[2])
-        rewards = [1.0, 0.0] if row % 3 == 0 else [0.0, 0.0]
-        episodes = [
-            replace(episode, reward=reward)
-            for episode, reward in zip(group.trajectories, rewards, strict=True)
-        ]
-        admitted.end(TrajectoryGroup(group.task_id, episodes))
-
-
-def train_dynamically(
-    config: RlConfig, state: RunState, is_over: Callable[[TaskSource], bool]
-) -> list[str]:
-    """Train until ``is_over`` and return the tasks of all groups that were used up."""
-    tasks = build_tasks(config)
-    if state.tasks is not None:
-        tasks.continue_from(state.tasks)
-    runner = SignalRunner()
-    collector = DynamicCollector(
-        runner,
-        tasks,
-        config.rollout,
-        config.algorithm,
-        steps=10**6,
-        seed=config.seed,
-        first_task=state.next_task or 0,
-    )
-    used = []
-    while not is_over(tasks):
-        collector.begin(state.step)
-        batch = collector.collect(state.step)
-        used += [group.task_id for group in (*batch.train, *batch.replaced)]
-        state.next_task = batch.next_task
-        state.passed_over = collector.passed_over
-        state.step += 1
-        state.tasks = rl_task_cursor(tasks, state)
-    collector.close()
-    return used
 
 
 def test_unchanged_run_takes_tasks_as_if_never_interrupted(data: Path, tmp_path: Path) -> None:

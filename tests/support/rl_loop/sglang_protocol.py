@@ -34,6 +34,7 @@ from aiohttp import web
 
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.families.registry import read_hf_config
+from rl_loop.cluster.group_authentication import authenticate_groups
 from tests.support.rl_loop.decoding_trace import decoding_events, write_trace
 
 VOCAB = 1000
@@ -592,10 +593,17 @@ FAULTS = ("500", "drop", "broken", "nonsense", "slow", "latency", *LIES)
 def _join(body: dict[str, Any]) -> Any:
     timeout = timedelta(seconds=120)
     rank, world, name = body["rank_offset"], body["world_size"], body["group_name"]
-    store = dist.TCPStore(
-        body["master_address"], body["master_port"], world, is_master=False, timeout=timeout
-    )
+    store: dist.Store
+    if body["master_address"] == "file.invalid":  # as the plugin of real servers does
+        file = Path(os.environ["GPTOSS_STORES"]) / f"store-{body['master_port']}"
+        store = dist.FileStore(str(file), world)
+        store.set_timeout(timeout)
+    else:
+        store = dist.TCPStore(
+            body["master_address"], body["master_port"], world, is_master=False, timeout=timeout
+        )
     prefixed = dist.PrefixStore(name, store)
+    authenticate_groups()
     helper: Any = dist.distributed_c10d._new_process_group_helper
     group, _ = helper(
         world, rank, [], dist.Backend("gloo"), prefixed, group_name=name, timeout=timeout

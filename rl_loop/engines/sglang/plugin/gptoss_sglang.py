@@ -3,8 +3,10 @@
 ``GPTOSS_SGLANG_MENDS`` names what, with commas in between:
 
 * ``hidden_key``: the key of a server does not appear in its log, where SGLang prints all arguments.
-* ``bound_store``: the store in which a server's processes meet listens on the server's address.
-  torch would open it on every address of the machine, and it has no authentication.
+* ``bound_store``: the store in which processes meet listens on one address. torch would open it on
+  every address of the machine, and it has no authentication. The store of a weight sync within one
+  machine is a file in GPTOSS_STORES, which only this user can read. Groups of gloo check that all
+  ranks know the run's token (``rl_loop.cluster.group_authentication``).
 * ``triton_window``: ``triton`` attention decodes with all 128 keys of a window. SGLang gives
   backends the window without the query, 127. Prefill, and other backends, add the query; the
   buffer of keys from which ``triton`` decodes counts the query among the 127 (sglang pull request
@@ -34,15 +36,20 @@
 
 import asyncio
 import importlib
+import importlib.util
 import logging
 import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 VERSION = "0.5.17"
+FILE_HOST = "file.invalid"
+"""Host that stands for GPTOSS_STORES; its ports are files (``weight_transports.store_path``)."""
+GROUP_AUTHENTICATION = Path(__file__).parents[3] / "cluster" / "group_authentication.py"
 PAUSE_INTERVAL = 0.02
 """Seconds between two looks whether aborted requests have ended: about one decoding step."""
 
@@ -57,6 +64,8 @@ class Mend:
     advice: str | None = None
     """How a run does without; None if servers of another version may go without it, as only time
     is lost."""
+    is_of_torch: bool = False
+    """True if it changes torch only, so that it is right for every version of SGLang."""
 
 
 def register() -> None:
@@ -65,7 +74,7 @@ def register() -> None:
 
     for name in os.environ["GPTOSS_SGLANG_MENDS"].split(","):
         mend = MENDS[name]
-        if __version__ == VERSION:
+        if __version__ == VERSION or mend.is_of_torch:
             mend.apply()
         elif mend.advice is None:
             logger.warning("without %s, which is for SGLang %s", name, VERSION)
@@ -96,7 +105,14 @@ def hide_key() -> None:
 
 
 def bind_store() -> None:
-    """Let the stores of torch that ``tcp://`` addresses name listen on those addresses only."""
+    """Let the stores of torch that ``tcp://`` addresses name listen on those addresses only.
+
+    An address at FILE_HOST stands for a file. Groups check their ranks.
+    """
+    from torch.distributed import FileStore
+
+    _module_at(GROUP_AUTHENTICATION).authenticate_groups()
+
     # The package has a function of the same name.
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
     original_store = rendezvous.TCPStore
@@ -105,12 +121,27 @@ def bind_store() -> None:
         host_name: str, port: int, world_size: int | None = None, is_master: bool = False,
         **options: Any,
     ) -> Any:  # fmt: skip
+        if host_name == FILE_HOST:
+            path = os.path.join(os.environ["GPTOSS_STORES"], f"store-{port}")
+            store = FileStore(path, world_size or -1)
+            if "timeout" in options:
+                store.set_timeout(options["timeout"])
+            return store
         if is_master:
             listener = socket.create_server((host_name, port))
             options["master_listen_fd"] = listener.detach()
         return original_store(host_name, port, world_size, is_master, **options)
 
     rendezvous.TCPStore = bound_store
+
+
+def _module_at(path: Path) -> Any:
+    """Import a module whose package a server's environment does not have."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def decode_with_whole_window() -> None:
@@ -229,7 +260,7 @@ def keep_logits_in_fp32() -> None:
 
 MENDS = {
     "hidden_key": Mend(hide_key),
-    "bound_store": Mend(bind_store),
+    "bound_store": Mend(bind_store, is_of_torch=True),
     "triton_window": Mend(decode_with_whole_window, "use attention_backend fa3"),
     "sleeping_cache": Mend(free_cache_while_sleeping, "give servers GPUs of their own"),
     "mxfp4_experts": Mend(sync_mxfp4_experts, "leave rollout.engine.quantization out"),
