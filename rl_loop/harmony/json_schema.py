@@ -130,9 +130,9 @@ class _Translation:
     def _dereferenced(
         self, schema: Mapping[str, Any], within: frozenset[str]
     ) -> tuple[Mapping[str, Any], frozenset[str]]:
-        """Put what ``$ref`` refers to in its place; the keywords beside it win.
+        """Replace ``$ref`` by its schema. Keywords next to it win.
 
-        A reference within itself stands for any value.
+        A reference within itself allows any value.
         """
         reference = schema["$ref"]
         referred: Mapping[str, Any] = {}
@@ -147,7 +147,7 @@ class _Translation:
     def _joined(
         self, schema: Mapping[str, Any], within: frozenset[str], levels: int
     ) -> tuple[Mapping[str, Any], frozenset[str]]:
-        """Join the parts of ``allOf`` to one schema; the keywords beside it are the last part."""
+        """Join the parts of ``allOf`` to one schema; keywords next to it are the last part."""
         parts = [*schema["allOf"], _without(schema, "allOf")]
         joined: Schema = {}
         for part in parts:

@@ -62,7 +62,7 @@ def same_value(one: Expr, other: Expr) -> bool:
 
 
 def _without_functions(one: Expr, other: Expr) -> tuple[Expr, Expr]:
-    """Replace f(x), |x| and whatever else values at a few points say little of by variables."""
+    """Replace functions by variables where a few points do not prove equality: f(x), |x|."""
     dummies: dict[Expr, Expr] = {}
 
     def replaced(function: Expr) -> Expr:

@@ -41,7 +41,7 @@ CONSTANTS: dict[str, Expr] = {"pi": sympy.pi, "infty": S.Infinity, "imath": I}
 FIGURES = frozenset({"angle", "triangle"})
 """Commands that make one name with the letters after them."""
 BRACKETS: dict[str, Any] = {"lfloor": sympy.floor, "lceil": sympy.ceiling, "lvert": sympy.Abs}
-"""Opening brackets that are a function of what they hold. The closing ones begin with r."""
+"""Left brackets of functions. The right ones begin with r."""
 SERIES: dict[str, Any] = {"sum": sympy.Sum, "prod": sympy.Product}
 FACTORS = frozenset(
     {

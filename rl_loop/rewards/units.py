@@ -248,17 +248,21 @@ def _take_text(collected: _Collected, text: str, sign: int, power: int) -> bool:
         position = match.end()
         if match["over"]:
             direction = -sign
-        elif match["word"]:
-            word = match["word"].strip(".'")
-            if word.lower() in POWERS:
-                next_power = POWERS[word.lower()]
-                continue
-            own = next_power * int(match["power"] or 1)
-            if not text[position:].strip():
-                own *= power
-            next_power = 1
-            if not _take_word(collected, word, direction * own):
-                return False
+            continue
+        if not match["word"]:
+            continue
+
+        word = match["word"].strip(".'")
+        if word.lower() in POWERS:
+            next_power = POWERS[word.lower()]
+            continue
+
+        own = next_power * int(match["power"] or 1)
+        if not text[position:].strip():
+            own *= power
+        next_power = 1
+        if not _take_word(collected, word, direction * own):
+            return False
     return True
 
 
