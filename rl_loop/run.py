@@ -25,13 +25,11 @@ from rl_loop.session import (
     build_rollouts,
     build_tasks,
     build_trainer,
-    codec_settings,
     training_of,
-    worker_settings,
 )
 from rl_loop.tracking.metrics import Name, StepMetrics
 from rl_loop.tracking.model_card import write_model_card
-from rl_loop.tracking.progress import ProgressFactory
+from rl_loop.tracking.progress import ProgressFactory, silent
 from rl_loop.tracking.run_directory import (
     RunDirectory,
     Start,
@@ -54,7 +52,7 @@ __all__ = [
 
 def run_sft(
     config: SftConfig,
-    show: ProgressFactory,
+    show: ProgressFactory = silent,
     *,
     resume: bool = False,
     overwrite: bool = False,
@@ -109,7 +107,7 @@ def _last_losses(run: RunDirectory) -> dict[str, float]:
 
 def run_rl(
     config: RlConfig,
-    show: ProgressFactory,
+    show: ProgressFactory = silent,
     *,
     resume: bool = False,
     overwrite: bool = False,
@@ -172,9 +170,7 @@ def run_evaluation(config: RlConfig, weights: Path | None, output: Path) -> list
     )
     if evaluation.endpoint is not None:
         groups = asyncio.run(
-            evaluate.run_at_endpoint(
-                requests, evaluation.endpoint, evaluation, worker_settings(config)
-            )
+            evaluate.run_at_endpoint(requests, evaluation.endpoint, evaluation, config)
         )
         return evaluate.write_records(requests, groups, output)
 
@@ -207,7 +203,7 @@ def run_server(
     from rl_loop.tasks.codec import codec_of
 
     settings = served_settings(options, config.model.max_length)
-    codec = codec_of(codec_settings(config))
+    codec = codec_of(config)
     loaded = load_weights(weights or config.initial_weights, config.dtype)
 
     with ExitStack() as stack:

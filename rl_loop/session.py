@@ -5,7 +5,6 @@ import os
 import shutil
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -38,19 +37,17 @@ from rl_loop.tracking.run_lock import LEASE_SECONDS, locked_run
 # reported before.
 if TYPE_CHECKING:
     from rl_loop.chat.codec import ChatCodec
+    from rl_loop.config.parts import TrainerConfig
     from rl_loop.conversations.dataset import ConversationData
     from rl_loop.conversations.refusals import RefusalReport
     from rl_loop.loop import RlLoop
     from rl_loop.rollout.pool import RolloutPool
-    from rl_loop.rollout.worker import WorkerSettings
     from rl_loop.supervised_data import SupervisedData
-    from rl_loop.tasks.codec import CodecSettings
     from rl_loop.tasks.source import TaskSource
     from rl_loop.tracking.model_card import Training
     from rl_loop.tracking.recorder import StepRecorder
     from rl_loop.trainer.checkpointer import Checkpointer, RunState
     from rl_loop.trainer.group import TrainerGroup
-    from rl_loop.trainer.settings import TrainerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -378,7 +375,7 @@ def build_codec(config: RunConfig) -> "ChatCodec":
     """Build the codec of a run."""
     from rl_loop.tasks.codec import codec_of
 
-    return codec_of(codec_settings(config))
+    return codec_of(config)
 
 
 def build_tasks(config: RunConfig) -> "TaskSource":
@@ -429,18 +426,18 @@ def build_trainer(config: RunConfig, inputs: Mapping[str, Input] | None = None) 
     from rl_loop.trainer.group import TrainerGroup
     from rl_loop.trainer.ray_ranks import RayRanks
 
-    settings = pinned_settings(trainer_settings(config), inputs or {})
+    settings = pinned_settings(config, inputs or {})
     return TrainerGroup(settings, RayRanks(settings))
 
 
-def pinned_settings(settings: "TrainerSettings", inputs: Mapping[str, Input]) -> "TrainerSettings":
+def pinned_settings(settings: "TrainerConfig", inputs: Mapping[str, Input]) -> "TrainerConfig":
     """Return settings with the recorded directories of weights in place of run directories."""
     pinned: dict[str, Any] = {}
     for key in WEIGHTS:
         path = getattr(settings, key)
         if key in inputs and os.path.abspath(path) != inputs[key].path:
             pinned[key] = Path(inputs[key].path)
-    return replace(settings, **pinned)
+    return settings.model_copy(update=pinned)
 
 
 def build_rollouts(config: RunConfig) -> "RolloutPool":
@@ -451,7 +448,7 @@ def build_rollouts(config: RunConfig) -> "RolloutPool":
 
     return RolloutPool(
         build_backend(config.rollout.engine, backend_context(config)),
-        worker_settings(config),
+        config,
         alter_weights=engine_faults(config.ablation, config.seed),
         worker_class=worker_class(config.tasks),
     )
@@ -466,28 +463,6 @@ def backend_context(config: RunConfig) -> BackendContext:
         directory=config.directory.absolute() / "engine",
         routed_experts=config.rollout.routed_experts,
         quantization=config.quantization,
-    )
-
-
-def codec_settings(config: RunConfig) -> "CodecSettings":
-    """Collect what decides how episodes are rendered."""
-    from rl_loop.tasks.codec import CHAT_FORMATS, CodecSettings
-
-    data = None
-    if isinstance(config, SftConfig):
-        data = config.data
-    elif isinstance(config, RlConfig):
-        data = config.vocabulary_data
-    return CodecSettings(
-        chat_format=CHAT_FORMATS[type(config.model)],
-        vocabulary=config.vocabulary,
-        vocabulary_size=config.model.vocab_size,
-        tokenizer=config.tokenizer or config.initial_weights,
-        prompt=config.prompt,
-        chatml=config.chatml,
-        tool_timeout_seconds=config.sandbox.timeout_seconds,
-        tasks=config.tasks,
-        data=data,
     )
 
 
@@ -523,45 +498,6 @@ def training_of(config: RunConfig) -> "Training":
         data=data,
         chat_format=CHAT_FORMATS[type(config.model)],
         has_released_vocabulary=config.vocabulary != "tiny",
-    )
-
-
-def worker_settings(config: RunConfig) -> "WorkerSettings":
-    """Collect what rollout workers need."""
-    from rl_loop.rollout.worker import WorkerSettings
-
-    return WorkerSettings(
-        rollout=config.rollout,
-        model=config.model,
-        codec=codec_settings(config),
-        reward=config.reward,
-        sandbox=config.sandbox,
-    )
-
-
-def trainer_settings(config: RunConfig) -> "TrainerSettings":
-    """Collect what the trainer's ranks need."""
-    from rl_loop.algorithms.config import AlgorithmConfig
-    from rl_loop.trainer.settings import TrainerSettings
-
-    return TrainerSettings(
-        model=config.model,
-        parallel=config.parallel,
-        dtype=config.dtype,
-        seed=config.seed,
-        initial_weights=config.initial_weights,
-        adapter=config.adapter,
-        initial_adapter=config.initial_adapter,
-        quantization=config.quantization,
-        optimizer=config.optimizer,
-        algorithm=config.algorithm if isinstance(config, RlConfig) else AlgorithmConfig(),
-        training=config.training,
-        # Supervised runs sample nothing, so no setting of rollouts may change what they learn.
-        temperature=config.rollout.temperature if isinstance(config, RlConfig) else 1.0,
-        max_episode_tokens=config.memory_inputs.longest_sequence,
-        ablation=config.ablation,
-        directory=config.directory,
-        memory_inputs=config.memory_inputs,
     )
 
 

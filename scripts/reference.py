@@ -43,6 +43,12 @@ API: dict[str, dict[str, list[str]]] = {
         "megatron_gptoss.trainer": ["PolicyTrainer"],
         "megatron_gptoss.step_results": ["LossOutput", "StepStatistics"],
     },
+    "Runs": {
+        "rl_loop.config.load": ["load_config"],
+        "rl_loop.run": ["run_sft", "run_rl"],
+        "rl_loop.tracking.progress": ["Progress", "SilentProgress"],
+        "rl_loop.tracking.run_directory": ["metric_curve"],
+    },
     "Checkpoints": {
         "converters.torch_dist": ["import_checkpoint", "export_checkpoint"],
         "converters.verify": ["verify"],

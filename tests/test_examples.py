@@ -15,6 +15,7 @@ import pytest
 
 from rl_loop.config.tasks import SourceConfig
 from rl_loop.environments import environment_class
+from rl_loop.tracking.run_directory import read_json_lines
 from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,6 +51,7 @@ def test_every_example_is_tried() -> None:
         "mcp_environment",
         "sdk_agents",
         "sink_attention_in_torch",
+        "train",
     }
 
 
@@ -149,3 +151,17 @@ def test_the_environment_of_an_mcp_server_tells_an_expert_from_a_greedy_script()
     printed = run("mcp_environment")
     assert len(re.findall(r"expert: I look it up\. .* shelf \d+ -> reward \+1\.00", printed)) == 3
     assert len(re.findall(r"greedy: I guess\. .* -> reward -1\.00", printed)) == 3
+
+
+def test_train_example_prints_the_metrics_of_its_runs(tmp_path: Path) -> None:
+    """One step of each stage, on a CPU, in a new directory."""
+    printed = run("train", str(tmp_path / "runs"), "1")
+    assert re.search(r"^python_sft step 1: loss \d+\.\d+$", printed, re.MULTILINE)
+    assert re.search(r"^python_rl step 1: reward -?\d+\.\d+$", printed, re.MULTILINE)
+    assert re.search(r"^held-out accuracy: \d\.\d+ -> \d\.\d+$", printed, re.MULTILINE)
+
+    records = read_json_lines(tmp_path / "runs/python_rl/metrics.jsonl")
+    rewards = [record["reward"] for record in records if "reward" in record]
+    assert f"rewards: {rewards}" in printed
+    configuration = (tmp_path / "runs/python_rl/config.yaml").read_text()
+    assert "initial_weights: " + str(tmp_path / "runs/python_sft") in configuration

@@ -60,6 +60,7 @@ from rl_loop.algorithms.objectives import RETURNED_VALUES
 from rl_loop.cluster.placement import free_address
 from rl_loop.cluster.ray_session import start_local_ray
 from rl_loop.config.load import load_config
+from rl_loop.config.parts import TrainerConfig
 from rl_loop.config.run import RlConfig
 from rl_loop.data.credit import assign_advantages
 from rl_loop.data.samples import to_samples
@@ -69,10 +70,8 @@ from rl_loop.data.trajectory import Trajectory, TrajectoryGroup, Turn, WeightVer
 from rl_loop.heap import keep_freed_memory
 from rl_loop.lifecycle.start_checks import store_need
 from rl_loop.lifecycle.store_size import check_local_store, store_bytes
-from rl_loop.session import trainer_settings
 from rl_loop.trainer.group import TrainerGroup
 from rl_loop.trainer.rank_answers import RankPlace
-from rl_loop.trainer.settings import TrainerSettings
 from rl_loop.trainer.worker import TrainerWorker
 
 ROOT = Path(__file__).parents[1]
@@ -232,14 +231,14 @@ class DummyModel:
 class DummyRank(TrainerWorker):
     """A trainer rank without models: it loads, packs and answers as one that trains does."""
 
-    def __init__(self, settings: TrainerSettings) -> None:
+    def __init__(self, settings: TrainerConfig) -> None:
         self.use(settings)
         torch.set_num_threads(1)
         distributed.initialize(ParallelConfig(), 0, *free_address())
 
-    def use(self, settings: TrainerSettings) -> None:
+    def use(self, settings: TrainerConfig) -> None:
         """Become a rank of another group."""
-        algorithm = settings.algorithm
+        algorithm = settings.objective
         self.settings = settings
         self.algorithm = algorithm
         self.trainer: Any = DummyModel(
@@ -399,7 +398,7 @@ def run_step(
 def measure_step(case: Case, references: Sequence[Any], processes: Sequence[Any]) -> dict[str, Any]:
     """Take one step and return its numbers."""
     config = case.config()
-    settings = trainer_settings(config)
+    settings = config
     ray.get([process.use.remote(settings) for process in processes])
     ranks = DummyRanks(processes, case.ranks)
     group = TrainerGroup(settings, ranks)
@@ -484,7 +483,7 @@ def main() -> None:
     start_local_ray(num_cpus=2, object_store_bytes=store_bytes(largest))
     try:
         worker = ray.remote(num_cpus=0)(DummyRolloutWorker).remote()
-        settings = trainer_settings(cases[0].config())
+        settings = cases[0].config()
         rank_class = ray.remote(num_cpus=0)(DummyRank)
         processes = [rank_class.remote(settings) for _ in range(options.processes)]
 

@@ -45,7 +45,7 @@ from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.engines.embedded.config import EmbeddedConfig
 from rl_loop.engines.embedded.engine import TransformersEngine
-from rl_loop.session import build_tasks, trainer_settings
+from rl_loop.session import build_tasks
 from rl_loop.tracking.run_directory import metric_curve, read_json_lines, read_training_steps
 from tests.support.in_process import LocalRollouts, local_loop, local_trainer
 
@@ -185,7 +185,7 @@ def supervised_start(directory: Path, overrides: list[str]) -> None:
     write_initial(untrained, 2.0, config.model)
 
     source = build_tasks(config)
-    trainer = local_trainer(trainer_settings(config))
+    trainer = local_trainer(config)
     count = config.sequences_per_step
     for step in range(config.training.steps):
         samples = source.demonstrations(step * count, count, config.demonstrations)

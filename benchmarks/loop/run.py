@@ -55,7 +55,7 @@ from rl_loop.config.load import load_rl_config
 from rl_loop.config.run import RlConfig
 from rl_loop.lifecycle import start_checks
 from rl_loop.lifecycle.disk_checks import check_writable
-from rl_loop.session import RlSession, build_loop, codec_settings
+from rl_loop.session import RlSession, build_loop
 from rl_loop.tracking.metrics import Name
 from rl_loop.tracking.run_directory import Start
 
@@ -208,7 +208,7 @@ def write_weights(config: RlConfig, turn_tokens: int) -> None:
 
     assert config.initial_weights is not None
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    following = next_tokens(codec_of(codec_settings(config)), turn_tokens)
+    following = next_tokens(codec_of(config), turn_tokens)
     dtype = getattr(torch, config.dtype)
     tensors = policy_weights(config.model, following, dtype, device, config.seed)
     packed = config.parallel.base == "mxfp4"

@@ -24,7 +24,6 @@ from converters.mxfp4_tensors import rounded_to_mxfp4
 from rl_loop.config.load import load_rl_config
 from rl_loop.config.run import RlConfig
 from rl_loop.harmony.codec import Harmony, ParsedMessage
-from rl_loop.session import codec_settings
 from rl_loop.tasks.codec import codec_of
 from tests.support.rl_loop.sglang_protocol import LocalServer
 
@@ -50,7 +49,7 @@ def random_policy(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def harmony() -> Harmony:
-    return codec_of(codec_settings(load_rl_config(TINY)))
+    return codec_of(load_rl_config(TINY))
 
 
 @pytest.fixture
@@ -76,7 +75,7 @@ def loop_policy() -> ModuleType:
 def scripted_engine(config: RlConfig, servers: int) -> dict[str, Any]:
     """Settings of servers that speak SGLang's protocol, and whose every turn is a call of Python."""
     call = ParsedMessage("analysis", "python", "code", "print(7)")
-    says = codec_of(codec_settings(config)).render_assistant([call], "<|call|>")
+    says = codec_of(config).render_assistant([call], "<|call|>")
     environment = {
         "PYTHONPATH": f"{ROOT / 'tests/support/rl_loop/sglang_process'}:{ROOT}:{ROOT / 'kernels'}",
         "OMP_NUM_THREADS": "1",
@@ -263,7 +262,7 @@ def test_experts_of_a_packed_base_are_written_as_their_blocks(
     config = load_rl_config(ROOT / "configs/rl/tiny_retool_adapter.yaml", options)
     loop.write_weights(config, TURN_TOKENS)
 
-    following = loop_policy().next_tokens(codec_of(codec_settings(config)), TURN_TOKENS)
+    following = loop_policy().next_tokens(codec_of(config), TURN_TOKENS)
     drawn = loop_policy().policy_weights(
         config.model, following, torch.bfloat16, "cpu", config.seed
     )

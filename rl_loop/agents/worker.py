@@ -4,6 +4,7 @@ import asyncio
 
 from rl_loop.agents.episode import ProgramRunner
 from rl_loop.agents.process import AgentProcesses
+from rl_loop.config.parts import EpisodesConfig
 from rl_loop.config.tasks import TaskConfig
 from rl_loop.data.trajectory import Trajectory
 from rl_loop.engines.backend import EngineFactory
@@ -11,7 +12,7 @@ from rl_loop.engines.protocol import SamplingParams
 from rl_loop.environments import Task, environment_class, make_environment
 from rl_loop.gateway.server import Gateway, GatewaySettings
 from rl_loop.gateway.session import SessionSettings
-from rl_loop.rollout.worker import RolloutWorker, WorkerSettings
+from rl_loop.rollout.worker import RolloutWorker
 
 
 def worker_class(tasks: TaskConfig) -> type[RolloutWorker]:
@@ -25,11 +26,9 @@ def worker_class(tasks: TaskConfig) -> type[RolloutWorker]:
 class ProgramRolloutWorker(RolloutWorker):
     """Serves its engine to the programs of environments that are played by one."""
 
-    def __init__(
-        self, settings: WorkerSettings, engine_factory: EngineFactory, threads: int
-    ) -> None:
-        super().__init__(settings, engine_factory, threads)
-        rollout = settings.rollout
+    def __init__(self, config: EpisodesConfig, engine_factory: EngineFactory, threads: int) -> None:
+        super().__init__(config, engine_factory, threads)
+        rollout = config.rollout
         sampling = SamplingParams(rollout.max_new_tokens_per_turn, top_p=rollout.top_p)
         # On loopback: agents run beside the worker.
         gateway = GatewaySettings(SessionSettings(limits=rollout, sampling=sampling))
@@ -44,11 +43,11 @@ class ProgramRolloutWorker(RolloutWorker):
     async def _run_episode(
         self, task: Task, seed: int, temperature: float, purify: bool, with_routes: bool
     ) -> Trajectory:
-        environment = make_environment(task, self._execute, self.settings.reward)
+        environment = make_environment(task, self._execute, self.config.reward)
         if not environment.IS_PLAYED_BY_PROGRAM:
             return await super()._run_episode(task, seed, temperature, purify, with_routes)
 
-        rollout = self.settings.rollout
+        rollout = self.config.rollout
         return await self.programs.run_episode(
             task.task_id,
             environment,

@@ -2,126 +2,35 @@
 ``gptoss`` commands override."""
 
 from dataclasses import replace
-from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from megatron_gptoss.config import (
-    AdapterConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    Quantization,
-    StrictModel,
-    check_blocks,
-    check_quantization,
-)
-from megatron_gptoss.families.registry import AnyModelConfig
+from megatron_gptoss.config import OptimizerConfig, check_blocks, check_quantization
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from rl_loop.algorithms.config import GROUP_ADVANTAGES, AlgorithmConfig
-from rl_loop.chatml.prompt_config import ChatMlConfig
 from rl_loop.config.errors import ConfigError
-from rl_loop.config.rollout import RolloutConfig
-from rl_loop.config.tasks import TaskConfig
-from rl_loop.config.training import (
-    AblationConfig,
-    DemonstrationConfig,
-    EvaluationConfig,
-    TrackingConfig,
-    TrainingConfig,
-)
-from rl_loop.conversations.config import DataConfig
-from rl_loop.environments.base import RewardConfig
+from rl_loop.config.parts import EpisodesConfig, TrainerConfig
+from rl_loop.config.training import DemonstrationConfig, EvaluationConfig, TrackingConfig
+from rl_loop.conversations.config import CorpusConfig, DataConfig
 from rl_loop.environments.registry import environment_class
-from rl_loop.harmony.codec import PromptConfig
-from rl_loop.sandbox.config import SandboxConfig
 
 
-class RunConfig(StrictModel):
+class RunConfig(EpisodesConfig, TrainerConfig):
     """What every run has."""
 
     command: ClassVar[str]
     """The ``gptoss`` command that runs it."""
 
-    name: str = Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
-    """Name of the run; its directory is ``output_dir/name``."""
-    output_dir: Path = Path("runs")
-    """Where run directories are made."""
-    seed: int = 0
-    """Of everything random: initial weights, data order, sampling."""
-    model: AnyModelConfig
-    """The architecture; a string names a file of ``configs/model``."""
-    initial_weights: Path | None = None
-    """A Hugging Face directory, a Megatron checkpoint or a run directory to start from;
-    null for random weights. With an adapter they are its base, and stay as they are."""
-    adapter: AdapterConfig | None = None
-    """Low-rank adapters to train on frozen weights; null to train all weights. ``parallel.base``
-    says how those are held."""
-    initial_adapter: Path | None = None
-    """Adapters to start from, on the base that they were trained on: the directory of a run, one of
-    its checkpoints, or an adapter in PEFT's format; null for fresh ones, which change nothing."""
-    quantization: Quantization | None = None
-    """``mxfp4``: experts multiply with the MXFP4 values nearest to their weights, in the trainer and in
-    the engine, and the export holds them: the four bits that are trained are those that are sampled
-    and shipped (docs/quantization.md). null: weights as they are."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Precision of parameters and activations."""
-    vocabulary: Literal["gptoss", "tokenizer", "tiny"] = "gptoss"
-    """``gptoss``: the 201,088 token ids of the released models. ``tokenizer``: those of the
-    tokenizer that a dense model comes with, for which it is the default. ``tiny``: the tokens of the
-    released models that generated tasks and their demonstrations need, and the special tokens of the
-    chat format; for models of a laptop."""
-    tokenizer: Path | None = None
-    """Where vocabulary ``tokenizer`` is: a directory with tokenizer.json, or a run with an export.
-    null: in ``initial_weights``."""
-    prompt: PromptConfig = PromptConfig()
-    """The Harmony system message."""
-    chatml: ChatMlConfig = ChatMlConfig()
-    """The ChatML system message, of dense models."""
-    tasks: TaskConfig = TaskConfig()
-    """Training and held-out tasks."""
-    parallel: ParallelConfig = ParallelConfig()
-    """How the trainer is spread over ranks."""
-    optimizer: OptimizerConfig = OptimizerConfig()
-    """AdamW."""
-    training: TrainingConfig = TrainingConfig()
-    """Length of the run."""
     tracking: TrackingConfig = TrackingConfig()
     """What is recorded."""
-    rollout: RolloutConfig = RolloutConfig()
-    """Episodes. Without effect on a supervised run, which samples none."""
-    sandbox: SandboxConfig = SandboxConfig()
-    """Limits of model-written code."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """How ``gptoss eval`` measures."""
-    reward: RewardConfig = RewardConfig()
-    """What an episode earns."""
-
-    ablation: AblationConfig = AblationConfig()
-    """Faults on purpose."""
-
-    @property
-    def directory(self) -> Path:
-        return self.output_dir / self.name
 
     @property
     def exports(self) -> bool:
         """Whether the run ends with a Hugging Face checkpoint."""
         return True
-
-    @property
-    def memory_inputs(self) -> MemoryInputs:
-        """What ``megatron_gptoss.planning.memory`` predicts from."""
-        return MemoryInputs(
-            self.model,
-            self.parallel,
-            self.optimizer,
-            self.training.max_tokens_per_micro_batch,
-            adapter=self.adapter,
-            frozen=self.ablation.freeze,
-            quantization=self.quantization,
-            longest_sequence=self.training.max_tokens_per_micro_batch,
-        )
 
     @model_validator(mode="after")
     def _choose_vocabulary(self) -> Self:
@@ -222,9 +131,9 @@ class RlConfig(RunConfig):
 
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """Advantages and the policy loss."""
-    vocabulary_data: DataConfig | None = None
-    """Conversations that a tiny vocabulary is made for: the ``data`` of the ``gptoss sft`` that the
-    policy comes from. null: it is made for ``tasks``."""
+    vocabulary_data: CorpusConfig | None = None
+    """Conversations that a tiny vocabulary is made for: the sources of ``data`` of the ``gptoss sft``
+    that the policy comes from. null: it is made for ``tasks``."""
     evaluate_every: int = Field(10, gt=0)
     """Steps between measurements of held-out accuracy; also before the first
     step and after the last."""
@@ -235,6 +144,21 @@ class RlConfig(RunConfig):
     above what ``gptoss doctor --engine`` shows of a good engine. An episode that differs by 100
     times the tolerance, on average over its tokens, ends an on-policy run: the policy has not
     sampled it."""
+
+    @property
+    def objective(self) -> AlgorithmConfig:
+        """Advantages and the policy loss."""
+        return self.algorithm
+
+    @property
+    def training_temperature(self) -> float:
+        """The sampling temperature."""
+        return self.rollout.temperature
+
+    @property
+    def vocabulary_conversations(self) -> CorpusConfig | None:
+        """See ``vocabulary_data``."""
+        return self.vocabulary_data
 
     @property
     def memory_inputs(self) -> MemoryInputs:
@@ -367,6 +291,11 @@ class SftConfig(RunConfig):
         """Whether the run ends with a Hugging Face checkpoint: what has learned conversations, and
         always adapters, whose checkpoints have no base to begin another run with."""
         return self.adapter is not None or self.data is not None
+
+    @property
+    def vocabulary_conversations(self) -> CorpusConfig | None:
+        """The conversations that are learned."""
+        return self.data
 
     @property
     def longest_sample(self) -> int:

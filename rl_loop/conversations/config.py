@@ -42,8 +42,8 @@ class ConversationSource(BaseModel):
         return self
 
 
-class DataConfig(BaseModel):
-    """Conversations to learn, from one source or a mixture of several.
+class CorpusConfig(BaseModel):
+    """Conversations of one source or several.
 
     ``{path: chats.jsonl}`` stands for ``{sources: {data: {path: chats.jsonl}}}``, with any key of
     a source."""
@@ -52,6 +52,30 @@ class DataConfig(BaseModel):
 
     sources: dict[str, ConversationSource] = Field(min_length=1)
     """By a name of your choice."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_only_source(cls, values: Any) -> Any:
+        """Make a source of keys that a configuration with a single one may have at the top."""
+        if not isinstance(values, dict):
+            return values
+        of_source = {key: values[key] for key in values if key in ConversationSource.model_fields}
+        if not of_source:
+            return values
+
+        # Errors call it by its full name, so that an override may, too.
+        named = values.get("sources", {})
+        if not isinstance(named, dict) or set(named) - {ONLY_SOURCE}:
+            raise ValueError(
+                f"{', '.join(of_source)} belongs to a source: give it below sources.NAME"
+            )
+        others = {key: value for key, value in values.items() if key not in of_source}
+        return {**others, "sources": {ONLY_SOURCE: of_source | named.get(ONLY_SOURCE, {})}}
+
+
+class DataConfig(CorpusConfig):
+    """Conversations to learn, from one source or a mixture of several."""
+
     history: Literal["harmony", "append"] = "harmony"
     """What a later turn of the user sees of the earlier ones. ``harmony``: one sample per turn,
     behind what inference shows of the others: no analysis of finished answers, and <|end|> in
@@ -79,25 +103,6 @@ class DataConfig(BaseModel):
     they were."""
     workers: int = Field(2, ge=0)
     """Processes that read and tokenize ahead of training; 0 does it in between steps."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _name_only_source(cls, values: Any) -> Any:
-        """Make a source of keys that a configuration with a single one may have at the top."""
-        if not isinstance(values, dict):
-            return values
-        of_source = {key: values[key] for key in values if key in ConversationSource.model_fields}
-        if not of_source:
-            return values
-
-        # Errors call it by its full name, so that an override may, too.
-        named = values.get("sources", {})
-        if not isinstance(named, dict) or set(named) - {ONLY_SOURCE}:
-            raise ValueError(
-                f"{', '.join(of_source)} belongs to a source: give it below data.sources.NAME"
-            )
-        others = {key: value for key, value in values.items() if key not in of_source}
-        return {**others, "sources": {ONLY_SOURCE: of_source | named.get(ONLY_SOURCE, {})}}
 
     @model_validator(mode="after")
     def _check_validation(self) -> Self:

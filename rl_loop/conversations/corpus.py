@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from rl_loop.chat.codec import ChatCodec
-from rl_loop.conversations.config import DataConfig
+from rl_loop.conversations.config import CorpusConfig
 from rl_loop.conversations.errors import ConversationError
 from rl_loop.conversations.renderers import record_renderer
 from rl_loop.conversations.rendering import RenderOptions
@@ -15,7 +15,7 @@ CORPUS_CONVERSATIONS = 2000
 ANY_LENGTH = 1 << 40
 
 
-def conversation_texts(config: DataConfig, codec: ChatCodec) -> Iterator[str]:
+def conversation_texts(config: CorpusConfig, codec: ChatCodec) -> Iterator[str]:
     """Yield the first conversations of every source as text.
 
     ``codec`` has a vocabulary for any text. What is refused is left out, as it is

@@ -16,6 +16,7 @@ from converters.megatron_checkpoint import MegatronCheckpoint
 from converters.mxfp4_tensors import rounded_to_mxfp4
 from megatron_gptoss.checkpoint.directory import latest_checkpoint
 from rl_loop.agents.worker import worker_class
+from rl_loop.config.parts import EpisodesConfig
 from rl_loop.config.training import EvaluationConfig
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.engines.completions import CompletionsEngine
@@ -24,7 +25,6 @@ from rl_loop.infrastructure import InfrastructureBreaker
 from rl_loop.rollout.collector import HeldOutTasks
 from rl_loop.rollout.group_stream import GroupRequest
 from rl_loop.rollout.pool import RolloutPool
-from rl_loop.rollout.worker import WorkerSettings
 from rl_loop.tracking.run_directory import atomic_write_text
 from rl_loop.weight_sync.source import LoadedWeights
 
@@ -86,15 +86,15 @@ async def run_at_endpoint(
     requests: Sequence[GroupRequest],
     url: str,
     evaluation: EvaluationConfig,
-    worker_settings: WorkerSettings,
+    config: EpisodesConfig,
 ) -> list[TrajectoryGroup]:
     """Run the episodes in this process; the server at ``url`` samples.
 
     Raises EndpointError if it cannot be used."""
     engine = CompletionsEngine(url, evaluation.endpoint_model, evaluation.concurrency)
-    runs_episodes = worker_class(worker_settings.codec.tasks)
-    worker = runs_episodes(worker_settings, lambda: engine, torch.get_num_threads())
-    rollout = worker_settings.rollout
+    runs_episodes = worker_class(config.tasks)
+    worker = runs_episodes(config, lambda: engine, torch.get_num_threads())
+    rollout = config.rollout
     breaker = InfrastructureBreaker.with_streak(rollout.max_invalid_share)
     # The endpoint takes so many episodes at a time, and a task brings several.
     slots = asyncio.Semaphore(max(1, evaluation.concurrency // evaluation.samples_per_task))

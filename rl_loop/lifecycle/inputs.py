@@ -29,7 +29,7 @@ from megatron_gptoss.checkpoint.directory import latest_checkpoint
 from megatron_gptoss.checkpoint.errors import CheckpointError
 from rl_loop.config.errors import CannotStart
 from rl_loop.config.tasks import TaskConfig
-from rl_loop.conversations.config import DataConfig
+from rl_loop.conversations.config import CorpusConfig
 from rl_loop.conversations.rows import hub_files
 from rl_loop.data.hub import is_of_hub
 from rl_loop.environments.registry import environment_class
@@ -101,7 +101,7 @@ def places_of_tasks(tasks: TaskConfig) -> dict[str, Any]:
     return places
 
 
-def places_of_data(key: str, data: DataConfig | None) -> dict[str, Any]:
+def places_of_data(key: str, data: CorpusConfig | None) -> dict[str, Any]:
     """Return the paths in ``data`` or ``vocabulary_data`` by key; None where none is given."""
     places: dict[str, Any] = {}
     if data is not None:

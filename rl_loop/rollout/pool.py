@@ -26,6 +26,7 @@ from rl_loop.cluster.placement import (
     outlive_sigterm,
     placement_options,
 )
+from rl_loop.config.parts import EpisodesConfig
 from rl_loop.data.stored_routes import StoredRoutes
 from rl_loop.data.tensor_bytes import StoredTensors, TensorBytes
 from rl_loop.data.trajectory import TrajectoryGroup
@@ -33,7 +34,7 @@ from rl_loop.engines.backend import RolloutBackend
 from rl_loop.infrastructure import describe
 from rl_loop.logs import with_logging
 from rl_loop.rollout.group_stream import AdmittedGroup, GroupRequest, GroupStream, run_groups
-from rl_loop.rollout.worker import RolloutWorker, WorkerSettings, with_routes
+from rl_loop.rollout.worker import RolloutWorker, with_routes
 from rl_loop.tracking.metric_sinks import RolloutCounters
 from rl_loop.weight_sync.source import WeightSource
 
@@ -96,7 +97,7 @@ class RolloutPool:
     def __init__(
         self,
         backend: RolloutBackend,
-        settings: WorkerSettings,
+        config: EpisodesConfig,
         alter_weights: Callable[[WeightSource, int], WeightSource] | None = None,
         worker_class: type[RolloutWorker] = RolloutWorker,
     ) -> None:
@@ -104,9 +105,9 @@ class RolloutPool:
         their way to the engines. ``worker_class``: what runs the episodes."""
         self.backend = backend
         self._alter_weights = alter_weights
-        self._settings = settings
+        self._config = config
         self._worker_class = worker_class
-        self._threads = max(1, (os.cpu_count() or 1) // settings.rollout.workers)
+        self._threads = max(1, (os.cpu_count() or 1) // config.rollout.workers)
         self._engine_factory = backend.engine_factory()
         self._counters = RolloutCounters()
 
@@ -137,7 +138,7 @@ class RolloutPool:
         # Workers that have not answered yet are killed on close instead of being waited for.
         self._has_started = False
         self._is_closed = False
-        self._workers = [self._create_worker(index) for index in range(settings.rollout.workers)]
+        self._workers = [self._create_worker(index) for index in range(config.rollout.workers)]
         self._thread = Thread(target=self._run_thread, name="rollouts", daemon=True)
 
     # -- workers ----------------------------------------------------------------------------------
@@ -147,10 +148,10 @@ class RolloutPool:
         actor = actor_class.options(
             # Workers are placed by resources of our own; Ray counts no CPUs of theirs.
             num_cpus=0,
-            max_concurrency=self._settings.rollout.concurrent_tasks + CONTROL_CALLS,
+            max_concurrency=self._config.rollout.concurrent_tasks + CONTROL_CALLS,
             **placement_options(ROLLOUT_WORKER, index),
         )
-        worker = actor.remote(self._settings, self._engine_factory, self._threads)
+        worker = actor.remote(self._config, self._engine_factory, self._threads)
         worker.__ray_call__.remote(outlive_sigterm)
         return worker
 
@@ -244,7 +245,7 @@ class RolloutPool:
         self, requests: Sequence[GroupRequest], abandon: Callable[[], bool] = lambda: False
     ) -> list[TrajectoryGroup]:
         """Run all episodes and wait for them; see ``run_groups``."""
-        return run_groups(self, requests, self._settings.rollout, abandon)
+        return run_groups(self, requests, self._config.rollout, abandon)
 
     def _admit(self, admitted: AdmittedGroup) -> None:
         with self._changed:
@@ -279,7 +280,7 @@ class RolloutPool:
 
         while True:
             index = loads.index(min(loads))
-            if loads[index] == self._settings.rollout.concurrent_tasks:
+            if loads[index] == self._config.rollout.concurrent_tasks:
                 return
             with self._changed:
                 if not self._waiting:
@@ -295,7 +296,7 @@ class RolloutPool:
         worker = self._workers[index]
         request = waiting.admitted.request
         arguments = (request.task, request.seeds, request.temperature)
-        if request.with_routes and self._settings.rollout.routed_experts:
+        if request.with_routes and self._config.rollout.routed_experts:
             # As objects of their own, which belong to this process but stay where they are: they
             # survive the worker and are freed with the last reference.
             run_group = worker.run_group_and_store_routes.options(

@@ -5,14 +5,14 @@ Megatron nor the optimizer."""
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from converters.mxfp4_tensors import Digests
 from megatron_gptoss.config import ModelConfig
-from rl_loop.config.rollout import RolloutConfig
+from rl_loop.config.parts import EpisodesConfig
 from rl_loop.data.stored_routes import StoredRoutes
 from rl_loop.data.tensor_bytes import TensorBytes
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
@@ -25,47 +25,35 @@ from rl_loop.engines.protocol import (
     server_client,
     weight_holder,
 )
-from rl_loop.environments import RewardConfig, Task, make_environment
+from rl_loop.environments import Task, make_environment
 from rl_loop.heap import exempt_from_collection
 from rl_loop.infrastructure import InfrastructureFailure
 from rl_loop.rollout.agent import run_episode
 from rl_loop.rollout.episode_clock import running_clock
-from rl_loop.sandbox import ExecutionResult, PythonSandbox, SandboxConfig, SandboxFailure
-from rl_loop.tasks.codec import CodecSettings, codec_of
+from rl_loop.sandbox import ExecutionResult, PythonSandbox, SandboxFailure
+from rl_loop.tasks.codec import codec_of
 from rl_loop.tasks.prompt_limit import UnusablePrompt
-
-
-@dataclass(frozen=True)
-class WorkerSettings:
-    """The sections of a configuration that rollouts need."""
-
-    rollout: RolloutConfig
-    """Limits and sampling."""
-    model: ModelConfig
-    """The policy's shape, which engines' answers are checked against."""
-    codec: CodecSettings
-    """How episodes are rendered and parsed."""
-    reward: RewardConfig
-    """What an episode earns."""
-    sandbox: SandboxConfig
-    """Limits of the programs that the policy writes."""
 
 
 class RolloutWorker:
     """Runs whole episodes. ``start`` must have returned before anything else is called."""
 
-    def __init__(
-        self, settings: WorkerSettings, engine_factory: EngineFactory, threads: int
-    ) -> None:
-        """``threads``: of torch in this process."""
+    def __init__(self, config: EpisodesConfig, engine_factory: EngineFactory, threads: int) -> None:
+        """Build codec, engine and sandbox.
+
+        Args:
+            config: configuration of the run.
+            engine_factory: makes the engine of this process.
+            threads: threads of torch in this process.
+        """
         torch.set_num_threads(threads)
-        self.settings = settings
-        self.codec = codec_of(settings.codec)
+        self.config = config
+        self.codec = codec_of(config)
         self.engine = engine_factory()
-        self.sandbox = PythonSandbox(settings.sandbox)
+        self.sandbox = PythonSandbox(config.sandbox)
 
         # Engines are not believed: every answer is checked against the model's shape.
-        self._shape = model_shape(settings.model)
+        self._shape = model_shape(config.model)
 
     async def start(self) -> None:
         """Start the sandbox; raises SandboxUnavailable with the reason where it cannot isolate."""
@@ -150,10 +138,10 @@ class RolloutWorker:
     async def _run_episode(
         self, task: Task, seed: int, temperature: float, purify: bool, with_routes: bool
     ) -> Trajectory:
-        rollout = self.settings.rollout
+        rollout = self.config.rollout
         return await run_episode(
             task.task_id,
-            make_environment(task, self._execute, self.settings.reward),
+            make_environment(task, self._execute, self.config.reward),
             self.engine,
             self.codec,
             rollout,

@@ -6,7 +6,7 @@ A family's format is registered in ``CHAT_FORMATS``, how a format's codec is bui
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -15,14 +15,13 @@ from megatron_gptoss.families.dense.config import DenseModelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.chatml.codec import ChatMl
-from rl_loop.chatml.prompt_config import ChatMlConfig
 from rl_loop.chatml.vocabulary import TOKENIZER_FILE, read_vocabulary, tiny_vocabulary
-from rl_loop.config.tasks import SourceConfig, TaskConfig
+from rl_loop.config.parts import EpisodesConfig
+from rl_loop.config.tasks import SourceConfig
 from rl_loop.config.training import DemonstrationConfig
-from rl_loop.conversations.config import DataConfig
 from rl_loop.conversations.corpus import conversation_texts
 from rl_loop.environments import ENVIRONMENTS, environment_class
-from rl_loop.harmony.codec import Harmony, PromptConfig
+from rl_loop.harmony.codec import Harmony
 from rl_loop.harmony.vocabulary import GptOssVocabulary, make_vocabulary
 from rl_loop.tasks.demonstrations import demonstrate
 
@@ -38,37 +37,12 @@ CORPUS_TASKS = 100
 """Demonstrations of a source that a tiny vocabulary is made for."""
 
 
-@dataclass(frozen=True)
-class CodecSettings:
-    """The settings that decide how a run renders and parses episodes."""
-
-    chat_format: ChatFormat
-    """What the model speaks."""
-    vocabulary: Literal["gptoss", "tokenizer", "tiny"]
-    """Token ids of the released GPT-OSS models, those of a checkpoint's tokenizer, or the few that
-    generated tasks need."""
-    vocabulary_size: int
-    """Rows of the model's embedding, which a vocabulary must fit."""
-    tokenizer: Path | None
-    """A Hugging Face directory, or a run with an export, that has the tokenizer."""
-    prompt: PromptConfig
-    """The system message of Harmony."""
-    chatml: ChatMlConfig
-    """The system message of ChatML."""
-    tool_timeout_seconds: float
-    """What the description of the Python tool says of its time limit."""
-    tasks: TaskConfig
-    """What a tiny vocabulary is made for."""
-    data: DataConfig | None = None
-    """Conversations that it is made for instead, where those are learned."""
-
-
-def codec_of(settings: CodecSettings) -> ChatCodec:
+def codec_of(config: EpisodesConfig) -> ChatCodec:
     """Build the codec of a run. A tiny vocabulary is made for demonstrations of its generated
     tasks.
 
     Raises ValueError for a vocabulary that is not the model's."""
-    return _BUILDERS[settings.chat_format](settings)
+    return _BUILDERS[CHAT_FORMATS[type(config.model)]](config)
 
 
 def tokenizer_directory(source: Path | None) -> Path | None:
@@ -81,40 +55,40 @@ def tokenizer_directory(source: Path | None) -> Path | None:
     return None
 
 
-def _build_harmony(settings: CodecSettings) -> Harmony:
-    if settings.vocabulary == "tokenizer":
+def _build_harmony(config: EpisodesConfig) -> Harmony:
+    if config.vocabulary == "tokenizer":
         raise ValueError("vocabulary tokenizer: GPT-OSS has gptoss, the released one, or tiny")
 
     def corpus() -> str:
         # Episodes need an event loop of their own, and the caller may be running one.
         with ThreadPoolExecutor(1) as thread:
-            return thread.submit(vocabulary_corpus, settings).result()
+            return thread.submit(vocabulary_corpus, config).result()
 
-    vocabulary = make_vocabulary(settings.vocabulary, settings.vocabulary_size, corpus)
-    return Harmony(vocabulary, settings.prompt, settings.tool_timeout_seconds)
+    vocabulary = make_vocabulary(config.vocabulary, config.model.vocab_size, corpus)
+    return Harmony(vocabulary, config.prompt, config.sandbox.timeout_seconds)
 
 
-def _build_chatml(settings: CodecSettings) -> ChatMl:
-    size, seconds = settings.vocabulary_size, settings.tool_timeout_seconds
-    if settings.vocabulary == "gptoss":
+def _build_chatml(config: EpisodesConfig) -> ChatMl:
+    size, seconds = config.model.vocab_size, config.sandbox.timeout_seconds
+    if config.vocabulary == "gptoss":
         raise ValueError(
             "vocabulary gptoss is that of GPT-OSS: set tokenizer, for the checkpoint's own, or tiny"
         )
-    if settings.vocabulary == "tiny":
+    if config.vocabulary == "tiny":
         with ThreadPoolExecutor(1) as thread:
-            corpus = thread.submit(_chatml_corpus, settings).result()
-        return ChatMl(tiny_vocabulary(size, corpus), settings.chatml, seconds)
+            corpus = thread.submit(_chatml_corpus, config).result()
+        return ChatMl(tiny_vocabulary(size, corpus), config.chatml, seconds)
 
-    directory = tokenizer_directory(settings.tokenizer)
+    directory = tokenizer_directory(config.tokenizer_source)
     if directory is None:
         raise ValueError(
-            f"vocabulary tokenizer: {settings.tokenizer or 'initial_weights is null, which'} has no "
+            f"vocabulary tokenizer: {config.tokenizer_source or 'initial_weights is null, which'} has no "
             f"{TOKENIZER_FILE}; name a directory that has one in `tokenizer`"
         )
-    return ChatMl(read_vocabulary(directory, size), settings.chatml, seconds)
+    return ChatMl(read_vocabulary(directory, size), config.chatml, seconds)
 
 
-_BUILDERS: dict[ChatFormat, Callable[[CodecSettings], ChatCodec]] = {
+_BUILDERS: dict[ChatFormat, Callable[[EpisodesConfig], ChatCodec]] = {
     "harmony": _build_harmony,
     "chatml": _build_chatml,
 }
@@ -123,18 +97,18 @@ _BUILDERS: dict[ChatFormat, Callable[[CodecSettings], ChatCodec]] = {
 # ---- what tiny vocabularies are made for
 
 
-def vocabulary_corpus(settings: CodecSettings) -> str:
+def vocabulary_corpus(config: EpisodesConfig) -> str:
     """Return the text that a run's tiny vocabulary of Harmony is made for.
 
     The texts of registered environments are in it whichever the run uses: words that every
     conversation has, such as "assistant", are then tokens of every tiny vocabulary."""
-    harmony = Harmony(GptOssVocabulary(), settings.prompt, settings.tool_timeout_seconds)
-    if settings.data is not None:
-        return "\n".join(conversation_texts(settings.data, harmony))
+    harmony = Harmony(GptOssVocabulary(), config.prompt, config.sandbox.timeout_seconds)
+    if config.vocabulary_conversations is not None:
+        return "\n".join(conversation_texts(config.vocabulary_conversations, harmony))
 
     texts = [ENVIRONMENTS.resolve(name).vocabulary_text() for name in ENVIRONMENTS]
     lines = [text for text in texts if text]
-    for source in settings.tasks.sources.values():
+    for source in config.tasks.sources.values():
         text = environment_class(source.environment).vocabulary_text()
         if text and text not in lines:
             lines.append(text)
@@ -143,15 +117,15 @@ def vocabulary_corpus(settings: CodecSettings) -> str:
     return "\n".join(lines)
 
 
-def _chatml_corpus(settings: CodecSettings) -> str:
+def _chatml_corpus(config: EpisodesConfig) -> str:
     """Return the text that a run's tiny vocabulary of ChatML is made for."""
     # In single bytes: only the text is of interest.
-    codec = ChatMl(tiny_vocabulary(512, ""), settings.chatml, settings.tool_timeout_seconds)
-    if settings.data is not None:
-        return "\n".join(conversation_texts(settings.data, codec))
+    codec = ChatMl(tiny_vocabulary(512, ""), config.chatml, config.sandbox.timeout_seconds)
+    if config.vocabulary_conversations is not None:
+        return "\n".join(conversation_texts(config.vocabulary_conversations, codec))
 
     lines: list[str] = []
-    for source in settings.tasks.sources.values():
+    for source in config.tasks.sources.values():
         text = environment_class(source.environment).vocabulary_text()
         demonstrated = []
         if source.held_out_path is None:

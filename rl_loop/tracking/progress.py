@@ -1,7 +1,7 @@
 """How a run tells the user what it is doing."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 
@@ -27,3 +27,25 @@ class Progress(Protocol):
 
 ProgressFactory = Callable[[str, int, int], AbstractContextManager[Progress]]
 """(title, total steps, first step) -> a context in which progress is shown."""
+
+
+class SilentProgress:
+    """A display that shows nothing. A subclass shows what it overrides."""
+
+    def phase(self, name: str) -> None:
+        pass
+
+    def episodes(self, ended: int, wanted: int) -> None:
+        pass
+
+    def note(self, message: str) -> None:
+        pass
+
+    def step(self, step: int, values: dict[str, float]) -> None:
+        pass
+
+
+@contextmanager
+def silent(title: str, total: int, first: int) -> Iterator[Progress]:
+    """Show nothing; a ``ProgressFactory``."""
+    yield SilentProgress()

@@ -13,11 +13,11 @@ from converters.mxfp4_tensors import Digests
 from megatron_gptoss.samples import INPUT_COLUMNS, TrainingSamples
 from megatron_gptoss.step_results import StepStatistics
 from rl_loop.algorithms.config import AlgorithmConfig
+from rl_loop.config.parts import TrainerConfig
 from rl_loop.data.rollout_batch import RlUpdates, TokenEstimates
 from rl_loop.data.tensor_bytes import StoredTensors
 from rl_loop.trainer.rank_answers import RankPlace, Resumed
 from rl_loop.trainer.returned_tokens import place_tokens
-from rl_loop.trainer.settings import TrainerSettings
 from rl_loop.trainer.shipment import SCORED_COLUMNS, Shipper, StepPlan, plan_step
 from rl_loop.trainer.weight_export import WeightExport
 from rl_loop.weight_sync.source import WeightSender
@@ -46,7 +46,7 @@ class TrainerGroup:
     """All ranks do the same thing at the same time, each data-parallel rank with its own
     sequences."""
 
-    def __init__(self, settings: TrainerSettings, ranks: Ranks) -> None:
+    def __init__(self, settings: TrainerConfig, ranks: Ranks) -> None:
         """``ranks`` have been started; ``ready`` waits for them."""
         self.ranks = ranks
         self._settings = settings
@@ -108,7 +108,7 @@ class TrainerGroup:
 
         Raises ValueError for those that decide which models there are, or how they are built."""
         for name in SETTLED_AT_START:
-            before = getattr(self._settings.algorithm, name)
+            before = getattr(self._settings.objective, name)
             after = getattr(algorithm, name)
             if before != after:
                 raise ValueError(
@@ -155,7 +155,7 @@ class TrainerGroup:
     @property
     def _estimated_from(self) -> Sequence[str]:
         """The columns that critic and reference policy read."""
-        algorithm = self._settings.algorithm
+        algorithm = self._settings.objective
         is_own_base = self._settings.adapter is not None and algorithm.kl is not None
         if is_own_base and algorithm.routing_replay == "R3":
             # A policy without its adapters takes the routes that it takes with them: until the first
@@ -165,7 +165,7 @@ class TrainerGroup:
 
     def rl_step(self, samples: TrainingSamples, step: int) -> RlUpdates:
         """Take ``algorithm.mini_batches`` optimizer steps of the critic and of the policy."""
-        plan = self._plan(samples, self._settings.algorithm.mini_batches)
+        plan = self._plan(samples, self._settings.objective.mini_batches)
         shipments = self._shipper.ship(samples, plan)
         asked = sorted({0, *self._answering})
         answers = self._on_shipments("rl_step", shipments, asked, step)

@@ -21,11 +21,11 @@ from megatron_gptoss.checkpoint.loader import load_model_weights, refuse_damaged
 from megatron_gptoss.config import Quantization
 from megatron_gptoss.layers.adapters import initialize_adapters
 from megatron_gptoss.model import build_model
-from rl_loop.trainer.settings import TrainerSettings
+from rl_loop.config.parts import TrainerConfig
 
 
 def build_initial_model(
-    settings: TrainerSettings, quantization: Quantization | None
+    settings: TrainerConfig, quantization: Quantization | None
 ) -> torch.nn.Module:
     """Build this rank's part of the model that the run starts from; fresh adapters leave the base
     as it is. Collective.
@@ -57,7 +57,7 @@ def build_initial_model(
     return model
 
 
-def _load_base(model: torch.nn.Module, settings: TrainerSettings) -> None:
+def _load_base(model: torch.nn.Module, settings: TrainerConfig) -> None:
     """Fill all weights of ``model`` but adapters. Collective."""
     source = settings.initial_weights
     if source is None:
@@ -75,7 +75,7 @@ def _load_base(model: torch.nn.Module, settings: TrainerSettings) -> None:
             load_hf_weights(model, settings.model, tensors.view)
 
 
-def _open_adapters(path: Path, settings: TrainerSettings) -> Adapters:
+def _open_adapters(path: Path, settings: TrainerConfig) -> Adapters:
     """Open adapters in a run, a checkpoint or in PEFT's format."""
     if (path / PEFT_CONFIG_FILE).exists():
         peft = PeftDirectory(path, settings.model)
@@ -87,7 +87,7 @@ def _open_adapters(path: Path, settings: TrainerSettings) -> Adapters:
     return CheckpointAdapters(latest_checkpoint(path / "checkpoints") or path)
 
 
-def _random_weights(settings: TrainerSettings) -> Callable[[str], torch.Tensor]:
+def _random_weights(settings: TrainerConfig) -> Callable[[str], torch.Tensor]:
     """Return a source of random tensors by Hugging Face name that the base can hold."""
     draw = random_hf_weights(settings.model, settings.seed)
     if settings.parallel.base != "mxfp4":

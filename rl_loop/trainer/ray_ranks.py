@@ -23,10 +23,10 @@ from rl_loop.cluster.placement import (
     ranks_are_here,
 )
 from rl_loop.cluster.ray_session import local_directory
+from rl_loop.config.parts import TrainerConfig
 from rl_loop.logs import with_logging
 from rl_loop.trainer.rank_answers import RankPlace
 from rl_loop.trainer.rank_start import check_local_ranks, start_limit, wait_for_processes
-from rl_loop.trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:
     from rl_loop.trainer.worker import TrainerWorker
@@ -70,7 +70,7 @@ class TrainerProcess:
 class RayRanks:
     """One process for each rank, on this machine or where ``gptoss launch`` planned it."""
 
-    def __init__(self, settings: TrainerSettings) -> None:
+    def __init__(self, settings: TrainerConfig) -> None:
         """Start the processes; ``ready`` waits for them."""
         world = settings.parallel.world_size
         cores = os.cpu_count() or 1

@@ -24,10 +24,10 @@ from megatron_gptoss.checkpoint.loader import find_damage, load_checkpoint
 from megatron_gptoss.checkpoint.writer import CheckpointWriter
 from megatron_gptoss.critic import ValueTrainer
 from megatron_gptoss.trainer import PolicyTrainer
+from rl_loop.config.parts import TrainerConfig
 from rl_loop.tracking.run_directory import RunDirectory
 from rl_loop.trainer.adapter_keeper import AdapterKeeper
 from rl_loop.trainer.rank_answers import Resumed
-from rl_loop.trainer.settings import TrainerSettings
 
 
 class RunCheckpoints:
@@ -38,7 +38,7 @@ class RunCheckpoints:
     """
 
     def __init__(
-        self, settings: TrainerSettings, policy: PolicyTrainer, critic: ValueTrainer | None
+        self, settings: TrainerConfig, policy: PolicyTrainer, critic: ValueTrainer | None
     ) -> None:
         """``policy``, ``critic``: what is saved, and what ``resume`` loads into."""
         self._run = RunDirectory(settings.directory)

@@ -16,8 +16,8 @@ import torch
 from megatron_gptoss.packing import PackedBatch, Schedule, build_batch, schedule
 from megatron_gptoss.planning.flops import forward_flops
 from megatron_gptoss.samples import INPUT_COLUMNS, TOKEN_COLUMNS, ColumnError, TrainingSamples
+from rl_loop.config.parts import TrainerConfig
 from rl_loop.data.stored_routes import StoredRoutes
-from rl_loop.trainer.settings import TrainerSettings
 
 SCORED_COLUMNS = (*INPUT_COLUMNS, "routed_experts")
 """What the policy's forward pass without a loss needs."""
@@ -314,9 +314,7 @@ def load_routes(rows: Sequence[Any]) -> list[np.ndarray]:
     return [row.rows_of(next(loaded)) if isinstance(row, StoredRoutes) else row for row in rows]
 
 
-def plan_step(
-    samples: TrainingSamples, settings: TrainerSettings, mini_batches: int = 1
-) -> StepPlan:
+def plan_step(samples: TrainingSamples, settings: TrainerConfig, mini_batches: int = 1) -> StepPlan:
     """Decide which rank takes which sequences, in so many optimizer steps.
 
     Raises ValueError naming a sequence that is longer than a micro-batch may be."""

@@ -29,6 +29,7 @@ from megatron_gptoss.trainer import PolicyTrainer
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.algorithms.objectives import policy_objective, sft_objective, value_objective
 from rl_loop.cluster.group_authentication import authenticate_groups
+from rl_loop.config.parts import TrainerConfig
 from rl_loop.data.rollout_batch import RlUpdates, TokenEstimates
 from rl_loop.data.tensor_bytes import TensorBytes
 from rl_loop.heap import exempt_from_collection
@@ -38,7 +39,6 @@ from rl_loop.trainer.memory_metrics import max_over_ranks, memory_metrics
 from rl_loop.trainer.rank_answers import RankPlace, Resumed
 from rl_loop.trainer.returned_tokens import take_tokens
 from rl_loop.trainer.run_checkpoints import RunCheckpoints
-from rl_loop.trainer.settings import TrainerSettings
 from rl_loop.trainer.shipment import MiniBatch, Shipment
 from rl_loop.trainer.weight_export import WeightExport
 from rl_loop.weight_sync.gather import send_gathered
@@ -51,7 +51,7 @@ class TrainerWorker:
 
     def __init__(
         self,
-        settings: TrainerSettings,
+        settings: TrainerConfig,
         rank: int,
         master: str,
         port: int,
@@ -70,7 +70,7 @@ class TrainerWorker:
         """
         torch.set_num_threads(threads)
         self.settings = settings
-        self.algorithm = settings.algorithm
+        self.algorithm = settings.objective
         authenticate_groups()
         distributed.initialize(settings.parallel, rank, master, port, store_file)
         self.memory = phase_memory()
@@ -249,7 +249,7 @@ class TrainerWorker:
         objective = value_objective(
             self.algorithm,
             mini_batch.loss_tokens,
-            self.settings.max_episode_tokens,
+            self.settings.longest_episode,
             parallel_state.get_context_parallel_group(),
             episodes=mini_batch.episodes,
         )
@@ -260,7 +260,7 @@ class TrainerWorker:
         objective = policy_objective(
             self.algorithm,
             mini_batch.loss_tokens,
-            self.settings.max_episode_tokens,
+            self.settings.longest_episode,
             parallel_state.get_context_parallel_group(),
             episodes=mini_batch.episodes,
         )
@@ -282,7 +282,9 @@ class TrainerWorker:
         schedule_steps = self.settings.training.steps - first_step
         learning_rate = trainer.config.learning_rate_at(step - first_step, schedule_steps)
         with out_of_memory_explained(self.settings.memory_inputs):
-            statistics = trainer.train_step(batches, loss, learning_rate, self.settings.temperature)
+            statistics = trainer.train_step(
+                batches, loss, learning_rate, self.settings.training_temperature
+            )
         exempt_from_collection()
 
         if trainer is self.trainer:  # what the critic's steps took counts towards these
@@ -319,7 +321,7 @@ class TrainerWorker:
         self, scorer: Scorer, batches: Sequence[PackedBatch], temperature: float | None = None
     ) -> list[torch.Tensor]:
         with out_of_memory_explained(self.settings.memory_inputs):
-            return scorer.score(batches, temperature or self.settings.temperature)
+            return scorer.score(batches, temperature or self.settings.training_temperature)
 
     # -- weights and checkpoints ------------------------------------------------------------------
 

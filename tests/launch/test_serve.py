@@ -27,7 +27,6 @@ from rl_loop.config.load import (
 from rl_loop.config.run import RlConfig
 from rl_loop.config.served_weights import served_weights
 from rl_loop.lifecycle.start_checks import check_what_a_server_needs
-from rl_loop.session import codec_settings
 from rl_loop.tasks.codec import codec_of
 from tests.support.launch.forked_command import ForkedCommand
 from tests.support.rl_loop.gateway.policy import Script, learned_model
@@ -44,7 +43,7 @@ def config() -> RlConfig:
 @pytest.fixture(scope="module")
 def checkpoint(config: RlConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of the configuration's shape that has learned to greet."""
-    script = Script(codec_of(codec_settings(config)))
+    script = Script(codec_of(config))
     architecture = GptOssConfig(**config.model.to_hf_config())
     model = learned_model(architecture, script.lessons()[:2])
     directory = tmp_path_factory.mktemp("checkpoint") / "hf"
@@ -111,7 +110,7 @@ def dense(tmp_path: Path) -> Path:
 def test_a_dense_directory_has_its_own_vocabulary(dense: Path) -> None:
     served = load_served_config(dense)
     assert served.vocabulary == "tokenizer"
-    assert codec_settings(served).tokenizer == dense
+    assert served.tokenizer_source == dense
     check_what_a_server_needs(served, None)
     # Whatever is said replaces what the family has.
     with pytest.raises(CannotStart, match="vocabulary gptoss is not that of a qwen2 model"):
@@ -132,7 +131,7 @@ def test_a_dense_directory_is_served_in_chatml(dense: Path) -> None:
                 model="qwen2", messages=[{"role": "user", "content": "Hi"}], max_tokens=1
             )
         messages = [{"role": "user", "content": "Hi"}]
-        prompt = codec_of(codec_settings(load_served_config(dense))).render_prompt(messages)
+        prompt = codec_of(load_served_config(dense)).render_prompt(messages)
         assert completion.usage is not None
         assert completion.usage.prompt_tokens == len(prompt)
         assert completion.usage.completion_tokens == 1

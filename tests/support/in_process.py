@@ -14,6 +14,7 @@ from megatron_gptoss import distributed
 from rl_loop.ablations.engine_weights import engine_faults
 from rl_loop.agents.worker import worker_class
 from rl_loop.config.load import dump_config
+from rl_loop.config.parts import TrainerConfig
 from rl_loop.config.run import RlConfig
 from rl_loop.data.tensor_bytes import TensorBytes
 from rl_loop.data.trajectory import TrajectoryGroup
@@ -23,17 +24,8 @@ from rl_loop.engines.protocol import RolloutEngine
 from rl_loop.lifecycle.resume_rules import sampling_digest
 from rl_loop.loop import RlLoop
 from rl_loop.rollout.group_store import GroupStore
-from rl_loop.rollout.group_stream import (
-    AdmittedGroup,
-    GroupRequest,
-    GroupStream,
-    run_groups,
-)
-from rl_loop.session import (
-    build_tasks,
-    trainer_settings,
-    worker_settings,
-)
+from rl_loop.rollout.group_stream import AdmittedGroup, GroupRequest, GroupStream, run_groups
+from rl_loop.session import build_tasks
 from rl_loop.tracking.episode_recorder import EpisodeRecorder
 from rl_loop.tracking.metrics import MetricsWriter
 from rl_loop.tracking.recorder import StepRecorder
@@ -41,7 +33,6 @@ from rl_loop.tracking.run_directory import Start, start_run
 from rl_loop.trainer.checkpointer import Checkpointer, RunState
 from rl_loop.trainer.group import TrainerGroup
 from rl_loop.trainer.rank_answers import RankPlace
-from rl_loop.trainer.settings import TrainerSettings
 from rl_loop.trainer.worker import TrainerWorker
 from rl_loop.weight_sync.source import WeightSource
 
@@ -49,7 +40,7 @@ from rl_loop.weight_sync.source import WeightSource
 class LocalRank:
     """What a TrainerGroup wants of its ranks, of one rank in this process."""
 
-    def __init__(self, settings: TrainerSettings) -> None:
+    def __init__(self, settings: TrainerConfig) -> None:
         self._worker = TrainerWorker(settings, 0, "127.0.0.1", 0, torch.get_num_threads())
 
     def ready(self) -> list[RankPlace]:
@@ -72,7 +63,7 @@ class LocalRank:
         distributed.shutdown()
 
 
-def local_trainer(settings: TrainerSettings) -> TrainerGroup:
+def local_trainer(settings: TrainerConfig) -> TrainerGroup:
     """Make a trainer of one rank in this process."""
     trainer = TrainerGroup(settings, LocalRank(settings))
     trainer.ready()
@@ -95,7 +86,7 @@ class LocalRollouts:
         self._is_quantized = config.quantization is not None
         self.alter_weights: Callable[[WeightSource, int], WeightSource] | None = None
         self._rollout = config.rollout
-        settings = worker_settings(config)
+        settings = config
         engine_config = config.rollout.engine
         if engine is None:
             assert isinstance(engine_config, EmbeddedConfig)
@@ -196,7 +187,7 @@ def local_loop(
     with ExitStack() as stack:
         start = Start.RESUME if resume else Start.OVERWRITE
         run = start_run(config.directory, dump_config(config), start)
-        trainer = local_trainer(trainer_settings(config))
+        trainer = local_trainer(config)
         stack.callback(trainer.close)
         if rollouts is None:
             rollouts = LocalRollouts(config)

@@ -17,7 +17,7 @@ from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.config.training import DemonstrationConfig
 from rl_loop.export import export_policy, greedy_agreement
 from rl_loop.lifecycle.start_checks import check_chat_format
-from rl_loop.session import build_tasks, trainer_settings
+from rl_loop.session import build_tasks
 from rl_loop.tracking.run_directory import read_training_steps
 from tests.support.in_process import LocalRollouts, local_loop, local_trainer
 
@@ -76,7 +76,7 @@ def test_two_steps_of_supervised_fine_tuning_learn_what_a_policy_would_sample(
         assert len(rest) == 0
         assert all(isinstance(tasks.codec.parse(turn.tolist()), list) for turn in turns)
 
-    trainer = local_trainer(trainer_settings(settings))
+    trainer = local_trainer(settings)
     try:
         before = trainer.score(samples)[samples.loss_mask].mean()
         for step in (1, 2):

@@ -39,7 +39,7 @@ from rl_loop.gateway.serve import ServeOptions
 from rl_loop.harmony.codec import ParsedMessage
 from rl_loop.rollout.collector import TrainingRequests
 from rl_loop.run import run_server
-from rl_loop.session import build_rollouts, build_tasks, build_trainer, codec_settings
+from rl_loop.session import build_rollouts, build_tasks, build_trainer
 from rl_loop.tasks.codec import codec_of
 from rl_loop.weight_sync.canary import CanaryError, CanaryTolerance, check_canary
 from rl_loop.weight_sync.servers import SyncPlan
@@ -447,7 +447,7 @@ def test_a_checkpoint_is_served_by_a_server_that_has_its_weights(
     config: RlConfig, tmp_path: Path
 ) -> None:
     """``gptoss serve`` with ``rollout.engine.type: sglang``, but for its command line."""
-    codec = codec_of(codec_settings(config))
+    codec = codec_of(config)
     model = MODEL.model_copy(update={"vocab_size": codec.vocabulary.size})
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()

@@ -18,7 +18,7 @@ from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.lifecycle import inputs
 from rl_loop.lifecycle.inputs import to_json, weights_digest
 from rl_loop.lifecycle.resume import changes_since, inputs_of
-from rl_loop.session import pinned_settings, trainer_settings
+from rl_loop.session import pinned_settings
 from rl_loop.tracking.run_directory import RunDirectory, start_run, write_json
 from tests.support.rl_loop.lifecycle.config_keys import CONFIGS
 
@@ -91,7 +91,7 @@ def test_trainer_reads_the_recorded_checkpoint(tmp_path: Path) -> None:
     config = rl(tmp_path, f"initial_weights={tmp_path}/sft")
     recorded = inputs_of(config)
     save_checkpoint(tmp_path / "sft", 200, "second")
-    assert pinned_settings(trainer_settings(config), recorded).initial_weights == old
+    assert pinned_settings(config, recorded).initial_weights == old
 
 
 @pytest.mark.parametrize("name", ["train", "held"])

@@ -206,7 +206,6 @@ from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.lifecycle.start_checks import store_need
 from rl_loop.lifecycle.store_size import EPISODE_COLUMNS, check_running_store
-from rl_loop.session import trainer_settings
 from rl_loop.trainer.shipment import SCORED_COLUMNS, Shipper, plan_step
 
 config = load_config(Path("configs/rl/tiny_retool.yaml"), RlConfig, ["initial_weights=null", *{STEP!r}])
@@ -229,7 +228,7 @@ def hold_step():
 
     samples = TrainingSamples.join([episode() for _ in range(36)])
     samples = samples.with_columns(advantages=np.zeros(samples.tokens, np.float32))
-    plan = plan_step(samples, trainer_settings(config))
+    plan = plan_step(samples, config)
     shipper = Shipper(ray.put)
     held += shipper.ship(samples, plan, SCORED_COLUMNS)
     held.append(ray.put(np.zeros(samples.tokens, np.float32)))

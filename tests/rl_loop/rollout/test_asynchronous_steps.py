@@ -22,7 +22,7 @@ from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.loop import RlLoop
 from rl_loop.rollout.collector import TrainingRequests
 from rl_loop.rollout.group_stream import RolloutsAbandoned
-from rl_loop.session import build_tasks, trainer_settings
+from rl_loop.session import build_tasks
 from rl_loop.tracking.run_directory import read_training_steps
 from tests.support.in_process import LocalRollouts, local_loop, local_trainer
 from tests.support.rl_loop.small_config import config as small_config
@@ -155,7 +155,7 @@ def test_turns_and_one_step_ahead_train_on_the_episodes_that_they_always_did(
 def plain_loop(settings: RlConfig) -> dict[str, torch.Tensor]:
     """Train step by step on all episodes of each step, without anything that runs ahead."""
     tasks = build_tasks(settings)
-    trainer = local_trainer(trainer_settings(settings))
+    trainer = local_trainer(settings)
     rollouts = LocalRollouts(settings, TimelessEngine(tuple(tasks.codec.stop_token_ids)))  # type: ignore[arg-type]
     requests = TrainingRequests(tasks, settings.rollout, settings.seed)
     algorithm, longest = settings.algorithm, settings.rollout.max_response_tokens

@@ -21,7 +21,7 @@ from rl_loop.engines.backend import BackendContext, EngineConfig, RolloutBackend
 from rl_loop.rollout.collector import TrainingRequests
 from rl_loop.rollout.group_stream import GroupRequest, GroupStream
 from rl_loop.rollout.pool import RolloutPool
-from rl_loop.session import build_tasks, worker_settings
+from rl_loop.session import build_tasks
 from rl_loop.weight_sync.source import LoadedWeights, WeightSource
 from tests.support.forked_workers import local_ray
 from tests.support.rl_loop.small_config import config as small_config
@@ -73,7 +73,7 @@ class Running:
         context = BackendContext(self.settings.model, self.settings.dtype, 0, directory)
         stop_token_ids = tuple(tasks.codec.stop_token_ids)
         self.backend = TimelessBackend(context, partial(TimelessEngine, stop_token_ids, **timing))
-        self.pool = RolloutPool(self.backend, worker_settings(self.settings))
+        self.pool = RolloutPool(self.backend, self.settings)
         self.pool.ready()
         requests = TrainingRequests(tasks, self.settings.rollout, seed=0)
         self.requests = [requests.of(number, number) for number in range(GROUPS)]

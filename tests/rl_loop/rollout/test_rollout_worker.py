@@ -18,7 +18,6 @@ from rl_loop.harmony.codec import ParsedMessage
 from rl_loop.rollout import agent
 from rl_loop.rollout.worker import RolloutWorker
 from rl_loop.sandbox import ExecutionResult, SandboxFailure
-from rl_loop.session import worker_settings
 from tests.support.rl_loop.scripted_engine import ScriptedEngine
 
 CONFIG = Path(__file__).parents[3] / "configs/rl/tiny_retool.yaml"
@@ -65,7 +64,7 @@ def run(
     sandbox: Sandbox, *overrides: str, content: str = "What is 17*23?", samples: int = 4
 ) -> TrajectoryGroup:
     config = load_config(CONFIG, RlConfig, [*overrides, "rollout.temperature=1"])
-    worker = RolloutWorker(worker_settings(config), lambda: EngineOfMany([]), 1)  # type: ignore
+    worker = RolloutWorker(config, lambda: EngineOfMany([]), 1)  # type: ignore
     call = worker.codec.render_assistant(
         [ParsedMessage("analysis", "python", "code", "print(17*23)")], "<|call|>"
     )

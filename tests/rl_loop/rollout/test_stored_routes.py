@@ -24,7 +24,7 @@ from rl_loop.engines.backend import BackendContext, EngineConfig, RolloutBackend
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult
 from rl_loop.rollout.collector import RolloutCollector, held_out_requests
 from rl_loop.rollout.pool import RolloutPool
-from rl_loop.session import build_tasks, worker_settings
+from rl_loop.session import build_tasks
 from rl_loop.trainer.shipment import load_routes
 from rl_loop.weight_sync.source import WeightSource
 from tests.support.forked_workers import local_ray
@@ -110,7 +110,7 @@ def config(tmp_path: Path) -> RlConfig:
 @pytest.fixture
 def pool(config: RlConfig, tmp_path: Path) -> Iterator[RolloutPool]:
     context = BackendContext(config.model, config.dtype, 0, tmp_path, routed_experts=True)
-    made = RolloutPool(RoutedBackend(EngineConfig(), context), worker_settings(config))
+    made = RolloutPool(RoutedBackend(EngineConfig(), context), config)
     try:
         made.ready()
         # What the test before held is freed in the background.

@@ -20,7 +20,6 @@ from rl_loop.environments import Task
 from rl_loop.harmony.codec import ParsedMessage
 from rl_loop.rollout import agent
 from rl_loop.rollout.worker import RolloutWorker
-from rl_loop.session import worker_settings
 from tests.support.rl_loop.sandbox.escape_programs import (
     ENDINGS,
     LIMIT_VALUES,
@@ -68,7 +67,7 @@ class Player:
         self._runner = asyncio.Runner()
         self._policy = Policy()
         config = load_config(CONFIG, RlConfig, list(SETTINGS))
-        self.worker = RolloutWorker(worker_settings(config), lambda: self._policy, 1)  # type: ignore
+        self.worker = RolloutWorker(config, lambda: self._policy, 1)  # type: ignore
         self._runner.run(self.worker.start())
         self._played = 0
 

@@ -21,7 +21,7 @@ from rl_loop.loop import RlLoop
 from rl_loop.rollout.collector import held_out_requests
 from rl_loop.rollout.group_stream import AdmittedGroup, GroupRequest, GroupStream
 from rl_loop.rollout.pool import RolloutPool, WaitingGroup
-from rl_loop.session import build_tasks, worker_settings
+from rl_loop.session import build_tasks
 from rl_loop.tracking.episode_reader import EpisodeReader
 from rl_loop.tracking.metrics import Name
 from rl_loop.tracking.run_directory import read_json_lines
@@ -225,7 +225,7 @@ def test_a_pool_tells_its_workers_which_episodes_to_purify(tmp_path: Path) -> No
     worker = SimpleNamespace(run_group=SimpleNamespace(remote=run_group))
     pool = object.__new__(RolloutPool)
     pool._workers = [worker]
-    pool._settings = worker_settings(settings)
+    pool._settings = settings
     pool._running = {}
     stream = GroupStream(lambda admitted: None)
     loop = loop_over(settings, FakeRollouts(lambda task: True), RunState())

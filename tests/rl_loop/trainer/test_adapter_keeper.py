@@ -21,11 +21,10 @@ from megatron_gptoss.checkpoint.directory import latest_checkpoint
 from megatron_gptoss.checkpoint.errors import CheckpointError
 from megatron_gptoss.checkpoint.loader import find_damage
 from rl_loop.config.load import load_config
+from rl_loop.config.parts import TrainerConfig
 from rl_loop.config.run import RlConfig
-from rl_loop.session import trainer_settings
 from rl_loop.trainer import adapter_keeper
 from rl_loop.trainer.group import TrainerGroup
-from rl_loop.trainer.settings import TrainerSettings
 from rl_loop.trainer.shipment import Shipper, plan_step
 from rl_loop.trainer.worker import TrainerWorker
 from tests.support.distributed import free_port, run_distributed
@@ -200,7 +199,7 @@ def test_adapters_of_an_older_damaged_checkpoint_are_no_reason_to_stop(
 # -- several ranks -------------------------------------------------------------------------------
 
 
-def save_on_rank(rank: int, port: int, settings: TrainerSettings) -> list[str]:
+def save_on_rank(rank: int, port: int, settings: TrainerConfig) -> list[str]:
     """Save twice, the second time on a disk that takes no adapters. Returns the error."""
     worker = TrainerWorker(settings, rank, "127.0.0.1", port, 1)
     try:
@@ -231,7 +230,7 @@ def test_the_first_rank_writes_the_experts_of_all_and_all_hear_of_its_failure(
         "parallel.expert=2",
         "parallel.world_size=2",
     ]
-    settings = trainer_settings(load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, options))
+    settings = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, options)
     (first,), (second,) = run_distributed(save_on_rank, 2, free_port(), settings)
     assert first == second
     assert "adapters/step_000002: the adapters of step_000002 could not be kept" in first

@@ -20,14 +20,13 @@ from megatron_gptoss.planning import memory
 from megatron_gptoss.planning.memory import account
 from megatron_gptoss.planning.memory_inputs import EngineMemory
 from rl_loop.config.load import load_config
+from rl_loop.config.parts import TrainerConfig
 from rl_loop.config.run import RlConfig
-from rl_loop.session import trainer_settings
 from rl_loop.tracking.metrics import StepMetrics
 from rl_loop.tracking.step_metrics import add_optimizer_metrics
 from rl_loop.trainer import worker as worker_module
 from rl_loop.trainer.group import TrainerGroup
 from rl_loop.trainer.memory_metrics import memory_metrics
-from rl_loop.trainer.settings import TrainerSettings
 from rl_loop.weight_sync.source import SyncFailed
 from tests.support.in_process import LocalRank
 from tests.support.megatron_gptoss.reference import documents
@@ -38,16 +37,17 @@ ENGINE = EngineMemory(awake_fraction=0.4, asleep_bytes=700, sync_bytes=300)
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> TrainerSettings:
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainerConfig:
     """Of a tiny trainer whose engines would share its GPU."""
     overrides = [f"output_dir={tmp_path}", "initial_weights=null", "rollout.max_tokens=100"]
     config = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, overrides)
-    built = trainer_settings(config)
-    return replace(built, memory_inputs=replace(built.memory_inputs, engine=ENGINE))
+    inputs = replace(config.memory_inputs, engine=ENGINE)
+    monkeypatch.setattr(RlConfig, "memory_inputs", inputs)
+    return config
 
 
 @pytest.fixture
-def rank(settings: TrainerSettings) -> Iterator[LocalRank]:
+def rank(settings: TrainerConfig) -> Iterator[LocalRank]:
     rank = LocalRank(settings)
     yield rank
     rank.close()
@@ -87,7 +87,7 @@ class Sender:
 
 
 def test_figures_are_in_gb_and_predicted_where_the_account_has_the_phase(
-    settings: TrainerSettings,
+    settings: TrainerConfig,
 ) -> None:
     predicted = account(settings.memory_inputs, 100.0)
     peak = PhasePeak(allocated=2_000_000_000, reserved=2_500_000_000, gpu=9_000_000_000)
@@ -106,7 +106,7 @@ def test_figures_are_in_gb_and_predicted_where_the_account_has_the_phase(
 
 
 def test_a_step_says_what_every_phase_since_the_last_one_held(
-    rank: LocalRank, settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
+    rank: LocalRank, settings: TrainerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = ScriptedGpu()
     given_back: list[str] = []
@@ -203,7 +203,7 @@ def test_servers_take_what_an_update_has_given_back_and_it_is_counted_once(
     assert measured is not None and measured.peaks["resting"].gpu == 6500
 
 
-def test_a_cpu_has_no_such_metrics(rank: LocalRank, settings: TrainerSettings) -> None:
+def test_a_cpu_has_no_such_metrics(rank: LocalRank, settings: TrainerConfig) -> None:
     trainer = TrainerGroup(settings, rank)
     trainer.ready()
     trainer.enter_phase("scoring")

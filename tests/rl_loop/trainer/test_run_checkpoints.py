@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from megatron_gptoss.checkpoint.directory import latest_checkpoint
 from megatron_gptoss.checkpoint.errors import CheckpointError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
-from rl_loop.session import trainer_settings
 from rl_loop.trainer.group import TrainerGroup
 from rl_loop.trainer.run_checkpoints import RunCheckpoints
 from tests.support.in_process import local_trainer
@@ -34,7 +32,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerGroup]:
         "training.keep_checkpoints=3",
     ]
     config = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, settings)
-    group = local_trainer(trainer_settings(config))
+    group = local_trainer(config)
     yield group
     group.close()
 
@@ -89,7 +87,9 @@ def checkpoints_in(directory: Path, trainer: TrainerGroup) -> RunCheckpoints:
     worker = trainer.ranks._worker
     settings = worker.settings
     training = settings.training.model_copy(update={"keep_checkpoints": 1})
-    settings = replace(settings, directory=directory, training=training)
+    settings = settings.model_copy(
+        update={"output_dir": directory.parent, "name": directory.name, "training": training}
+    )
     return RunCheckpoints(settings, worker.trainer, worker.critic)
 
 
@@ -99,10 +99,10 @@ def test_a_save_that_fails_at_either_model_leaves_the_checkpoint_before_it_of_bo
 ) -> None:
     publish = checkpoint_writer.publish
 
-    def publish_other(partial: Path, final: Path, keep: int) -> None:
+    def publish_other(final: Path, keep: int) -> None:
         if final.parent.name == unpublished:
             raise OSError("the disk is gone")
-        publish(partial, final, keep)
+        publish(final, keep)
 
     checkpoints = checkpoints_in(tmp_path, trainer)
     checkpoints.start(1, {"step": 1})

@@ -13,7 +13,6 @@ from megatron_gptoss.samples import Sample, TrainingSamples
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.data.trained_tokens import ForeignAnswer, check_sampled_by_policy
-from rl_loop.session import trainer_settings
 from tests.support.in_process import local_trainer
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -46,7 +45,7 @@ def test_sft_objective_ignores_rollout_temperature(tmp_path: Path) -> None:
     samples = demonstrations()
     losses = []
     for override in ("rollout.temperature=1", "rollout.temperature=0.5"):
-        trainer = local_trainer(trainer_settings(config_of(SftConfig, tmp_path, override)))
+        trainer = local_trainer(config_of(SftConfig, tmp_path, override))
         try:
             before = -trainer.score(samples)[samples.loss_mask].mean()
             update = trainer.sft_step(samples, 0)
@@ -58,14 +57,20 @@ def test_sft_objective_ignores_rollout_temperature(tmp_path: Path) -> None:
 
 
 def test_sft_settings_ignore_all_of_rollout(tmp_path: Path) -> None:
-    plain = trainer_settings(config_of(SftConfig, tmp_path))
+    """What the trainer computes with, its own sections aside, is the same."""
+
+    def read_by_trainer(*overrides: str) -> tuple[object, ...]:
+        config = config_of(SftConfig, tmp_path, *overrides)
+        return config.objective, config.training_temperature, config.memory_inputs
+
+    plain = read_by_trainer()
     for override in ROLLOUT:
-        assert trainer_settings(config_of(SftConfig, tmp_path, override)) == plain, override
+        assert read_by_trainer(override) == plain, override
 
 
 def test_unrecorded_episodes_are_compared_with_the_policy(tmp_path: Path) -> None:
     """An answer to another request is found whether or not the viewer gets the episodes."""
-    settings = trainer_settings(config_of(RlConfig, tmp_path, "tracking.episodes=0"))
+    settings = config_of(RlConfig, tmp_path, "tracking.episodes=0")
     samples = demonstrations()
     mask = samples.loss_mask
     wrong = np.where(mask, np.float32(-20), np.float32(0))

@@ -16,12 +16,11 @@ from megatron_gptoss import distributed
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.samples import TrainingSamples
 from rl_loop.config.load import load_config
+from rl_loop.config.parts import TrainerConfig
 from rl_loop.config.run import RlConfig
 from rl_loop.data.rollout_batch import RlUpdates
-from rl_loop.session import trainer_settings
 from rl_loop.trainer.group import TrainerGroup
 from rl_loop.trainer.rank_answers import RankPlace
-from rl_loop.trainer.settings import TrainerSettings
 from rl_loop.trainer.shipment import Shipper, plan_step
 from rl_loop.trainer.worker import TrainerWorker
 from tests.support.distributed import free_port, run_distributed
@@ -46,7 +45,7 @@ SMALL = [
 LENGTHS = [30, 5, 18, 26, 11, 2, 23, 9]
 
 
-def settings_of(directory: Path, *overrides: str) -> TrainerSettings:
+def settings_of(directory: Path, *overrides: str) -> TrainerConfig:
     options = [
         *SMALL,
         f"initial_weights={directory}/hf",
@@ -54,7 +53,7 @@ def settings_of(directory: Path, *overrides: str) -> TrainerSettings:
         "name=run",
         *overrides,
     ]
-    return trainer_settings(load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, options))
+    return load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, options)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +98,7 @@ Answer = tuple[RankPlace, RlUpdates]
 
 
 def updates_on_rank(
-    rank: int, ports: list[int], trainers: list[TrainerSettings], samples: TrainingSamples
+    rank: int, ports: list[int], trainers: list[TrainerConfig], samples: TrainingSamples
 ) -> list[Answer]:
     """Where the rank stands in each trainer, and what it answers to the driver."""
     return [
@@ -109,7 +108,7 @@ def updates_on_rank(
 
 
 def update_on_rank(
-    rank: int, port: int, settings: TrainerSettings, samples: TrainingSamples
+    rank: int, port: int, settings: TrainerConfig, samples: TrainingSamples
 ) -> Answer:
     worker = TrainerWorker(settings, rank, "127.0.0.1", port, 1)
     try:
@@ -140,7 +139,7 @@ class AnsweredRanks:
     def close(self) -> None: ...
 
 
-def updates_of(trainers: list[TrainerSettings], samples: TrainingSamples) -> list[RlUpdates]:
+def updates_of(trainers: list[TrainerConfig], samples: TrainingSamples) -> list[RlUpdates]:
     """Take a step with each of these trainers of one layout, in as many processes as it has ranks."""
     world = trainers[0].parallel.world_size
     ports = [free_port() for _ in trainers]
@@ -154,7 +153,7 @@ def updates_of(trainers: list[TrainerSettings], samples: TrainingSamples) -> lis
     return updates
 
 
-def update(settings: TrainerSettings, samples: TrainingSamples) -> RlUpdates:
+def update(settings: TrainerConfig, samples: TrainingSamples) -> RlUpdates:
     """Take a step with as many processes as the layout has ranks."""
     (updates,) = updates_of([settings], samples)
     return updates

@@ -18,7 +18,7 @@ from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.engines.embedded.backend import build_engine
 from rl_loop.engines.embedded.engine import TransformersEngine
-from rl_loop.session import build_tasks, trainer_settings
+from rl_loop.session import build_tasks
 from rl_loop.trainer.group import TrainerGroup
 from rl_loop.weight_sync.canary import TOLERANCES, CanaryError, CanaryTolerance, check_canary
 from tests.support.in_process import LocalRank
@@ -130,7 +130,7 @@ def test_a_bf16_tiny_model_passes_and_a_wrong_one_does_not(tmp_path: Path) -> No
         "tasks.held_out_tasks=8",
     ]
     config = load_config(TINY, RlConfig, overrides)
-    settings = trainer_settings(config)
+    settings = config
     rank = LocalRank(settings)
     built: Any = build_engine(config.model, config.dtype, max_batch_size=4)
     engines = EmbeddedEngines(built)

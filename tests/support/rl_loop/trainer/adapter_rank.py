@@ -14,7 +14,6 @@ from gptoss_kernels import mxfp4
 from megatron_gptoss import distributed
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
-from rl_loop.session import trainer_settings
 from rl_loop.trainer.group import TrainerGroup
 from tests.support.in_process import LocalRank
 from tests.support.megatron_gptoss.reference import documents
@@ -37,7 +36,7 @@ Weights = dict[str, torch.Tensor]
 def trainer_of(directory: Path, *overrides: str) -> Iterator[tuple[TrainerGroup, LocalRank]]:
     """A trainer of one rank in this process, of the run ``directory``."""
     options = [*SMALL, f"output_dir={directory.parent}", f"name={directory.name}", *overrides]
-    settings = trainer_settings(load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, options))
+    settings = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, options)
     rank = LocalRank(settings)
     group = TrainerGroup(settings, rank)
     group.ready()

@@ -12,10 +12,10 @@ LIMIT = 64
 
 
 def settings_of(ranks: int, mini_batches: int = 1) -> Any:
-    """As much of TrainerSettings as shipping looks at."""
+    """The part of TrainerConfig that shipping reads."""
     return SimpleNamespace(
         model=MODEL,
         training=SimpleNamespace(max_tokens_per_micro_batch=LIMIT),
         parallel=SimpleNamespace(data=ranks, micro_batch_multiple=1),
-        algorithm=SimpleNamespace(mini_batches=mini_batches),
+        objective=SimpleNamespace(mini_batches=mini_batches),
     )
