@@ -26,10 +26,10 @@ GPU_FACTS = {"GPU": "name", "driver": "driver_version", "SM clock": "clocks.max.
 
 @dataclass
 class NodeCheck:
-    """What a node finds out about itself."""
+    """Result of the checks of one node."""
 
     facts: dict[str, str] = field(default_factory=dict)
-    """What must be the same on all nodes: "GPU", "driver" and "SM clock"."""
+    """Values that must be the same on all nodes: "GPU", "driver" and "SM clock"."""
     problems: list[str] = field(default_factory=list)
     """Why this node cannot take part, whatever the others say."""
 

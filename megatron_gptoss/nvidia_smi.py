@@ -12,7 +12,7 @@ class NvidiaSmiMissing(OSError):
 
 
 class NvidiaSmiFailed(OSError):
-    """nvidia-smi does not answer, or answers something else; the message says what."""
+    """nvidia-smi fails, or its output does not have the fields that were asked for."""
 
 
 def query_gpus(*fields: str) -> list[dict[str, str]]:

@@ -122,7 +122,7 @@ def clean_up_after_crash(root: Path) -> None:
     """Undo what a crash left of a save under ``root``.
 
     A checkpoint that was set aside gets its name back, or is deleted if its successor has that
-    name. What was not complete is deleted.
+    name. Incomplete checkpoints are deleted.
     """
     for old in root.glob(STEP_PATTERN + OLD):
         final = final_name(old)
@@ -142,7 +142,7 @@ def _is_complete(checkpoint: Path) -> bool:
 def _delete(checkpoint: Path) -> None:
     """Delete the directory if it exists.
 
-    What a killed process leaves of it does not look complete.
+    If the process is killed meanwhile, the rest does not look complete.
     """
     with suppress(OSError):
         (checkpoint / TRAINING_STATE_FILE).unlink(missing_ok=True)

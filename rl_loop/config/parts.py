@@ -37,7 +37,7 @@ class PolicyConfig(StrictModel):
     output_dir: Path = Path("runs")
     """Where run directories are made."""
     seed: int = 0
-    """Of everything random: initial weights, data order, sampling."""
+    """Seed of everything random: initial weights, data order, sampling."""
     model: AnyModelConfig
     """The architecture; a string names a file of ``configs/model``."""
     initial_weights: Path | None = None
@@ -46,6 +46,7 @@ class PolicyConfig(StrictModel):
 
     @property
     def directory(self) -> Path:
+        """The directory of the run."""
         return self.output_dir / self.name
 
 
@@ -67,15 +68,15 @@ class TrainerConfig(PolicyConfig):
     parallel: ParallelConfig = ParallelConfig()
     """How the trainer is spread over ranks."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """AdamW."""
+    """Settings of AdamW."""
     training: TrainingConfig = TrainingConfig()
-    """Length of the run."""
+    """Length of the run, micro-batches and checkpoints."""
     ablation: AblationConfig = AblationConfig()
-    """Faults on purpose."""
+    """Injected faults, for experiments."""
 
     @property
     def objective(self) -> AlgorithmConfig:
-        """What updates maximize. Supervised runs have the default, which needs no other model."""
+        """Objective of updates. Supervised runs have the default, which needs no other model."""
         return AlgorithmConfig()
 
     @property
@@ -90,7 +91,7 @@ class TrainerConfig(PolicyConfig):
 
     @property
     def memory_inputs(self) -> MemoryInputs:
-        """What ``megatron_gptoss.planning.memory`` predicts from."""
+        """Input of ``megatron_gptoss.planning.memory``."""
         return MemoryInputs(
             self.model,
             self.parallel,
@@ -125,7 +126,7 @@ class EpisodesConfig(PolicyConfig):
     sandbox: SandboxConfig = SandboxConfig()
     """Limits of model-written code."""
     reward: RewardConfig = RewardConfig()
-    """What an episode earns."""
+    """Rewards of an episode."""
 
     @property
     def tokenizer_source(self) -> Path | None:

@@ -41,7 +41,7 @@ class MessageSpan:
 
 
 class Header(NamedTuple):
-    """What the header of a message says."""
+    """The fields of a header."""
 
     role: str
     """system, developer, user, assistant or the name of a tool; assistant if it is left out."""
