@@ -331,6 +331,14 @@ def test_a_node_with_a_busy_or_missing_gpu_is_bad(
     assert any("cluster.min_free_disk is 1e+09" in problem for problem in problems)
 
 
+def test_node_check_accepts_gpu_without_memory_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPUs that share the machine's main memory report [N/A]."""
+    fake_nvidia_smi(tmp_path, "GB10, 570, 1980, 0, [N/A]", monkeypatch)
+    assert check_node(cluster_of_gpus(tmp_path, gpus_per_node=1), SMALL_STORE).problems == []
+
+
 def test_a_node_without_room_for_a_steps_part_of_rays_store_is_bad(tmp_path: Path) -> None:
     too_much = replace(SMALL_STORE, routes=1 << 60)
     problems = check_node(cluster_of_gpus(tmp_path, gpus_per_node=0), too_much).problems
