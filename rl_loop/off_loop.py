@@ -1,16 +1,123 @@
-"""Work that takes too long for the event loop: tokenising, parsing, comparing."""
+"""Work that must not run on the event loop: our own that takes long, and users' code that may hang."""
 
 import asyncio
+import contextvars
+import logging
+import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+from rl_loop.infrastructure import InfrastructureFailure
+
+MOST_HANGING = 64
+"""Calls of one function that may hang at the same time. Each keeps a thread until it returns."""
 
 _THREADS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="off-loop")
-"""Shared with nobody, so that tools which hang on threads of their own do not stop these."""
+"""Shared with no user's code, so that functions which hang do not stop these threads."""
+
+_hanging: Counter[str] = Counter()
+"""Calls that no caller waits for any more, by the name of their function."""
+_lock = threading.Lock()
+"""Guards ``_hanging``."""
+
+logger = logging.getLogger(__name__)
 
 
 async def off_loop[**P, T](function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-    """Call ``function`` on a thread, so that other episodes go on meanwhile.
+    """Call ``function`` on a thread, so that other episodes continue in the meantime.
 
-    It must always end."""
+    The function must always return: two threads serve all callers. Users' code belongs on a thread of
+    its own (``call_users_code``).
+    """
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(_THREADS, lambda: function(*arguments, **options))
+
+
+async def call_users_code[T](
+    function: Callable[[], T], name: str, component: str = "environment"
+) -> T:
+    """Call a function that a user has written on a thread of its own.
+
+    A function that hangs keeps its thread, and nothing else: later calls get threads of their own,
+    and the process can end. The caller bounds the time, by cancelling.
+
+    Args:
+        function: what to call.
+        name: names the function in messages.
+        component: see ``InfrastructureFailure``.
+
+    Raises:
+        InfrastructureFailure: MOST_HANGING earlier calls of the function hang.
+    """
+    if _hanging[name] >= MOST_HANGING:
+        reason = f"{name}: {MOST_HANGING} calls have not returned. Give the function a time limit of its own"
+        raise InfrastructureFailure(component, reason, name)
+
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+    call = _Call(function, loop, result, name)
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(call.run,), name=name[:60], daemon=True)
+    thread.start()
+    try:
+        return await result
+    except asyncio.CancelledError:
+        call.abandon()
+        raise
+
+
+class _Call:
+    """One call of a user's function."""
+
+    def __init__(
+        self,
+        function: Callable[[], Any],
+        loop: asyncio.AbstractEventLoop,
+        result: "asyncio.Future[Any]",
+        name: str,
+    ) -> None:
+        self._function = function
+        self._loop = loop
+        self._result = result
+        self._name = name
+        self._has_returned = False
+        self._is_abandoned = False
+
+    def run(self) -> None:
+        """Call the function and hand over what it returns or raises."""
+        value: Any = None
+        error: BaseException | None = None
+        try:
+            value = self._function()
+        except BaseException as raised:
+            error = raised
+        with _lock:
+            self._has_returned = True
+            if self._is_abandoned:
+                _hanging[self._name] -= 1
+        # The loop may be closed by now.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._hand_over, value, error)
+
+    def abandon(self) -> None:
+        """Note that no caller waits any more."""
+        with _lock:
+            if self._has_returned:
+                return
+            self._is_abandoned = True
+            _hanging[self._name] += 1
+            hanging = _hanging[self._name]
+        logger.warning("%s does not return; %d of its calls hang", self._name, hanging)
+
+    def _hand_over(self, value: Any, error: BaseException | None) -> None:
+        if self._result.done():
+            return
+        if error is None:
+            self._result.set_result(value)
+        elif isinstance(error, StopIteration):
+            self._result.set_exception(RuntimeError(f"{self._name} raised StopIteration"))
+        else:
+            self._result.set_exception(error)

@@ -2,10 +2,10 @@
 
 docs/environments.md shows both ways to use it: by configuration alone, and as a base class."""
 
-import asyncio
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
@@ -36,6 +36,7 @@ from rl_loop.environments.tool_servers.config import ToolServerConfig
 from rl_loop.environments.tool_servers.connection import ToolAnswer
 from rl_loop.environments.tool_servers.toolbox import ToolBox, offered_without_episode
 from rl_loop.infrastructure import InfrastructureFailure
+from rl_loop.off_loop import call_users_code
 
 
 class McpOptions(ReplayedOptions):
@@ -184,7 +185,7 @@ class McpEnvironment(ReplayedEnvironment[McpOptions]):
         arguments = (self.row, answer, tools)
         if inspect.iscoroutinefunction(function):
             return await function(*arguments)
-        return await asyncio.to_thread(function, *arguments)
+        return await call_users_code(partial(function, *arguments), self.options.judge, "checker")
 
     def unfinished(self) -> StepResult:
         return with_parts(self.finished(0.0), dict.fromkeys(self.options.parts, 0.0))

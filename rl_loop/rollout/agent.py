@@ -13,7 +13,6 @@ import logging
 import math
 import random
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
@@ -26,7 +25,7 @@ from rl_loop.data.trajectory import FinishReason, InvalidReason, Trajectory
 from rl_loop.engines.protocol import GenerateResult, ModelShape, RolloutEngine, SamplingParams
 from rl_loop.environments.base import Environment, StepResult
 from rl_loop.infrastructure import InfrastructureFailure, describe
-from rl_loop.off_loop import off_loop
+from rl_loop.off_loop import call_users_code, off_loop
 from rl_loop.rollout.episode_clock import EpisodeClock, OutOfTime
 from rl_loop.rollout.episode_draft import EpisodeDraft
 from rl_loop.rollout.observation import cut_observation
@@ -41,12 +40,6 @@ OPEN_SECONDS = 300.0
 """What an environment has to open: more than its own limits, which say what took so long."""
 CLOSE_SECONDS = 30.0
 """What it has to close."""
-
-_METHODS = ThreadPoolExecutor(max_workers=8, thread_name_prefix="environment")
-"""Threads for the methods of environments that no text of the policy reaches.
-
-On the default threads, which scorers and judges use, answers that hang them would stop these methods
-too, and make all other episodes invalid."""
 
 logger = logging.getLogger(__name__)
 
@@ -406,9 +399,8 @@ class EpisodeRunner:
         Raises InfrastructureFailure for whatever it raises."""
         name = getattr(method, "__name__", "a method")
         seconds = self.limits.episode_seconds
-        call = asyncio.get_running_loop().run_in_executor(
-            _METHODS, partial(method, *arguments, **options)
-        )
+        full_name = f"{type(self.environment).__name__}.{name}"
+        call = call_users_code(partial(method, *arguments, **options), full_name)
         try:
             return await asyncio.wait_for(call, seconds)
         except InfrastructureFailure:
