@@ -1,4 +1,4 @@
-"""Work on requests that takes long with long ones: reading a body, and rendering a conversation.
+"""Work that takes long: reading a body, rendering a conversation, and parsing a sampled turn.
 
 Short requests are worked on where they arrive, because a process costs a millisecond. Long ones have
 a process (``RequestWorkers``): parsers and tokenizers hold the interpreter, and with it the event
@@ -14,7 +14,10 @@ from typing import Any, Protocol
 from rl_loop.chat.codec import ChatCodec, Effort
 from rl_loop.chat.open_calls import OpenCall
 from rl_loop.chat.tools import Tool
+from rl_loop.data.trajectory import FinishReason
+from rl_loop.engines.protocol import GenerateResult
 from rl_loop.forked_pool import ForkedPool, PoolFailure, TooExpensive
+from rl_loop.gateway.answer import ReadTurn, read_turn
 from rl_loop.gateway.body import parse_json
 from rl_loop.gateway.errors import ApiError
 from rl_loop.gateway.request import TurnRequest
@@ -27,7 +30,7 @@ WORKERS = 8
 """Requests that are worked on at the same time; further ones wait."""
 IDLE_WORKERS = 2
 """Processes that stay for the next request."""
-NICENESS = 10
+NICENESS = 5
 """Of the processes, so that the event loop has precedence."""
 
 
@@ -129,6 +132,20 @@ class Rendered:
     """Calls that no message has answered."""
     history: list[int] | None = None
     """Token ids before ``new_ids`` if they differ from the stored ones."""
+
+
+@dataclass(frozen=True)
+class TurnJob:
+    """Parses a sampled turn."""
+
+    ids: list[int]
+    finish_reason: FinishReason
+    tools: tuple[Tool, ...]
+    """Functions that the client offered."""
+
+    def run(self, codec: ChatCodec) -> ReadTurn:
+        """Return what the turn says."""
+        return read_turn(codec, GenerateResult(self.ids, [], self.finish_reason), self.tools)
 
 
 class RequestWorkers:

@@ -7,7 +7,6 @@ with this request and with every later one."""
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -27,6 +26,7 @@ from rl_loop.gateway.jobs import (
     RenderJob,
     RequestWorkers,
     StoredTokens,
+    TurnJob,
 )
 from rl_loop.gateway.request import TurnRequest, text_size
 from rl_loop.gateway.reward import GivenReward
@@ -287,21 +287,13 @@ class Session:
         return self.forest.trajectories(task_id, self._codec.decode)
 
     async def run[Result](self, job: Job[Result]) -> Result:
-        """Run a job on a long request in another process. Raises ApiError."""
-        return await self._alone(lambda: self._workers.begin(job))
+        """Run a long job in another process. Raises ApiError.
 
-    async def _alone[T](self, begin: Callable[[], "asyncio.Task[T]"]) -> T:
-        """Begin work when no other work of this session runs, and wait for it.
-
-        The requests of a session do not take processes and threads from other sessions, not even if
-        the client leaves: the next work begins when this one is over.
+        One job at a time: the requests of a session do not take processes from other sessions. The
+        next job begins when this one is over, even if the client leaves.
         """
         await self._is_working.acquire()
-        try:
-            task = begin()
-        except BaseException:
-            self._is_working.release()
-            raise
+        task = self._workers.begin(job)
         task.add_done_callback(lambda _: self._is_working.release())
         return await asyncio.shield(task)
 
@@ -373,11 +365,7 @@ class Session:
         if len(sampled.output_ids) <= SHORT_TOKENS:
             turn = read_turn(self._codec, sampled, request.tools)
         else:
-            turn = await self._alone(
-                lambda: asyncio.ensure_future(
-                    off_loop(read_turn, self._codec, sampled, request.tools)
-                )
-            )
+            turn = await self._read_long_turn(sampled, request)
         node = self._node(request, response_id, place, prompt, sampled, turn, room)
         self._sampled_tokens += len(sampled.output_ids)
         # A turn beside this one may have ended the session meanwhile.
@@ -392,6 +380,15 @@ class Session:
             reason = FinishReason.FORMAT_ERROR
             raise self._ended(SessionEnd(reason, message, format_error=turn.format_error))
         return node
+
+    async def _read_long_turn(self, sampled: GenerateResult, request: TurnRequest) -> ReadTurn:
+        """Parse a sampled turn in another process."""
+        try:
+            job = TurnJob(sampled.output_ids, sampled.finish_reason, request.tools)
+            return await self.run(job)
+        except ApiError:
+            # The client has no part in it, and must get its turn.
+            return await off_loop(read_turn, self._codec, sampled, request.tools)
 
     def _node(
         self,

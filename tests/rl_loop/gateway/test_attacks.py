@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 
 from tests.support.rl_loop.gateway.attacks import BODIES, HELD
 
-# Delays of milliseconds, which only an idle machine shows.
+# Minutes: a server takes seconds to refuse some of the requests.
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
@@ -26,15 +27,6 @@ LONGEST_DELAY = 0.05
 MEMORY = 512 * 1024**2
 """Bytes that all attacks together may add."""
 ATTACK_SECONDS = 0.5
-TOO_LONG = {
-    "many spaces, streamed",
-    "2,000 messages of text",
-    "many values",
-    "long arguments",
-    "many parts",
-}
-"""Attacks that hold up other clients for 0.06 to 0.36 s: a thread holds the interpreter while it parses
-or tokenizes."""
 HEADERS_END = 15.0
 """Seconds after which no connection without a request is open."""
 
@@ -56,8 +48,8 @@ class Attacked:
         return int(peak), int(files), float(delay)
 
 
-@pytest.fixture(scope="module")
-def attacked() -> Iterator[Attacked]:
+@contextmanager
+def server() -> Iterator[Attacked]:
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.support.rl_loop.gateway.attacked_server"],
         stdin=subprocess.PIPE,
@@ -72,6 +64,19 @@ def attacked() -> Iterator[Attacked]:
     finally:
         process.terminate()
         process.wait(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def attacked() -> Iterator[Attacked]:
+    with server() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def control() -> Iterator[Attacked]:
+    """A server on the same machine that is not attacked: its delays are those of the machine."""
+    with server() as started:
+        yield started
 
 
 def be_served(attacked: Attacked, attack: subprocess.Popen[str]) -> None:
@@ -109,20 +114,21 @@ def statuses(attack: subprocess.Popen[str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", BODIES)
 def test_other_clients_are_served_in_time(
-    attacked: Attacked, name: str, request: pytest.FixtureRequest
+    attacked: Attacked, control: Attacked, name: str
 ) -> None:
-    if name in TOO_LONG:
-        request.applymarker(pytest.mark.xfail(reason="longer than 50 ms", strict=False))
+    control.state()
     before, _, _ = attacked.state()
     attack = begin(attacked, name, ATTACK_SECONDS)
     be_served(attacked, attack)
     assert statuses(attack)
     after, _, delay = attacked.state()
-    assert delay < LONGEST_DELAY
+    _, _, delay_of_machine = control.state()
+    assert delay - delay_of_machine < LONGEST_DELAY
     assert after - before < MEMORY
 
 
-def test_connections_without_a_request_are_closed(attacked: Attacked) -> None:
+def test_connections_without_a_request_are_closed(attacked: Attacked, control: Attacked) -> None:
+    control.state()
     _, before, _ = attacked.state()
     attacks = [begin(attacked, name, HEADERS_END) for name in HELD]
     time.sleep(2)
@@ -131,4 +137,4 @@ def test_connections_without_a_request_are_closed(attacked: Attacked) -> None:
     for attack in attacks:
         be_served(attacked, attack)
     assert [statuses(attack) for attack in attacks] == [{"open": 0}] * len(HELD)
-    assert attacked.state()[2] < LONGEST_DELAY
+    assert attacked.state()[2] - control.state()[2] < LONGEST_DELAY

@@ -44,7 +44,7 @@ def head(size: int, key: str = KEY, more: str = "", path: str = CHAT) -> bytes:
 
 
 def post(body: bytes | dict[str, Any], path: str = CHAT, **options: str) -> bytes:
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    data = body if isinstance(body, bytes) else json.dumps(body, ensure_ascii=False).encode()
     return head(len(data), path=path, **options) + data
 
 
@@ -76,6 +76,19 @@ def call(arguments: str) -> bytes:
     }
     answer = {"role": "tool", "tool_call_id": "c", "content": "x"}
     return chat(messages=[{"role": "user", "content": "x"}, turn, answer])
+
+
+def calls(count: int, answered: int) -> bytes:
+    """Return a conversation with many calls of one turn, some of them answered in reverse order."""
+    entries = [
+        {"id": f"c{i}", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        for i in range(count)
+    ]
+    results = [
+        {"role": "tool", "tool_call_id": f"c{i}", "content": "x"} for i in reversed(range(answered))
+    ]
+    turn = {"role": "assistant", "tool_calls": entries}
+    return chat(messages=[{"role": "user", "content": "x"}, turn, *results])
 
 
 def chunked(key: str) -> bytes:
@@ -123,6 +136,21 @@ BODIES: dict[str, Callable[[], bytes]] = {
     "deep lists": lambda: post(b"[" * 4 * MEGABYTE),
     "deep schemas": lambda: tools(1, json.loads('{"items":' * 300 + "{}" + "}" * 300)),
     "long arguments": lambda: call("[" + "[]," * MEGABYTE + "0]"),
+    "many calls": lambda: calls(5000, 1000),
+    "Chinese text": lambda: chat(
+        messages=[{"role": "user", "content": "\u4e2d\u6587\u3000" * 800_000}]
+    ),
+    "many tools, streamed": lambda: post(
+        {
+            "input": "x",
+            "stream": True,
+            "tools": [
+                {"type": "function", "name": f"f{i}", "description": "word " * 900}
+                for i in range(200)
+            ],
+        },
+        RESPONSES,
+    ),
     "many parts": lambda: chat(
         messages=[{"role": "user", "content": [{"type": "text", "text": ""}] * 90_000}]
     ),

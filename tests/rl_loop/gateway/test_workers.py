@@ -1,0 +1,298 @@
+"""Long requests have processes of their own, which may be slow, large or killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+import psutil
+import pytest
+
+from rl_loop.chat.codec import ChatCodec
+from rl_loop.gateway import jobs as jobs_module
+from rl_loop.gateway.body import SHORT_BODY_BYTES
+from rl_loop.gateway.errors import ApiError
+from rl_loop.gateway.jobs import RequestWorkers, TurnJob
+from rl_loop.harmony.codec import Harmony
+from tests.rl_loop.gateway.scripted import Talk, talking
+
+FINAL = "<|channel|>final<|message|>done<|return|>"
+LONG = "1 " * 1500 + "x" * SHORT_BODY_BYTES
+
+
+@dataclass(frozen=True)
+class Spinning:
+    """A job that never ends."""
+
+    def run(self, codec: ChatCodec) -> int:
+        while True:
+            pass
+
+
+@dataclass(frozen=True)
+class Hungry:
+    """A job that takes all memory."""
+
+    def run(self, codec: ChatCodec) -> int:
+        return len(bytearray(1 << 40))
+
+
+@dataclass(frozen=True)
+class Deadly:
+    """A job that kills its process."""
+
+    def run(self, codec: ChatCodec) -> int:
+        os.kill(os.getpid(), signal.SIGSEGV)
+        return 0
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A job that raises what a client is to read."""
+
+    def run(self, codec: ChatCodec) -> int:
+        raise ApiError(400, "invalid_request", "no", parameter="messages", kind="model_error")
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A job that returns at once."""
+
+    def run(self, codec: ChatCodec) -> int:
+        return 1 + 1
+
+
+def server_of(talk: Talk) -> psutil.Process:
+    server = talk.gateway._workers._pool._server
+    assert server is not None
+    return psutil.Process(server.pid)
+
+
+async def chat(talk: Talk, text: str, **more: Any) -> str | None:
+    create: Any = talk.client.chat.completions.create
+    completion = await create(model="m", messages=[{"role": "user", "content": text}], **more)
+    return completion.choices[0].message.content
+
+
+@pytest.mark.parametrize(
+    ("job", "status", "message"),
+    [
+        (Spinning(), 413, "takes more than"),
+        (Hungry(), 413, "takes more than"),
+        (Deadly(), 413, "takes more than"),
+        (Refused(), 400, "^no$"),
+    ],
+    ids=["spinning", "hungry", "deadly", "refused"],
+)
+def test_expensive_job_is_an_error_of_its_request_alone(
+    full: Harmony, monkeypatch: pytest.MonkeyPatch, job: Any, status: int, message: str
+) -> None:
+    monkeypatch.setattr(jobs_module, "JOB_SECONDS", 0.3)
+
+    async def run() -> None:
+        async with talking(full, [FINAL] * 2) as talk:
+            with pytest.raises(ApiError, match=message) as error:
+                await talk.session.run(job)
+            assert error.value.status == status
+            # The session continues, and so do the processes.
+            assert talk.session.end is None
+            assert await talk.session.run(Sum()) == 2
+            assert await chat(talk, "Hi") == "done"
+            assert await chat(talk, LONG) == "done"
+
+    asyncio.run(run())
+
+
+def test_error_of_a_worker_arrives_whole(full: Harmony) -> None:
+    async def run() -> None:
+        async with talking(full, []) as talk:
+            with pytest.raises(ApiError) as error:
+                await talk.session.run(Refused())
+            assert error.value.body() == {
+                "error": {
+                    "message": "no",
+                    "type": "model_error",
+                    "param": "messages",
+                    "code": "invalid_request",
+                }
+            }
+
+    asyncio.run(run())
+
+
+def test_killed_processes_are_replaced(full: Harmony) -> None:
+    async def run() -> None:
+        async with talking(full, [FINAL] * 3) as talk:
+            assert await chat(talk, LONG) == "done"
+            for worker in server_of(talk).children():
+                worker.kill()
+            assert await chat(talk, LONG) == "done"
+            server = server_of(talk)
+            server.kill()
+            server.wait(20)
+            assert await chat(talk, LONG) == "done"
+
+    asyncio.run(run())
+
+
+def test_processes_that_do_not_start_are_an_error(
+    full: Harmony, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        async with talking(full, [FINAL]) as talk:
+            for process in (server_of(talk), *server_of(talk).children()):
+                process.kill()
+            monkeypatch.setattr("rl_loop.forked_pool.sys.executable", "/nowhere/python")
+            with pytest.raises(openai.InternalServerError, match="does not start") as error:
+                await chat(talk, LONG)
+            assert error.value.status_code == 503
+            # Short requests need no process.
+            assert await chat(talk, "Hi") == "done"
+            assert talk.session.end is None
+            monkeypatch.undo()
+
+    asyncio.run(run())
+
+
+def test_processes_start_and_end_with_the_gateway(full: Harmony) -> None:
+    async def run() -> list[psutil.Process]:
+        async with talking(full, []) as talk:
+            assert server_of(talk).is_running()
+            # Jobs that run when the gateway is closed do not start other processes.
+            running = [talk.gateway._workers.begin(Spinning()) for _ in range(2)]
+            async with asyncio.timeout(60):
+                while len(server_of(talk).children()) < 2:
+                    await asyncio.sleep(0.05)
+            processes = [server_of(talk), *server_of(talk).children()]
+        for task in running:
+            with pytest.raises(ApiError, match="was ended"):
+                await task
+        return processes
+
+    _, alive = psutil.wait_procs(asyncio.run(run()), timeout=20)
+    assert not alive
+
+
+def test_job_of_a_client_that_left_keeps_its_place(full: Harmony) -> None:
+    """Otherwise one key could use all processes by leaving again and again."""
+
+    async def run() -> None:
+        async with talking(full, []) as talk:
+            first = asyncio.create_task(talk.session.run(Spinning()))
+            await asyncio.sleep(0.1)
+            first.cancel()
+            second = asyncio.create_task(talk.session.run(Sum()))
+            await asyncio.sleep(0.5)
+            assert not second.done()
+            # Another session has a process at once.
+            other = talk.gateway.open_session("other")
+            assert await other.run(Sum()) == 2
+
+    asyncio.run(run())
+
+
+def test_long_and_short_work_give_the_same(full: Harmony, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All dialects, with tools, a second turn and reasoning that the format drops."""
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    turns = [f"{thought}{FINAL}", f"{thought}{FINAL}", f"{thought}{FINAL}"]
+    tool = {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}
+
+    async def prompts(*, is_long: bool) -> list[list[int]]:
+        if is_long:
+            monkeypatch.setattr("rl_loop.gateway.server.SHORT_BODY_BYTES", 0)
+            monkeypatch.setattr("rl_loop.gateway.session.SHORT_CHARACTERS", 0)
+            monkeypatch.setattr("rl_loop.gateway.session.SHORT_TOKENS", 0)
+        began: list[Any] = []
+        begin = RequestWorkers.begin
+
+        def counted(workers: RequestWorkers, job: Any) -> Any:
+            began.append(job)
+            return begin(workers, job)
+
+        monkeypatch.setattr(RequestWorkers, "begin", counted)
+        async with talking(full, turns, history="harmony") as talk:
+            create: Any = talk.client.chat.completions.create
+            messages = [{"role": "user", "content": "Hi é \U0001f600"}]
+            tools = [{"type": "function", "function": tool}]
+            await create(model="m", messages=messages, tools=tools)
+            messages += [
+                {"role": "assistant", "content": "done"},
+                {"role": "user", "content": "More"},
+            ]
+            await create(model="m", messages=messages, tools=tools)
+            respond: Any = talk.client.responses.create
+            response = await respond(
+                model="m",
+                input="Hi",
+                instructions="Be short.",
+                tools=[{"type": "function", **tool}],
+            )
+            assert response.output_text == "done"
+            assert response.instructions == "Be short."
+            assert response.tools[0].name == "look"
+            assert bool(began) is is_long
+            assert len(began) == (9 if is_long else 0)
+            return [request.input_ids for request in talk.policy.requests]
+
+    short = asyncio.run(prompts(is_long=False))
+    monkeypatch.undo()
+    assert asyncio.run(prompts(is_long=True)) == short
+
+
+def test_turn_that_no_process_can_read_is_read_here(
+    full: Harmony, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client has no part in it, and an episode must not lose a turn."""
+    turn = "<|channel|>final<|message|>" + "so " * 300 + "<|return|>"
+
+    async def run() -> None:
+        async with talking(full, [turn]) as talk:
+
+            async def refuse(job: Any) -> Any:
+                assert isinstance(job, TurnJob)
+                raise ApiError(503, "internal_error", "no process")
+
+            monkeypatch.setattr(talk.session, "run", refuse)
+            assert await chat(talk, "Hi") == "so " * 300
+
+    asyncio.run(run())
+
+
+def test_bodies_of_one_key_are_bounded(full: Harmony, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_loop.gateway.server.MAX_BODIES_BYTES", 100_000)
+
+    async def run() -> None:
+        async with talking(full, [FINAL] * 8, seconds=0.5) as talk:
+            asked = [chat(talk, "1 " * 3000) for _ in range(40)]
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            refused = [each for each in answers if isinstance(each, openai.RateLimitError)]
+            assert 0 < len(refused) < 40
+            assert "MiB" in str(refused[0])
+            assert talk.session.body_bytes == 0
+
+    asyncio.run(run())
+
+
+def messages_of(count: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": ""}] * count
+
+
+def test_conversation_of_responses_has_as_many_messages(
+    full: Harmony, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the work of the event loop would grow with every response that continues another."""
+    monkeypatch.setattr("rl_loop.gateway.forest.MAX_MESSAGES", 8)
+
+    async def run() -> None:
+        async with talking(full, [FINAL] * 2) as talk:
+            respond: Any = talk.client.responses.create
+            first = await respond(model="m", input=messages_of(6))
+            with pytest.raises(openai.BadRequestError, match="more than 8 messages"):
+                await respond(model="m", input=messages_of(2), previous_response_id=first.id)
+            await respond(model="m", input=messages_of(1), previous_response_id=first.id)
+
+    asyncio.run(run())
