@@ -10,8 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from rl_loop.infrastructure import InfrastructureFailure
-
 MOST_HANGING = 64
 """Calls of one function that may hang at the same time. Each keeps a thread until it returns."""
 
@@ -36,9 +34,11 @@ async def off_loop[**P, T](function: Callable[P, T], *arguments: P.args, **optio
     return await loop.run_in_executor(_THREADS, lambda: function(*arguments, **options))
 
 
-async def call_users_code[T](
-    function: Callable[[], T], name: str, component: str = "environment"
-) -> T:
+class TooManyHanging(RuntimeError):
+    """So many calls of a user's function hang that it is not called any more; the message names it."""
+
+
+async def call_users_code[T](function: Callable[[], T], name: str) -> T:
     """Call a function that a user has written on a thread of its own.
 
     A function that hangs keeps its thread, and nothing else: later calls get threads of their own,
@@ -47,14 +47,14 @@ async def call_users_code[T](
     Args:
         function: what to call.
         name: names the function in messages.
-        component: see ``InfrastructureFailure``.
 
     Raises:
-        InfrastructureFailure: MOST_HANGING earlier calls of the function hang.
+        TooManyHanging: MOST_HANGING earlier calls of the function hang.
     """
     if _hanging[name] >= MOST_HANGING:
-        reason = f"{name}: {MOST_HANGING} calls have not returned. Give the function a time limit of its own"
-        raise InfrastructureFailure(component, reason, name)
+        raise TooManyHanging(
+            f"{name}: {MOST_HANGING} calls have not returned. Give it a time limit of its own"
+        )
 
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()

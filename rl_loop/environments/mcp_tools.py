@@ -185,7 +185,7 @@ class McpEnvironment(ReplayedEnvironment[McpOptions]):
         arguments = (self.row, answer, tools)
         if inspect.iscoroutinefunction(function):
             return await function(*arguments)
-        return await call_users_code(partial(function, *arguments), self.options.judge, "checker")
+        return await call_users_code(partial(function, *arguments), self.options.judge)
 
     def unfinished(self) -> StepResult:
         return with_parts(self.finished(0.0), dict.fromkeys(self.options.parts, 0.0))

@@ -18,8 +18,7 @@ from rl_loop.environments import arithmetic
 from rl_loop.environments.base import RewardConfig
 from rl_loop.environments.mcp_tools import McpEnvironment, McpOptions
 from rl_loop.environments.tool_servers.config import ToolServerConfig
-from rl_loop.infrastructure import InfrastructureFailure
-from rl_loop.off_loop import MOST_HANGING, call_users_code
+from rl_loop.off_loop import MOST_HANGING, TooManyHanging, call_users_code
 
 released = threading.Event()
 
@@ -86,8 +85,8 @@ def test_judges_run_while_others_hang() -> None:
 def test_too_many_hanging_calls_name_the_function() -> None:
     async def run() -> None:
         await cancelled_calls(MOST_HANGING, "judges:slow")
-        with pytest.raises(InfrastructureFailure, match="judges:slow: 64 calls have not returned"):
-            await call_users_code(lambda: 1, "judges:slow", "checker")
+        with pytest.raises(TooManyHanging, match="judges:slow: 64 calls have not returned"):
+            await call_users_code(lambda: 1, "judges:slow")
         # Other functions are called, and this one too when its calls have returned.
         assert await call_users_code(lambda: 2, "judges:other") == 2
         released.set()

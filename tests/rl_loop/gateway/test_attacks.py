@@ -113,9 +113,7 @@ def statuses(attack: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_other_clients_are_served_in_time(
-    attacked: Attacked, control: Attacked, name: str
-) -> None:
+def test_other_clients_are_served_in_time(attacked: Attacked, control: Attacked, name: str) -> None:
     control.state()
     before, _, _ = attacked.state()
     attack = begin(attacked, name, ATTACK_SECONDS)
