@@ -22,6 +22,12 @@ from rl_loop.gateway.parameters import MAX_MESSAGES
 from rl_loop.gateway.request import MessageDigest, TurnRequest, extended_key
 from rl_loop.rollout.episode_draft import EpisodeDraft
 
+REMEMBERED_BYTES = 256 << 20
+"""Memory of the turns of one session of which older ones are forgotten."""
+TOKEN_BYTES = 48
+"""Memory of one token: its id as an object of Python, and a log-prob or none."""
+CHARACTER_BYTES = 2
+"""Memory of one character: 1 to 4."""
 MAX_ORDERED = 16_384
 """Pairs of a result and an open call up to which results are put into the order of their calls here."""
 
@@ -66,6 +72,8 @@ class Node:
     """Number of tokens at the end of the turn that are left out when the conversation continues."""
     fingerprint: bytes
     """Of the request."""
+    text_characters: int = 0
+    """Characters of ``messages``."""
     is_stored: bool = True
     """Whether a request may go on from it by its id."""
     delivered: bool | None = None
@@ -82,6 +90,12 @@ class Node:
             nodes.append(node)
             node = node.parent
         return nodes[::-1]
+
+    @property
+    def memory_bytes(self) -> int:
+        """Estimate of the memory that this turn keeps, without the turns before it."""
+        tokens = len(self.new_ids) + len(self.sampled.output_ids)
+        return TOKEN_BYTES * tokens + CHARACTER_BYTES * self.text_characters
 
     @property
     def was_cut(self) -> bool:
@@ -119,9 +133,14 @@ class Forest:
     """The turns of one session."""
 
     def __init__(self, remembered_turns: int | None = None) -> None:
-        """``remembered_turns``: older ones are forgotten, and can neither be gone on from nor
-        trained on; None to keep all."""
+        """Make an empty forest.
+
+        Args:
+            remembered_turns: older turns are forgotten, and can neither be continued nor trained on;
+                None to keep all. With a number, older turns beyond REMEMBERED_BYTES are forgotten, too.
+        """
         self._remembered_turns = remembered_turns
+        self._memory_bytes = 0
         self._nodes: dict[str, Node] = {}
         """By response id, in the order in which they were added."""
         self._by_key: dict[bytes, Node] = {}
@@ -231,12 +250,18 @@ class Forest:
             for call in node.answer.calls:
                 self._by_call[call.call_id] = node
 
-        if self._remembered_turns is not None and len(self) > self._remembered_turns:
+        self._memory_bytes += node.memory_bytes
+        if self._remembered_turns is None:
+            return
+        while len(self) > self._remembered_turns or (
+            len(self) > 1 and self._memory_bytes > REMEMBERED_BYTES
+        ):
             self._forget(next(iter(self._nodes.values())))
 
     def _forget(self, node: Node) -> None:
         """Forget that a turn can be gone on from; turns that do go on from it keep its tokens."""
         del self._nodes[node.response_id]
+        self._memory_bytes -= node.memory_bytes
         if self._by_key.get(node.key) is node:
             del self._by_key[node.key]
         for call in node.answer.calls:

@@ -433,6 +433,7 @@ class Session:
             messages=(*place.conversation, *said),
             digests=(*place.digests, *([turn.digest] if said else [])),
             digest=turn.digest,
+            text_characters=text_size(place.conversation),
             reasoning_tokens=turn.reasoning_tokens,
             key=next_key(place, turn),
             open_calls=prompt.open_calls + calls,

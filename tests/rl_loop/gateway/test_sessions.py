@@ -106,6 +106,30 @@ def test_older_turns_are_forgotten_and_their_conversations_rendered_from_text(
     assert engine.requests[4].input_ids[: len(beginning)] == beginning
 
 
+def test_forest_forgets_turns_beyond_its_memory(
+    tiny: Harmony, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key that is only served must not fill the memory with few, long conversations."""
+    monkeypatch.setattr("rl_loop.gateway.forest.REMEMBERED_BYTES", 10_000)
+
+    async def play(session: Session) -> None:
+        for number in range(20):
+            await ask(session, f"r{number}", request(f"{number} " + "x" * 60))
+            assert session.forest._memory_bytes <= 10_000
+        assert 1 < len(session.forest) < 20
+        assert session.forest.has_response("r19")
+        await ask(session, "last", request("More", previous_id="r19"))
+
+    converse(tiny, [says(tiny, "Hello")] * 21, SERVED, play)
+
+    async def train(session: Session) -> None:
+        for number in range(20):
+            await ask(session, f"r{number}", request(f"{number} " + "x" * 60))
+        assert len(session.forest) == 20
+
+    converse(tiny, [says(tiny, "Hello")] * 20, TRAINED, train)
+
+
 @pytest.mark.parametrize(("settings", "chosen"), [(TRAINED, False), (SERVED, True)])
 def test_clients_choose_how_to_sample_only_where_nothing_is_trained(
     tiny: Harmony, settings: SessionSettings, chosen: bool
