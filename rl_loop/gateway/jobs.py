@@ -93,9 +93,19 @@ class RenderJob:
     """See ``ChatCodec.render_conversation``."""
     stored: StoredTokens | None
     """None for a conversation of which nothing is stored."""
+    max_tokens: int
+    """Limit of a conversation."""
 
     def run(self, codec: ChatCodec) -> "Rendered":
         """Return the tokens. Raises ApiError for what cannot be rendered."""
+        rendered = self._rendered(codec)
+        count = len(rendered.new_ids)
+        if count > self.max_tokens:
+            # Millions of tokens would hold the event loop when they arrive.
+            return Rendered([], [], too_many=count)
+        return rendered
+
+    def _rendered(self, codec: ChatCodec) -> "Rendered":
         try:
             if self.stored is None:
                 opened: list[OpenCall] = []
@@ -132,6 +142,8 @@ class Rendered:
     """Calls that no message has answered."""
     history: list[int] | None = None
     """Token ids before ``new_ids`` if they differ from the stored ones."""
+    too_many: int | None = None
+    """Number of new tokens if they alone exceed the limit. They are left out."""
 
 
 @dataclass(frozen=True)

@@ -349,6 +349,8 @@ class Session:
             rendered = job.run(self._codec)
         else:
             rendered = await self.run(job)
+        if rendered.too_many is not None:
+            raise self._too_long(str(rendered.too_many))
         prompt = _prompt_of(place, rendered)
         prefix = prompt.token_ids
         room = self._room(request, len(prefix))
@@ -478,6 +480,7 @@ class Session:
             reasoning_effort=request.reasoning_effort,
             keys=place.keys,
             stored=stored,
+            max_tokens=self._settings.limits.max_tokens,
         )
 
     def _is_short(self, request: TurnRequest, job: RenderJob) -> bool:

@@ -16,7 +16,7 @@ from rl_loop.chat.codec import ChatCodec
 from rl_loop.gateway import jobs as jobs_module
 from rl_loop.gateway.body import SHORT_BODY_BYTES
 from rl_loop.gateway.errors import ApiError
-from rl_loop.gateway.jobs import RequestWorkers, TurnJob
+from rl_loop.gateway.jobs import RenderJob, RequestWorkers, TurnJob
 from rl_loop.harmony.codec import Harmony
 from tests.rl_loop.gateway.scripted import Talk, talking
 
@@ -241,6 +241,28 @@ def test_long_and_short_work_give_the_same(full: Harmony, monkeypatch: pytest.Mo
     short = asyncio.run(prompts(is_long=False))
     monkeypatch.undo()
     assert asyncio.run(prompts(is_long=True)) == short
+
+
+def test_tokens_beyond_the_limit_stay_in_their_process(full: Harmony) -> None:
+    async def run() -> None:
+        async with talking(full, []) as talk:
+            text = "word " * 100_000
+            job = RenderJob(
+                messages=({"role": "user", "content": text},),
+                first_number=0,
+                tools=(),
+                reasoning_effort=None,
+                keys=(),
+                stored=None,
+                max_tokens=8000,
+            )
+            rendered = await talk.session.run(job)
+            assert rendered.new_ids == []
+            assert rendered.too_many == len(full.render_prompt(job.messages))
+            with pytest.raises(openai.BadRequestError, match=f"{rendered.too_many} tokens"):
+                await chat(talk, text)
+
+    asyncio.run(run())
 
 
 def test_turn_that_no_process_can_read_is_read_here(
