@@ -294,7 +294,9 @@ class ForkedPool:
 
 
 def _end(server: "subprocess.Popen[bytes]") -> None:
-    """Wait for a process that was told to end, and kill it if it does not."""
+    """Wait for a server whose socket is closed, and kill it if it does not end."""
+    # It may be at its imports, which take seconds.
+    server.terminate()
     try:
         server.wait(timeout=STOP_SECONDS)
     except subprocess.TimeoutExpired:

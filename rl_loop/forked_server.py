@@ -64,6 +64,9 @@ def serve(requests: socket.socket, function: str, setup: Setup) -> None:
     gc.collect()
     gc.freeze()
     workers: set[int] = set()
+    # Until here SIGTERM ends the process at once. From here on the closed socket does, after the
+    # workers.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def reap(_signal: int, _frame: FrameType | None) -> None:
         for pid in list(workers):
@@ -182,6 +185,7 @@ def _set_limits(memory_bytes: int) -> None:
     """Limit a worker's memory, and restore the default actions of signals."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
