@@ -31,7 +31,7 @@ WORKERS = 8
 IDLE_WORKERS = 2
 """Processes that stay for the next request."""
 NICENESS = 5
-"""Of the processes, so that the event loop has precedence."""
+"""Added to the niceness of the gateway, so that the event loop has precedence."""
 
 
 class Job[Result](Protocol):

@@ -31,7 +31,7 @@ MAX_IN_FLIGHT = 1024
 """Requests of one key at the same time."""
 CLOSING_STATUSES = (401, 408, 413, 415, 429)
 """Answers behind which a connection is closed, because the body is not read."""
-MAX_BODIES_BYTES = 8 * MAX_BODY_BYTES
+MAX_BODIES_BYTES = 32 * MAX_BODY_BYTES
 """Bytes of the bodies of all requests of one key at the same time."""
 LONG_ANSWER_BYTES = 65_536
 """Bytes of a stream that are sent at a time, unless one event is longer."""
@@ -251,7 +251,7 @@ class Gateway:
                 response = await _send_events(request, call, node, usage)
             else:
                 body = call.written(call.answer(node, usage))
-                response = web.Response(body=body, content_type="application/json")
+                response = web.Response(body=body, content_type="application/json", charset="utf-8")
                 await response.prepare(request)
                 await response.write_eof()
             node.delivered = True

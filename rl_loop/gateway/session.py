@@ -343,15 +343,7 @@ class Session:
         self._check_effort(request)
         place = self.forest.find(request)
         self._check_size(request, place)
-        job = self._render_job(request, place)
-        # A process costs as much as tokenizing a page: short texts are rendered here.
-        if self._is_short(request, job):
-            rendered = job.run(self._codec)
-        else:
-            rendered = await self.run(job)
-        if rendered.too_many is not None:
-            raise self._too_long(str(rendered.too_many))
-        prompt = _prompt_of(place, rendered)
+        prompt = await self._render(request, place)
         prefix = prompt.token_ids
         room = self._room(request, len(prefix))
 
@@ -462,6 +454,18 @@ class Session:
         )
 
     # ---- its prompt
+
+    async def _render(self, request: TurnRequest, place: Place) -> _Prompt:
+        """Render the new messages of a conversation. Raises ApiError."""
+        job = self._render_job(request, place)
+        # A process costs as much as tokenizing a page: short texts are rendered here.
+        if self._is_short(request, job):
+            rendered = job.run(self._codec)
+        else:
+            rendered = await self.run(job)
+        if rendered.too_many is not None:
+            raise self._too_long(str(rendered.too_many))
+        return _prompt_of(place, rendered)
 
     def _render_job(self, request: TurnRequest, place: Place) -> RenderJob:
         """Return the job that renders the new messages of a conversation."""
