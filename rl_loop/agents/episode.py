@@ -15,6 +15,7 @@ from rl_loop.environments.base import AgentProgram, Environment, StepResult
 from rl_loop.gateway.server import Gateway
 from rl_loop.gateway.session import Session, SessionSettings
 from rl_loop.infrastructure import InfrastructureFailure
+from rl_loop.off_loop import off_loop
 from rl_loop.out_of_memory import out_of_memory_kills
 from rl_loop.rollout.episode_clock import OutOfTime
 
@@ -110,7 +111,9 @@ class ProgramRunner:
             failure = None
         reason = end_of(session, failure)
         result = outcome_of(environment, session, reason, given, returned=returned)
-        sequences = [trajectory for _, trajectory in session.trajectories(task_id)]
+        # Long conversations take long to decode.
+        captured = await off_loop(session.trajectories, task_id)
+        sequences = [trajectory for _, trajectory in captured]
         if not sequences:
             what = f"{program.function} ended without a turn of the policy"
             raise InfrastructureFailure("environment", what, program.function)

@@ -14,6 +14,11 @@ from rl_loop.chat.codec import Effort
 from rl_loop.chat.json_values import canonical_json, canonical_value
 from rl_loop.chat.tools import Tool
 
+REFERENCE_CHARACTERS = 512
+"""Characters that take as long to render as a reference within a schema."""
+MOST_BYTES = 4
+"""Bytes of a character in UTF-8."""
+
 
 class MessageDigest(NamedTuple):
     """Digests of one message, equal for messages that say the same to the policy."""
@@ -50,12 +55,17 @@ class TurnRequest:
 
         Raises RecursionError for a schema that is nested too deeply.
         """
-        _ = self.fingerprint, self.head_digests, self.tools_size
+        _ = self.fingerprint, self.head_digests, self.tools_size, self.tools_work
 
     @cached_property
     def tools_size(self) -> int:
         """Characters of the tools."""
         return sum(len(repr(tool)) for tool in self.tools)
+
+    @cached_property
+    def tools_work(self) -> int:
+        """Characters of text that take as long to render as the tools: a reference is written out."""
+        return self.tools_size + REFERENCE_CHARACTERS * repr(self.tools).count("$ref")
 
     @cached_property
     def fingerprint(self) -> bytes:
@@ -119,6 +129,16 @@ def text_size(messages: Sequence[dict[str, Any]]) -> int:
         size += len(message.get("content") or "") + len(message.get("thinking") or "")
         for call in message.get("tool_calls") or ():
             size += len(call["function"]["arguments"])
+    return size
+
+
+def text_bytes(messages: Sequence[dict[str, Any]]) -> int:
+    """Return an upper bound of the bytes of messages, in time that does not depend on it."""
+    size = 0
+    for message in messages:
+        texts = [message.get("content") or "", message.get("thinking") or ""]
+        texts += [call["function"]["arguments"] for call in message.get("tool_calls") or ()]
+        size += sum(len(text) if text.isascii() else MOST_BYTES * len(text) for text in texts)
     return size
 
 

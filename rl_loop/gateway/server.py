@@ -267,9 +267,7 @@ class Gateway:
         """Read a request. Raises ApiError."""
         body = await read_body(request, partial(_count_body, request, session))
         job = ReadJob(body, kind, self._settings.model)
-        if len(body) <= SHORT_BODY_BYTES:
-            return job.run(self._codec)
-        return await session.run(job)
+        return await session.run(job, is_short=len(body) <= SHORT_BODY_BYTES)
 
     async def _rewards(self, request: web.Request) -> web.Response:
         session = self.session_of(request)

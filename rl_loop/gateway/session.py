@@ -28,7 +28,7 @@ from rl_loop.gateway.jobs import (
     StoredTokens,
     TurnJob,
 )
-from rl_loop.gateway.request import TurnRequest, text_size
+from rl_loop.gateway.request import TurnRequest, text_bytes, text_size
 from rl_loop.gateway.reward import GivenReward
 from rl_loop.infrastructure import InfrastructureFailure
 from rl_loop.off_loop import off_loop
@@ -37,11 +37,12 @@ from rl_loop.rollout.episode_clock import EpisodeClock
 from rl_loop.rollout.turn_sampler import TurnSampler
 from rl_loop.tasks.prompt_limit import LONGEST_TOKEN
 
-SHORT_CHARACTERS = 8192
+SHORT_CHARACTERS = 4096
+"""Bytes of text that are rendered on the event loop: it takes a few milliseconds at most."""
 MESSAGE_CHARACTERS = 64
 """Characters that take as long to render as the header of a message."""
 SHORT_TOKENS = 256
-"""What is rendered, or parsed, on the event loop: it takes a millisecond or less."""
+"""Tokens that are parsed on the event loop: it takes a millisecond or less."""
 SHORT_HISTORY = 4096
 """Tokens from which finished analysis is left out on the event loop."""
 
@@ -168,6 +169,7 @@ class Session:
         self._workers = workers or RequestWorkers(codec)
         self._owns_workers = workers is None
         self._is_working = asyncio.Lock()
+        self._is_working_here = asyncio.Lock()
         self._begun_turns = 0
         """All of them: they number the turns."""
         self._counted_turns = 0
@@ -286,12 +288,17 @@ class Session:
         """Return what was captured: see ``Forest.trajectories``."""
         return self.forest.trajectories(task_id, self._codec.decode)
 
-    async def run[Result](self, job: Job[Result]) -> Result:
-        """Run a long job in another process. Raises ApiError.
+    async def run[Result](self, job: Job[Result], *, is_short: bool = False) -> Result:
+        """Run a job: a short one here, a long one in another process. Raises ApiError.
 
-        One job at a time: the requests of a session do not take processes from other sessions. The
-        next job begins when this one is over, even if the client leaves.
+        One long job at a time: the requests of a session do not take processes from other sessions.
+        The next job begins when this one is over, even if the client leaves.
         """
+        if is_short:
+            async with self._is_working_here:
+                # The loop serves others between two jobs of a session.
+                await asyncio.sleep(0)
+                return job.run(self._codec)
         await self._is_working.acquire()
         task = self._workers.begin(job)
         task.add_done_callback(lambda _: self._is_working.release())
@@ -459,10 +466,7 @@ class Session:
         """Render the new messages of a conversation. Raises ApiError."""
         job = self._render_job(request, place)
         # A process costs as much as tokenizing a page: short texts are rendered here.
-        if self._is_short(request, job):
-            rendered = job.run(self._codec)
-        else:
-            rendered = await self.run(job)
+        rendered = await self.run(job, is_short=self._is_short(request, job))
         if rendered.too_many is not None:
             raise self._too_long(str(rendered.too_many))
         return _prompt_of(place, rendered)
@@ -488,10 +492,10 @@ class Session:
         )
 
     def _is_short(self, request: TurnRequest, job: RenderJob) -> bool:
-        """Return True if a job takes about a millisecond."""
-        work = text_size(job.messages) + MESSAGE_CHARACTERS * len(job.messages)
+        """Return True if a job takes a few milliseconds at most."""
+        work = text_bytes(job.messages) + MESSAGE_CHARACTERS * len(job.messages)
         if job.stored is None:
-            return work + request.tools_size <= SHORT_CHARACTERS
+            return work + request.tools_work <= SHORT_CHARACTERS
         # Each message is compared with the open calls.
         work += len(job.messages) * len(job.stored.open_calls)
         return work <= SHORT_CHARACTERS and len(job.stored.history or ()) <= SHORT_HISTORY

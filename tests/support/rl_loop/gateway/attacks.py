@@ -104,6 +104,13 @@ REFERENCES = {
         for n in range(20)
     },
 }
+SHORT_REFERENCES = {
+    "$ref": "#/$defs/d0",
+    "$defs": {
+        f"d{n}": {"properties": {f"p{i}": {"$ref": f"#/$defs/d{n + 1}"} for i in range(3)}}
+        for n in range(20)
+    },
+}
 MEGABYTE = 1024 * 1024
 
 BODIES: dict[str, Callable[[], bytes]] = {
@@ -150,6 +157,10 @@ BODIES: dict[str, Callable[[], bytes]] = {
             ],
         },
         RESPONSES,
+    ),
+    "short requests with references": lambda: tools(1, SHORT_REFERENCES),
+    "short requests of emojis": lambda: chat(
+        messages=[{"role": "user", "content": "\U0001f600" * 3900}]
     ),
     "many parts": lambda: chat(
         messages=[{"role": "user", "content": [{"type": "text", "text": ""}] * 90_000}]
