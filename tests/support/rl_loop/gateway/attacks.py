@@ -153,7 +153,7 @@ BODIES: dict[str, Callable[[], bytes]] = {
             "stream": True,
             "tools": [
                 {"type": "function", "name": f"f{i}", "description": "word " * 900}
-                for i in range(200)
+                for i in range(100)
             ],
         },
         RESPONSES,
