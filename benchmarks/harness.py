@@ -1,12 +1,41 @@
-"""Device times of several variants: a CUDA graph each, replayed in turn, and the median; and the
-bandwidth that bounds them."""
+"""Shared parts of the benchmarks: the command line of a package, device times and bandwidth."""
 
+from __future__ import annotations
+
+import sys
 from collections.abc import Callable
+from importlib import import_module
 from statistics import median
 
 import torch
+import torch.distributed as dist
 
 WARM_UP_ROUNDS = 2
+
+
+def run_program(package: str, programs: dict[str, str], default: str | None = None) -> None:
+    """Run the program of a package that the first argument of the command line names.
+
+    Args:
+        package: name of the package, such as ``benchmarks.sglang``.
+        programs: module of each program, by the first argument. The module has a ``main`` that reads
+            the remaining arguments.
+        default: module that reads all arguments if the first one names no program.
+    """
+    command, name = f"python -m {package}", next(iter(sys.argv[1:]), "")
+    if name in programs:
+        sys.argv = [f"{command} {name}", *sys.argv[2:]]
+        module = programs[name]
+    elif default is None:
+        known = f"{command} {{{','.join(programs)}}}"
+        print(f"usage: {known} [OPTIONS]; the options: {command} NAME --help")
+        sys.exit(0 if name in ("-h", "--help") else 2)
+    else:
+        if name in ("-h", "--help") and programs:
+            print(f"further programs: {command} {{{','.join(programs)}}}\n")
+        sys.argv[0] = command
+        module = default
+    import_module(f"{package}.{module}").main()
 
 
 def time_interleaved(
@@ -60,6 +89,12 @@ def time_call(call: Callable[[], object]) -> float:
     return start.elapsed_time(end)
 
 
+def median_milliseconds(call: Callable[[], object], rounds: int = 5) -> float:
+    """Return the median device time of a call, after two calls that warm up."""
+    times = [time_call(call) for _ in range(WARM_UP_ROUNDS + rounds)]
+    return median(times[WARM_UP_ROUNDS:])
+
+
 def read_bandwidth() -> float:
     """Measure the bytes per second that this GPU reads, by summing 4 GB."""
     data = torch.ones(1 << 30, device="cuda", dtype=torch.float32)
@@ -78,3 +113,20 @@ def reset_peak() -> None:
     """Begin to measure the peak of memory, if there is a GPU."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
+
+
+def allocated() -> int:
+    """Return the bytes of this process's tensors on the GPU; 0 without one."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+
+def peak() -> int:
+    """Return the largest bytes of tensors on the GPU since ``reset_peak``; 0 without one."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+
+
+def largest_of_ranks(value: float) -> float:
+    """Return the largest value of all ranks. Collective."""
+    values: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return max(values)

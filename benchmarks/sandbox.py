@@ -6,8 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-
-import typer
+from argparse import ArgumentParser
 
 from rl_loop.sandbox import PythonSandbox, SandboxConfig
 
@@ -41,10 +40,14 @@ async def measure(workers: int, calls: int, code: str) -> dict[str, object]:
     }
 
 
-def main(workers: int = 2, calls: int = 2000, code: str = "print(sum(range(1000)))") -> None:
-    """WORKERS programs run at the same time, CALLS in all."""
-    print(json.dumps(asyncio.run(measure(workers, calls, code))))
+def main() -> None:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--workers", type=int, default=2, help="programs that run at the same time")
+    parser.add_argument("--calls", type=int, default=2000)
+    parser.add_argument("--code", default="print(sum(range(1000)))")
+    options = parser.parse_args()
+    print(json.dumps(asyncio.run(measure(**vars(options)))))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -69,7 +69,7 @@ def test_benchmark_test_imports_no_test(path: Path) -> None:
         ("from tests.rl_loop.test_session import helper", "tests.rl_loop.test_session"),
         ("from tests.rl_loop import test_session", "tests.rl_loop.test_session"),
         ("import tests.rl_loop.conftest", "tests.rl_loop.conftest"),
-        ("def f():\n    from benchmarks.train import main", "benchmarks.train"),
+        ("def f():\n    from benchmarks.train.cases import main", "benchmarks.train.cases"),
         ("P = '''\nfrom tests.test_docs import PAGES\n'''", "tests.test_docs"),
         ("E = 'benchmarks.slow_tools:SlowReTool'", "benchmarks.slow_tools"),
     ],

@@ -1,7 +1,7 @@
 """Context-parallel attention on several GPUs of one machine: correctness, time and memory of every
 scheme, in one run.
 
-    torchrun --nproc_per_node 4 -m benchmarks.context_parallel [--only SECTION ...] [--out FILE]
+    torchrun --nproc_per_node 4 -m benchmarks.attention context [--only SECTION ...] [--out FILE]
 
 One attention layer in GPT-OSS shapes (bf16, 64 query heads, 8 kv heads, head size 64, sinks),
 forward and backward, rows of 32,768 and 131,072 tokens: one sequence, and a mix of agent episodes.
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness import largest_of_ranks
 from gptoss_kernels.sink_attention import sink_attention
 from gptoss_kernels.sink_attention.layout import packed_layout
 from gptoss_kernels.sink_attention.reference import reference_backward, reference_forward
@@ -53,13 +54,6 @@ def episodes(tokens: int, seed: int = 1) -> list[int]:
         lengths.append(length)
         tokens -= length
     return lengths
-
-
-def largest(value: float) -> float:
-    """Return the largest value of all ranks."""
-    box = torch.tensor(value, device="cuda", dtype=torch.float64)
-    dist.all_reduce(box, op=dist.ReduceOp.MAX)
-    return float(box)
 
 
 @dataclass(frozen=True)
@@ -158,7 +152,7 @@ def eager_ms(call: Callable[[], Any], rounds: int, calls: int) -> float:
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) / calls)
-    return largest(median(times[1:]))  # the first round warms up
+    return largest_of_ranks(median(times[1:]))  # the first round warms up
 
 
 def graph_ms(call: Callable[[], Any], rounds: int, calls: int) -> float:
@@ -190,7 +184,7 @@ def peak_gb(make: Callable[[], Layer]) -> float:
     torch.cuda.reset_peak_memory_stats()
     layer()
     torch.cuda.synchronize()
-    return largest((torch.cuda.max_memory_allocated() - before) / 1e9)
+    return largest_of_ranks((torch.cuda.max_memory_allocated() - before) / 1e9)
 
 
 def correctness(groups: dict[int, Any]) -> list[dict[str, Any]]:
@@ -239,7 +233,7 @@ def relative_errors(layer: Layer, exact: tuple[torch.Tensor, ...]) -> dict[str, 
         strict=True,
     ):
         difference = (result.double() - reference).norm() / reference.norm()
-        errors[name] = largest(float(difference))
+        errors[name] = largest_of_ranks(float(difference))
     return errors
 
 
@@ -474,7 +468,3 @@ def main() -> None:
             with open(options.out, "w") as file:
                 json.dump(result, file, indent=1)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Sink attention on one GPU: every available backend on the same inputs, forward and backward, in
 one run.
 
-    python -m benchmarks.sink_attention [--out result.json] [--only window|full] [--equal]
+    python -m benchmarks.attention kernels [--out result.json] [--only window|full] [--equal]
 
 GPT-OSS shapes in bf16 (64 query heads, 8 kv heads, head size 64), 32,768 tokens: one sequence,
 eight of 4,096, and a mix of short ones. ``floor`` is the time to read every input and write every
@@ -19,7 +19,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.timing import time_interleaved
+from benchmarks.harness import time_interleaved
 from gptoss_kernels.sink_attention import flash, sink_attention
 from gptoss_kernels.sink_attention.autograd import SinkAttention
 from gptoss_kernels.sink_attention.dispatch import (
@@ -266,7 +266,3 @@ def main() -> None:
         }
         with open(options.out, "w") as file:
             json.dump(result, file, indent=1)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Transformer Engine's attention with learnable softmax against ours, packed and unpacked, on a GPU.
 
-    python -m benchmarks.packed_attention --lengths 4096 4096
+    python -m benchmarks.attention packed --lengths 4096 4096
 
 GPT-OSS's shapes in bf16: 64 query heads, 8 kv heads, head size 64. Prints which kernels Transformer
 Engine chose, with the cuDNN that is loaded, and a Markdown table: milliseconds of forward and
@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.chosen_attention import chosen_attention
-from benchmarks.timing import time_call
+from benchmarks.attention.chosen import chosen_attention
+from benchmarks.harness import time_call
 from gptoss_kernels.sink_attention import sink_attention
 
 HEADS, KV_HEADS, HEAD_SIZE = 64, 8, 64
@@ -205,7 +205,3 @@ def row(variant: Variant, window: int | None) -> str:
         time = f"{median(variant.times):.3f}"
         cells += [time, f"{variant.gigabytes:.2f}", f"{variant.error:.1e}"]
     return "| " + " | ".join(cells) + " |"
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,8 @@
 """Full-size conversion on a small machine: makes a synthetic MXFP4 checkpoint and times conversions.
 
-    python -m benchmarks.conversion make DIRECTORY [--layers 24] [--experts 32] [--vocabulary 201088]
-    python -m benchmarks.conversion measure HF_DIRECTORY MEGATRON_DIRECTORY
-    python -m benchmarks.conversion measure-export MEGATRON_DIRECTORY NEW_HF_DIRECTORY FORMAT
+    python -m benchmarks.converters make DIRECTORY [--layers 24] [--experts 32] [--vocabulary 201088]
+    python -m benchmarks.converters measure HF_DIRECTORY MEGATRON_DIRECTORY
+    python -m benchmarks.converters measure-export MEGATRON_DIRECTORY NEW_HF_DIRECTORY FORMAT
         [--reference HF_DIRECTORY]
 
 ``measure`` drops the source from the page cache, writes 4 GB to the same disk as its own speed,
@@ -224,7 +224,3 @@ def main() -> None:
             precision=arguments.format,
             reference=arguments.reference,
         )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """MXFP4 throughput on one CPU core, and on a GPU where there is one.
 
-python -m benchmarks.mxfp4 [--out result.json]
+python -m benchmarks.converters mxfp4 [--out result.json]
 """
 
 import argparse
@@ -39,7 +39,7 @@ def measure_cpu() -> dict[str, float]:
 
 def measure_gpu() -> dict[str, float]:
     """Return bytes read plus written per second, as a share of a plain copy's."""
-    from benchmarks.timing import time_interleaved
+    from benchmarks.harness import time_interleaved
 
     blocks, scales = random_blocks_and_scales(16_000_000, "cuda")
     out = torch.empty(blocks.shape[0] * 32, dtype=torch.bfloat16, device="cuda")
@@ -82,7 +82,3 @@ def main() -> None:
     if options.out:
         with open(options.out, "w") as file:
             json.dump(result, file, indent=1)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,8 @@
 """How fast conversations are read, checked and rendered, and how much memory that takes.
 
-    python -m benchmarks.conversations                          # 100,000 conversations, two processes
-    python -m benchmarks.conversations --conversations 1000000
-    python -m benchmarks.conversations --history harmony --workers 1
+    python -m benchmarks.data conversations                          # 100,000 conversations, two processes
+    python -m benchmarks.data conversations --conversations 1000000
+    python -m benchmarks.data conversations --history harmony --workers 1
 
 Synthetic conversations, all different: questions with one or two turns of the user, half of them with
 a tool that is described, called and answered, a third with thoughts. The stream is taken 64 samples
@@ -218,7 +218,3 @@ def main() -> None:
         f"peak memory {memory.peak / 1e6:,.0f} MB of all processes, {memory.peak_here / 1e6:,.0f} MB of "
         "the one that takes samples"
     )
-
-
-if __name__ == "__main__":
-    main()

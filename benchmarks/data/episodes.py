@@ -1,8 +1,8 @@
 """Recorded episodes: what writing costs a step, and how fast the viewer answers over many.
 
-    python -m benchmarks.episodes write
-    python -m benchmarks.episodes view --episodes 100000
-    python -m benchmarks.episodes report --episodes 1000 --tokens 8192
+    python -m benchmarks.data episodes write
+    python -m benchmarks.data episodes view --episodes 100000
+    python -m benchmarks.data episodes report --episodes 1000 --tokens 8192
 
 ``view`` serves the files by ``gptoss view`` in a process of its own and asks it as a browser does."""
 
@@ -244,7 +244,3 @@ def main() -> None:
         measure_viewing(arguments.episodes, arguments.tokens)
     else:
         measure_report(arguments.episodes, arguments.tokens)
-
-
-if __name__ == "__main__":
-    main()

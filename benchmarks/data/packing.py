@@ -1,7 +1,7 @@
 """How full and how even packed micro-batches are, on recorded lengths.
 
-    python -m benchmarks.packing                # measure
-    python -m benchmarks.packing --record       # write packing_lengths.json anew (a minute; needs the o200k vocabulary)
+    python -m benchmarks.data packing                # measure
+    python -m benchmarks.data packing --record       # write packing_lengths.json (needs the o200k vocabulary)
 
 ``packing_lengths.json`` holds, per distribution, tokens of a sequence -> how many there are, as
 o200k counts them:
@@ -173,7 +173,3 @@ def main() -> None:
                 json.dumps({"distribution": name, "data_parallel": ranks, **figures}),
                 flush=True,
             )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,8 @@
 """What a step's tokens cost on their way from the rollout workers to the trainer's ranks.
 
-    python -m benchmarks.data_plane                      # 512 x 32,768 and 1,024 x 8,192 tokens: ten minutes, 12 GB
-    python -m benchmarks.data_plane --scale 0.1          # a tenth of the episodes
-    python -m benchmarks.data_plane --shapes 512x32768 --layers 36 --ranks 64 --passes estimates
+    python -m benchmarks.data plane                      # 512 x 32,768 and 1,024 x 8,192 tokens: ten minutes, 12 GB
+    python -m benchmarks.data plane --scale 0.1          # a tenth of the episodes
+    python -m benchmarks.data plane --shapes 512x32768 --layers 36 --ranks 64 --passes estimates
 
 Ray is real, and so is all code that handles tokens: rollout workers (one process) put groups of episodes and
 their routes into Ray's store; the driver makes samples and advantages of them and ships every data-parallel rank
@@ -74,7 +74,7 @@ from rl_loop.trainer.group import TrainerGroup
 from rl_loop.trainer.rank_answers import RankPlace
 from rl_loop.trainer.worker import TrainerWorker
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SAMPLES_PER_TASK = 8
 TURNS = 8
 """Of an episode; half of its tokens are sampled."""
@@ -502,7 +502,3 @@ def main() -> None:
             measure(case, options.rounds, references, processes)
     finally:
         ray.shutdown()
-
-
-if __name__ == "__main__":
-    main()

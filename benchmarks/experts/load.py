@@ -1,7 +1,7 @@
 """How many more tokens than the mean the fullest expert-parallel rank gets, with random weights.
 
-    python -m benchmarks.expert_load
-    python -m benchmarks.expert_load --experts 128 --layers 36 --inner 64 --ranks 2 4
+    python -m benchmarks.experts load
+    python -m benchmarks.experts load --experts 128 --layers 36 --inner 64 --ranks 2 4
 
 One forward pass of a GPT-OSS of full width on the CPU, whose experts are narrowed to --inner values: the
 router sees hidden states of full width, and a product of the experts is the smallest part of its time.
@@ -138,7 +138,3 @@ def main() -> None:
         account = expert_load(config, ParallelConfig(world_size=ranks, expert=ranks))
         loads = (of_one_layer(counts, ranks), of_all_layers(counts, ranks), account)
         print(f"| {ranks} | " + " | ".join(f"{load - 1:.1%}" for load in loads) + " |")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,8 @@
 """Times the two products of a layer's MXFP4 experts in other shapes than servers run them.
 
-    python -m benchmarks.expert_products
-    python -m benchmarks.expert_products --requests 256 --products gate_up --rounds 25
-    python -m benchmarks.expert_products --compile-only
+    python -m benchmarks.experts products
+    python -m benchmarks.experts products --requests 256 --products gate_up --rounds 25
+    python -m benchmarks.experts products --compile-only
 
 Runs in SGLang's Python environment, without a server: PYTHONPATH has this repository, ``kernels`` and
 the packages of SGLang (triton_kernels is one of them).
@@ -52,11 +52,11 @@ import triton
 from torch import Tensor
 from triton.errors import TritonError
 
-from benchmarks.timing import read_bandwidth, time_interleaved
+from benchmarks.harness import read_bandwidth, time_interleaved
 from scripts.register_hazards import inspect_kernel
 from tests.support.rl_loop.engines.hopper_driver import HopperDriver
 
-PLUGIN = Path(__file__).resolve().parents[1] / "rl_loop/engines/sglang/plugin"
+PLUGIN = Path(__file__).resolve().parents[2] / "rl_loop/engines/sglang/plugin"
 if str(PLUGIN) not in sys.path:
     sys.path.append(str(PLUGIN))
 
@@ -753,7 +753,3 @@ def main() -> None:
     print(summary(rows))
     if not all(row.error < LARGEST_ERROR for row in rows if row.microseconds is not None):
         sys.exit("a variant computes something else")
-
-
-if __name__ == "__main__":
-    main()

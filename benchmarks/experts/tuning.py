@@ -1,6 +1,6 @@
 """Finds the fastest settings of SGLang's Triton mixture-of-experts kernel for GPT-OSS.
 
-    python -m benchmarks.tune_moe --shapes 32x2880 128x720 --out rl_loop/engines/sglang/moe_configs
+    python -m benchmarks.experts tune --shapes 32x2880 128x720 --out rl_loop/engines/sglang/moe_configs
 
 Runs in SGLang's Python environment, on the GPU that the settings are for; from the root of a checkout; no package of
 this project is imported.
@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from triton.errors import TritonError
 
-from benchmarks.timing import read_bandwidth, time_call
+from benchmarks.harness import read_bandwidth, time_call
 
 HIDDEN_SIZE = 2880
 TOP_K = 4
@@ -444,7 +444,3 @@ def main() -> None:
 
     for shape in shapes:
         tune_shape(shape, arguments.tokens, arguments.seconds, arguments.jobs, arguments.out)
-
-
-if __name__ == "__main__":
-    main()

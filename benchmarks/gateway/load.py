@@ -1,7 +1,7 @@
 """Holds many sessions at a gateway for long, and looks whether it grows or mixes them up.
 
-    python -m benchmarks.gateway_load                  # 200 sessions at a time, for 20 minutes
-    python -m benchmarks.gateway_load --sessions 20 --minutes 0.5 --think 0.5 --every 0.5
+    python -m benchmarks.gateway load                  # 200 sessions at a time, for 20 minutes
+    python -m benchmarks.gateway load --sessions 20 --minutes 0.5 --think 0.5 --every 0.5
 
 Every session has one conversation of ``--turns`` turns, by OpenAI's client in another process, every
 other one streamed; when it is over its captured trajectory is compared with what it should be, it
@@ -31,7 +31,7 @@ import numpy as np
 import openai
 import psutil
 
-from benchmarks.gateway import ClockEngine
+from benchmarks.gateway.requests import ClockEngine
 from rl_loop.config.episode import EpisodeLimits
 from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, ModelShape, SamplingParams
@@ -368,7 +368,3 @@ def main() -> None:
     grows = [n for n, s in fitted.items() if s.per_hour > 0 and not s.is_flat(FLAT)]
     if load.complaints or grows:
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """What the gateway adds to the time of a request.
 
-    python -m benchmarks.gateway                     # 64 sessions, turns that take the engine 500 ms
-    python -m benchmarks.gateway --dialect responses --stream
+    python -m benchmarks.gateway requests                     # 64 sessions, turns that take the engine 500 ms
+    python -m benchmarks.gateway requests --dialect responses --stream
 
 The engine is a clock: it answers every request after the same time with the same tokens and computes
 nothing, so all else is the gateway's: HTTP, JSON, matching the conversation, rendering what is new,
@@ -24,14 +24,13 @@ import os
 import statistics
 import sys
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import aiohttp
 import torch
-import typer
-from typer import Option
 
 from rl_loop.config.episode import EpisodeLimits
 from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
@@ -222,20 +221,16 @@ def prompt_lengths(sessions: list[Session]) -> list[int]:
     return lengths
 
 
-def main(
-    sessions: Annotated[int, Option(help="That converse at the same time.")] = 64,
-    turns: Annotated[int, Option(help="Of a conversation.")] = 8,
-    conversations: Annotated[
-        int, Option(min=2, help="Of each session; the first is not counted.")
-    ] = 3,
-    engine_ms: Annotated[float, Option(help="Time of a turn in the engine.")] = 500.0,
-    dialect: Annotated[Dialect, Option(help="chat completions or responses.")] = "chat",
-    stream: Annotated[bool, Option(help="Server-sent events.")] = False,
-) -> None:
-    print(
-        json.dumps(asyncio.run(measure(sessions, turns, conversations, engine_ms, dialect, stream)))
-    )
-
-
-if __name__ == "__main__":
-    typer.run(main)
+def main() -> None:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    option = parser.add_argument
+    option("--sessions", type=int, default=64, help="sessions that converse at the same time")
+    option("--turns", type=int, default=8, help="turns of a conversation")
+    option("--conversations", type=int, default=3, help="of each session; the first is not counted")
+    option("--engine-ms", type=float, default=500.0, help="time of a turn in the engine")
+    option("--dialect", choices=("chat", "responses"), default="chat")
+    option("--stream", action="store_true", help="server-sent events")
+    options = parser.parse_args()
+    if options.conversations < 2:
+        parser.error("--conversations: at least 2, because the first is not counted")
+    print(json.dumps(asyncio.run(measure(**vars(options)))))

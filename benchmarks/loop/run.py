@@ -50,7 +50,7 @@ from statistics import mean, median
 from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.server_log import decode_speeds
+from benchmarks.sglang.server_log import decode_speeds
 from rl_loop.config.load import load_rl_config
 from rl_loop.config.run import RlConfig
 from rl_loop.lifecycle import start_checks
@@ -202,7 +202,7 @@ def write_weights(config: RlConfig, turn_tokens: int) -> None:
     """Write the random policy as the directory that the configuration starts from."""
     import torch
 
-    from benchmarks.random_policy import next_tokens, policy_weights
+    from benchmarks.loop.random_policy import next_tokens, policy_weights
     from converters.hf_directory import write_hf_directory
     from rl_loop.tasks.codec import codec_of
 
@@ -756,7 +756,3 @@ def server_speeds(config: RlConfig) -> list[tuple[int, float]]:
     for log in server_logs(config):
         speeds += decode_speeds(log.read_text(errors="replace"))
     return speeds
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,8 @@
 """What rollouts that run ahead bring to real runs on CPUs: a tiny policy whose tools are slow.
 
     gptoss sft configs/sft/tiny_retool.yaml
-    python -m benchmarks.async_loop runs/tiny_retool_sft
-    python -m benchmarks.async_loop runs/tiny_retool_sft --staleness 0 1 2 4 --out async_loop.md
+    python -m benchmarks.rollouts ahead runs/tiny_retool_sft
+    python -m benchmarks.rollouts ahead runs/tiny_retool_sft --staleness 0 1 2 4 --out async_loop.md
 
 Every run is a ``gptoss rl`` of its own, with real processes for trainer and rollouts, from the same
 weights. Tool calls sleep for as long as is published, times --gaps (``slow_tools.py``). Runs of one
@@ -31,9 +31,9 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs/rl/tiny_retool.yaml"
-ENVIRONMENT = "benchmarks.slow_tools:SlowReTool"
+ENVIRONMENT = "benchmarks.rollouts.slow_tools:SlowReTool"
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,3 @@ def main() -> None:
     print(text)
     if options.out:
         options.out.write_text(text + "\n")
-
-
-if __name__ == "__main__":
-    main()

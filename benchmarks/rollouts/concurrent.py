@@ -1,7 +1,7 @@
 """A thousand episodes at a time on one machine while its parts fail, and what they cost the driver.
 
-    python -m benchmarks.concurrent_episodes
-    python -m benchmarks.concurrent_episodes --tasks 25 --token 0.1 --faults 0.2
+    python -m benchmarks.rollouts concurrent
+    python -m benchmarks.rollouts concurrent --tasks 25 --token 0.1 --faults 0.2
 
 Pool, collector, rollout workers, agent loop and the fleet of servers are the real ones, in processes of
 their own. The servers speak SGLang's protocol and sample what a script says, in place of a model; the
@@ -35,7 +35,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from benchmarks.slow_tools import calls_of
+from benchmarks.rollouts.slow_tools import calls_of
 from converters.names import hf_shapes
 from converters.random_weights import random_hf_weights
 from megatron_gptoss.config import ModelConfig
@@ -50,7 +50,7 @@ from rl_loop.session import build_rollouts, build_tasks
 from rl_loop.tasks.source import TaskSource
 from rl_loop.weight_sync.source import LoadedWeights
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs/rl/tiny_retool.yaml"
 SYNC_FAULT = "die /update_weights_from_disk:1"
 """What the file of faults orders of a server (``tests/support/rl_loop/sglang_protocol.py``)."""
@@ -115,7 +115,7 @@ class Outcome:
 def configuration(load: Load, directory: Path) -> RlConfig:
     """Return the configuration of a run whose servers follow the script."""
     tools = {"gap_scale": load.gap_scale, "failing": load.faults, "away": load.faults / 2}
-    environment = "benchmarks.slow_tools:UnreliableTools"
+    environment = "benchmarks.rollouts.slow_tools:UnreliableTools"
     overrides = [
         f"output_dir={directory}",
         "initial_weights=null",
@@ -137,7 +137,7 @@ def configuration(load: Load, directory: Path) -> RlConfig:
         "rollout.engine.weight_sync=disk",
     ]
     config = load_config(CONFIG, RlConfig, overrides)
-    paths = [ROOT / "benchmarks/scripted_server", ROOT, ROOT / "kernels"]
+    paths = [ROOT / "benchmarks/rollouts/scripted_server", ROOT, ROOT / "kernels"]
     environment_of_servers = {
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "SCRIPT": str(directory / "script.json"),
@@ -378,7 +378,3 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as directory:
         print(report(load, run(load, Path(directory))))
-
-
-if __name__ == "__main__":
-    main()

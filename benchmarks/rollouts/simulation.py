@@ -699,7 +699,3 @@ def main() -> None:
         options.out.write_text(text + "\n")
     if options.plot:
         plot(rows, options.plot)
-
-
-if __name__ == "__main__":
-    main()

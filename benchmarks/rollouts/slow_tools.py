@@ -1,6 +1,6 @@
 """Environments whose tools are as slow as those of real agents, and as unreliable.
 
-Named as ``benchmarks.slow_tools:CLASS`` in ``tasks.sources``. Every tool call sleeps for as long as the
+Named as ``benchmarks.rollouts.slow_tools:CLASS`` in ``tasks.sources``. Every tool call sleeps for as long as the
 published distribution of gaps between turns says (``async_rollouts.GAPS``), times ``gap_scale``. A
 sleeping call costs no processor."""
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from random import Random, random
 from typing import Any, ClassVar
 
-from benchmarks.async_rollouts import CALLS, GAPS, quantile
+from benchmarks.rollouts.simulation import CALLS, GAPS, quantile
 from rl_loop.environments import Task
 from rl_loop.environments.base import (
     Environment,

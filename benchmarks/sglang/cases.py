@@ -40,10 +40,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.decoding import measure_decoding
-from benchmarks.interruptions import Load, measure_interruptions
-from benchmarks.rollout_load import measure_rollouts
-from benchmarks.sglang_servers import (
+from benchmarks.sglang.decoding import measure_decoding
+from benchmarks.sglang.interruptions import Load, measure_interruptions
+from benchmarks.sglang.rollout_load import measure_rollouts
+from benchmarks.sglang.servers import (
     make_engine,
     make_server,
     model_config,
@@ -51,7 +51,7 @@ from benchmarks.sglang_servers import (
     used_gpu_memory,
     wait_until_healthy,
 )
-from benchmarks.sglang_trainer import RandomTrainer
+from benchmarks.sglang.trainer import RandomTrainer
 from converters.hf_directory import write_hf_directory
 from megatron_gptoss.packing import pack
 from megatron_gptoss.routing_replay import RoutingReplay
@@ -700,7 +700,3 @@ def main() -> None:
                 asyncio.run(Bench(arguments, trainer, attention, Path(scratch)).run())
         trainer.close()
     os._exit(0)  # shared-memory helpers of torch would keep a pipe of this process open
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,8 @@
 """Certifies a server of SGLang: makes the weights, starts the server with them, runs the checks.
 
-    python -m benchmarks.certify_sglang --attention fa3 --python /opt/sglang/bin/python
-    python -m benchmarks.certify_sglang --attention triton --python /opt/sglang/bin/python
-    python -m benchmarks.certify_sglang --attention triton --without-plugin ...   # has to fail
+    python -m benchmarks.sglang certify --attention fa3 --python /opt/sglang/bin/python
+    python -m benchmarks.sglang certify --attention triton --python /opt/sglang/bin/python
+    python -m benchmarks.sglang certify --attention triton --without-plugin ...   # has to fail
 
 SGLang may live in an environment of its own: ``--python`` and ``--pythonpath``. One server start
 each. ``triton`` gets the plugin of ``docs/sglang.md``, which gives decoding the window's last key,
@@ -123,7 +123,3 @@ def main() -> None:
     print(f"server started in {ready - began:.0f} s, checks took {time.monotonic() - ready:.0f} s")
     print(write_certificate(result, options.out))
     raise SystemExit(0 if result.has_passed else 1)
-
-
-if __name__ == "__main__":
-    main()

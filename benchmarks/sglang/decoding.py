@@ -53,9 +53,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.decoding_profile import StepProfile, profile_steps, profile_table, read_trace
-from benchmarks.server_log import step_seconds
-from benchmarks.servers_in_turn import (
+from benchmarks.harness import read_bandwidth
+from benchmarks.sglang.decoding_profile import StepProfile, profile_steps, profile_table, read_trace
+from benchmarks.sglang.server_log import step_seconds
+from benchmarks.sglang.servers import Variation, model_config, wait_until_healthy
+from benchmarks.sglang.servers_in_turn import (
     Way,
     chosen_ways,
     emit,
@@ -65,8 +67,6 @@ from benchmarks.servers_in_turn import (
     send_random_weights,
     servers_until_the_end,
 )
-from benchmarks.sglang_servers import Variation, model_config, wait_until_healthy
-from benchmarks.timing import read_bandwidth
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.engines.protocol import GenerateRequest, SamplingParams
 from rl_loop.engines.sglang.client import SglangClient

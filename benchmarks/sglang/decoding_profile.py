@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.sglang decode --profile`` takes the traces. To group those that it kept again:
 
-    python -m benchmarks.decoding_profile bf16=TRACE.json.gz mxfp4=TRACE.json.gz
+    python -m benchmarks.sglang profile bf16=TRACE.json.gz mxfp4=TRACE.json.gz
 
 A step lasts from the start of one CUDA graph to the start of the next. In it every microsecond is
 counted once: for the kernel that runs, if several do for the one that began first (the others wait
@@ -415,7 +415,3 @@ def main() -> None:
             parser.error(f"{named}: give NAME=TRACE")
         profiles[name] = profile_steps(read_trace(Path(path)))
     print(profile_table("GPU microseconds per decoding step", profiles, {}))
-
-
-if __name__ == "__main__":
-    main()

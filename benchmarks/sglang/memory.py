@@ -1,7 +1,7 @@
 """Measures what an SGLang server holds of a GPU that it shares, awake and asleep.
 
-    python -m benchmarks.server_memory --memory-fraction 0.5 --max-running-requests 256 128
-    python -m benchmarks.server_memory --memory-fraction 0.5 --as-it-comes
+    python -m benchmarks.sglang memory --memory-fraction 0.5 --max-running-requests 256 128
+    python -m benchmarks.sglang memory --memory-fraction 0.5 --as-it-comes
 
 One server of GPT-OSS-20B's size per value of ``--max-running-requests``, with random weights that
 this process sends it by CUDA IPC, as a trainer rank on the same GPU does. Prints one JSON object
@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.sglang_servers import model_config
+from benchmarks.sglang.servers import model_config
 from converters.names import hf_shapes
 from rl_loop.engines.protocol import GenerateRequest, SamplingParams
 from rl_loop.engines.sglang.client import SglangClient
@@ -378,7 +378,3 @@ def main() -> None:
             directory.mkdir(parents=True, exist_ok=True)
             asyncio.run(Bench(options, running, directory).run())
     os._exit(0)  # shared-memory helpers of torch would keep a pipe of this process open
-
-
-if __name__ == "__main__":
-    main()

@@ -31,7 +31,8 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.servers_in_turn import (
+from benchmarks.sglang.servers import Variation, model_config, wait_until_healthy
+from benchmarks.sglang.servers_in_turn import (
     Way,
     chosen_ways,
     emit,
@@ -40,7 +41,6 @@ from benchmarks.servers_in_turn import (
     send_random_weights,
     servers_until_the_end,
 )
-from benchmarks.sglang_servers import Variation, model_config, wait_until_healthy
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.engines.protocol import GenerateRequest, SamplingParams
 from rl_loop.engines.sglang.config import prefill_graph_options

@@ -1,4 +1,4 @@
-"""Servers of SGLang without Ray, as ``benchmarks/sglang.py`` starts them."""
+"""Servers of SGLang without Ray, as ``benchmarks.sglang`` starts them."""
 
 from __future__ import annotations
 

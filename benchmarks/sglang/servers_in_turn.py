@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.sglang_servers import (
+from benchmarks.sglang.servers import (
     Variation,
     free_gpu_memory,
     make_engine,

@@ -1,4 +1,4 @@
-"""The trainer of ``benchmarks/sglang.py``: random weights on one rank or several, without Ray."""
+"""The trainer of ``benchmarks.sglang``: random weights on one rank or several, without Ray."""
 
 from __future__ import annotations
 

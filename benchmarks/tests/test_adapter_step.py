@@ -1,4 +1,4 @@
-"""benchmarks/adapter_step.py runs from its arguments to its table, without a GPU on a tiny model."""
+"""benchmarks/train/adapters.py runs from its arguments to its table, without a GPU on a tiny model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def adapter_step(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return importlib.import_module("benchmarks.adapter_step")
+    return importlib.import_module("benchmarks.train.adapters")
 
 
 def test_a_tiny_model_gives_a_row_for_every_case(
@@ -65,7 +65,7 @@ def test_a_drawn_base_is_random_and_the_same_for_the_same_seed(adapter_step: Mod
 def test_saves_of_a_tiny_model_give_a_row_each(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    adapter_checkpoint = importlib.import_module("benchmarks.adapter_checkpoint")
+    adapter_checkpoint = importlib.import_module("benchmarks.train.adapter_checkpoint")
     # The benchmark replaces it for its own process.
     monkeypatch.setattr(adapter_checkpoint.state, "base_digest", lambda model: "")
     out = tmp_path / "results.jsonl"

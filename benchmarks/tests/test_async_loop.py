@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.async_loop import Measured, Workload, in_turns, summarise, table
-from benchmarks.async_rollouts import GAPS, quantile
-from benchmarks.slow_tools import SlowOptions, SlowReTool
+from benchmarks.rollouts.ahead import Measured, Workload, in_turns, summarise, table
+from benchmarks.rollouts.simulation import GAPS, quantile
+from benchmarks.rollouts.slow_tools import SlowOptions, SlowReTool
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.environments import RewardConfig, Task
@@ -65,7 +65,7 @@ def delays(monkeypatch: pytest.MonkeyPatch, episodes: int) -> list[float]:
             assert await environment.call("python", "print(1)") == "1\n"
             await environment.call("python", "print(1)")
 
-    monkeypatch.setattr("benchmarks.slow_tools.asyncio.sleep", sleep)
+    monkeypatch.setattr("benchmarks.rollouts.slow_tools.asyncio.sleep", sleep)
     asyncio.run(main())
     return slept
 

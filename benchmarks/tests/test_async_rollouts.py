@@ -9,8 +9,8 @@ from statistics import mean
 
 import pytest
 
-from benchmarks import async_rollouts
-from benchmarks.async_rollouts import (
+from benchmarks.rollouts import simulation as async_rollouts
+from benchmarks.rollouts.simulation import (
     CALLS,
     GAPS,
     POLICIES,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.comparison import PANELS, NotComparable, draw, read_runs, table
+from benchmarks.learning.comparison import PANELS, NotComparable, draw, read_runs, table
 from rl_loop.config.load import dump_config, load_rl_config
 
 ROOT = Path(__file__).parents[2]
@@ -93,7 +93,7 @@ def test_what_is_no_run_is_named(tmp_path: Path) -> None:
         read_runs([f"a={begun}"])
     with pytest.raises(NotComparable, match="expected LABEL=DIRECTORY"):
         read_runs([str(begun)])
-    command = [sys.executable, "-m", "benchmarks.comparison", f"a={tmp_path}"]
+    command = [sys.executable, "-m", "benchmarks.learning", "comparison", f"a={tmp_path}"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert result.stderr.strip() == f"{tmp_path} is no run: it has no config.yaml"

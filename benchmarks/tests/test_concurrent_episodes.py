@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.concurrent_episodes import Ledger, Load, Outcome, configuration, report, run
-from benchmarks.slow_tools import calls_of
+from benchmarks.rollouts.concurrent import Ledger, Load, Outcome, configuration, report, run
+from benchmarks.rollouts.slow_tools import calls_of
 from rl_loop.data.trajectory import InvalidReason, Trajectory, TrajectoryGroup, WeightVersionSpan
 from rl_loop.session import build_tasks
 from tests.support.forked_workers import local_ray

@@ -1,4 +1,4 @@
-"""benchmarks/data_plane.py runs, with real Ray, and what it counts is what a step weighs."""
+"""benchmarks/data/plane.py runs, with real Ray, and what it counts is what a step weighs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,16 @@ TOKENS = 16 * 8192
 @pytest.fixture(scope="module")
 def cases() -> dict[tuple[int, str], dict[str, Any]]:
     """The benchmark's lines, by layers of routes and passes."""
-    program = [sys.executable, "-m", "benchmarks.data_plane", "--shapes", "16x8192", "--ranks", "2"]
+    program = [
+        sys.executable,
+        "-m",
+        "benchmarks.data",
+        "plane",
+        "--shapes",
+        "16x8192",
+        "--ranks",
+        "2",
+    ]
     done = subprocess.run(
         [*program, "--layers", "0", "36", "--rounds", "1"],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""benchmarks/sglang.py decode runs against servers that speak SGLang's protocol, and its limit is
+"""benchmarks.sglang decode runs against servers that speak SGLang's protocol, and its limit is
 what a decoding step reads."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SIZES = {
 
 @pytest.fixture
 def decoding(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return importlib.import_module("benchmarks.decoding")
+    return importlib.import_module("benchmarks.sglang.decoding")
 
 
 def test_both_servers_are_measured_in_turn_and_only_one_gets_our_settings(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_step_is_what_the_server_says_without_the_times_between(decoding: Modu
 
 
 def server_options(**others: object) -> argparse.Namespace:
-    """Return the options of ``benchmarks/sglang.py`` that servers are made by, on a CPU."""
+    """Return the options of ``benchmarks.sglang`` that servers are made by, on a CPU."""
     options: dict[str, object] = {
         "device": "cpu",
         "server_gpu": 0,
@@ -147,7 +147,7 @@ def server_options(**others: object) -> argparse.Namespace:
 def test_a_server_gets_its_share_of_its_own_gpu_and_not_of_the_trainer_s(
     decoding: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    servers = importlib.import_module("benchmarks.sglang_servers")
+    servers = importlib.import_module("benchmarks.sglang.servers")
     # The trainer has taken nearly all of GPU 0.
     program = tmp_path / "bin/nvidia-smi"
     program.parent.mkdir()
@@ -176,7 +176,7 @@ def test_every_way_but_bf16_packs_experts_and_mends_can_be_withheld(
 ) -> None:
     # As on GPUs, of which there are none here.
     monkeypatch.setattr(SglangConfig, "_is_on_cpus", property(lambda self: False))
-    servers = importlib.import_module("benchmarks.sglang_servers")
+    servers = importlib.import_module("benchmarks.sglang.servers")
     options = server_options(
         quantization="mxfp4",
         ways=list(decoding.QUANTIZED_WAYS),

@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def profile(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return importlib.import_module("benchmarks.decoding_profile")
+    return importlib.import_module("benchmarks.sglang.decoding_profile")
 
 
 def test_every_microsecond_of_a_step_is_counted_once(profile: ModuleType, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_the_table_has_both_servers_side_by_side_and_lists_unknown_kernels(
 def test_a_trace_is_refused_if_requests_ended_before_it(
     profile: ModuleType, tmp_path: Path
 ) -> None:
-    decoding = importlib.import_module("benchmarks.decoding")
+    decoding = importlib.import_module("benchmarks.sglang.decoding")
     asyncio.run(_take_two_traces(decoding, profile, tmp_path))
 
 

@@ -1,4 +1,4 @@
-"""``benchmarks/expert_load.py``: how unevenly experts are used, and what the account of memory has."""
+"""``benchmarks/experts/load.py``: how unevenly experts are used, and what the account of memory has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return importlib.import_module("benchmarks.expert_load")
+    return importlib.import_module("benchmarks.experts.load")
 
 
 def test_the_fullest_rank_of_a_layer_and_of_all_layers(benchmark: ModuleType) -> None:
@@ -30,7 +30,16 @@ def test_the_fullest_rank_of_a_layer_and_of_all_layers(benchmark: ModuleType) ->
 
 
 def test_a_model_is_counted_and_stands_beside_the_account() -> None:
-    program = [sys.executable, "-m", "benchmarks.expert_load", "--layers", "2", "--experts", "8"]
+    program = [
+        sys.executable,
+        "-m",
+        "benchmarks.experts",
+        "load",
+        "--layers",
+        "2",
+        "--experts",
+        "8",
+    ]
     program += ["--inner", "32", "--sequences", "2", "--length", "48", "--ranks", "1", "4"]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

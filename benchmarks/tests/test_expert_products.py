@@ -1,4 +1,4 @@
-"""What benchmarks/expert_products.py tries, and what it makes of the times."""
+"""What benchmarks/experts/products.py tries, and what it makes of the times."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SASS = """
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(PLUGIN))
-    return importlib.import_module("benchmarks.expert_products")
+    return importlib.import_module("benchmarks.experts.products")
 
 
 @dataclass

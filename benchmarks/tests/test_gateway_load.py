@@ -1,4 +1,4 @@
-"""The load that benchmarks/gateway_load.py puts on a gateway: it sees sessions that are mixed up."""
+"""The load that benchmarks/gateway/load.py puts on a gateway: it sees sessions that are mixed up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import openai
 import pytest
 
-from benchmarks.gateway_load import EchoEngine, answer, complaint, question
+from benchmarks.gateway.load import EchoEngine, answer, complaint, question
 from rl_loop.config.episode import EpisodeLimits
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, ModelShape, SamplingParams
 from rl_loop.gateway.server import Gateway, GatewaySettings

@@ -1,4 +1,4 @@
-"""benchmarks/sglang.py interruptions: every way is interrupted while it samples, and gets all its tokens."""
+"""benchmarks.sglang interruptions: every way is interrupted while it samples, and gets all its tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOKENS = 40
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return importlib.import_module("benchmarks.interruptions")
+    return importlib.import_module("benchmarks.sglang.interruptions")
 
 
 class WatchedServer(LocalServer):

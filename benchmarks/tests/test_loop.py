@@ -1,4 +1,4 @@
-"""benchmarks/loop.py runs the whole loop on a CPU, and its random policy does what it says."""
+"""benchmarks.loop runs the whole loop on a CPU, and its random policy does what it says."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TEXT = "12+34-5*6/8"
 
 @pytest.fixture
 def random_policy(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return importlib.import_module("benchmarks.random_policy")
+    return importlib.import_module("benchmarks.loop.random_policy")
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +65,11 @@ def policy(random_policy: ModuleType, harmony: Harmony) -> Any:
 
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return importlib.import_module("benchmarks.loop")
+    return importlib.import_module("benchmarks.loop.run")
 
 
 def loop_policy() -> ModuleType:
-    return importlib.import_module("benchmarks.random_policy")
+    return importlib.import_module("benchmarks.loop.random_policy")
 
 
 def scripted_engine(config: RlConfig, servers: int) -> dict[str, Any]:

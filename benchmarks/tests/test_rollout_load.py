@@ -1,4 +1,4 @@
-"""benchmarks/sglang.py rollouts: servers that speak SGLang's protocol under a load like a rollout's."""
+"""benchmarks.sglang rollouts: servers that speak SGLang's protocol under a load like a rollout's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def rollout_load(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return importlib.import_module("benchmarks.rollout_load")
+    return importlib.import_module("benchmarks.sglang.rollout_load")
 
 
 def test_servers_are_measured_in_turn(tmp_path: Path) -> None:

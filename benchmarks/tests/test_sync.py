@@ -1,4 +1,4 @@
-"""benchmarks/sglang.py sync, faults: a trainer of two ranks and a server of two, on CPUs."""
+"""benchmarks.sglang sync, faults: a trainer of two ranks and a server of two, on CPUs."""
 
 from __future__ import annotations
 

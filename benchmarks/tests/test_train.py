@@ -1,4 +1,4 @@
-"""benchmarks/train.py says of a baseline that cannot run why, and of a step what it is made of and what
+"""benchmarks.train says of a baseline that cannot run why, and of a step what it is made of and what
 was predicted."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def train(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    module = importlib.import_module("benchmarks.train")
+    module = importlib.import_module("benchmarks.train.cases")
     monkeypatch.setattr(module.dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 7_500_000_000)
     return module
@@ -99,7 +99,7 @@ def test_all_to_all_is_timed_apart_from_other_communication(
 def test_a_tiny_step_says_what_share_the_experts_exchange_has_and_what_is_predicted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    train = importlib.import_module("benchmarks.train")
+    train = importlib.import_module("benchmarks.train.cases")
     out = tmp_path / "step.jsonl"
     arguments = "step --tiny --layers 2 --experts 4 --length 24 --sequences 2 --steps 3"
     monkeypatch.setattr("sys.argv", ["train.py", *arguments.split(), "--out", str(out)])

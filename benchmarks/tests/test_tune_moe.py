@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import tune_moe
+from benchmarks.experts import tuning as tune_moe
 
 FAILING_EXIT_CODE = 7
 

@@ -1,7 +1,7 @@
 """Saving a checkpoint of adapters, measured on a CPU with the tensors of the whole 20B.
 
-    python -m benchmarks.adapter_checkpoint
-    python -m benchmarks.adapter_checkpoint --tiny --layers 2 --experts 4   # to see that it runs
+    python -m benchmarks.train adapter-checkpoint
+    python -m benchmarks.train adapter-checkpoint --tiny --layers 2 --experts 4   # to see that it runs
 
 The trainer is a real one: adapters, Megatron's optimizer after a step (bf16 weights, fp32 master
 weights and moments), and ``CheckpointWriter``. Only the frozen base is left as it was allocated,
@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.adapter_step import TINY
+from benchmarks.train.adapters import TINY
 from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint import state
 from megatron_gptoss.checkpoint.writer import CheckpointWriter
@@ -181,7 +181,3 @@ def table(results: list[dict[str, Any]]) -> str:
         ]
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,12 @@
 """Training steps of adapters on a frozen base: speed, memory, and the share of the step in which
 weights are dequantised and merged. On one GPU, or on several with the experts shared out (--expert).
 
-    python -m benchmarks.adapter_step
-    python -m benchmarks.adapter_step --cases mxfp4 bf16 --recompute moe layernorm
-    python -m benchmarks.adapter_step --layers 4 --cases mxfp4 bf16 full
-    torchrun --nproc_per_node 2 -m benchmarks.adapter_step --expert 2 --layers 36 --experts 128 --cases mxfp4
-    python -m benchmarks.adapter_step products
-    python -m benchmarks.adapter_step --tiny            # on a CPU, to see that it runs
+    python -m benchmarks.train adapters
+    python -m benchmarks.train adapters --cases mxfp4 bf16 --recompute moe layernorm
+    python -m benchmarks.train adapters --layers 4 --cases mxfp4 bf16 full
+    torchrun --nproc_per_node 2 -m benchmarks.train adapters --expert 2 --layers 36 --experts 128 --cases mxfp4
+    python -m benchmarks.train adapters products
+    python -m benchmarks.train adapters --tiny            # on a CPU, to see that it runs
 
 Cases: ``mxfp4`` and ``bf16`` are adapters on such a base; ``full`` trains all parameters, for
 comparison on few layers. Weights are random, tokens uniform, routing what follows from them. Every
@@ -35,8 +35,16 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from benchmarks.random_adapters import draw_adapted_model
-from benchmarks.timing import reset_peak, synchronize
+from benchmarks.harness import (
+    allocated,
+    largest_of_ranks,
+    median_milliseconds,
+    peak,
+    reset_peak,
+    synchronize,
+)
+from benchmarks.train.random_adapters import draw_adapted_model
+from benchmarks.train.release import release
 from gptoss_kernels import mxfp4
 from gptoss_kernels.adapter_merge import KERNEL_NAME
 from megatron_gptoss import distributed
@@ -44,7 +52,6 @@ from megatron_gptoss.config import AdapterConfig, OptimizerConfig, ParallelConfi
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.layers import grouped_products
 from megatron_gptoss.layers.merge import merge, merge_packed
-from megatron_gptoss.layers.shared_memory import release_shared_memory
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import PackedBatch, build_batch
 from megatron_gptoss.planning.memory import account
@@ -169,7 +176,7 @@ def run_case(args: argparse.Namespace, case: str) -> dict[str, Any]:
         "tokens_per_second": tokens / seconds,
         "merge_seconds": merge_seconds,
         "merge_share": None if merge_seconds is None else merge_seconds / seconds,
-        "peak_gb": largest(step_peak / 1e9),
+        "peak_gb": largest_of_ranks(step_peak / 1e9),
         "predicted_peak_gb": predicted_peak(args, trainer, case, batches),
         "after_building_gb": base_bytes / 1e9,
         "building_peak_gb": build_peak / 1e9,
@@ -221,13 +228,6 @@ def predicted_peak(
     )
     phases = {phase.name: phase for phase in account(inputs, gigabytes=1e3).phases}
     return phases["update"].trainer / 1e9
-
-
-def largest(value: float) -> float:
-    """Return the largest of all ranks' values. Collective."""
-    values: list[float] = [0.0] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return max(values)
 
 
 def random_batches(args: argparse.Namespace, vocab_size: int) -> list[PackedBatch]:
@@ -301,39 +301,6 @@ def profiled_merge_seconds(
     return sum(kernel.self_device_time_total for kernel in merging) / 1e6
 
 
-def release(trainer: PolicyTrainer) -> None:
-    """Give back what the next case needs, whatever still refers to it."""
-    gc.unfreeze()
-    tensors: list[Any] = list(trainer.module.parameters()) + list(trainer.module.buffers())
-    for chunk in trainer.model:
-        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-            tensors += [buffer.grad_data, buffer.param_data]
-    # Without distributed optimizer, on CPUs, Megatron has one that is not chained.
-    for part in getattr(trainer.optimizer, "chained_optimizers", []):
-        for state in part.optimizer.state.values():
-            tensors += state.values()
-
-    release_shared_memory()
-    if not torch.cuda.is_available():
-        return
-    # Megatron and Transformer Engine keep references; storages of size 0 hold no memory.
-    for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
-            tensor.untyped_storage().resize_(0)
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-def allocated() -> int:
-    """Return the bytes of this process's tensors on the GPU; 0 without one."""
-    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-
-
-def peak() -> int:
-    """Return the most bytes of tensors on the GPU since ``reset_peak``; 0 without one."""
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-
-
 def table(results: list[dict[str, Any]]) -> str:
     """Return a Markdown table of all cases; the last column is the speed beside the first case's."""
     rows = [
@@ -382,7 +349,7 @@ def time_products(args: argparse.Namespace) -> dict[str, float]:
         ("down", sizes.hidden_size, sizes.intermediate_size),
     ):
         for call_name, call in product_calls(args.experts, rows, out, columns).items():
-            result[f"{name}: {call_name}"] = device_milliseconds(call)
+            result[f"{name}: {call_name}"] = median_milliseconds(call)
     return result
 
 
@@ -435,26 +402,8 @@ def product_calls(experts: int, rows: int, out: int, columns: int) -> dict[str, 
     return calls
 
 
-def device_milliseconds(call: Callable[[], Any], rounds: int = 5) -> float:
-    """Return the median device time of a call; the first two warm up."""
-    times = []
-    for _ in range(rounds + 2):
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return median(times[2:])
-
-
 def products_table(milliseconds: dict[str, float]) -> str:
     """Return a Markdown table."""
     rows = ["| | ms |", "|---|---|"]
     rows += [f"| {name} | {value:.3f} |" for name, value in milliseconds.items()]
     return "\n".join(rows)
-
-
-if __name__ == "__main__":
-    main()

@@ -47,8 +47,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from benchmarks.chosen_attention import chosen_attention
-from benchmarks.timing import reset_peak, synchronize
+from benchmarks.attention.chosen import chosen_attention
+from benchmarks.harness import largest_of_ranks, median_milliseconds, reset_peak, synchronize
+from benchmarks.train.release import release
 from converters.live import export_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
@@ -92,20 +93,6 @@ class AllToAllClock(StepClock):
         if name != ALL_TO_ALL:
             return super().__call__(name, log_level)
         return SimpleNamespace(start=lambda barrier=False: self.enter(name), stop=self.leave)
-
-
-def milliseconds(call: Callable[[], Any], rounds: int = 5) -> float:
-    """Return the median device time of a call; the first one warms up."""
-    times = []
-    for _ in range(rounds + 1):
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return median(times[1:])
 
 
 def log_probs_case(tokens: int = 32_768, hidden_size: int = 2880) -> dict[str, float]:
@@ -161,7 +148,7 @@ def log_probs_case(tokens: int = 32_768, hidden_size: int = 2880) -> dict[str, f
         for name, call in calls.items():
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            times[name].append(milliseconds(call, rounds=2))
+            times[name].append(median_milliseconds(call, rounds=2))
             extra_bytes = torch.cuda.max_memory_allocated() - before
             result[f"{name}_extra_gb"] = extra_bytes / 1e9
 
@@ -299,17 +286,10 @@ def measure_steps(
         figures |= {
             "mfu": tflops / ceiling,
             "ceiling_tflops": ceiling,
-            "peak_gb": largest(torch.cuda.max_memory_allocated() / 1e9),
-            "reserved_gb": largest(torch.cuda.max_memory_reserved() / 1e9),
+            "peak_gb": largest_of_ranks(torch.cuda.max_memory_allocated() / 1e9),
+            "reserved_gb": largest_of_ranks(torch.cuda.max_memory_reserved() / 1e9),
         }
     return figures
-
-
-def largest(value: float) -> float:
-    """Return the largest of all ranks' values. Collective."""
-    values: list[float] = [0.0] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return max(values)
 
 
 def profile_step(step: Callable[[], Any], path: Path) -> None:
@@ -330,24 +310,6 @@ def profile_step(step: Callable[[], Any], path: Path) -> None:
         milliseconds = kernel.self_device_time_total / 1e3
         rows.append(f"{milliseconds:9.2f} ms {kernel.count:6d} x {kernel.key[:160]}")
     path.write_text("\n".join(rows) + "\n")
-
-
-def release(trainer: PolicyTrainer) -> None:
-    """Give back what the next case needs, whatever still refers to it."""
-    gc.unfreeze()
-    tensors: list[Any] = []
-    for chunk in trainer.model:
-        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-            tensors += [buffer.grad_data, buffer.param_data]
-    # Without distributed optimizer, on CPUs, Megatron has one that is not chained.
-    for chained in getattr(trainer.optimizer, "chained_optimizers", []):
-        for state in chained.optimizer.state.values():
-            tensors += state.values()
-
-    # Megatron and Transformer Engine keep references; storages of size 0 hold no memory.
-    for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
-            tensor.untyped_storage().resize_(0)
 
 
 def attention_overrides(name: str) -> dict[str, Any]:
@@ -1074,7 +1036,3 @@ def main() -> None:
         out = ["--out", str(args.out)] if args.out else []
         further_args = argument_parser().parse_args([*shlex.split(further), *out])
         run(further_args, port=29_778 + index)
-
-
-if __name__ == "__main__":
-    main()

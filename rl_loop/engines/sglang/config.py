@@ -28,7 +28,7 @@ PLUGIN = Path(__file__).parent / "plugin"
 PLUGIN_MODULE = "gptoss_sglang"
 MOE_CONFIGS = Path(__file__).parent / "moe_configs"
 """Settings of SGLang's mixture-of-experts kernel for GPT-OSS's shapes, by GPU; made by
-``benchmarks/tune_moe.py``."""
+``benchmarks/experts/tuning.py``."""
 
 RESERVED_ARGUMENTS = {
     "--api-key": "every run makes a random key for its servers",
@@ -47,7 +47,7 @@ SMALLEST_PREFILL_GRAPH = 8
 """Tokens; shorter prefills than half of it are rare."""
 ASLEEP_BYTES = 1_650_000_000
 """What a sleeping server of the 20B keeps on an H200: context, libraries, kernels, the buffers that
-CUDA graphs read. 1.62 GB (``benchmarks/server_memory.py``)."""
+CUDA graphs read. 1.62 GB (``benchmarks/sglang/memory.py``)."""
 TENSOR_PARALLEL_ASLEEP_BYTES = 1_300_000_000
 """What a sleeping server with tensor parallelism keeps besides, of each of its GPUs, for every rank of it.
 

@@ -27,7 +27,7 @@ process groups. 0.75 GB on an H200."""
 WORKING_BYTES = 6_500_000_000
 """What SGLang takes besides weights and key/value cache: CUDA graphs of up to 256 requests, the
 activations of 8,192 tokens of prefill, logits of a text of 4,096 that is scored, the table of
-requests. 6.38 GB of the 20B on an H200 (``benchmarks/server_memory.py``)."""
+requests. 6.38 GB of the 20B on an H200 (``benchmarks/sglang/memory.py``)."""
 PROCESS_GROUP_BYTES = 900_000_000
 """What the process groups of a server with tensor parallelism take of each of its GPUs, before SGLang
 looks what is free: NCCL's buffers, and 82 MB of SGLang's own all-reduce. Two ranks on two H200 logged

@@ -67,7 +67,7 @@ def test_the_benchmark_starts_a_server_of_sglang_and_certifies_it(
     )
     python.chmod(0o755)
     seen_by_server = tmp_path / "seen"
-    command = [sys.executable, "-m", "benchmarks.certify_sglang", "--attention", attention]
+    command = [sys.executable, "-m", "benchmarks.sglang", "certify", "--attention", attention]
     command += ["--python", str(python), "--pythonpath", "/of/sglang", "--size", "tiny"]
     done = subprocess.run(
         [*command, "--out", str(tmp_path / "out")],

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from benchmarks.slow_tools import calls_of
+from benchmarks.rollouts.slow_tools import calls_of
 from tests.support.rl_loop.sglang_protocol import LocalServer, main, sampled_of_turn
 
 

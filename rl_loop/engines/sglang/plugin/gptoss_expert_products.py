@@ -8,7 +8,7 @@ With a limit of 128 it holds two, but a program of 64 rows then waits for each o
 as the compiler finds too few registers to have several under way.
 
 Programs of 4 warps do better: two to four fit, none waits, nothing is spilled, and fewer instructions make
-a value of a code. ``SHAPES`` are the fastest of those that ``benchmarks/expert_products.py`` tried on an
+a value of a code. ``SHAPES`` are the fastest of those that ``benchmarks/experts/products.py`` tried on an
 H200 (docs/quantization.md). What is computed stays the same to the last bit: sums of a product are made in
 the same order, 16 inputs at a time.
 

@@ -4,7 +4,7 @@ Before the experts of a layer, SGLang 0.5.17 runs nine kernels of triton_kernels
 tokens: top-k, the count of every expert's tokens, their order, and the blocks that the products
 take. Behind them a sum over each token's experts runs in programs of 64 tokens by 128 values, too few
 to fill a GPU. On an H100 both took a tenth of a decoding step of 64 requests
-(``benchmarks/sglang.py decode --profile``). Here one kernel does the first, with a program per expert,
+(``benchmarks.sglang decode --profile``). Here one kernel does the first, with a program per expert,
 and one the second, with a program per token. The order of experts and tokens is the same, and so are
 the sums, to the last bit. Gates are summed in another order before they are rounded to the logits'
 dtype.

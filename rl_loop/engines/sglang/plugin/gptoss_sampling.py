@@ -3,7 +3,7 @@
 SGLang 0.5.17 samples with some 16 kernels of torch that each pass over fp32 [requests, vocabulary]:
 temperature, softmax, checks, noise, argmax, log-probs of the whole vocabulary. With 256 requests of
 GPT-OSS on an H200 these took 1.1 ms of a decoding step of 13.4 ms
-(``benchmarks/sglang.py decode --profile``), of which one reading of the logits would take 43 us.
+(``benchmarks.sglang decode --profile``), of which one reading of the logits would take 43 us.
 
 Here a row is cut into slices. A first kernel reads all logits and keeps of each slice its largest
 logit and the sum of its exponentials. A second one, with a program for each request, chooses a slice

@@ -1,6 +1,6 @@
 """A server on this machine that speaks SGLang's /generate and OpenAI's completions, with a real model.
 
-As a program it takes the command line of SGLang's server, so that ``benchmarks/certify_sglang.py`` can start it, and
+As a program it takes the command line of SGLang's server, so that ``benchmarks/sglang/certify.py`` can start it, and
 writes what it was started with into the file SEEN_BY_SERVER.
 
 The shapes of answers are those that ``sglang_protocol`` and ``rl_loop.engines.sglang`` know of the real

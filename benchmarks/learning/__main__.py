@@ -1,0 +1,14 @@
+"""Training runs that are compared with each other."""
+
+from benchmarks.harness import run_program
+
+PROGRAMS = {
+    "ablations": "ablations",
+    "quantization": "quantization",
+    "agents": "agents",
+    "comparison": "comparison",
+    "yardstick": "yardstick",
+}
+
+if __name__ == "__main__":
+    run_program("benchmarks.learning", PROGRAMS)

@@ -1,0 +1,12 @@
+"""The whole loop at its real size, and kills of its parts."""
+
+from benchmarks.harness import run_program
+
+PROGRAMS = {
+    "kills": "kills",
+}
+DEFAULT = "run"
+"""Module that reads the command line unless its first word names a program."""
+
+if __name__ == "__main__":
+    run_program("benchmarks.loop", PROGRAMS, DEFAULT)

@@ -1,0 +1,12 @@
+"""Rollouts: many episodes at a time, and rollouts that run ahead of training."""
+
+from benchmarks.harness import run_program
+
+PROGRAMS = {
+    "concurrent": "concurrent",
+    "simulate": "simulation",
+    "ahead": "ahead",
+}
+
+if __name__ == "__main__":
+    run_program("benchmarks.rollouts", PROGRAMS)

@@ -1,0 +1,13 @@
+"""Training steps of all weights and of adapters."""
+
+from benchmarks.harness import run_program
+
+PROGRAMS = {
+    "adapters": "adapters",
+    "adapter-checkpoint": "adapter_checkpoint",
+}
+DEFAULT = "cases"
+"""Module that reads the command line unless its first word names a program."""
+
+if __name__ == "__main__":
+    run_program("benchmarks.train", PROGRAMS, DEFAULT)

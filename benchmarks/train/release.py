@@ -1,0 +1,34 @@
+"""Releases the memory of a trainer before the next case."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+
+from megatron_gptoss.layers.shared_memory import release_shared_memory
+from megatron_gptoss.trainer import PolicyTrainer
+
+
+def release(trainer: PolicyTrainer) -> None:
+    """Release the trainer's GPU memory, even if references to its tensors remain."""
+    gc.unfreeze()
+    tensors: list[Any] = list(trainer.module.parameters()) + list(trainer.module.buffers())
+    for chunk in trainer.model:
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+            tensors += [buffer.grad_data, buffer.param_data]
+    # Without distributed optimizer, on CPUs, Megatron has one that is not chained.
+    for part in getattr(trainer.optimizer, "chained_optimizers", []):
+        for state in part.optimizer.state.values():
+            tensors += state.values()
+
+    release_shared_memory()
+    if not torch.cuda.is_available():
+        return
+    # Megatron and Transformer Engine keep references; storages of size 0 hold no memory.
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+            tensor.untyped_storage().resize_(0)
+    gc.collect()
+    torch.cuda.empty_cache()
