@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
@@ -22,9 +21,6 @@ from rl_loop.config.suggestions import known_keys, similar_keys, similar_names
 from rl_loop.conversations.config import ONLY_SOURCE, ConversationSource
 from rl_loop.registry import TAG
 
-MOST_YAML_BYTES = 1 << 20
-MOST_YAML_VALUES = 100_000
-"""Of a configuration; the longest here has some hundreds."""
 RELEASED_VOCABULARY = 201_088
 """Token ids of GPT-OSS-20B and 120B."""
 
@@ -404,7 +400,6 @@ def dump_config(config: StrictModel) -> str:
 def read_yaml(path: Path) -> Any:
     """Read the mapping in a YAML file. Raises ConfigError naming the file."""
     try:
-        _check_size(path.read_bytes())
         tree = OmegaConf.load(path)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
@@ -417,37 +412,6 @@ def read_yaml(path: Path) -> Any:
     if not OmegaConf.is_dict(tree):
         raise ConfigError(f"{path}: expected a mapping of keys to values")
     return tree
-
-
-def _check_size(content: bytes) -> None:
-    """Raise ValueError or YAMLError if a YAML text stands for far more than it has letters.
-
-    An anchor in ten lists of ten of its kind, and so on, is a thousand million values in ten
-    lines, and the reader writes all of them out."""
-    if len(content) > MOST_YAML_BYTES:
-        raise ValueError(f"it has {len(content):,} bytes, and no configuration has so many")
-
-    sizes: dict[int, int] = {}
-
-    def size_of(node: yaml.Node) -> int:
-        """Count a node and all below it, aliases written out."""
-        if id(node) in sizes:
-            if sizes[id(node)] == 0:
-                raise ValueError("an alias stands for something that contains it")
-            return sizes[id(node)]
-
-        sizes[id(node)] = 0  # until all below it is counted
-        below: list[yaml.Node] = []
-        if isinstance(node, yaml.SequenceNode):
-            below = node.value
-        elif isinstance(node, yaml.MappingNode):
-            below = [inner for pair in node.value for inner in pair]
-        sizes[id(node)] = 1 + sum(size_of(inner) for inner in below)
-        return sizes[id(node)]
-
-    root = yaml.compose(content, Loader=yaml.SafeLoader)
-    if root is not None and (size := size_of(root)) > MOST_YAML_VALUES:
-        raise ValueError(f"its aliases stand for {size:,} values; at most {MOST_YAML_VALUES:,} may")
 
 
 def _key_of(error: Any) -> str:

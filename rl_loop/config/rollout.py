@@ -1,8 +1,6 @@
 """How episodes are run: ``rollout`` of a configuration."""
 
-from typing import Any
-
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from megatron_gptoss.config import StrictModel
 from rl_loop.config.episode import EpisodeLimits, PurificationConfig
@@ -42,32 +40,6 @@ class RolloutConfig(EpisodeLimits, StrictModel):
     """Largest share of a step's episodes that infrastructure failures (engine, sandbox, tool,
     checker) may end. Such episodes are left out of everything. Above this share, and after 64 of
     them in sequence, the run ends and names the failing component."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _name_moved_keys(cls, raw: Any) -> Any:
-        """Answer keys of earlier versions with their new names."""
-        if not isinstance(raw, dict):
-            return raw
-
-        # All at once: an old file usually has several of them.
-        moved = []
-        if isinstance(raw.get("engine"), str):
-            moved.append(
-                f"rollout.engine={raw['engine']} is now rollout.engine.type={raw['engine']}"
-            )
-        if "sglang" in raw:
-            moved.append(
-                "rollout.sglang.KEY is now rollout.engine.KEY, beside rollout.engine.type=sglang"
-            )
-        if "max_batch_size" in raw:
-            moved.append(
-                "rollout.max_batch_size is now rollout.engine.max_batch_size, of engine type transformers only "
-                "(rollout.concurrent_tasks bounds what a worker runs with any engine)"
-            )
-        if moved:
-            raise ValueError("; ".join(moved))
-        return raw
 
     @property
     def max_response_tokens(self) -> int:

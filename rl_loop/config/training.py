@@ -1,8 +1,8 @@
 """Training, evaluation and demonstrations: the smaller sections of a configuration."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_gptoss.config import Quantization, StrictModel
 
@@ -23,15 +23,6 @@ class TrainingConfig(StrictModel):
     """Whether ``runs/NAME/adapters`` gets the adapters of every checkpoint, in PEFT's format, and
     keeps them when the checkpoint is deleted. Only with ``adapter``; two bytes a trained parameter
     in bf16, a seventh of a checkpoint."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _answer_old_key(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "episodes_in_report" in values:
-            raise ValueError(
-                "episodes_in_report is gone, all episodes are recorded: see tracking.episodes"
-            )
-        return values
 
 
 class TrackingConfig(StrictModel):
@@ -71,13 +62,6 @@ class DemonstrationConfig(BaseModel):
     later turns see what a rollout's see: everything exactly as it was sampled. ``harmony``: one
     sample per turn of the user, which sees the turns before as the released models do, without
     their analysis and with <|end|> in place of <|return|>."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _answer_old_key(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "careful" in values:
-            raise ValueError("careful is now called expert")
-        return values
 
 
 class AblationConfig(StrictModel):

@@ -1,8 +1,6 @@
 """Tools as Harmony describes them: functions in the developer message, built-in tools in the
 system message."""
 
-from typing import Literal
-
 from openai_harmony import ToolDescription, ToolNamespaceConfig
 
 from rl_loop.chat.tools import BuiltinTool, Tool
@@ -21,15 +19,3 @@ def described_builtin(tool: BuiltinTool) -> ToolNamespaceConfig:
         description=tool.description,
         tools=[described_function(function) for function in tool.functions],
     )
-
-
-def released_tool(name: Literal["python", "browser"]) -> BuiltinTool:
-    """Describe a built-in tool exactly as openai-harmony does.
-
-    Its ``python`` is a notebook with a drive /mnt/data.
-    """
-    makers = {"python": ToolNamespaceConfig.python, "browser": ToolNamespaceConfig.browser}
-    namespace = makers[name]()
-    tools = namespace.tools
-    functions = tuple(Tool(tool.name, tool.description, tool.parameters) for tool in tools)
-    return BuiltinTool(namespace.name, namespace.description or "", functions)

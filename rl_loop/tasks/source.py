@@ -352,12 +352,8 @@ class Source:
     def _pass_rate(self, row_id: str, rates: dict[str, float]) -> float | None:
         """Return the pass rate of a row, None if it was not evaluated.
 
-        An evaluation of the same file names its tasks as held out; those of earlier versions have
-        no split in their names."""
-        for task_id in (f"{self.name}-held_out-{row_id}", row_id, f"{self.name}-{row_id}"):
-            if task_id in rates:
-                return rates[task_id]
-        return None
+        An evaluation of the file names its tasks as held out, or by the ids that its rows have."""
+        return rates.get(f"{self.name}-held_out-{row_id}", rates.get(row_id))
 
 
 def asked_text(task: Task) -> str:

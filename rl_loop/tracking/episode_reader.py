@@ -24,14 +24,11 @@ from rl_loop.tracking.episode_files import (
     read_row_groups,
     read_vocabulary,
 )
-from rl_loop.tracking.episode_table import CONTENTS, FIGURES, SCHEMA
+from rl_loop.tracking.episode_table import FIGURES, SCHEMA
 from rl_loop.tracking.run_directory import RunDirectoryError
 
 TEXTS_REMEMBERED = 8
 """Searches whose hits are kept, for their next pages."""
-
-LISTS_OF_AN_EPISODE = tuple(field.name for field in CONTENTS if not field.nullable)
-"""Columns that are empty lists where an older version did not write them."""
 
 _Stamp = tuple[int, int]
 """When a file was written (ns) and its bytes: another one means another content."""
@@ -64,9 +61,7 @@ class _LoadedFile:
 
 class EpisodeReader:
     """The episodes of one run. Figures are kept in memory, about 200 bytes for each; tokens and
-    text are read when they are asked for. May be shared by threads.
-
-    Files of an older version may lack columns: their values are null."""
+    text are read when they are asked for. May be shared by threads."""
 
     def __init__(self, directory: Path, *, leaves_out_damaged: bool = False) -> None:
         """``directory``: ``RunDirectory.episodes``; it may be missing.
@@ -112,7 +107,7 @@ class EpisodeReader:
             if files != self._files:
                 self._files = files
                 tables = [loaded.figures for loaded in files]
-                self.figures = _joined(tables)
+                self.figures = pa.concat_tables(tables) if tables else FIGURES.empty_table()
 
     def _load(self, file: EpisodeFile, stamp: _Stamp) -> _LoadedFile | None:
         """Read the figures of a file; None if it is damaged and left out."""
@@ -149,9 +144,7 @@ class EpisodeReader:
                 table = file.read_row_group(group).slice(row - first, 1)
         except FileNotFoundError:
             return None
-        (episode,) = _as_recorded_now(table, SCHEMA).to_pylist(maps_as_pydicts="strict")
-        for name in LISTS_OF_AN_EPISODE:
-            episode[name] = episode[name] or []
+        (episode,) = table.to_pylist(maps_as_pydicts="strict")
         episode["texts"] = self._texts(episode["token_ids"])
         return dict(episode)
 
@@ -230,35 +223,17 @@ class EpisodeReader:
 
 
 def _load(file: EpisodeFile, stamp: _Stamp) -> _LoadedFile:
+    """Read the figures of a file. Raises RunDirectoryError if it is damaged or lacks columns."""
+    with opened(file.path) as parquet:
+        missing = sorted(set(SCHEMA.names) - set(parquet.schema_arrow.names))
+    if missing:
+        raise RunDirectoryError(
+            f"{file.path}: columns are missing ({', '.join(missing)}). Move it away to go on without it"
+        )
     tables = list(read_row_groups(file.path, FIGURES.names))
     rows = np.cumsum([table.num_rows for table in tables], dtype=np.int64)
     figures = pa.concat_tables(tables) if tables else FIGURES.empty_table()
-    return _LoadedFile(file, stamp, _as_recorded_now(figures.combine_chunks(), FIGURES), rows)
-
-
-def _joined(tables: list[pa.Table]) -> pa.Table:
-    """Join tables of FIGURES, of which those of an older version may hold null where others do not."""
-    if not tables:
-        return FIGURES.empty_table()
-    if all(table.schema.equals(tables[0].schema) for table in tables):
-        return pa.concat_tables(tables)
-    return pa.concat_tables(tables, promote_options="default")
-
-
-def _as_recorded_now(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Give a table of an older version the columns of this one; what it lacks is null."""
-    if table.column_names == schema.names:
-        return table
-    columns = []
-    for field in schema:
-        if field.name not in table.column_names:
-            columns.append(pa.nulls(table.num_rows, field.type))
-            continue
-        column = table.column(field.name)
-        columns.append(column if column.type == field.type else column.cast(field.type))
-    # Not ``schema`` itself, which forbids null in most columns.
-    nullable = pa.schema([field.with_nullable(True) for field in schema])
-    return pa.Table.from_arrays(columns, schema=nullable)
+    return _LoadedFile(file, stamp, figures.combine_chunks(), rows)
 
 
 def _ids_with_text(path: Path, row_group: int, text: str) -> np.ndarray:

@@ -155,21 +155,6 @@ def test_purification_with_sglang_needs_temperature_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "answer"),
-    [
-        ("rollout.engine=sglang", "rollout.engine=sglang is now rollout.engine.type=sglang"),
-        ("rollout.sglang.servers=2", "rollout.sglang.KEY is now rollout.engine.KEY"),
-        ("rollout.max_batch_size=8", "rollout.max_batch_size is now rollout.engine.max_batch_size"),
-    ],
-)
-def test_keys_of_earlier_versions_are_answered_with_their_new_names(
-    override: str, answer: str
-) -> None:
-    with pytest.raises(ConfigError, match=re.escape(answer)):
-        load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, [override])
-
-
-@pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["rollout.engine.servers=2"], "rollout.engine.servers: unknown key"),

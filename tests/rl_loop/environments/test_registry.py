@@ -7,7 +7,6 @@ from random import Random
 
 import pytest
 
-from rl_loop.config.training import DemonstrationConfig
 from rl_loop.environments import (
     Environment,
     RewardConfig,
@@ -81,8 +80,3 @@ def test_a_script_that_calls_python_is_told_what_it_lacks() -> None:
 def test_an_offline_environment_answers_the_programs_of_scripts() -> None:
     environment = make_offline_environment(Task("t", [{"role": "user", "content": "1+1?"}], "2"))
     assert asyncio.run(environment.execute("print(2*(3+4))")).output == "14\n"
-
-
-def test_the_old_name_of_the_experts_share_is_answered_with_the_new_one() -> None:
-    with pytest.raises(ValueError, match="careful is now called expert"):
-        DemonstrationConfig.model_validate({"careful": 0.5})

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from rl_loop.config.load import dump_config, load_config
 from rl_loop.config.run import SftConfig
 from rl_loop.harmony.codec import BuiltinTool, Harmony, PromptConfig, PythonTool, Tool, ToolOutput
-from rl_loop.harmony.tool_descriptions import described_function, released_tool
+from rl_loop.harmony.tool_descriptions import described_function
 from rl_loop.harmony.vocabulary import GptOssVocabulary, harmony_encoding
 from rl_loop.sandbox import SandboxConfig
 from tests.support.rl_loop import harmony_reference as reference
@@ -43,6 +43,17 @@ ALL_CHANNELS = (
 
 def harmony_with(**settings: Any) -> Harmony:
     return Harmony(TOKENS, PromptConfig(**settings))
+
+
+def released_tool(namespace: ToolNamespaceConfig) -> BuiltinTool:
+    """Return a built-in tool of openai-harmony in our words."""
+    functions = tuple(Tool(t.name, t.description, t.parameters) for t in namespace.tools)
+    return BuiltinTool(namespace.name, namespace.description or "", functions)
+
+
+BROWSER = released_tool(ToolNamespaceConfig.browser())
+NOTEBOOK = released_tool(ToolNamespaceConfig.python())
+"""A Python tool with a drive /mnt/data."""
 
 
 def system(content: SystemContent) -> Message:
@@ -123,9 +134,7 @@ def test_every_system_message_is_openai_harmonys(
         python_tool=python,
     )
     tools = [Tool("ping", "Answers pong.")] if functions else []
-    ids = Harmony(TOKENS, prompt).render_prompt(
-        [], tools, [released_tool("browser"), released_tool("python")]
-    )
+    ids = Harmony(TOKENS, prompt).render_prompt([], tools, [BROWSER, NOTEBOOK])
 
     listed = channels
     if isinstance(channels, bool):
@@ -177,9 +186,7 @@ def test_prompt_settings_are_overridden_on_the_command_line_and_come_back_from_a
 
 
 def test_released_texts_of_python_and_browser_are_openai_harmonys() -> None:
-    ids = harmony_with().render_prompt(
-        [], builtin_tools=[released_tool("browser"), released_tool("python")]
-    )
+    ids = harmony_with().render_prompt([], builtin_tools=[BROWSER, NOTEBOOK])
     content = SystemContent.new().with_browser_tool().with_python_tool()
     assert ids == reference.render_for_completion([system(content)])
     text = harmony_encoding().decode(ids)
