@@ -21,7 +21,7 @@ BROWSER_TESTS :=
 # Options of scripts/numeric_tests.py, such as --processor Haswell.
 NUMERICS :=
 # Tests of processes, servers, time limits and Ray; the others compute, which takes longer on a busy machine and no more.
-BUSY_TESTS := tests/launch tests/rl_loop tests/test_distributed_helper.py tests/test_leftover_processes.py
+BUSY_TESTS := tests/launch tests/rl_loop tests/faults benchmarks/tests tests/test_distributed_helper.py tests/test_leftover_processes.py
 # How many busy loops run beside them.
 BUSY_LOOPS := 2
 # The rooms whose annotations are checked; all of them.

@@ -1,4 +1,4 @@
-"""The display of a running training: live on a terminal, one plain line per step elsewhere."""
+"""The display of a running training, live on a terminal or a line per step, and its last line."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.text import Text
 
 from launch.control_characters import show_control_characters
 from rl_loop.tracking.metrics import Name
+from rl_loop.tracking.run_directory import RunDirectory, metric_curve, read_json, read_json_lines
 
 # Metric -> (label, format), in reading order.
 SHOWN: dict[str, tuple[str, str]] = {
@@ -148,3 +149,31 @@ class TrainingProgress:
             columns = [f"step {self._done}/{self._total}", format_metrics(values), left]
             line = "  ".join(column for column in columns if column)
             self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+COMPARED = {
+    Name.HELD_OUT_ACCURACY: "held-out accuracy",
+    Name.HELD_OUT_REWARD: "held-out reward",
+    Name.LOSS: "loss",
+    Name.VALIDATION_LOSS: "validation loss",
+}
+"""Metrics whose first and last values are printed. The loss is printed only if there is no accuracy."""
+
+
+def describe_outcome(run: RunDirectory) -> str:
+    """Return first and last values and the training time of a run, for the last line of a command.
+
+    Example: "held-out accuracy 0.336 -> 0.867, held-out reward -0.328 -> 0.734 in 80 steps, 20:25".
+    """
+    records = read_json_lines(run.metrics)
+    changes: list[str] = []
+    for metric, label in COMPARED.items():
+        _, values = metric_curve(records, metric)
+        if metric == Name.LOSS and changes:
+            continue
+        if values:
+            changes.append(f"{label} {values[0]:.3f} -> {values[-1]:.3f}")
+
+    summary = read_json(run.summary)
+    seconds = sum(metric_curve(records, Name.STEP_SECONDS)[1])
+    return f"{', '.join(changes)} in {summary['steps']} steps, {format_seconds(seconds)}"

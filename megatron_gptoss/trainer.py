@@ -1,9 +1,11 @@
 """One trainer rank: forward, backward and optimizer step on packed micro-batches."""
 
+import functools
 import logging
 import math
 import time
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 import torch
@@ -15,7 +17,6 @@ from torch import Tensor
 from megatron_gptoss.config import OptimizerConfig
 from megatron_gptoss.gpu_memory import PhaseMemory, give_back_cache
 from megatron_gptoss.log_probs import log_probs_and_entropy
-from megatron_gptoss.matmul_ceiling import matmul_ceiling
 from megatron_gptoss.optimizer import build_optimizer, wrap_data_parallel
 from megatron_gptoss.optimizer_offload import OffloadedState
 from megatron_gptoss.packing import PackedBatch
@@ -337,3 +338,23 @@ def reduce_scalars(
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     dist.all_reduce(reduced, op=operation, group=group)
     return dict(zip(names, reduced.tolist(), strict=True))
+
+
+@functools.cache
+def matmul_ceiling(size: int = 8192, rounds: int = 10) -> float:
+    """Measure the TFLOP/s of a bf16 product of two random size x size matrices, once (0.05 s)."""
+    a = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+
+    milliseconds = []
+    for _ in range(rounds + 2):
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        start.record()
+        a @ b
+        end.record()
+        end.synchronize()
+        milliseconds.append(start.elapsed_time(end))
+
+    # The first two warm up. FLOP per millisecond times 1e-9 is TFLOP/s.
+    return 2 * size**3 / median(milliseconds[2:]) / 1e9

@@ -57,7 +57,6 @@ from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.gpu_memory import PhasePeak, give_back_cache, phase_memory
 from megatron_gptoss.layers.router import GptOssRouter
 from megatron_gptoss.log_probs import log_probs_and_entropy
-from megatron_gptoss.matmul_ceiling import matmul_ceiling
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import PackedBatch, build_batch
 from megatron_gptoss.planning.flops import forward_flops
@@ -69,7 +68,7 @@ from megatron_gptoss.scorer import gather_parameters
 from megatron_gptoss.static_shape_p2p import StaticShapeP2P
 from megatron_gptoss.step_clock import ALL_TO_ALL, PARTS, StepClock, TimedMoELayer
 from megatron_gptoss.step_results import LossOutput
-from megatron_gptoss.trainer import PolicyTrainer
+from megatron_gptoss.trainer import PolicyTrainer, matmul_ceiling
 
 VOCAB = 201_088
 TINY = {

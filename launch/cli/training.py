@@ -32,7 +32,7 @@ def train(
     ``run`` does what the command says; ``start_options`` are its resume, resume_or_new and
     overwrite."""
     from launch.output import make_files_private, outlive_output
-    from launch.progress import TrainingProgress
+    from launch.progress import TrainingProgress, describe_outcome
     from rl_loop.config.load import load_run_config
     from rl_loop.run import Interrupted
 
@@ -53,7 +53,6 @@ def train(
         print_failure(error, config.directory)
         raise typer.Exit(1) from None
 
-    from launch.outcome import describe_outcome
     from launch.report import build_report  # imports matplotlib
     from rl_loop.tracking.run_directory import RunDirectory
 

@@ -3,8 +3,10 @@
 import json
 import os
 import socket
+import stat
 import time
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,6 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from launch.viewer.health import Finding, find, state_of
-from launch.viewer.own_files import open_own_file, read_own_file
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import read_yaml
 from rl_loop.tracking.episode_files import list_files
@@ -23,6 +24,27 @@ from rl_loop.tracking.run_lock import LOCK_FILE
 
 HEADLINES = (Name.REWARD, Name.ACCURACY, Name.HELD_OUT_ACCURACY, Name.LOSS)
 """Metrics whose newest value stands beside a run's name."""
+
+
+def open_own_file(path: Path) -> BufferedReader:
+    """Open a regular file to read its bytes.
+
+    Raises OSError for a link, which could lead to any file of this user, and for a pipe or a
+    device, which could block."""
+    if path.is_symlink():
+        raise OSError(f"{path} is a link; copy the file there")
+    # A link that appears just now is not followed. A pipe without a writer would block even here.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is not a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_own_file(path: Path) -> bytes:
+    """Return the content of a regular file. Raises OSError as ``open_own_file`` does."""
+    with open_own_file(path) as file:
+        return file.read()
 
 
 class MetricsTail:

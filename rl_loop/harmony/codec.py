@@ -20,6 +20,7 @@ from openai_harmony import (
     Role,
     SystemContent,
     ToolDescription,
+    ToolNamespaceConfig,
 )
 
 from rl_loop.chat.codec import Effort, without_surrogates
@@ -39,10 +40,10 @@ from rl_loop.harmony.conversation import (
     without_finished_analysis,
 )
 from rl_loop.harmony.history import History
+from rl_loop.harmony.json_schema import harmony_schema
 from rl_loop.harmony.openings import Openings
 from rl_loop.harmony.prompt_config import PromptConfig
 from rl_loop.harmony.sampled_turn import parse_turn
-from rl_loop.harmony.tool_descriptions import described_builtin, described_function
 from rl_loop.harmony.vocabulary import Vocabulary, harmony_encoding, special_id
 
 __all__ = [
@@ -494,3 +495,17 @@ def _with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Mess
     content = content.with_function_tools([described_function(tool) for tool in tools])
     rendered.insert(place, Message.from_role_and_content(Role.DEVELOPER, content))
     return rendered
+
+
+def described_function(tool: Tool) -> ToolDescription:
+    """Return the description of a function that openai-harmony renders."""
+    return ToolDescription.new(tool.name, tool.description, harmony_schema(tool.parameters))
+
+
+def described_builtin(tool: BuiltinTool) -> ToolNamespaceConfig:
+    """Return the description of a built-in tool that openai-harmony renders."""
+    return ToolNamespaceConfig(
+        name=tool.name,
+        description=tool.description,
+        tools=[described_function(function) for function in tool.functions],
+    )

@@ -410,7 +410,7 @@ def test_the_hint_at_the_end_of_a_run_can_be_copied(
     monkeypatch.setattr("rl_loop.run.run_rl", run_rl)
     monkeypatch.setattr("rl_loop.run.run_evaluation", run_evaluation)
     monkeypatch.setattr("launch.output.outlive_output", lambda file: None)
-    monkeypatch.setattr("launch.outcome.describe_outcome", lambda directory: "")
+    monkeypatch.setattr("launch.progress.describe_outcome", lambda directory: "")
     monkeypatch.setattr("launch.report.build_report", lambda directory: "")
     monkeypatch.setattr("launch.evaluation_table.print_evaluation", lambda *episodes: None)
     # The weights are not looked at; whether they fit the model is a test of its own.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launch.outcome import describe_outcome
+from launch.progress import describe_outcome
 from rl_loop.tracking.metrics import MetricsWriter, Name, StepMetrics
 from rl_loop.tracking.run_directory import RunDirectory, start_run
 

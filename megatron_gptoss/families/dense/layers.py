@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.families.dense.config import DenseModelConfig
 from megatron_gptoss.layers.attention import SinkAttention
-from megatron_gptoss.layers.cpu_norm import CpuRMSNorm
+from megatron_gptoss.layers.cpu_block import CpuRMSNorm
 from megatron_gptoss.layers.transformer_engine_block import require_transformer_engine
 from megatron_gptoss.transformer_config import PolicyTransformerConfig
 

@@ -30,8 +30,8 @@ from megatron_gptoss.layers.adapted_linears import (
     has_adapted_qkv,
 )
 from megatron_gptoss.layers.attention import SinkAttention
+from megatron_gptoss.layers.cpu_block import CpuRMSNorm
 from megatron_gptoss.layers.cpu_experts import CpuMoELayer, ExpertRowParallelLinear
-from megatron_gptoss.layers.cpu_norm import CpuRMSNorm
 from megatron_gptoss.layers.experts import GptOssGroupedMLP
 from megatron_gptoss.layers.quantized_experts import QUANTIZED_EXPERT_LINEARS, QuantizedExperts
 from megatron_gptoss.layers.transformer_engine_block import require_transformer_engine

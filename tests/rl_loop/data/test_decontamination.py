@@ -108,9 +108,7 @@ def test_the_time_grows_with_the_words_and_not_with_the_copies() -> None:
     assert of_many < 25 * seconds(few)
     assert of_many < 2, "100,000 prompts of 100 words take four seconds"
 
-    few_copies, many_copies = (
-        [held_out[i % 200] for i in range(count)] for count in (400, 4_000)
-    )
+    few_copies, many_copies = ([held_out[i % 200] for i in range(count)] for count in (400, 4_000))
     assert seconds(many_copies) < 25 * seconds(few_copies), (
         "comparing each with each would be 100 times as slow"
     )

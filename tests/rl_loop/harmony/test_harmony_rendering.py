@@ -24,8 +24,15 @@ from pydantic import ValidationError
 
 from rl_loop.config.load import dump_config, load_config
 from rl_loop.config.run import SftConfig
-from rl_loop.harmony.codec import BuiltinTool, Harmony, PromptConfig, PythonTool, Tool, ToolOutput
-from rl_loop.harmony.tool_descriptions import described_function
+from rl_loop.harmony.codec import (
+    BuiltinTool,
+    Harmony,
+    PromptConfig,
+    PythonTool,
+    Tool,
+    ToolOutput,
+    described_function,
+)
 from rl_loop.harmony.vocabulary import GptOssVocabulary, harmony_encoding
 from rl_loop.sandbox import SandboxConfig
 from tests.support.rl_loop import harmony_reference as reference
