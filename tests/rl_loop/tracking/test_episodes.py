@@ -419,9 +419,7 @@ def test_groups_that_dynamic_sampling_replaced_are_recorded_as_such(tmp_path: Pa
     assert all(row["advantage"] is None for row in replaced)
 
 
-def test_the_old_setting_says_what_it_is_called_now(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"see tracking\.episodes"):
-        config(tmp_path, "training.episodes_in_report=4")
+def test_tracking_episodes_takes_no_negative_number(tmp_path: Path) -> None:
     settings: RlConfig = config(tmp_path, "tracking.episodes=7")
     assert settings.tracking.episodes == 7
     with pytest.raises(ConfigError, match=r"tracking\.episodes"):
