@@ -69,7 +69,7 @@ def has_ended(pid: int) -> bool:
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A folder for an inner suite that need not wait for what will not end."""
     (tmp_path / "conftest.py").write_text(
-        "from tests import leftover_processes\nleftover_processes.GRACE_SECONDS = 0.5\n"
+        "from tests.support import leftover_processes\nleftover_processes.GRACE_SECONDS = 0.5\n"
     )
     return tmp_path
 

@@ -1,4 +1,4 @@
-"""Processes of ``benchmarks.tune_moe`` compile everything that is timed, and failures are reported."""
+"""Processes of ``benchmarks.experts tune`` compile everything that is timed, and failures are reported."""
 
 from __future__ import annotations
 
