@@ -6,6 +6,7 @@ import pytest
 from transformers import GptOssForCausalLM
 
 from rl_loop.harmony.codec import Harmony
+from tests.support.rl_loop.gateway.clients import no_client_is_left as no_client_is_left
 from tests.support.rl_loop.gateway.policy import Script, learned_model, tiny_config
 
 

@@ -20,6 +20,8 @@ from tests.support.rl_loop.trainer.adapter_rank import (
     packable,
     trainer_of,
 )
+from tests.support.rl_loop.trainer.adapter_rank import base as base
+from tests.support.rl_loop.trainer.adapter_rank import no_group_is_left as no_group_is_left
 
 KL = "algorithm.kl={coefficient: 0.1}"
 

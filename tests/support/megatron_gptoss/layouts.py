@@ -1,4 +1,4 @@
-"""Layouts of two to eight ranks."""
+"""Layouts of two ranks."""
 
 from __future__ import annotations
 
