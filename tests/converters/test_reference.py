@@ -12,9 +12,9 @@ from converters.families.registry import hugging_face_reference
 from converters.reference import decoder
 from converters.reference.layouts import source_of
 from megatron_gptoss.config import ModelConfig
-from tests.megatron_gptoss.dense_reference import MODELS, dense_hf_model
-from tests.megatron_gptoss.reference import TINY, hf_model
-from tests.tolerances import assert_within, rounding_error
+from tests.support.megatron_gptoss.dense_reference import MODELS, dense_hf_model
+from tests.support.megatron_gptoss.reference import TINY, hf_model
+from tests.support.tolerances import assert_within, rounding_error
 
 CASES: dict[str, ModelConfig] = {"gpt_oss": TINY, **MODELS}
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from gptoss_kernels import logits
 from gptoss_kernels.logits import fp32_logits
-from tests.tolerances import assert_within, product_error
+from tests.support.tolerances import assert_within, product_error
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

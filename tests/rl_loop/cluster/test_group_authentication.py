@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rl_loop.cluster.group_authentication import TOKEN_PATH
 from rl_loop.cluster.tokens import write_token
-from tests.waiting import PATIENCE_SECONDS
+from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[3]
 

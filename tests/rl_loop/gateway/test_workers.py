@@ -18,7 +18,7 @@ from rl_loop.gateway.body import SHORT_BODY_BYTES
 from rl_loop.gateway.errors import ApiError
 from rl_loop.gateway.jobs import RenderJob, RequestWorkers, TurnJob
 from rl_loop.harmony.codec import Harmony
-from tests.rl_loop.gateway.scripted import Talk, talking
+from tests.support.rl_loop.gateway.scripted import Talk, talking
 
 FINAL = "<|channel|>final<|message|>done<|return|>"
 LONG = "1 " * 1500 + "x" * SHORT_BODY_BYTES
