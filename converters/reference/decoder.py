@@ -131,6 +131,7 @@ class Decoder:
         distance = query_index[:, None] - key_index
         visible = distance >= 0
         if self.has_window(layer):
+            assert self.config.sliding_window is not None
             # The window includes the token itself.
             visible &= distance < self.config.sliding_window
         return visible

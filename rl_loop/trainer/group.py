@@ -115,7 +115,7 @@ class TrainerGroup:
                     f"algorithm.{name} cannot be changed while the trainer runs: it is {before!r}, not {after!r}"
                 )
         self._all("change_algorithm", algorithm)
-        self._settings = replace(self._settings, algorithm=algorithm)
+        self._settings = self._settings.model_copy(update={"algorithm": algorithm})
 
     def save(self, step: int, state: dict[str, Any], block: bool) -> None:
         self._all("save", step, state, block)
