@@ -89,5 +89,8 @@ class ToolServerConfig(BaseModel):
 
 
 def _is_compiled(file: Path) -> bool:
-    with file.open("rb") as content:
-        return content.read(len(ELF)) == ELF
+    try:
+        with file.open("rb") as content:
+            return content.read(len(ELF)) == ELF
+    except OSError:
+        return False  # its digest cannot be read either, which is reported
