@@ -57,6 +57,7 @@ LONGEST = [
     "tests/megatron_gptoss/test_routing_replay.py",
     "tests/rl_loop/certify/test_planted_faults.py",
     "tests/rl_loop/trainer/test_trained_tokens.py",
+    "tests/rl_loop/cluster/test_group_authentication.py",
     "tests/megatron_gptoss/test_adapter_layouts.py",
     "tests/megatron_gptoss/test_dense_layouts.py",
     "tests/megatron_gptoss/test_checkpoint.py",

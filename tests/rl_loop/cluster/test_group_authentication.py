@@ -14,14 +14,14 @@ from tests.support.waiting import PATIENCE_SECONDS
 ROOT = Path(__file__).parents[3]
 
 RANK = """
-import sys
+import os, sys
 from datetime import timedelta
 import psutil, torch, torch.distributed as dist
 from rl_loop.cluster.group_authentication import authenticate_groups
 file, rank, value = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 authenticate_groups()
-store, limit = dist.FileStore(file, 2), timedelta(seconds=15)
-store.set_timeout(limit)
+store, limit = dist.FileStore(file, 2), timedelta(seconds=int(os.environ["LIMIT"]))
+store.set_timeout(timedelta(seconds=300))
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
 objects = [None, None]
 dist.all_gather_object(objects, value)
@@ -35,7 +35,7 @@ print("joined:", objects[1 - rank], *sorted(hosts), flush=True)
 def exchange(folder: Path, victim: dict[str, str], other: dict[str, str]) -> tuple[str, str]:
     """Let two processes meet as ranks and send each other objects. Return what each printed."""
     clean = {name: value for name, value in os.environ.items() if name != TOKEN_PATH}
-    clean |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    clean |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "LIMIT": "300"}
     clean["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     ranks = [
         subprocess.Popen(
@@ -84,6 +84,7 @@ def test_group_refuses_a_process_with_another_token(tmp_path: Path) -> None:
 
 
 def test_group_refuses_a_process_without_token(tmp_path: Path) -> None:
-    """The victim unpickles nothing: it waits for the challenge of the attacker."""
-    victim, other = exchange(tmp_path, environment_of(tmp_path, "token"), {})
+    """The victim unpickles nothing: it waits for the challenge of the attacker, which gives up."""
+    victim, other = exchange(tmp_path, environment_of(tmp_path, "token"), {"LIMIT": "10"})
     assert "joined" not in victim and "joined" not in other
+    assert "check_ranks" in victim
