@@ -37,7 +37,8 @@ def parse_turn(harmony_ids: Sequence[int]) -> list[ParsedMessage] | FormatError:
     if any("<|" in harmony_encoding().decode(header) for header in headers):
         return FormatError("header")
 
-    # Message by message: the parser takes time that grows with the square of the number of messages.
+    # Message by message: the parser takes 0.1 ms for each, and holds the interpreter until it has
+    # parsed all. A policy can write thousands.
     messages: list[ParsedMessage] = []
     errors: list[FormatError] = []
     for number, span in enumerate(spans):

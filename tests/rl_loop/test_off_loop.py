@@ -70,6 +70,7 @@ def test_judges_run_while_others_hang() -> None:
     async def run() -> None:
         tools: Any = None
         hanging = [asyncio.create_task(environment.judge("hang", tools)) for _ in range(40)]
+        await asyncio.sleep(0.2)
         async with asyncio.timeout(30):
             assert await environment.judge("a", tools) == 1.0
         for each in hanging:

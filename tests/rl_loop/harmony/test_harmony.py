@@ -4,10 +4,12 @@ What is rendered is compared case by case in test_harmony_rendering.py."""
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from openai_harmony import Message
+from openai_harmony import Message, Role
 
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.environments import arithmetic
@@ -411,3 +413,17 @@ def test_episodes_of_fuzzed_turns_end_with_a_name_and_hold_what_was_sampled() ->
     ends = fuzz(seconds=60, rounds=250)
     assert ends.total() > 0
     assert {FinishReason.STOP, FinishReason.FORMAT_ERROR} <= set(ends)
+
+
+def test_headers_that_repeat_are_parsed_once(full: Harmony) -> None:
+    """A policy can write thousands of empty messages, and must not hold up other episodes with them:
+    openai-harmony's parser holds the interpreter for a second."""
+    comments = [ParsedMessage("commentary", None, None, "a")] * 3000
+    ids = full.render_assistant([*comments, ParsedMessage("final", None, None, "b")])
+
+    began = time.process_time()
+    messages = full.parse(ids)
+    parsed = time.process_time()
+    assert not isinstance(messages, FormatError) and len(messages) == len(comments) + 1
+    harmony_encoding().parse_messages_from_completion_tokens(ids, Role.ASSISTANT)
+    assert parsed - began < (time.process_time() - parsed) / 2
