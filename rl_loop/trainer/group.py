@@ -16,11 +16,11 @@ from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.config.parts import TrainerConfig
 from rl_loop.data.rollout_batch import RlUpdates, TokenEstimates
 from rl_loop.data.tensor_bytes import StoredTensors
+from rl_loop.engines.backend import WeightSender
 from rl_loop.trainer.rank_answers import RankPlace, Resumed
 from rl_loop.trainer.returned_tokens import place_tokens
 from rl_loop.trainer.shipment import SCORED_COLUMNS, Shipper, StepPlan, plan_step
 from rl_loop.trainer.weight_export import WeightExport
-from rl_loop.weight_sync.source import WeightSender
 
 SETTLED_AT_START = ("critic", "kl", "routing_replay")
 """Settings of the algorithm that a trainer's ranks are built with."""
@@ -50,6 +50,7 @@ class TrainerGroup:
         """``ranks`` have been started; ``ready`` waits for them."""
         self.ranks = ranks
         self._settings = settings
+        self._objective = settings.objective
         self._shipper = Shipper(ranks.store)
         self._last_plan: StepPlan | None = None
         self._places: list[RankPlace] = []
@@ -108,14 +109,14 @@ class TrainerGroup:
 
         Raises ValueError for those that decide which models there are, or how they are built."""
         for name in SETTLED_AT_START:
-            before = getattr(self._settings.objective, name)
+            before = getattr(self._objective, name)
             after = getattr(algorithm, name)
             if before != after:
                 raise ValueError(
                     f"algorithm.{name} cannot be changed while the trainer runs: it is {before!r}, not {after!r}"
                 )
         self._all("change_algorithm", algorithm)
-        self._settings = self._settings.model_copy(update={"algorithm": algorithm})
+        self._objective = algorithm
 
     def save(self, step: int, state: dict[str, Any], block: bool) -> None:
         self._all("save", step, state, block)
@@ -155,7 +156,7 @@ class TrainerGroup:
     @property
     def _estimated_from(self) -> Sequence[str]:
         """The columns that critic and reference policy read."""
-        algorithm = self._settings.objective
+        algorithm = self._objective
         is_own_base = self._settings.adapter is not None and algorithm.kl is not None
         if is_own_base and algorithm.routing_replay == "R3":
             # A policy without its adapters takes the routes that it takes with them: until the first
@@ -165,7 +166,7 @@ class TrainerGroup:
 
     def rl_step(self, samples: TrainingSamples, step: int) -> RlUpdates:
         """Take ``algorithm.mini_batches`` optimizer steps of the critic and of the policy."""
-        plan = self._plan(samples, self._settings.objective.mini_batches)
+        plan = self._plan(samples, self._objective.mini_batches)
         shipments = self._shipper.ship(samples, plan)
         asked = sorted({0, *self._answering})
         answers = self._on_shipments("rl_step", shipments, asked, step)
