@@ -16,11 +16,11 @@ from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.config.parts import TrainerConfig
 from rl_loop.data.rollout_batch import RlUpdates, TokenEstimates
 from rl_loop.data.tensor_bytes import StoredTensors
-from rl_loop.engines.backend import WeightSender
 from rl_loop.trainer.rank_answers import RankPlace, Resumed
 from rl_loop.trainer.returned_tokens import place_tokens
 from rl_loop.trainer.shipment import SCORED_COLUMNS, Shipper, StepPlan, plan_step
 from rl_loop.trainer.weight_export import WeightExport
+from rl_loop.weight_sync.source import WeightSender
 
 SETTLED_AT_START = ("critic", "kl", "routing_replay")
 """Settings of the algorithm that a trainer's ranks are built with."""
