@@ -29,7 +29,7 @@ arguments, heavy, worker = sys.argv[1].split(), sys.argv[2].split(), Path(sys.ar
 
 def engines_are_waited_for(pool):
     # All that a driver does before its first step is done.
-    made_of = (pool._worker_class, pool._settings, pool._engine_factory)
+    made_of = (pool._worker_class, pool._config, pool._engine_factory)
     worker.write_bytes(cloudpickle.dumps(made_of))
     print("heavy:", *[name for name in heavy if name in sys.modules], flush=True)
     os._exit(0)

@@ -225,7 +225,7 @@ def test_a_pool_tells_its_workers_which_episodes_to_purify(tmp_path: Path) -> No
     worker = SimpleNamespace(run_group=SimpleNamespace(remote=run_group))
     pool = object.__new__(RolloutPool)
     pool._workers = [worker]
-    pool._settings = settings
+    pool._config = settings
     pool._running = {}
     stream = GroupStream(lambda admitted: None)
     loop = loop_over(settings, FakeRollouts(lambda task: True), RunState())
