@@ -50,7 +50,7 @@ def test_markers_that_the_guide_selects_by_are_registered() -> None:
     registered = set(
         re.findall(r'^    "(\w+): ', (ROOT / "pyproject.toml").read_text(), flags=re.M)
     )
-    expressions = re.findall(r"pytest[^|]*? -m \"?([a-z ]+)", GUIDE)
+    expressions = re.findall(r"pytest[^|\n]*? -m \"?([a-z ]+)", GUIDE)
     assert len(expressions) == 3
     for expression in expressions:
         assert set(expression.split()) - {"and", "not"} <= registered
