@@ -58,16 +58,16 @@ NEUTRAL: dict[str, list[Any]] = {
 """Parameters that are not supported, and their values that ask for nothing."""
 
 
-REPEATED = {
-    "instructions",
-    "max_output_tokens",
-    "previous_response_id",
-    "store",
-    "temperature",
-    "tools",
-    "top_p",
+NOT_REPEATED = {
+    "input",
+    "model",
+    "reasoning",
+    "seed",
+    "stream",
+    "text",
+    "tool_choice",
 }
-"""Parameters that a response repeats as they are."""
+"""Parameters that a response leaves out or repeats in another form."""
 
 
 class ReasoningParameters(BaseModel):
@@ -122,7 +122,7 @@ class ResponsesCall:
         self._tool_choice = parameters.tool_choice or "auto"
         self._model = model
         # Instructions may have megabytes: their JSON is written once, where the request is read.
-        repeated = parameters.model_dump(include=REPEATED)
+        repeated = parameters.model_dump(exclude=NOT_REPEATED)
         self._repeated = json.dumps(repeated)[1:-1].encode()
         self._mark = secrets.token_hex(16)
         """Key in whose place an answer has the repeated parameters."""

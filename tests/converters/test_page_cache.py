@@ -54,7 +54,7 @@ def test_a_range_is_dropped_when_it_leaves_the_window_and_once_more_a_window_lat
 def test_only_what_is_not_read_back_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dropped: Dropped, check: str
 ) -> None:
-    monkeypatch.setattr(page_cache, "_memory_bytes", lambda: 0)
+    monkeypatch.setattr(page_cache.host_memory, "total_bytes", lambda: 0)
     monkeypatch.setattr("converters.sample.next_layer", lambda kind, config: 1)
     source = save(tmp_path / "hf", MODEL, quantized_weights(MODEL))
     monkeypatch.setattr(torch_dist, "check_import", lambda *args: None)

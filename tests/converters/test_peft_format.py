@@ -25,6 +25,7 @@ from converters.safetensors_files import SafetensorsWriter
 from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.layers.adapters import initialize_adapters, named_adapters
+from megatron_gptoss.new_directory import DirectoryError
 from megatron_gptoss.trainer import PolicyTrainer
 from rl_loop.export import export_trained_adapter
 from tests.support.distributed import free_port, run_distributed
@@ -74,7 +75,7 @@ def test_an_earlier_adapter_stays_until_the_new_one_is_complete(
 
     with monkeypatch.context() as patch:
         patch.setattr(SafetensorsWriter, "add", disk_is_full)
-        with pytest.raises(ConversionError, match="No space left"):
+        with pytest.raises(DirectoryError, match="No space left"):
             export_trained_adapter(checkpoints, tmp_path / "adapter", None)
     assert (tmp_path / "adapter" / WEIGHTS_FILE).read_bytes() == earlier
 

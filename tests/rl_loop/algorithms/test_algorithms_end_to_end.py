@@ -150,7 +150,7 @@ def test_a_resumed_critic_continues_the_same_curve(tmp_path: Path, rollouts: Loc
 def test_stale_tokens_are_not_taken_for_on_policy(tmp_path: Path, rollouts: LocalRollouts) -> None:
     settings = config(tmp_path, "training.steps=1")
     with local_loop(settings, rollouts) as loop:
-        loop.sync_engines(3)
+        loop.sync_engines(3, loop.recorder.begin_step(3))
         loop.collector.begin(0)
         groups = loop.collector.collect(0).train
         assert to_samples(groups, settings.algorithm, 3).staleness is None

@@ -30,7 +30,7 @@ LONG = 10_000
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of a few conversations and windows of a few blocks, so that a small file has many."""
     monkeypatch.setattr(rows, "BLOCK_BYTES", 400)
-    monkeypatch.setattr(source_stream, "MEGABYTE", 2_000)
+    monkeypatch.setattr(source_stream, "WINDOW_BYTES", 2_000)
 
 
 def write(path: Path, records: Sequence[Any]) -> Path:

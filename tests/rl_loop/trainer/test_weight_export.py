@@ -22,6 +22,7 @@ from converters.names import hf_shapes
 from megatron_gptoss import distributed
 from megatron_gptoss.config import ModelConfig, ParallelConfig
 from megatron_gptoss.model import build_model
+from megatron_gptoss.new_directory import DirectoryError
 from rl_loop.trainer import gathered_export
 from rl_loop.trainer.gathered_export import export_weights, write_export
 from rl_loop.trainer.weight_export import WeightExport
@@ -90,7 +91,7 @@ def export_with_faults(rank: int, port: int, directory: Path) -> list[str]:
     def attempt(export: WeightExport) -> str:
         try:
             export_weights(gathering, export)
-        except ConversionError as error:
+        except (ConversionError, DirectoryError) as error:
             return str(error)
         return "exported"
 

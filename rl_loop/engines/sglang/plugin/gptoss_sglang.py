@@ -72,19 +72,23 @@ def register() -> None:
     """Apply what GPTOSS_SGLANG_MENDS names. SGLang calls this in every process of a server."""
     from sglang.version import __version__
 
-    for name in os.environ["GPTOSS_SGLANG_MENDS"].split(","):
-        mend = MENDS[name]
-        if __version__ == VERSION or mend.is_of_torch:
-            mend.apply()
-        elif mend.advice is None:
-            logger.warning("without %s, which is for SGLang %s", name, VERSION)
-        else:
+    names = os.environ["GPTOSS_SGLANG_MENDS"].split(",")
+    has_version = __version__ == VERSION
+    for name in names:
+        advice = MENDS[name].advice
+        if advice is not None and not has_version:
             # SystemExit, because SGLang only logs an Exception of a plugin and would serve
             # unpatched.
             raise SystemExit(
-                f"{name} is mended for SGLang {VERSION} and this is {__version__}: {mend.advice}, "
+                f"{name} is mended for SGLang {VERSION} and this is {__version__}: {advice}, "
                 "or see whether it still needs mending, and if not, set SGLANG_PLUGINS=none"
             )
+
+    for name in names:
+        if has_version or MENDS[name].is_of_torch:
+            MENDS[name].apply()
+        else:
+            logger.warning("without %s, which is for SGLang %s", name, VERSION)
 
 
 def hide_key() -> None:
