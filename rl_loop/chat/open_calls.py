@@ -15,7 +15,8 @@ Numbered = tuple[int, dict[str, Any]]
 """Number of a message in its conversation, and the message."""
 
 
-@dataclass(eq=False)
+# With slots a call is one object for the garbage collector instead of two.
+@dataclass(eq=False, slots=True)
 class OpenCall:
     """A call of the assistant that no tool has answered yet."""
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from rl_loop.chat.codec import Effort
 from rl_loop.chat.json_values import canonical_json, canonical_value
@@ -16,16 +16,30 @@ from rl_loop.chat.tools import Tool
 
 REFERENCE_CHARACTERS = 512
 """Characters that take as long to render as a reference within a schema."""
+DIGEST_BYTES = 16
+"""Bytes of a digest."""
 MOST_BYTES = 4
 """Bytes of a character in UTF-8."""
 
 
-class MessageDigest(NamedTuple):
-    """Digests of one message, equal for messages that say the same to the policy."""
+class MessageDigest(bytes):
+    """Digests of one message, equal for messages that say the same to the policy.
 
-    whole: bytes
-    calls: bytes
-    """Digest of the calls alone, without their ids."""
+    Bytes, because a server remembers thousands of messages: Python's garbage collector would search
+    other objects and hold the event loop.
+    """
+
+    __slots__ = ()
+
+    @property
+    def whole(self) -> bytes:
+        """Digest of the message."""
+        return self[:DIGEST_BYTES]
+
+    @property
+    def calls(self) -> bytes:
+        """Digest of the calls alone, without their ids."""
+        return self[DIGEST_BYTES:]
 
 
 @dataclass(frozen=True)
@@ -144,7 +158,7 @@ def text_bytes(messages: Sequence[dict[str, Any]]) -> int:
 
 def extended_key(key: bytes, digest: MessageDigest) -> bytes:
     """Return the key of a conversation that continues with the message of a digest."""
-    return hashlib.blake2b(key + digest.whole, digest_size=16).digest()
+    return hashlib.blake2b(key + digest.whole, digest_size=DIGEST_BYTES).digest()
 
 
 def message_digest(message: dict[str, Any]) -> MessageDigest:
@@ -162,10 +176,10 @@ def message_digest(message: dict[str, Any]) -> MessageDigest:
         ids,
         calls,
     ]
-    return MessageDigest(_digest(whole), _digest(calls))
+    return MessageDigest(_digest(whole) + _digest(calls))
 
 
 def _digest(content: Any) -> bytes:
     # Escaped, so that halves of surrogate pairs do no harm.
     text = json.dumps(content, ensure_ascii=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+    return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()
