@@ -19,7 +19,7 @@ from rl_loop.engines.protocol import GenerateResult
 from rl_loop.gateway.answer import Answer, ReadTurn
 from rl_loop.gateway.errors import ApiError, invalid_request
 from rl_loop.gateway.parameters import MAX_MESSAGES
-from rl_loop.gateway.request import MessageDigest, TurnRequest, extended_key
+from rl_loop.gateway.request import MessageDigest, TurnRequest, digest_of_calls, extended_key
 from rl_loop.rollout.episode_draft import EpisodeDraft
 
 REMEMBERED_BYTES = 256 << 20
@@ -235,7 +235,7 @@ class Forest:
         node = self._by_call.get(calls[0].get("id")) if calls else None
         if node is None or not node.answer.reasoning:
             return message
-        if digest.calls != node.digest.calls:
+        if digest_of_calls(digest) != digest_of_calls(node.digest):
             return message  # an edited turn
         return message | {"thinking": node.answer.reasoning}
 

@@ -14,6 +14,8 @@ from rl_loop.gateway.errors import ApiError, invalid_request
 
 MAX_MESSAGES = 2048
 """Messages, or items, of a request."""
+MAX_CALLS = 1024
+"""Calls in the messages of a request."""
 MAX_TOOLS = 256
 """Functions of a request."""
 MAX_TOOL_CHARACTERS = 32_768
@@ -48,6 +50,14 @@ class SamplingParameters(BaseModel):
     seed: int | None = None
 
 
+def _count_calls(messages: Any) -> int:
+    """Return the number of calls in messages, whatever else they are."""
+    if not isinstance(messages, list):
+        return 0
+    lists = [message.get("tool_calls") for message in messages if isinstance(message, dict)]
+    return sum(len(calls) for calls in lists if isinstance(calls, list))
+
+
 def checked_parameters(
     body: Any,
     ignored: frozenset[str],
@@ -69,6 +79,9 @@ def checked_parameters(
         value = body.get(key)
         if isinstance(value, list) and len(value) > most:
             raise invalid_request(f"has {len(value)} entries, more than {most}", key)
+    calls = _count_calls(body.get("messages"))
+    if calls > MAX_CALLS:
+        raise invalid_request(f"have {calls} calls, more than {MAX_CALLS}", "messages")
 
     parameters: dict[str, Any] = {}
     for key, value in body.items():

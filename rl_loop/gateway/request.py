@@ -22,24 +22,13 @@ MOST_BYTES = 4
 """Bytes of a character in UTF-8."""
 
 
-class MessageDigest(bytes):
-    """Digests of one message, equal for messages that say the same to the policy.
+type MessageDigest = bytes
+"""Digest of a message and digest of its calls without their ids, one after the other. Equal for
+messages that say the same to the policy.
 
-    Bytes, because a server remembers thousands of messages: Python's garbage collector would search
-    other objects and hold the event loop.
-    """
-
-    __slots__ = ()
-
-    @property
-    def whole(self) -> bytes:
-        """Digest of the message."""
-        return self[:DIGEST_BYTES]
-
-    @property
-    def calls(self) -> bytes:
-        """Digest of the calls alone, without their ids."""
-        return self[DIGEST_BYTES:]
+Bytes, because a server remembers thousands of messages: Python's garbage collector would search
+objects of a class, and hold the event loop.
+"""
 
 
 @dataclass(frozen=True)
@@ -85,7 +74,7 @@ class TurnRequest:
     def fingerprint(self) -> bytes:
         """Digest that equal requests share."""
         content = [
-            [digest.whole.hex() for digest in self.digests],
+            [whole_digest(digest).hex() for digest in self.digests],
             self._tools_digest.hex(),
             self.instructions,
             self.previous_id,
@@ -158,7 +147,7 @@ def text_bytes(messages: Sequence[dict[str, Any]]) -> int:
 
 def extended_key(key: bytes, digest: MessageDigest) -> bytes:
     """Return the key of a conversation that continues with the message of a digest."""
-    return hashlib.blake2b(key + digest.whole, digest_size=DIGEST_BYTES).digest()
+    return hashlib.blake2b(key + whole_digest(digest), digest_size=DIGEST_BYTES).digest()
 
 
 def message_digest(message: dict[str, Any]) -> MessageDigest:
@@ -176,7 +165,17 @@ def message_digest(message: dict[str, Any]) -> MessageDigest:
         ids,
         calls,
     ]
-    return MessageDigest(_digest(whole) + _digest(calls))
+    return _digest(whole) + _digest(calls)
+
+
+def whole_digest(digest: MessageDigest) -> bytes:
+    """Return the digest of a whole message."""
+    return digest[:DIGEST_BYTES]
+
+
+def digest_of_calls(digest: MessageDigest) -> bytes:
+    """Return the digest of a message's calls."""
+    return digest[DIGEST_BYTES:]
 
 
 def _digest(content: Any) -> bytes:

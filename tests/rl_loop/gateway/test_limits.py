@@ -104,6 +104,12 @@ def test_slow_headers_are_closed(full: Harmony, monkeypatch: pytest.MonkeyPatch)
 
 TOO_MUCH: list[tuple[str, Any, int, str]] = [
     ("chat/completions", {"messages": [{"role": "user", "content": ""}] * 2049}, 400, "messages"),
+    (
+        "chat/completions",
+        {"messages": [{"role": "assistant", "tool_calls": [{}] * 513}] * 2},
+        400,
+        "1026 calls",
+    ),
     ("responses", {"input": [{"role": "user", "content": ""}] * 2049}, 400, "input"),
     (
         "chat/completions",
