@@ -367,8 +367,8 @@ def run_campaign(
 def test_a_short_campaign_loses_and_doubles_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a process that dies, an engine that lies, and a file that is damaged, which ends an attempt."""
-    kinds = ("kill_worker", "lie_twice", "corrupt_checkpoint")
+    """With an engine that lies, and a file that is damaged, which ends an attempt."""
+    kinds = ("lie_twice", "corrupt_checkpoint")
     injected = run_campaign(tmp_path, kinds, len(kinds), 0.0, monkeypatch)
     assert injected == set(kinds)
 
