@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -59,7 +60,7 @@ class Interrupted(Exception):
     """Exit status for the shell."""
 
 
-class Session:
+class Session(ABC):
     """A training run between its start and its end, as a context.
 
     Everything that starts is put on one stack, and the stack is unwound however the run ends. The
@@ -119,21 +120,21 @@ class Session:
 
     # -- parts that differ between RlSession and SftSession ---------------------------------------
 
+    @abstractmethod
     def _open_data(self) -> None:
         """Read and check the training data, and set ``codec``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _start_actors(self) -> None:
         """Start the trainer, and engines if there are any."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _continue_data(self, state: "RunState") -> None:
         """Continue with the data where a checkpoint stopped."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _task_cursor(self, state: "RunState") -> dict[str, Any] | None:
         """Return the position in the data of tasks after the steps of ``state``."""
-        raise NotImplementedError
 
     # -- building ---------------------------------------------------------------------------------
 

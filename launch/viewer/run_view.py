@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from launch.viewer.health import Finding, find, state_of
+from megatron_gptoss.untrusted_files import MAX_SETTINGS_BYTES
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import read_yaml
 from rl_loop.tracking.episode_files import list_files
@@ -196,7 +197,10 @@ class RunView:
             if stamp != self._config_stamp:
                 self._config_stamp = stamp
                 self._config = {}
-                open_own_file(file).close()
+                with open_own_file(file) as opened:
+                    size = os.fstat(opened.fileno()).st_size
+                if size > MAX_SETTINGS_BYTES:
+                    raise OSError(f"it has {size:,} bytes (at most {MAX_SETTINGS_BYTES:,})")
                 tree = OmegaConf.to_container(read_yaml(file))
                 assert isinstance(tree, dict)
                 self._config = {str(key): value for key, value in tree.items()}

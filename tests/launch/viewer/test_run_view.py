@@ -7,7 +7,15 @@ import pytest
 from launch.viewer.run_view import RunView
 
 
-@pytest.mark.parametrize("content", ["algorithm: [", "- a list", "\x00"])
+ALIASES = "\n".join(
+    ["a0: &a0 [x, x]", *(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 40))]
+)
+"""A list of 2^40 values, written with aliases."""
+
+
+@pytest.mark.parametrize(
+    "content", ["algorithm: [", "- a list", "\x00", ALIASES, "x: 1\n" + "#" * (16 << 20)]
+)
 def test_a_configuration_that_cannot_be_read_is_said_and_read_again(
     content: str, tmp_path: Path
 ) -> None:
