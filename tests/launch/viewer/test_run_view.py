@@ -6,7 +6,6 @@ import pytest
 
 from launch.viewer.run_view import RunView
 
-
 ALIASES = "\n".join(
     ["a0: &a0 [x, x]", *(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 40))]
 )
