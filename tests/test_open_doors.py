@@ -254,6 +254,9 @@ import http.server, os, socket, threading, torch.distributed as dist
 os.chdir({str(tmp_path)!r})
 os.umask(0)
 store = dist.TCPStore("127.0.0.1", 0, None, True)
+store.set("name", "value")
+store.set("address", bytes([2, 0, 80, 127, 0, 0, 1, 0, 0, 0, 0]))
+store.add("counter", 3)
 unix = socket.socket(socket.AF_UNIX)
 unix.bind("\\0gptoss-open-door-{os.getpid()}")
 unix.listen()
@@ -272,7 +275,9 @@ server.serve_forever()
         process.wait()
     assert "GET / is answered" in text
     assert "another user connects" in text
-    assert text.count("the store of a process group is open") == 2
+    assert text.count("the store of a process group shows /name") == 2
+    assert text.count("the store of a process group shows /address") == 2
+    assert "counter" not in text
     assert "from the network: python tcp '::'" in text
 
 

@@ -148,13 +148,7 @@ def test_launched_job_has_no_open_door(lab: Lab, dashboard: bool, tmp_path: Path
     token_file = attempt / "ray_token"
     token = token_file.read_text()
 
-    # docs/security.md says of these that they are open on clusters.
-    expected = "the store of a process group is open"
-    open_doors = [
-        success
-        for success in findings(found, tmp_path / "loot")
-        if not (expected in success and "ray::Train" in success)
-    ]
+    open_doors = findings(found, tmp_path / "loot")
     if dashboard:
         # Only the port for metrics is on 0.0.0.0; it answers every path with them. The dashboard
         # shows its page, which asks for the token, and Ray's version.

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import urllib.error
@@ -30,6 +31,11 @@ SECONDS = 3.0
 """Time limit of one try."""
 PEER = "10.231.{}.{}"
 """Addresses of the machine and of the attacker in the network namespace."""
+
+STORE_GREETING = bytes([0]) + struct.pack("=I", 0x3C85F7CE)
+"""First message of a client of torch's TCPStore (``torch/csrc/distributed/c10d/TCPStoreBackend.hpp``)."""
+STORE_GET, STORE_PING, STORE_LIST_KEYS = 3, 13, 17
+"""Requests of that protocol."""
 
 PATHS = (
     # Ray: dashboard, its agents, metrics
@@ -355,20 +361,54 @@ def _try_grpc(door: Door, host: str, grpc: Any) -> list[str]:
 
 
 def _try_store(door: Door, host: str) -> list[str]:
-    """Try whether a port is a store of torch, in which the processes of a group meet."""
+    """Try to read the store in which the processes of a group meet."""
     if not speaks_like_a_store(host, door.port):
         return []
-    return [f"{door}: the store of a process group is open"]
+
+    with socket.create_connection((host, door.port), timeout=SECONDS) as client:
+        client.sendall(STORE_GREETING + bytes([STORE_LIST_KEYS]))
+        keys = [_receive_string(client) for _ in range(_receive_integer(client))]
+        readable = []
+        for key in keys:
+            client.sendall(bytes([STORE_GET]) + struct.pack("=Q", len(key)) + key)
+            if _is_readable(_receive_string(client)):
+                readable.append(key.decode())
+    return [f"{door}: the store of a process group shows {key}" for key in readable]
+
+
+def _receive_integer(client: socket.socket) -> int:
+    number: int = struct.unpack("=Q", _receive(client, 8))[0]
+    return number
+
+
+def _receive_string(client: socket.socket) -> bytes:
+    return _receive(client, _receive_integer(client))
+
+
+def _receive(client: socket.socket, size: int) -> bytes:
+    received = b""
+    while len(received) < size:
+        part = client.recv(size - len(received))
+        if not part:
+            raise ConnectionError("the store closed the connection")
+        received += part
+    return received
+
+
+def _is_readable(value: bytes) -> bool:
+    """Return True for text, and for structures such as addresses, which have zeros."""
+    if value.isdigit():
+        return False  # a counter
+    return value.isascii() or bytes(4) in value
 
 
 def speaks_like_a_store(host: str, port: int) -> bool:
     """Return True if a port answers the first messages of a client of torch's TCPStore."""
-    validate = bytes([0]) + (0x3C85F7CE).to_bytes(4, sys.byteorder)
-    ping = bytes([13]) + (0x1234).to_bytes(4, sys.byteorder)
+    ping = bytes([STORE_PING]) + struct.pack("=I", 0x1234)
     with suppress(OSError), socket.create_connection((host, port), timeout=SECONDS) as client:
         client.settimeout(SECONDS)
-        client.sendall(validate + ping)
-        return client.recv(64) == (0x1234).to_bytes(4, sys.byteorder)
+        client.sendall(STORE_GREETING + ping)
+        return client.recv(64) == struct.pack("=I", 0x1234)
     return False
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
-from rl_loop.cluster.group_authentication import TOKEN_PATH
+import pytest
+import torch
+import torch.distributed as dist
+
+from rl_loop.cluster.group_authentication import TOKEN_PATH, EncryptedStore, UnknownRank
 from rl_loop.cluster.tokens import write_token
 from tests.support.waiting import PATIENCE_SECONDS
 
@@ -18,10 +24,14 @@ import os, sys
 from datetime import timedelta
 import psutil, torch, torch.distributed as dist
 from rl_loop.cluster.group_authentication import authenticate_groups
-file, rank, value = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+place, rank, value = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 authenticate_groups()
-store, limit = dist.FileStore(file, 2), timedelta(seconds=int(os.environ["LIMIT"]))
-store.set_timeout(timedelta(seconds=300))
+limit = timedelta(seconds=int(os.environ["LIMIT"]))
+if place.isdigit():
+    store = dist.TCPStore("127.0.0.1", int(place), timeout=limit)
+else:
+    store = dist.FileStore(place, 2)
+    store.set_timeout(timedelta(seconds=300))
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
 objects = [None, None]
 dist.all_gather_object(objects, value)
@@ -32,14 +42,21 @@ print("joined:", objects[1 - rank], *sorted(hosts), flush=True)
 """
 
 
-def exchange(folder: Path, victim: dict[str, str], other: dict[str, str]) -> tuple[str, str]:
-    """Let two processes meet as ranks and send each other objects. Return what each printed."""
+def exchange(place: Path | int, victim: dict[str, str], other: dict[str, str]) -> tuple[str, str]:
+    """Let two processes meet as ranks and send each other objects. Return what each printed.
+
+    Args:
+        place: directory for a store in a file, or port of a TCPStore on loopback.
+        victim: environment of rank 0.
+        other: environment of rank 1.
+    """
     clean = {name: value for name, value in os.environ.items() if name != TOKEN_PATH}
     clean |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "LIMIT": "300"}
     clean["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    where = str(place / "store") if isinstance(place, Path) else str(place)
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, str(folder / "store"), str(rank), value],
+            [sys.executable, "-c", RANK, where, str(rank), value],
             env=clean | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -88,3 +105,124 @@ def test_group_refuses_a_process_without_token(tmp_path: Path) -> None:
     victim, other = exchange(tmp_path, environment_of(tmp_path, "token"), {"LIMIT": "10"})
     assert "joined" not in victim and "joined" not in other
     assert "check_ranks" in victim
+
+
+def plain_values(environment: dict[str, str]) -> dict[str, bytes]:
+    """Let two ranks meet at a TCPStore, and return what a third process reads there."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second = exchange(store.port, environment, environment)
+    assert "joined: 666.0" in first and "joined: 1.0" in second
+    return {key: store.get(key) for key in store.list_keys()}
+
+
+def test_store_shows_addresses_of_ranks_without_token() -> None:
+    """The control: another process reads the addresses at which ranks listen."""
+    values = [value for value in plain_values({}).values() if not value.isdigit()]
+    assert len(values) == 6
+    assert all(bytes([127, 0, 0, 1]) in value for value in values)
+
+
+def test_store_is_unreadable_without_the_token(tmp_path: Path) -> None:
+    environment = environment_of(tmp_path, "token")
+    values = plain_values(environment)
+    encrypted = {key: value for key, value in values.items() if not value.isdigit()}
+    assert len(encrypted) == 6
+    for key, value in encrypted.items():
+        assert bytes([127, 0, 0, 1]) not in value
+        reader = dist.HashStore()
+        reader.set(key, value)  # type: ignore[arg-type]
+        token = Path(environment[TOKEN_PATH]).read_bytes()
+        # Later groups share the store of the first one, so values are encrypted once.
+        assert bytes([127, 0, 0, 1]) in EncryptedStore(reader, token).get(key)
+
+
+@pytest.mark.parametrize("forged", [b"", b"short", b"x" * 200])
+def test_store_refuses_a_value_of_another_process(forged: bytes) -> None:
+    inner = dist.HashStore()
+    store = EncryptedStore(inner, b"token")
+    store.set("0/1", b"address")
+    inner.set("0/0", forged)  # type: ignore[arg-type]
+    with pytest.raises(UnknownRank, match="value of 0/0 was written by a process that does not"):
+        store.get("0/0")
+
+
+def test_store_refuses_a_value_at_another_key() -> None:
+    inner = dist.HashStore()
+    store = EncryptedStore(inner, b"token")
+    store.set("0/1", b"address")
+    inner.set("0/0", inner.get("0/1"))  # type: ignore[arg-type]
+    assert store.get("0/1") == b"address"
+    with pytest.raises(UnknownRank, match="value of 0/0"):
+        store.get("0/0")
+
+
+def test_clone_of_a_store_survives_in_cpp() -> None:
+    """NCCL keeps clones in threads of C++; only the first store refers to their Python objects."""
+    store = EncryptedStore(dist.HashStore(), b"token")
+    prefixed = dist.PrefixStore("0", store)
+    clone = prefixed.clone()
+    gc.collect()
+    prefixed.set("key", "value")
+    assert clone.get("key") == b"value"
+
+
+def test_waiting_for_a_value_ends_with_the_time_limit() -> None:
+    store = EncryptedStore(dist.HashStore(), b"token")
+    with pytest.raises(dist.DistStoreError):
+        store.wait(["absent"], timedelta(milliseconds=10))
+    store.set_timeout(timedelta(milliseconds=10))
+    with pytest.raises(dist.DistStoreError):
+        store.get("absent")
+
+
+NCCL_RANK = """
+import sys
+from datetime import timedelta
+import torch, torch.distributed as dist
+from rl_loop.cluster.group_authentication import authenticate_groups
+port, rank, world = map(int, sys.argv[1:])
+authenticate_groups()
+torch.cuda.set_device(rank)
+limit = timedelta(seconds=120)
+store = dist.TCPStore("127.0.0.1", port, timeout=limit)
+dist.init_process_group("nccl", store=store, rank=rank, world_size=world, timeout=limit)
+ones = torch.ones(8, device="cuda")
+dist.all_reduce(ones)
+both = dist.new_group(list(range(world)), timeout=limit)
+dist.all_reduce(ones, group=both)
+dist.barrier()
+print("sum:", ones[0].item(), flush=True)
+dist.destroy_process_group()
+print("left", flush=True)
+"""
+
+
+@pytest.mark.gpu
+def test_nccl_meets_at_an_encrypted_store(tmp_path: Path) -> None:
+    world = min(2, torch.cuda.device_count())
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {
+        **os.environ,
+        **environment_of(tmp_path, "token"),
+        "NCCL_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", NCCL_RANK, str(store.port), str(rank), str(world)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    for rank in ranks:
+        printed, _ = rank.communicate(timeout=PATIENCE_SECONDS)
+        assert f"sum: {float(world**2)}\nleft" in printed, printed
+        assert rank.returncode == 0, printed
+
+    # NCCL's unique id has 128 bytes, mostly zeros.
+    values = [store.get(key) for key in store.list_keys()]
+    assert any(len(value) > 128 for value in values)
+    assert not any(bytes(8) in value for value in values)
