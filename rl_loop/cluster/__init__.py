@@ -1,1 +1,1 @@
-"""Ray: a local one of our own or a cluster's, and where its actors run."""
+"""Ray: start, tokens, placement of actors, and authenticated process groups."""

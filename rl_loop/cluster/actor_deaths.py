@@ -5,24 +5,29 @@ from collections import deque
 from ray.exceptions import OutOfMemoryError, RayActorError
 
 ACTOR_DEATHS = (RayActorError, OutOfMemoryError)
-"""What ``ray.get`` raises for an actor that has died. The second is raised for those that Ray's
-memory monitor has killed, and is no RayActorError."""
+"""Exceptions that ``ray.get`` raises for a dead actor.
+
+Ray raises OutOfMemoryError, which is not a RayActorError, for actors that its memory monitor killed.
+"""
 
 type ActorDeath = RayActorError | OutOfMemoryError
 
 
 def died_by_itself(error: Exception) -> bool:
-    """Whether an actor's process died, rather than that its constructor raised an error."""
+    """Return True if an actor's process died, False if its constructor raised an error."""
     if isinstance(error, RayActorError):
         return not error.actor_init_failed
     return isinstance(error, OutOfMemoryError)
 
 
 class RecentDeaths:
-    """Counts deaths within a period. A run of weeks may lose a process now and then."""
+    """Number of deaths within a sliding period.
+
+    A run of weeks may lose a process now and then, so a total would reach any limit.
+    """
 
     def __init__(self, seconds: float) -> None:
-        """``seconds``: length of the period."""
+        """Count deaths within the last ``seconds``."""
         self.seconds = seconds
         self._times: deque[float] = deque()
 

@@ -1,10 +1,11 @@
-"""Says that a process has died, for one that may have died of it.
+"""Watches a process and prints a message when it exits.
 
     python death_notice.py PIDFD MESSAGE
 
-A program of its own: when a raylet dies, Ray ends the driver within milliseconds from its C++, and
-whether a thread of the driver could write a line first would be chance. Standard input is a pipe
-from whoever wants to know; when it closes while the watched process lives, nothing is said.
+Runs separately, because the observer may be killed together with the watched process: when a raylet
+dies, Ray's C++ code ends the driver within milliseconds. A thread of the driver might not print in
+time. Standard input is a pipe from the observer. If it closes while the watched process lives, the
+program exits silently.
 """
 
 import os
@@ -14,7 +15,7 @@ import sys
 
 def main() -> None:
     watched, message = int(sys.argv[1]), sys.argv[2]
-    # The end of what is watched counts also if the other side has died by then.
+    # If both have ended, the watched process counts: its death may have ended the observer.
     ended, _, _ = select.select([watched, sys.stdin.fileno()], [], [])
     if watched in ended:
         os.write(sys.stderr.fileno(), f"{message}\n".encode())

@@ -1,7 +1,7 @@
 """Process groups that only processes with the run's token can join.
 
-gloo has no authentication: a program that connects in place of a rank becomes that rank, and
-collective calls on Python objects unpickle what it sends. gloo's transport ``TCP_TLS`` is no remedy.
+gloo has no authentication. A program that connects in place of a rank becomes that rank, and
+collective calls on Python objects unpickle its messages. gloo's transport ``TCP_TLS`` does not help.
 In torch 2.11 it reads the certificates and then makes plain connections
 (``Context::createAndConnectAllPairs`` calls an overload of ``createPair`` that ``tls::Context`` does
 not have). Therefore the first messages of a new group of gloo are a challenge: every two ranks prove

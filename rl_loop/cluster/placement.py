@@ -1,7 +1,9 @@
-"""Where a Ray actor runs: anywhere, or on the node that ``gptoss launch`` planned for it.
+"""Placement of Ray actors on nodes, and free ports for their servers.
 
-A planned node offers a custom resource for each place on it, such as ``trainer_rank_3``, and its
-processes have GPTOSS_PLACED in their environment."""
+Without a launcher an actor runs anywhere. ``gptoss launch`` assigns actors to nodes: each node offers
+a custom resource for every actor planned on it, such as ``trainer_rank_3``, and its processes have
+GPTOSS_PLACED in their environment.
+"""
 
 import ctypes
 import os
@@ -18,8 +20,8 @@ ENGINE_SERVER = "engine_server"
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-# Linux gives ports from 32768 on to outgoing connections: one of them would take a port before its
-# server does
+# Linux assigns ports from 32768 on to outgoing connections. Such a connection could take a port
+# before its server opens it.
 FIRST_PORT = 11_000
 LAST_PORT = 31_999
 
@@ -27,12 +29,12 @@ _libc = ctypes.CDLL(None)
 
 
 def has_placement() -> bool:
-    """Whether ``gptoss launch`` planned where actors run."""
+    """Return True if ``gptoss launch`` assigned actors to nodes."""
     return "GPTOSS_PLACED" in os.environ
 
 
 def placement_options(role: str, index: int) -> dict[str, Any]:
-    """Options for ``actor.options(...)`` that put an actor where it was planned to be."""
+    """Return options for ``actor.options(...)`` that place an actor on its planned node."""
     if not has_placement():
         return {}
     return {"resources": {f"{role}_{index}": 1}}
@@ -54,8 +56,11 @@ class PlaceLost(UserError):
 
 
 def check_place(role: str, index: int) -> None:
-    """Raise PlaceLost if no living node offers the place of an actor, which Ray would wait for
-    without end."""
+    """Check that a living node offers the resource of an actor. Otherwise Ray would wait forever.
+
+    Raises:
+        PlaceLost: if the node has died.
+    """
     if not has_placement():
         return
 
@@ -72,25 +77,28 @@ def check_place(role: str, index: int) -> None:
 
 
 def outlive_sigterm(actor: Any) -> None:
-    """Make an actor's process, in which this is called, ignore SIGTERM on a cluster.
+    """Ignore SIGTERM in the calling process, which runs ``actor``, if it is on a cluster.
 
-    Slurm sends SIGTERM to every process when it wants the nodes back, and Ray's workers would end
-    before the checkpoint is saved. ``launch.node`` decides when they do."""
+    Slurm sends SIGTERM to every process before it takes the nodes back. Ray's workers would exit
+    before the checkpoint is saved. ``launch.node`` stops them later.
+    """
     if has_placement():
-        # through libc: Python sets signal handlers only in the main thread, where no method of an
-        # async actor runs
+        # Python sets signal handlers only in the main thread, but methods of async actors run in
+        # other threads. libc has no such limit.
         _libc.signal(int(signal.SIGTERM), ctypes.c_void_p(int(signal.SIG_IGN)))
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this child when its parent ends, however it does. Called between fork
-    and exec."""
+    """Let the kernel kill this child process when its parent exits for any reason.
+
+    Call it between fork and exec.
+    """
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def free_port() -> int:
-    """Find a port that nothing on this machine uses on any of its addresses."""
-    # not the run's seeded generator, which would choose the same port for two processes
+    """Return a port that is free on all addresses of this machine."""
+    # The run's seeded generator would choose the same port in two processes.
     generator = random.SystemRandom()
     while True:
         port = generator.randrange(FIRST_PORT, LAST_PORT + 1)
@@ -103,11 +111,14 @@ def free_port() -> int:
 
 
 def free_address() -> tuple[str, int]:
-    """Find an address of this node that the other nodes reach, and a port that is free on it."""
+    """Return an address of this node that other nodes reach, and a free port there.
+
+    Without a launcher the address is loopback.
+    """
     if not has_placement():
         return "127.0.0.1", free_port()
 
-    # imported here, because a node of a job is checked before anything of Ray is loaded
+    # Imported here, because nodes of a job are checked before they load Ray.
     import ray
 
     return ray.util.get_node_ip_address(), free_port()

@@ -1,4 +1,4 @@
-"""Processes of this machine and what they have started."""
+"""Functions for process trees on this machine."""
 
 from contextlib import suppress
 
@@ -6,7 +6,7 @@ import psutil
 
 
 def kill_tree(pid: int) -> None:
-    """Kill a process, if there still is one, and all that it has started."""
+    """Kill a process and its descendants. Processes that have exited are ignored."""
     with suppress(psutil.NoSuchProcess):
         parent = psutil.Process(pid)
         for process in [*parent.children(recursive=True), parent]:

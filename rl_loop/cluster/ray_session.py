@@ -1,17 +1,20 @@
-"""A local Ray of our own, or the cluster that RAY_ADDRESS names.
+"""Start and stop of Ray: a local instance, or the cluster at RAY_ADDRESS.
 
-A local Ray is closed to other users and to the network: it listens on loopback only, requires a
+A local Ray is closed to other users and to the network. It listens on loopback only, requires a
 random token (``rl_loop.cluster.tokens``), and keeps its sockets in a directory that only its user
 may enter. The dashboard's agent, which runs programs for its callers, listens nowhere.
 
-A busy machine does not keep it from starting.
-Ray 2.55 gives its parts times to start that are in its code and not in a setting. The control
-store has 30 s to publish its port ("Timed out waiting for file"). The raylet ends when the
-dashboard agent, a Python program with seconds of imports, has not published its ports after 15 s
-(``NodeManager::WaitForDashboardAgentPorts``). The driver gives up when the raylet has not
-registered after 30 s ("The current node timed out during startup"). Two busy cores do not keep to
-that. So the agent's ports are chosen and published before the raylet starts, which then waits for
-nobody, and the driver waits for as long as control store and raylet live."""
+Ray 2.55 has hard-coded start-up time limits that a busy machine exceeds:
+
+- The control store has 30 s to publish its port ("Timed out waiting for file").
+- The raylet exits if the dashboard agent, a Python program that imports for seconds, has not
+  published its ports after 15 s (``NodeManager::WaitForDashboardAgentPorts``).
+- The driver gives up if the raylet has not registered after 30 s ("The current node timed out during
+  startup").
+
+Therefore this module publishes the agent's ports before the raylet starts, and the driver waits as
+long as the control store and the raylet live.
+"""
 
 import atexit
 import logging
@@ -34,37 +37,39 @@ from rl_loop.cluster.processes import kill_tree
 from rl_loop.cluster.tokens import private_directory, require_ray_token, write_token
 
 START_SECONDS = 300.0
-"""How long Ray may take to start; an idle machine needs 5 s."""
+"""Time limit for the start of Ray. An idle machine needs 5 s."""
 
 DEFAULT_STORE_BYTES = 512 << 20
-"""Of a local Ray's object store. Training runs say what they need
-(``rl_loop.lifecycle.store_size``)."""
+"""Default size of a local Ray's object store.
+
+Training runs compute the size that they need (``rl_loop.lifecycle.store_size``).
+"""
 
 RAY_SETTINGS = {
-    # a worker process that is not up by then is killed and started again, which helps nobody on a
-    # busy machine
+    # Ray restarts worker processes that have not registered by then. On a busy machine the
+    # replacement is as slow.
     "RAY_worker_register_timeout_seconds": "300",
     "RAY_agent_register_timeout_ms": "300000",
-    # Ray's default is 15: whatever else runs on the machine would come before the trainer and the
-    # engines
+    # With Ray's default, 15, all other programs would have priority over trainer and engines.
     "RAY_worker_niceness": "0",
-    # an actor without a GPU keeps CUDA_VISIBLE_DEVICES as it is, as later versions of Ray do
+    # Actors without a GPU keep CUDA_VISIBLE_DEVICES unchanged, as in later versions of Ray.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # the control store keeps a record of every call of an actor, 3.6 kB each and 100,000 of them:
-    # it grows to 350 MB in a run of 10,000 small steps. Of this many `ray list tasks` still tells
+    # The control store records every call of an actor: 3.6 kB each, 100,000 calls by default. It
+    # grew to 350 MB in a run of 10,000 small steps. `ray list tasks` shows the remaining records.
     "RAY_task_events_max_num_task_in_gcs": "1000",
-    # NCCL would tell every local process the state of its groups, at port 28028, and take messages
-    # of a monitoring network on the network's interface, where it checks a constant only
+    # NCCL's monitor would report the state of groups to every local process at port 28028, and
+    # accept messages from the network that contain a fixed constant.
     "NCCL_RAS_ENABLE": "0",
 }
-"""Environment of every Ray that we start, here and on the nodes of a job; what the user has set is
-kept."""
+"""Environment of every Ray, local or on the nodes of a job. Variables of the user have priority."""
 
 OPENMP_SPIN_COUNT = "1000"
-"""Rounds that a thread of OpenMP waits busily for the others before it sleeps. libgomp's default,
-milliseconds, makes a trainer with a thread per core nine times as slow when another program has
-one of the cores: the others spin on what the waiting thread would need. A thousand cost nothing
-where nobody else runs (docs/performance.md)."""
+"""Rounds for which an OpenMP thread waits busily before it sleeps.
+
+libgomp's default lasts milliseconds. A trainer with one thread per core becomes 9x slower if another
+program occupies one core, because waiting threads spin on the core that the last thread needs. 1,000
+rounds cost nothing on an idle machine.
+"""
 
 # (field of Ray's RayParams, name under which the agent publishes that port for the raylet)
 AGENT_PORTS = (
@@ -75,14 +80,21 @@ AGENT_PORTS = (
 )
 
 NO_PORT = -1
-"""Published by an agent that does not listen. Ray's processes would send the run's token to whoever
-listens on any other port."""
+"""Port of an agent that does not listen.
+
+With any other number Ray's processes would send the run's token to the program that listens there.
+"""
 
 IDLE_PARTS = ("start_monitor", "start_log_monitor", "start_api_server")
-"""Of Ray's Node: each starts a Python program that does nothing for a run on one machine. The autoscaler's monitor has
-no nodes to ask for, the log monitor sends what ``log_to_driver=False`` refuses, and the dashboard's server, which Ray
-starts and waits for with ``include_dashboard=False`` too, would only report usage to Ray's makers. Together they take
-2 s of processor time at every start, about a third of what Ray takes."""
+"""Methods of Ray's Node that start programs without use for a run on one machine.
+
+- The autoscaler's monitor has no nodes to request.
+- The log monitor sends lines that ``log_to_driver=False`` drops.
+- The dashboard's server, which Ray starts even with ``include_dashboard=False``, would only report
+  usage statistics to Ray's developers.
+
+Together they take 2 s of processor time per start, about a third of Ray's total.
+"""
 
 
 LOOPBACK = "127.0.0.1"
@@ -91,27 +103,35 @@ MAX_SOCKET_PATH = 107
 SOCKET_PATH_CHARACTERS = len("/ray/session_2026-11-27_20-21-36_680220_4194304/sockets/plasma_store")
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Network interface of process groups. By default both libraries choose one that other machines
-reach."""
+"""Variables with the network interface of process groups.
+
+By default gloo and NCCL choose an interface that other machines reach.
+"""
 
 WITHOUT_METRICS = {"RAY_enable_metrics_collection": "0"}
-"""Environment of a Ray without a dashboard. Its nodes serve neither metrics nor the dashboard's
-agent, which runs programs for its callers."""
+"""Environment of a Ray without a dashboard.
+
+Its nodes serve no metrics, and their dashboard agent, which runs programs for its callers, does not
+listen.
+"""
 
 
 class RayStartError(UserError):
-    """Ray did not start on this machine; the message says where its logs are."""
+    """Ray did not start on this machine. The message names its logs."""
 
-    # not a RuntimeError, which Ray takes for "not there yet" and asks again
+    # Ray takes a RuntimeError for "not there yet" and asks again.
 
 
 @contextmanager
 def ray_session(object_store_bytes: int = DEFAULT_STORE_BYTES) -> Iterator[None]:
-    """Use the Ray that is running, else the cluster that RAY_ADDRESS names, else a local one.
+    """Use the Ray of this process, else the cluster at RAY_ADDRESS, else start a local one.
 
-    ``object_store_bytes``: of a local one. What was not running before is left again at the
-    end."""
-    # imported here so that reading a configuration needs no Ray
+    On exit, disconnect unless this process was connected before.
+
+    Args:
+        object_store_bytes: size of a local Ray's object store.
+    """
+    # Imported here, because reading a configuration does not need Ray.
     import ray
 
     if ray.is_initialized():
@@ -120,7 +140,7 @@ def ray_session(object_store_bytes: int = DEFAULT_STORE_BYTES) -> Iterator[None]
 
     if "RAY_ADDRESS" in os.environ:
         os.environ.update(ray_environment())
-        # Only Rays that ``gptoss launch`` starts on one machine listen on loopback.
+        # Among clusters, only those that ``gptoss launch`` starts on one machine listen on loopback.
         is_local = has_placement() and os.environ["RAY_ADDRESS"].startswith(f"{LOOPBACK}:")
         with _on_loopback() if is_local else nullcontext():
             ray.init(log_to_driver=False, logging_level=logging.ERROR)
@@ -137,7 +157,7 @@ def ray_session(object_store_bytes: int = DEFAULT_STORE_BYTES) -> Iterator[None]
 
 @dataclass(frozen=True)
 class RayProcesses:
-    """Process ids of a local Ray's parts that no run can do without."""
+    """Process ids of the parts of a local Ray that every run needs."""
 
     raylet: int
     control_store: int
@@ -145,13 +165,16 @@ class RayProcesses:
 
 @contextmanager
 def naming_their_death(processes: RayProcesses | None) -> Iterator[None]:
-    """Say it on standard error if one of ``processes`` ends within the block, and end this process
-    and its Ray at once.
+    """End this process and its Ray, with a message, if one of ``processes`` exits within the block.
 
-    Ray ends a driver whose raylet is gone from its C++: no handler of ours runs, and the last that
-    a user would read is a dump of the raylet's state. It does so within milliseconds, so another
-    process has to say it (``death_notice``). Without its control store a run goes on for a minute,
-    in which no actor can be started, and ends in the same way. Neither is waited for."""
+    When the raylet has died, Ray's C++ code ends the driver within milliseconds. No Python handler
+    runs, and the user would see only a dump of the raylet's state. Therefore another process prints
+    the message (``death_notice``). When the control store has died, a run would continue for a
+    minute, unable to start actors, and then end in the same way.
+
+    Args:
+        processes: processes to watch; None watches nothing.
+    """
     if processes is None:
         yield
         return
@@ -183,19 +206,26 @@ def naming_their_death(processes: RayProcesses | None) -> Iterator[None]:
     finally:
         os.close(end_block)
         watching.join()
-        # It has read the end of its input before Ray is asked to end.
+        # The program must see the end of its input before Ray stops.
         notice.communicate()
         for descriptor in (raylet, control_store, block_ends):
             os.close(descriptor)
 
 
 def _start_notice(process: int, message: str) -> subprocess.Popen[bytes]:
-    """Start what writes ``message`` when the process of a descriptor ends, unless its input is
-    closed before.
+    """Start the program that writes ``message`` when a process exits.
 
-    In a session of its own: what a terminal sends to the run is not meant for it."""
+    It runs in a separate session, so that signals of a terminal do not reach it.
+
+    Args:
+        process: pidfd of the process.
+        message: line to write.
+
+    Returns:
+        The program. It exits silently when its standard input closes.
+    """
     program = Path(__file__).with_name("death_notice.py")
-    # -S, -E: nothing but the standard library, and at once.
+    # -S and -E skip site packages and Python's variables, for a fast start.
     command = [sys.executable, "-S", "-E", str(program), str(process), message]
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, pass_fds=[process], start_new_session=True
@@ -203,7 +233,7 @@ def _start_notice(process: int, message: str) -> subprocess.Popen[bytes]:
 
 
 def death_of(part: str, program: str, process: int) -> str:
-    """Return the line that a user reads last."""
+    """Return the last message to the user after the death of a part of Ray."""
     return (
         f"gptoss: Ray's {part} on this machine ({program}, process {process}) has died, and the "
         "run with it: killed, perhaps by the kernel for want of memory (dmesg). Go on with "
@@ -212,8 +242,7 @@ def death_of(part: str, program: str, process: int) -> str:
 
 
 def _local_processes() -> RayProcesses | None:
-    """Return the processes of the Ray that this one has started; None if Ray's internals do not
-    say."""
+    """Return the processes of the local Ray; None if Ray's internals do not name them."""
     import ray
 
     node: Any = getattr(ray._private.worker, "_global_node", None)
@@ -224,13 +253,12 @@ def _local_processes() -> RayProcesses | None:
 
 
 def ray_environment() -> dict[str, str]:
-    """RAY_SETTINGS, as far as the user has not set them otherwise."""
+    """Return RAY_SETTINGS, with the values of the user where they are set."""
     return {name: os.environ.get(name, value) for name, value in RAY_SETTINGS.items()}
 
 
 def local_environment() -> dict[str, str]:
-    """The environment of a Ray on this machine, which others may use at the same time: a laptop's
-    processors."""
+    """Return the environment of a local Ray, for a machine that runs other programs, too."""
     environment = ray_environment() | WITHOUT_METRICS
     environment |= loopback_environment()
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -239,7 +267,7 @@ def local_environment() -> dict[str, str]:
 
 
 def loopback_environment() -> dict[str, str]:
-    """Return the variables that keep process groups on loopback, unless the user has set others."""
+    """Return variables that keep process groups on loopback. The user's values have priority."""
     return {name: os.environ.get(name, "lo") for name in INTERFACE_VARIABLES}
 
 
@@ -282,7 +310,7 @@ def local_directory() -> Path:
     """Return the directory of this user's local Rays: sockets, logs, spilled objects, tokens."""
     root = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp").absolute()
     name = f"gptoss-{os.getuid()}"
-    # Unix sockets lie below it, whose paths cannot be longer.
+    # Ray creates Unix sockets in the directory, and Linux limits the length of their paths.
     if len(str(root / name)) + SOCKET_PATH_CHARACTERS > MAX_SOCKET_PATH:
         root = Path("/tmp")
     return private_directory(root / name)
@@ -298,9 +326,10 @@ def _new_token(directory: Path) -> Path:
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Keep the address of a Ray that starts in this process as it is asked for.
+    """Let a Ray that starts within the block keep its loopback address.
 
-    Ray replaces a loopback address by one that other machines reach."""
+    Ray would replace it with an address that other machines reach.
+    """
     from ray._private import services
 
     resolve = services.resolve_ip_for_localhost
@@ -313,10 +342,11 @@ def _on_loopback() -> Iterator[None]:
 
 @contextmanager
 def _with_silent_agent() -> Iterator[None]:
-    """While inside, the dashboard's agent of a Ray that starts in this process listens nowhere.
+    """Start the dashboard's agent without services, in a Ray that starts within the block.
 
-    The raylet needs the agent's process, but its services are for a dashboard: jobs, logs,
-    profiles, metrics. Ray leaves them out when the dashboard's requirements are not installed."""
+    The raylet needs the agent's process. The agent's services (jobs, logs, profiles, metrics) are
+    for a dashboard. Ray leaves them out if the dashboard's requirements are not installed.
+    """
     from ray._private import utils
 
     get_error = utils.get_dashboard_dependency_error
@@ -329,7 +359,7 @@ def _with_silent_agent() -> Iterator[None]:
 
 @contextmanager
 def _without_idle_parts() -> Iterator[None]:
-    """While inside, a Ray that starts in this process leaves IDLE_PARTS out."""
+    """Leave IDLE_PARTS out of a Ray that starts within the block."""
     import ray
 
     node_class: Any = ray._private.node.Node
@@ -345,12 +375,16 @@ def _without_idle_parts() -> Iterator[None]:
 
 @contextmanager
 def patient_start(seconds: float = START_SECONDS) -> Iterator[None]:
-    """While inside, a Ray node that starts in this process gets ``seconds``. Raises RayStartError,
-    after ending what it had started, if it takes longer or its raylet ends."""
+    """Give a Ray node that starts within the block ``seconds`` to start.
+
+    Raises:
+        RayStartError: if the start takes longer, or if the raylet or the control store exits. All
+            processes of the node are killed first.
+    """
     import ray
     from ray._private import services
 
-    internals: Any = ray  # whose types do not say what is replaced here
+    internals: Any = ray  # its type hints lack these internals
     raylet, node_module = internals._raylet, internals._private.node
     node_class = node_module.Node
     start_gcs_server, start_raylet = node_class.start_gcs_server, node_class.start_raylet
@@ -383,7 +417,7 @@ def patient_start(seconds: float = START_SECONDS) -> Iterator[None]:
             try:
                 return get_node(gcs_address, node_id)
             except RuntimeError:
-                # the raylet has not registered within RAY_raylet_start_wait_time_s, 30 s
+                # The raylet has not registered within RAY_raylet_start_wait_time_s (30 s).
                 _check_start(nodes, deadline, seconds)
             time.sleep(0.1)
 
@@ -404,7 +438,7 @@ def patient_start(seconds: float = START_SECONDS) -> Iterator[None]:
 
 
 def _choose_agent_ports(node: Any, raylet: Any) -> None:
-    """Give the agents of a node their ports beforehand, where Ray looks for them."""
+    """Choose the ports of a node's agents, and write them where the raylet looks for them."""
     for field, name in AGENT_PORTS:
         port = NO_PORT
         if field == "runtime_env_agent_port" or not _is_without_metrics():
@@ -418,7 +452,7 @@ def _is_without_metrics() -> bool:
 
 
 def _check_start(nodes: list[Any], deadline: float, seconds: float) -> None:
-    """Raise RayStartError if what is waited for has ended, or at the deadline."""
+    """Raise RayStartError if a part of a starting node has exited, or after the deadline."""
     for node in nodes:
         for part, name in (("gcs_server", "control store"), ("raylet", "raylet")):
             processes = node.all_processes.get(part, [])
@@ -437,10 +471,11 @@ def _logs(nodes: list[Any]) -> str:
 
 
 def main() -> None:
-    """Run Ray's command line, whose ``start`` gives a node of a cluster the same patience.
+    """Run Ray's command line with the start-up time limit of this module.
 
-    Ray's client server, a further way to run programs, does not start. Without a dashboard the
-    dashboard's agents listen nowhere."""
+    Ray's client server, which runs programs for its callers, does not start. Without a dashboard the
+    dashboard's agents do not listen.
+    """
     from ray.scripts import scripts
 
     internals: Any = scripts

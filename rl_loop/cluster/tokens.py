@@ -1,7 +1,8 @@
-"""Random tokens that only the user of a run can read, and Ray's authentication by such a token.
+"""Random tokens that only the user of a run can read, and Ray's token authentication.
 
-Ray checks the token on every request between its parts. It learns the path of the token's file from
-the environment, so the token itself is in no environment and on no command line."""
+Ray checks the token in every request between its processes. It reads the path of the token's file
+from the environment, so the token itself is never in an environment or on a command line.
+"""
 
 import os
 import secrets
@@ -25,7 +26,7 @@ def private_directory(path: Path) -> Path:
         NotPrivate: if another user owns ``path``, or it is a link or a file.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # Another user may have made it first in a directory such as /tmp, to read the files in it.
+    # In /tmp another user may have created the directory first, in order to read files in it.
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise NotPrivate(
@@ -40,7 +41,7 @@ def private_directory(path: Path) -> Path:
 def write_token(path: Path) -> str:
     """Write a new random token to a file with mode 0600, and return the token."""
     token = secrets.token_hex(TOKEN_BYTES)
-    # A file from before may have another mode, or be open in another process.
+    # An existing file may have another mode, or be open in another process.
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with open(descriptor, "w") as file:
@@ -54,13 +55,14 @@ def ray_token_environment(token: Path) -> dict[str, str]:
 
 
 def require_ray_token(token: Path) -> None:
-    """Make the Ray that starts in this process, and all that it starts, require a token."""
-    # imported here so that a node of a job is checked before anything of Ray is loaded
+    """Require a token in the Ray that this process starts, and in all processes of that Ray."""
+    # Imported here, because nodes of a job are checked before they load Ray.
     import ray
 
     raylet: Any = ray._raylet  # has no types
-    os.environ.pop("RAY_AUTH_TOKEN", None)  # would be used instead of the file
+    # Ray would prefer this variable to the file.
+    os.environ.pop("RAY_AUTH_TOKEN", None)
     os.environ.update(ray_token_environment(token))
-    # Ray has read both when it was imported, or for an earlier Ray of this process.
+    # Ray read both variables when it was imported, or when this process started an earlier Ray.
     raylet.AuthenticationTokenLoader.instance().reset_cache()
     raylet.Config.initialize("")
