@@ -1,5 +1,7 @@
-"""Checks that something of the right kind answers at an address, which its clients would wait
-minutes for."""
+"""Checks that a server of the right kind answers at an address.
+
+Clients would wait minutes for a missing server.
+"""
 
 import os
 import socket
@@ -11,10 +13,10 @@ from rl_loop.config.errors import CannotStart
 CONNECT_SECONDS = 3.0
 
 RAY_CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
-"""Written by ``ray start``: where RAY_ADDRESS=auto looks."""
+"""File that ``ray start`` writes and RAY_ADDRESS=auto reads."""
 
-# HTTP/2 (RFC 9113): what a client begins with (section 3.4), and frames with a header of nine
-# bytes (section 4.1)
+# HTTP/2 (RFC 9113): the preface of a client (section 3.4), and frames with a header of 9 bytes
+# (section 4.1).
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 EMPTY_SETTINGS_FRAME = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 FRAME_HEADER_BYTES = 9
@@ -23,7 +25,11 @@ SETTINGS = 4
 
 
 def check_ray_address() -> None:
-    """Raise CannotStart unless the Ray that RAY_ADDRESS names answers."""
+    """Check that the Ray cluster at RAY_ADDRESS answers.
+
+    Raises:
+        CannotStart: if it does not, or if another server answers.
+    """
     address = os.environ.get("RAY_ADDRESS", "")
     if address in ("", "local"):
         return
@@ -53,7 +59,15 @@ def check_ray_address() -> None:
 
 
 def check_endpoint(url: str, named_by: str = "evaluation.endpoint") -> None:
-    """Raise CannotStart unless something listens at ``url``, which a key or a variable names."""
+    """Check that a server listens at a URL.
+
+    Args:
+        url: HTTP or HTTPS address.
+        named_by: configuration key or variable that holds ``url``, for the message.
+
+    Raises:
+        CannotStart: if no server listens.
+    """
     where = urlsplit(url)
     if where.scheme not in ("http", "https") or where.hostname is None:
         raise CannotStart(f"{named_by}: {url} is not an address such as http://host:8000/v1")
@@ -66,7 +80,7 @@ def check_endpoint(url: str, named_by: str = "evaluation.endpoint") -> None:
 
 
 def _host_and_port(address: str) -> tuple[str | None, int | None]:
-    """Of an address with or without a scheme; None for what it lacks."""
+    """Return host and port of an address with or without a scheme; None for a missing part."""
     where = urlsplit(address if "://" in address else f"ray://{address}")
     try:
         return where.hostname, where.port
@@ -75,12 +89,16 @@ def _host_and_port(address: str) -> tuple[str | None, int | None]:
 
 
 def _speaks_http2(host: str, port: int) -> bool:
-    """Whether what listens there answers our preface with a SETTINGS frame, as gRPC and so Ray do.
+    """Return True if a server answers HTTP/2's preface with a SETTINGS frame, as gRPC does.
 
-    Raises OSError if nothing listens."""
+    Ray's control store uses gRPC.
+
+    Raises:
+        OSError: if no server listens.
+    """
     with socket.create_connection((host, port), timeout=CONNECT_SECONDS) as connection:
         if os.environ.get("RAY_USE_TLS", "0") not in ("0", ""):
-            return True  # that it listens is all that can be told without Ray's certificates
+            return True  # a TLS handshake would need Ray's certificates
         try:
             connection.sendall(HTTP2_PREFACE + EMPTY_SETTINGS_FRAME)
             header = connection.recv(FRAME_HEADER_BYTES)

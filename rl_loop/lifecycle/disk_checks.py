@@ -1,4 +1,4 @@
-"""Checks that a run can write its directory, and has room for what it saves there."""
+"""Checks that a run can write its directory, and that the disk has enough free space."""
 
 import math
 import os
@@ -16,14 +16,18 @@ GB = 1e9
 MB = 1e6
 
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
-"""Of one parameter, by dtype."""
+"""Bytes of one parameter, by dtype."""
 
 MOMENT_BYTES = 8
-"""Of one parameter: Adam's two moments in fp32."""
+"""Bytes of Adam's two moments of one parameter, in fp32."""
 
 
 def check_writable(directory: Path) -> None:
-    """Raise CannotStart unless this user can write in ``directory``, or make it."""
+    """Check that this user can create ``directory`` or write in it.
+
+    Raises:
+        CannotStart: if not.
+    """
     nearest = _nearest_existing(directory)
     if not nearest.is_dir():
         raise CannotStart(f"output_dir: {nearest} is a file; a run needs a directory")
@@ -38,18 +42,25 @@ def check_disk(
     export: float = 0.0,
     adapters: float = 0.0,
 ) -> None:
-    """Raise CannotStart unless there is room for the checkpoints that the run will hold at a time,
-    for its export, and for the adapters that it keeps of every checkpoint.
+    """Check that the disk has space for the checkpoints, the kept adapters and the export of a run.
 
-    ``checkpoint``: bytes of one, from ``checkpoint_bytes``. ``export``: from ``export_bytes``; 0 if
-    the run exports nothing. ``adapters``: of one checkpoint, from ``kept_adapter_bytes``; 0 if the
-    run keeps none."""
+    Args:
+        directory: directory of the run.
+        training: number of steps, and of checkpoints to keep.
+        checkpoint: bytes of one checkpoint (``checkpoint_bytes``).
+        export: bytes of the export (``export_bytes``); 0 if the run exports nothing.
+        adapters: bytes of the adapters of one checkpoint (``kept_adapter_bytes``); 0 if the run
+            keeps none.
+
+    Raises:
+        CannotStart: if the space does not suffice, or the directory is not writable.
+    """
     check_writable(directory)
     run = RunDirectory(directory)
     most = checkpoints_at_a_time(training)
     saved = checkpoints_of_run(training)
-    # An earlier export is replaced only when the new one is complete; what a killed process has left
-    # half-written is deleted when the run goes on.
+    # An earlier export exists until the new one is complete. Unfinished directories of a killed
+    # process are deleted when the run continues.
     needed = checkpoint * _missing_steps(run.checkpoints, most) + export
     needed += adapters * _missing_steps(run.adapters, saved)
 
@@ -75,8 +86,16 @@ def checkpoint_bytes(
     adapter: AdapterConfig | None = None,
     has_critic: bool = False,
 ) -> float:
-    """Compute the size of one checkpoint: weights, two fp32 moments and fp32 master weights of
-    what is trained of every model that learns."""
+    """Return the bytes of one checkpoint.
+
+    It holds weights, fp32 master weights and two fp32 moments of the trained parameters.
+
+    Args:
+        model: architecture of policy and critic.
+        dtype: "float32" or "bfloat16". fp32 weights have no separate master weights.
+        adapter: adapter, if only its factors are trained.
+        has_critic: True if a critic of the policy's size is trained, too.
+    """
     weight_bytes = WEIGHT_BYTES[dtype]
     master_bytes = 0 if dtype == "float32" else 4
     models = 2 if has_critic else 1
@@ -87,14 +106,14 @@ def checkpoint_bytes(
 def kept_adapter_bytes(
     training: TrainingConfig, model: ModelConfig, dtype: str, adapter: AdapterConfig | None
 ) -> float:
-    """Compute the size of what ``training.keep_adapters`` keeps of one checkpoint; 0 without it."""
+    """Return the bytes that ``training.keep_adapters`` keeps of one checkpoint; 0 without it."""
     if not training.keep_adapters or adapter is None:
         return 0.0
     return adapter.num_parameters(model) * WEIGHT_BYTES[dtype]
 
 
 def export_bytes(model: ModelConfig, dtype: str, quantization: Quantization | None = None) -> float:
-    """Compute the size of the weights of an export; adapters are merged into it."""
+    """Return the bytes of an export's weights. Adapters are merged into the weights."""
     plain = model.num_parameters
     packed_bytes = 0.0
     if quantization is not None:
@@ -106,24 +125,25 @@ def export_bytes(model: ModelConfig, dtype: str, quantization: Quantization | No
 
 
 def checkpoints_at_a_time(training: TrainingConfig) -> int:
-    """Count the checkpoints that can exist together: an older one is deleted only when a newer one
-    is complete."""
+    """Return the largest number of checkpoints that exist at a time.
+
+    The oldest checkpoint is deleted after a newer one is complete.
+    """
     return min(training.keep_checkpoints + 1, checkpoints_of_run(training))
 
 
 def checkpoints_of_run(training: TrainingConfig) -> int:
-    """Count the checkpoints that a run saves from its first step to its last, deleted ones
-    included."""
+    """Return the number of checkpoints that a run saves, including those that it deletes."""
     return math.ceil(training.steps / training.checkpoint_every)
 
 
 def _missing_steps(directory: Path, wanted: int) -> int:
-    """Count how many more directories of steps there will be, of ``wanted`` together."""
+    """Return the number of step directories that are missing for ``wanted`` in total."""
     return max(0, wanted - len(list(directory.glob("step_??????"))))
 
 
 def _bytes_of(directories: Iterable[Path]) -> int:
-    """Add up the sizes of all files in some directories."""
+    """Return the total size of all files in the directories."""
     files = (file for directory in directories for file in directory.rglob("*"))
     return sum(file.stat().st_size for file in files if file.is_file())
 

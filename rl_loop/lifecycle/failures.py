@@ -1,4 +1,4 @@
-"""What a command says about a failure: its cause in one line, and where the full traceback is."""
+"""One-line descriptions of the failure of a command, and files with full tracebacks."""
 
 import errno
 import importlib
@@ -15,7 +15,7 @@ from megatron_gptoss.user_error import UserError
 from rl_loop.infrastructure import root_cause
 
 MAX_MESSAGE_CHARACTERS = 2000
-"""Some libraries put whole tensors into their messages."""
+"""Length limit of a message, because some libraries print whole tensors."""
 
 PACKAGES = ("gptoss_kernels", "megatron_gptoss", "converters", "rl_loop", "launch")
 
@@ -25,30 +25,30 @@ class Failure:
     """The exception that made a command fail."""
 
     kind: str
-    """Its class, as "module.Class"; that of a built-in one as "Class"."""
+    """Class name as "module.Class", or "Class" if it is built in."""
 
     message: str
 
     is_remote: bool
-    """It was raised in the process of an actor."""
+    """True if an actor's process raised the exception."""
 
     is_user_error: bool
-    """The user can mend it, and the message says how."""
+    """True if the user can correct the cause, and the message says how."""
 
     notes: tuple[str, ...] = ()
-    """Such as the rank that failed first."""
+    """Notes of the exception, such as the rank that failed first."""
 
     is_full_disk: bool = False
-    """A disk or a quota is full, and no code of ours noticed where: there is no room for a
-    traceback."""
+    """True if a disk or a quota is full, so that a traceback could not be written either."""
 
 
 def explain(error: BaseException, directory: Path | None = None) -> str:
-    """Describe ``error`` in one line.
+    """Return a description of ``error`` in one line.
 
-    A ``UserError`` of this process is its message. For everything else the traceback is written to
-    ``error.log`` in ``directory`` or, where that is not possible, to a temporary file, and the
-    line names that file."""
+    For a ``UserError`` of this process this is its message. For other errors the traceback is
+    appended to ``error.log`` in ``directory``, and the line names the file. If this fails, a
+    temporary file is used.
+    """
     failure = find_cause(error)
     if failure.is_full_disk:
         return f"{failure.message}: make room, then add --resume"
@@ -71,12 +71,12 @@ def explain(error: BaseException, directory: Path | None = None) -> str:
 
 
 def find_cause(error: BaseException) -> Failure:
-    """Find the exception at the root of ``error``: the actor's own where Ray passes one on."""
+    """Return the root cause of ``error``. If Ray wraps an exception of an actor, return that one."""
     notes = tuple(getattr(error, "__notes__", ()))
     cause = root_cause(error)
 
-    # of an actor that failed in its constructor Ray keeps the text only; without Ray there are no
-    # actors, and its exceptions need not be imported
+    # Ray keeps only the text of an exception in an actor's constructor. If Ray was never imported,
+    # there are no actors.
     ray: Any = sys.modules.get("ray.exceptions")
     if ray is not None and isinstance(cause, ray.RayActorError) and cause.actor_init_failed:
         kind, message = last_exception(str(cause))
@@ -103,12 +103,14 @@ def find_cause(error: BaseException) -> Failure:
 
 
 def last_exception(text: str) -> tuple[str, str]:
-    """Return class and message of the exception that a traceback ends with, whatever it quotes
-    before that."""
+    """Return class and message of the exception at the end of a traceback.
+
+    The text before may contain other tracebacks.
+    """
     without_colours = re.sub(r"\x1b\[[\d;]*m", "", text)
     lines = without_colours.strip().splitlines()
 
-    # the exception follows the last frame, whose source and its marks are indented
+    # The exception follows the last frame. The frame's source and its marks are indented.
     frames = [number for number, line in enumerate(lines) if line.startswith("  File ")]
     first = frames[-1] + 1 if frames else 0
     while first < len(lines) - 1 and lines[first].startswith(" "):
@@ -127,11 +129,11 @@ def _qualified_name(kind: type) -> str:
 
 
 def _names_user_error(kind: str) -> bool:
-    """Whether "module.Class", read in a traceback, is a class of ``UserError``."""
+    """Return True if ``kind``, "module.Class" from a traceback, is a subclass of ``UserError``."""
     module_name, _, class_name = kind.rpartition(".")
     module = sys.modules.get(module_name)
     if module is None and module_name.partition(".")[0] in PACKAGES:
-        # this process may never have needed the module that failed in the actor
+        # This process may not have imported the module that failed in the actor.
         try:
             module = importlib.import_module(module_name)
         except ImportError:
@@ -141,8 +143,7 @@ def _names_user_error(kind: str) -> bool:
 
 
 def _write_traceback(error: BaseException, directory: Path | None) -> Path | None:
-    """Write the traceback to a file and return its path, or None if there is no room for it
-    anywhere."""
+    """Write the traceback to a file and return its path; None if no file can be written."""
     when = time.strftime("%Y-%m-%d %H:%M:%S")
     command = " ".join(sys.argv)
     text = f"{when} {command}\n" + "".join(traceback.format_exception(error))
@@ -154,7 +155,7 @@ def _write_traceback(error: BaseException, directory: Path | None) -> Path | Non
                 file.write(f"{text}\n")
             return log
         except OSError:
-            pass  # such as a full disk: try the temporary directory
+            pass  # the disk may be full: try the temporary directory
 
     try:
         with tempfile.NamedTemporaryFile(

@@ -1,11 +1,12 @@
-"""Stops a run on a signal, and keeps Ray's processes from hearing the same signal.
+"""Orderly stop of a run on a signal, and protection of Ray's processes from that signal.
 
-A terminal sends Ctrl-C, and its own closing, to every process in its foreground. Only the driver
-may hear them: it finishes the step and saves. Ray blocks Ctrl-C (SIGINT) in the daemons that it
-starts, but not the SIGHUP of a terminal that closes, which ends them and the workers. So a local Ray
-is started in a session of its own, which no terminal signals. The kernel
-still ends Ray's daemons when the driver is killed (Ray asks for that itself), workers end with
-their daemon, and servers and sandboxes with the worker that started them."""
+A terminal sends SIGINT (Ctrl-C) and SIGHUP (on closing) to every process in its foreground. Only the
+driver may receive them, because it finishes the step and saves. Ray blocks SIGINT in its daemons,
+but SIGHUP would end them and their workers. Therefore a local Ray starts in a separate session.
+
+If the driver is killed, the kernel ends Ray's daemons (Ray requests this), workers exit with their
+daemon, and servers and sandboxes exit with the worker that started them.
+"""
 
 import os
 import signal
@@ -21,37 +22,39 @@ from typing import Any, Self
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 EXIT_STATUSES = tuple(128 + number for number in REQUESTS)
-"""Of a run that was asked to stop, by the shell's convention."""
+"""Exit statuses of a run that a signal stopped, by the shell's convention."""
 
 SAME_REQUEST_SECONDS = 0.3
-"""Signals that follow each other so fast are one request: coreutils' ``timeout`` and systemd
-signal a process and then its group."""
+"""Signals within this time count as one request.
+
+coreutils' ``timeout`` and systemd signal a process, and then its process group.
+"""
 
 CLEAN_UP_SECONDS = 15.0
-"""What stopping may take before a further Ctrl-C ends the process without ceremony."""
+"""Time for cleaning up. After it, another Ctrl-C ends the process immediately."""
 
 
 class Interrupt:
-    """Listens to the signals that ask a run to stop.
+    """Handler of the signals that ask a run to stop.
 
-    The first Ctrl-C (or SIGTERM, or SIGHUP) asks to stop after the current step. The second one
-    stops at once, as does the first one where no step is under way.
-
-    To stop at once is to raise KeyboardInterrupt in the main thread. SIGUSR1, which ``gptoss
-    launch`` sends when the time on a cluster ends, also abandons a rollout that is under way. It
-    may come any number of times."""
+    - The first SIGINT, SIGTERM or SIGHUP stops the run after the current step. If no step is
+      running, it stops the run immediately.
+    - The second SIGINT or SIGTERM stops the run immediately: it raises KeyboardInterrupt in the main
+      thread.
+    - SIGUSR1, which ``gptoss launch`` sends before the time limit of a job, also aborts a running
+      rollout. It may arrive any number of times.
+    """
 
     def __init__(self) -> None:
         self.requested = False
         self.abort_rollouts = False
-        """The rollout that is under way is not to be waited for."""
+        """True if the run should not wait for the running rollout."""
         self.exit_status = 128 + signal.SIGINT
-        """By the shell's convention 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP; also
-        130 after SIGUSR1."""
+        """Exit status by the shell's convention: 130 after SIGINT or SIGUSR1, 143 after SIGTERM, 129
+        after SIGHUP."""
         self._in_step = False
 
-        # monotonic clock: of the first request, and of the moment from which on everything only
-        # ends
+        # Monotonic times of the first request, and of the beginning of the clean-up.
         self._asked_at = 0.0
         self._stopped_at: float | None = None
 
@@ -61,7 +64,7 @@ class Interrupt:
 
     @contextmanager
     def installed(self) -> Iterator[Self]:
-        """Listen to the signals inside."""
+        """Handle the signals within the block."""
         self.install()
         announcer = Thread(target=self._announce, name="interrupt", daemon=True)
         announcer.start()
@@ -73,10 +76,9 @@ class Interrupt:
                 signal.signal(number, handler)
 
     def install(self) -> None:
-        """Handle the signals, from now on or again: ``ray.init`` sets a handler of its own for
-        SIGTERM."""
+        """Install the handlers. Call it again after ``ray.init``, which replaces SIGTERM's handler."""
         for number in (*REQUESTS, signal.SIGUSR1):
-            # nohup has had SIGHUP ignored, and that is to stay so
+            # nohup ignores SIGHUP, which must stay ignored.
             if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
                 continue
             previous = signal.signal(number, self._handle)
@@ -84,8 +86,11 @@ class Interrupt:
 
     @contextmanager
     def waiting_for_steps(self, on_request: Callable[[], None]) -> Iterator[None]:
-        """Inside, a first request lets the step under way end; ``on_request`` tells the user so,
-        in another thread."""
+        """Finish the running step after a first request within the block.
+
+        Args:
+            on_request: called in another thread on the first request, to inform the user.
+        """
         self._on_request = on_request
         self._in_step = True
         try:
@@ -96,8 +101,7 @@ class Interrupt:
                 self.leave()
 
     def leave(self) -> None:
-        """Note that the run is ending: from now on a signal interrupts no clean-up, unless the
-        clean-up gets stuck."""
+        """Begin the clean-up. Signals interrupt it only after CLEAN_UP_SECONDS."""
         if self._stopped_at is None:
             self._stopped_at = time.monotonic()
 
@@ -117,13 +121,14 @@ class Interrupt:
         elif not self._in_step:
             self._stop(now)
         elif first:
-            # not from here: the main thread may be in the middle of writing to the same stream
+            # Another thread prints, because the main thread may be writing to the same stream.
             self._announcements.put(self._on_request)
         elif (
             number in (signal.SIGINT, signal.SIGTERM)
             and now - self._asked_at > SAME_REQUEST_SECONDS
         ):
-            # not SIGHUP, which a shell and the kernel both send when a terminal closes
+            # A second SIGHUP is not a request: the shell and the kernel both send one when a
+            # terminal closes.
             self._stop(now)
 
     def _stop(self, now: float) -> None:
@@ -142,11 +147,11 @@ class Interrupt:
 
 
 class SeparateSessions:
-    """A context in which every process that is started gets a session of its own, until
-    ``all_started``.
+    """Context in which every process starts in a separate session, until ``all_started``.
 
-    On leaving, what remains in these sessions is killed: workers that have not noticed yet that
-    their daemon is gone."""
+    On exit, remaining processes of these sessions are killed. These are workers that have not yet
+    noticed the exit of their daemon.
+    """
 
     def __init__(self) -> None:
         self._leaders: set[int] = set()
@@ -161,12 +166,12 @@ class SeparateSessions:
             start(process, *arguments, **options | {"start_new_session": True})
             leaders.add(process.pid)
 
-        # Ray has no option for it, and its own class of processes is a subclass of this one
+        # Ray has no such option. Its class for processes is a subclass of Popen.
         self._popen.__init__ = start_in_session
         return self
 
     def all_started(self) -> None:
-        """Start processes as usual again."""
+        """Start later processes in the session of this process."""
         self._popen.__init__ = self._start
 
     def __exit__(self, *_: object) -> None:
@@ -178,5 +183,5 @@ class SeparateSessions:
 
 
 def processes() -> list[int]:
-    """List the ids of all processes that this one can see."""
+    """Return the ids of all visible processes."""
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]

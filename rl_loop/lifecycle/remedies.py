@@ -1,4 +1,4 @@
-"""Commands that make what a run lacks, for error messages."""
+"""Commands that create missing inputs of a run, for error messages."""
 
 import shlex
 from pathlib import Path
@@ -15,20 +15,25 @@ HUB_NAMES = {
         for size in ("0.5b", "1.5b", "3b", "7b", "14b", "32b")
     },
 }
-"""Names of directories that shipped configurations expect, and of the models on the hub."""
+"""Directory names in shipped configurations, and the names of their models on the hub."""
 
 ONLY_OF_RELEASE = ' --exclude "original/*" "metal/*"'
-"""Options of ``hf download``: copies of the weights in other formats."""
+"""Options of ``hf download`` that leave out copies of the weights in other formats."""
 
 EXAMPLES = {
     "shop": "python examples/chat_with_tools.py",
     "clerk": "python examples/clerk_agent.py",
 }
-"""Directories below runs/ that shipped configurations read, and the programs that write them."""
+"""Programs that write the directories below runs/ that shipped configurations read."""
 
 
 def how_to_make(key: str, path: Path) -> str:
-    """Return a sentence with the command that makes the missing file or directory of ``key``."""
+    """Return a sentence with the command that creates a missing file or directory.
+
+    Args:
+        key: configuration key or option that names the path.
+        path: missing path.
+    """
     name = key.rpartition(".")[2]
     if name in ("initial_weights", "--weights", "tokenizer"):
         return how_to_make_weights(path)
@@ -43,7 +48,7 @@ def how_to_make(key: str, path: Path) -> str:
 
 
 def how_to_make_weights(path: Path) -> str:
-    """Return a sentence with the command that makes or downloads a model."""
+    """Return a sentence with the command that creates or downloads a model at ``path``."""
     config = _training_of(path)
     if config is not None:
         return f"`gptoss sft {config}` makes it"
@@ -63,7 +68,7 @@ def how_to_make_weights(path: Path) -> str:
 
 
 def how_to_make_data(key: str, path: Path) -> str:
-    """Return a sentence with the command that makes a data file, or shows what it has to hold."""
+    """Return a sentence that tells how to create a data file."""
     program = EXAMPLES.get(path.parent.name)
     if program is not None and path.parent.parent.name == "runs":
         return f"`{program} {path.parent}` makes it"
@@ -79,7 +84,7 @@ def how_to_make_data(key: str, path: Path) -> str:
 
 
 def _training_of(path: Path) -> Path | None:
-    """Return the shipped configuration of ``gptoss sft`` whose run directory ``path`` is or is in."""
+    """Return the shipped configuration of ``gptoss sft`` whose run directory contains ``path``."""
     for file in shipped_files("sft"):
         if read_yaml(file).get("name") in path.parts:
             folder = file.parent.relative_to(next(shipped_directories()))
