@@ -1,6 +1,7 @@
-"""Environments: what an agent acts in. Writing one needs neither Ray nor Megatron.
+"""Environments in which agents act. An author of environments needs neither Ray nor Megatron.
 
-``docs/environments.md`` shows how."""
+``docs/environments.md`` shows how to write an environment.
+"""
 
 from rl_loop.environments.base import (
     Environment,

@@ -1,6 +1,7 @@
-"""What an environment is: where its tasks come from, how an episode goes, how a script solves it.
+"""Base class of environments, with the types of tasks, tool calls and step results.
 
-``docs/environments.md`` shows how to write one."""
+``docs/environments.md`` shows how to write an environment.
+"""
 
 import copy
 import json
@@ -22,133 +23,140 @@ Split = Literal["train", "held_out"]
 
 @dataclass(frozen=True)
 class Task:
-    """One problem. Every field is JSON."""
+    """One problem. All fields are JSON values."""
 
     task_id: str
     messages: list[dict[str, Any]]
-    """The prompt: a conversation as ``rl_loop.harmony.conversation`` describes it."""
+    """Prompt, in the format of ``rl_loop.harmony.conversation``."""
     ground_truth: str
     environment: str = "retool"
-    """A name in ``registry.ENVIRONMENTS``, or MODULE:CLASS."""
+    """Name in ``registry.ENVIRONMENTS``, or MODULE:CLASS."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Whatever else the environment needs. "category", if present, is a row of the evaluation's
-    table."""
+    """Further data for the environment. The evaluation's table has a row per "category"."""
 
     def to_json(self) -> str:
-        """Write the task as one line of a task file."""
+        """Return the task as one line of a task file."""
         return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one turn of the agent led to.
+    """Result of one turn of the agent.
 
-    ``reward``, ``reward_parts`` and ``answer`` count only if the episode is ``done``."""
+    ``reward``, ``reward_parts`` and ``answer`` are used only if the episode is ``done``.
+    """
 
     tool_outputs: list[ToolOutput] = field(default_factory=list)
-    """What the tools answered, in the order of the calls."""
+    """Results of the tools, in the order of the calls."""
     user: str | None = None
-    """What the user says next."""
+    """Next message of the user."""
     done: bool = False
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
-    """What the reward is made of, for the metrics; "correct" (0 or 1) is always one of them."""
+    """Parts of the reward, for the metrics. "correct" (0 or 1) is always present."""
     answer: str | None = None
-    """The final answer, in a form in which equal answers are equal text: maj@k counts these."""
+    """Final answer, normalized so that equal answers are equal strings. maj@k counts these."""
     tool_calls: int = 0
     tool_errors: int = 0
     format_error: str | None = None
-    """Why the turn cannot be acted on, such as "unknown_tool". The episode then ends."""
+    """Reason why the turn cannot be executed, such as "unknown_tool". It ends the episode."""
 
 
 @dataclass(frozen=True)
 class AgentProgram:
-    """A program that plays an episode by itself: it talks to the policy over HTTP, as to any model
-    of OpenAI's, and knows nothing of us."""
+    """External agent that runs an episode.
+
+    It calls the policy over HTTP, through OpenAI's API, and does not depend on this project.
+    """
 
     function: str
     """``run(task, base_url, api_key)`` as MODULE:FUNCTION, plain or async."""
     task: dict[str, Any]
-    """JSON, which it is called with."""
+    """First argument of the function: JSON values."""
     history: Literal["append", "harmony"]
-    """What stands before a turn that follows a final answer (docs/gateway.md)."""
+    """Rendering of the history after a final answer (docs/gateway.md)."""
     concurrency: int
-    """Episodes of the program that one rollout worker runs at a time."""
+    """Episodes of the agent that one rollout worker runs at a time."""
     memory_bytes: int
-    """Of the process that runs them."""
+    """Memory limit of the agent's process."""
     python: str | None = None
-    """The interpreter of that process; None for this one's."""
+    """Interpreter of the agent's process. Default: the interpreter of this process."""
 
 
 Script = Generator[list[ParsedMessage], StepResult, None]
-"""A policy that is a program: yields the messages of a turn and is sent what they led to."""
+"""Scripted policy. It yields the messages of a turn and receives the turn's result."""
 
 
 class Execute(Protocol):
-    """Runs untrusted Python: ``PythonSandbox.run``, or a stand-in for it."""
+    """Function that runs untrusted Python, such as ``PythonSandbox.run``."""
 
     def __call__(self, code: str, history: Sequence[str] = (), /) -> Awaitable[ExecutionResult]:
         """Run ``code`` after the programs of ``history``, whose output is dropped.
 
-        Raises SandboxFailure, or InfrastructureFailure where episodes run."""
+        Raises:
+            SandboxFailure: if the sandbox fails.
+            InfrastructureFailure: instead of SandboxFailure, within episodes.
+        """
         ...
 
 
 class RewardConfig(BaseModel):
-    """What an episode earns.
+    """Mapping from scores to rewards.
 
-    Environments score it: 0 is what doing nothing scores, 1 is perfect."""
+    Environments score episodes: 0 is the score of doing nothing, 1 is perfect.
+    """
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     correct: float = 1.0
-    """Reward of score 1; scores between 0 and 1 earn in proportion."""
+    """Reward of score 1. Rewards of other scores are interpolated linearly."""
     wrong: float = -1.0
     """Reward of score 0, and of an episode without an answer."""
     format_error: float = -1.0
-    """The sampled tokens are no legal turn, or call a tool that does not exist. Harm
-    done before, which is a score below 0, is subtracted."""
+    """Reward of a malformed turn or a call of an unknown tool. A negative score of the episode until
+    then is added."""
     tool_use: bool = False
-    """ReTool only: a wrong episode that called tools earns up to 0.4 more, 0.1 for every two
-    calls, so that a policy that is always wrong learns to try them."""
+    """ReTool only: add 0.1 per 2 tool calls, at most 0.4, to the reward of a wrong episode. A policy
+    that is always wrong learns to try tools."""
 
 
 class EnvironmentOptions(BaseModel):
-    """Base of an environment's ``Options``: what ``tasks.sources.NAME.options`` may say."""
+    """Base class of an environment's ``Options``: the keys of ``tasks.sources.NAME.options``."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
 class ToolError(Exception):
-    """A tool call failed through the agent's doing; the message is what the agent reads."""
+    """Failed tool call by a mistake of the agent. The agent reads the message."""
 
 
 class UnknownTool(Exception):
-    """The agent called a tool that does not exist: a format error, which ends the episode."""
+    """Call of a tool that does not exist: a format error, which ends the episode."""
 
 
 class Environment:
-    """The world of one episode; every episode gets a new object.
+    """State and rules of one episode. Every episode gets a new object.
 
-    A subclass defines
+    A subclass defines:
 
-    - its tasks: ``generate``, or ``from_record`` for rows of a file, or both;
-    - what a final answer earns: ``answer``;
-    - its tools, if it has any: ``tools`` describes them, ``call`` runs one;
-    - a script that solves a task, for supervised fine-tuning: ``solve``.
+    - tasks: ``generate``, or ``from_record`` for rows of a file, or both;
+    - the judgment of a final answer: ``answer``;
+    - tools, if any: ``tools`` describes them, ``call`` runs one;
+    - a scripted policy for supervised fine-tuning: ``solve``.
 
-    The agent loop calls ``open``, renders ``prompt`` and passes every turn that the policy samples to
-    ``step``, which calls ``call`` and ``answer``, until a result is ``done``. An episode that ends
-    otherwise earns what ``unfinished`` or ``illegal`` says. ``close`` is called in the end."""
+    The agent loop calls ``open``, renders ``prompt``, and passes every sampled turn to ``step`` until
+    a result is ``done``. ``step`` calls ``call`` and ``answer``. If an episode ends early,
+    ``unfinished`` or ``illegal`` scores it. Finally the loop calls ``close``.
+    """
 
     Options: ClassVar[type[EnvironmentOptions]] = EnvironmentOptions
 
     FIXED: ClassVar[tuple[str, ...]] = ("task", "execute", "reward")
-    """Attributes that no step changes, which ``save_state`` leaves out. A subclass appends those
-    that cannot be copied, such as a connection."""
+    """Attributes that steps do not change. ``save_state`` leaves them out. Subclasses append
+    attributes that cannot be copied, such as a connection."""
 
     IS_PLAYED_BY_PROGRAM: ClassVar[bool] = False
-    """Whether ``program`` plays the episodes, and not the agent loop."""
+    """True if an external agent (``program``) runs the episodes instead of the agent loop."""
 
     def __init__(self, task: Task, execute: Execute, reward: RewardConfig) -> None:
         self.task = task
@@ -159,93 +167,138 @@ class Environment:
 
     @classmethod
     def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
-        """Make task ``index`` (0, 1, 2, ... without end) of a split from the arguments alone.
+        """Return a generated task. Equal arguments give equal tasks.
 
-        ``options`` is an instance of ``Options``. The task source that asks sets the id and the
-        environment's name."""
+        Args:
+            split: "train" or "held_out".
+            seed: seed of the task source.
+            index: number of the task: 0, 1, 2, ... without limit.
+            options: instance of ``Options``.
+
+        Returns:
+            The task. The task source sets its id and the environment's name.
+        """
         name = cls.__name__
         raise NotImplementedError(f"{name} generates no tasks: give train_path and held_out_path")
 
     @classmethod
     def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task | None:
-        """Make the task of a data set's row, or return None to leave the row out.
+        """Return the task of a row of a data set; None to leave the row out.
 
-        ``name`` is unique to the row. Raises KeyError or ValueError for a row of another kind."""
+        Args:
+            record: row.
+            name: unique name of the row.
+            options: instance of ``Options``.
+
+        Raises:
+            KeyError: if a column is missing.
+            ValueError: if a value has the wrong type.
+        """
         raise ValueError("a task needs task_id, messages and ground_truth")
 
     @classmethod
     def solve(cls, task: Task, rng: Random, faulty: bool) -> Script:
-        """Solve ``task`` as an expert, or look like one and mostly fail if ``faulty``.
+        """Return a scripted policy for ``task``.
 
-        Episodes of such scripts are the demonstrations of supervised fine-tuning. Raises
-        NotImplementedError, when the script begins, for a task that it cannot solve."""
+        Episodes of such scripts are demonstrations for supervised fine-tuning.
+
+        Args:
+            task: task to solve.
+            rng: source of variation.
+            faulty: False for an expert, True for a script with the form of an expert that mostly
+                fails.
+
+        Raises:
+            NotImplementedError: when the script starts, if it cannot solve the task.
+        """
         name = cls.__name__
         raise NotImplementedError(f"{name} has no scripted policy to make demonstrations with")
 
     @classmethod
     async def simulate_python(cls, code: str, history: Sequence[str] = (), /) -> ExecutionResult:
-        """Answer a program of ``solve`` without running it, as demonstrations have no sandbox.
+        """Return the result of a program of ``solve`` without running it.
 
-        Needed only if scripts call Python. Takes and returns what ``execute`` does."""
+        Demonstrations have no sandbox. Only environments whose scripts call Python need this method.
+        Arguments and result are those of ``execute``.
+        """
         name = cls.__name__
         raise NotImplementedError(f"{name}.solve calls Python, which needs {name}.simulate_python")
 
     @classmethod
     def vocabulary_text(cls) -> str:
-        """Return the text that a tiny vocabulary is made for.
+        """Return the text from which a tiny vocabulary is built.
 
-        Without one, the default, it is made for episodes of ``solve`` on generated tasks. A
-        subclass inherits the text: override it where tasks read differently."""
+        If it is empty, the vocabulary is built from episodes of ``solve`` on generated tasks.
+        Subclasses inherit the text, so override it if tasks use other words.
+        """
         return ""
 
     # ---- an episode
 
     async def open(self) -> None:
-        """Connect to what the episode needs, before its prompt is asked for.
+        """Connect to the servers of the episode, before ``prompt`` is called.
 
-        Called again, after ``restore_state``, before a turn that infrastructure spoiled is acted on
-        anew: what is still open may stay. Raises InfrastructureFailure, as any other exception
-        counts; leaves nothing open then."""
+        After an infrastructure failure the loop calls ``restore_state`` and then ``open`` again,
+        before it repeats the turn. Existing connections may stay.
+
+        Raises:
+            InfrastructureFailure: if it fails, with no connection left open. Other exceptions count
+                as infrastructure failures, too.
+        """
 
     async def close(self) -> None:
-        """Let go of what ``open`` opened, however the episode ended.
+        """Release the resources of ``open``, after any end of the episode.
 
-        An exception is logged and changes nothing of the episode."""
+        An exception is logged and does not change the episode.
+        """
 
     def prompt(self) -> list[dict[str, Any]]:
-        """Return the messages that the agent starts from: {"role": "user", "content": text}.
+        """Return the first messages, such as {"role": "user", "content": text}.
 
-        ``rl_loop.harmony.conversation`` describes what they may say."""
+        ``rl_loop.harmony.conversation`` describes the format.
+        """
         return self.task.messages
 
     def tools(self) -> Sequence[Tool]:
-        """Return the functions that the developer message describes, without ``python``."""
+        """Return the functions for the developer message, without ``python``."""
         return ()
 
     def builtin_tools(self) -> Sequence[BuiltinTool | PythonTool]:
-        """Return the built-in tools that the system message describes, such as ``PythonTool()``.
+        """Return the built-in tools for the system message, such as ``PythonTool()``.
 
-        Offer only what ``call`` accepts ("python" for PythonTool): calling another is a format
-        error."""
+        Offer only tools that ``call`` accepts ("python" for PythonTool). A call of another tool is a
+        format error.
+        """
         return ()
 
     async def call(self, tool: str, arguments: str) -> str | StepResult:
-        """Run one tool call. Returns what the agent reads, or the end of the episode.
+        """Run one tool call.
 
-        ``tool`` is the recipient as it was sampled ("functions.NAME", "python"), ``arguments``
-        the text of the message. Raises ToolError and UnknownTool for what the agent did wrong,
-        and InfrastructureFailure if the tool cannot work through no fault of the agent; any other
-        exception counts as one."""
+        Args:
+            tool: sampled recipient: "functions.NAME" or "python".
+            arguments: text of the message.
+
+        Returns:
+            The text that the agent reads, or the end of the episode.
+
+        Raises:
+            ToolError: if the agent made a mistake.
+            UnknownTool: if there is no such tool.
+            InfrastructureFailure: if the tool fails for another reason. Other exceptions count as
+                infrastructure failures, too.
+        """
         raise UnknownTool
 
     async def answer(self, text: str) -> StepResult:
         """Judge the text on the channel ``final``.
 
-        Returns ``finished``, or what the user says next."""
+        Returns:
+            The result of ``finished``, or the next message of the user.
+        """
         raise NotImplementedError
 
     async def step(self, messages: Sequence[ParsedMessage]) -> StepResult:
-        """Act on the messages of one assistant turn: run its calls, or judge its answer."""
+        """Execute one assistant turn: run its tool calls, or judge its answer."""
         calls = [message for message in messages if message.recipient is not None]
         if not calls:
             return await self._judge_turn(messages[-1])
@@ -263,16 +316,16 @@ class Environment:
             except UnknownTool:
                 return self.illegal("unknown_tool")
 
-            # The episode is over: calls behind this one are not run.
+            # The episode is over, so later calls are not executed.
             if isinstance(reply, StepResult):
                 return replace(reply, tool_calls=len(outputs) + 1, tool_errors=errors)
-            # Harmony wants the answer on the channel of its call.
+            # In Harmony a tool's result has the channel of its call.
             outputs.append(ToolOutput(message.recipient, message.channel, reply))
 
         return StepResult(outputs, tool_calls=len(outputs), tool_errors=errors)
 
     async def _judge_turn(self, message: ParsedMessage) -> StepResult:
-        """Judge a turn without calls. Raises InfrastructureFailure if that is not possible."""
+        """Judge a turn without calls. Raises InfrastructureFailure if the checker fails."""
         if message.channel != "final":
             return self.illegal("unanswered")
 
@@ -281,17 +334,17 @@ class Environment:
         except InfrastructureFailure:
             raise
         except Exception as error:
-            # An answer that could not be judged is not a wrong one.
+            # A checker that crashes says nothing about the answer, so do not score it as wrong.
             raise InfrastructureFailure("checker", describe(error)) from error
 
     async def _run_call(self, tool: str, arguments: str) -> str | StepResult:
-        """Run ``call``. Raises InfrastructureFailure for whatever it must not raise or return."""
+        """Run ``call``. Raises InfrastructureFailure for unexpected exceptions and return types."""
         try:
             reply = await self.call(tool, arguments)
         except (ToolError, UnknownTool, InfrastructureFailure):
             raise
         except Exception as error:
-            # A server that is away, or a bug of the tool: never the policy's doing.
+            # The cause is a missing server or a bug of the tool, not the policy.
             raise InfrastructureFailure("tool", f"{tool[:60]}: {describe(error)}") from error
 
         if not isinstance(reply, str | StepResult):
@@ -302,51 +355,59 @@ class Environment:
     # ---- an episode that a program plays
 
     def program(self) -> AgentProgram:
-        """Return what plays the episode, where IS_PLAYED_BY_PROGRAM."""
+        """Return the external agent of the episode, if IS_PLAYED_BY_PROGRAM."""
         raise NotImplementedError
 
     def earned(self, given: object) -> StepResult:
-        """Return the end of an episode whose program returned ``given``, or was given it as reward.
+        """Return the end of an episode of an external agent.
 
-        Raises InfrastructureFailure if that is no reward."""
+        Args:
+            given: value that the agent returned or sent as its reward.
+
+        Raises:
+            InfrastructureFailure: if the value is not a reward.
+        """
         raise NotImplementedError
 
-    # ---- its state: failed calls are repeated, and purification replays them
+    # ---- state of an episode, for repeating failed calls and for purification
 
     def save_state(self) -> Any:
-        """Copy all that steps of an episode change, so that a failed call can be repeated.
+        """Return a copy of the state that steps change, so that a failed call can be repeated.
 
-        The default deep-copies all attributes but those of ``FIXED``. An environment whose world
-        lives elsewhere and cannot be set back returns None: its calls are then run only once."""
-        # A deep copy, since steps change lists and dictionaries in place.
+        The default is a deep copy of all attributes except ``FIXED``. Return None if the state is on
+        a server and cannot be restored. Failed calls are then not repeated.
+        """
+        # Steps change lists and dictionaries in place, so the copy is deep.
         changing = {name: value for name, value in vars(self).items() if name not in self.FIXED}
         return copy.deepcopy(changing)
 
     def restore_state(self, state: Any) -> None:
-        """Set the world back to what ``save_state`` returned.
-
-        ``state`` can be used again afterwards."""
+        """Restore the state that ``save_state`` returned. ``state`` can be used again."""
         added = vars(self).keys() - state.keys() - set(self.FIXED)
         for name in added:
             delattr(self, name)
 
-        # Copied again, so that a second retry finds the state unchanged.
+        # Copy again, so that a second retry gets the same state.
         for name, value in copy.deepcopy(state).items():
             setattr(self, name, value)
 
-    # ---- how an episode ends
+    # ---- ends of an episode
 
     def unfinished(self) -> StepResult:
-        """Score an episode that ended without a final answer: out of turns, tokens or time."""
+        """Score a truncated episode: it reached its limit of turns, tokens or time."""
         return self.finished(0.0)
 
     def illegal(self, kind: str) -> StepResult:
-        """Score an episode that ended with an illegal turn or an unknown tool.
+        """Score an episode that ended with a malformed turn or an unknown tool.
 
-        It earns a format error's reward, less the harm done before, which such an end must not
-        undo. It has all the reward parts of an unfinished episode, since GDPO compares episodes
-        part by part."""
-        # Doing nothing earns ``wrong``; what is missing to that is the harm.
+        The reward is ``format_error`` plus the negative score until then, so a malformed turn does
+        not hide damage. The reward parts are those of a truncated episode, because GDPO compares
+        episodes part by part.
+
+        Args:
+            kind: reason, such as "unknown_tool".
+        """
+        # An episode without any action earns ``wrong``. The difference to it is the damage.
         unfinished = self.unfinished()
         harm = min(0.0, unfinished.reward - self.reward.wrong)
         parts = unfinished.reward_parts | {"correct": 0.0, "format_error": 1.0}
@@ -356,17 +417,19 @@ class Environment:
         return StepResult(done=True, reward=reward, reward_parts=parts, format_error=kind)
 
     def finished(self, score: float, answer: str | None = None, **parts: float) -> StepResult:
-        """End the episode with ``score``: 1 is perfect, 0 what doing nothing scores.
+        """Return the end of the episode.
 
-        ``parts`` are further reward parts; every end of an episode must have the same ones."""
+        Args:
+            score: 1 is perfect, 0 is the score of doing nothing, negative is damage.
+            answer: normalized final answer, for maj@k.
+            parts: further reward parts. Every end of an episode must have the same parts.
+        """
         reward = self.reward.wrong + (self.reward.correct - self.reward.wrong) * score
         all_parts = {"correct": float(score >= 1), "format_error": 0.0, "score": score, **parts}
         return StepResult(done=True, reward=reward, reward_parts=all_parts, answer=answer)
 
     def reference_answer(self) -> str:
-        """Return the text of a right answer as an agent would write it.
-
-        Nothing is trained on it."""
+        """Return a correct answer as an agent would write it. It is never trained on."""
         return self.task.ground_truth
 
 
@@ -374,11 +437,14 @@ class Environment:
 
 
 def text_in(record: dict[str, Any], key: str) -> str:
-    """Return the text of a row's key; a number becomes text.
+    """Return a column of a row as text. Numbers are converted.
 
-    Raises KeyError if the key is missing, ValueError if its value has another type."""
+    Raises:
+        KeyError: if the column is missing.
+        ValueError: if its value is neither text nor a number.
+    """
     value = record[key]
-    # JSON's true and false are integers to Python, and no text to anybody.
+    # JSON's true and false are integers in Python.
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):
@@ -387,21 +453,23 @@ def text_in(record: dict[str, Any], key: str) -> str:
 
 
 def function_of(recipient: str) -> str:
-    """Return the name of the function that a call is for. Raises UnknownTool for another recipient."""
+    """Return the function's name in a recipient. Raises UnknownTool if it is not a function."""
     if not recipient.startswith(FUNCTIONS):
         raise UnknownTool
     return recipient.removeprefix(FUNCTIONS)
 
 
 DEEPEST_ARGUMENTS = 64
-"""Levels of JSON that a call may have: libraries which write or read it have limits of their own."""
+"""Limit of nested levels in a call's JSON. Libraries that read or write JSON have limits, too."""
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """Parse the JSON object that a function is called with.
+    """Parse the JSON object with the arguments of a function.
 
-    Raises ToolError, also for what Python reads and JSON does not have: NaN, infinite numbers, half
-    of a surrogate pair. A server would fail over it as if it were broken."""
+    Raises:
+        ToolError: if the text is not a JSON object. NaN, infinite numbers and unpaired surrogates,
+            which Python accepts, are errors, too: servers would fail on them.
+    """
     try:
         arguments = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
         json.dumps(arguments, ensure_ascii=False).encode()
@@ -444,16 +512,16 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 
 def think(text: str) -> ParsedMessage:
-    """Write a message on the channel ``analysis``."""
+    """Return a message on the channel ``analysis``."""
     return ParsedMessage("analysis", None, None, text)
 
 
 def final(text: str) -> ParsedMessage:
-    """Write a final answer."""
+    """Return a message with a final answer."""
     return ParsedMessage("final", None, None, text)
 
 
 def function_call(name: str, /, **arguments: Any) -> ParsedMessage:
-    """Write a call of one of the ``tools``."""
+    """Return a message that calls one of the ``tools``."""
     text = json.dumps(arguments)
     return ParsedMessage("commentary", f"{FUNCTIONS}{name}", "<|constrain|>json", text)

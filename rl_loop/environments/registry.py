@@ -1,4 +1,4 @@
-"""Environments by the name that a task or a configuration gives."""
+"""Registry of environments by the names in tasks and configurations."""
 
 import inspect
 
@@ -6,14 +6,14 @@ from rl_loop.environments.base import Environment, Execute, RewardConfig, Task
 from rl_loop.registry import Registry, subclass_of
 
 DEFAULT_ENVIRONMENT = "retool"
-"""Of configurations that name no source of tasks."""
+"""Environment of configurations without ``tasks.sources``."""
 
 ENVIRONMENTS: Registry[type[Environment]] = Registry(
     kind="environment",
     expected="a subclass of Environment",
     accepts=subclass_of(Environment),
     entries={
-        # Imported when a task or a configuration names them: clients of servers are slow to import.
+        # Imported on first use, because clients of servers import slowly.
         "retool": "rl_loop.environments.retool:ReToolEnvironment",
         "gsm8k": "rl_loop.environments.gsm8k:Gsm8kEnvironment",
         "instructions": "rl_loop.environments.instructions:InstructionEnvironment",
@@ -26,21 +26,22 @@ ENVIRONMENTS: Registry[type[Environment]] = Registry(
 )
 
 CHECKED_METHODS = ("generate", "from_record", "solve", "call", "answer", "step", "illegal")
-"""Methods that the loop calls with arguments, and that can therefore be written with wrong
-ones."""
+"""Methods whose arguments are checked, because the loop calls them with arguments."""
 PASSED_BY_NAME = ("faulty",)
-"""Arguments of these that are passed as keywords; the others are passed by position."""
+"""Arguments that are passed as keywords. Others are passed by position."""
 
 _checked: set[type[Environment]] = set()
-"""Environments whose methods take the right arguments."""
+"""Environments whose signatures are correct."""
 
 
 def environment_class(name: str) -> type[Environment]:
-    """Return the environment of a name in ``ENVIRONMENTS``, or import that of MODULE:CLASS.
+    """Return the environment class of a name in ``ENVIRONMENTS`` or of MODULE:CLASS.
 
-    Raises ValueError if there is none, or a method of it takes the wrong arguments."""
+    Raises:
+        ValueError: if there is none, or if a method takes the wrong arguments.
+    """
     environment = ENVIRONMENTS.resolve(name)
-    # Asked for every row of a task file: once is enough.
+    # Called for every row of a task file, so check each class once.
     if environment not in _checked:
         _check_signatures(environment)
         _checked.add(environment)
@@ -48,23 +49,28 @@ def environment_class(name: str) -> type[Environment]:
 
 
 def make_environment(task: Task, execute: Execute, reward: RewardConfig) -> Environment:
-    """Make the environment of one episode. Raises ValueError if there is no such environment."""
+    """Return an environment for one episode. Raises ValueError if the class does not exist."""
     return environment_class(task.environment)(task, execute, reward)
 
 
 def make_offline_environment(task: Task) -> Environment:
-    """Make an environment without a sandbox: for prompts, reward parts and demonstrations.
+    """Return an environment without a sandbox, for prompts, reward parts and demonstrations.
 
-    Its Python is ``simulate_python``, its rewards are the default ones."""
+    It runs Python by ``simulate_python`` and uses the default rewards.
+    """
     environment = environment_class(task.environment)
     return environment(task, environment.simulate_python, RewardConfig())
 
 
 def _check_signatures(environment: type[Environment]) -> None:
-    """Raise ValueError if the loop could not call a method as it calls that of ``Environment``.
+    """Check that the methods of an environment accept the loop's arguments.
 
-    In an episode the TypeError of such a call would look like a tool that failed: the run would
-    try it again, and blame the infrastructure in the end."""
+    Otherwise a call would raise TypeError in an episode, which looks like a failing tool. The run
+    would repeat the call and report an infrastructure failure.
+
+    Raises:
+        ValueError: naming the method and the expected arguments.
+    """
     for name in CHECKED_METHODS:
         parameters = inspect.signature(getattr(Environment, name)).parameters
         by_position = [parameter for parameter in parameters if parameter not in PASSED_BY_NAME]
