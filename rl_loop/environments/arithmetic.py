@@ -1,7 +1,8 @@
-"""The demo's problems: arithmetic that is hard from the head and easy with Python.
+"""Problems of the demo: arithmetic that is hard without Python and easy with it.
 
-They are asked in words and as expressions. A hash of its *expression* decides which split a
-problem belongs to, so that none occurs in both, in any wording."""
+Problems are word problems or expressions. A hash of the expression selects the split, so that no
+expression occurs in both splits, in any wording.
+"""
 
 import hashlib
 import random
@@ -27,31 +28,39 @@ TEMPLATES = (
     ("{a} boxes of {b} pens, {c} are lost. How many pens?", "{a}*{b}-{c}"),
     ("{a} boys and {b} girls have {c} cards each. How many cards?", "({a}+{b})*{c}"),
 )
-"""(text, expression); a, b and c are replaced by numbers."""
+"""Pairs of text and expression, in which a, b and c are replaced by numbers."""
 
 NUMBERS = range(11, 51)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A question and the sum that answers it."""
+    """A question and the expression that answers it."""
 
     text: str
-    """What is asked."""
+    """Text of the question."""
     expression: str
-    """Python whose value is the answer."""
+    """Python expression of the answer."""
 
     @property
     def answer(self) -> int:
-        """Compute the expression."""
-        # Expressions are made here or matched by ``interpret``: digits, signs and brackets only.
+        """Value of the expression."""
+        # ``problem`` builds expressions and ``interpret`` matches them: they have only digits, signs
+        # and brackets.
         return int(eval(self.expression, {"__builtins__": {}}))
 
 
 def problem(split: Split, seed: int, index: int, numbers: range = NUMBERS) -> Problem:
-    """Make problem ``index`` (0, 1, 2 and so on, without end) of a split."""
+    """Return a generated problem. Equal arguments give equal problems.
+
+    Args:
+        split: "train" or "held_out".
+        seed: seed of the problems.
+        index: number of the problem: 0, 1, 2, ... without limit.
+        numbers: numbers that occur in problems.
+    """
     for attempt in range(1000):
-        # Any index can be made without those before it, so that a resumed run has the same tasks.
+        # Each index has its own seed, so that a resumed run gets the same tasks.
         rng = random.Random(f"{seed}/{split}/{index}/{attempt}")
         text, expression = rng.choice(TEMPLATES)
         drawn = {name: rng.choice(numbers) for name in "abc"}
@@ -60,12 +69,12 @@ def problem(split: Split, seed: int, index: int, numbers: range = NUMBERS) -> Pr
         if split_of(candidate.expression) == split:
             return candidate
 
-    # A held-out problem is one in eight: a thousand misses in a row do not happen.
+    # 1 in 8 problems is held out, so 1,000 misses in a row do not happen.
     raise RuntimeError(f"no problem {index} of split {split} found")
 
 
 def split_of(expression: str) -> Split:
-    """Return the split that an expression belongs to, whatever the seed."""
+    """Return the split of an expression, which does not depend on the seed."""
     digest = hashlib.sha256(expression.encode()).digest()
     return "held_out" if digest[0] % HELD_OUT_SHARE == 0 else "train"
 
@@ -91,9 +100,10 @@ def guess(answer: int, rng: random.Random) -> int:
 
 
 async def interpret(code: str, history: Sequence[str] = ()) -> ExecutionResult:
-    """Answer the programs of the scripted policy as Python would, without running anything.
+    """Return Python's result for a program of the scripted policy, without running it.
 
-    These programs keep no state, so ``history`` makes no difference."""
+    These programs keep no state, so ``history`` is ignored.
+    """
     if code.startswith("x="):
         return ExecutionResult("", 0)
 
@@ -105,7 +115,7 @@ async def interpret(code: str, history: Sequence[str] = ()) -> ExecutionResult:
 
 
 def _syntax_error(code: str) -> str:
-    """Write Python's message for a bracket that is not closed."""
+    """Return Python's message for an unclosed bracket."""
     return (
         f"  File \"<sandbox>\", line 1\n    {code}\n         ^\nSyntaxError: '(' was never closed\n"
     )

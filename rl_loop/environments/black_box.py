@@ -1,7 +1,7 @@
-"""Tasks of agents that are programs of their own: they talk to the policy over HTTP, as to any model
-of OpenAI's, and say what an episode earned.
+"""Tasks for external agents, which call the policy over HTTP and report the reward.
 
-``rl_loop.agents`` plays the episodes; docs/agents.md shows how to bring an agent."""
+``rl_loop.agents`` runs the episodes. docs/agents.md shows how to connect an agent.
+"""
 
 import shutil
 from typing import Any, ClassVar, Literal, Self
@@ -25,26 +25,28 @@ from rl_loop.infrastructure import InfrastructureFailure
 
 class BlackBoxOptions(EnvironmentOptions):
     agent: str
-    """``run(task, base_url, api_key)`` as MODULE:FUNCTION, plain or async. It returns the score (1
-    is perfect, 0 is what doing nothing earns), a dictionary of the score and further ``parts``, or
-    None if it was rewarded over HTTP. Whatever it raises is an infrastructure failure, unless the
-    policy had used up a limit or written an illegal message."""
+    """Function ``run(task, base_url, api_key)`` as MODULE:FUNCTION, plain or async. It returns the
+    score (1 is perfect, 0 is the score of doing nothing), a dictionary with "score" and ``parts``, or
+    None if it sent the reward over HTTP. An exception is an infrastructure failure, unless the policy
+    had reached a limit or written a malformed message."""
     tasks: str | None = None
-    """``tasks(split, seed, index)`` as MODULE:FUNCTION: generates task ``index`` of "train" or
-    "held_out", a JSON object with the text ``prompt``. null: rows of train_path and held_out_path."""
+    """Function ``tasks(split, seed, index)`` as MODULE:FUNCTION. It returns task ``index`` of "train"
+    or "held_out": a JSON object with the text ``prompt``. null: use rows of train_path and
+    held_out_path."""
     parts: list[str] = Field(default_factory=list)
-    """What the agent returns besides "score"; an episode that ends otherwise has 0 of them."""
+    """Reward parts that the agent returns in addition to "score". They are 0 in truncated and
+    malformed episodes."""
     history: Literal["append", "harmony"] = "append"
-    """What stands before a turn that follows a final answer: every token so far, or what the format
-    keeps of them, which begins another sequence (docs/gateway.md)."""
+    """Rendering of the history after a final answer. "append" keeps all tokens. "harmony" drops the
+    tokens that the format drops, which begins a new sequence (docs/gateway.md)."""
     concurrency: int = Field(64, gt=0)
-    """Episodes of this agent that one rollout worker runs at a time; more wait."""
+    """Episodes of this agent that one rollout worker runs at a time."""
     memory_gb: float = Field(8.0, gt=0)
-    """Of the process that runs these episodes: what it allocates beyond that is a MemoryError."""
+    """Memory limit of the agent's process in GB. Allocations beyond it raise MemoryError."""
     python: str | None = None
-    """Another interpreter to run the agent with, such as agents/.venv/bin/python, whose packages need
-    not fit to those of this project; null for the trainer's. Then nobody knows before the run whether
-    the agent can be imported."""
+    """Interpreter for the agent, such as agents/.venv/bin/python, with packages of its own. Default:
+    the trainer's interpreter. With another interpreter the import of the agent is not checked before
+    the run."""
 
     @field_validator("tasks")
     @classmethod
@@ -66,13 +68,16 @@ class BlackBoxOptions(EnvironmentOptions):
 
 
 class BlackBoxEnvironment(Environment):
-    """What an episode of such an agent earns. The agent plays it; nothing is called but the ends."""
+    """Rewards of an external agent's episodes.
+
+    The agent runs the episode. Only the methods for its end are called.
+    """
 
     Options: ClassVar[type[EnvironmentOptions]] = BlackBoxOptions
     IS_PLAYED_BY_PROGRAM = True
 
     def __init__(self, task: Task, execute: Execute, reward: RewardConfig) -> None:
-        """Raises ValueError for a task that was made otherwise than by this class."""
+        """Raises ValueError if another class created the task."""
         super().__init__(task, execute, reward)
         self.row = row_of(task)
         self.options = BlackBoxOptions.model_construct(**task.metadata["options"])

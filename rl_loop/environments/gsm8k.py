@@ -1,8 +1,8 @@
-r"""GSM8K (arXiv 2110.14168): word problems whose answer is an integer, from the head or with
-Python.
+r"""GSM8K (arXiv 2110.14168): word problems with integer answers, with or without Python.
 
-Files and the hub have the real ones; without either, small word problems are generated. The real
-ones come with solutions whose calculations are marked, <<48/2=24>>: demonstrations compute them."""
+Files and the hub contain the original problems. Without them, small word problems are generated. The
+original solutions mark calculations, such as <<48/2=24>>. Demonstrations compute them with Python.
+"""
 
 import re
 from collections.abc import Sequence
@@ -17,20 +17,20 @@ from rl_loop.environments.retool import ReToolEnvironment, ReToolOptions, prompt
 from rl_loop.sandbox import ExecutionResult
 
 CALCULATION = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")
-"""A calculation of a solution, and its result."""
+"""Marked calculation of a solution, with its result."""
 NUMBER = re.compile(r"\d+(?:\.\d+)?|\.\d+")
 ARITHMETIC = re.compile(r"[-+*/(). 0-9]{1,200}")
-"""What is computed here. No powers: ``evaluate`` leaves out two asterisks."""
+"""Expressions that ``evaluate`` computes. It rejects powers separately."""
 
 
 class Gsm8kOptions(ReToolOptions):
     instructions: str | None = r"Think, then answer in \boxed{}."
-    """The developer message; null for none."""
+    """Developer message; null for none."""
     tools: bool = False
-    """Whether Python may be called; the system message then describes it if
-    ``prompt.python_tool`` is on."""
+    """Let the policy call Python. The system message describes Python if
+    ``prompt.python_tool`` is true."""
     largest: int = 9
-    """Of generated problems: numbers go from 2 to this."""
+    """Largest number in generated problems. The smallest is 2."""
 
 
 class Gsm8kEnvironment(ReToolEnvironment):
@@ -63,9 +63,10 @@ class Gsm8kEnvironment(ReToolEnvironment):
 
     @classmethod
     def solve(cls, task: Task, rng: Random, faulty: bool) -> Script:
-        """Work the problem out, with Python where it may be called; if ``faulty``, guess.
+        """Return a script that solves the problem, or guesses if ``faulty``.
 
-        Without Python where the task's solution says no calculation that Python could do."""
+        The script calls Python if this is allowed and the task's solution has a calculation.
+        """
         if task.metadata["tools"] and "expression" in task.metadata:
             yield from ReToolEnvironment.solve(task, rng, faulty)
         elif faulty:
@@ -86,7 +87,7 @@ class Gsm8kEnvironment(ReToolEnvironment):
 
     @classmethod
     def vocabulary_text(cls) -> str:
-        # Not ReTool's: the wording of these tasks depends on their options.
+        # ReTool's text does not fit, because the wording of these tasks depends on their options.
         return ""
 
     def builtin_tools(self) -> Sequence[PythonTool]:
@@ -99,10 +100,14 @@ class Gsm8kEnvironment(ReToolEnvironment):
 
 
 def expression_of(solution: str, answer: str) -> str | None:
-    """Return one expression for what a solution of GSM8K calculates, None if there is none.
+    """Return one expression with all calculations of a solution.
 
-    The last calculation, with earlier ones in place of their results: "48/2" and "48+24" make
-    "48+(48/2)". Python's value of it is exactly ``answer``."""
+    In the last calculation, results of earlier calculations are replaced by these: "48/2" and
+    "48+24" become "48+(48/2)".
+
+    Returns:
+        An expression whose value in Python is exactly ``answer``; None if there is none.
+    """
     steps: dict[Fraction, str] = {}
 
     def written_out(number: re.Match[str]) -> str:
@@ -112,7 +117,8 @@ def expression_of(solution: str, answer: str) -> str | None:
     expression = ""
     for calculation, result in CALCULATION.findall(solution):
         expression = NUMBER.sub(written_out, calculation.replace(" ", ""))
-        # One that is too long to be computed is not put into others: each could double it.
+        # Do not insert an expression that is too long to compute, because each insertion may double
+        # the length.
         if NUMBER.fullmatch(result.strip()) and ARITHMETIC.fullmatch(expression):
             steps[Fraction(result.strip())] = expression
 
@@ -123,13 +129,15 @@ def expression_of(solution: str, answer: str) -> str | None:
 
 
 def evaluate(expression: str) -> int | float | None:
-    """Compute sums, differences, products and quotients of numbers as Python does.
+    """Return the value of an expression with numbers, +, -, *, / and brackets.
 
-    Returns None for anything else, and for what Python refuses."""
+    Returns:
+        Python's value; None for other expressions, and if Python raises an error.
+    """
     if not ARITHMETIC.fullmatch(expression) or "**" in expression:
         return None
     try:
-        # Only digits, dots, brackets and the four operations can be in it.
+        # The expression has only digits, dots, brackets and the four operators.
         value = eval(expression, {"__builtins__": {}})
     except (ArithmeticError, SyntaxError, TypeError):
         return None

@@ -1,8 +1,9 @@
-"""Checks texts against the constraints of IFEval and IFBench, with the checkers of if-verifiable.
+"""Checks of texts against the constraints of IFEval and IFBench, with if-verifiable's checkers.
 
-The checkers are taken as they are published, but for what would make a verdict depend on chance
-or on data that is not installed: see ``make_checker`` and ``meets``. Their regular expressions take
-seconds for texts of 20 KB that are written for it, so that ``judge`` asks other processes."""
+The checkers are used as published, with two exceptions (``make_checker`` and ``meets``): verdicts
+must not depend on chance or on data that is not installed. Adversarial texts of 20 KB keep their
+regular expressions busy for seconds, so ``judge`` runs them in other processes.
+"""
 
 import atexit
 import json
@@ -20,8 +21,10 @@ from rl_loop.rewards import CheckerFailure
 from rl_loop.rewards.checker_pool import CheckerPool
 
 SECONDS = 10.0
-"""Processor time for one text and one constraint, which usually take milliseconds. A text that takes
-more does not meet the constraint."""
+"""Limit of processor time for one text and one constraint, which usually take milliseconds.
+
+A text that takes longer does not satisfy the constraint.
+"""
 
 PUNKT = {"punkt_tab": "tokenizers/punkt_tab/english/"}
 TAGGER = {"averaged_perceptron_tagger_eng": "taggers/averaged_perceptron_tagger_eng/"}
@@ -35,8 +38,11 @@ NLTK_DATA = {
     "ratio:stop_words": STOPWORDS,
     "words:start_verb": PUNKT | TAGGER,
 }
-"""What checkers read from NLTK's data, which NLTK does not bring along: package -> place. Counting
-capital words would read it too, and is done without it here."""
+"""NLTK data that checkers read: {package: path}, by constraint.
+
+NLTK does not ship this data. The original checker of capital words reads it, too, but
+``count_capital_words`` does not.
+"""
 
 CAPITAL_WORDS = "change_case:capital_word_frequency"
 LETTER_FREQUENCY = "keywords:letter_frequency"
@@ -44,44 +50,42 @@ LETTER_FREQUENCY = "keywords:letter_frequency"
 
 @dataclass(frozen=True)
 class Constraint:
-    """One instruction that a text must follow."""
+    """Constraint on a text."""
 
     name: str
-    """Of the checker, such as "punctuation:no_comma"."""
+    """Name of the checker, such as "punctuation:no_comma"."""
     arguments: dict[str, Any]
-    """Of the checker."""
+    """Arguments of the checker."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a text meets a constraint."""
+    """Result of checking a text against a constraint."""
 
     strict: bool
-    """As it is."""
+    """True if the unmodified text satisfies the constraint."""
     loose: bool
-    """As it is, or without its first line, its last line or its asterisks."""
+    """True if the text satisfies it unmodified or without its first line, last line or asterisks."""
 
 
 @cache
 def ifeval_checkers() -> dict[str, Any]:
-    """Return the checkers of IFEval by name.
-
-    Raises CheckerFailure where they are not installed."""
+    """Return the checkers of IFEval by name. Raises CheckerFailure if they are not installed."""
     try:
         import langdetect
         from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT
     except ImportError as error:
         raise CheckerFailure(f"{error}; {install_command('environments')}") from None
 
-    # langdetect draws samples of a text: without a seed, its verdicts differ from run to run.
+    # langdetect samples from a text, so its verdicts would vary without a seed.
     langdetect.DetectorFactory.seed = 0
     return dict(INSTRUCTION_DICT)
 
 
 @cache
 def ifeval_conflicts() -> dict[str, Any]:
-    """Return for each constraint of IFEval those that cannot be met with it."""
-    ifeval_checkers()  # says how to install what is missing
+    """Return the incompatible constraints of each constraint of IFEval."""
+    ifeval_checkers()  # reports how to install missing packages
     from if_verifiable.ifeval.instructions_registry import INSTRUCTION_CONFLICTS, conflict_make
 
     conflicts: dict[str, Any] = conflict_make(INSTRUCTION_CONFLICTS)
@@ -93,8 +97,8 @@ def ifbench_checkers() -> dict[str, Any]:
     """Return the checkers of IFBench by name."""
     import nltk
 
-    # if-verifiable downloads NLTK data when it is imported, or tries to: what is missing is named
-    # instead.
+    # if-verifiable tries to download NLTK data when it is imported. ``missing_data`` reports missing
+    # data instead.
     download = nltk.download
     nltk.download = lambda *_arguments, **_settings: False
     try:
@@ -105,9 +109,7 @@ def ifbench_checkers() -> dict[str, Any]:
 
 
 def checker_class(name: str) -> Any:
-    """Return the checker of a constraint of IFEval or IFBench.
-
-    Raises ValueError if there is none."""
+    """Return the checker of a constraint of IFEval or IFBench. Raises ValueError if unknown."""
     if name in ifeval_checkers():
         return ifeval_checkers()[name]
     if name not in ifbench_checkers():
@@ -116,7 +118,7 @@ def checker_class(name: str) -> Any:
 
 
 def missing_data(name: str) -> list[str]:
-    """Return the packages of NLTK data that a checker needs and that are not installed."""
+    """Return the missing packages of NLTK data that a checker needs."""
     import nltk
 
     missing = []
@@ -129,9 +131,10 @@ def missing_data(name: str) -> list[str]:
 
 
 def draw_constraint(name: str, seed: int) -> tuple[Constraint, str]:
-    """Draw the arguments of a constraint of IFEval as a function of the seed.
+    """Return a constraint of IFEval with random arguments, and the sentence that requests it.
 
-    Returns the constraint and the sentence that asks for it."""
+    Equal seeds give equal constraints.
+    """
     checker = ifeval_checkers()[name](name)
     with _seeded(seed):
         text = checker.build_description()
@@ -142,30 +145,34 @@ def draw_constraint(name: str, seed: int) -> tuple[Constraint, str]:
 UNMET = Verdict(strict=False, loose=False)
 
 Question = tuple[Constraint, str, str]
-"""A constraint, a text and the prompt that the text answers."""
+"""Constraint, text, and the prompt that the text answers."""
 
 
 async def judge(constraint: Constraint, text: str, prompt: str) -> Verdict:
-    """Run ``check`` for a text of the policy, in a process of its own.
+    """Run ``check`` in another process, with limits of time and memory.
 
-    A text that takes more than SECONDS, or too much memory, does not meet the constraint. Raises
-    CheckerFailure."""
+    Returns:
+        The verdict. A text that exceeds a limit does not satisfy the constraint.
+
+    Raises:
+        CheckerFailure: if the checker fails on any text.
+    """
     verdict: Verdict = await _processes.judged((constraint, text, prompt), too_expensive=UNMET)
     return verdict
 
 
 def prepare(_: None) -> None:
-    """Import the checkers, from which workers are forked that have them."""
+    """Import the checkers in the process that forks the workers."""
     # langdetect logs every text whose language it does not know.
     logging.disable()
-    # Each question says what is missing.
+    # If a package is missing, each question reports it.
     with suppress(Exception):
         ifeval_checkers()
         ifbench_checkers()
 
 
 def answer(question: Question) -> Verdict:
-    """Answer a question. Runs in a worker."""
+    """Return the verdict of a question. Runs in a worker."""
     return check(*question)
 
 
@@ -180,10 +187,14 @@ atexit.register(_processes.close)
 
 
 def check(constraint: Constraint, text: str, prompt: str) -> Verdict:
-    """Check whether ``text``, an answer to ``prompt``, meets a constraint.
+    """Return whether ``text``, an answer to ``prompt``, satisfies a constraint.
 
-    A text on which the checker fails does not meet it. Raises CheckerFailure if the checker lacks
-    what it would need on any text."""
+    Returns:
+        The verdict. A text on which the checker raises an exception does not satisfy the constraint.
+
+    Raises:
+        CheckerFailure: if the checker cannot work because a package or data is missing.
+    """
     from if_verifiable.common import get_loose_transformations
 
     if not text.strip():
@@ -198,8 +209,8 @@ def check(constraint: Constraint, text: str, prompt: str) -> Verdict:
     except CheckerFailure:
         raise
     except Exception as error:
-        # KeyError and IndexError are LookupErrors too, over a text; NLTK's, of missing data, is
-        # the class itself.
+        # NLTK raises LookupError itself for missing data. Its subclasses KeyError and IndexError
+        # come from the text.
         if isinstance(error, ImportError) or type(error) is LookupError:
             reason = " ".join(str(error).split())[:200]
             raise CheckerFailure(f"{constraint.name} cannot be checked: {reason}") from None
@@ -207,22 +218,24 @@ def check(constraint: Constraint, text: str, prompt: str) -> Verdict:
 
 
 def make_checker(constraint: Constraint, prompt: str) -> Any:
-    """Make the checker of a constraint, the same one for the same arguments.
+    """Return the checker of a constraint.
 
-    Checkers draw what they are not told, which the arguments seed here."""
+    Checkers draw missing arguments at random. The given arguments seed the draw, so that equal
+    constraints get equal checkers.
+    """
     name = constraint.name
     arguments = {key: value for key, value in constraint.arguments.items() if value is not None}
     checker = checker_class(name)(name)
 
     with _seeded(json.dumps([name, arguments], sort_keys=True, default=str)):
         checker.build_description(**arguments)
-        # A checker that compares with the prompt says so in its arguments.
+        # Checkers that compare with the prompt have an argument "prompt".
         described = checker.get_instruction_args()
         if described and "prompt" in described:
             checker.build_description(prompt=prompt)
 
     # "The letter # should appear at least 4 times" (IFEval 1122 and 1129): the published checker
-    # takes a random letter for one that is none.
+    # replaces "#", which is not a letter, by a random letter.
     letter = arguments.get("letter")
     if name == LETTER_FREQUENCY and isinstance(letter, str) and len(letter) == 1:
         checker._letter = letter.lower()
@@ -230,7 +243,7 @@ def make_checker(constraint: Constraint, prompt: str) -> Any:
 
 
 def meets(checker: Any, name: str, text: str) -> bool:
-    """Ask a checker about a text. No constraint is met by a text of blanks."""
+    """Return a checker's result for a text. A blank text satisfies no constraint."""
     if not text.strip():
         return False
     if name != CAPITAL_WORDS:
@@ -243,11 +256,12 @@ def meets(checker: Any, name: str, text: str) -> bool:
 
 
 def count_capital_words(text: str) -> int:
-    """Count as many words of capital letters as NLTK does, without its model of sentences.
+    """Return the number of words in capital letters, without NLTK's sentence model.
 
-    A sentence's end matters to NLTK's words only in that a full stop there is a word of its own,
-    and CAN'T before it two. Where the model sees no end after a full stop ("U.S. ARMY"), words
-    differ, but not how many are capital."""
+    The count equals that of NLTK with the model. The end of a sentence changes NLTK's words only by
+    splitting the final period, and contractions before it. Where the model finds no end after a
+    period ("U.S. ARMY"), the words differ, but the number of capital words does not.
+    """
     from nltk.tokenize.destructive import NLTKWordTokenizer
 
     tokenizer = NLTKWordTokenizer()
@@ -257,9 +271,10 @@ def count_capital_words(text: str) -> int:
 
 @contextmanager
 def _seeded(seed: int | str) -> Iterator[None]:
-    """Seed the global generator, from which the checkers draw, and set it back afterwards.
+    """Seed the global generator of the checkers within the block, and restore it afterwards.
 
-    Not for threads: two at a time would draw from each other's seed."""
+    Not thread-safe: two threads would draw from the same generator.
+    """
     state = random.getstate()
     try:
         random.seed(seed)

@@ -1,27 +1,27 @@
-"""How a text is made to meet IFEval's constraints: what the scripted policy writes.
+"""Texts of the scripted policy that satisfy IFEval's constraints.
 
-A solution takes the text so far and the arguments of its constraint. Solutions are applied in the
-order in which they stand here: what adds words comes before what wraps or converts the whole
-text. Those of constraints that a plain text meets anyway leave it alone. A few combinations
-cannot be met this way; prompts are composed only of constraints whose solutions were checked
-together."""
+A solution takes a text and the arguments of its constraint, and returns a changed text. Solutions are
+applied in the order of this file: those that add words come before those that wrap or convert the
+whole text. Constraints that a plain text satisfies leave it unchanged. A few combinations are
+impossible in this way. Prompts contain only constraints whose solutions were checked together.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 
 class Solution(Protocol):
-    """Changes a text so that it meets one constraint."""
+    """Function that changes a text so that it satisfies one constraint."""
 
     def __call__(self, text: str, /, **arguments: Any) -> str: ...
 
 
 SOLUTIONS: dict[str, Solution] = {}
-"""By the name of the constraint, in the order in which they are applied."""
+"""Solutions by the name of the constraint, in the order of application."""
 
 
 def solution[Function: Callable[..., str]](constraint: str) -> Callable[[Function], Function]:
-    """Register a function as the solution of a constraint."""
+    """Return a decorator that registers the solution of a constraint."""
 
     def register(function: Function) -> Function:
         SOLUTIONS[constraint] = function
@@ -31,7 +31,7 @@ def solution[Function: Callable[..., str]](constraint: str) -> Callable[[Functio
 
 
 def write_solution(topic: str, constraints: Iterable[tuple[str, dict[str, Any]]]) -> str:
-    """Write a text about ``topic`` that meets constraints: pairs of name and arguments."""
+    """Return a text about ``topic`` that satisfies constraints, given as (name, arguments)."""
     order = list(SOLUTIONS)
     text = f"This is a note about {topic}."
     for name, arguments in sorted(constraints, key=lambda constraint: order.index(constraint[0])):
@@ -40,7 +40,7 @@ def write_solution(topic: str, constraints: Iterable[tuple[str, dict[str, Any]]]
 
 
 def _least(count: int, relation: str) -> int:
-    """Return how often something must be there: "less than" needs none."""
+    """Return the smallest number of occurrences that satisfies a constraint."""
     return count if relation == "at least" else 0
 
 

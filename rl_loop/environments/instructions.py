@@ -1,8 +1,9 @@
-"""Verifiable instruction following: answers must meet constraints that programs check.
+"""Verifiable instruction following: answers must satisfy constraints that programs check.
 
-Prompts are composed from those IFEval checkers (arXiv 2311.07911) that need no download. In later
-turns, as in Multi-IF, the user adds constraints and the earlier ones must still hold. IFEval and
-IFBench files are read as they are."""
+Generated prompts use the IFEval checkers (arXiv 2311.07911) that need no download. In later turns the
+user adds constraints, and earlier constraints still apply, as in Multi-IF. Files of IFEval and
+IFBench are read unmodified.
+"""
 
 import asyncio
 from dataclasses import dataclass
@@ -48,19 +49,19 @@ TOPICS = (
 )
 
 ATTEMPTS = 1000
-"""Draws of a prompt until its constraints can be met together."""
+"""Limit of attempts to draw a prompt with compatible constraints."""
 
 
 class InstructionOptions(EnvironmentOptions):
     constraints: int = Field(2, gt=0)
-    """New constraints per turn of the user."""
+    """Number of new constraints per user turn."""
     turns: int = Field(1, gt=0)
-    """Turns of the user."""
+    """Number of user turns."""
     checkers: list[str] = Field(default_factory=lambda: list(SOLUTIONS))
-    """IFEval constraints to choose from."""
+    """IFEval constraints of generated prompts."""
     skip_unavailable: bool = False
-    """Of files: leave out rows with a constraint whose checker needs NLTK data that is not
-    installed. Otherwise the first such row is an error that says how to install it."""
+    """Leave out rows of files whose checkers need NLTK data that is not installed. By default such a
+    row is an error with the command that installs the data."""
 
     @field_validator("checkers")
     @classmethod
@@ -68,30 +69,34 @@ class InstructionOptions(EnvironmentOptions):
         unknown = sorted(set(checkers) - set(SOLUTIONS))
         if unknown:
             known = ", ".join(SOLUTIONS)
-            raise ValueError(f"no prompts are composed with {', '.join(unknown)}; known: {known}")
+            raise ValueError(f"unknown checkers {', '.join(unknown)}. Choose from {known}")
         return checkers
 
 
 @dataclass(frozen=True)
 class TurnScore:
-    """Shares of the constraints so far that an answer met, between 0 and 1."""
+    """Shares of the constraints that an answer satisfies, between 0 and 1."""
 
     strict: float
     loose: float
 
 
 class InstructionEnvironment(Environment):
-    """A conversation whose answers are checked by programs.
+    """Conversation whose answers are checked by programs.
 
-    ``task.metadata``: "turns", per turn of the user its new constraints as [name, arguments];
-    "user", what the user says in the later turns; "topic", which only the script needs."""
+    ``task.metadata`` holds:
+
+    - "turns": for each user turn its new constraints as [name, arguments];
+    - "user": messages of the later user turns;
+    - "topic": topic of the text, for the script.
+    """
 
     Options = InstructionOptions
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._scores: list[TurnScore] = []
-        """Of the answers so far, one for each turn of the user."""
+        """Scores of the answers until now, one per user turn."""
 
     @classmethod
     def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
@@ -101,11 +106,14 @@ class InstructionEnvironment(Environment):
             if task is not None:
                 return task
         asked = f"{options.constraints} x {options.turns} constraints of {options.checkers}"
-        raise ValueError(f"no {asked} go together")
+        raise ValueError(f"{asked} are incompatible")
 
     @classmethod
     def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task | None:
-        """Read {"key", "prompt", "instruction_id_list", "kwargs"}: rows of IFEval and IFBench."""
+        """Return the task of a row of IFEval or IFBench.
+
+        Such a row is {"key", "prompt", "instruction_id_list", "kwargs"}.
+        """
         constraints = _constraints_of(record)
         for constraint in constraints:
             checker_class(constraint.name)  # raises ValueError for an unknown name
@@ -123,7 +131,7 @@ class InstructionEnvironment(Environment):
 
     @classmethod
     def solve(cls, task: Task, rng: Random, faulty: bool) -> Script:
-        """Meet every constraint; if ``faulty``, forget about half of them."""
+        """Return a script that satisfies all constraints, or about half of them if ``faulty``."""
         remembered: list[tuple[str, dict[str, Any]]] = []
         for turn in task.metadata["turns"]:
             for name, arguments in turn:
@@ -147,7 +155,7 @@ class InstructionEnvironment(Environment):
         return self.unfinished()
 
     def unfinished(self) -> StepResult:
-        """Score the answers so far; turns that were not answered count as 0."""
+        """Score the answers until now. Unanswered turns score 0."""
         turns = len(self.task.metadata["turns"])
         strict = sum(score.strict for score in self._scores) / turns
         loose = sum(score.loose for score in self._scores) / turns
@@ -157,7 +165,7 @@ class InstructionEnvironment(Environment):
 
 
 def _compose(task_id: str, rng: Random, options: InstructionOptions) -> Task | None:
-    """Compose a prompt. Returns None if its constraints cannot be met together."""
+    """Return a task with random constraints; None if the constraints are incompatible."""
     topic = rng.choice(TOPICS)
     names = _draw_compatible(options.checkers, options.constraints * options.turns, rng)
     if len(names) < options.constraints * options.turns:
@@ -170,7 +178,7 @@ def _compose(task_id: str, rng: Random, options: InstructionOptions) -> Task | N
         constraints.append(constraint)
         sentences.append(sentence)
 
-    # After every turn of the user, all constraints so far must be met by one text.
+    # After each user turn, one text must satisfy all constraints until then.
     turn_starts = range(0, len(constraints), options.constraints)
     for start in turn_starts:
         if not _script_meets(topic, constraints[: start + options.constraints]):
@@ -185,7 +193,7 @@ def _compose(task_id: str, rng: Random, options: InstructionOptions) -> Task | N
 
 
 def _draw_compatible(names: list[str], count: int, rng: Random) -> list[str]:
-    """Draw up to ``count`` constraints that do not exclude each other."""
+    """Return up to ``count`` random constraints without conflicts."""
     conflicts = ifeval_conflicts()
     chosen: list[str] = []
     for name in rng.sample(names, len(names)):
@@ -195,7 +203,7 @@ def _draw_compatible(names: list[str], count: int, rng: Random) -> list[str]:
 
 
 def _script_meets(topic: str, constraints: list[Constraint]) -> bool:
-    """Check that the script's text about ``topic`` meets all constraints together."""
+    """Return True if the script's text about ``topic`` satisfies all constraints."""
     text = write_solution(
         topic, [(constraint.name, constraint.arguments) for constraint in constraints]
     )
@@ -220,5 +228,5 @@ def _constraints_of(record: dict[str, Any]) -> list[Constraint]:
 
 
 def _as_json(constraints: list[Constraint]) -> list[Any]:
-    """Return constraints as the metadata of a task has them."""
+    """Return constraints in the format of a task's metadata."""
     return [[constraint.name, constraint.arguments] for constraint in constraints]

@@ -1,6 +1,7 @@
-"""Tasks whose tools are those of MCP servers.
+"""Environment whose tools come from MCP servers.
 
-docs/environments.md shows both ways to use it: by configuration alone, and as a base class."""
+It can be used by configuration alone, or as a base class. docs/environments.md shows both.
+"""
 
 import inspect
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from rl_loop.environments.base import (
     function_of,
     text_in,
 )
-from rl_loop.environments.replayed import Deed, ReplayedEnvironment, ReplayedOptions
+from rl_loop.environments.replayed import RecordedAction, ReplayedEnvironment, ReplayedOptions
 from rl_loop.environments.reward_parts import check_parts, read_parts, with_parts
 from rl_loop.environments.row_tasks import (
     FUNCTIONS,
@@ -41,20 +42,22 @@ from rl_loop.off_loop import call_users_code
 
 class McpOptions(ReplayedOptions):
     servers: dict[str, ToolServerConfig] = Field(min_length=1)
-    """The servers, by names of your choice."""
+    """MCP servers, by names of your choice."""
     judge: str | None = None
-    """``judge(task, answer, tools)`` as MODULE:FUNCTION, plain or async: returns the score (1 is
-    perfect, 0 is what doing nothing earns), or a dictionary of the score and further ``parts``.
-    ``await tools.call(NAME, ARGUMENTS)`` asks the servers what the policy has done. null: an answer
-    is right that equals the row's ``answer``."""
+    """Function ``judge(task, answer, tools)`` as MODULE:FUNCTION, plain or async. It returns the
+    score (1 is perfect, 0 is the score of doing nothing), or a dictionary with "score" and ``parts``.
+    It can inspect the servers with ``await tools.call(NAME, ARGUMENTS)``. null: an answer is correct
+    if it equals the row's ``answer``."""
     parts: list[str] = Field(default_factory=list)
-    """What the judge returns besides "score"; an episode that ends otherwise has 0 of them."""
+    """Reward parts that the judge returns in addition to "score". They are 0 in truncated and
+    malformed episodes."""
     tasks: str | None = None
-    """``tasks(split, seed, index)`` as MODULE:FUNCTION: generates task ``index`` of "train" or
-    "held_out", a JSON object with the text ``prompt``. null: rows of train_path and held_out_path."""
+    """Function ``tasks(split, seed, index)`` as MODULE:FUNCTION. It returns task ``index`` of "train"
+    or "held_out": a JSON object with the text ``prompt``. null: use rows of train_path and
+    held_out_path."""
     setup_tool: str | None = None
-    """A tool that is called before each episode with the row's ``setup``, a JSON object. The policy
-    is not offered it."""
+    """Tool that is called before each episode with the row's ``setup``, a JSON object. It is not
+    offered to the policy."""
 
     @field_validator("judge", "tasks")
     @classmethod
@@ -69,27 +72,27 @@ class McpOptions(ReplayedOptions):
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that the policy made."""
+    """Tool call of the policy."""
 
     tool: str
-    """Its name in the prompt."""
+    """Name of the tool in the prompt."""
     arguments: dict[str, Any]
 
 
 class McpEnvironment(ReplayedEnvironment[McpOptions]):
-    """An episode with the tools of MCP servers.
+    """Episode with the tools of MCP servers.
 
-    A subclass may override ``judge`` and ``set_up``, and give ``Options`` further fields or other
-    servers."""
+    Subclasses may override ``judge`` and ``set_up``, and extend ``Options``.
+    """
 
     Options: ClassVar[type[EnvironmentOptions]] = McpOptions
 
     def __init__(self, task: Task, execute: Execute, reward: RewardConfig) -> None:
         super().__init__(task, execute, reward)
         self.toolbox: ToolBox | None = None
-        # Servers that all episodes share keep nothing: there is nothing to be set back.
+        # Shared servers keep no state of an episode, so there is nothing to restore.
         if all(server.shared for server in self.options.servers.values()):
-            self.can_be_set_back = True
+            self.can_be_restored = True
 
     # ---- tasks
 
@@ -111,7 +114,7 @@ class McpEnvironment(ReplayedEnvironment[McpOptions]):
         try:
             await self.toolbox.open()
         except ValueError as error:
-            # Names that were checked before the run: the servers have others now.
+            # Names were checked before the run, so the servers have changed since.
             raise InfrastructureFailure("tool", str(error)) from error
         await self.set_up(self.toolbox)
 
@@ -124,21 +127,23 @@ class McpEnvironment(ReplayedEnvironment[McpOptions]):
     def is_connected(self) -> bool:
         return self.toolbox is not None and self.toolbox.is_open
 
-    async def repeat(self, deed: Deed) -> None:
+    async def repeat(self, recorded: RecordedAction) -> None:
         assert self.toolbox is not None
-        # Servers that all episodes share keep nothing that could be lost.
-        tool = deed.action.tool
+        # Calls of shared servers need no replay, because these keep no state of an episode.
+        tool = recorded.action.tool
         if tool not in self.toolbox or self.toolbox.is_own(tool):
-            await super().repeat(deed)
+            await super().repeat(recorded)
 
     async def do(self, action: ToolCall) -> ToolAnswer:
         assert self.toolbox is not None
         return await _call_named(self.toolbox, action.tool, action.arguments)
 
     async def set_up(self, tools: ToolBox) -> None:
-        """Bring new servers into the state in which the episode begins.
+        """Bring new servers into the initial state of the episode.
 
-        Raises InfrastructureFailure."""
+        Raises:
+            InfrastructureFailure: if ``setup_tool`` fails.
+        """
         name = self.options.setup_tool
         if name is None:
             return
@@ -147,7 +152,7 @@ class McpEnvironment(ReplayedEnvironment[McpOptions]):
             raise InfrastructureFailure("tool", f"setup_tool {name}: {answer.text[:500]}")
 
     def tools(self) -> Sequence[Tool]:
-        # Prompts are rendered before there are episodes, too: to see whether they fit.
+        # Prompts are also rendered without an episode, to check their length.
         if self.toolbox is None:
             offered = offered_without_episode(self.options.servers, self.row)
         else:
@@ -178,7 +183,7 @@ class McpEnvironment(ReplayedEnvironment[McpOptions]):
         return with_parts(ended, numbers)
 
     async def judge(self, answer: str, tools: ToolBox) -> object:
-        """Return what a final answer earns: the score, or a dictionary of it and ``parts``."""
+        """Return the score of a final answer, or a dictionary with "score" and ``parts``."""
         if self.options.judge is None:
             return float(answer.strip() == self.task.ground_truth.strip())
         function = FUNCTIONS.resolve(self.options.judge)
@@ -192,9 +197,13 @@ class McpEnvironment(ReplayedEnvironment[McpOptions]):
 
 
 async def _call_named(tools: ToolBox, name: str, arguments: Any) -> ToolAnswer:
-    """Call a tool that a configuration or an earlier episode names. Raises InfrastructureFailure."""
+    """Call a tool that the configuration or a recorded action names.
+
+    Raises:
+        InfrastructureFailure: if no server has the tool, or the call fails.
+    """
     if name not in tools:
-        raise InfrastructureFailure("tool", f"no server has the tool {name} any more")
+        raise InfrastructureFailure("tool", f"no server has the tool {name}")
     if not isinstance(arguments, dict):
         kind = type(arguments).__name__
         raise InfrastructureFailure("environment", f"{name} wants a JSON object, not {kind}")

@@ -1,8 +1,9 @@
-"""Environments of OpenEnv: served anywhere, with ``reset`` and ``step``.
+"""Client for environments on OpenEnv servers, with ``reset`` and ``step``.
 
-OpenEnv's servers speak JSON over a WebSocket, one session to a connection. That is spoken here, so
-that neither the ``openenv`` package nor what an environment needs has to be installed beside the
-trainer. docs/environments.md shows the configuration."""
+OpenEnv's servers exchange JSON over a WebSocket, with one session per connection. This module
+implements the protocol, so the trainer needs neither the ``openenv`` package nor the packages of an
+environment. docs/environments.md shows the configuration.
+"""
 
 import asyncio
 import json
@@ -28,91 +29,91 @@ from rl_loop.environments.base import (
     arguments_of,
     function_of,
 )
-from rl_loop.environments.replayed import ReplayedEnvironment, ReplayedOptions, WorldLost
+from rl_loop.environments.replayed import ReplayedEnvironment, ReplayedOptions, ServerLost
 from rl_loop.environments.row_tasks import row_task
 from rl_loop.environments.tool_servers.content import text_of
 from rl_loop.infrastructure import InfrastructureFailure, describe
 
 NUMBER = "{number}"
-"""What stands for a task's number in the option ``prompt``."""
+"""Placeholder for a task's number in the option ``prompt``."""
 FRAME_BYTES = 64 << 20
-"""Of one message of the server."""
+"""Size limit of one message of the server."""
 TRANSPORT_ERROR = "transport_error"
-"""What the environment says of a tool that it cannot reach."""
-OF_THE_ACTION = ("VALIDATION_ERROR", "EXECUTION_ERROR")
-"""Errors that a server answers to an action, and that the policy reads."""
-BESIDE_OBSERVATION = ("done", "reward", "metadata")
-"""Keys of an observation that are not the policy's to read."""
+"""Error type that the environment reports for an unreachable tool."""
+ACTION_ERRORS = ("VALIDATION_ERROR", "EXECUTION_ERROR")
+"""Codes of errors that an action caused. The policy reads these errors."""
+HIDDEN_KEYS = ("done", "reward", "metadata")
+"""Keys of an observation that the policy does not read."""
 
 
 class OpenEnvOptions(ReplayedOptions):
     url: str = Field(pattern="^(http|ws)s?://")
-    """Where the environment is served, such as http://127.0.0.1:8000."""
+    """Address of the environment's server, such as http://127.0.0.1:8000."""
     headers: dict[str, str] = Field(default_factory=dict)
-    """Sent when a session begins."""
+    """HTTP headers of the request that opens a session."""
     interface: Literal["step", "tools", "text"] = "step"
-    """How the policy acts. ``step``: one function, whose arguments are those of the environment's
-    action. ``tools``: the environment's own MCP tools (its ``call_tool`` actions). ``text``: what
-    the policy says to the user is the ``text_field`` of an action, and what comes back is the user's
-    answer."""
+    """Form of actions. ``step``: one function with the arguments of the environment's action.
+    ``tools``: the environment's MCP tools (``call_tool`` actions). ``text``: the policy's final
+    answer is the ``text_field`` of an action, and the observation is the user's next message."""
     text_field: str = "message"
-    """For ``interface: text``."""
+    """Field of an action with the policy's text, for ``interface: text``."""
     observation_field: str | None = None
-    """The key of an observation that the policy reads; null for all of it, as JSON, or its only
+    """Key of an observation that the policy reads. null: the whole observation as JSON, or its only
     text."""
     prompt: str = "Task {number}."
-    """What the user says in generated tasks, with the task's number; the observation of ``reset``
-    follows. Rows of a file have a ``prompt`` of their own."""
+    """User message of generated tasks, with the task's number. The observation of ``reset`` is
+    appended. Rows of a file have the column ``prompt``."""
     reset: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of ``reset`` for all tasks. Generated tasks also have a ``seed``, rows of a file
-    what their own ``reset`` says."""
+    """Arguments of ``reset`` for all tasks. Generated tasks add a ``seed``. Rows of a file add their
+    column ``reset``."""
     score: Literal["sum", "last"] = "sum"
-    """Which rewards of an episode's steps are its score."""
+    """Score of an episode: the sum of its steps' rewards, or the last reward."""
     perfect: float = Field(1.0, gt=0)
-    """What of it is a perfect score, 1."""
+    """Environment score that maps to a normalized score of 1."""
     connect_seconds: float = Field(60.0, gt=0)
-    """Limit of beginning a session, and of ``reset``."""
+    """Time limit for opening a session, and for ``reset``."""
     step_seconds: float = Field(60.0, gt=0)
-    """Limit of one step. What it exceeds ends the episode as it is, like its own limit of time: the
-    policy may have asked for too much."""
+    """Time limit of one step. A longer step truncates the episode, because the policy may have
+    requested too much work."""
     max_output_bytes: int = Field(65536, gt=0)
-    """Limit of what the policy reads of one observation; the middle of a longer one is left out."""
+    """Size limit of the text that the policy reads of one observation. The middle of a longer text is
+    cut out."""
 
     @field_validator("prompt")
     @classmethod
     def _check_prompt(cls, prompt: str) -> str:
         if NUMBER not in prompt:
-            raise ValueError(f"prompt needs {NUMBER}: by their prompts tasks are told apart")
+            raise ValueError(f"prompt needs {NUMBER}, because tasks must have different prompts")
         return prompt
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What the server answered to an action."""
+    """Response of the server to an action."""
 
     observation: dict[str, Any]
     reward: float | None
     done: bool
     error: str | None = None
-    """What was wrong with the action."""
+    """Error that the action caused."""
     is_late: bool = False
-    """Whether no answer came in time. The session is over then."""
+    """True if the response did not arrive in time. The session is closed then."""
 
 
 def failure_of(options: OpenEnvOptions, what: str) -> InfrastructureFailure:
-    """Make the failure of an environment that is served at ``options.url``."""
+    """Return a failure of the environment at ``options.url``. ``what`` is the end of a sentence."""
     culprit = f"OpenEnv at {options.url}"
     return InfrastructureFailure("environment", f"{culprit} {what}", culprit)
 
 
-def _lost(options: OpenEnvOptions, what: str) -> WorldLost:
-    """Make the failure of a session that ended in an action."""
+def _lost(options: OpenEnvOptions, what: str) -> ServerLost:
+    """Return a failure of a session that ended during an action."""
     culprit = f"OpenEnv at {options.url}"
-    return WorldLost("environment", f"{culprit} {what}", culprit)
+    return ServerLost("environment", f"{culprit} {what}", culprit)
 
 
 class OpenEnvSession:
-    """One session of a server: a WebSocket."""
+    """Session of a server: one WebSocket."""
 
     def __init__(self, options: OpenEnvOptions) -> None:
         self._options = options
@@ -124,7 +125,7 @@ class OpenEnvSession:
         return self._socket is not None and not self._socket.closed
 
     async def open(self) -> None:
-        """Begin a session. Raises InfrastructureFailure."""
+        """Open the session. Raises InfrastructureFailure."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._options.connect_seconds)
         self._http = aiohttp.ClientSession(headers=self._options.headers, timeout=timeout)
         url = f"{_http_url(self._options)}/ws"
@@ -136,7 +137,7 @@ class OpenEnvSession:
             raise failure_of(self._options, f"cannot be reached: {describe(error)}") from error
 
     async def close(self) -> None:
-        """End the session. Calling it again does nothing."""
+        """Close the session. Later calls do nothing."""
         socket, http = self._socket, self._http
         self._socket = self._http = None
         if socket is not None:
@@ -146,7 +147,7 @@ class OpenEnvSession:
             await http.close()
 
     async def reset(self, arguments: dict[str, Any]) -> Observed:
-        """Begin an episode. Raises InfrastructureFailure."""
+        """Start an episode. Raises InfrastructureFailure."""
         try:
             observed = await self._ask("reset", arguments, self._options.connect_seconds)
         except TimeoutError:
@@ -157,16 +158,16 @@ class OpenEnvSession:
         return observed
 
     async def step(self, action: dict[str, Any]) -> Observed:
-        """Act. Raises InfrastructureFailure."""
+        """Execute an action. Raises InfrastructureFailure."""
         try:
             return await self._ask("step", action, self._options.step_seconds)
         except TimeoutError:
-            # An answer that comes later would be taken for that of the next action.
+            # A late response would be taken for the response to the next action.
             await self.close()
             return Observed({}, None, False, is_late=True)
 
     async def _ask(self, kind: str, data: dict[str, Any], seconds: float) -> Observed:
-        """Send a message and return the answer. Raises InfrastructureFailure and TimeoutError."""
+        """Send a message and return the response. Raises InfrastructureFailure and TimeoutError."""
         if self._socket is None:
             raise failure_of(self._options, "is not connected")
         try:
@@ -183,12 +184,12 @@ class OpenEnvSession:
         return self._read(answer.data)
 
     def _read(self, text: str) -> Observed:
-        """Read an answer. Raises InfrastructureFailure for what is none."""
+        """Parse a response. Raises InfrastructureFailure if it does not follow the protocol."""
         try:
             message = json.loads(text)
             data = message["data"]
             if message["type"] == "error":
-                if data["code"] not in OF_THE_ACTION:
+                if data["code"] not in ACTION_ERRORS:
                     raise failure_of(self._options, f"{data['code']}: {data['message']}")
                 details = data.get("errors") or data["message"]
                 return Observed({}, None, False, _as_text(details))
@@ -205,7 +206,7 @@ class OpenEnvSession:
 
 
 class OpenEnvEnvironment(ReplayedEnvironment[OpenEnvOptions]):
-    """An episode of an OpenEnv environment."""
+    """Episode of an OpenEnv environment."""
 
     Options: ClassVar[type[EnvironmentOptions]] = OpenEnvOptions
 
@@ -213,14 +214,14 @@ class OpenEnvEnvironment(ReplayedEnvironment[OpenEnvOptions]):
         super().__init__(task, execute, reward)
         self._session: OpenEnvSession | None = None
         self._first: Observed | None = None
-        """Of ``reset``."""
+        """Response to ``reset``."""
         self._tools: list[Tool] = []
 
     # ---- tasks
 
     @classmethod
     def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
-        # Seeds of both splits are apart, and so are the numbers in their prompts.
+        # The splits have different seeds, and different numbers in their prompts.
         number = 2 * index + (split == "held_out")
         row = {
             "prompt": options.prompt.replace(NUMBER, str(number)),
@@ -242,7 +243,7 @@ class OpenEnvEnvironment(ReplayedEnvironment[OpenEnvOptions]):
         arguments = self.options.reset | self.row.get("reset", {})
         first = await self._session.reset(arguments)
         if self._first is not None and first != self._first:
-            raise failure_of(self.options, "comes to something else than before by its reset")
+            raise failure_of(self.options, "gave another observation at its reset")
         self._first = first
         if not self._tools:
             self._tools = await self._described_tools(self._session)
@@ -268,7 +269,7 @@ class OpenEnvEnvironment(ReplayedEnvironment[OpenEnvOptions]):
             raise failure_of(self.options, f"does not reach its tools: {error}") from error
 
     async def _described_tools(self, session: OpenEnvSession) -> list[Tool]:
-        """Return what the policy may call. Raises InfrastructureFailure."""
+        """Return the tools of the policy. Raises InfrastructureFailure."""
         match self.options.interface:
             case "text":
                 return []
@@ -284,13 +285,13 @@ class OpenEnvEnvironment(ReplayedEnvironment[OpenEnvOptions]):
         try:
             return [_tool_of(tool) for tool in described]
         except (ValueError, KeyError, TypeError) as error:
-            raise failure_of(self.options, f"has a tool that is none: {describe(error)}") from error
+            raise failure_of(self.options, f"lists a malformed tool: {describe(error)}") from error
 
-    # ---- what the policy sees
+    # ---- the policy's view
 
     def prompt(self) -> list[dict[str, Any]]:
         messages = [dict(message) for message in self.task.messages]
-        # Prompts are rendered before there are episodes, too: to see whether they fit.
+        # Prompts are also rendered without an episode, to check their length.
         if self._first is not None:
             shown = self._text_of(self._first)
             if shown:
@@ -323,18 +324,18 @@ class OpenEnvEnvironment(ReplayedEnvironment[OpenEnvOptions]):
         try:
             observed: Observed = await self.act({self.options.text_field: text})
         except ToolError:
-            # There is no world in which it could be said.
+            # The text ended every server, so the episode cannot continue.
             return self.ended(text.strip())
         if observed.done or observed.is_late:
             return self.ended(text.strip())
         return StepResult(user=observed.error or self._text_of(observed))
 
     def _text_of(self, observed: Observed) -> str:
-        """Return what the policy reads of an observation."""
+        """Return the text of an observation that the policy reads."""
         shown: Any = {
             key: value
             for key, value in observed.observation.items()
-            if key not in BESIDE_OBSERVATION and value is not None
+            if key not in HIDDEN_KEYS and value is not None
         }
         field = self.options.observation_field
         if field is not None:
@@ -345,27 +346,27 @@ class OpenEnvEnvironment(ReplayedEnvironment[OpenEnvOptions]):
             [shown] = shown.values()
         return cut_text(_as_text(shown), self.options.max_output_bytes)
 
-    # ---- what it earns
+    # ---- rewards
 
     def unfinished(self) -> StepResult:
         return self.ended()
 
     def ended(self, answer: str | None = None) -> StepResult:
-        """End the episode with the rewards of its steps."""
-        observed = [deed.outcome for deed in self._deeds]
+        """Return the end of the episode, scored by the rewards of its steps."""
+        observed = [recorded.result for recorded in self._actions]
         rewards = [each.reward for each in observed if each.reward is not None]
         total = sum(rewards) if self.options.score == "sum" else (rewards or [0.0])[-1]
         return self.finished(total / self.options.perfect, answer=answer)
 
 
 def _http_url(options: OpenEnvOptions) -> str:
-    """Return the URL with http for ws, as the client wants it for both."""
+    """Return the server's URL with the scheme http or https, which the client uses for WebSockets."""
     scheme, _, rest = options.url.partition("://")
     return f"{scheme.replace('ws', 'http')}://{rest.rstrip('/')}"
 
 
 async def _action_schema(options: OpenEnvOptions) -> dict[str, Any]:
-    """Ask the server what an action is. Raises InfrastructureFailure."""
+    """Return the JSON schema of the server's actions. Raises InfrastructureFailure."""
     url = f"{_http_url(options)}/schema"
     timeout = aiohttp.ClientTimeout(total=options.connect_seconds)
     try:
@@ -376,24 +377,26 @@ async def _action_schema(options: OpenEnvOptions) -> dict[str, Any]:
             answer.raise_for_status()
             schema = dict((await answer.json())["action"])
     except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError) as error:
-        raise failure_of(options, f"does not say what an action is: {describe(error)}") from error
+        raise failure_of(options, f"has no schema of actions: {describe(error)}") from error
 
-    # Every action has it, and no environment wants it of the policy.
+    # All actions have metadata, but no environment expects it from the policy.
     properties = {k: v for k, v in schema.get("properties", {}).items() if k != "metadata"}
     return schema | {"properties": properties}
 
 
 def _tool_of(described: dict[str, Any]) -> Tool:
-    """Return a tool of the environment. Raises ValueError for a name that no call can say."""
+    """Return a tool of the environment. Raises ValueError for a name that calls cannot contain."""
     schema = described.get("input_schema") or described.get("inputSchema") or {}
     return Tool(described["name"], described.get("description") or "", schema)
 
 
 def _with_tool_error(observed: Observed) -> Observed:
-    """Return what a call of a tool came to, with what was wrong with it as its ``error``.
+    """Return the response to a tool call, with the tool's error as ``error``.
 
-    Raises ConnectionError if the environment did not reach the tool: all else the policy may have
-    caused."""
+    Raises:
+        ConnectionError: if the environment did not reach the tool. The policy may have caused all
+            other errors.
+    """
     error = observed.observation.get("error")
     result = observed.observation.get("result")
     if isinstance(error, dict):
@@ -407,7 +410,7 @@ def _with_tool_error(observed: Observed) -> Observed:
 
 
 def _result_text(result: Any) -> str:
-    """Return the text of what a tool of the environment returned: of an MCP result its content."""
+    """Return a tool's result as text. For an MCP result this is its content."""
     if isinstance(result, dict) and isinstance(result.get("content"), list):
         return text_of(result["content"])
     return _as_text(result)

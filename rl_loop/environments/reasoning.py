@@ -1,4 +1,4 @@
-"""Any generator of reasoning-gym by name: the template that shows how short an environment is."""
+"""Environment for all generators of reasoning-gym, and a template for short environments."""
 
 import atexit
 import importlib
@@ -27,32 +27,36 @@ from rl_loop.rewards.checker_pool import CheckerPool
 from rl_loop.rewards.math_answer import last_boxed, normalised
 
 DATASET_SIZE = 10_000
-"""Items of one data set of a generator; some generators make a list of this length."""
+"""Items per data set of a generator. Some generators create a list of this length."""
 SECONDS = 20.0
-"""Processor time for one answer, which usually takes milliseconds. An answer that takes more is wrong,
-unless the right answer takes as long."""
+"""Limit of processor time for scoring one answer, which usually takes milliseconds.
+
+A slower answer is wrong, unless the correct answer is as slow.
+"""
 MEMORY_BYTES = 4 << 30
-"""Address space of a process that scores: generators import numerical libraries."""
+"""Limit of the scoring process's address space. Generators import numerical libraries."""
 
 
 class ReasoningGymOptions(EnvironmentOptions):
     generator: str = "chain_sum"
-    """A name of ``reasoning_gym.factory.DATASETS``, such as "gsm_symbolic"."""
+    """Name in ``reasoning_gym.factory.DATASETS``, such as "gsm_symbolic"."""
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Of the generator, such as {max_terms: 3}; see its configuration class."""
+    """Settings of the generator's configuration class, such as {max_terms: 3}."""
 
 
 class ReasoningGymEnvironment(Environment):
-    """A question of a generator, scored by that generator.
+    """Question of a generator, scored by the generator.
 
-    ``task.metadata["place"]``: generator, seed and settings of a data set, and a number in it."""
+    ``task.metadata["place"]`` holds generator, seed and settings of a data set, and the index of the
+    item.
+    """
 
     Options = ReasoningGymOptions
 
     @classmethod
     def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
         block, number = divmod(index, DATASET_SIZE)
-        # The split is part of the seed, so that the items of the two splits differ.
+        # The seed depends on the split, so that the splits have different items.
         block_seed = random.Random(f"{split}/{seed}/{block}").randrange(1 << 30)
         dataset = (options.generator, block_seed, json.dumps(options.settings))
 
@@ -76,7 +80,7 @@ class ReasoningGymEnvironment(Environment):
             return self.finished(0.0)
 
         place = self.task.metadata["place"]
-        # The control makes the data set too, whose time is not the answer's.
+        # The control also creates the data set, so that its time does not count for the answer.
         score = await _processes.judged((place, boxed), too_expensive=0.0, control=(place, None))
         return self.finished(score, normalised(boxed))
 
@@ -86,7 +90,7 @@ class ReasoningGymEnvironment(Environment):
 
 @lru_cache(maxsize=16)
 def _dataset(generator: str, seed: int, settings: str) -> Any:
-    """Make a data set of a generator; ``settings`` is JSON."""
+    """Return a data set of a generator. ``settings`` is JSON text."""
     try:
         import reasoning_gym
     except ImportError as error:
@@ -98,23 +102,23 @@ def _dataset(generator: str, seed: int, settings: str) -> Any:
 
 
 def prepare(_: None) -> None:
-    """Import reasoning-gym, from which workers are forked that have it."""
-    # Each question says what is missing.
+    """Import reasoning-gym in the process that forks the workers."""
+    # If the package is missing, each question reports it.
     with suppress(ImportError):
         importlib.import_module("reasoning_gym")
 
 
 def score(question: tuple[list[Any], str | None]) -> float:
-    """Score an answer between 0 and 1. Runs in a worker.
+    """Return the score of an answer, between 0 and 1. Runs in a worker.
 
-    Many scorers raise on garbage, which the policy can write: the score is 0. A scorer that raises on
-    the right answer too is broken, and says nothing about the policy.
+    Many scorers raise an exception on malformed answers, which then score 0. A scorer that also raises
+    on the correct answer is broken and says nothing about the policy.
 
     Args:
-        question: place of the task, and the answer; None for the right answer.
+        question: place of the task, and the answer; None stands for the correct answer.
 
     Raises:
-        CheckerFailure: the generator's scorer does not work.
+        CheckerFailure: if the generator's scorer is broken.
     """
     [*dataset, number], answer = question
     items = _dataset(*dataset)
@@ -124,7 +128,7 @@ def score(question: tuple[list[Any], str | None]) -> float:
     try:
         return _checked(items.score_answer(answer, item))
     except Exception as error:
-        # Is it the answer, or the scorer?
+        # The correct answer tells a malformed answer from a broken scorer.
         try:
             _checked(items.score_answer(item["answer"], item))
         except Exception:
@@ -144,7 +148,7 @@ atexit.register(_processes.close)
 
 
 def _checked(score: Any) -> float:
-    """Return a scorer's result. Raises ValueError if it is no finite number."""
+    """Return a scorer's result. Raises ValueError if it is not a finite number."""
     if not math.isfinite(score):
         raise ValueError(f"a score of {score!r}")
     return float(score)

@@ -1,7 +1,8 @@
-"""Environments whose world is elsewhere, and is set back by doing everything again.
+"""Base class of environments whose state is on a server, and is restored by replaying actions.
 
-A server cannot be copied. What brings another one to the same place are the actions since its
-beginning: they are the state of such an environment."""
+A server cannot be copied. All actions since the beginning bring a new server to the same state, so
+the list of actions is the state of such an environment.
+"""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -19,115 +20,132 @@ from rl_loop.environments.row_tasks import row_of
 from rl_loop.infrastructure import InfrastructureFailure
 
 
-class WorldLost(InfrastructureFailure):
-    """The world ended in the middle of an action."""
+class ServerLost(InfrastructureFailure):
+    """The server ended during an action."""
 
 
 ATTEMPTS = 3
-"""New worlds in which an action is tried. If it ends them all, it and not the infrastructure is to
-blame: each of them could be reached, and did all that the episode had done before."""
+"""New servers on which an action is tried.
+
+If the action ends all of them, the policy and not the infrastructure is the cause, because each
+server could be reached and had replayed all earlier actions.
+"""
 
 
 class ReplayedOptions(EnvironmentOptions):
-    """What all environments have whose world is elsewhere."""
+    """Options of all environments whose state is on a server."""
 
     instructions: str | None = None
-    """The developer message."""
+    """Developer message."""
     replay: bool = True
-    """Whether an episode can be played again up to where it was, in a new world: the same actions
-    come to the same. false where they do not, or have effects that last: an action that
-    infrastructure spoiled is then not repeated, and the episode is invalid."""
+    """Replay actions on a new server after an infrastructure failure. Set false if the same actions
+    can give other results, or have lasting effects. The episode is then invalid instead."""
 
 
 @dataclass(frozen=True)
-class Deed:
-    """Something that was done in the world, and what came of it."""
+class RecordedAction:
+    """One action of an episode and its result."""
 
     action: Any
-    outcome: Any
+    result: Any
 
 
 class ReplayedEnvironment[O: ReplayedOptions](Environment):
-    """Keeps the actions of an episode, and makes them again in a new world where they are wanted.
+    """Records the actions of an episode, and replays them on a new server if necessary.
 
-    Its tasks are made by ``row_task``. A subclass defines ``connect``, ``disconnect``,
-    ``is_connected`` and ``do``, and calls ``act`` for everything that the policy does."""
+    ``row_task`` creates the tasks. A subclass defines ``connect``, ``disconnect``, ``is_connected``
+    and ``do``, and calls ``act`` for every action of the policy.
+    """
 
     def __init__(self, task: Task, execute: Execute, reward: RewardConfig) -> None:
-        """Raises ValueError for a task that was made otherwise than by this class."""
+        """Raises ValueError if another class created the task."""
         super().__init__(task, execute, reward)
         self.row = row_of(task)
         self.options = cast(O, self.Options.model_validate(task.metadata["options"]))
-        self.can_be_set_back = self.options.replay
-        """Whether actions may be repeated; otherwise those that infrastructure spoils end the episode."""
-        self._deeds: list[Deed] = []
+        self.can_be_restored = self.options.replay
+        """True if actions may be repeated. Otherwise an infrastructure failure ends the episode."""
+        self._actions: list[RecordedAction] = []
         self._is_stale = False
-        """Whether the world has gone further than ``_deeds``."""
-        self._ended_worlds: Counter[tuple[int, str]] = Counter()
-        """Worlds that ended in an action, by the number of actions before it and the action."""
+        """True if the server's state does not match ``_actions``."""
+        self._lost_servers: Counter[tuple[int, str]] = Counter()
+        """Number of servers that ended during an action, by the number of earlier actions and the
+        action."""
 
-    # ---- what a subclass defines
+    # ---- methods that a subclass defines
 
     async def connect(self) -> None:
-        """Begin a new world. Raises InfrastructureFailure."""
+        """Connect to a server in its initial state. Raises InfrastructureFailure."""
         raise NotImplementedError
 
     async def disconnect(self) -> None:
-        """Leave the world, if there is one."""
+        """Leave the server, if there is one."""
         raise NotImplementedError
 
     @property
     def is_connected(self) -> bool:
-        """Whether there is a world to act in."""
+        """True if there is a server."""
         raise NotImplementedError
 
     async def do(self, action: Any) -> Any:
-        """Act in the world and return the outcome, comparable by ``==``.
+        """Execute an action on the server.
 
-        Raises InfrastructureFailure, and of these WorldLost if the world ended in the action."""
+        Returns:
+            The result, comparable by ``==``.
+
+        Raises:
+            ServerLost: if the server ended during the action.
+            InfrastructureFailure: if the action failed in another way.
+        """
         raise NotImplementedError
 
-    # ---- what it calls
+    # ---- methods that a subclass calls
 
     async def ready(self) -> None:
-        """Have a world that is where the episode is: what purification set back is brought there."""
+        """Make sure that a server has the state of the episode. Replay the actions if not."""
         if not self.is_connected or self._is_stale:
             await self.open()
 
     async def act(self, action: Any) -> Any:
-        """Act for the policy, and keep it.
+        """Execute an action of the policy, and record it.
 
-        Raises InfrastructureFailure, and ToolError for an action that ends every world it is done
-        in. The episode then continues in a world without that action."""
+        Raises:
+            ToolError: if the action ends every server. The episode continues on a server without it.
+            InfrastructureFailure: if the action failed in another way.
+        """
         await self.ready()
         try:
-            outcome = await self.do(action)
+            result = await self.do(action)
         except BaseException as error:
-            # What was asked may be done, or a part of it.
+            # The server may have executed the action, or a part of it.
             self._is_stale = True
-            if isinstance(error, WorldLost) and self._ends_worlds(action):
+            if isinstance(error, ServerLost) and self._ends_servers(action):
                 raise ToolError("this call ended the server that it was made to") from error
             raise
-        self._deeds.append(Deed(action, outcome))
-        return outcome
+        self._actions.append(RecordedAction(action, result))
+        return result
 
-    def _ends_worlds(self, action: Any) -> bool:
-        """Count a world that ended in an action. Return True if the action is to blame."""
-        key = (len(self._deeds), repr(action))
-        self._ended_worlds[key] += 1
-        return self._ended_worlds[key] >= ATTEMPTS
+    def _ends_servers(self, action: Any) -> bool:
+        """Count a server that ended during an action. Return True if the action is the cause."""
+        key = (len(self._actions), repr(action))
+        self._lost_servers[key] += 1
+        return self._lost_servers[key] >= ATTEMPTS
 
-    # ---- setting back
+    # ---- replay
 
-    async def repeat(self, deed: Deed) -> None:
-        """Act as before. Raises InfrastructureFailure if it comes to something else: what the policy
-        has read would not be true of this world."""
-        outcome = await self.do(deed.action)
-        if outcome != deed.outcome:
-            what = (
-                f"{type(self).__name__}: the world cannot be set back: {deed.action!r:.200} comes"
+    async def repeat(self, recorded: RecordedAction) -> None:
+        """Execute a recorded action on a new server.
+
+        Raises:
+            InfrastructureFailure: if the result differs. The policy has read the earlier result,
+                which would be wrong for this server.
+        """
+        result = await self.do(recorded.action)
+        if result != recorded.result:
+            raise InfrastructureFailure(
+                "environment",
+                f"{type(self).__name__}: replaying {recorded.action!r:.200} gave another result. "
+                "Set replay: false if results of this environment vary",
             )
-            raise InfrastructureFailure("environment", f"{what} to something else than before")
 
     # ---- Environment
 
@@ -137,8 +155,8 @@ class ReplayedEnvironment[O: ReplayedOptions](Environment):
         await self.disconnect()
         try:
             await self.connect()
-            for deed in self._deeds:
-                await self.repeat(deed)
+            for recorded in self._actions:
+                await self.repeat(recorded)
         except BaseException:
             await self.disconnect()
             raise
@@ -148,9 +166,9 @@ class ReplayedEnvironment[O: ReplayedOptions](Environment):
         await self.disconnect()
 
     def save_state(self) -> Any:
-        return list(self._deeds) if self.can_be_set_back else None
+        return list(self._actions) if self.can_be_restored else None
 
     def restore_state(self, state: Any) -> None:
-        # Even if nothing was kept since: what failed may be done.
+        # The server is stale even without new recorded actions: it may have executed a failed one.
         self._is_stale = True
-        self._deeds = list(state)
+        self._actions = list(state)

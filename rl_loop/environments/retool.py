@@ -1,8 +1,8 @@
-r"""ReTool (arXiv 2504.11536): a mathematical problem, a Python interpreter, the answer in
-\boxed{}.
+r"""ReTool (arXiv 2504.11536): mathematical problems with a Python interpreter.
 
-The reward is that of a correct answer or that of a wrong one. Errors of the interpreter are
-answers like any other, so that the agent can correct itself, and are not punished."""
+The final answer is in \boxed{}. The reward depends only on its correctness. The agent reads errors of
+the interpreter, and can correct itself without a penalty.
+"""
 
 from collections.abc import Sequence
 from random import Random
@@ -31,30 +31,30 @@ from rl_loop.sandbox import ExecutionResult
 NEW_SESSION = (
     "[The earlier session has ended, and its variables are gone. A new one began with this call.]\n"
 )
-"""What the agent is told by the first answer of a new session."""
+"""Text before the first result of a new session."""
 
 INSTRUCTIONS = r"Use python. Answer in \boxed{}."
 
 LUCKY_SHARE = 0.1
-"""Share of faulty demonstrations that answer from the head and are right all the same."""
+"""Share of faulty demonstrations whose answer, given without Python, is correct."""
 MISTAKE_SHARE = 0.22
 """Share of expert demonstrations that correct a mistake first."""
 
 
 class ReToolOptions(EnvironmentOptions):
     instructions: str | None = INSTRUCTIONS
-    """The developer message; null for none."""
+    """Developer message; null for none."""
     numeric_only: bool = True
-    """Leave out rows of a file whose answer is not a number; numbers are judged exactly."""
+    """Leave out rows of a file whose answer is not a number. Numbers are judged exactly."""
     stateful: bool = False
-    """The interpreter keeps its variables within an episode, as a notebook does: the programs so
-    far run again before every new one, unheard, each with limits of time of its own. They should
-    be deterministic and quick. A program that ends the interpreter (exit(), a crash, a limit)
-    ends the session; the next call begins a new one and says so."""
+    """Keep variables of the interpreter within an episode, like a notebook. All earlier programs run
+    again before each program, without output and each with the full time limit, so they should be
+    deterministic and fast. A program that ends the interpreter (exit(), a crash, a limit) ends the
+    session. The result of the next call reports the new session."""
 
 
 class ReToolEnvironment(Environment):
-    """Offers ``python`` (plain code, as GPT-OSS knows it) and ``functions.python`` ({"code"})."""
+    """Mathematical problem with ``python`` (plain code) and ``functions.python`` ({"code"})."""
 
     Options = ReToolOptions
 
@@ -62,9 +62,9 @@ class ReToolEnvironment(Environment):
         super().__init__(*arguments)
         self._calls = 0
         self._history: tuple[str, ...] = ()
-        """Programs of the session so far, if it is stateful."""
+        """Programs of the current session, if it is stateful."""
         self._session_ended = False
-        """Whether the agent has yet to be told that a new session begins."""
+        """True if the next result must report a new session."""
 
     @classmethod
     def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
@@ -79,10 +79,12 @@ class ReToolEnvironment(Environment):
 
     @classmethod
     def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task | None:
-        """Read rows of verl's files and of lists of problems.
+        """Return the task of a row in one of two formats.
 
-        verl, such as DAPO-Math-17k: {"prompt": messages, "reward_model": {"ground_truth"}}; a
-        conversation is kept as it is. AIME and the like: {"problem" or "question", "answer"}."""
+        - verl, such as DAPO-Math-17k: {"prompt": messages, "reward_model": {"ground_truth"}}.
+          Conversations stay unmodified.
+        - Lists of problems, such as AIME: {"problem" or "question", "answer"}.
+        """
         if "reward_model" in record:
             messages = _conversation(record["prompt"], options)
             ground_truth = _ground_truth(record["reward_model"])
@@ -99,10 +101,13 @@ class ReToolEnvironment(Environment):
 
     @classmethod
     def solve(cls, task: Task, rng: Random, faulty: bool) -> Script:
-        """Call Python, sometimes after a mistake; if ``faulty``, guess and be mostly wrong."""
+        """Return a script that calls Python, sometimes after a mistake.
+
+        If ``faulty``, the script guesses and is mostly wrong.
+        """
         expression = task.metadata.get("expression")
         if expression is None:
-            raise NotImplementedError("tasks of files do not say how they are solved")
+            raise NotImplementedError("tasks of files have no solution that a script could write")
         answer = task.ground_truth
 
         if faulty:
@@ -141,7 +146,7 @@ class ReToolEnvironment(Environment):
         else:
             execution = await self.execute(code)
 
-        # An error is told as Python tells it; the agent may try again.
+        # The agent reads Python's message and may try again.
         output = notice + execution.output
         if execution.error is not None:
             raise ToolError(f"{output}\n{execution.error}".lstrip("\n"))
@@ -164,11 +169,12 @@ class ReToolEnvironment(Environment):
         return bool(self.task.metadata.get("stateful"))
 
     async def _execute_in_session(self, code: str) -> tuple[ExecutionResult, str]:
-        """Run a program after those of its session.
+        """Run a program after the earlier programs of its session.
 
-        Returns its result, and what the agent must be told about the session before it."""
-        # The sandbox keeps nothing between calls: the session's programs run again before this
-        # one.
+        Returns:
+            Result of the program, and a notice about a new session for the agent (may be empty).
+        """
+        # The sandbox keeps no state between calls, so the session's programs run again.
         execution = await self.execute(code, self._history)
         notice = NEW_SESSION if self._session_ended else ""
 
@@ -176,13 +182,13 @@ class ReToolEnvironment(Environment):
         if execution.ended:
             self._history = ()
         elif execution.error is None:
-            # After an exception too: a notebook keeps what a cell did before it.
+            # Also after an exception: a notebook keeps the effects of a cell before its exception.
             self._history += (code,)
         return execution, notice
 
     def _judged(self, correct: bool, answer: str | None) -> StepResult:
         score = float(correct)
-        # ``finished`` turns scores into rewards by this scale; the bonus is meant as reward.
+        # ``finished`` multiplies scores by this scale, and the bonus is a reward.
         scale = self.reward.correct - self.reward.wrong
         if self.reward.tool_use and not correct and scale != 0:
             bonus = min(0.4, 0.1 * (self._calls // 2))
@@ -191,7 +197,7 @@ class ReToolEnvironment(Environment):
 
 
 def prompt_of(question: str, options: ReToolOptions) -> list[dict[str, Any]]:
-    """Return the messages of a task: the developer's instructions, if any, and the question."""
+    """Return the messages of a task: optional developer instructions, and the question."""
     messages = [{"role": "user", "content": question}]
     if options.instructions is not None:
         messages.insert(0, {"role": "developer", "content": options.instructions})
@@ -199,9 +205,11 @@ def prompt_of(question: str, options: ReToolOptions) -> list[dict[str, Any]]:
 
 
 def _conversation(prompt: Any, options: ReToolOptions) -> list[dict[str, Any]]:
-    """Return all messages of a row's prompt, with the instructions behind its own.
+    """Return all messages of a row's prompt, with the instructions appended to its own.
 
-    Raises ValueError if it is no conversation."""
+    Raises:
+        ValueError: if the prompt is not a conversation.
+    """
     if isinstance(prompt, str):
         return prompt_of(prompt, options)
     if not isinstance(prompt, list) or not prompt:
@@ -213,7 +221,7 @@ def _conversation(prompt: Any, options: ReToolOptions) -> list[dict[str, Any]]:
     if options.instructions is None:
         return messages
 
-    # The developer message is the one place for instructions, so a system message takes them in.
+    # Harmony has one developer message, so append the instructions to an existing system message.
     first = messages[0]
     if not isinstance(first, dict) or first.get("role") not in ("system", "developer"):
         return [{"role": "developer", "content": options.instructions}, *messages]
@@ -224,7 +232,7 @@ def _conversation(prompt: Any, options: ReToolOptions) -> list[dict[str, Any]]:
 
 
 def _ground_truth(reward_model: Any) -> str:
-    """Return the answer of a row of verl. Raises KeyError or ValueError."""
+    """Return the correct answer of a row of verl. Raises KeyError or ValueError."""
     if not isinstance(reward_model, dict):
         raise ValueError(f"'reward_model' must be an object, not {type(reward_model).__name__}")
     return text_in(reward_model, "ground_truth")
@@ -244,5 +252,5 @@ def _code_of(tool: str, arguments: str) -> str:
 
 
 def _python(code: str) -> ParsedMessage:
-    """Write a call of Python as GPT-OSS does."""
+    """Return a call of Python in GPT-OSS's form."""
     return ParsedMessage("analysis", "python", "code", code)

@@ -1,4 +1,4 @@
-"""Rewards that somebody else's code gives: a score, or a dictionary of the score and further parts."""
+"""Rewards from user code: a score, or a dictionary with "score" and further parts."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,16 +13,23 @@ RESERVED_PARTS = ("correct", "format_error", "score")
 
 
 def check_parts(parts: list[str]) -> list[str]:
-    """Return the names of further parts. Raises ValueError for those that every episode has."""
+    """Return the names of further parts. Raises ValueError for a name in RESERVED_PARTS."""
     if any(name in RESERVED_PARTS for name in parts):
-        raise ValueError(f"every episode has {', '.join(RESERVED_PARTS)} anyway")
+        raise ValueError(f"{', '.join(RESERVED_PARTS)} are parts of every episode. Remove them")
     return parts
 
 
 def read_parts(given: object, parts: Sequence[str], giver: str) -> dict[str, float]:
-    """Return the score and the further ``parts`` of what ``giver`` returned.
+    """Return the score and the further parts of a reward.
 
-    Raises InfrastructureFailure if they are not exactly these, or one is no finite number."""
+    Args:
+        given: reward: a number, or a mapping with "score" and ``parts``.
+        parts: expected names.
+        giver: function that returned the reward, for messages.
+
+    Raises:
+        InfrastructureFailure: if names are missing or unexpected, or a value is not a finite number.
+    """
     named = given if isinstance(given, Mapping) else {"score": given}
     expected = {"score", *parts}
     if set(named) != expected:
@@ -41,5 +48,5 @@ def read_parts(given: object, parts: Sequence[str], giver: str) -> dict[str, flo
 
 
 def with_parts(ended: StepResult, parts: Mapping[str, float]) -> StepResult:
-    """Return the end of an episode with further reward parts."""
+    """Return ``ended`` with additional reward parts."""
     return replace(ended, reward_parts=ended.reward_parts | dict(parts))

@@ -1,4 +1,4 @@
-"""Tasks that are JSON objects of the user's: rows of a file, or what a function of theirs generates."""
+"""Tasks from JSON objects of the user: rows of a file, or results of a generator function."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,23 +11,26 @@ from rl_loop.registry import Registry
 FUNCTIONS: Registry[Callable[..., Any]] = Registry(
     kind="function of an environment", expected="a function", accepts=callable
 )
-"""Has no entries: users' functions are named as MODULE:FUNCTION."""
+"""Registry without entries, because users name functions as MODULE:FUNCTION."""
 
 
 def check_function(path: str | None) -> str | None:
-    """Return the name of a function that an option gives. Raises ValueError if there is none."""
+    """Return ``path``, an option MODULE:FUNCTION. Raises ValueError if there is no such function."""
     if path is not None:
         FUNCTIONS.resolve(path)
     return path
 
 
 def generated_row(path: str | None, split: Split, seed: int, index: int) -> dict[str, Any]:
-    """Return what the function ``path`` makes of these.
+    """Return the row that the function ``path`` generates.
 
-    Raises NotImplementedError without a function, and ValueError for what is no JSON object."""
+    Raises:
+        NotImplementedError: if ``path`` is None.
+        ValueError: if the function does not return a JSON object.
+    """
     if path is None:
         raise NotImplementedError(
-            "without `tasks` nothing is generated: give train_path and held_out_path"
+            "tasks cannot be generated without `tasks`. Set it, or train_path and held_out_path"
         )
     row = FUNCTIONS.resolve(path)(split, seed, index)
     if not isinstance(row, dict):
@@ -43,8 +46,19 @@ def row_task(
     *,
     instructions: str | None = None,
 ) -> Task:
-    """Make the task of a row: its text ``prompt`` is the user's, behind the developer's
-    ``instructions``. Raises KeyError or ValueError for a row without one."""
+    """Return the task of a row.
+
+    Args:
+        environment: name of the environment.
+        row: JSON object with the text ``prompt``, which becomes the user message.
+        name: id of the task.
+        options: options of the environment.
+        instructions: developer message; None for none.
+
+    Raises:
+        KeyError: if the row has no ``prompt``.
+        ValueError: if ``prompt`` is not text.
+    """
     messages = [{"role": "user", "content": text_in(row, "prompt")}]
     if instructions is not None:
         messages.insert(0, {"role": "developer", "content": instructions})
@@ -62,12 +76,12 @@ def row_task(
 
 
 def row_of(task: Task) -> dict[str, Any]:
-    """Return the row that a task was made of. Raises ValueError for a task that was made otherwise."""
+    """Return the row of a task. Raises ValueError if the task was not created by ``row_task``."""
     missing = [key for key in ("record", "options") if key not in task.metadata]
     if missing:
         raise ValueError(
-            f"task {task.task_id} is made of no row (no {missing[0]} in its metadata): a row is a "
-            'JSON object with the text "prompt", without task_id and messages'
+            f"task {task.task_id}: its metadata has no {missing[0]}. Write a row as a JSON object with "
+            'the text "prompt", without task_id and messages'
         )
     row: dict[str, Any] = task.metadata["record"]
     return row

@@ -1,4 +1,4 @@
-"""How a configuration says where a tool server is."""
+"""Configuration of one tool server."""
 
 import importlib.util
 from collections.abc import Callable
@@ -12,65 +12,68 @@ from rl_loop.registry import Registry
 FACTORIES: Registry[Callable[..., Any]] = Registry(
     kind="tool server", expected="a function that makes one", accepts=callable
 )
-"""Has no entries: what makes a server in process is named as MODULE:FUNCTION."""
+"""Registry without entries, because factories are named as MODULE:FUNCTION."""
 
 ELF = b"\x7fELF"
 """First bytes of a compiled program."""
 
-WAYS = ("command", "url", "in_process")
-"""How a server is reached; each server has one of them."""
+TRANSPORTS = ("command", "url", "in_process")
+"""Keys that select the transport. Each server has exactly one."""
 
 
 class ToolServerConfig(BaseModel):
-    """One MCP server: a command, a URL, or a function that makes one in the rollout worker."""
+    """MCP server: a command, a URL, or a function that creates a server in the rollout worker."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     command: list[str] | None = Field(None, min_length=1)
-    """Program and arguments of a server that talks over its standard streams. Every episode starts
-    one of its own, unless the server is ``shared``."""
+    """Program and arguments of a server on standard streams. Every episode starts its own process,
+    unless the server is ``shared``."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Of the command, besides PATH, HOME and the like: nothing else of the worker's environment is
-    handed on."""
+    """Environment of the command, in addition to PATH, HOME and a few others. No other variables of
+    the worker are passed."""
     cwd: str | None = None
-    """Folder that the command runs in; null for the worker's."""
+    """Working directory of the command. Default: the worker's."""
     url: str | None = None
-    """Of a server that talks streamable HTTP, such as http://127.0.0.1:8000/mcp."""
+    """URL of a server with streamable HTTP, such as http://127.0.0.1:8000/mcp."""
     headers: dict[str, str] = Field(default_factory=dict)
-    """Sent with every request to the URL."""
+    """HTTP headers of every request to the URL."""
     in_process: str | None = None
-    """``make(task)`` as MODULE:FUNCTION, which returns a server object of the ``mcp`` package. It is
-    called for every episode with the task's row, or once with {} if the server is ``shared``."""
+    """Function ``make(task)`` as MODULE:FUNCTION, which returns a server object of the ``mcp``
+    package. It is called for every episode with the task's row, or once with {} if the server is
+    ``shared``."""
 
     prefix: str = ""
-    """Put before the names of its tools, where two servers have tools of one name."""
+    """Prefix of the tools' names in the prompt, for servers with equal names of tools."""
     tools: list[str] | None = None
-    """Names, as the server has them, of the tools that the policy is offered; null for all. The
-    others can still be called by whoever judges the episode."""
+    """Tools that are offered to the policy, by their names on the server. null offers all. A judge
+    can call the others, too."""
     shared: bool = False
-    """Whether all episodes of a rollout worker use one connection: for servers that keep nothing
-    between two calls. Otherwise each episode has its own."""
+    """Use one connection for all episodes of a rollout worker. Set it only for servers that keep
+    no state between calls."""
 
     connect_seconds: float = Field(60.0, gt=0)
-    """Limit of starting the server, connecting to it and listing its tools."""
+    """Time limit for starting the server, connecting to it and listing its tools."""
     call_seconds: float = Field(60.0, gt=0)
-    """Limit of one call. What it exceeds, the policy reads as an error of the tool: it may have
-    asked for too much."""
+    """Time limit of one call. A longer call is a tool error that the policy reads, because it may have
+    requested too much work."""
     max_output_bytes: int = Field(65536, gt=0)
-    """Limit of what one call answers, in bytes of UTF-8; the middle of a longer text is left out."""
+    """Size limit of a call's result in bytes of UTF-8. The middle of a longer text is cut out."""
 
     @model_validator(mode="after")
-    def _check_way(self) -> Self:
-        ways = [way for way in WAYS if getattr(self, way) is not None]
-        if len(ways) != 1:
-            given = " and ".join(ways) or "none"
-            raise ValueError(f"a tool server needs one of {', '.join(WAYS)}; given: {given}")
+    def _check_transport(self) -> Self:
+        given = [transport for transport in TRANSPORTS if getattr(self, transport) is not None]
+        if len(given) != 1:
+            listed = " and ".join(given) or "none"
+            raise ValueError(
+                f"a tool server needs one of {', '.join(TRANSPORTS)}, but has {listed}"
+            )
 
-        [way] = ways
-        if way != "command" and (self.env or self.cwd is not None):
-            raise ValueError(f"env and cwd are of a command, and this server has {way}")
-        if way != "url" and self.headers:
-            raise ValueError(f"headers are of a url, and this server has {way}")
+        [transport] = given
+        if transport != "command" and (self.env or self.cwd is not None):
+            raise ValueError(f"env and cwd need a command, but this server has {transport}")
+        if transport != "url" and self.headers:
+            raise ValueError(f"headers need a url, but this server has {transport}")
         if self.in_process is not None:
             FACTORIES.resolve(self.in_process)
         return self
@@ -93,4 +96,4 @@ def _is_compiled(file: Path) -> bool:
         with file.open("rb") as content:
             return content.read(len(ELF)) == ELF
     except OSError:
-        return False  # its digest cannot be read either, which is reported
+        return False  # computing its digest fails, too, and reports the error

@@ -1,4 +1,4 @@
-"""A connection to one MCP server."""
+"""Connection to one MCP server."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rl_loop.chat.cut_text import cut_text
-from rl_loop.environments.replayed import WorldLost
+from rl_loop.environments.replayed import ServerLost
 from rl_loop.environments.tool_servers.config import FACTORIES, ToolServerConfig
 from rl_loop.environments.tool_servers.content import text_of
 from rl_loop.infrastructure import InfrastructureFailure, describe
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from mcp import Client
 
 MOST_PAGES = 100
-"""Of a server's list of tools: one that never ends is an error."""
+"""Limit of pages in a server's list of tools, in case the list never ends."""
 CLOSE_SECONDS = 10.0
-"""What a server has to end; the ``mcp`` package kills a process after two."""
+"""Time for a server to exit. The ``mcp`` package kills its process after 2 s."""
 
 
 @dataclass(frozen=True)
 class ServerTool:
-    """A tool as its server describes it."""
+    """Description of a tool by its server."""
 
     name: str
     description: str
@@ -33,26 +33,33 @@ class ServerTool:
 
 @dataclass(frozen=True)
 class ToolAnswer:
-    """What a tool answered."""
+    """Result of a tool."""
 
     text: str
     is_error: bool = False
-    """Whether the tool says that the call failed, or it took too long."""
+    """True if the tool reports an error, or did not answer in time."""
 
 
 class ServerConnection:
-    """Talks to one server.
+    """Connection to one server.
 
-    A task of its own holds the connection: those of ``mcp`` must be closed by the task that opened
-    them, and every turn of an episode is another task. All failures of the connection are
-    InfrastructureFailures."""
+    A separate asyncio task holds the connection, because ``mcp`` requires that the task that opened a
+    connection closes it, and every turn of an episode is another task. All failures of the connection
+    are InfrastructureFailures.
+    """
 
     def __init__(self, name: str, config: ToolServerConfig, task: Mapping[str, Any]) -> None:
-        """``name``: for messages. ``task``: the row that a server in process is made for."""
+        """Prepare a connection, without opening it.
+
+        Args:
+            name: name of the server, for messages.
+            config: transport and limits.
+            task: row of the task, for servers with ``in_process``.
+        """
         self.name = name
         self.config = config
         self.tools: Sequence[ServerTool] = ()
-        """What the server offers, once it is open."""
+        """Tools of the server, after ``open``."""
         self._task = task
         self._client: Client | None = None
         self._holding: asyncio.Task[None] | None = None
@@ -61,11 +68,15 @@ class ServerConnection:
 
     @property
     def is_usable(self) -> bool:
-        """Whether calls can be made."""
+        """True if calls are possible."""
         return self._client is not None and self._holding is not None and not self._holding.done()
 
     async def open(self) -> None:
-        """Connect, and list the tools. Raises InfrastructureFailure; nothing stays open then."""
+        """Connect, and list the tools.
+
+        Raises:
+            InfrastructureFailure: if that fails. The connection is closed then.
+        """
         seconds = self.config.connect_seconds
         self._holding = asyncio.create_task(self._hold(), name=f"tool server {self.name}")
         opening = asyncio.create_task(self._opened.wait())
@@ -86,17 +97,26 @@ class ServerConnection:
             raise self._failure(f"was not ready within {seconds:g} s")
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> ToolAnswer:
-        """Call a tool by the name that the server has for it.
+        """Call a tool.
 
-        Raises WorldLost if the connection is lost, and InfrastructureFailure if it was lost before or
-        the server answers that it failed itself. A tool's error is an answer, and so is that it
-        took too long."""
+        Args:
+            tool: name of the tool on the server.
+            arguments: JSON object.
+
+        Returns:
+            Result of the tool. Errors of the tool and timeouts are results, too.
+
+        Raises:
+            ServerLost: if the connection is lost during the call.
+            InfrastructureFailure: if the connection was lost before, or the server reports an
+                internal error.
+        """
         if not self.is_usable:
             raise self._failure(f"is gone: {self._reason()}")
         assert self._client is not None and self._holding is not None
 
         seconds = self.config.call_seconds
-        # Of a connection that breaks not every transport tells those who wait for an answer.
+        # Some transports do not report a broken connection to pending calls.
         asking = asyncio.ensure_future(self._client.call_tool(tool, arguments))
         waiting: set[asyncio.Future[Any]] = {asking, self._holding}
         try:
@@ -110,12 +130,12 @@ class ServerConnection:
             await _end(asking)
 
     async def close(self) -> None:
-        """Disconnect, and end the server if it is a process. Calling it again does nothing."""
+        """Disconnect, and end the server if it is a process. Later calls do nothing."""
         self._client = None
         self._closing.set()
         if self._holding is None:
             return
-        # One that is not open yet listens to nobody.
+        # A task that has not connected yet does not wait for the event.
         if self._opened.is_set():
             await asyncio.wait({self._holding}, timeout=CLOSE_SECONDS)
         await _end(self._holding)
@@ -123,7 +143,7 @@ class ServerConnection:
     # ---- the task that holds the connection
 
     async def _hold(self) -> None:
-        """Connect, and stay connected until ``close``."""
+        """Connect, and keep the connection until ``close``."""
         from mcp import Client
 
         async with AsyncExitStack() as stack:
@@ -135,7 +155,7 @@ class ServerConnection:
             await self._closing.wait()
 
     async def _target(self, stack: AsyncExitStack) -> Any:
-        """Return what the client connects to."""
+        """Return the target of the client: a server object, a command, a URL or a transport."""
         from mcp import StdioServerParameters
 
         config = self.config
@@ -156,10 +176,10 @@ class ServerConnection:
         http = await stack.enter_async_context(create_mcp_http_client(headers=config.headers))
         return streamable_http_client(config.url, http_client=http)
 
-    # ---- answers and failures
+    # ---- results and failures
 
     def _answer_of(self, tool: str, asking: "asyncio.Future[Any]") -> ToolAnswer:
-        """Return what a call that has ended came to. Raises InfrastructureFailure."""
+        """Return the result of a finished call. Raises InfrastructureFailure."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED, INVALID_PARAMS, REQUEST_TIMEOUT
 
@@ -171,10 +191,10 @@ class ServerConnection:
             said = text_of([block.model_dump() for block in result.content])
             text = cut_text(said, self.config.max_output_bytes)
             return ToolAnswer(text, is_error=bool(result.is_error))
-        # The server is well, and says that the arguments are not: the policy wrote them.
+        # The server works and rejects the arguments, which the policy wrote.
         if isinstance(error, MCPError) and error.code in (INVALID_PARAMS, REQUEST_TIMEOUT):
             return ToolAnswer(f"{tool}: {error.message}", is_error=True)
-        # An error that the server answered says that it is there; all else, that it is not.
+        # With an error response the connection still exists. All other errors mean that it is lost.
         if not isinstance(error, MCPError) or error.code == CONNECTION_CLOSED:
             self._client = None
             self._closing.set()
@@ -182,7 +202,7 @@ class ServerConnection:
         raise self._failure(f"failed in a call of {tool}: {describe(error)}") from error
 
     def _reason(self) -> str:
-        """Say how the connection ended."""
+        """Return the reason for the end of the connection."""
         if self._holding is None or not self._holding.done():
             return "it was closed"
         if self._holding.cancelled():
@@ -194,20 +214,20 @@ class ServerConnection:
         culprit = f"tool server {self.name}"
         return InfrastructureFailure("tool", f"{culprit} {what}", culprit)
 
-    def _lost(self, what: str) -> WorldLost:
+    def _lost(self, what: str) -> ServerLost:
         culprit = f"tool server {self.name}"
-        return WorldLost("tool", f"{culprit} {what}", culprit)
+        return ServerLost("tool", f"{culprit} {what}", culprit)
 
 
 async def _end(task: "asyncio.Future[Any]") -> None:
-    """Cancel a task, if it runs, and look at what it raised, or asyncio warns."""
+    """Cancel a task and retrieve its exception, because asyncio warns about unretrieved ones."""
     task.cancel()
     with suppress(asyncio.CancelledError, Exception):
         await asyncio.wait_for(asyncio.shield(task), CLOSE_SECONDS)
 
 
 async def _listed(client: "Client") -> list[ServerTool]:
-    """Return the tools of a server, page by page. Raises ValueError if they have no end."""
+    """Return the tools of a server. Raises ValueError if the list has too many pages."""
     tools: list[ServerTool] = []
     cursor: str | None = None
     for _ in range(MOST_PAGES):
@@ -222,7 +242,7 @@ async def _listed(client: "Client") -> list[ServerTool]:
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """Return what task groups have wrapped."""
+    """Return the first exception within nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

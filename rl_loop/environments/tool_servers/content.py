@@ -1,12 +1,14 @@
-"""What the policy reads of a tool's result in the words of MCP."""
+"""Conversion of MCP content to the text that the policy reads."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 
 def text_of(blocks: Sequence[Mapping[str, Any]]) -> str:
-    """Return what the blocks of a result's ``content`` say, a line for each: texts as they are, and a
-    word for everything that is none."""
+    """Return the text of a result's ``content`` blocks, one line each.
+
+    Blocks without text, such as images, become a short description in brackets.
+    """
     return "\n".join(_piece(block) for block in blocks)
 
 

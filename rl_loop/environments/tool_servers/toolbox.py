@@ -1,4 +1,4 @@
-"""The tools of several servers, under the names that the policy calls them by."""
+"""Tools of several servers, under the names that the policy uses."""
 
 import asyncio
 from collections.abc import Mapping
@@ -19,24 +19,29 @@ from rl_loop.environments.tool_servers.connection import (
 )
 
 Servers = Mapping[str, ToolServerConfig]
-"""By a name of the configuration's choice."""
+"""Servers by the names in the configuration."""
 
 
 @dataclass(frozen=True)
 class BoxedTool:
-    """A tool of one of the servers."""
+    """Tool of one of the servers."""
 
     connection: ServerConnection
     described: ServerTool
     is_offered: bool
-    """Whether the policy knows of it."""
+    """True if the tool is offered to the policy."""
 
 
 class ToolBox:
-    """The tools of one episode."""
+    """Tools of one episode."""
 
     def __init__(self, servers: Servers, task: Mapping[str, Any]) -> None:
-        """``task``: the row that servers in process are made for."""
+        """Prepare connections, without opening them.
+
+        Args:
+            servers: servers by name.
+            task: row of the task, for servers with ``in_process``.
+        """
         self._servers = servers
         self._task = task
         self._connections: list[ServerConnection] = []
@@ -44,18 +49,20 @@ class ToolBox:
 
     @property
     def is_open(self) -> bool:
-        """Whether all servers can be called."""
+        """True if all servers can be called."""
         return bool(self._connections) and all(c.is_usable for c in self._connections)
 
     def __contains__(self, name: str) -> bool:
-        """Say whether one of the servers has a tool, offered or not."""
+        """Return True if one of the servers has a tool, offered or not."""
         return name in self._tools
 
     async def open(self) -> None:
-        """Connect to all servers.
+        """Connect to all servers. After an error all connections are closed.
 
-        Raises InfrastructureFailure if one is away, and ValueError if two tools have one name;
-        nothing stays open then."""
+        Raises:
+            InfrastructureFailure: if a server cannot be reached.
+            ValueError: if two tools have the same name.
+        """
         opening = [self._connect(name, config) for name, config in self._servers.items()]
         results = await asyncio.gather(*opening, return_exceptions=True)
         self._connections = [c for c in results if isinstance(c, ServerConnection)]
@@ -69,14 +76,14 @@ class ToolBox:
             raise
 
     async def close(self) -> None:
-        """Disconnect from the servers of the episode. Calling it again does nothing."""
+        """Disconnect from the servers of the episode. Later calls do nothing."""
         own = [c for c in self._connections if not c.config.shared]
         self._connections = []
         self._tools = {}
         await asyncio.gather(*(connection.close() for connection in own))
 
     def offered(self) -> list[Tool]:
-        """Return what the prompt describes."""
+        """Return the tools for the prompt."""
         return [
             Tool(name, tool.described.description, tool.described.schema)
             for name, tool in self._tools.items()
@@ -84,17 +91,20 @@ class ToolBox:
         ]
 
     def offers(self, name: str) -> bool:
-        """Whether the policy may call a tool of this name."""
+        """Return True if the policy may call a tool of this name."""
         return name in self._tools and self._tools[name].is_offered
 
     def is_own(self, name: str) -> bool:
-        """Whether a tool's server is the episode's own."""
+        """Return True if a tool's server belongs to this episode only."""
         return not self._tools[name].connection.config.shared
 
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolAnswer:
         """Call a tool, offered or not, by its name in the prompt.
 
-        Raises InfrastructureFailure, and KeyError naming a tool that does not exist."""
+        Raises:
+            KeyError: if there is no such tool.
+            InfrastructureFailure: if the server fails.
+        """
         tool = self._tools[name]
         return await tool.connection.call(tool.described.name, arguments)
 
@@ -110,8 +120,9 @@ class ToolBox:
 def named_tools(connections: list[ServerConnection]) -> dict[str, BoxedTool]:
     """Return the tools of all servers by their names in the prompt.
 
-    Raises ValueError naming the servers if two tools have one name, or one is chosen that its
-    server does not have."""
+    Raises:
+        ValueError: if two tools have the same name, or a server lacks a tool of its option ``tools``.
+    """
     named: dict[str, BoxedTool] = {}
     for connection in connections:
         chosen = connection.config.tools
@@ -128,30 +139,34 @@ def named_tools(connections: list[ServerConnection]) -> dict[str, BoxedTool]:
             if name in named:
                 other = named[name].connection.name
                 raise ValueError(
-                    f"tool servers {other} and {connection.name} both have a tool {name!r}: give "
-                    "one of them a `prefix`"
+                    f"tool servers {other} and {connection.name} both have a tool {name!r}. Set "
+                    "`prefix` of one of them"
                 )
             named[name] = BoxedTool(connection, tool, chosen is None or tool.name in chosen)
     return named
 
 
-# ---- connections that all episodes use
+# ---- connections of shared servers
 
 _shared: WeakKeyDictionary[
     asyncio.AbstractEventLoop, dict[str, "asyncio.Task[ServerConnection]"]
 ] = WeakKeyDictionary()
-"""By the event loop that they belong to, name and configuration. They end with their loop."""
+"""Connections by event loop, and by name and configuration. They end with their loop."""
 
 
 async def _shared_connection(name: str, config: ToolServerConfig) -> ServerConnection:
-    """Return the connection that the episodes of this event loop share. Raises InfrastructureFailure."""
+    """Return the connection that all episodes of this event loop share.
+
+    Raises:
+        InfrastructureFailure: if the server cannot be reached.
+    """
     connections = _shared.setdefault(asyncio.get_running_loop(), {})
     key = f"{name} {config.model_dump_json()}"
     opening = connections.get(key)
     if opening is None or (opening.done() and not _is_usable(opening)):
         opening = asyncio.create_task(_opened(name, config))
         connections[key] = opening
-    # Shielded: an episode that ends while it waits must not take it from the others.
+    # An episode that is cancelled while it waits must not cancel the connection of others.
     return await asyncio.shield(opening)
 
 
@@ -170,20 +185,27 @@ async def _opened(name: str, config: ToolServerConfig) -> ServerConnection:
 # ---- without an episode
 
 _discovered: dict[bytes, list[Tool]] = {}
-"""By the servers' configurations."""
+"""Tools by the servers' configurations."""
 _discovering = Lock()
 
 
 def offered_without_episode(servers: Servers, task: Mapping[str, Any]) -> list[Tool]:
-    """Return the tools that episodes will be offered, for whoever renders prompts before there are
-    any: servers are asked once in each process.
+    """Return the tools that episodes offer, for rendering prompts without an episode.
 
-    ``task``: a row for servers in process, of which the tools may not depend. Raises
-    InfrastructureFailure or ValueError, as ``ToolBox.open`` does."""
+    Each process connects to the servers once.
+
+    Args:
+        servers: servers by name.
+        task: row of a task, for servers with ``in_process``. Their tools must not depend on it.
+
+    Raises:
+        InfrastructureFailure: if a server cannot be reached.
+        ValueError: if two tools have the same name.
+    """
     key = _SERVERS.dump_json(dict(servers))
     with _discovering:
         if key not in _discovered:
-            # On an event loop of its own: the caller may be running one.
+            # Another thread, because the caller may be running an event loop.
             with ThreadPoolExecutor(1) as thread:
                 asking = thread.submit(asyncio.run, _ask(ToolBox(servers, task)))
                 _discovered[key] = asking.result()

@@ -395,7 +395,7 @@ def test_tasks_have_numbers_and_seeds_that_no_other_task_has() -> None:
 
 @pytest.mark.parametrize(
     ("seed", "what"),
-    [(2, "number': 3} comes to something else"), (12, "something else than before by its reset")],
+    [(2, "number': 3} gave another result"), (12, "gave another observation at its reset")],
 )
 def test_a_game_that_goes_otherwise_when_it_is_played_again_is_infrastructure(
     served: Served, seed: int, what: str

@@ -19,7 +19,7 @@ from rl_loop.environments.replayed import (
     ATTEMPTS,
     ReplayedEnvironment,
     ReplayedOptions,
-    WorldLost,
+    ServerLost,
 )
 from rl_loop.environments.row_tasks import row_task
 from rl_loop.infrastructure import InfrastructureFailure
@@ -55,7 +55,7 @@ class Counting(ReplayedEnvironment[ReplayedOptions]):
             raise InfrastructureFailure("tool", "lost")
         if action == 666:
             self._is_open = False
-            raise WorldLost("tool", "lost in the action")
+            raise ServerLost("tool", "lost in the action")
         return self.worlds[-1]
 
     async def answer(self, text: str) -> StepResult:
@@ -95,14 +95,14 @@ def test_action_that_ends_every_world_is_the_policys() -> None:
         environment = Counting()
         await environment.act(1)
         for _ in range(ATTEMPTS - 1):
-            with pytest.raises(WorldLost):
+            with pytest.raises(ServerLost):
                 await environment.act(666)
         with pytest.raises(ToolError, match="ended the server"):
             await environment.act(666)
         # It was not done in the world in which the episode continues.
         assert await environment.act(2) == 3
         # Counted from the beginning in another place of the episode.
-        with pytest.raises(WorldLost):
+        with pytest.raises(ServerLost):
             await environment.act(666)
         return environment.worlds
 
@@ -140,5 +140,5 @@ def test_only_functions_are_called_by_their_names() -> None:
 def test_a_row_is_what_a_task_is_made_of() -> None:
     environment: Any = Counting()
     assert environment.row == {"prompt": "Count."}
-    assert environment.can_be_set_back
+    assert environment.can_be_restored
     assert environment.save_state() == []
