@@ -194,7 +194,7 @@ PROMISING = {
 }
 """Variants by their rows. Compiled by Triton 3.6 for sm90 none of them spills (one does, two registers
 within its loop), and each keeps more warps on a processor, waits less often for the tensor cores, takes
-fewer instructions for a value or loads further ahead than what servers run (LOG.md, 26 November 2026)."""
+fewer instructions for a value or loads further ahead than what servers run (docs/design/mxfp4_kernels.md)."""
 
 
 def grid(requests: int) -> list[Variant]:

@@ -205,7 +205,7 @@ def _verdicts_by_number(verdicts: dict[int, int]) -> list[Instruction]:
     """Instructions that return the verdict on a call's number, or go on after them if it has none.
 
     In groups that are skipped as a whole: the kernel runs a filter for every number there is when
-    it is installed, that is in every call. One long list made calls 4 % slower (docs/performance.md)."""
+    it is installed, that is in every call. One long list made calls 4 % slower."""
     numbers = sorted(verdicts)
     groups = [numbers[first : first + GROUP_SIZE] for first in range(0, len(numbers), GROUP_SIZE)]
 

@@ -21,7 +21,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 OVERLAP = CONFIGS / "rl/gpt-oss-20b_1x4_overlap.yaml"
 MEASURED_MS = {1: 1.85, 8: 4.04, 64: 6.58, 256: 9.88}
 """Decoding steps of twelve of the 20B's layers on an H200 by running sequences, prompts of 512 tokens and 192
-decoded (docs/performance.md)."""
+decoded (docs/performance/sglang.md)."""
 
 
 def load(path: Path) -> RlConfig:

@@ -185,7 +185,7 @@ def predicted_step(
     return predict_step(model, parallel, OptimizerConfig(), MICRO_BATCH, 1, adapter=adapter)
 
 
-# docs/performance/training.md, "The kernel that merges": gate_up and down of a layer
+# docs/performance/adapters.md, "Merge kernel": gate_up and down of a layer
 @pytest.mark.parametrize(
     ("base", "expert_rank", "milliseconds"),
     [

@@ -1,4 +1,4 @@
-"""The memory prediction against what GPUs used (docs/performance/training.md)."""
+"""The memory prediction against what GPUs used (docs/performance/memory.md)."""
 
 from __future__ import annotations
 

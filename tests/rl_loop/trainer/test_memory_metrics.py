@@ -302,7 +302,7 @@ of a rank not quite (``micro_batch_tokens``)."""
 def test_the_account_of_whole_loops_is_what_was_measured(
     name: str, gigabytes: float, overrides: list[str], measured: dict[str, float]
 ) -> None:
-    """Whole GPU, the fullest of a run's steps, GB: docs/performance/loop.md.
+    """Whole GPU, the fullest of a run's steps, GB: docs/performance/memory.md.
 
     These runs measured their first sync and the later ones as one phase, and their first scoring,
     too. In the first sync servers are full and the optimizer has no state. In later ones it has

@@ -14,7 +14,7 @@ Matrices lie as ``gptoss_hopper_layout`` keeps them. A program has 128 columns o
 compiler makes eight groups of matrix instructions, each with a wait and registers of its own, of two it
 makes two groups, and a step has a sixth fewer instructions. Where a processor holds four programs
 (few rows) or three (many) without spilling much, both products of a layer were the fastest on an H200
-(benchmarks/LOG.md).
+(docs/design/mxfp4_kernels.md).
 
 Larger prefills, and products of any other kind, are left to triton_kernels.
 """
