@@ -11,7 +11,7 @@ from rl_loop.engines.sglang.config import SglangConfig
 MEAN_LENGTH = 0.5
 """Sampled tokens of an episode over the most that its limits allow: their mean. Assumed."""
 BANDWIDTH = 4.32e12
-"""Bytes per second that an H200 reads, measured (docs/performance/sglang.md)."""
+"""Bytes per second that an H200 reads, measured (docs/performance.md, decoding)."""
 OVER_LIMIT = 1.4
 """Time of SGLang's decoding step over that of reading what it needs: 1.28 to 1.84 for 8 to 256
 sequences of the 20B, measured in the same place."""

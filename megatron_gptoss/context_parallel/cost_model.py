@@ -9,7 +9,7 @@ from megatron_gptoss.context_parallel.layout import ContextLayout
 COLLECTIVE_SECONDS = 3e-5
 """What a collective costs however little it sends."""
 
-# The following are from docs/performance/context_parallel.md.
+# The following are from docs/performance.md, context parallelism on H200s.
 
 BORDER_SECONDS = 8e-5
 """Small kernels of a halo layer, forward and backward."""

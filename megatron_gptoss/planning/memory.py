@@ -1,8 +1,8 @@
 """Memory of one GPU over a step of bf16 training, predicted from the configuration alone.
 
 It is for ``gptoss plan``, for layouts that nobody has run yet, and for the ``memory/*`` metrics of
-a run, which show it beside what was measured. docs/performance/memory.md compares it with
-measurements, and docs/design/planning.md names the constants.
+a run, which show it beside what was measured. docs/performance.md compares it with measurements and
+says which constants were measured where.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Time of a training step on H200s, predicted from the configuration alone.
 
-docs/performance/training.md compares it with measurements.
+docs/performance.md compares it with what was measured.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ ARITHMETIC = 520e12
 next three ``predict_step`` is within 10 % of runs of 16k tokens to a micro-batch, tensor parallel
 ones excepted."""
 OUTPUT_LAYER = 458e12
-"""The same of the output layer, which makes its logits twice; measured
-(docs/performance/layers_and_pipelines.md)."""
+"""The same of the output layer, which makes its logits twice; measured (docs/performance.md,
+log-probs)."""
 HALF_SPEED_ROWS = 1150
 """Rows of one expert in a micro-batch at which its products, and with them the step, run half as
 fast."""

@@ -1,4 +1,4 @@
-"""Which backend "auto" takes; the order follows docs/performance/attention.md.
+"""Which backend "auto" takes; the order is what docs/performance.md measured on an H200.
 
 window   our kernels for sliding-window layers: they win every such case, whatever the lengths.
 short    our kernels for full attention: they win where sequences average SHORT_MEAN tokens or
