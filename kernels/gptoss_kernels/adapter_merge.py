@@ -1,8 +1,9 @@
-"""Low-rank updates merged into frozen bf16 or MXFP4 weights, in one pass over a GPU's memory.
+"""Merge of low-rank updates into frozen bf16 or MXFP4 weights, in one pass over GPU memory.
 
-    out = bf16(W + s (B A)),  B A summed up rank by rank in fp32
+    out = bf16(W + s (B A)),  B A accumulated rank by rank in fp32
 
-The bits are those of the same sum on a CPU. ``adapter_merge.cu`` says how, and what a thread owns.
+The result equals the CPU's bit for bit. The comment at the top of ``adapter_merge.cu`` describes
+the rounding and the work of each thread.
 """
 
 import functools
@@ -16,21 +17,25 @@ from gptoss_kernels import nvrtc
 from gptoss_kernels.mxfp4.api import BLOCK
 
 SOURCE = Path(__file__).with_name("adapter_merge.cu")
+"""CUDA source of the kernel."""
+# A small rank leaves little arithmetic per loaded byte. Fewer rows per thread then give more
+# threads, and more loads in flight hide the memory's latency.
 FEW_RANKS = 16
-"""Up to which a thread takes few rows, so that more threads are there to wait for memory."""
+"""Largest rank for which a thread computes ROWS_OF_FEW_RANKS rows instead of ROWS."""
 ROWS_OF_FEW_RANKS = 2
+"""Weight rows per thread for ranks up to FEW_RANKS."""
 ROWS = 4
-"""Rows of a weight that a thread takes beyond: what it reads of A serves so many."""
+"""Weight rows per thread for larger ranks. A thread reads A once for all of its rows."""
 COLUMNS = 8
-"""Columns that a thread takes, 16 bytes: COLUMNS of the source."""
+"""Weight columns per thread: 16 bytes of bf16. Equals COLUMNS in the source."""
 RANKS = 8
-"""Of which B brings so many at a time: RANKS of the source."""
+"""Ranks of B per load. Equals RANKS in the source."""
 THREADS = 128
-"""Of a block."""
+"""Threads per block."""
 ALIGNMENT = 16
-"""Bytes that a thread reads at once."""
+"""Bytes per load, and the alignment that such a load needs."""
 KERNEL_NAME = "merge_adapters"
-"""In the source, and in profiles."""
+"""Name of the kernel in the source and in profiles."""
 
 
 def merge_dense(weight: Tensor, a: Tensor, b: Tensor, scale: float, out: Tensor) -> None:
@@ -38,13 +43,13 @@ def merge_dense(weight: Tensor, a: Tensor, b: Tensor, scale: float, out: Tensor)
 
     Args:
         weight: [..., out, in] bf16, ``in`` a multiple of 8.
-        a: [..., rank, in] bf16.
-        b: [..., out, rank] bf16.
-        scale: of the updates.
-        out: [..., out, in] bf16, contiguous, to write into.
+        a: [..., rank, in] bf16 factor A.
+        b: [..., out, rank] bf16 factor B.
+        scale: factor of the updates.
+        out: [..., out, in] bf16, contiguous. Receives the merged weights.
 
     Raises:
-        ValueError: naming the argument whose dtype, shape or device does not fit.
+        ValueError: an argument has a wrong dtype, shape or device. The message names it.
     """
     _check_update(a, b, out)
     _check("weight", weight, out.shape, torch.bfloat16, out.device)
@@ -54,18 +59,18 @@ def merge_dense(weight: Tensor, a: Tensor, b: Tensor, scale: float, out: Tensor)
 def merge_packed(
     blocks: Tensor, scales: Tensor, a: Tensor, b: Tensor, scale: float, out: Tensor
 ) -> None:
-    """Dequantise MXFP4 weights and merge updates into them.
+    """Dequantize MXFP4 weights and merge updates into them.
 
     Args:
-        blocks: [..., out, in / 32, 16] uint8, as ``mxfp4.dequantize`` takes them.
+        blocks: [..., out, in / 32, 16] uint8, in the layout of ``mxfp4.dequantize``.
         scales: [..., out, in / 32] uint8.
-        a: [..., rank, in] bf16.
-        b: [..., out, rank] bf16.
-        scale: of the updates.
-        out: [..., out, in] bf16, contiguous, to write into.
+        a: [..., rank, in] bf16 factor A.
+        b: [..., out, rank] bf16 factor B.
+        scale: factor of the updates.
+        out: [..., out, in] bf16, contiguous. Receives the merged weights.
 
     Raises:
-        ValueError: naming the argument whose dtype, shape or device does not fit.
+        ValueError: an argument has a wrong dtype, shape or device. The message names it.
     """
     _check_update(a, b, out)
     shape = torch.Size((*out.shape[:-1], out.shape[-1] // BLOCK))
@@ -78,6 +83,7 @@ def _launch(
     base: Tensor, scales: Tensor | None, a: Tensor, b: Tensor, scale: float, out: Tensor
 ) -> None:
     """Run the kernel on checked arguments; ``scales`` is None for a dense base."""
+    # CUDA rejects a launch of 0 blocks.
     if out.numel() == 0:
         return
 
@@ -90,13 +96,25 @@ def _launch(
 def launch_arguments(
     base: Tensor, scales: Tensor | None, a: Tensor, b: Tensor, scale: float, out: Tensor
 ) -> tuple[int, int, Tensor, Tensor, Tensor, Tensor, Tensor, float, int, int, int, int]:
-    """Return blocks, threads of a block, and the kernel's arguments in the source's order."""
+    """Return the grid and the arguments of a launch, in the order of the source.
+
+    Args:
+        base: [..., out, in] bf16, or [..., out, in / 32, 16] uint8 blocks.
+        scales: [..., out, in / 32] uint8; None for a bf16 base.
+        a: [..., rank, in] bf16.
+        b: [..., out, rank] bf16.
+        scale: factor of the updates.
+        out: [..., out, in] bf16.
+
+    Returns:
+        Number of blocks, threads per block, then the arguments of the kernel.
+    """
     rank = a.shape[-2]
     rows, columns = out.shape[-2:]
     experts = out.numel() // (rows * columns)
     groups = columns // COLUMNS
 
-    # A rank of zeros changes no sum.
+    # The kernel loads RANKS ranks of B at a time. Padding with zeros changes no sum.
     missing_ranks = -rank % RANKS
     whole_a = pad(a, (0, 0, 0, missing_ranks))
     whole_b = pad(b, (0, missing_ranks))
@@ -107,7 +125,7 @@ def launch_arguments(
         -(-threads // THREADS),
         THREADS,
         base,
-        # Not read of a dense base, but it must be a pointer.
+        # The kernel does not read the scales of a dense base, but needs a valid pointer.
         base if scales is None else scales.contiguous(),
         _readable(whole_a),
         _readable(whole_b),
@@ -121,8 +139,9 @@ def launch_arguments(
 
 
 def _readable(tensor: Tensor) -> Tensor:
-    """Return the values in one piece that begins where 16 bytes can be read at once."""
+    """Return the tensor as contiguous memory that starts at a multiple of ALIGNMENT bytes."""
     tensor = tensor.contiguous()
+    # A view into a larger tensor can be contiguous and misaligned. A clone is always aligned.
     if tensor.data_ptr() % ALIGNMENT:
         return tensor.clone()
     return tensor
@@ -130,25 +149,31 @@ def _readable(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def _kernel(packed: int, rows: int, architecture: str) -> nvrtc.Kernel:
-    """Compile and load the kernel with these macros."""
+    """Return the kernel compiled with these macros, loaded once per process."""
     cubin = nvrtc.compile_cubin(SOURCE, {"PACKED": packed, "ROWS": rows}, architecture)
     return nvrtc.Kernel(cubin, KERNEL_NAME, shared_bytes=0)
 
 
 def macros(*, is_packed: bool, rank: int) -> dict[str, int]:
-    """Return what the source is compiled with."""
+    """Return the macros for compiling the source.
+
+    Args:
+        is_packed: True for an MXFP4 base, False for bf16.
+        rank: rank of the updates before padding.
+    """
     return {"PACKED": int(is_packed), "ROWS": rows_of_a_thread(rank)}
 
 
 def rows_of_a_thread(rank: int) -> int:
-    """Return how many rows a thread takes of updates of this rank."""
+    """Return the number of weight rows per thread for updates of this rank."""
     if rank <= FEW_RANKS:
         return ROWS_OF_FEW_RANKS
     return ROWS
 
 
 def _check_update(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """Refuse factors and a result that do not belong together."""
+    """Raise ValueError if the factors and the result do not fit together."""
+    # The kernel writes 16 bytes at a time and never a part of them.
     is_placed = out.is_contiguous() and out.data_ptr() % ALIGNMENT == 0
     if out.dtype != torch.bfloat16 or not is_placed or out.shape[-1] % COLUMNS:
         raise ValueError(
@@ -165,6 +190,7 @@ def _check_update(a: Tensor, b: Tensor, out: Tensor) -> None:
 def _check(
     name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device
 ) -> None:
+    """Raise ValueError if a tensor has another dtype, shape or device."""
     if tensor.dtype != dtype or tensor.shape != shape or tensor.device != device:
         raise ValueError(
             f"{name} must be {dtype} {list(shape)} on {device}, "

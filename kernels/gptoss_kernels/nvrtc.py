@@ -1,7 +1,7 @@
-"""CUDA C++ compiled at run time with torch's NVRTC; cubins are kept in the cache directory.
+"""Run-time compilation and launch of CUDA C++ kernels with the NVRTC library of torch.
 
-No CUDA toolkit is needed. Compiling needs no GPU, so a wrong kernel is found on any machine that
-has torch for CUDA.
+Compiled kernels (cubins) are kept in the cache directory. No CUDA toolkit is needed. Compiling
+needs no GPU, so tests find compile errors on any machine with a CUDA build of torch.
 """
 
 import ctypes
@@ -15,35 +15,49 @@ import torch
 
 from gptoss_kernels.cache import cache_directory, write_atomically
 
-# Values of cuda.h's enumerations.
+# Values of enumerations in cuda.h.
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CUfunction_attribute
 TENSOR_MAP_BFLOAT16 = 9  # CUtensorMapDataType
 TENSOR_MAP_NOT_INTERLEAVED = 0
 TENSOR_MAP_SWIZZLE_128B = 3
-TENSOR_MAP_L2_PROMOTION_128B = 2  # 128 bytes at a time into L2
+TENSOR_MAP_L2_PROMOTION_128B = 2  # L2 fetches 128 bytes at a time
 TENSOR_MAP_ZEROS_OUTSIDE = 0
 
 TENSOR_MAP_BYTES = 128
+"""Size of a CUtensorMap."""
 TENSOR_MAP_ALIGNMENT = 64
+"""Alignment in bytes that the driver requires of a CUtensorMap."""
 
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A tensor with its CUtensorMap, by which TMA copies boxes of it: an argument of a Kernel.
+    """Kernel argument that describes a tensor to TMA, the copy engine of Hopper.
 
-    The map holds the tensor's address, so the two travel together.
+    The descriptor holds only the address, so this object keeps the tensor alive.
     """
 
     tensor: torch.Tensor
+    """[tokens, heads, 64] bf16."""
     encoded: ctypes.Array[ctypes.c_char]
+    """CUtensorMap, TENSOR_MAP_BYTES long."""
 
 
 class Kernel:
-    """One compiled function, launched on torch's current stream."""
+    """Compiled CUDA function that runs on torch's current stream."""
 
     def __init__(self, cubin: bytes, name: str, shared_bytes: int) -> None:
-        """Load the function ``name`` of ``cubin``; blocks use ``shared_bytes`` of memory."""
-        torch.cuda.current_stream()  # creates the context that the module is loaded into
+        """Load a function into the current CUDA context.
+
+        Args:
+            cubin: compiled code, as returned by ``compile_cubin``.
+            name: name of an ``extern "C"`` function.
+            shared_bytes: dynamic shared memory per block, in bytes.
+
+        Raises:
+            RuntimeError: the driver reports an error.
+        """
+        # Without a context cuModuleLoadData fails. This call makes torch create one.
+        torch.cuda.current_stream()
         driver = _driver()
         self.name = name
         self.shared_bytes = shared_bytes
@@ -57,7 +71,7 @@ class Kernel:
         )
         _check(status, f"find {name}")
 
-        # Without this a block gets 48 KiB at most.
+        # Without this attribute the driver rejects launches with more than 48 KiB.
         status = driver.cuFuncSetAttribute(
             self._function, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes
         )
@@ -66,11 +80,19 @@ class Kernel:
     def __call__(
         self, blocks: int, threads: int, *arguments: "torch.Tensor | int | float | TensorMap"
     ) -> None:
-        """Launch a one-dimensional grid.
+        """Launch the function on a one-dimensional grid.
 
-        Tensors are passed as pointers, ints as int, floats as float, a ``tensor_map``'s encoding
-        by value.
+        Args:
+            blocks: number of blocks.
+            threads: threads per block.
+            arguments: arguments of the function. A tensor becomes a pointer, an int becomes int, a
+                float becomes float, a TensorMap is passed by value.
+
+        Raises:
+            RuntimeError: the driver rejects the launch.
         """
+        # `values` must stay referenced until the launch: the driver gets their addresses and copies
+        # the values during the call.
         values = [_as_ctypes(argument) for argument in arguments]
         addresses = [ctypes.addressof(value) for value in values]
         parameters = (ctypes.c_void_p * len(values))(*addresses)
@@ -86,10 +108,10 @@ class Kernel:
 
 
 def _as_ctypes(argument: "torch.Tensor | int | float | TensorMap") -> Any:
-    """Return what the driver copies into the launch.
+    """Return the C value of a kernel argument.
 
-    The caller holds the tensors until the kernel is in its stream; from there on torch's allocator
-    keeps their memory from other work.
+    The caller must hold the tensors until the kernel is queued. Afterwards the stream order of
+    torch's allocator protects their memory.
     """
     if isinstance(argument, torch.Tensor):
         return ctypes.c_void_p(argument.data_ptr())
@@ -101,34 +123,38 @@ def _as_ctypes(argument: "torch.Tensor | int | float | TensorMap") -> Any:
 
 
 def tensor_map(tensor: torch.Tensor, box: tuple[int, int]) -> TensorMap:
-    """Describe a contiguous bf16 [tokens, heads, 64] for copies of (positions, heads) boxes.
+    """Return a descriptor with which TMA copies boxes of a tensor into shared memory.
 
-    The tensor starts at a multiple of 16 bytes. Rows land in shared memory in the 128-byte
-    swizzle, zeros where a box passes the tensor's end.
+    Rows arrive in the 128-byte swizzle. Parts of a box beyond the end of the tensor are zeros.
+
+    Args:
+        tensor: [tokens, heads, 64] bf16, contiguous, at a multiple of 16 bytes.
+        box: positions and heads per copy.
 
     Raises:
-        RuntimeError: when the driver refuses.
+        RuntimeError: the driver rejects the description.
     """
     return TensorMap(tensor, _encode(tensor.data_ptr(), tensor.shape, box))
 
 
-# Safe to keep when memory is freed and given out again: an encoded map depends on nothing but
-# these arguments.
+# torch's allocator returns the same addresses again and again, so descriptors repeat. Entries stay
+# valid when memory is freed and reused, because a descriptor depends only on these arguments.
 @functools.lru_cache(maxsize=1024)
 def _encode(address: int, shape: torch.Size, box: tuple[int, int]) -> ctypes.Array[ctypes.c_char]:
-    """Encode a CUtensorMap. The driver lists dimensions from the innermost to the outermost."""
+    """Encode a CUtensorMap for a [tokens, heads, head_size] bf16 tensor at an address."""
     tokens, heads, size = shape
     positions, box_heads = box
 
-    # Reserve more than the map's bytes, to start it at the alignment that the driver wants.
+    # ctypes cannot align a buffer, so reserve more bytes and start at an aligned address.
     raw = ctypes.create_string_buffer(TENSOR_MAP_BYTES + TENSOR_MAP_ALIGNMENT - 1)
     offset = -ctypes.addressof(raw) % TENSOR_MAP_ALIGNMENT
     encoded = (ctypes.c_char * TENSOR_MAP_BYTES).from_buffer(raw, offset)
 
-    # The innermost dimension first: head_size, heads, tokens.
+    # The driver lists dimensions from the innermost to the outermost: head_size, heads, tokens.
+    # Strides are in bytes; the innermost stride is implied.
     dimensions = 3
     sizes = (ctypes.c_uint64 * 3)(size, heads, tokens)
-    strides = (ctypes.c_uint64 * 2)(2 * size, 2 * size * heads)  # bytes; the innermost is implied
+    strides = (ctypes.c_uint64 * 2)(2 * size, 2 * size * heads)
     box_sizes = (ctypes.c_uint32 * 3)(size, box_heads, positions)
     steps = (ctypes.c_uint32 * 3)(1, 1, 1)
 
@@ -151,15 +177,18 @@ def _encode(address: int, shape: torch.Size, box: tuple[int, int]) -> ctypes.Arr
 
 
 def compile_cubin(source: Path, defines: dict[str, int], architecture: str) -> bytes:
-    """Compile ``source``, with its folder on the include path, or return the cached result.
+    """Return the compiled code of a source, from the cache if it is there.
 
     Args:
-        source: a .cu file; the .cuh files beside it are its headers.
-        defines: macros.
-        architecture: for example "sm_90a".
+        source: path of a .cu file. Its folder is on the include path.
+        defines: macros and their values.
+        architecture: GPU architecture, for example "sm_90a".
+
+    Returns:
+        Contents of the cubin.
 
     Raises:
-        RuntimeError: with the compiler's log.
+        RuntimeError: the source does not compile. The message contains the compiler's log.
     """
     text = source.read_bytes()
     macros = [f"-D{name}={value}" for name, value in sorted(defines.items())]
@@ -175,10 +204,9 @@ def compile_cubin(source: Path, defines: dict[str, int], architecture: str) -> b
 
 
 def _cached_path(source: Path, text: bytes, options: list[str]) -> Path:
-    """Name the cache file after everything that the cubin depends on.
-
-    Of the include path only the headers' contents count, not where it is.
-    """
+    """Return the path of the cache file, named after everything that affects the cubin."""
+    # Hash the contents of the headers instead of the include path: the same package installed in
+    # another folder can then use the same cache.
     headers = [header.read_bytes() for header in sorted(source.parent.glob("*.cuh"))]
     parts = [text, *headers, " ".join(options).encode(), _nvrtc_version().encode()]
     digest = hashlib.sha256(b"|".join(parts)).hexdigest()[:20]
@@ -186,13 +214,14 @@ def _cached_path(source: Path, text: bytes, options: list[str]) -> Path:
 
 
 def _compile(source: Path, text: bytes, options: list[str]) -> bytes:
+    """Compile ``text``; ``source`` names it in error messages."""
     nvrtc = _nvrtc()
     program = ctypes.c_void_p()
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, source.name.encode(), 0, None, None)
     encoded_options = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
     status = nvrtc.nvrtcCompileProgram(program, len(options), encoded_options)
 
-    # The result is the cubin, or the log of a failure.
+    # NVRTC has the same pair of functions for the cubin and for the log of a failure.
     result = "ProgramLog" if status else "CUBIN"
     size = ctypes.c_size_t()
     nvrtc[f"nvrtcGet{result}Size"](program, ctypes.byref(size))
@@ -209,7 +238,7 @@ def _compile(source: Path, text: bytes, options: list[str]) -> bytes:
 
 
 def _check(status: int, action: str) -> None:
-    """Raise RuntimeError with the driver's words when ``status`` is not success."""
+    """Raise RuntimeError with the driver's description if ``status`` is an error."""
     if status == 0:
         return
 
@@ -221,18 +250,21 @@ def _check(status: int, action: str) -> None:
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
+    """Return the CUDA driver library. Loaded lazily, because machines without a GPU lack it."""
     return ctypes.CDLL("libcuda.so.1")
 
 
 @functools.cache
 def _nvrtc() -> ctypes.CDLL:
+    """Return the NVRTC library of torch's CUDA version."""
     cuda = torch.version.cuda
     if cuda is None:
         raise RuntimeError(
             "this torch is built without CUDA: the window kernels need NVRTC, use backend='reference'"
         )
 
-    # On the loader's path (torch has loaded it), or in the wheels beside torch.
+    # The loader finds the library by name if torch has loaded it. Otherwise it is in one of the
+    # nvidia wheels next to torch.
     name = f"libnvrtc.so.{cuda.split('.')[0]}"
     packages = Path(torch.__file__).parents[1] / "nvidia"
     for candidate in (name, *map(str, packages.glob(f"*/lib/{name}"))):
@@ -244,6 +276,7 @@ def _nvrtc() -> ctypes.CDLL:
 
 
 def _nvrtc_version() -> str:
+    """Return the version as "MAJOR.MINOR"."""
     major = ctypes.c_int()
     minor = ctypes.c_int()
     _nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
@@ -251,8 +284,9 @@ def _nvrtc_version() -> str:
 
 
 def architecture(device: torch.device) -> str:
-    """Name the device's own architecture, with Hopper's warpgroup instructions where it is one."""
+    """Return the architecture of a device, for example "sm_80", or "sm_90a" for Hopper."""
     major, minor = torch.cuda.get_device_capability(device)
+    # Warpgroup products (wgmma) exist only in the architecture-specific variant, sm_90a.
     if (major, minor) == (9, 0):
         return "sm_90a"
     return f"sm_{major}{minor}"

@@ -1,11 +1,10 @@
-"""Rotary embedding of queries and keys in one Triton pass; unfused it moves eight times the bytes.
+"""Rotary position embedding (RoPE) of queries and keys as one Triton kernel.
 
-A channel of a head's first half and the same channel of its second half are a pair (x1, x2), which
-is rotated by its token's angle: (x1 cos - x2 sin, x2 cos + x1 sin). The backward pass of a
-rotation is the rotation by the opposite angle, so nothing but cos and sin is kept.
+Channel c of a head's first half and channel c of its second half form a pair (x1, x2). The token's
+angle rotates it to (x1 cos - x2 sin, x2 cos + x1 sin). The unfused formula moves 8x the bytes.
 """
 
-# Triton reads parameter annotations as its own
+# Triton interprets the annotations of a kernel's parameters, so kernels have none.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 from typing import Any
@@ -17,8 +16,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-# Grid: tokens. One program rotates all heads of its token, BLOCK rows of which HEADS are real.
-# `sign` is 1 to rotate forward, -1 to rotate back.
+# Grid: tokens. A program rotates all heads of one token, because they share the cos and sin that it
+# loads. BLOCK is HEADS rounded up to a power of 2, which tl.arange requires.
+# `sign` is 1 to rotate forward and -1 to rotate back.
 @triton.jit
 def _rotate_kernel(
     x,
@@ -32,6 +32,7 @@ def _rotate_kernel(
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    # 64-bit offsets: 2**19 tokens with 64 heads of size 64 are 2**31 elements.
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, BLOCK)[:, None]
     channel = tl.arange(0, HALF)[None, :]
@@ -49,7 +50,9 @@ def _rotate_kernel(
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    # The kernel takes any strides of tokens and heads, but channels side by side.
+    """Launch the kernel: x [tokens, heads, head_size] to a contiguous tensor like it."""
+    # Queries and keys are views of the fused QKV output. The kernel handles any stride of tokens
+    # and heads, so such a view needs no copy. Only channels must be contiguous.
     if x.stride(-1) != 1:
         x = x.contiguous()
     tokens, heads, head_size = x.shape
@@ -74,6 +77,12 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
 
 
 class _Rotary(torch.autograd.Function):
+    """Differentiable rotation.
+
+    The gradient of a rotation is the rotation by the opposite angle. The backward pass therefore
+    needs cos and sin only, and not x.
+    """
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
@@ -87,13 +96,14 @@ class _Rotary(torch.autograd.Function):
 
 
 def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate every head by its token's angles; differentiable in x.
+    """Rotate every head by the angles of its token; differentiable in x.
 
     Args:
         x: [tokens, heads, head_size] on CUDA.
-        cos, sin: [tokens, 1, head_size / 2]; head_size / 2 is a power of two.
+        cos: [tokens, 1, head_size / 2] cosines; head_size / 2 is a power of 2.
+        sin: [tokens, 1, head_size / 2] sines.
 
     Returns:
-        Like x, contiguous.
+        [tokens, heads, head_size] with the dtype of x, contiguous.
     """
     return _Rotary.apply(x, cos.contiguous(), sin.contiguous())

@@ -1,14 +1,13 @@
-"""The activation inside one GPT-OSS expert: clamped SwiGLU times the router's probability.
+"""Activation of a GPT-OSS expert: clamped SwiGLU times the router's probability.
 
     out = p * gate * sigmoid(1.702 gate) * (up + 1)
     gate = min(x_gate, limit),  up = clamp(x_up, -limit, limit)
 
-Unfused, the clamps, the gate and the product with an fp32 probability write seven times the bytes.
-On CUDA this is one Triton kernel forward and one backward, computed in fp32; elsewhere the same
-formula in torch.
+On CUDA it is one Triton kernel forward and one backward, computed in fp32. Unfused, the clamps, the
+gate and the product with an fp32 probability write 7x the bytes. Other devices use torch.
 """
 
-# Triton reads parameter annotations as its own
+# Triton interprets the annotations of a kernel's parameters, so kernels have none.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 from typing import Any
@@ -20,18 +19,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 ALPHA = 1.702
-"""Slope of the gate's sigmoid, which makes it close to GELU (arXiv 1606.08415)."""
+"""Slope of the gate's sigmoid: z * sigmoid(ALPHA z) approximates GELU (arXiv 1606.08415)."""
 BLOCK = 1024
-"""Columns that a program takes at a time."""
+"""Columns that a program computes at a time."""
 
-# Grid of both kernels: tokens. A row of x holds WIDTH gates, then WIDTH ups; a row of out WIDTH
-# values. The clamps are comparisons and not min and max, which would turn NaN into a number.
+# Grid of both kernels: tokens. A row of x holds WIDTH gates, then WIDTH ups. A row of out holds
+# WIDTH values. The clamps are comparisons, because min and max would replace NaN by a number and
+# hide a diverged model.
 
 
 @triton.jit
 def _forward_kernel(
     x, probs, out, limit, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALPHA: tl.constexpr
 ):
+    # 64-bit offsets: 373,000 rows of 5,760 columns are 2**31 elements.
     row = tl.program_id(0).to(tl.int64)
     p = tl.load(probs + row).to(tl.float32)
     for start in tl.static_range(0, WIDTH, BLOCK):
@@ -60,7 +61,8 @@ def _backward_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     p = tl.load(probs + row).to(tl.float32)
-    share = tl.zeros([BLOCK], tl.float32)  # of the probability's gradient, per column
+    # Partial sums of the probability's gradient, one per column, reduced once at the end.
+    share = tl.zeros([BLOCK], tl.float32)
     for start in tl.static_range(0, WIDTH, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < WIDTH
@@ -74,8 +76,8 @@ def _backward_kernel(
         swish = gate * sigmoid
         share += g * swish * (up + 1.0)
 
-        # a clamped input has no gradient
-        # d/dz (z s(a z)) = s + a z s (1 - s), with s the sigmoid and swish = z s
+        # d/dz (z s(a z)) = s + a z s (1 - s), with s the sigmoid and swish = z s.
+        # A clamped input has no gradient.
         to_gate = g * p * (up + 1.0) * (sigmoid + ALPHA * swish * (1.0 - sigmoid))
         to_gate = tl.where(x_gate > limit, 0.0, to_gate)
         to_up = tl.where((x_up > limit) | (x_up < -limit), 0.0, g * p * swish)
@@ -87,6 +89,11 @@ def _backward_kernel(
 
 
 class _ClampedSwiGLU(torch.autograd.Function):
+    """Differentiable activation on CUDA.
+
+    The backward pass computes gate and up again from x, so only the inputs are kept.
+    """
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, probs: Tensor, limit: float) -> Tensor:
         x = x.contiguous()
@@ -94,6 +101,7 @@ class _ClampedSwiGLU(torch.autograd.Function):
         rows = x.shape[0]
         width = x.shape[1] // 2
         out = x.new_empty(rows, width)
+        # The experts of a rank may get no token.
         if rows:
             with torch.cuda.device(x.device):
                 _forward_kernel[(rows,)](x, probs, out, limit, width, BLOCK, ALPHA)
@@ -123,16 +131,17 @@ def clamped_swiglu(x: Tensor, probs: Tensor, limit: float) -> Tensor:
     """Compute the activation; differentiable in x and probs.
 
     Args:
-        x: [tokens, 2 * width], gates before ups, biases added.
-        probs: [tokens], the router's.
-        limit: of the clamps.
+        x: [tokens, 2 * width] gates, then ups, with biases added.
+        probs: [tokens] router probabilities.
+        limit: bound of the clamps.
 
     Returns:
-        [tokens, width] in x's dtype.
+        [tokens, width] with the dtype of x.
     """
     if x.is_cuda:
         return _ClampedSwiGLU.apply(x, probs, limit)
 
+    # Same precision as the kernels: fp32 inside, fp64 for fp64 inputs, one rounding at the end.
     compute = torch.promote_types(x.dtype, torch.float32)
     gate, up = x.to(compute).chunk(2, dim=-1)
     gate = gate.clamp(max=limit)

@@ -1,10 +1,10 @@
-"""One block of logits at a time: what log-probability and entropy need of it, and its gradient.
+"""Triton kernels for log-probs and entropy over blocks of the vocabulary, and their gradient.
 
-Both Triton kernels read a block [tokens, columns] of fp32 logits once. They are the CUDA side of
-``megatron_gptoss.log_probs``, which says what the numbers mean and has the same steps in torch.
+Both kernels read a block [tokens, columns] of fp32 logits once. They are the CUDA version of the
+steps in ``megatron_gptoss.log_probs``, which defines the quantities.
 """
 
-# Triton reads parameter annotations as its own
+# Triton interprets the annotations of a kernel's parameters, so kernels have none.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 import torch
@@ -13,14 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 2048
-"""Columns that a program takes at a time."""
+"""Columns that a program computes at a time."""
 
-# In both kernels the block holds columns `first` to `first + columns` of the vocabulary, and a
-# score is a logit times the inverse temperature.
+# In both kernels the block holds columns `first` to `first + columns` of the vocabulary. A score is
+# a logit times the inverse temperature.
 
 
-# Grid: tokens. `statistics` is [4, tokens]: peak, sum of exp(score - peak), sum of that times
-# score, score of the label.
+# Grid: tokens. `statistics` is [4, tokens]: peak, sum of exp(score - peak), sum of
+# exp(score - peak) * score, score of the label.
 @triton.jit
 def _accumulate_kernel(
     logits,
@@ -38,7 +38,8 @@ def _accumulate_kernel(
     total = tl.load(statistics + tokens + row)
     weighted = tl.load(statistics + 2 * tokens + row)
 
-    # an online softmax: both sums are relative to the peak and follow it
+    # Online softmax (arXiv 1805.02867): both sums are relative to the peak so far, which avoids
+    # overflow without a first pass for the maximum.
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < columns
@@ -47,21 +48,23 @@ def _accumulate_kernel(
         rescale = tl.exp(peak - new_peak)
         e = tl.exp(x - new_peak)
         total = total * rescale + tl.sum(e, 0)
-        # exp(-inf) * -inf would be NaN
+        # Masked columns have score -inf, and exp(-inf) * -inf would be NaN.
         weighted = weighted * rescale + tl.sum(tl.where(inside, e * x, 0.0), 0)
         peak = new_peak
     tl.store(statistics + row, peak)
     tl.store(statistics + tokens + row, total)
     tl.store(statistics + 2 * tokens + row, weighted)
 
+    # Exactly one block of the vocabulary contains the label.
     label = tl.load(labels + row) - first
     if (label >= 0) & (label < columns):
         label_score = statistics + 3 * tokens + row
         tl.store(label_score, tl.load(source + label) * inverse_temperature)
 
 
-# Grid: tokens, blocks of BLOCK columns. `row_statistics` is [4, tokens]: log normalizer, entropy,
-# and the incoming gradients of the log-probability and the entropy.
+# Grid: tokens, blocks of BLOCK columns. The columns are independent here, so they are in the grid.
+# `row_statistics` is [4, tokens]: log normalizer, entropy, and the incoming gradients of log-prob
+# and entropy.
 @triton.jit
 def _gradient_kernel(
     logits,
@@ -98,10 +101,11 @@ def accumulate(
 
     Args:
         logits: [tokens, columns] fp32.
-        labels: [tokens] int64, in the whole vocabulary.
-        statistics: [4, tokens] fp32: peak, sum exp, sum exp * score, score of the label.
-        first: the block's first column in the vocabulary.
-        temperature: a score is a logit divided by it.
+        labels: [tokens] int64 indices in the whole vocabulary.
+        statistics: [4, tokens] fp32: peak, sum of exp(score - peak), sum of
+            exp(score - peak) * score, score of the label.
+        first: first column of the block in the vocabulary.
+        temperature: divisor of the logits; the quotient is the score.
     """
     tokens, columns = logits.shape
     with torch.cuda.device(logits.device):
@@ -122,12 +126,12 @@ def gradient(
 
     Args:
         logits: [tokens, columns] fp32.
-        labels: [tokens] int64, in the whole vocabulary.
-        row_statistics: [4, tokens] fp32: the log normalizer, the entropy, and the incoming
-            gradients of log-prob and entropy.
-        first: the block's first column in the vocabulary.
-        temperature: a score is a logit divided by it.
-        out: [tokens, columns], of any floating dtype.
+        labels: [tokens] int64 indices in the whole vocabulary.
+        row_statistics: [4, tokens] fp32: log normalizer, entropy, and the incoming gradients of
+            log-prob and entropy.
+        first: first column of the block in the vocabulary.
+        temperature: divisor of the logits; the quotient is the score.
+        out: [tokens, columns], any floating dtype. Receives the gradient.
     """
     tokens, columns = logits.shape
     grid = (tokens, triton.cdiv(columns, BLOCK))
