@@ -1,4 +1,4 @@
-"""Quantize and dequantize MXFP4 tensors in the layout of the GPT-OSS checkpoints."""
+"""Quantization and dequantization of MXFP4 tensors in the layout of the GPT-OSS checkpoints."""
 
 from collections.abc import Sequence
 
@@ -8,27 +8,27 @@ from torch import Tensor
 from gptoss_kernels.mxfp4 import cpu
 
 BLOCK = 32
-"""Values that share a scale."""
+"""Number of values that share a scale."""
 
 
 def dequantize(blocks: Tensor, scales: Tensor, out: Tensor | None = None) -> Tensor:
     """Convert MXFP4 to bf16.
 
-    Equals, bit for bit, what Hugging Face's ``convert_moe_packed_tensors`` computes before its
+    Bit-identical to ``convert_moe_packed_tensors`` of Hugging Face transformers before its
     transpose.
 
     Args:
-        blocks: [..., n, 16] uint8; byte j of a block holds values 2j (low nibble) and 2j + 1 (high
-            nibble).
-        scales: [..., n] uint8; the block's values are multiplied by 2 ** (scale - 127).
-        out: [..., n * 32] bf16, contiguous, to write into.
+        blocks: [..., n, 16] uint8. Byte j of a block holds value 2j in its low nibble and value
+            2j + 1 in its high nibble.
+        scales: [..., n] uint8. The factor of a block is 2 ** (scale - 127).
+        out: [..., n * 32] bf16, contiguous. Receives the result; None to allocate it.
 
     Returns:
-        [..., n * 32] bf16. Exact for scales up to 252; above, bf16 overflows to infinity. Zeros
+        [..., n * 32] bf16. Exact for scales up to 252; larger scales overflow to infinity. Zeros
         keep their sign.
 
     Raises:
-        ValueError: naming the argument whose dtype, shape or device does not fit.
+        ValueError: an argument has a wrong dtype, shape or device. The message names it.
     """
     if blocks.dtype != torch.uint8 or blocks.dim() < 2 or blocks.shape[-1] != BLOCK // 2:
         raise ValueError(
@@ -36,6 +36,7 @@ def dequantize(blocks: Tensor, scales: Tensor, out: Tensor | None = None) -> Ten
         )
     _check_scales("scales", scales, blocks.shape[:-1], blocks.device)
 
+    # Checked in full: the kernels get bare pointers and would write out of bounds.
     shape = torch.Size((*blocks.shape[:-2], blocks.shape[-2] * BLOCK))
     if out is None:
         out = torch.empty(shape, dtype=torch.bfloat16, device=blocks.device)
@@ -47,6 +48,7 @@ def dequantize(blocks: Tensor, scales: Tensor, out: Tensor | None = None) -> Ten
     blocks = blocks.contiguous()
     scales = scales.contiguous()
     if blocks.is_cuda:
+        # Imported here, so that converters on a CPU do not load Triton.
         from gptoss_kernels.mxfp4 import gpu
 
         gpu.dequantize(blocks, scales, out)
@@ -58,21 +60,23 @@ def dequantize(blocks: Tensor, scales: Tensor, out: Tensor | None = None) -> Ten
 def quantize(x: Tensor, scale_hint: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Convert bf16 to MXFP4.
 
-    The scale is 2 ** ceil(log2(amax / 6)); values go to the nearest code, ties to the even one.
+    The factor of a block is 2 ** ceil(log2(amax / 6)). Values round to the nearest code, ties to
+    the even code.
 
     Args:
         x: [..., n * 32] bf16, finite.
-        scale_hint: [..., n] uint8, the scales ``x`` was dequantized with. Where such a scale
-            reproduces the block's bf16 bits exactly it is kept, so an unchanged checkpoint comes
-            back byte for byte; elsewhere it is recomputed.
+        scale_hint: [..., n] uint8 scales from which ``x`` was dequantized. A block keeps its hint
+            if the hint reproduces its bf16 bits, so unchanged weights give the original bytes.
+            Other blocks get a computed scale. None to compute every scale.
 
     Returns:
-        blocks [..., n, 16] uint8 and scales [..., n] uint8, as ``dequantize`` takes them. The sign
-        of zero is kept.
+        blocks [..., n, 16] uint8 and scales [..., n] uint8, in the layout of ``dequantize``. Zeros
+        keep their sign.
 
     Raises:
-        ValueError: naming the argument, also when x holds NaN or Inf (on a GPU only with
-            GPTOSS_KERNELS_DEBUG=1, as looking would wait for the stream).
+        ValueError: an argument has a wrong dtype, shape or device, or x holds NaN or Inf. The
+            message names the argument. On a GPU the values are checked only with
+            GPTOSS_KERNELS_DEBUG=1, because the check waits for the stream.
     """
     if x.dtype != torch.bfloat16 or x.dim() < 1 or x.shape[-1] % BLOCK:
         raise ValueError(
@@ -96,21 +100,21 @@ def quantize(x: Tensor, scale_hint: Tensor | None = None) -> tuple[Tensor, Tenso
 
 
 def fake_quantize(matrices: Sequence[Tensor], out: Tensor) -> Tensor:
-    """Round matrices of one shape to the values that MXFP4 holds, without making blocks.
+    """Round matrices to values of MXFP4, without packing them.
 
-    ``out[i]`` gets ``dequantize(*quantize(matrices[i].bfloat16()))``, bit for bit. On a GPU bf16
-    matrices, which may lie anywhere, are one pass over memory.
+    ``out[i]`` becomes ``dequantize(*quantize(matrices[i].bfloat16()))``, bit for bit. bf16 matrices
+    on a GPU take a single pass over memory, wherever each of them is.
 
     Args:
-        matrices: n tensors [..., m * 32] of floats, contiguous and finite.
-        out: [n, ..., m * 32] of the same dtype, contiguous, to write into.
+        matrices: n tensors [..., m * 32] of one shape and floating dtype, contiguous and finite.
+        out: [n, ..., m * 32] with the dtype of the matrices, contiguous. Receives the result.
 
     Returns:
         ``out``.
 
     Raises:
-        ValueError: naming the argument whose dtype, shape or device does not fit, and as
-            ``quantize`` does.
+        ValueError: an argument has a wrong dtype, shape or device, or a matrix holds NaN or Inf
+            (on a GPU only with GPTOSS_KERNELS_DEBUG=1). The message names the argument.
     """
     _check_matrices(matrices, out)
     if out.is_cuda and out.dtype == torch.bfloat16:
@@ -119,12 +123,14 @@ def fake_quantize(matrices: Sequence[Tensor], out: Tensor) -> Tensor:
         gpu.fake_quantize(matrices, out)
         return out
 
+    # Other dtypes and CPUs go through the packed form: slower, with the same result by definition.
     for matrix, place in zip(matrices, out, strict=True):
         place.copy_(dequantize(*quantize(matrix.to(torch.bfloat16))))
     return out
 
 
 def _check_matrices(matrices: Sequence[Tensor], out: Tensor) -> None:
+    """Raise ValueError if the arguments of ``fake_quantize`` do not fit together."""
     if not out.is_floating_point() or not out.is_contiguous() or out.shape[-1] % BLOCK:
         raise ValueError(
             "out must be contiguous floats with a last dimension divisible by 32, "
@@ -133,6 +139,7 @@ def _check_matrices(matrices: Sequence[Tensor], out: Tensor) -> None:
     if len(matrices) != len(out):
         raise ValueError(f"out has room for {len(out)} matrices, got {len(matrices)}")
 
+    # The kernel gets only the address of each matrix, so a wrong shape would read out of bounds.
     shape = out.shape[1:]
     for i, matrix in enumerate(matrices):
         fits = matrix.dtype == out.dtype and matrix.shape == shape and matrix.device == out.device
@@ -144,6 +151,7 @@ def _check_matrices(matrices: Sequence[Tensor], out: Tensor) -> None:
 
 
 def _check_scales(name: str, scales: Tensor, shape: torch.Size, device: torch.device) -> None:
+    """Raise ValueError if the scales have another dtype, shape or device."""
     if scales.dtype != torch.uint8 or scales.shape != shape or scales.device != device:
         raise ValueError(
             f"{name} must be uint8 {list(shape)} on {device}, "

@@ -1,7 +1,7 @@
-"""The CPU path: a small C library, built with the system's compiler on first use.
+"""MXFP4 on the CPU: a small C library, compiled on first use and kept in the cache directory.
 
-The built library is kept in the cache directory. All tables that it works with are made here, so
-that the arithmetic of MXFP4 is written once, in Python.
+The library only looks values up. Its tables are computed here, so that the arithmetic of MXFP4
+exists once, in Python.
 """
 
 import ctypes
@@ -23,69 +23,95 @@ from gptoss_kernels.cache import cache_directory
 logger = logging.getLogger(__name__)
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""e2m1 by code; bit 3 is the sign."""
+"""e2m1 values by code. Bit 3 of a code is the sign."""
 MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-"""Between neighbouring magnitudes. A tie goes to the even code: up at the 2nd, 4th and 6th."""
+"""Midpoints between adjacent magnitudes.
+
+A tie rounds to the even code, so the 2nd, 4th and 6th midpoint round up.
+"""
 SCALES = 256
+"""Number of values of a scale byte."""
 EXPONENT_BIAS = 127
-"""Of a scale: it stands for 2 ** (scale - 127)."""
+"""Bias of the e8m0 scale: byte s is the factor 2 ** (s - 127)."""
 SOURCE = Path(__file__).with_name("codec.c")
+"""C source of the library."""
 
 
+# Every table names its device: a caller may have set another default device, and C reads the
+# tables from host memory.
 def _exponents() -> Tensor:
-    """Return [256 scales, 1] int32: the power of two that each scale stands for."""
+    """Return the exponent of each scale, [256 scales, 1] int32."""
     return torch.arange(SCALES, dtype=torch.int32, device="cpu")[:, None] - EXPONENT_BIAS
 
 
 def _value_table() -> Tensor:
-    """Make [256 scales, 16 codes] bf16: value * 2 ** (scale - 127), as torch.ldexp rounds it."""
+    """Return value * 2 ** (scale - 127), [256 scales, 16 codes] bf16."""
+    # transformers uses torch.ldexp, too. Its rounding at both ends of the range must be the same.
     values = torch.tensor(VALUES, dtype=torch.bfloat16, device="cpu").expand(SCALES, 16)
     return torch.ldexp(values, _exponents()).to(torch.bfloat16)
 
 
 def _pair_table(values: Tensor) -> Tensor:
-    """Make [256 scales, 256 bytes, 2] bf16 from the value table: low nibble, high nibble."""
+    """Return the values of each byte, [256 scales, 256 bytes, 2] bf16: low nibble, high nibble.
+
+    Args:
+        values: [256 scales, 16 codes] bf16.
+    """
     byte = torch.arange(256, device="cpu")
     return torch.stack((values[:, byte & 15], values[:, byte >> 4]), -1).contiguous()
 
 
 def _limit_table() -> Tensor:
-    """Make [256 scales, 8] int16 as bf16 bits: the least magnitude whose code is above j.
+    """Return the smallest magnitude with a code above j, [256 scales, 8] bf16 bits as int16.
 
-    Column 7 is unused. Every midpoint times a scale is a bf16 number (the least, 2 ** -129, is a
-    subnormal) or beyond the largest one.
+    Column 7 is unused.
     """
+    # Every scaled midpoint is exact in bf16 or exceeds its range; the smallest, 2 ** -129, is
+    # subnormal. Comparing bits is therefore the same as rounding.
     midpoints = torch.tensor(MIDPOINTS, dtype=torch.float64, device="cpu").expand(SCALES, 7)
     bits = torch.ldexp(midpoints, _exponents()).to(torch.bfloat16).view(torch.int16).clone()
 
-    # A tie goes to the even code: for an even j the midpoint itself still has code j, and the
-    # limit is the next number.
+    # A tie rounds to the even code. For an even j the midpoint itself still has code j, so the
+    # limit is the next bf16 number.
     bits[:, 0::2] += 1
 
+    # A row of 8 has the width of a vector register, 16 bytes.
     limits = torch.full((SCALES, 8), 0x7FFF, dtype=torch.int16, device="cpu")
     limits[:, :7] = bits
     return limits
 
 
-# Made while the module is imported, which happens once whatever the threads: C reads these tables
-# through their addresses, so there must never be a second copy that can be freed. They take 0.3 MB
-# and 1 ms.
+# Computed at import (1 ms, 0.3 MB), because Python imports a module only once, also with several
+# threads. C keeps reading these addresses, so no table may ever be replaced and freed.
 VALUE_TABLE = _value_table()
 PAIR_TABLE = _pair_table(VALUE_TABLE)
 LIMIT_TABLE = _limit_table()
 
 
 def dequantize(blocks: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Convert MXFP4 to bf16; contiguous tensors as checked by the public function."""
+    """Convert MXFP4 to bf16. The public function has checked the arguments; all are contiguous.
+
+    Args:
+        blocks: [..., n, 16] uint8.
+        scales: [..., n] uint8.
+        out: [..., n * 32] bf16. Receives the result.
+    """
     _library().mxfp4_dequantize(blocks, scales, PAIR_TABLE, out, scales.numel())
 
 
 def quantize(x: Tensor, scale_hint: Tensor | None, blocks: Tensor, scales: Tensor) -> None:
-    """Convert bf16 to MXFP4; contiguous tensors as checked by the public function.
+    """Convert bf16 to MXFP4. The public function has checked the arguments; all are contiguous.
+
+    Args:
+        x: [..., n * 32] bf16.
+        scale_hint: [..., n] uint8, or None.
+        blocks: [..., n, 16] uint8. Receives the codes.
+        scales: [..., n] uint8. Receives the scales.
 
     Raises:
-        ValueError: when x holds NaN or Inf.
+        ValueError: x holds NaN or Inf.
     """
+    # C stops at the first block that is not finite and returns its index, else -1.
     bad_block = _library().mxfp4_quantize(
         x, scale_hint, LIMIT_TABLE, VALUE_TABLE, blocks, scales, scales.numel()
     )
@@ -97,33 +123,36 @@ def quantize(x: Tensor, scale_hint: Tensor | None, blocks: Tensor, scales: Tenso
 
 
 class TensorPointer(ctypes.c_void_p):
-    """The ctypes argument type of a pointer to a tensor's data; functions take the tensor itself.
+    """ctypes argument type that accepts a tensor and passes a pointer to its data; None is NULL.
 
-    None is NULL. Whoever calls a C function holds its arguments until it returns, so that the
-    memory cannot be freed while C reads it. An address taken before the call would not keep its
-    tensor alive.
+    A call holds its arguments until it returns, so the memory cannot be freed while C reads it. An
+    address taken before the call would not keep the tensor alive.
     """
 
     @classmethod
     def from_param(cls, tensor: Any) -> Any:
-        """Return the pointer to a tensor's first element, or NULL."""
+        """Return the pointer to the first element of a tensor, or NULL."""
         if tensor is None:
             return None
         return ctypes.c_void_p(tensor.data_ptr())
 
 
+# functools.cache does not lock: without it, threads that call at the same time would each build.
 _building = threading.Lock()
 
 
 def _library() -> ctypes.CDLL:
-    """Return the compiled codec; threads that ask at once get the same one."""
+    """Return the compiled library, the same object for all threads."""
     with _building:
         return _built_library()
 
 
 @functools.cache
 def _built_library() -> ctypes.CDLL:
+    """Load the library from the cache directory; build it if it is missing."""
     compiler = os.environ.get("CC", "cc")
+    # -march=native allows every vector instruction of this processor, so the processor is part of
+    # the file's name.
     command = [compiler, "-O3", "-march=native", "-shared", "-fPIC", "-std=c11"]
     inputs = SOURCE.read_bytes() + " ".join(command).encode() + _processor()
     digest = hashlib.sha256(inputs).hexdigest()[:16]
@@ -142,12 +171,14 @@ def _built_library() -> ctypes.CDLL:
 
 
 def _build(command: list[str], path: Path) -> None:
-    """Compile the codec to ``path``, which appears whole: other processes may build it, too.
+    """Compile the library and move it to ``path``.
 
     Raises:
-        RuntimeError: without a compiler, or with its message.
+        RuntimeError: there is no compiler, or it fails. The message contains its output.
     """
     compiler = command[0]
+    # Several processes may build at the same time. A rename is atomic, so none of them loads an
+    # incomplete file. The folder is next to the target, because a rename needs one file system.
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         built = Path(folder) / path.name
         try:
@@ -168,7 +199,9 @@ def _build(command: list[str], path: Path) -> None:
 
 
 def _processor() -> bytes:
-    """Return what -march=native depends on: a shared cache may serve different machines."""
+    """Return a description of the processor: its model and instruction sets."""
+    # A cache directory on a shared file system may serve machines with different processors. 40
+    # lines contain the whole first core, and the other cores have the same flags.
     lines = Path("/proc/cpuinfo").read_text().splitlines()[:40]
     telling = [line for line in lines if line.startswith(("flags", "Features", "model"))]
     return "\n".join(telling).encode()

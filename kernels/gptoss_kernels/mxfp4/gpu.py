@@ -1,10 +1,10 @@
-"""The GPU path, in Triton. Same bits as the CPU path for every finite input.
+"""MXFP4 on the GPU, in Triton: bit-identical to the CPU for every finite input.
 
-A program takes ROWS blocks of 32 values. e2m1 is a sign, two bits of exponent and one of mantissa:
-codes 0 to 7 are 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and bit 3 is the sign.
+A program handles ROWS blocks of 32 values. An e2m1 code has 1 sign bit, 2 exponent bits and 1
+mantissa bit. Codes 0 to 7 are 0, 0.5, 1, 1.5, 2, 3, 4 and 6. Bit 3 is the sign.
 """
 
-# Triton reads parameter annotations as its own
+# Triton interprets the annotations of a kernel's parameters, so kernels have none.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 import os
@@ -16,15 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS = 128
-"""Blocks of 32 values that a program takes."""
+"""Blocks of 32 values per program."""
 
 
 @triton.jit
 def decode_magnitude(code, exponent_bits):
-    """Turn an e2m1 code, with its scale as fp32 bits, into fp32 without its sign."""
+    """Return the fp32 magnitude of an e2m1 code; ``exponent_bits`` is the scale as fp32 bits."""
     magnitude = code & 7
-    # 0 and 0.5 are subnormal in e2m1. The others are (1 + m / 2) * 2^(e - 1): their three bits go
-    # straight into fp32's fields, the exponent 126 higher.
+    # 0 and 0.5 are subnormal in e2m1. The other magnitudes are (1 + m / 2) * 2^(e - 1). Their three
+    # bits move unchanged into the fields of fp32, with 126 added to the exponent.
     normal = ((magnitude + 252) << 22).to(tl.float32, bitcast=True)
     value = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, normal)
     return value * exponent_bits.to(tl.float32, bitcast=True)
@@ -32,20 +32,22 @@ def decode_magnitude(code, exponent_bits):
 
 @triton.jit
 def _decode(code, exponent_bits):
-    """Turn an e2m1 code, with its scale as fp32 bits, into bf16 bits."""
+    """Return the bf16 bits of an e2m1 code; ``exponent_bits`` is the scale as fp32 bits."""
+    # The sign is set last, as a bit, so that a negative zero keeps it.
     bits = decode_magnitude(code, exponent_bits).to(tl.bfloat16).to(tl.int16, bitcast=True)
     return bits | ((code & 8) << 12).to(tl.int16)
 
 
 @triton.jit
 def _dequantize_kernel(blocks, scales, out, count, ROWS: tl.constexpr):
+    # 64-bit offsets: the experts of a 120B layer have 2.1e9 values, nearly 2**31.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < count
     source = blocks + row[:, None] * 16 + tl.arange(0, 16)[None, :]
     byte = tl.load(source, mask=inside[:, None], other=0).to(tl.int32)
     scale = tl.load(scales + row, mask=inside, other=127).to(tl.int32)
 
-    # 2^(scale - 127) as fp32 bits; scale 0 is the subnormal 2^-127
+    # 2^(scale - 127) as fp32 bits. Scale 0 is the subnormal 2^-127.
     bits = tl.where(scale == 0, 0x00400000, scale << 23)[:, None]
     pair = tl.join(_decode(byte & 15, bits), _decode(byte >> 4, bits))
     values = tl.reshape(pair, (ROWS, 32)).to(tl.bfloat16, bitcast=True)
@@ -55,22 +57,26 @@ def _dequantize_kernel(blocks, scales, out, count, ROWS: tl.constexpr):
 
 @triton.jit
 def _encode(magnitudes, scale):
-    """Turn words of two bf16 magnitudes into two codes each, and tell whether both are exact.
+    """Return the codes of words of two bf16 magnitudes, and whether both codes are exact.
 
-    Codes are 0 to 8; 8 means too large. Both halves of a word are computed at once.
+    A code is 0 to 8; 8 means that the magnitude is too large. Both halves of a word are computed at
+    the same time.
 
-    With e the exponent of the scaled magnitude x, clamped to 0..2, the e2m1 numbers near x are
-    2^(e - 1) apart. Adding 1.5 * 2^(e + 6), the anchor, in bf16 rounds x to a multiple of that,
-    ties to even: bf16's mantissa of 7 bits ends there. The multiple is in the sum's low bits, and
-    the code is that plus 2e. Subtracting the anchor again gives the rounded number, and scaled
-    back the value that the code stands for."""
-    # 2^(127 - scale) and its inverse, subnormal at the ends, in both halves
+    Let x be the scaled magnitude and e its exponent, clamped to 0..2. Adjacent e2m1 numbers near x
+    differ by 2^(e - 1). Adding an anchor of 1.5 * 2^(e + 6) in bf16 rounds x to a multiple of that
+    difference, ties to even, because bf16 has a 7-bit mantissa. The low bits of the sum hold the
+    multiple, and the code is the multiple plus 2e. Subtracting the anchor gives the rounded number;
+    the inverse scale turns it into the decoded value.
+    """
+    # 2^(127 - scale) and its inverse, subnormal at the ends of the range, in both halves of a word.
     factor = tl.where(scale >= 254, 0x0040, (254 - scale) << 7) * 0x10001
     inverse = tl.where(scale == 0, 0x0040, scale << 7) * 0x10001
 
-    # bf16 pairs: 0x8000 is -0 (x * factor + -0 keeps the sign of 0), 0x3F80 is 1, 0x4080 is 4,
-    # 0x4100 is 8. binade is 2^e: the bits of x's exponent between those of 1 and 4. Adding 0x0340
-    # to its bits makes 1.5 * 2^(e + 6): 6 exponents higher, and the mantissa's first bit.
+    # Triton has no operations on bf16 pairs, so the arithmetic is PTX. Constants: 0x8000 is -0
+    # (adding it keeps the sign of a zero product), 0x3F80 is 1, 0x4080 is 4, 0x4100 is 8.
+    #
+    # binade is 2^e: the exponent bits of x, clamped between those of 1 and 4. Adding 0x0340 to the
+    # bits of binade gives 1.5 * 2^(e + 6): an exponent larger by 6, and the first mantissa bit.
     codes, values = tl.inline_asm_elementwise(
         """{
         .reg .b32 x, binade, anchor, zero, one, four, eight;
@@ -100,13 +106,13 @@ def _encode(magnitudes, scale):
         pack=1,
     )
 
-    # exact: the value that the code stands for is x, and x was not too large
+    # A code is exact if its decoded value equals the magnitude and the magnitude is not too large.
     return codes, ((values ^ magnitudes) | (codes & 0x00080008)) == 0
 
 
 @triton.jit
 def _quantize_kernel(pairs, hint, blocks, scales, count, HINT: tl.constexpr, ROWS: tl.constexpr):
-    # a word holds values 2j (low half) and 2j + 1
+    # A 32-bit word holds values 2j (low half) and 2j + 1 (high half), which share a byte of codes.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < count
     where = row[:, None] * 16 + tl.arange(0, 16)[None, :]
@@ -116,7 +122,8 @@ def _quantize_kernel(pairs, hint, blocks, scales, count, HINT: tl.constexpr, ROW
     if HINT:
         scale = tl.load(hint + row, mask=inside, other=0).to(tl.int32)
         codes, exact = _encode(magnitudes, scale)
-        # keep a hint that gives back every bit of its row
+        # Keep a hint that reproduces every bit of its block. Unchanged weights keep all hints, so
+        # most programs skip the second encoding.
         keep = tl.min(exact.to(tl.int32), 1)
         if tl.min(keep, 0) == 0:
             fresh = _round_up_scale(magnitudes)
@@ -126,7 +133,7 @@ def _quantize_kernel(pairs, hint, blocks, scales, count, HINT: tl.constexpr, ROW
         scale = _round_up_scale(magnitudes)
         codes, _ = _encode(magnitudes, scale)
 
-    # signs from bit 15 of each half to bit 3 of its code; then both codes into one byte
+    # Move the sign from bit 15 of each half to bit 3 of its code, then pack both codes into a byte.
     codes |= (word >> 12) & 0x00080008
     tl.store(blocks + where, (codes | (codes >> 12)).to(tl.uint8), mask=inside[:, None])
     tl.store(scales + row, scale.to(tl.uint8), mask=inside)
@@ -134,23 +141,27 @@ def _quantize_kernel(pairs, hint, blocks, scales, count, HINT: tl.constexpr, ROW
 
 @triton.jit
 def _round_up_scale(magnitudes):
-    """Compute 2^ceil(log2(amax / 6)) of every row as a biased exponent; codec.c derives it."""
+    """Return the scale of every row: the biased exponent of 2^ceil(log2(amax / 6))."""
+    # bf16 magnitudes order like their bits. The formula is derived at scale_of() in codec.c.
     amax = tl.max(tl.maximum(magnitudes & 0xFFFF, magnitudes >> 16), 1)
     scale = tl.maximum((amax >> 7) - 2 + ((amax & 127) > 64).to(tl.int32), 1)
     return tl.where(amax == 0, 0, scale)
 
 
-# Rounding to the values of MXFP4 writes no codes, so it needs none of the packed arithmetic above:
-# both halves of a word are rounded in fp32, in operations that Triton's interpreter knows.
+# Rounding to MXFP4 values needs no codes, and therefore none of the packed arithmetic above. Both
+# halves of a word are rounded in fp32. The interpreter of Triton supports these operations, so the
+# CPU tests can run this kernel.
 
 
 @triton.jit
 def _round_magnitude(bits, factor, inverse):
-    """Round a magnitude, as fp32 bits, to the nearest value with a scale; returns fp32 bits.
+    """Round a magnitude to the nearest MXFP4 value of its block; input and output are fp32 bits.
 
-    With e the exponent of the scaled magnitude x, clamped to 0..2, the e2m1 numbers near x are
-    2^(e - 1) apart. fp32's mantissa has 23 bits: next to 1.5 * 2^(e + 22), the anchor, its numbers
-    are as far apart, so that adding and subtracting the anchor rounds x, ties to even."""
+    ``factor`` is 2^(127 - scale) and ``inverse`` its reciprocal. Let x be the scaled magnitude and
+    e its exponent, clamped to 0..2. Adjacent e2m1 numbers near x differ by 2^(e - 1). fp32 has a
+    23-bit mantissa, so its numbers next to an anchor of 1.5 * 2^(e + 22) have the same distance.
+    Adding and subtracting the anchor therefore rounds x, ties to even.
+    """
     x = bits.to(tl.float32, bitcast=True) * factor
     binade = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     binade = tl.minimum(tl.maximum(binade, 1.0), 4.0)
@@ -162,7 +173,8 @@ def _round_magnitude(bits, factor, inverse):
 
 @triton.jit
 def _fake_quantize_kernel(addresses, out, count, ROWS: tl.constexpr):
-    # Grid: blocks of a matrix, matrices. A word holds values 2j (low half) and 2j + 1 of a block.
+    # Grid: ROWS blocks of a matrix, matrices. A word holds values 2j (low half) and 2j + 1 of a
+    # block. `addresses` has one pointer per matrix, because each is a separate allocation.
     matrix = tl.program_id(1).to(tl.int64)
     pairs = tl.load(addresses + matrix).to(tl.pointer_type(tl.int32))
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -171,21 +183,27 @@ def _fake_quantize_kernel(addresses, out, count, ROWS: tl.constexpr):
     word = tl.load(pairs + where, mask=inside, other=0)
     magnitudes = word & 0x7FFF7FFF
 
-    # 2^(127 - scale), and 2^(scale - 127), which is subnormal at scale 0
+    # 2^(127 - scale) and 2^(scale - 127). The latter is subnormal at scale 0.
     scale = _round_up_scale(magnitudes)
     factor = ((254 - scale) << 23).to(tl.float32, bitcast=True)[:, None]
     inverse = tl.where(scale == 0, 0x00400000, scale << 23).to(tl.float32, bitcast=True)[:, None]
     low = _round_magnitude(magnitudes << 16, factor, inverse)
     high = _round_magnitude(magnitudes & -65536, factor, inverse)
 
-    # The values have two bits of mantissa: the lower half of their fp32 bits is 0.
+    # A rounded value has 1 mantissa bit, so the low half of its fp32 bits is 0.
     signs = word ^ magnitudes
     rounded = (low >> 16) | high | signs
     tl.store(out + matrix * count * 16 + where, rounded, mask=inside)
 
 
 def dequantize(blocks: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Convert MXFP4 to bf16; contiguous CUDA tensors as checked by the public function."""
+    """Convert MXFP4 to bf16. The public function has checked the arguments; all are contiguous.
+
+    Args:
+        blocks: [..., n, 16] uint8 on CUDA.
+        scales: [..., n] uint8.
+        out: [..., n * 32] bf16. Receives the result.
+    """
     count = scales.numel()
     if count == 0:
         return
@@ -196,10 +214,16 @@ def dequantize(blocks: Tensor, scales: Tensor, out: Tensor) -> None:
 
 
 def quantize(x: Tensor, scale_hint: Tensor | None, blocks: Tensor, scales: Tensor) -> None:
-    """Convert bf16 to MXFP4; contiguous CUDA tensors as checked by the public function.
+    """Convert bf16 to MXFP4. The public function has checked the arguments; all are contiguous.
+
+    Args:
+        x: [..., n * 32] bf16 on CUDA.
+        scale_hint: [..., n] uint8, or None.
+        blocks: [..., n, 16] uint8. Receives the codes.
+        scales: [..., n] uint8. Receives the scales.
 
     Raises:
-        ValueError: with GPTOSS_KERNELS_DEBUG=1, when x holds NaN or Inf.
+        ValueError: x holds NaN or Inf. Checked only with GPTOSS_KERNELS_DEBUG=1.
     """
     debug = os.environ.get("GPTOSS_KERNELS_DEBUG") == "1"
     if debug and not bool(torch.isfinite(x).all()):
@@ -209,7 +233,7 @@ def quantize(x: Tensor, scale_hint: Tensor | None, blocks: Tensor, scales: Tenso
     if count == 0:
         return
 
-    # Without a hint the kernel does not read that argument, but it must be a pointer.
+    # Without a hint the kernel does not read this argument, but needs a valid pointer.
     has_hint = scale_hint is not None
     hint = scale_hint if has_hint else scales
     pairs = x.view(torch.int32)
@@ -219,10 +243,14 @@ def quantize(x: Tensor, scale_hint: Tensor | None, blocks: Tensor, scales: Tenso
 
 
 def fake_quantize(matrices: Sequence[Tensor], out: Tensor) -> None:
-    """Round bf16 matrices to MXFP4; contiguous CUDA tensors as checked by the public function.
+    """Round bf16 matrices to MXFP4 values. The public function has checked the arguments.
+
+    Args:
+        matrices: n tensors [..., m * 32] bf16 on CUDA, contiguous.
+        out: [n, ..., m * 32] bf16. Receives the result.
 
     Raises:
-        ValueError: with GPTOSS_KERNELS_DEBUG=1, naming the matrix that holds NaN or Inf.
+        ValueError: a matrix holds NaN or Inf. Checked only with GPTOSS_KERNELS_DEBUG=1.
     """
     if os.environ.get("GPTOSS_KERNELS_DEBUG") == "1":
         for i, matrix in enumerate(matrices):
@@ -234,12 +262,17 @@ def fake_quantize(matrices: Sequence[Tensor], out: Tensor) -> None:
 
 
 def launch_fake_quantize(matrices: Sequence[Tensor], out: Tensor) -> None:
-    """Run the kernel on checked arguments."""
+    """Launch the kernel of ``fake_quantize``; also runs in Triton's interpreter, on the CPU.
+
+    Args:
+        matrices: n tensors [..., m * 32] bf16, contiguous.
+        out: [n, ..., m * 32] bf16. Receives the result.
+    """
     if out.numel() == 0:
         return
 
     count = out[0].numel() // 32
-    # From pinned memory: a copy from elsewhere would wait until the GPU has done what is queued.
+    # Pinned memory: a copy from pageable memory would wait for all queued work of the GPU.
     addresses = torch.tensor(
         [matrix.data_ptr() for matrix in matrices],
         dtype=torch.int64,
@@ -252,7 +285,7 @@ def launch_fake_quantize(matrices: Sequence[Tensor], out: Tensor) -> None:
         out.view(torch.int32),
         count,
         ROWS,
-        # The products are exact, so fusing them with a sum would change nothing; but that is seen
-        # only by whoever works it out.
+        # The products are exact (powers of 2), so fused multiply-adds would give the same bits.
+        # Disabling them makes this independent of the compiler.
         enable_fp_fusion=False,
     )
