@@ -1,4 +1,4 @@
-"""The public function: check the arguments, choose a backend, run it."""
+"""Public function ``sink_attention``: checks its arguments, chooses a backend and runs it."""
 
 import os
 
@@ -27,39 +27,43 @@ def sink_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute causal attention over packed sequences with a learnable sink logit per query head.
 
-    The sink is one more term of the softmax's denominator: it takes probability and has no value.
+    The sink is one more term of the softmax denominator: it takes probability and has no value.
 
     Args:
-        q: [tokens, heads, head_size]
-        k, v: [tokens, kv_heads, head_size], same dtype and device as q; heads is a multiple of
-            kv_heads.
-        sinks: [heads], any floating dtype.
+        q: [tokens, heads, head_size] queries, floating point.
+        k: [tokens, kv_heads, head_size] keys with the dtype and device of q. heads is a multiple
+            of kv_heads.
+        v: [tokens, kv_heads, head_size] values, like k.
+        sinks: [heads] logits, any floating dtype.
         cu_seqlens: [sequences + 1] int32 or int64 offsets of the packed sequences, from 0 to
-            tokens. Read back to the host when first seen: keep one tensor per packing and pass it
-            to every layer.
-        max_seqlen: at least the longest sequence.
-        window: keys a query sees, itself included; None for all earlier ones.
-        scale: of the scores; head_size ** -0.5 when None.
-        backend: one of BACKENDS; "auto" picks by device, dtype, heads, head size, window and mean
-            sequence length (dispatch.py).
-        return_lse: also return the log-sum-exp.
+            tokens. The first call with a tensor copies it to the host, so keep one tensor per
+            packing and pass it to every layer.
+        max_seqlen: length of the longest sequence in tokens, or an upper bound.
+        window: number of keys that a query sees, including its own; None for all earlier keys.
+        scale: factor of the scores; None for head_size ** -0.5.
+        backend: one of BACKENDS. "auto" chooses by device, dtype, heads, head size, window and
+            mean sequence length (dispatch.py).
+        return_lse: whether to return the log-sum-exp, too.
 
     Returns:
-        O like q, differentiable in q, k, v and sinks. With return_lse also LSE [tokens, heads]:
-        natural logarithm, the **sink included**, fp32 (fp64 for fp64 inputs), not differentiable.
+        O [tokens, heads, head_size] with the dtype of q, differentiable in q, k, v and sinks. With
+        return_lse a pair (O, LSE). LSE is [tokens, heads], the natural logarithm with the **sink
+        included**, fp32 (fp64 for fp64 inputs), not differentiable.
 
     Raises:
-        ValueError: naming the argument, before anything is launched. With GPTOSS_KERNELS_DEBUG=1
-            also when an input holds NaN or Inf.
+        ValueError: an argument is wrong, or with GPTOSS_KERNELS_DEBUG=1 an input holds NaN or Inf.
+            Raised before any launch. The message names the argument.
     """
     layout = check_arguments(q, k, v, sinks, cu_seqlens, max_seqlen, window, scale)
     shape = ShapeClass(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2], window)
     backend = resolve_backend(backend, shape, short=layout.mean_length <= SHORT_MEAN)
+    # Off by default, because the check waits for the stream.
     if os.environ.get("GPTOSS_KERNELS_DEBUG") == "1":
         check_finite(q=q, k=k, v=v, sinks=sinks)
 
     if scale is None:
         scale = q.shape[2] ** -0.5
+    # The same tensor twice tells Segments that every key has a query.
     segments = Segments(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
 
     o, lse = _run_backend(backend, q, k, v, sinks, layout, segments, window, scale)
@@ -79,12 +83,13 @@ def _run_backend(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return O and LSE as one backend computes them, O differentiable."""
+    """Return O [tokens, heads, head_size], differentiable, and LSE [tokens, heads] of a backend."""
     if backend == "flash4":
-        # It is differentiable by itself and knows sinks.
+        # flash-attn-4 has its own autograd and supports sinks, so it needs no wrapper.
         return flash.flash4_sink_attention(q, k, v, sinks, segments, window, scale)
 
     passes = bind_passes(backend, segments, layout, window, scale)
+    # FlashAttention takes strided views. The other backends need contiguous tensors.
     if backend == "flash3":
         return SinkAttention.apply(q, k, v, sinks, passes)
     return SinkAttention.apply(q.contiguous(), k.contiguous(), v.contiguous(), sinks, passes)

@@ -1,4 +1,4 @@
-"""The differentiable op around a backend's forward and backward pass."""
+"""Differentiable op around the forward and backward pass of a backend."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,31 +8,41 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 SavedTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""What a forward pass leaves to its backward pass: q, k, v, sinks, O and LSE."""
+"""Tensors that a backward pass needs: q, k, v, sinks, O and LSE."""
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Of q, k, v and the sinks, each like its tensor."""
+"""Gradients of q, k, v and the sinks, each with the shape and dtype of its tensor."""
 
 
 class AttentionPasses(NamedTuple):
-    """A backend's two passes with everything but the tensors bound: packing, window and scale."""
+    """Forward and backward pass of a backend, with packing, window and scale bound."""
 
     forward: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-    """(q, k, v, sinks) -> O [tokens, heads, head_size], LSE [tokens, heads]"""
+    """(q, k, v, sinks) -> O [tokens, heads, head_size], LSE [tokens, heads]."""
     backward: Callable[[SavedTensors, Tensor], Gradients]
-    """(saved tensors, dO) -> gradients"""
+    """(saved tensors, dO) -> gradients of q, k, v and the sinks."""
 
 
 class SinkAttention(Function):
-    """Computes O [tokens, heads, head_size] and LSE [tokens, heads] with a backend's ``passes``.
-
-    O is differentiable in q, k, v and the sinks; LSE is not differentiable.
-    """
+    """Attention with sinks, differentiable in q, k, v and the sinks."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, passes: AttentionPasses
     ) -> tuple[Tensor, Tensor]:
+        """Compute O and LSE with a backend.
+
+        Args:
+            ctx: context of autograd.
+            q: [tokens, heads, head_size].
+            k: [tokens, kv_heads, head_size].
+            v: [tokens, kv_heads, head_size].
+            sinks: [heads].
+            passes: the passes of the backend.
+
+        Returns:
+            O [tokens, heads, head_size], and LSE [tokens, heads], which is not differentiable.
+        """
         o, lse = passes.forward(q, k, v, sinks)
         ctx.backward_pass = passes.backward
         ctx.save_for_backward(q, k, v, sinks, o, lse)
@@ -42,5 +52,7 @@ class SinkAttention(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_o: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of q, k, v and the sinks from dO [tokens, heads, head_size]."""
+        # Autograd may pass an expanded gradient, for example from a sum. Kernels need it in memory.
         gradients = ctx.backward_pass(ctx.saved_tensors, grad_o.contiguous())
         return (*gradients, None)

@@ -1,12 +1,14 @@
-"""Which backend "auto" takes; the order is what docs/performance.md measured on an H200.
+"""Choice of the attention backend.
 
-window   our kernels for sliding-window layers: they win every such case, whatever the lengths.
-short    our kernels for full attention: they win where sequences average SHORT_MEAN tokens or
-         less, and serve longer ones where no FlashAttention is installed.
-flash4   wins full attention over longer ones on Hopper, and takes windows and head sizes that our
-         kernels do not.
-flash3   is second there, by the price of the sink's extra pass.
-reference serves everything else: CPUs, fp32 and fp64, GPUs without any of the above.
+The order of "auto" follows the measurements on an H200 in docs/performance.md:
+
+window    Kernels of this package for sliding-window layers. Fastest for every length.
+short     Kernels of this package for full attention. Fastest if sequences average at most
+          SHORT_MEAN tokens. Used for longer sequences if no FlashAttention is installed.
+flash4    flash-attn-4. Fastest for full attention over longer sequences on Hopper. Supports
+          windows and head sizes that the kernels of this package do not.
+flash3    FlashAttention-3. Second for longer sequences, because the sink needs an extra pass.
+reference Plain torch, for everything else: CPUs, fp32, fp64, and GPUs without the above.
 """
 
 import functools
@@ -20,35 +22,48 @@ from gptoss_kernels.sink_attention import flash, window
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "reference", "window", "short", "flash3", "flash4")
+"""Valid values of a backend option."""
 FLASH_MODULES = {"flash3": "flash_attn_interface", "flash4": "flash_attn.cute"}
-"""The module that brings each FlashAttention backend."""
+"""Python module of each FlashAttention backend."""
 FLASH_HEAD_SIZES = (64, 96, 128)
+"""Head sizes that the FlashAttention backends support."""
 SHORT_MEAN = 1024
-"""Mean sequence length (``PackedLayout.mean_length``) in tokens up to which our kernels serve full
-attention."""
+"""Largest ``PackedLayout.mean_length``, in tokens, for which "auto" prefers backend short."""
 
 
 class ShapeClass(NamedTuple):
-    """What the choice of a backend depends on, but for the lengths of the sequences."""
+    """Properties of a layer and its tensors that decide which backends can run.
+
+    Lengths of sequences are not part of it: they change every step, and this is a cache key.
+    """
 
     device: torch.device
+    """Device of the tensors."""
     dtype: torch.dtype
+    """Data type of q, k and v."""
     heads: int
+    """Number of query heads."""
     kv_heads: int
+    """Number of key and value heads."""
     head_size: int
+    """Channels per head."""
     window: int | None
+    """Number of keys that a query sees, including its own; None for all earlier keys."""
 
 
 def resolve_backend(backend: str, shape: ShapeClass, short: bool) -> str:
-    """Return the backend that computes: the requested one, or the choice for "auto".
+    """Return the requested backend, or the chosen one for "auto".
 
     Args:
         backend: one of BACKENDS.
-        shape: the layer and its tensors.
-        short: whether the mean length is at most SHORT_MEAN.
+        shape: properties of the layer and its tensors.
+        short: whether the mean sequence length is at most SHORT_MEAN.
+
+    Returns:
+        A backend that can run, never "auto".
 
     Raises:
-        ValueError: no such backend, or it cannot take the shape.
+        ValueError: the backend does not exist or does not support the shape.
     """
     if backend == "auto":
         return choose_backend(shape, short)
@@ -64,12 +79,13 @@ def resolve_backend(backend: str, shape: ShapeClass, short: bool) -> str:
 
 @functools.cache
 def choose_backend(shape: ShapeClass, short: bool) -> str:
-    """Choose the backend for a shape class, and log the choice once for each.
+    """Return the fastest backend for a shape class. Log the choice once per class.
 
     Args:
-        shape: the layer and its tensors.
-        short: whether the mean length is at most SHORT_MEAN.
+        shape: properties of the layer and its tensors.
+        short: whether the mean sequence length is at most SHORT_MEAN.
     """
+    # "window" supports only windows and "short" only full attention, so one order serves both.
     order = ["window", "flash4", "flash3", "short"]
     if short:
         order = ["window", "short", "flash4", "flash3"]
@@ -83,6 +99,8 @@ def choose_backend(shape: ShapeClass, short: bool) -> str:
     )
     if short:
         text += ", short sequences"
+    # The reference is expected on CPUs and in fp32. In bf16 on a GPU it means a missing package or
+    # an unsupported shape, and a much slower training run.
     if chosen == "reference" and shape.device.type == "cuda" and shape.dtype == torch.bfloat16:
         logger.warning("sink attention for %s takes the slow reference: %s", text, reasons)
     else:
@@ -92,7 +110,7 @@ def choose_backend(shape: ShapeClass, short: bool) -> str:
 
 @functools.cache
 def unsupported_reason(backend: str, shape: ShapeClass) -> str | None:
-    """Say why a backend cannot take a shape class; None when it can."""
+    """Return the reason why a backend does not support a shape class; None if it does."""
     if backend == "reference":
         return None
     if shape.device.type != "cuda":
@@ -100,6 +118,8 @@ def unsupported_reason(backend: str, shape: ShapeClass) -> str | None:
     if shape.dtype != torch.bfloat16:
         return f"{backend} takes bf16, q is {shape.dtype}"
 
+    # Both names share their kernels. They are separate backends so that "auto" can put them at
+    # different places of its order.
     if backend in ("window", "short"):
         takes_windows = backend == "window"
         has_window = shape.window is not None
@@ -122,7 +142,8 @@ def unsupported_reason(backend: str, shape: ShapeClass) -> str | None:
 
 
 def describe() -> str:
-    """Describe what is available here, one line per backend: for a diagnosis command."""
+    """Return a report of the available backends, one line per backend, for ``gptoss doctor``."""
+    # Heads and head sizes are those of GPT-OSS.
     lines = [
         "sink attention backends, in the order auto tries them for 64/8 heads of size 64 in bf16:"
     ]

@@ -1,11 +1,11 @@
-"""Fold a sink into any attention that returns its log-sum-exp; and the sink's gradient.
+"""Triton kernels that add a sink to the results of plain attention, and compute its gradient.
 
-With O', LSE' of plain attention and sink logit s: LSE = log(exp(LSE') + exp(s)) and
-O = O' * exp(LSE' - LSE). The plain backward pass called with that O and LSE gives the exact dQ, dK
-and dV, since the sink carries no value. Both functions are one Triton kernel each.
+Let O' and LSE' be the results of plain attention and s the sink logit. Then
+LSE = log(exp(LSE') + exp(s)) and O = O' * exp(LSE' - LSE). The plain backward pass with this O and
+LSE gives the exact dQ, dK and dV, because the sink has no value.
 """
 
-# Triton reads parameter annotations as its own
+# Triton interprets the annotations of a kernel's parameters, so kernels have none.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 import torch
@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 TOKENS_PER_BLOCK = 64
+"""Tokens per program of both kernels."""
 
 
 # Grid of both kernels: blocks of TOKENS tokens, heads.
@@ -25,13 +26,15 @@ def _fold_kernel(o, lse, sinks, tokens, HEADS: tl.constexpr, D: tl.constexpr, TO
     head = tl.program_id(1)
     inside = token < tokens
 
-    # log(exp(a) + exp(b)) relative to the larger one, which cannot overflow
+    # log(exp(a) + exp(b)) relative to the larger one, which avoids overflow.
     sink = tl.load(sinks + head).to(tl.float32)
     lse_row = lse + head.to(tl.int64) * tokens + token
     plain = tl.load(lse_row, mask=inside, other=0.0)
     top = tl.maximum(plain, sink)
     folded = top + tl.log(tl.exp(plain - top) + tl.exp(sink - top))
 
+    # Scale O in place: the caller needs no copy of plain attention's O. 64-bit offsets: 2**19
+    # tokens with 64 heads of size 64 are 2**31 elements.
     column = tl.arange(0, D)
     where = o + token[:, None].to(tl.int64) * (HEADS * D) + head * D + column[None, :]
     values = tl.load(where, mask=inside[:, None], other=0.0).to(tl.float32)
@@ -61,21 +64,22 @@ def _sink_gradient_kernel(
     out = tl.load(o + where, mask=inside[:, None], other=0.0).to(tl.float32)
     grad = tl.load(grad_o + where, mask=inside[:, None], other=0.0).to(tl.float32)
 
-    # an infinite LSE: rows beyond the tokens give the sink no probability
+    # An infinite LSE makes the sink's probability 0 in rows beyond the last token.
     lse_row = lse + head.to(tl.int64) * tokens + token
     row_lse = tl.load(lse_row, mask=inside, other=float("inf"))
     sink = tl.load(sinks + head).to(tl.float32)
+    # Each program writes its own partial sum. Atomic additions would sum in a random order.
     share = tl.sum(tl.exp(sink - row_lse) * tl.sum(out * grad, 1))
     tl.store(shares + block * HEADS + head, -share)
 
 
 def fold_sink(o: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """Fold the sinks into plain attention's results, in place.
+    """Add the sinks to the results of plain attention, in place.
 
     Args:
-        o: [tokens, heads, head_size], contiguous.
-        lse: [heads, tokens] fp32, contiguous, natural logarithm.
-        sinks: [heads]
+        o: [tokens, heads, head_size] output, contiguous.
+        lse: [heads, tokens] fp32 natural log-sum-exp, contiguous.
+        sinks: [heads] logits.
     """
     tokens, heads, head_size = o.shape
     if tokens == 0:
@@ -87,17 +91,18 @@ def fold_sink(o: Tensor, lse: Tensor, sinks: Tensor) -> None:
 
 
 def sink_gradient(o: Tensor, grad_o: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Compute -sum_i exp(s - LSE_i) (dO_i . O_i) per head, from the sink-aware O and LSE.
+    """Compute the gradient of the sinks: -sum_i exp(s - LSE_i) (dO_i . O_i) per head.
 
-    Summed in a fixed order: deterministic.
+    The order of the sum is fixed, so the result is deterministic.
 
     Args:
-        o, grad_o: [tokens, heads, head_size], contiguous.
-        lse: [heads, tokens] fp32, contiguous.
-        sinks: [heads]
+        o: [tokens, heads, head_size] output with the sink included, contiguous.
+        grad_o: [tokens, heads, head_size] gradient of ``o``, contiguous.
+        lse: [heads, tokens] fp32 natural log-sum-exp with the sink included, contiguous.
+        sinks: [heads] logits.
 
     Returns:
-        [heads] like sinks.
+        [heads] with the dtype of ``sinks``.
     """
     tokens, heads, head_size = o.shape
     blocks = triton.cdiv(tokens, TOKENS_PER_BLOCK)

@@ -1,8 +1,8 @@
-"""FlashAttention adapters: FlashAttention-3 without a patch, flash-attn-4 with its learnable sink.
+"""Adapters of FlashAttention-3 (unpatched) and flash-attn-4 (with its learnable sink).
 
-FlashAttention-3 knows no sink: it is folded in (see epilogue.py). ``tests/support/kernels/plain_flash4.py``
-does the same with flash-attn-4 without its native sink, which is how this is tested where
-FlashAttention-3 is not installed.
+FlashAttention-3 has no sink, so epilogue.py adds it afterwards. On machines without
+FlashAttention-3, ``tests/support/kernels/plain_flash4.py`` tests this path with flash-attn-4 and
+its native sink disabled.
 """
 
 import functools
@@ -20,20 +20,30 @@ from gptoss_kernels.sink_attention.layout import Segments
 
 @dataclass(frozen=True)
 class PlainKernels:
-    """Causal packed attention without a sink; ``options``: scale, packing and window."""
+    """Kernels for causal packed attention without a sink.
+
+    ``options`` are the scale and the result of ``packing_options``.
+    """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
-    """(q, k, v, causal, **options) -> O, LSE [heads, tokens] fp32"""
+    """(q, k, v, causal, **options) -> O [tokens, heads, head_size], LSE [heads, tokens] fp32."""
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    """(grad_o, (q, k, v, o, lse), causal, **options) -> dQ, dK, dV"""
+    """(grad_o, (q, k, v, o, lse), causal, **options) -> dQ, dK, dV."""
     unbounded: int | None
-    """How the package spells a window without a bound."""
+    """Value of the package for an unlimited window."""
 
 
 def folded_passes(
     kernels: PlainKernels, segments: Segments, window: int | None, scale: float
 ) -> AttentionPasses:
-    """Bind ``folded_forward`` and ``folded_backward`` to one packing, window and scale."""
+    """Return ``folded_forward`` and ``folded_backward`` bound to a packing, window and scale.
+
+    Args:
+        kernels: kernels of the package.
+        segments: queries, and the keys that they see.
+        window: number of keys that a query sees, including its own; None for all earlier keys.
+        scale: factor of the scores.
+    """
     bound: dict[str, Any] = {
         "kernels": kernels,
         "segments": segments,
@@ -56,11 +66,26 @@ def folded_forward(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Compute O [tokens, heads, head_size] and LSE [tokens, heads] with sink-free kernels."""
+    """Compute attention with sinks from kernels that have no sink.
+
+    Args:
+        q: [tokens, heads, head_size].
+        k: [tokens, kv_heads, head_size].
+        v: [tokens, kv_heads, head_size].
+        sinks: [heads] logits.
+        kernels: kernels of the package.
+        segments: queries, and the keys that they see.
+        window: number of keys that a query sees, including its own; None for all earlier keys.
+        scale: factor of the scores.
+
+    Returns:
+        O [tokens, heads, head_size] and LSE [tokens, heads] fp32.
+    """
+    # Imported here, so that importing this module does not load Triton.
     from gptoss_kernels.sink_attention.epilogue import fold_sink
 
     options = packing_options(segments, window, kernels.unbounded)
-    # Both packages keep LSE as [heads, tokens]; ours is [tokens, heads].
+    # FlashAttention returns LSE as [heads, tokens]. This package uses [tokens, heads].
     o, lse = kernels.forward(q, k, v, window is None, softmax_scale=scale, **options)
     fold_sink(o, lse, sinks)
     return o, lse.t()
@@ -74,10 +99,18 @@ def folded_backward(
     window: int | None,
     scale: float,
 ) -> Gradients:
-    """Compute the gradients of q, k, v and the sinks with kernels that know no sink.
+    """Compute the gradients of q, k, v and the sinks with kernels that have no sink.
 
-    They are exact: the plain backward pass takes its probabilities from O and LSE, and these hold
-    the sink.
+    The gradients are exact: the plain backward pass computes its probabilities from LSE, and LSE
+    and O include the sink.
+
+    Args:
+        saved: q, k, v, sinks, O [tokens, heads, head_size] and LSE [tokens, heads].
+        grad_o: [tokens, heads, head_size] gradient of O.
+        kernels: kernels of the package.
+        segments: queries, and the keys that they see.
+        window: number of keys that a query sees, including its own; None for all earlier keys.
+        scale: factor of the scores.
     """
     from gptoss_kernels.sink_attention.epilogue import sink_gradient
 
@@ -102,10 +135,24 @@ def flash4_sink_attention(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Run flash-attn-4 with its sink and autograd: O like q, LSE [tokens, heads]."""
+    """Compute attention with flash-attn-4, its native sink and its autograd.
+
+    Args:
+        q: [tokens, heads, head_size] bf16.
+        k: [tokens, kv_heads, head_size] bf16.
+        v: [tokens, kv_heads, head_size] bf16.
+        sinks: [heads] logits.
+        segments: queries, and the keys that they see.
+        window: number of keys that a query sees, including its own; None for all earlier keys.
+        scale: factor of the scores.
+
+    Returns:
+        O [tokens, heads, head_size], differentiable, and LSE [tokens, heads] fp32, detached.
+    """
     from flash_attn.cute.interface import flash_attn_varlen_func
 
     options = packing_options(segments, window)
+    # The public function takes both sides of the window as one tuple.
     window_size = (options.pop("window_size_left"), options.pop("window_size_right"))
     o, lse = flash_attn_varlen_func(
         q,
@@ -123,7 +170,8 @@ def flash4_sink_attention(
 
 @functools.cache
 def flash3_kernels() -> PlainKernels:
-    """Return FlashAttention-3's stock kernels, from its flash_attn_interface module."""
+    """Return the kernels of FlashAttention-3, from its module flash_attn_interface."""
+    # The private functions: the public one hides the backward pass, which needs our O and LSE.
     import flash_attn_interface as interface
 
     def forward(
@@ -132,6 +180,7 @@ def flash3_kernels() -> PlainKernels:
         o, lse = interface._flash_attn_forward(q, k, v, causal=causal, **options)[:2]
         return o, lse
 
+    # FlashAttention-3 writes the gradients into tensors of the caller.
     def backward(
         grad_o: Tensor, saved: tuple[Tensor, ...], causal: bool, **options: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -147,10 +196,14 @@ def flash3_kernels() -> PlainKernels:
 def packing_options(
     segments: Segments, window: int | None, unbounded: int | None = None
 ) -> dict[str, Any]:
-    """Spell packing and window as both packages take them.
+    """Return packing and window as keyword arguments of both FlashAttention packages.
 
-    ``unbounded`` is how the package writes a window without a bound.
+    Args:
+        segments: queries, and the keys that they see.
+        window: number of keys that a query sees, including its own; None for all earlier keys.
+        unbounded: value of the package for an unlimited window.
     """
+    # FlashAttention counts the keys on each side of the query, without the query's own key.
     left = unbounded
     right = unbounded
     if window is not None:
@@ -169,8 +222,9 @@ def packing_options(
 
 @functools.cache
 def installed(module: str) -> bool:
-    """Tell whether a module can be imported, without importing it."""
+    """Return True if a module can be imported. The module itself is not imported."""
     try:
+        # For a dotted name find_spec imports the parent package, which may be missing.
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
         return False

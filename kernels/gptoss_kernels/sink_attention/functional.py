@@ -1,9 +1,11 @@
-"""The forward and the backward pass as plain functions, to communicate between and around them.
+"""Forward and backward pass of attention as plain functions, for use by context parallelism.
 
-Queries may be the *last* tokens of longer key ranges: a context-parallel rank holds the queries of
-some chunks and sees the keys of all tokens before them. The backward pass takes O and LSE as
-arguments and so may cover only some of the keys: called with the O and LSE of *all* keys, its
-gradients are the exact contributions of the keys it is given.
+Context parallelism communicates before, between and after the passes, which autograd would hide.
+
+Queries may be the *last* tokens of a longer range of keys: a context-parallel rank holds the
+queries of some chunks and sees the keys of all earlier tokens. The backward pass takes O and LSE
+as arguments, so its keys may be a part of all keys. With O and LSE of *all* keys, its gradients
+are the exact contributions of the given keys.
 """
 
 from dataclasses import dataclass
@@ -20,23 +22,27 @@ from gptoss_kernels.sink_attention.passes import bind_passes
 
 @dataclass(frozen=True)
 class AttentionSettings:
-    """What an attention layer computes, apart from its tensors and their packing."""
+    """Parameters of an attention layer that do not depend on the batch."""
 
     window: int | None
-    """Keys that a query sees, itself included; None for all earlier ones."""
+    """Number of keys that a query sees, including its own; None for all earlier keys."""
     scale: float
     """Factor of the scores."""
     backend: str = "auto"
     """One of ``sink_attention.BACKENDS``."""
 
     def backend_for(self, q: Tensor, k: Tensor) -> str:
-        """Return the backend that computes attention of these tensors.
+        """Return the backend for these tensors.
+
+        Args:
+            q: [queries, heads, head_size].
+            k: [keys, kv_heads, head_size].
 
         Raises:
-            ValueError: the backend that is set does not exist, or cannot take the tensors.
+            ValueError: the configured backend does not exist or does not support the tensors.
         """
         shape = ShapeClass(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2], self.window)
-        # Ranges of context-parallel ranks are long.
+        # Context parallelism is for long sequences, so never prefer the kernels for short ones.
         return resolve_backend(self.backend, shape, short=False)
 
 
@@ -50,23 +56,28 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention without autograd.
 
-    Backends other than flash4 take unequal ranges by padding the queries to the keys' length.
+    Backends other than flash4 pad the queries if there are fewer queries than keys.
 
     Args:
-        q: [queries, heads, head_size]
-        k, v: [keys, kv_heads, head_size]
-        sinks: [heads]
-        segments: which queries see which keys.
+        q: [queries, heads, head_size].
+        k: [keys, kv_heads, head_size].
+        v: [keys, kv_heads, head_size].
+        sinks: [heads] logits.
+        segments: ranges of queries, and the range of keys that each of them sees.
         settings: window, scale and backend.
 
     Returns:
-        O like q, and LSE [queries, heads], natural logarithm with the sink in it, fp32 (fp64 for
-        fp64 inputs).
+        O [queries, heads, head_size] with the dtype of q, and LSE [queries, heads]: the natural
+        logarithm with the sink included, fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        ValueError: the configured backend does not support the tensors.
     """
     window = settings.window
     scale = settings.scale
     backend = settings.backend_for(q, k)
 
+    # The private functions of flash-attn-4: the public one has autograd around both passes.
     if backend == "flash4":
         from flash_attn.cute.interface import _flash_attn_fwd
 
@@ -82,8 +93,8 @@ def attention_forward(
         )[:2]
         return o, lse.t()
 
-    # The other kernels know one length per sequence: zero queries before the real ones fill up the
-    # difference, at the price of attention that nobody reads.
+    # The other kernels have one length per sequence. Add zero queries before the real queries, and
+    # discard their output.
     if not segments.square:
         rows, square = _square_segments(segments)
         o, lse = attention_forward(_pad_rows(q, rows, len(k)), k, v, sinks, square, settings)
@@ -99,11 +110,17 @@ def attention_backward(
     """Compute the gradients of q, k, v and the sinks.
 
     Args:
-        saved: q, k, v, sinks, and O and LSE of the forward pass over all keys, which may be more
-            than k and v are.
-        grad_o: dO, like O.
-        segments: which queries see which keys.
+        saved: q [queries, heads, head_size], k and v [keys, kv_heads, head_size], sinks [heads],
+            and O and LSE of the forward pass over all keys. k and v may be a part of all keys.
+        grad_o: [queries, heads, head_size] gradient of O.
+        segments: ranges of queries, and the range of keys that each of them sees.
         settings: window, scale and backend.
+
+    Returns:
+        Gradients with the shapes and dtypes of q, k, v and sinks.
+
+    Raises:
+        ValueError: the configured backend does not support the tensors.
     """
     q, k, v, sinks, o, lse = saved
     window = settings.window
@@ -133,7 +150,8 @@ def attention_backward(
         padded_o = _pad_rows(o, rows, len(k))
         padded_grad_o = _pad_rows(grad_o, rows, len(k))
 
-        # An infinite LSE gives the rows that nobody asked for probabilities of exp(-inf) = 0.
+        # An infinite LSE gives the added rows probabilities of exp(-inf) = 0, so they contribute
+        # nothing to dK, dV and the gradient of the sinks.
         padded_lse = lse.new_full((len(k), lse.shape[1]), torch.inf)
         padded_lse.index_copy_(0, rows, lse)
 
@@ -146,20 +164,22 @@ def attention_backward(
 
 
 def _square_segments(segments: Segments) -> tuple[Tensor, Segments]:
-    """Give every key a query.
+    """Return segments in which every key has a query, and the positions of the real queries.
 
-    Returns where the real queries stand among the keys, int64 [queries], and the segments in which
-    every key has its query.
+    Returns:
+        Index of each real query among the keys, [queries] int64, and the new segments.
     """
     key_ends = segments.cu_seqlens_k[1:].long()
     query_starts = segments.cu_seqlens_q[:-1]
     query_counts = segments.cu_seqlens_q.long().diff()
 
-    # A segment's queries are its last keys: all of them move by the same distance.
+    # The queries of a segment belong to its last keys, so all of them move by the same distance.
+    # `shifts` has one entry per segment.
     shifts = key_ends - query_counts - query_starts
     queries = torch.arange(int(segments.cu_seqlens_q[-1]), device=key_ends.device)
     rows = queries + torch.repeat_interleave(shifts, query_counts)
 
+    # The same tensor twice marks the segments as square.
     square = Segments(
         cu_seqlens_q=segments.cu_seqlens_k,
         cu_seqlens_k=segments.cu_seqlens_k,
@@ -170,5 +190,5 @@ def _square_segments(segments: Segments) -> tuple[Tensor, Segments]:
 
 
 def _pad_rows(x: Tensor, rows: Tensor, length: int) -> Tensor:
-    """Put x [n, ...] at ``rows`` of zeros [length, ...]."""
+    """Return zeros [length, ...] with x [n, ...] at ``rows`` [n]."""
     return x.new_zeros(length, *x.shape[1:]).index_copy_(0, rows, x)

@@ -1,4 +1,4 @@
-"""How sequences are packed: read from ``cu_seqlens`` once, shared by every layer of a step."""
+"""Layout of packed sequences, read from ``cu_seqlens`` once and shared by all layers of a step."""
 
 import functools
 import weakref
@@ -11,20 +11,21 @@ from torch import Tensor
 
 @dataclass
 class PackedLayout:
-    """The host's view of one packing."""
+    """One packing of sequences, as seen by the host."""
 
     offsets: Tensor
-    """[sequences + 1] int64 on the CPU: where each sequence starts, and the total."""
+    """[sequences + 1] int64 on the CPU: start of each sequence, then the number of tokens."""
     longest: int
-    """Longest sequence in tokens."""
+    """Length of the longest sequence in tokens."""
     plans: dict[Any, Any] = field(default_factory=dict)
-    """What a backend derives from the packing (tables on the device), by a key of its own."""
+    """Tables that backends derive from the packing. Each backend chooses its keys."""
 
     @functools.cached_property
     def mean_length(self) -> float:
-        """Mean over the tokens of the length of the sequence that a token is in.
+        """Mean sequence length in tokens, weighted by length.
 
-        Long sequences, where most of full attention's work is, so count by their length.
+        It is the mean over tokens of the length of the token's sequence. The weight is right for
+        choosing a backend, because long sequences have most of the work of full attention.
         """
         lengths = self.offsets.diff()
         return float(lengths.square().sum() / max(1, self.tokens))
@@ -35,15 +36,21 @@ class PackedLayout:
         return int(self.offsets[-1])
 
     def pieces(self, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Cut the sequences into pieces of ``length`` tokens, counted from each sequence's start.
+        """Cut the sequences into pieces of ``length`` tokens.
 
-        Returns, per piece, its sequence's start, its sequence's end and the piece's number in the
-        sequence: three int64 tensors [pieces] on the CPU.
+        Pieces are aligned to the start of their sequence; the last piece of a sequence may be
+        shorter.
+
+        Returns:
+            Three int64 tensors [pieces] on the CPU: start of the piece's sequence, end of that
+            sequence, and index of the piece in the sequence.
         """
         starts = self.offsets[:-1]
         ends = self.offsets[1:]
         counts = (ends - starts + length - 1) // length
 
+        # Vectorized, because a pack may have thousands of pieces: index of each piece minus index
+        # of the first piece of its sequence.
         sequence = torch.repeat_interleave(torch.arange(len(starts)), counts)
         first_piece = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
         number = torch.arange(len(sequence)) - first_piece
@@ -52,30 +59,40 @@ class PackedLayout:
 
 @dataclass(frozen=True)
 class Segments:
-    """Ranges of queries, each with the range of keys whose last tokens the queries are.
+    """Ranges of queries and keys. The queries of a segment belong to its last keys.
 
-    Keep one object per packing: the offsets are read back to the host when first seen.
+    Keep one object per packing, because the first use copies the offsets to the host.
     """
 
     cu_seqlens_q: Tensor
-    """int32 [segments + 1]"""
+    """[segments + 1] int32 offsets of the queries."""
     cu_seqlens_k: Tensor
-    """int32 [segments + 1]; the same object as ``cu_seqlens_q`` when every key has its query"""
+    """[segments + 1] int32 offsets of the keys.
+
+    The same object as ``cu_seqlens_q`` if every key has a query.
+    """
     max_seqlen_q: int
-    """At least the most queries of a segment."""
+    """Largest number of queries in a segment, or an upper bound."""
     max_seqlen_k: int
-    """At least the most keys of a segment."""
+    """Largest number of keys in a segment, or an upper bound."""
 
     @property
     def square(self) -> bool:
-        """Whether every key has its query."""
+        """True if every key has a query."""
+        # Identity instead of equality: comparing tensors on a GPU would wait for the stream.
         return self.cu_seqlens_k is self.cu_seqlens_q
 
     @classmethod
     def from_lengths(
         cls, query_lengths: list[int], key_lengths: list[int], device: torch.device
     ) -> "Segments":
-        """Make segments of so many queries and keys each, with their offsets on ``device``."""
+        """Return segments with the given numbers of queries and keys.
+
+        Args:
+            query_lengths: number of queries of each segment.
+            key_lengths: number of keys of each segment.
+            device: device of the offsets.
+        """
         cu_seqlens_q = _offsets(query_lengths, device)
         cu_seqlens_k = cu_seqlens_q
         if key_lengths != query_lengths:
@@ -90,24 +107,27 @@ class Segments:
 
 
 def _offsets(lengths: list[int], device: torch.device) -> Tensor:
+    """Return the offsets of ranges of these lengths, [ranges + 1] int32."""
     return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
 
 
-# By id of the cu_seqlens tensor. The weak reference tells whether the id is still that tensor's,
-# and the version whether its contents are still those that were read.
+# Keys are ids of cu_seqlens tensors, because tensors compare element by element. An id can be
+# reused and a tensor can be modified. Each entry therefore has a weak reference and the version
+# counter at the time of reading.
 _layouts: dict[int, tuple[weakref.ref, int, PackedLayout]] = {}
 
 
 def packed_layout(cu_seqlens: Tensor) -> PackedLayout:
-    """Read and check the layout of ``cu_seqlens``, [sequences + 1] int32 or int64 on any device.
+    """Return the layout of ``cu_seqlens``, [sequences + 1] int32 or int64 on any device.
 
-    The first call for a tensor copies it to the host (on a GPU that waits for the stream); later
-    calls with the same, unmodified tensor cost a dictionary lookup.
+    The first call with a tensor copies it to the host, which waits for the stream on a GPU. Later
+    calls with the same, unmodified tensor take a dictionary lookup.
 
     Raises:
-        ValueError: when it is not a valid list of offsets.
+        ValueError: the tensor is not a valid list of offsets.
     """
     key = id(cu_seqlens)
+    # Inference tensors have no version counter.
     version = 0 if cu_seqlens.is_inference() else cu_seqlens._version
     known = _layouts.get(key)
     if known is not None:
@@ -115,6 +135,7 @@ def packed_layout(cu_seqlens: Tensor) -> PackedLayout:
         if reference() is cu_seqlens and known_version == version:
             return layout
 
+    # The callback removes the entry with its tensor, so that the cache does not grow.
     layout = _read(cu_seqlens)
     reference = weakref.ref(cu_seqlens, lambda _: _layouts.pop(key, None))
     _layouts[key] = (reference, version, layout)
@@ -122,6 +143,7 @@ def packed_layout(cu_seqlens: Tensor) -> PackedLayout:
 
 
 def _read(cu_seqlens: Tensor) -> PackedLayout:
+    """Copy the offsets to the host and check them; raise ValueError if they are not offsets."""
     one_dimensional = cu_seqlens.dim() == 1 and cu_seqlens.numel() >= 2
     if not one_dimensional or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
@@ -129,7 +151,7 @@ def _read(cu_seqlens: Tensor) -> PackedLayout:
             f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}"
         )
 
-    # The copy below waits for the stream, which a capture does not allow.
+    # The copy below waits for the stream, which CUDA forbids during a graph capture.
     if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError(
             "cu_seqlens is new to this process: call once with this tensor before capturing a CUDA graph"

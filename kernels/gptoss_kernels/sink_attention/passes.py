@@ -1,4 +1,4 @@
-"""The forward and the backward pass of each backend, bound to one packing."""
+"""Forward and backward pass of each backend, bound to a packing."""
 
 from functools import partial
 
@@ -13,26 +13,28 @@ OWN_PASSES = {
     "short": (window_forward, window_backward),
     "reference": (reference_forward, reference_backward),
 }
-"""Passes of this package. Both names of our kernels share them: ``window`` None selects full
-attention."""
+"""Forward and backward pass of the backends that this package implements.
+
+Backends window and short share their functions. The argument ``window`` selects the kernel.
+"""
 
 
 def bind_passes(
     backend: str, segments: Segments, layout: PackedLayout, window: int | None, scale: float
 ) -> AttentionPasses:
-    """Return the passes of a backend for queries and keys of the same sequences.
+    """Return the passes of a backend for a packing with one query per key.
 
     Args:
-        backend: name of a backend, as ``resolve_backend`` returns it; not flash4, which brings its
-            own autograd.
-        segments: the packing, with one query per key.
-        layout: the layout of ``segments.cu_seqlens_q``.
-        window: keys that a query sees, itself included; None for all earlier ones.
+        backend: name returned by ``resolve_backend``, except flash4, which has its own autograd.
+        segments: the packing.
+        layout: layout of ``segments.cu_seqlens_q``.
+        window: number of keys that a query sees, including its own; None for all earlier keys.
         scale: factor of the scores.
 
     Raises:
-        KeyError: no such backend.
+        KeyError: the backend does not exist.
     """
+    # FlashAttention needs the offsets on the device; the other backends use the host's layout.
     if backend == "flash3":
         return flash.folded_passes(flash.flash3_kernels(), segments, window, scale)
 

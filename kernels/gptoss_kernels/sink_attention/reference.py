@@ -1,4 +1,4 @@
-"""Attention with sinks in plain torch, forward and analytic backward: any device, any dtype.
+"""Attention with sinks in plain torch for any device and dtype, with an analytic backward pass.
 
 For head h with sink logit s, over the allowed keys j of query i::
 
@@ -6,17 +6,16 @@ For head h with sink logit s, over the allowed keys j of query i::
     delta_i = dO_i . O_i                      dS_ij = P_ij (dO_i . V_j - delta_i)
     ds      = -sum_i exp(s - LSE_i) delta_i
 
-The sink takes probability and carries no value, so the usual backward holds with the sink-aware
-LSE and O.
+The sink takes probability and has no value. The backward pass of plain attention is therefore
+correct if LSE and O include the sink.
 
-Sequences are cut into tiles of QUERY_BLOCK rows. Tiles that see the same number of keys are
-computed together as one batched product, so a pack of many short sequences costs a handful of
-calls; keys are visited in chunks with an online softmax, so memory stays bounded however long a
-sequence is.
+Sequences are cut into tiles of QUERY_BLOCK rows. Tiles that see the same number of keys form one
+batched matrix product, so a pack of many short sequences takes few calls. Keys are processed in
+chunks with an online softmax (arXiv 1805.02867), so memory is bounded for any sequence length.
 
-Dimensions inside: ``tiles``, ``kv_heads``, ``group`` (query heads per kv head), ``QUERY_BLOCK``
-rows, ``keys`` of a chunk. A tile's rows of all heads of a group stand below each other in the
-products, as ``group * QUERY_BLOCK`` rows that share their keys.
+Dimensions: ``tiles``, ``kv_heads``, ``group`` (query heads per kv head), ``QUERY_BLOCK`` rows,
+``keys`` of a chunk. A product stacks the rows of all heads of a group: ``group * QUERY_BLOCK`` rows
+that share their keys.
 """
 
 from collections.abc import Iterator
@@ -30,36 +29,42 @@ from gptoss_kernels.sink_attention.autograd import Gradients, SavedTensors
 from gptoss_kernels.sink_attention.layout import PackedLayout
 
 QUERY_BLOCK = 32
-"""Rows of a tile."""
+"""Rows per tile."""
 KEY_CHUNK = 4096
-"""Most keys of one product; longer rows use the online softmax."""
+"""Maximum keys per product. More keys take several chunks and the online softmax."""
 SCORES_PER_BATCH = 1 << 20
-"""Most scores held at once (4 MB in fp32), unless one tile with one chunk of keys has more."""
+"""Maximum scores in memory: 4 MB in fp32. One tile with one chunk of keys may exceed it."""
 
 
 @dataclass
 class TileBatch:
-    """Tiles of equal extent. Indices are of packed tokens; clamped entries are masked."""
+    """Tiles that see the same number of keys, computed together.
+
+    Indices refer to packed tokens. Indices outside of the pack are clamped and masked.
+    """
 
     rows: Tensor
-    """[tiles, QUERY_BLOCK] int64"""
+    """[tiles, QUERY_BLOCK] int64: token of each row."""
     row_valid: Tensor | None
-    """[tiles, QUERY_BLOCK] bool, None when every row is real"""
+    """[tiles, QUERY_BLOCK] bool: True for rows in their sequence. None if all rows are valid."""
     chunks: list[tuple[Tensor, Tensor]]
-    """Per chunk of keys: [tiles, keys] int64, and [tiles, QUERY_BLOCK, keys] bool that is True
-    where hidden"""
+    """Chunks of keys as pairs.
+
+    The first tensor is [tiles, keys] int64: the token of each key. The second is
+    [tiles, QUERY_BLOCK, keys] bool: True if the row must not see the key.
+    """
 
 
 @dataclass
 class TilePlan:
-    """The tiles of a packing, one entry per tile; int64 on the CPU."""
+    """All tiles of a packing. Each field is [tiles] int64 on the CPU."""
 
     starts: Tensor
-    """First row."""
+    """First row of the tile."""
     ends: Tensor
-    """End of its sequence: rows from there on are not real."""
+    """End of the tile's sequence. Later rows are not valid."""
     key_blocks: Tensor
-    """How many QUERY_BLOCKs of keys it sees, its own rows included."""
+    """Number of blocks of QUERY_BLOCK keys that the tile sees, including its own rows."""
 
 
 def reference_forward(
@@ -71,9 +76,20 @@ def reference_forward(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Compute O like q [tokens, heads, head_size], and LSE [tokens, heads].
+    """Compute attention with sinks, accumulated in fp32 (fp64 for fp64 inputs).
 
-    Accumulates in fp32, in fp64 for fp64 inputs; LSE has that dtype.
+    Args:
+        q: [tokens, heads, head_size].
+        k: [tokens, kv_heads, head_size].
+        v: [tokens, kv_heads, head_size].
+        sinks: [heads] logits.
+        layout: packing of the tokens.
+        window: number of keys that a query sees, including its own; None for all earlier keys.
+        scale: factor of the scores.
+
+    Returns:
+        O [tokens, heads, head_size] with the dtype of q, and LSE [tokens, heads] with the dtype of
+        the accumulation.
     """
     compute = torch.promote_types(q.dtype, torch.float32)
     tokens, heads, head_size = q.shape
@@ -86,24 +102,27 @@ def reference_forward(
 
     for batch in _tile_batches(layout, window, heads, q.device):
         tiles = len(batch.rows)
+        # Scaling q once is less work than scaling the scores of every chunk.
         query = _gather(q, batch.rows, compute, kv_heads).mul_(scale)
 
-        # The sink is like a key before the first chunk: exp(sink - highest) = 1 is in the total.
+        # The sink acts as a key before the first chunk: `total` starts at exp(sink - highest) = 1.
         highest = sink.expand(tiles, kv_heads, group, QUERY_BLOCK, 1)
         total = torch.ones_like(highest)
         out: Any = None
         for columns, hidden in batch.chunks:
             scores = _scores(query, _gather(k, columns, compute, kv_heads), hidden, group)
             new_highest = torch.maximum(highest, scores.amax(-1, keepdim=True))
-            # a sink of -inf with no visible key in this chunk would give inf - inf
+            # A sink of -inf and a chunk without a visible key would give -inf - -inf, which is NaN.
             new_highest = new_highest.clamp_min(torch.finfo(compute).min)
 
+            # Online softmax: rescale the earlier chunks to the new maximum.
             decay = (highest - new_highest).exp_()
             p = scores.sub_(new_highest).exp_()
             total = total * decay + p.sum(-1, keepdim=True)
 
             value = _gather(v, columns, compute, kv_heads)
             chunk_out = p.view(tiles, kv_heads, group * QUERY_BLOCK, -1) @ value
+            # Sequences of up to KEY_CHUNK tokens have a single chunk, which needs no addition.
             if out is not None:
                 chunk_out = out.mul_(decay.reshape(tiles, kv_heads, -1, 1)).add_(chunk_out)
             out = chunk_out
@@ -118,9 +137,18 @@ def reference_forward(
 def reference_backward(
     saved: SavedTensors, grad_o: Tensor, layout: PackedLayout, window: int | None, scale: float
 ) -> Gradients:
-    """Compute the gradients of q, k, v and the sinks, each in its input's dtype.
+    """Compute the gradients of q, k, v and the sinks by the formulas at the top of this file.
 
-    The formulas are at the top of this file. ``saved``: q, k, v, sinks, O and LSE.
+    Args:
+        saved: q [tokens, heads, head_size], k and v [tokens, kv_heads, head_size], sinks [heads],
+            O [tokens, heads, head_size] and LSE [tokens, heads].
+        grad_o: [tokens, heads, head_size] gradient of O.
+        layout: packing of the tokens.
+        window: number of keys that a query sees, including its own; None for all earlier keys.
+        scale: factor of the scores.
+
+    Returns:
+        Gradients with the shapes and dtypes of q, k, v and sinks.
     """
     q, k, v, sinks, o, lse = saved
     compute = lse.dtype
@@ -130,6 +158,8 @@ def reference_backward(
 
     delta = torch.einsum("thd,thd->th", o.to(compute), grad_o.to(compute))
     grad_sinks = -(torch.exp(sinks.to(compute) - lse) * delta).sum(0)
+    # Each tile owns its rows of dQ. Several tiles add to the same rows of dK and dV, so these are
+    # accumulated in full precision and rounded once.
     grad_q = torch.empty_like(q)
     grad_k = torch.zeros(k.shape, dtype=compute, device=k.device)
     grad_v = torch.zeros_like(grad_k)
@@ -142,7 +172,8 @@ def reference_backward(
         row_delta = _gather(delta.unsqueeze(-1), batch.rows, compute, kv_heads)
         grad_out = _gather(grad_o, batch.rows, compute, kv_heads)
 
-        # Rows that are not real are copies of the last token: they must not count twice.
+        # Invalid rows hold tokens of the next sequence or repeat the last token. Zero them, so that
+        # no token counts twice.
         if batch.row_valid is not None:
             valid = batch.row_valid[:, None, None, :, None]
             for x in (row_delta, grad_out):
@@ -155,9 +186,12 @@ def reference_backward(
             p = _scores(query, key, hidden, group).sub_(row_lse).exp_()
             p = p.view(tiles, kv_heads, group * QUERY_BLOCK, -1)
 
+            # dV = P^T dO.
             dv = p.transpose(-1, -2) @ grad_out
             _add_at(grad_v, columns, dv)
 
+            # dS = P (dO V^T - delta), then dK = dS^T (scale Q) and dQ = scale dS K. `query` is
+            # already scaled; dQ gets its factor after the last chunk.
             ds = grad_out @ value.transpose(-1, -2)
             ds.sub_(row_delta).mul_(p)
             dk = ds.transpose(-1, -2) @ query
@@ -175,28 +209,32 @@ def reference_backward(
 
 
 def _scores(query: Tensor, key: Tensor, hidden: Tensor, group: int) -> Tensor:
-    """Compute [tiles, kv_heads, group, QUERY_BLOCK, keys] scores, -inf where hidden."""
+    """Return the scores [tiles, kv_heads, group, QUERY_BLOCK, keys], -inf where hidden."""
     tiles, kv_heads = query.shape[:2]
     scores = (query @ key.transpose(-1, -2)).view(tiles, kv_heads, group, QUERY_BLOCK, -1)
     return scores.masked_fill_(hidden[:, None, None], -torch.inf)
 
 
 def _gather(x: Tensor, index: Tensor, dtype: torch.dtype, kv_heads: int) -> Tensor:
-    """Pick tokens: [tokens, heads, d] at [tiles, n] -> [tiles, kv_heads, heads / kv_heads * n, d].
+    """Return the tokens of x [tokens, heads, d] at index [tiles, n], grouped by kv head.
 
-    The result is contiguous and may be written to.
+    Returns:
+        [tiles, kv_heads, heads / kv_heads * n, d], contiguous, never a view of x.
     """
     tiles, n = index.shape
     d = x.shape[-1]
     picked = x.index_select(0, index.reshape(-1)).view(tiles, n, kv_heads, -1, d)
 
+    # One copy both permutes and converts.
     out = torch.empty(tiles, kv_heads, picked.shape[3], n, d, dtype=dtype, device=x.device)
     return out.copy_(picked.permute(0, 2, 3, 1, 4)).view(tiles, kv_heads, -1, d)
 
 
 def _scatter(target: Tensor, batch: TileBatch, values: Tensor) -> None:
-    """Write [tiles, kv_heads, group, QUERY_BLOCK, d] to valid rows of target [tokens, heads,
-    d]."""
+    """Write values [tiles, kv_heads, group, QUERY_BLOCK, d] to target [tokens, heads, d].
+
+    Invalid rows are left out, because they would overwrite other tokens.
+    """
     rows = batch.rows.reshape(-1)
     values = values.permute(0, 3, 1, 2, 4).reshape(len(rows), target.shape[1], -1)
     values = values.to(target.dtype)
@@ -209,7 +247,11 @@ def _scatter(target: Tensor, batch: TileBatch, values: Tensor) -> None:
 
 
 def _add_at(target: Tensor, columns: Tensor, values: Tensor) -> None:
-    """Add [tiles, kv_heads, keys, d] at [tiles, keys] ``columns`` of [tokens, kv_heads, d]."""
+    """Add values [tiles, kv_heads, keys, d] to target [tokens, kv_heads, d].
+
+    ``columns`` [tiles, keys] are the tokens. Keys outside of a tile's sequence have values of 0:
+    every valid row hides them, and invalid rows have no gradient.
+    """
     kv_heads, d = target.shape[1:]
     target.index_add_(0, columns.reshape(-1), values.transpose(1, 2).reshape(-1, kv_heads, d))
 
@@ -217,7 +259,8 @@ def _add_at(target: Tensor, columns: Tensor, values: Tensor) -> None:
 def _tile_batches(
     layout: PackedLayout, window: int | None, heads: int, device: torch.device
 ) -> Iterator[TileBatch]:
-    """Group the packing's tiles by extent; yield batches of at most SCORES_PER_BATCH scores."""
+    """Yield batches of tiles with the same number of keys, at most SCORES_PER_BATCH scores each."""
+    # A window that covers the longest sequence hides nothing. All such windows share a plan.
     if window is not None and window >= layout.longest:
         window = None
 
@@ -243,12 +286,13 @@ def _tile_batch(
     window: int | None,
     device: torch.device,
 ) -> TileBatch:
-    """Make the index tensors of the plan's ``tiles`` [tiles], which see ``keys`` keys each."""
+    """Return the index tensors of the plan's ``tiles`` [tiles], which see ``keys`` keys each."""
     starts = plan.starts[tiles]
     rows = starts[:, None] + torch.arange(QUERY_BLOCK)
     valid = rows < plan.ends[tiles, None]
 
-    # The keys end with the tile's own rows.
+    # The keys end with the tile's own rows, and never start before the tile's sequence. Keys after
+    # the sequence come after every valid row, so the causal mask hides them.
     first_keys = starts + QUERY_BLOCK - keys
     chunks = []
     for begin in range(0, keys, KEY_CHUNK):
@@ -266,8 +310,9 @@ def _tile_batch(
 
 
 def _tile_plan(layout: PackedLayout, window: int | None) -> TilePlan:
-    """Cut the packing into tiles of QUERY_BLOCK rows, from each sequence's start on."""
+    """Cut the packing into tiles of QUERY_BLOCK rows, aligned to the start of each sequence."""
     start, end, number = layout.pieces(QUERY_BLOCK)
+    # A tile sees all earlier tiles of its sequence and itself.
     key_blocks = number + 1
     if window is not None:
         earlier_keys = window - 1

@@ -1,16 +1,19 @@
-"""Our own kernels for Hopper: CUDA C++ with warpgroup products, native sink, forward and backward.
+"""Custom attention kernels for Hopper in CUDA C++, with warpgroup products and a native sink.
 
-For sliding-window layers, and for full attention over short packed sequences. Query heads that
-share a kv head are packed into one tile: with 8 heads a tile is 8 positions, so little work is
-lost where the causal triangle or the window ends. For O and dQ of a window, a block holds every
-key that its tiles see in shared memory; in full attention the keys pass. The backward pass runs as
-two kernels that each own what they write (dQ; dK and dV): no atomics, so the result is
-deterministic, and every tile is aligned to its sequence's start, so a sequence has the same bits
-in every pack.
+They compute forward and backward pass of sliding-window layers, and of full attention over short
+packed sequences.
 
-The kernels are in cuda/; each .cu file says at its top who owns what and what waits for what. This
-module computes the same sizes (``KernelShape``), makes their tables of work (``_items``) and
-launches them.
+- Query heads that share a kv head form one tile. With 8 heads a tile has 8 positions, so little
+  work is wasted at the causal diagonal and at the end of the window.
+- For O and dQ of a window, a block keeps every key that its tiles see in shared memory. In full
+  attention the keys are streamed.
+- The backward pass is two kernels: one writes dQ, the other dK and dV. Each output has one owner,
+  so there are no atomics and the result is deterministic.
+- Tiles are aligned to the start of their sequence, so a sequence has the same bits in every pack.
+
+The kernels are in cuda/. The comment at the top of each .cu file describes ownership and
+synchronization. This module computes the same sizes (``KernelShape``), builds the tables of work
+items (``_items``) and launches the kernels.
 """
 
 import functools
@@ -25,74 +28,82 @@ from gptoss_kernels.sink_attention.autograd import Gradients, SavedTensors
 from gptoss_kernels.sink_attention.layout import PackedLayout
 
 SOURCES = Path(__file__).parent / "cuda"
+"""Folder of the CUDA sources."""
 THREADS = 128
+"""Threads per block of every kernel: one warpgroup."""
 TILE_ROWS = 64
-"""Positions x heads of a tile."""
+"""Rows per tile: positions times heads. It is M of a warpgroup product."""
+# All keys of a chunk are in shared memory. With these chunks three blocks fit on a multiprocessor.
 CHUNK = {"window_forward": 64, "window_backward_q": 40}
-"""Positions that one thread block of a row-owning kernel takes, in whole tiles, all their keys in
-shared memory. As many as leave room for three blocks on a multiprocessor."""
+"""Positions per block of the window kernels for O and dQ, in whole tiles."""
 KEYS = 64
-"""Keys that one thread block of the dK, dV kernel owns."""
+"""Keys per block of the kernel for dK and dV."""
 STAGES = {"backward_kv": 4, "full_backward_q": 2, "full_forward": 3}
-"""Pairs of tiles that pass (Q and dO, or K and V) which a block holds."""
+"""Pipeline stages per kernel. A stage holds a pair of tiles: Q and dO, or K and V."""
 STEP_KEYS = 48
-"""Keys of one product in the window's row-owning kernels."""
+"""Keys per product in the window kernels for O and dQ."""
+# The forward kernel keeps all scores of a row in registers. More products would not fit.
 MAX_KEY_STEPS = 3
-"""Such products per tile at most: the forward pass keeps all scores of a row in registers."""
+"""Maximum products of STEP_KEYS keys per tile, which limits the window."""
+# The kernels compute exponentials as powers of 2, which the hardware has an instruction for.
 LOG2_E = 1.4426950408889634
+"""log2(e)."""
 HEAD_SIZE = 64
-"""The row of 128 bytes that the tiles' swizzle is made for."""
+"""Only supported head size. Its rows have 128 bytes, the width of the swizzle."""
 TILE_BYTES = TILE_ROWS * HEAD_SIZE * 2
+"""Size of a bf16 tile."""
 
 
 @dataclass(frozen=True)
 class KernelShape:
-    """What a kernel is compiled for."""
+    """Parameters of a layer for which a kernel is compiled, and the sizes that follow from them."""
 
     heads_per_kv: int
-    """Query heads per kv head."""
+    """Number of query heads per kv head."""
     window: int | None
-    """Keys that a query sees; None for full attention."""
+    """Number of keys that a query sees, including its own; None for full attention."""
 
     @property
     def group(self) -> int:
-        """Heads packed into a tile: the largest of 8, 4, 2, 1 that divides ``heads_per_kv``."""
+        """Heads per tile: the largest of 8, 4, 2 and 1 that divides ``heads_per_kv``."""
+        # A group must not cross kv heads, because the rows of a tile share their keys.
         return next(size for size in (8, 4, 2, 1) if self.heads_per_kv % size == 0)
 
     @property
     def tile_positions(self) -> int:
-        """Positions of a tile."""
+        """Positions per tile."""
         return TILE_ROWS // self.group
 
     @property
     def halo(self) -> int:
-        """Keys held before a chunk: HALO of resident_keys.cuh."""
+        """Keys in shared memory before a chunk. HALO in resident_keys.cuh."""
         earlier_keys = (self.window or 1) - 1
         return _round_up(earlier_keys, 16)
 
     @property
     def key_steps(self) -> int:
-        """Products of STEP_KEYS keys that a tile takes: STEPS of resident_keys.cuh."""
+        """Products of STEP_KEYS keys per tile. STEPS in resident_keys.cuh."""
         keys = self.halo - self._skipped_keys + self.tile_positions
         return _ceil_divide(keys, STEP_KEYS)
 
     @property
     def _skipped_keys(self) -> int:
-        """Keys of the halo that no row sees: SKIP of resident_keys.cuh."""
+        """Keys of the halo that no row sees. SKIP in resident_keys.cuh."""
         return (self.halo - (self.window or 1) + 1) // 8 * 8
 
     def chunk(self, kernel: str) -> int:
-        """Positions of a block of a row-owning kernel."""
+        """Return the positions per block of a kernel for O or dQ, a multiple of the tile."""
         return _round_up(CHUNK.get(kernel, self.tile_positions), self.tile_positions)
 
     def resident_keys(self, chunk: int) -> int:
-        """Keys held for a chunk of positions: RESIDENT_KEYS of resident_keys.cuh."""
+        """Return the keys in shared memory for a chunk. RESIDENT_KEYS in resident_keys.cuh."""
+        # The last product may read beyond the chunk: the number of keys is rounded up to STEP_KEYS.
         last_tile = chunk - self.tile_positions
         last_step_end = last_tile + self._skipped_keys + self.key_steps * STEP_KEYS
         return max(self.halo + chunk, _round_up(last_step_end, 8))
 
     def shared_bytes(self, kernel: str) -> int:
-        """Dynamic shared memory of a block of a kernel, as its source lists it."""
+        """Return the dynamic shared memory per block in bytes, laid out as in the source."""
         barrier_bytes = 8
         if kernel == "full_forward":
             return STAGES[kernel] * 2 * TILE_BYTES + TILE_BYTES
@@ -102,7 +113,8 @@ class KernelShape:
             row_stats_bytes = TILE_ROWS * 8
             return STAGES[kernel] * (2 * TILE_BYTES + row_stats_bytes + barrier_bytes) + TILE_BYTES
 
-        # The window's row-owning kernels: K and V, then tiles of Q (and dO and O), then shares.
+        # Window kernels for O and dQ: K and V, then a tile of Q (for dQ also dO and O), then the
+        # partial sums of the sinks' gradient.
         key_bytes = 2 * self.resident_keys(self.chunk(kernel)) * HEAD_SIZE * 2
         tiles = 1 if kernel == "window_forward" else 3
         return key_bytes + tiles * TILE_BYTES + 256
@@ -111,7 +123,14 @@ class KernelShape:
 def unsupported_reason(
     device: torch.device, heads_per_kv: int, head_size: int, window: int | None
 ) -> str | None:
-    """Say why our kernels cannot take these bf16 shapes on this GPU; None when they can."""
+    """Return the reason why the kernels do not support a layer; None if they do.
+
+    Args:
+        device: CUDA device.
+        heads_per_kv: number of query heads per kv head.
+        head_size: channels per head.
+        window: number of keys that a query sees, including its own; None for full attention.
+    """
     capability = torch.cuda.get_device_capability(device)
     if capability != (9, 0):
         return f"our own kernels are for Hopper (compute capability 9.0), {device} has {capability}"
@@ -131,7 +150,20 @@ def window_forward(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Compute O like q and LSE [tokens, heads] fp32 from bf16; window None for full attention."""
+    """Compute attention with sinks.
+
+    Args:
+        q: [tokens, heads, 64] bf16.
+        k: [tokens, kv_heads, 64] bf16.
+        v: [tokens, kv_heads, 64] bf16.
+        sinks: [heads] logits.
+        layout: packing of the tokens.
+        window: number of keys that a query sees, including its own; None for full attention.
+        scale: factor of the scores.
+
+    Returns:
+        O [tokens, heads, 64] bf16 and LSE [tokens, heads] fp32.
+    """
     q, k, v = (_dense(x) for x in (q, k, v))
     heads = q.shape[1]
     shape = KernelShape(heads // k.shape[1], window)
@@ -142,7 +174,7 @@ def window_forward(
         name = "full_forward"
         order = "keys"
     else:
-        # A window is the same work everywhere but at a sequence's start.
+        # All items of a window have the same work, except at the start of a sequence.
         name = "window_forward"
         order = None
     items, count = _items(layout, shape.chunk(name), q.device, order)
@@ -156,15 +188,25 @@ def window_forward(
 def window_backward(
     saved: SavedTensors, grad_o: Tensor, layout: PackedLayout, window: int | None, scale: float
 ) -> Gradients:
-    """Compute the gradients of q, k, v and the sinks; window None for full attention.
+    """Compute the gradients of q, k, v and the sinks.
 
-    The kernel for dQ also writes what the one for dK and dV needs: per row LSE and delta, and per
-    item a share of the sinks' gradient.
+    Args:
+        saved: q [tokens, heads, 64], k and v [tokens, kv_heads, 64], sinks [heads],
+            O [tokens, heads, 64] and LSE [tokens, heads].
+        grad_o: [tokens, heads, 64] gradient of O.
+        layout: packing of the tokens.
+        window: number of keys that a query sees, including its own; None for full attention.
+        scale: factor of the scores.
+
+    Returns:
+        Gradients with the shapes and dtypes of q, k, v and sinks.
     """
     q, k, v, sinks, o, lse = saved
     q, k, v, o, lse, grad_o = (_dense(x) for x in (q, k, v, o, lse, grad_o))
     dense = (q, k, v, sinks.float(), o, lse)
 
+    # The first kernel also writes the inputs of the second: LSE and delta of each row, and partial
+    # sums of the sinks' gradient.
     grad_q, row_stats, shares = _query_gradients(dense, grad_o, layout, window, scale)
     if not shares.numel():
         return grad_q, torch.empty_like(k), torch.empty_like(v), torch.zeros_like(sinks)
@@ -178,8 +220,12 @@ def window_backward(
 def _query_gradients(
     saved: SavedTensors, grad_o: Tensor, layout: PackedLayout, window: int | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute dQ, and for the other kernel (LSE, delta) [tokens, heads, 2] and the items' shares
-    of the sinks' gradient [items, heads], both fp32."""
+    """Compute dQ and the inputs of the kernel for dK and dV.
+
+    Returns:
+        dQ like q, (LSE, delta) of each row [tokens, heads, 2] fp32, and partial sums of the sinks'
+        gradient [items, heads] fp32.
+    """
     q, k, v, sinks, o, lse = saved
     heads = q.shape[1]
     shape = KernelShape(heads // k.shape[1], window)
@@ -200,8 +246,8 @@ def _query_gradients(
 
     blocks = count * heads // shape.group
     launch = _kernel(name, shape, q.device)
-    # The window's kernel reads keys with plain copies into shared memory. Full attention's lets TMA
-    # bring them, by descriptors ("maps") instead of pointers, and takes the scale in base 2, too.
+    # The window kernel copies keys with plain instructions. The kernel for full attention uses TMA,
+    # which needs descriptors instead of pointers, and takes the scale in base 2, too.
     inputs = (sinks, o, lse, grad_o)
     outputs = (grad_q, row_stats, shares)
     if window is None:
@@ -231,8 +277,8 @@ def _key_gradients(
 
     grad_k = torch.empty_like(k)
     grad_v = torch.empty_like(v)
-    # One block per item and kv head. The kernel also adds up the items' shares of the sinks'
-    # gradient, which saves a launch. The arguments are those of backward_kv.cu, in its order.
+    # One block per item and kv head. The kernel also sums the partial sums of the sinks' gradient,
+    # which saves a launch. The order of the arguments is that of backward_kv.cu.
     grad_sinks = torch.empty(heads, dtype=torch.float32, device=q.device)
     _kernel("backward_kv", shape, q.device)(
         count * k.shape[1],
@@ -256,10 +302,8 @@ def _key_gradients(
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Return x contiguous and at a multiple of 16 bytes, copied where it is not.
-
-    Copies of 16 bytes and TMA need that, and a view may not have it.
-    """
+    """Return x as contiguous memory at a multiple of 16 bytes, copied if necessary."""
+    # Copies of 16 bytes and TMA need the alignment. A contiguous view can be misaligned.
     x = x.contiguous()
     if x.data_ptr() % 16:
         return x.clone()
@@ -267,31 +311,37 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _tensor_map(x: Tensor, heads: int) -> nvrtc.TensorMap:
-    """Describe x for a kernel whose tiles, of so many heads, come by TMA."""
+    """Return the descriptor of x for tiles of ``heads`` heads."""
     return nvrtc.tensor_map(x, (TILE_ROWS // heads, heads))
 
 
 def _items(
     layout: PackedLayout, length: int, device: torch.device, order: str | None
 ) -> tuple[Tensor, int]:
-    """Make the table of a kernel's items, ``length`` positions of one sequence each.
+    """Return the table of work items of a kernel, cached with the packing.
 
-    Items of unequal work are sorted, so that the longest start first and the multiprocessors end
-    together.
+    Items with more work come first, so that all multiprocessors finish at about the same time.
 
     Args:
-        order: None for the order of the positions; "keys" or "queries": those that see, or are
-            seen by, most first; "sequence": those of the longest sequence first, which then read
-            its keys at the same time, and among them the last ones first, which see most.
+        layout: packing of the tokens.
+        length: positions per item; an item belongs to one sequence.
+        device: device of the table.
+        order: order of the items:
+
+            - None: by position.
+            - "keys": items that see the most keys first.
+            - "queries": items that the most queries see first.
+            - "sequence": items of the longest sequence first, because they read the same keys at
+              the same time. Within a sequence the last items come first, because they see most.
 
     Returns:
-        [items, 4] int32 on the device, (sequence start, sequence end, the item's first position,
-        0), and the number of items.
+        [items, 4] int32 on the device (start of the sequence, end of the sequence, first position
+        of the item, 0), and the number of items.
     """
     key = ("items", length, device, order)
     if key not in layout.plans:
         table = _item_table(layout, length, order)
-        # From pinned memory: a copy from elsewhere waits until the GPU has done what is queued.
+        # Pinned memory: a copy from pageable memory would wait for all queued work of the GPU.
         host = torch.empty(table.shape, dtype=torch.int32, pin_memory=device.type == "cuda")
         host.copy_(table)
         layout.plans[key] = (host.to(device, non_blocking=True), len(table))
@@ -299,19 +349,20 @@ def _items(
 
 
 def _item_table(layout: PackedLayout, length: int, order: str | None) -> Tensor:
-    """Make the table of ``_items`` as int64 on the CPU."""
+    """Return the table of ``_items``, [items, 4] int64 on the CPU."""
     start, end, number = layout.pieces(length)
     before = number * length
     table = torch.stack((start, end, start + before, torch.zeros_like(start)), 1)
     if order is None:
         return table
 
+    # Under the causal mask an item sees all keys before it, and all queries after it see the item.
     if order == "keys":
         work = before
     elif order == "queries":
         work = end - start - before
     else:
-        # The sort is stable: turned round, a sequence's last items come first.
+        # The sort is stable, so reversing the table puts the last items of a sequence first.
         table = table.flip(0)
         work = (end - start).flip(0)
     return table[work.argsort(descending=True, stable=True)]
@@ -319,7 +370,7 @@ def _item_table(layout: PackedLayout, length: int, order: str | None) -> Tensor:
 
 @functools.cache
 def _kernel(name: str, shape: KernelShape, device: torch.device) -> nvrtc.Kernel:
-    """Compile and load a kernel, once per process."""
+    """Return a compiled kernel, loaded once per process and device."""
     source = SOURCES / f"{name}.cu"
     cubin = nvrtc.compile_cubin(source, macros(name, shape), nvrtc.architecture(device))
     with torch.cuda.device(device):
@@ -327,7 +378,12 @@ def _kernel(name: str, shape: KernelShape, device: torch.device) -> nvrtc.Kernel
 
 
 def macros(name: str, shape: KernelShape) -> dict[str, int]:
-    """Return the macros that a kernel's source is compiled with; tile.cuh explains them."""
+    """Return the macros for compiling a kernel; tile.cuh explains them.
+
+    Args:
+        name: name of the kernel and of its .cu file.
+        shape: parameters of the layer.
+    """
     values = {
         "HEAD_SIZE": HEAD_SIZE,
         "GROUP": shape.group,
@@ -340,8 +396,10 @@ def macros(name: str, shape: KernelShape) -> dict[str, int]:
 
 
 def _ceil_divide(value: int, divisor: int) -> int:
+    """Return value / divisor, rounded up."""
     return (value + divisor - 1) // divisor
 
 
 def _round_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple of ``multiple`` that is at least ``value``."""
     return _ceil_divide(value, multiple) * multiple
