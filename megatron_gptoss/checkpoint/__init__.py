@@ -1,13 +1,15 @@
 """Saving and resuming a trainer: torch_dist checkpoints that are either complete or absent.
 
-    directory         names, the ``latest`` pointer, publishing and cleaning up; no Megatron
-    writer            CheckpointWriter: writes while training goes on
+    directory         names, the ``latest`` pointer, publishing, cleanup; does not import Megatron
+    writer            CheckpointWriter: writes while training continues
     loader            load_checkpoint, load_model_weights, find_damage
-    checksums         of every file, written with it and compared before it is loaded
-    pickled_metadata  reads pickles of strangers without running them
-    state             which tensors of a trainer are saved
-    megatron_faults   what Megatron would save or load wrongly, and how we step around it
+    checksums         checksums of all files, compared before loading
+    pickled_metadata  safe reading of pickles from untrusted checkpoints
+    state             the tensors of a trainer that a checkpoint contains
+    gathered_state    memory-saving collection of optimizer state before saving
+    streamed_state    memory-saving loading of optimizer state
+    megatron_faults   workarounds for bugs of Megatron
 
-Import these modules; this one exports nothing, so that looking for a checkpoint does not import
-Megatron.
+Import these modules. This package exports nothing, so that looking for a checkpoint does not
+import Megatron.
 """

@@ -1,4 +1,7 @@
-"""A number that tells one frozen base from another, the same in every layout and number format."""
+"""Digest of a frozen base model, independent of the parallel layout and the number format.
+
+A checkpoint of adapters stores it. Loading compares it with the base at hand.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,41 +21,45 @@ from megatron_gptoss.tensor_hash import as_digits, digest_of_values
 
 
 def base_digest(model: torch.nn.Module) -> str:
-    """Compute 16 hexadecimal digits of all frozen weights of ``model``. Collective.
+    """Return 16 hexadecimal digits that identify all frozen weights of ``model``. Collective.
 
-    Every value is mixed with the number of its layer, and the results are added up modulo 2**64,
-    which needs no order: ranks may share weights in any way, and a base in MXFP4 has the digest of
-    the same values in bf16. Values that change places within a layer are not noticed.
+    Each value is hashed together with the number of its layer. The hashes are summed modulo 2**64,
+    so the order does not matter: the digest is the same in any parallel layout, and the same for
+    MXFP4 weights and their bf16 values. Values that swap places within a layer are not detected.
     """
     total = local_digest(model).clone()
-    # Always: another rank may have had to compute its part again.
+    # Even if this rank's part is cached, another rank may have computed its part again.
     dist.all_reduce(total)
     return as_digits(total)
 
 
-# -- this rank's part --------------------------------------------------------------------------
+# -- the part of one rank ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Digest:
-    """A digest and what it was computed from."""
+    """Digest of the base weights of one rank, and the state of the weights at that time."""
 
     writes: tuple[int, ...]
-    """How often each tensor of the base had been written to."""
+    """Version counter of each tensor of the base."""
     total: Tensor
+    """int64 []: sum of the hashes."""
 
 
+# The base has tens of gigabytes. Hashing it for every checkpoint of adapters would take longer than
+# writing the checkpoint.
 _digests: WeakKeyDictionary[torch.nn.Module, _Digest] = WeakKeyDictionary()
-"""By model. Reading tens of gigabytes for every checkpoint would take longer than writing it."""
+"""Digests by model."""
 
 
 @torch.no_grad()
 def local_digest(model: torch.nn.Module) -> Tensor:
-    """Sum up the mixed values that this rank counts, int64 []. Not collective.
+    """Return the sum of the hashes of this rank's weights, int64 []. Not collective.
 
-    The base is read once, and again only after something wrote to it: torch counts the writes to
-    every tensor, but for those through ``.data``, which nothing does to a base.
+    The result is cached until a weight changes.
     """
+    # torch increments `_version` with every in-place operation, except through ``.data``. No code
+    # writes to a base through ``.data``.
     base = list(_local_base(model))
     writes = tuple(tensor._version for weight in base for tensor in weight.storage)
     known = _digests.get(model)
@@ -68,17 +75,20 @@ def local_digest(model: torch.nn.Module) -> Tensor:
 
 @dataclass(frozen=True)
 class _BaseWeight:
-    """A frozen weight that this rank counts."""
+    """Frozen weight that this rank includes in its sum."""
 
     layer: int
-    """That it belongs to, from 1 on; 0 outside layers."""
+    """Number of its layer, from 1; 0 for weights outside of layers."""
     storage: tuple[Tensor, ...]
-    """The tensors that hold it."""
+    """Tensors that hold the weight: one, or blocks and scales of MXFP4."""
     read: Callable[[], Tensor]
-    """Returns its values."""
+    """Function that returns the values."""
 
 
 def _local_base(model: torch.nn.Module) -> Iterator[_BaseWeight]:
+    """Yield each frozen weight that this rank must count."""
+    # Parameter names number the layers within a chunk. The digest needs the number within the
+    # model, which Megatron keeps in `layer_number`, because chunks depend on the layout.
     for chunk in chunks_of(model):
         layers = {f"decoder.layers.{i}": layer for i, layer in enumerate(chunk.decoder.layers)}
         for name, module in chunk.named_modules():
@@ -88,10 +98,11 @@ def _local_base(model: torch.nn.Module) -> Iterator[_BaseWeight]:
             number = 0 if layer is None else layer.layer_number
 
             for parameter in module.parameters(recurse=False):
-                # A critic's value head is trained, and no part of the base.
+                # The value head of a critic is trained, so it is not part of the base.
                 if not parameter.requires_grad and _is_counted_here(parameter):
                     yield _BaseWeight(number, (parameter,), parameter.detach)
-            # A packed weight is no parameter, and lies where its layer's bias lies.
+            # A packed weight is not a parameter. It is split over ranks like the bias of its layer,
+            # so the bias decides who counts it.
             if isinstance(module, AdaptedLinear) and isinstance(module.weight, PackedWeight):
                 packed = module.weight
                 bias: Any = module.bias
@@ -100,11 +111,13 @@ def _local_base(model: torch.nn.Module) -> Iterator[_BaseWeight]:
 
 
 def _is_counted_here(parameter: torch.nn.Parameter) -> bool:
-    """Return whether this rank is the one of all that hold these values that counts them."""
+    """Return True if this rank is the first of all ranks that hold the same values."""
+    # Megatron marks parameters of experts under expert or tensor parallelism with allreduce=False.
     if not getattr(parameter, "allreduce", True):
         return parallel_state.get_expert_data_parallel_rank() == 0
     if parallel_state.get_data_parallel_rank(with_context_parallel=True) > 0:
         return False
 
+    # Tensor-parallel ranks hold different parts of a split weight and copies of other weights.
     is_split = getattr(parameter, "tensor_model_parallel", False)
     return is_split or parallel_state.get_tensor_model_parallel_rank() == 0

@@ -1,7 +1,7 @@
-"""Checksums of a checkpoint's files: written with it, compared before it is loaded.
+"""Checksums of the files of a checkpoint, written with it and compared before it is loaded.
 
-XXH3 of 128 bits: a disk, a cable or a copy that went wrong is noticed. It is no signature; who can
-write to the directory can write another checksum, too.
+The hash is XXH3 with 128 bits. It detects damage by disks, networks and incomplete copies. It is
+not a signature: a user who can write to the directory can write matching checksums.
 """
 
 import json
@@ -22,30 +22,36 @@ from megatron_gptoss.untrusted_files import (
 )
 
 CHECKSUMS_FILE = "checksums.json"
-"""Not there in checkpoints of versions that wrote none; these are loaded unchecked."""
+"""Name of the file that lists the checksums. A checkpoint without it is loaded unchecked."""
 PIECE_BYTES = 1 << 24
-"""Read at a time; bounds the memory of a thread."""
+"""Bytes that a thread reads at a time, which bounds its memory."""
+# Hashing is faster than a disk, so a few files at a time are enough.
 THREADS = 4
-"""Files that one process reads at the same time; hashing itself is faster than any disk."""
+"""Files that one process reads concurrently."""
 
 
 @dataclass(frozen=True)
 class FileChecksum:
-    """What a file's content must be."""
+    """Expected size and hash of a file."""
 
     size: int
-    """Bytes."""
+    """Size in bytes."""
     xxh3_128: str
-    """Of all of them, hexadecimal."""
+    """XXH3-128 of the content, hexadecimal."""
 
 
 def checksum_of(content: bytes) -> FileChecksum:
-    """Compute the checksum of a file that holds ``content``."""
+    """Return the checksum of a file with this content."""
     return FileChecksum(len(content), xxhash.xxh3_128(content).hexdigest())
 
 
 def checksum_file(path: Path) -> FileChecksum:
-    """Read a file and compute its checksum. Raises OSError."""
+    """Read a file and return its checksum.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    # One buffer, read into without Python's own: a large file needs no allocation per piece.
     state = xxhash.xxh3_128()
     size = 0
     buffer = memoryview(bytearray(min(PIECE_BYTES, max(1, path.stat().st_size))))
@@ -57,7 +63,11 @@ def checksum_file(path: Path) -> FileChecksum:
 
 
 def checksum_files(paths: list[Path]) -> dict[str, FileChecksum]:
-    """Compute the checksums of the files that exist, by name."""
+    """Return the checksums of the files that exist, by file name.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
     existing = [path for path in paths if path.exists()]
     with ThreadPoolExecutor(THREADS, "checksum") as pool:
         checksums = list(pool.map(checksum_file, existing))
@@ -65,15 +75,16 @@ def checksum_files(paths: list[Path]) -> dict[str, FileChecksum]:
 
 
 def write_checksums(directory: Path, known: Mapping[str, FileChecksum]) -> None:
-    """Write the checksums of all files of ``directory``.
+    """Write CHECKSUMS_FILE with the checksums of all files of ``directory``.
 
     Args:
-        directory: of the checkpoint, flat.
-        known: checksums by name that need not be computed; a file among them may be yet to come.
+        directory: checkpoint; it has no subdirectories.
+        known: checksums by file name that are known already. The file may not exist yet.
 
     Raises:
-        OSError: naming the file.
+        OSError: a file cannot be read or written.
     """
+    # The writers hash large files while these are still in the page cache.
     others = [path for path in directory.iterdir() if path.name not in known]
     checksums = {**known, **checksum_files(others)}
     content = {name: asdict(checksums[name]) for name in sorted(checksums)}
@@ -81,18 +92,19 @@ def write_checksums(directory: Path, known: Mapping[str, FileChecksum]) -> None:
 
 
 def damage_in(directory: Path, share: int = 0, shares: int = 1) -> str | None:
-    """Compare files with their checksums and describe the first that differs; None if none does.
+    """Compare the files of a checkpoint with their checksums.
 
     Args:
-        directory: of the checkpoint.
-        share: of the files, sorted by name, every ``shares``-th from this one on is compared.
-        shares: how many processes share the work.
+        directory: checkpoint.
+        share: index of this process. It compares every ``shares``-th file, from this index on.
+        shares: number of processes that divide the files among them.
 
-    Nothing is wrong with a checkpoint that has no checksums.
+    Returns:
+        Description of the first damage, or None if all files match or there are no checksums.
     """
     listing = directory / CHECKSUMS_FILE
     try:
-        # A FIFO would block whoever opens it, also in a checkpoint without checksums.
+        # open() of a FIFO blocks. Check every file, because loading reads unlisted files, too.
         for path in directory.iterdir():
             if not path.is_dir():
                 check_regular(path)
@@ -105,6 +117,7 @@ def damage_in(directory: Path, share: int = 0, shares: int = 1) -> str | None:
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return f"{listing}: damaged ({error})"
 
+    # Sorted, so that all processes divide the files in the same way.
     names = sorted(expected)[share::shares]
     with ThreadPoolExecutor(THREADS, "checksum") as pool:
         damages = pool.map(lambda name: _difference(directory / name, expected[name]), names)
@@ -112,16 +125,19 @@ def damage_in(directory: Path, share: int = 0, shares: int = 1) -> str | None:
 
 
 def _parse(content: Any) -> dict[str, FileChecksum]:
+    """Return the checksums of a parsed CHECKSUMS_FILE; raise ValueError for an unsafe file name."""
     checksums = {name: FileChecksum(**values) for name, values in content.items()}
     for name in checksums:
+        # The file may be untrusted. A name such as ../x would read outside of the checkpoint.
         if not is_plain_name(name):
             raise ValueError(f"{name!r} is no name of a file in this directory")
     return checksums
 
 
 def _difference(path: Path, expected: FileChecksum) -> str | None:
-    """Say how a file differs from what was written; None if it does not."""
+    """Return how a file differs from its checksum; None if it matches."""
     try:
+        # The size costs no reading, and it is the difference after an interrupted copy.
         size = path.stat().st_size
         if size != expected.size:
             return f"{path}: damaged; it has {size} bytes, and {expected.size} were written"

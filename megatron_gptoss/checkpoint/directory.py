@@ -1,19 +1,19 @@
-"""The files of a directory of checkpoints: names, the ``latest`` pointer, and how both change.
+"""Names and lifecycle of the directories that hold checkpoints.
 
     ROOT/step_000120/                      torch_dist: model and optimizer, for any layout
-    ROOT/step_000120/gptoss_config.json    the ModelConfig
-    ROOT/step_000120/adapter.json          of adapters: their settings, and which base they change
-    ROOT/step_000120/quantization.json    of experts that are trained through another format: its name
-    ROOT/step_000120/checksums.json        of every file: its size and checksum (``checksums``)
-    ROOT/step_000120/training_state.json   what the caller wants back: step, data position, ...
-    ROOT/latest                            the name of the newest complete checkpoint
+    ROOT/step_000120/gptoss_config.json    ModelConfig
+    ROOT/step_000120/adapter.json          adapter settings and digest of the base (only adapters)
+    ROOT/step_000120/quantization.json     number format of the experts (only if quantized)
+    ROOT/step_000120/checksums.json        size and checksum of every file (``checksums``)
+    ROOT/step_000120/training_state.json   state of the caller: step, data position, ...
+    ROOT/latest                            name of the newest complete checkpoint
 
 A checkpoint is written as ``step_000120.partial`` and published when every rank is done
-(``new_directory``); ``latest`` changes last. A step that is saved again replaces its earlier
-checkpoint. If a process ends while it replaces one by two renames, ``find_checkpoint`` returns
+(``new_directory``); ``latest`` changes last. Saving a step again replaces its earlier checkpoint.
+If a process ends between the two renames of a replacement, ``find_checkpoint`` returns
 ``step_000120.old`` for the name ``step_000120``, and the next save renames it back.
 
-Nothing here is collective or imports Megatron.
+No function here is collective or imports Megatron.
 """
 
 import shutil
@@ -28,33 +28,38 @@ from megatron_gptoss.new_directory import OLD, PARTIAL, final_name, is_partial, 
 from megatron_gptoss.untrusted_files import read_bytes
 
 MODEL_CONFIG_FILE = "gptoss_config.json"
+"""File with the ModelConfig."""
 ADAPTER_FILE = "adapter.json"
-"""Only a checkpoint of adapters has it; any other holds a whole model."""
+"""File that only a checkpoint of adapters has. Other checkpoints contain a whole model."""
 QUANTIZATION_FILE = "quantization.json"
-"""Only a checkpoint has it whose experts multiply rounded: it holds them unrounded."""
+"""File that only a checkpoint of quantized experts has. Their weights are saved unrounded."""
 TRAINING_STATE_FILE = "training_state.json"
-"""Written last, so that a directory without it is not complete."""
+"""File with the state of the caller. Written last: a directory without it is incomplete."""
 LATEST_FILE = "latest"
+"""File with the name of the newest complete checkpoint."""
 
 STEP_PATTERN = "step_??????"
+"""Glob pattern of checkpoint names."""
 
 
 def step_directory(root: Path, step: int) -> Path:
-    """Return where the checkpoint of ``step`` is kept."""
+    """Return the path of the checkpoint of ``step``."""
     return root / f"step_{step:06d}"
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step of a directory that ``step_directory`` named, or that replaces such a one."""
+    """Return the step of a checkpoint, also of one with the suffix of a replacement."""
     return int(final_name(checkpoint).name.rpartition("_")[2])
 
 
 def latest_checkpoint(root: Path) -> Path | None:
-    """Return the newest complete checkpoint under ``root``, or None where nothing was saved.
+    """Return the newest complete checkpoint under ``root``; None if nothing was saved.
 
     Raises:
-        CheckpointError: when the checkpoint that ``latest`` names is gone.
+        CheckpointError: the checkpoint that ``latest`` names is missing or incomplete.
     """
+    # A checkpoint that `latest` does not name is ignored, even if it is complete: a user may have
+    # set `latest` back.
     pointer = root / LATEST_FILE
     if not pointer.exists():
         return None
@@ -71,10 +76,14 @@ def latest_checkpoint(root: Path) -> Path | None:
 def find_checkpoint(root: Path, name: str) -> Path | None:
     """Return the complete checkpoint ``name`` under ``root``; None if there is none.
 
-    Its directory has another name only where the process was killed while it replaced this
-    checkpoint. Nothing is renamed here, because the process that is replacing it may be alive.
-    ``name`` may also be the directory name that this function returned for another root.
+    The returned directory has the suffix of a replacement if a process was killed while it
+    replaced the checkpoint.
+
+    Args:
+        root: directory of checkpoints.
+        name: name of the checkpoint, with or without that suffix.
     """
+    # Do not rename the directory back: the process that replaces it may still be running.
     final = final_name(root / name)
     for path in (final, old_name(final)):
         if _is_complete(path):
@@ -83,8 +92,9 @@ def find_checkpoint(root: Path, name: str) -> Path | None:
 
 
 def earlier_checkpoints(checkpoint: Path) -> list[Path]:
-    """List the complete checkpoints beside this one of lower steps, the newest first."""
+    """Return the complete checkpoints of lower steps in the same directory, newest first."""
     root = checkpoint.parent
+    # Names have six digits, so their order is the order of steps.
     written = (path for path in root.glob(f"{STEP_PATTERN}*") if not is_partial(path))
     names = {final_name(path).name for path in written}
     earlier = sorted((name for name in names if name < final_name(checkpoint).name), reverse=True)
@@ -93,7 +103,7 @@ def earlier_checkpoints(checkpoint: Path) -> list[Path]:
 
 
 def offer_earlier(checkpoint: Path) -> str:
-    """Say which checkpoint there is before one that cannot be loaded."""
+    """Return a sentence part that names the checkpoint before one that cannot be loaded."""
     earlier = earlier_checkpoints(checkpoint)
     return f"the one before it is {earlier[0]}" if earlier else "there is none before it"
 
@@ -104,26 +114,28 @@ def publish(final: Path, keep: int) -> None:
     A crash at any point leaves a complete checkpoint that ``latest_checkpoint`` returns.
 
     Args:
-        final: name of the checkpoint, which was written at ``partial_name(final)``.
+        final: path of the checkpoint. It was written at ``partial_name(final)``.
         keep: number of checkpoints to keep.
 
     Raises:
-        OSError: when a rename fails; an earlier checkpoint of this step then has its name again.
+        OSError: a rename fails. An earlier checkpoint of this step then has its name again.
     """
     root = final.parent
     new_directory.publish(final)
-    # The pointer may reach the disk only after the name that it holds.
+    # Only after publishing, which waits for the disk: `latest` must never name a missing directory.
     write_atomically(root / LATEST_FILE, final.name.encode())
     for outdated in _outdated_checkpoints(root.glob(STEP_PATTERN), final, keep):
         _delete(outdated)
 
 
 def clean_up_after_crash(root: Path) -> None:
-    """Undo what a crash left of a save under ``root``.
+    """Remove the remains of an interrupted save under ``root``.
 
-    A checkpoint that was set aside gets its name back, or is deleted if its successor has that
-    name. Incomplete checkpoints are deleted.
+    A replaced checkpoint gets its name back, or is deleted if its replacement is complete.
+    Incomplete checkpoints are deleted.
     """
+    # An incomplete `final` next to a complete `old` cannot be used, so delete it first: restore()
+    # does not overwrite.
     for old in root.glob(STEP_PATTERN + OLD):
         final = final_name(old)
         if not _is_complete(final):
@@ -136,25 +148,25 @@ def clean_up_after_crash(root: Path) -> None:
 
 
 def _is_complete(checkpoint: Path) -> bool:
+    """Return True if the directory exists and contains the file that is written last."""
     return (checkpoint / TRAINING_STATE_FILE).exists()
 
 
 def _delete(checkpoint: Path) -> None:
-    """Delete the directory if it exists.
-
-    If the process is killed meanwhile, the rest does not look complete.
-    """
+    """Delete a checkpoint if it exists."""
+    # Delete this file first: if the process is killed here, the rest counts as incomplete.
     with suppress(OSError):
         (checkpoint / TRAINING_STATE_FILE).unlink(missing_ok=True)
     shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def _outdated_checkpoints(checkpoints: Iterable[Path], newest: Path, keep: int) -> list[Path]:
-    """Return which of ``checkpoints`` are not among the ``keep`` newest; never ``newest``.
+    """Return the members of ``checkpoints`` that are not among the ``keep`` newest.
 
-    Steps above that of ``newest`` belong to a course of the run that was given up (somebody set
-    ``latest`` back by hand). They count as older than all others.
+    ``newest`` is always kept.
     """
+    # Higher steps than the newest exist if a user has set ``latest`` back by hand. That part of the
+    # run was abandoned, so these checkpoints count as the oldest.
     others = sorted(path for path in checkpoints if path != newest)
     oldest_first = sorted(others, key=lambda path: path < newest)
     surplus = len(oldest_first) - (keep - 1)

@@ -1,7 +1,7 @@
-"""What is raised when a checkpoint cannot be written or read."""
+"""Error of the checkpoint package."""
 
 from megatron_gptoss.user_error import UserError
 
 
 class CheckpointError(UserError, RuntimeError):
-    """A checkpoint could not be written or read; the message names it and what to do."""
+    """A checkpoint that cannot be written or read. The message names it and the remedy."""

@@ -1,11 +1,12 @@
-"""Gathering the distributed optimizer's state for a checkpoint, on the ranks that write it only.
+"""Gathering of the distributed optimizer's state on the ranks that write a checkpoint.
 
-Data-parallel ranks share the state out, and a checkpoint holds every parameter's as a whole
-("fully_reshardable"), so that another layout finds it. The first rank of a data-parallel group
-writes what the group has; the others are replicas, of which Megatron wants a description only.
+The distributed optimizer splits the state over data-parallel ranks. A checkpoint contains the
+whole state of each parameter ("fully_reshardable"), so that any layout can load it. The first rank
+of a data-parallel group writes the state of the group. The other ranks are replicas, for which
+Megatron needs only shapes.
 
-By itself megatron-core 0.19.2 gathers every buffer whole on all ranks, 12 bytes for each of their
-parameters, and copies what a rank writes out of it once more.
+megatron-core 0.19.2 gathers each buffer on all ranks, at 12 bytes per parameter, and copies the
+written part again. This module gathers on the writing ranks only, one tensor at a time.
 """
 
 from contextlib import AbstractContextManager
@@ -25,26 +26,25 @@ from megatron_gptoss.checkpoint.parameter_state import parameter_state_by
 
 
 def gather_on_writing_ranks(optimizer: Any) -> AbstractContextManager[None]:
-    """Let the distributed optimizer's ``sharded_state_dict`` gather on the ranks that write.
+    """Return a context in which ``sharded_state_dict`` gathers state on writing ranks only.
 
-    For saving only.
+    For saving only. ``optimizer`` is a chain of Megatron optimizers.
     """
     return parameter_state_by(_gather_state, optimizer)
 
 
 def separate_tensors(state: dict[str, Any]) -> None:
-    """Cut gathered tensors where the checkpoint does, in place, each part in memory of its own.
-
-    A checkpoint has gate and up projections apart, which are one parameter. Megatron copies a
-    tensor on the host that is a part of another before it writes it, all of them at once: there
-    would be most of the state twice. Here it is one parameter's at a time.
+    """Split gathered tensors into the tensors of the checkpoint, in place, each in separate memory.
 
     Args:
-        state: sharded state of an optimizer, as ``gather_on_writing_ranks`` makes it.
+        state: sharded state of an optimizer, made within ``gather_on_writing_ranks``.
 
     Raises:
-        RuntimeError: naming a tensor that this rank is to write and did not gather.
+        RuntimeError: this rank must write a tensor that it has not gathered. The message names it.
     """
+    # A checkpoint stores gate and up projection as two tensors, which are one parameter. Before
+    # writing, Megatron clones every host tensor that is a view of another one, all at the same
+    # time. Most of the state would exist twice. Cloning here holds one extra parameter at a time.
 
     def separate(value: Any) -> Any:
         if not isinstance(value, ShardedTensorFactory):
@@ -57,7 +57,8 @@ def separate_tensors(state: dict[str, Any]) -> None:
 
     dict_list_map_inplace(separate, state)
 
-    # Which rank writes a tensor is said by the model's layers: the replica with number 0.
+    # The layers of the model decide which rank writes a tensor: the replica with number 0. Check
+    # that this is a rank that has gathered, because writing a meta tensor fails much later.
     for sharded in nested_values(state):
         if not isinstance(sharded, ShardedTensor) or sharded.data is None:
             continue
@@ -69,14 +70,14 @@ def separate_tensors(state: dict[str, Any]) -> None:
 
 
 class _GatheredBuffer:
-    """Stands for one tensor of the state of a buffer.
+    """Substitute for a state tensor of a buffer, from which Megatron slices each parameter.
 
-    Megatron takes a slice of it for each parameter; each is a tensor with memory of its own.
+    A slice returns a separate tensor instead of a view, so that one parameter can be freed alone.
     """
 
     def __init__(self) -> None:
         self.tensors: dict[tuple[int, int], torch.Tensor] = {}
-        """By first element and end of a parameter in the buffer."""
+        """State of each parameter by its first element and end in the buffer."""
 
     def __getitem__(self, place: slice) -> torch.Tensor:
         return self.tensors[place.start, place.stop]
@@ -85,12 +86,13 @@ class _GatheredBuffer:
 def _gather_state(optimizer: DistributedOptimizer, **_: Any) -> dict[int, dict[Any, Any]]:
     """Gather master weights and moments of all parameters, fp32, on the host. Collective.
 
-    Takes the place of ``get_parameter_state_dp_zero``, whose options say for what it is called.
+    Replaces ``get_parameter_state_dp_zero`` of Megatron and ignores its options.
 
     Returns:
-        For each buffer, by its dtypes, what stands for its tensors. Except on the first rank of
-        the data-parallel group all tensors are on the meta device: they have shapes only.
+        State tensors by index of the buffer, by its dtypes. On the first rank of the data-parallel
+        group they hold data. On other ranks they are on the meta device.
     """
+    # The nesting is that of Megatron's own result: buffer, dtypes, state tensor.
     state: dict[int, dict[Any, Any]] = {}
     for index, ranges in enumerate(optimizer.gbuf_ranges):
         state[index] = {
@@ -103,10 +105,12 @@ def _gather_state(optimizer: DistributedOptimizer, **_: Any) -> dict[int, dict[A
 def _gather_buffer(
     optimizer: DistributedOptimizer, buffer: Any, bucket_ranges: list[dict[str, Any]]
 ) -> dict[str, _GatheredBuffer]:
-    """Gather the state of one buffer, a tensor of a bucket at a time.
+    """Gather the state of one buffer, one tensor of one bucket at a time.
 
     Args:
-        bucket_ranges: of each bucket, which elements of which parameters this rank has.
+        optimizer: owner of the buffer.
+        buffer: Megatron's buffer of parameters and gradients.
+        bucket_ranges: elements of each parameter on this rank, one mapping per bucket.
     """
     group = optimizer.data_parallel_group
     keys = ("param", *optimizer.optimizer_state_keys)
@@ -119,10 +123,10 @@ def _gather_buffer(
             parameter_ranges=ranges["param_map"],
         )
         for key in keys:
-            # Taken out, so that it is freed when it has been sent.
+            # pop: the shard is freed as soon as it has been sent.
             tensors = _gather_parameters(shards.pop(key), bucket, group)
             for parameter, tensor in tensors.items():
-                # Megatron looks a parameter up by its place in the buffer.
+                # Megatron slices the buffer at the position of the parameter.
                 start, end, _ = buffer.param_index_map[parameter]
                 gathered[key].tensors[start, end] = tensor
     return gathered
@@ -134,7 +138,12 @@ def _local_shards(
     elements: int,
     parameter_ranges: dict[torch.nn.Parameter, dict[str, Any]],
 ) -> dict[str, torch.Tensor]:
-    """Copy this rank's share of a bucket to the host, as one tensor of fp32 for each of ``keys``."""
+    """Copy this rank's part of a bucket to the host.
+
+    Returns:
+        [elements] fp32 for each of ``keys``.
+    """
+    # Zeros, because a rank's part may include padding, which belongs to no parameter.
     shards = {key: torch.zeros(elements, dtype=torch.float32) for key in keys}
     for parameter, ranges in parameter_ranges.items():
         place = ranges["gbuf_local"]
@@ -147,13 +156,15 @@ def _local_shards(
 def _gather_parameters(
     shard: torch.Tensor, bucket: Any, group: dist.ProcessGroup
 ) -> dict[torch.nn.Parameter, torch.Tensor]:
-    """Gather one tensor of a bucket's state on the first rank of ``group``.
+    """Gather one state tensor of a bucket on the first rank of ``group``.
 
     Args:
-        shard: this rank's share, 1-D, on the host; equally long on all ranks.
+        shard: [elements] part of this rank, on the host. All ranks have the same length.
+        bucket: Megatron's bucket.
+        group: data-parallel group.
 
     Returns:
-        Of each parameter its elements, 1-D: on the host, or without data on all other ranks.
+        1-D state of each parameter, on the host of the first rank and on the meta device elsewhere.
     """
     device = torch.cuda.current_device()
     if group.rank() != 0:
@@ -163,10 +174,11 @@ def _gather_parameters(
             for parameter, (start, end) in bucket.param_to_index.items()
         }
 
-    # On the GPU, where NCCL puts it.
+    # NCCL communicates between GPUs only. One bucket at a time bounds the GPU memory.
     ranks = group.size()
     whole = torch.empty(ranks * len(shard), dtype=shard.dtype, device=device)
     dist.gather(shard.to(device), list(whole.chunk(ranks)), group=group, group_dst=0)
+    # copy=True: with Gloo the tensor is on the host already, and a view would keep the bucket.
     return {
         parameter: whole[start:end].to("cpu", copy=True)
         for parameter, (start, end) in bucket.param_to_index.items()

@@ -1,4 +1,4 @@
-"""Loading checkpoints into a trainer or a model."""
+"""Loading of checkpoints into a trainer or a model."""
 
 from pathlib import Path
 from typing import Any
@@ -37,13 +37,14 @@ from megatron_gptoss.untrusted_files import MAX_LISTING_BYTES, read_json
 
 
 def find_damage(path: Path) -> str | None:
-    """Compare a checkpoint's files with their checksums, each on one rank. Collective.
+    """Compare the files of a checkpoint with their checksums, each file on one rank. Collective.
 
     Returns:
-        The same on every rank: which file differs, and how; None if none does, or the checkpoint
-        has no checksums.
+        Description of the first damage, the same on every rank. None if all files match or the
+        checkpoint has no checksums.
     """
-    # Ranks share the files out; what one of them finds all must know, or they would part ways here.
+    # Each rank reads a part of the files. All ranks must get the same answer: otherwise some would
+    # raise while the others wait for them in the next collective call.
     own = damage_in(path, dist.get_rank(), dist.get_world_size())
     damages: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(damages, own)
@@ -51,7 +52,10 @@ def find_damage(path: Path) -> str | None:
 
 
 def refuse_damaged(path: Path) -> None:
-    """Raise CheckpointError naming the damaged file, and the checkpoint before. Collective."""
+    """Raise CheckpointError if a file is damaged. Collective.
+
+    The message names the file and the previous checkpoint.
+    """
     damage = find_damage(path)
     if damage is None:
         return
@@ -60,20 +64,28 @@ def refuse_damaged(path: Path) -> None:
 
 @torch.no_grad()
 def load_checkpoint(path: Path, trainer: PolicyTrainer, is_checked: bool = False) -> dict[str, Any]:
-    """Restore model and optimizer in place and return the saved training state. Collective.
+    """Restore model and optimizer of a trainer in place. Collective.
 
-    Of a model with adapters these are restored; its base must be the one that they were trained
-    on. The layout may differ from the one that saved, if both or neither have expert or tensor
-    parallelism. The optimizer's settings (learning rate, betas, ...) stay those of ``trainer``.
-    ``is_checked``: ``find_damage`` has found none.
+    The parallel layout may differ from the saved one if both layouts or neither have expert or
+    tensor parallelism. The settings of the optimizer (learning rate, betas, ...) stay those of
+    ``trainer``.
+
+    Args:
+        path: checkpoint.
+        trainer: trainer to restore. If it trains adapters, only these are restored, and its base
+            must be the one with which they were trained.
+        is_checked: whether ``find_damage`` has found no damage already.
+
+    Returns:
+        The training state that was passed to ``CheckpointWriter.start``.
 
     Raises:
-        CheckpointError: when files are missing or damaged, or the layouts cannot be converted.
+        CheckpointError: files are missing or damaged, or the layouts cannot be converted.
     """
     if not is_checked:
         refuse_damaged(path)
     try:
-        # Said here, because torch forgets why it could not read the file.
+        # Read the metadata first for a clear error: torch drops the reason why it cannot read it.
         read_metadata(path / METADATA_FILE)
         with data_only():
             return _load_trainer(path, trainer)
@@ -84,22 +96,27 @@ def load_checkpoint(path: Path, trainer: PolicyTrainer, is_checked: bool = False
 
 
 def _reason(error: BaseException) -> BaseException:
-    """Return what a rank raised, of torch's CheckpointException, whose text is a traceback."""
+    """Return the error of the first failed rank if ``error`` is torch's CheckpointException."""
+    # The text of a CheckpointException contains whole tracebacks.
     if isinstance(error, CheckpointException) and error.failures:
         return next(iter(error.failures.values()))[0]
     return error
 
 
 def _load_trainer(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
+    """Restore a trainer from an undamaged checkpoint and return the training state."""
+    # Before loading, so that a wrong base or rank gives a clear message.
     check_adapters(path, trainer.module)
 
-    # Whether there is optimizer state decides what the description of the trainer must ask for.
+    # A checkpoint from before the first update has no optimizer state. Requesting missing tensors
+    # would fail.
     common = dist_checkpointing.load_common_state_dict(str(path))
     trainer.updated = "optimizer" in common
     if trainer.updated:
         _check_same_optimizers(path, trainer, saved_apart=common[EXPERTS_APART])
 
     wanted = trainer_state(trainer, is_loading=True)
+    # The state of parameters is large, so it is loaded in parts, after everything else.
     of_parameters: list[KeptState] = []
     if trainer.updated:
         of_parameters = take_out_parameter_state(trainer.optimizer, wanted["optimizer"])
@@ -108,14 +125,15 @@ def _load_trainer(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
     load_model_state(trainer.module, state["model"])
 
     if trainer.updated:
-        # The saved groups replace the trainer's, so they have to agree with it first.
+        # load_state_dict replaces the trainer's parameter groups by the saved ones.
         keep_settings(trainer.optimizer, state["optimizer"])
+        # The state of parameters comes second: load_state_dict creates the groups and step counts.
         with exact_optimizer_state(trainer.optimizer, trainer.offloaded):
             trainer.optimizer.load_state_dict(state["optimizer"])
             load_parameter_state(path, of_parameters)
         trainer.offloaded.rest_all()
     else:
-        # Without saved state the optimizer's master weights have to come from the model.
+        # Otherwise the first update would start from the master weights of the initial model.
         trainer.optimizer.reload_model_params()
 
     training_state: dict[str, Any] = read_json(path / TRAINING_STATE_FILE, MAX_LISTING_BYTES)
@@ -123,6 +141,10 @@ def _load_trainer(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
 
 
 def _check_same_optimizers(path: Path, trainer: PolicyTrainer, saved_apart: bool) -> None:
+    """Raise CheckpointError if only one of checkpoint and trainer has an optimizer for experts.
+
+    ``saved_apart``: True if the checkpoint has one.
+    """
     if saved_apart == experts_apart(trainer):
         return
 
@@ -137,12 +159,17 @@ def _check_same_optimizers(path: Path, trainer: PolicyTrainer, saved_apart: bool
 
 
 def load_model_weights(path: Path, model: torch.nn.Module) -> None:
-    """Restore only the weights, at any parallel layout. Collective.
+    """Load the weights of a checkpoint into a model of any parallel layout. Collective.
+
+    Args:
+        path: checkpoint of a trainer, or a conversion.
+        model: model without adapters.
 
     Raises:
-        CheckpointError: naming the directory, when it is no complete checkpoint or one of another
-            model.
+        CheckpointError: the directory is not a complete checkpoint or has another model. The
+            message names it.
     """
+    # These checks precede the checksums, because they give clearer messages.
     if is_partial(path):
         raise CheckpointError(
             f"{path} is unfinished; the process that wrote it was killed, or is still writing"

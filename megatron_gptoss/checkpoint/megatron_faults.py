@@ -1,6 +1,6 @@
-"""What megatron-core 0.19.2 would save or load wrongly, and how we step around it.
+"""Workarounds for errors of megatron-core 0.19.2 in saving and loading.
 
-Each context manager changes Megatron's objects while its block runs and restores them afterwards.
+Each context manager changes objects of Megatron while its block runs and restores them afterwards.
 """
 
 import queue
@@ -17,37 +17,36 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_gptoss.optimizer_offload import OffloadedState
 
+# torch's CheckpointException derives from BaseException, so ``except Exception`` misses it.
 FAILURES = (Exception, CheckpointException)
-"""What reading or writing may raise. torch's CheckpointException is a BaseException, which
-``except Exception`` lets through."""
+"""Exceptions that reading or writing a checkpoint may raise."""
 
 SETTINGS = ("lr", "max_lr", "min_lr", "weight_decay", "start_wd", "end_wd", "betas", "eps")
-"""What a parameter group of Megatron's optimizer holds of the configuration."""
+"""Keys of a parameter group of Megatron's optimizer that come from the configuration."""
 
 
 def keep_results_in_this_process() -> None:
-    """Give Megatron a plain queue for the results of writing, if it has none yet.
-
-    By itself it starts a server process that holds the queue, for writers in other processes. Ours is
-    a thread; the process would import torch first, for seconds in which training waits, and stay.
-    """
+    """Give Megatron a plain queue for the results of writing, if it has none yet."""
+    # Megatron would start a server process for the queue, because it expects writers in other
+    # processes. Our writer is a thread. The server would import torch, which takes seconds while
+    # training waits, and it would never exit.
     if filesystem_async._results_queue is None:
         filesystem_async._results_queue = queue.Queue()
 
 
 @contextmanager
 def number_fp32_parameters(optimizer: Any) -> Iterator[None]:
-    """Let Megatron's optimizer for CPUs number all its parameters when it saves.
+    """Make Megatron's optimizer for CPUs save its fp32 parameters, too.
 
-    By itself it numbers the bf16 parameters only, and the routers' biases are fp32.
+    When it saves, it numbers only bf16 parameters. The router biases are fp32.
     """
     originals = []
     for chained in optimizer.chained_optimizers:
         if not isinstance(chained, Float16OptimizerWithFloat16Params):
             continue
 
-        # A group holds parameters of one dtype: where it has no bf16 ones, its fp32 ones take
-        # their place.
+        # A group has parameters of one dtype. If it has no bf16 parameters, put its fp32 parameters
+        # in their place.
         originals.append((chained, chained.float16_groups, chained.fp32_from_float16_groups))
         fp32_groups = chained.fp32_from_fp32_groups
         chained.float16_groups = _first_nonempty(chained.float16_groups, fp32_groups)
@@ -64,26 +63,29 @@ def number_fp32_parameters(optimizer: Any) -> Iterator[None]:
 
 
 def _first_nonempty(groups: list[Any], alternatives: list[Any]) -> list[Any]:
-    """Return each group of parameters, or its alternative where it is empty."""
+    """Return each group of parameters, or its alternative if the group is empty."""
     pairs = zip(groups, alternatives, strict=True)
     return [group or alternative for group, alternative in pairs]
 
 
 @contextmanager
 def exact_optimizer_state(optimizer: Any, offloaded: OffloadedState) -> Iterator[None]:
-    """Let the distributed optimizer save and load every parameter's own state.
+    """Correct how the distributed optimizer saves and loads the state of parameters.
 
-    By itself it does not:
+    Three faults are corrected in the block:
 
-    - Transformer Engine's Adam keeps of an fp32 master weight only the 16 bits that its bf16 weight
-      lacks, and Megatron would save those bits as if they were a number. In the block, the
-      optimizer gives and takes whole master weights.
-    - Megatron joins buckets without the gaps between them, but looks a parameter up where it lies
-      with the gaps: from the first gap on, parameters would get each other's state. In the block,
-      parameters have the places that they have without gaps.
-    - Loading, it makes all state twice on the GPU: empty, for Adam to keep, and again for what was
-      loaded. In the block it makes each parameter's once, and what is ``offloaded`` leaves the GPU
-      at once.
+    - Transformer Engine's Adam stores only the lower 16 bits of an fp32 master weight; the bf16
+      weight has the upper bits. Megatron would save the lower bits as if they were a number. In the
+      block the optimizer returns and accepts whole master weights.
+    - Megatron joins buckets without the gaps between them, but looks parameters up at positions
+      with gaps. After the first gap, parameters would get the state of others. In the block the
+      positions have no gaps.
+    - On loading, Megatron allocates all state twice on the GPU: empty state for Adam, and the
+      loaded state. In the block each state exists once and moves to the host if it is offloaded.
+
+    Args:
+        optimizer: chain of Megatron optimizers.
+        offloaded: state that is kept in host memory.
     """
     adams = [
         chained.optimizer
@@ -92,13 +94,13 @@ def exact_optimizer_state(optimizer: Any, offloaded: OffloadedState) -> Iterator
     ]
     for adam in adams:
         _exchange_whole_master_weights(adam, offloaded)
-        # DistributedOptimizer.load_state_dict makes empty state for all parameters of an Adam that
-        # has no state at all. One empty entry is enough to keep it from that.
+        # DistributedOptimizer.load_state_dict allocates state for all parameters of an Adam that
+        # has no state at all. One empty entry prevents that.
         for group in adam.param_groups:
             if group["params"]:
                 adam.state.setdefault(group["params"][0], {})
 
-    # Only the distributed optimizer has buffers; Megatron's for CPUs keeps tensors by themselves.
+    # Only the distributed optimizer has buffers. Megatron's optimizer for CPUs has single tensors.
     buffers: list[Any] = []
     for chained in optimizer.chained_optimizers:
         buffers += getattr(chained, "buffers", ())
@@ -112,7 +114,7 @@ def exact_optimizer_state(optimizer: Any, offloaded: OffloadedState) -> Iterator
         for buffer, original_map in zip(buffers, original_maps, strict=True):
             buffer.param_index_map = original_map
         for adam in adams:
-            # The instance's attributes covered the methods of the class.
+            # Deleting the attributes of the instance makes the methods of the class visible again.
             for name in (
                 "get_unscaled_state",
                 "set_scaled_state",
@@ -123,9 +125,9 @@ def exact_optimizer_state(optimizer: Any, offloaded: OffloadedState) -> Iterator
 
 
 def _exchange_whole_master_weights(adam: Any, offloaded: OffloadedState) -> None:
-    """Let Transformer Engine's Adam give and take whole fp32 master weights.
+    """Make Transformer Engine's Adam return and accept whole fp32 master weights.
 
-    Covers the methods of the class by attributes of the instance.
+    Attributes of the instance hide the methods of the class.
     """
     get_state = adam.get_unscaled_state
     set_state = adam.set_scaled_state
@@ -136,32 +138,33 @@ def _exchange_whole_master_weights(adam: Any, offloaded: OffloadedState) -> None
             return master_weight(weight, state.to(weight.device))
         return state
 
-    # The upper half needs no writing: the model's weights are loaded from the same checkpoint, and
-    # a bf16 weight is the upper half of its master. Parameters of other dtypes have whole masters.
+    # Only the lower half is stored: the bf16 weight, loaded from the same checkpoint, is the upper
+    # half. Parameters of other dtypes have whole master weights.
     def set_whole(weight: torch.Tensor, name: str, state: torch.Tensor) -> None:
         if name == "master_param" and weight.dtype == torch.bfloat16:
             state = lower_half(state)
         set_state(weight, name, state)
-        # Before the next parameter's state is made, not at the end: it would all be on the GPU then.
+        # Now and not at the end: otherwise the state of all parameters would be on the GPU at once.
         offloaded.rest(weight)
 
     adam.get_unscaled_state = get_whole
     adam.set_scaled_state = set_whole
 
-    # Megatron wants no state from the optimizer's dictionary; Transformer Engine's would copy all
-    # of it in fp32.
+    # Megatron ignores the state in this dictionary. Transformer Engine's method would copy all of
+    # it to fp32; the method of torch does not.
     base = torch.optim.Optimizer
     adam.state_dict = partial(base.state_dict, adam)
     adam.load_state_dict = lambda saved: base.load_state_dict(adam, saved | {"state": {}})
 
 
 def _places_without_gaps(buffer: Any) -> dict[torch.nn.Parameter, tuple[int, int, int]]:
-    """Return where each parameter lies in a buffer whose buckets follow without gaps.
+    """Return the position of each parameter in a buffer without gaps between buckets.
 
-    As Megatron's map has it: first element, end and bucket.
+    Returns:
+        (first element, end, index of the bucket) by parameter, like Megatron's map.
     """
-    # A bucket ends with padding, which makes it divisible among the ranks. Bucket n is moved back by
-    # the padding of all buckets before it.
+    # Each bucket ends with padding to a multiple of the number of ranks. Move bucket n back by the
+    # padding of all earlier buckets.
     paddings = (len(bucket.grad_data) - bucket.numel_unpadded for bucket in buffer.buckets)
     gaps_before = list(accumulate(paddings, initial=0))
 
@@ -172,36 +175,41 @@ def _places_without_gaps(buffer: Any) -> dict[torch.nn.Parameter, tuple[int, int
 
 
 def master_weight(weight: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
-    """Put an fp32 master weight together from its halves.
+    """Join the halves of fp32 master weights.
 
     Args:
-        weight: bf16, the upper half, rounded to nearest.
-        lower: int16 of the same shape, the lower half.
+        weight: [...] bf16 upper half, rounded to nearest.
+        lower: [...] int16 lower half.
+
+    Returns:
+        [...] fp32.
     """
-    # Where the upper half was rounded up, the lower half is negative as an int16: the sum takes it
-    # back.
+    # If rounding increased the upper half, the lower half is negative as int16, and the sum
+    # compensates.
     upper = weight.detach().view(torch.int16).int() << 16
     return (upper + lower).view(torch.float32)
 
 
 def lower_half(master: torch.Tensor) -> torch.Tensor:
-    """Return the int16 half of fp32 ``master`` that ``master_weight`` needs."""
-    # Narrowing an integer drops its upper bits: the other half is the bf16 weight's.
+    """Return the lower half of master weights, int16 [...], from fp32 [...]."""
+    # Conversion to a narrower integer drops the upper bits, which the bf16 weight has.
     return master.contiguous().view(torch.int32).to(torch.int16)
 
 
 def keep_settings(optimizer: Any, saved_state: Any) -> None:
-    """Give the parameter groups in ``saved_state`` the present settings of ``optimizer``, in place.
+    """Replace the settings in the parameter groups of ``saved_state`` by those of ``optimizer``.
 
-    Megatron replaces its groups by the saved ones, settings included, and refuses them where a
-    learning rate or a weight decay differs: a run could not go on with other settings than it was
-    begun with.
+    Args:
+        optimizer: optimizer with the settings to use.
+        saved_state: loaded state of the optimizer, changed in place.
     """
+    # Megatron replaces its groups, including their settings, by the saved ones. It raises an error
+    # if learning rate or weight decay differ, so a run could not resume with other settings.
     if not isinstance(saved_state, dict):
         return
 
-    # A chained optimizer's state is a dictionary of its optimizers' states, at whatever depth: the
-    # groups are looked for by their key.
+    # The state of a chained optimizer nests the states of its optimizers at any depth. Search for
+    # the key of the groups.
     for key, value in saved_state.items():
         if key != "param_groups":
             keep_settings(optimizer, value)
@@ -213,10 +221,9 @@ def keep_settings(optimizer: Any, saved_state: Any) -> None:
 
 
 def _same_parameters(group: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether two parameter groups hold the same parameters.
-
-    ``start_wd`` tells the routers' biases apart by being there at all (see ``PolicyTrainer``).
-    """
+    """Return True if two parameter groups hold the same parameters."""
+    # Groups have no name. These keys distinguish all groups of a trainer. Only the router biases
+    # have the key start_wd (see ``PolicyTrainer``).
     names = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
     if any(group.get(name) != other.get(name) for name in names):
         return False

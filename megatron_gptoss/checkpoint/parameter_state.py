@@ -1,7 +1,7 @@
-"""Where a checkpoint's state of the distributed optimizer's parameters comes from.
+"""Hook for the source of the distributed optimizer's state in a checkpoint.
 
-By itself megatron-core 0.19.2 makes it in memory for all parameters of a rank, both to save and to load.
-``gathered_state`` and ``streamed_state`` do otherwise.
+For saving and for loading, megatron-core 0.19.2 allocates the whole state of all parameters of a
+rank. ``gathered_state`` and ``streamed_state`` use this hook to avoid that.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,14 +14,13 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 @contextmanager
 def parameter_state_by(make: Callable[..., Any], optimizer: Any) -> Iterator[None]:
-    """Let ``make`` take the place of ``get_parameter_state_dp_zero`` in the block.
-
-    Megatron's ``sharded_state_dict`` calls it. Attributes of the instances cover the method.
+    """Replace ``get_parameter_state_dp_zero``, which ``sharded_state_dict`` calls, in the block.
 
     Args:
-        make: takes one of the distributed optimizers, and Megatron's options.
-        optimizer: a chain of them, and of others.
+        make: replacement. It is called with a distributed optimizer and Megatron's options.
+        optimizer: chain of Megatron optimizers. Only distributed ones change.
     """
+    # Attributes of the instances hide the method, so other optimizers of the process are untouched.
     distributed = [
         chained
         for chained in optimizer.chained_optimizers

@@ -1,12 +1,12 @@
-"""Reads what torch_dist checkpoints pickle without running what a stranger may have put there.
+"""Safe reading of the pickled parts of untrusted torch_dist checkpoints.
 
-    .metadata     a pickle, which torch would load whatever it calls: read by an unpickler that
-                  knows the classes of such a file and no other
-    __*.distcp    tensors, which torch loads as data only, and objects (the optimizer's groups, ...),
-                  which it would load as any pickle: read as data only, too
-    common.pt     of older Megatron: torch.load reads it as data only by itself
+A pickle can name any function and have it called on loading.
 
-In a pickle, a name of a function is an order to call it.
+    .metadata     a pickle that torch would load without restrictions. Here an unpickler reads it
+                  that accepts only the classes of such a file.
+    __*.distcp    tensors, which torch loads as data only, and objects (such as the optimizer's
+                  groups), which torch would unpickle. Here both are loaded as data only.
+    common.pt     file of older Megatron versions. torch.load reads it as data only by default.
 """
 
 import io
@@ -28,8 +28,9 @@ from torch.distributed.checkpoint.planner import ReadItem
 from megatron_gptoss.untrusted_files import is_plain_name, read_bytes
 
 METADATA_FILE = ".metadata"
+"""Name of the file that describes the tensors of a checkpoint."""
 MAX_METADATA_BYTES = 1 << 30
-"""Size limit. The metadata of a 120B model's checkpoint have a few megabytes."""
+"""Size limit of METADATA_FILE. For the 120B model it has a few megabytes."""
 
 CLASSES: dict[tuple[str, str], Any] = {
     **{
@@ -48,14 +49,17 @@ CLASSES: dict[tuple[str, str], Any] = {
     (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    # Where a writer of torch's own says that it wrote to.
+    # torch's writer stores the path that it wrote to. A pure path cannot access files.
     ("pathlib", "PosixPath"): PurePosixPath,
 }
-"""All that a ``.metadata`` may name, besides dtypes."""
+"""Classes and functions that METADATA_FILE may name, in addition to dtypes."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
+    """Unpickler that accepts only CLASSES and dtypes."""
+
     def find_class(self, module: str, name: str) -> Any:
+        """Return the object with this name; raise UnpicklingError if it is not allowed."""
         found = CLASSES.get((module, name))
         if found is not None:
             return found
@@ -71,17 +75,19 @@ def read_metadata(path: Path) -> dcp.Metadata:
     """Read a ``.metadata`` file.
 
     Raises:
-        ValueError: naming the file, if it is damaged, names a function or class that no checkpoint
-            needs, or a data file outside its directory.
+        ValueError: the file is damaged, names a function or class that no checkpoint needs, or
+            names a data file outside of its directory. The message names the file.
     """
+    # Access all fields that are used later, so that a pickle of other objects fails here.
     try:
         metadata = _MetadataUnpickler(io.BytesIO(read_bytes(path, MAX_METADATA_BYTES))).load()
         places = list(metadata.storage_data.values())
         _ = metadata.state_dict_metadata.items()
         names = {place.relative_path for place in places}
-    except Exception as error:  # unpickling a damaged file raises anything
+    except Exception as error:  # unpickling a damaged file may raise any exception
         raise ValueError(f"{path}: damaged ({error}); the checkpoint cannot be read") from None
 
+    # key=str: the names of an untrusted file may have any type.
     for name in sorted(names, key=str):
         if not is_plain_name(name):
             raise ValueError(f"{path}: names the data file {name!r}, which is not in its directory")
@@ -89,28 +95,31 @@ def read_metadata(path: Path) -> dcp.Metadata:
     return metadata
 
 
+# Without the lock, the first of two threads to leave its block would restore the unsafe loaders
+# while the other thread still reads.
 _READING_DATA_ONLY = RLock()
-"""Held where the loaders of torch are changed: the first of two threads to leave would give the
-other one those that run any pickle."""
+"""Lock for changing the loaders of torch."""
 
 
 @contextmanager
 def data_only() -> Iterator[None]:
-    """Let torch's and Megatron's loaders of checkpoints read data only, within the block.
+    """Make torch's and Megatron's checkpoint loaders read data only within the block.
 
-    Blocks of several threads take turns."""
+    Blocks of several threads run one at a time.
+    """
     with _READING_DATA_ONLY, _changed_loaders():
         yield
 
 
 @contextmanager
 def _changed_loaders() -> Iterator[None]:
+    """Replace the two methods of torch that unpickle without restrictions."""
     read_of_torch = filesystem.FileSystemReader.read_metadata
     load_of_torch = DefaultLoadPlanner.load_bytes
     filesystem.FileSystemReader.read_metadata = _read_metadata  # type: ignore[method-assign]
     DefaultLoadPlanner.load_bytes = _load_bytes  # type: ignore[method-assign]
     try:
-        # What Transformer Engine's layers keep is bytes in such a file.
+        # The extra state of Transformer Engine's layers is a BytesIO, which is data.
         with torch.serialization.safe_globals([io.BytesIO]):
             yield
     finally:
@@ -119,7 +128,7 @@ def _changed_loaders() -> Iterator[None]:
 
 
 def _read_metadata(self: Any, *args: Any, **options: Any) -> dcp.Metadata:
-    """Read as ``FileSystemReader.read_metadata`` does."""
+    """Safe replacement of ``FileSystemReader.read_metadata``."""
     metadata = read_metadata(Path(self._get_metadata_path(options.get("rank"))))
     if metadata.storage_meta is None:
         metadata.storage_meta = dcp.StorageMeta()
@@ -128,12 +137,12 @@ def _read_metadata(self: Any, *args: Any, **options: Any) -> dcp.Metadata:
 
 
 def _load_bytes(self: Any, read_item: ReadItem, value: io.BytesIO) -> None:
-    """Load an object as ``DefaultLoadPlanner.load_bytes`` does."""
+    """Safe replacement of ``DefaultLoadPlanner.load_bytes``."""
     name = read_item.dest_index.fqn
     try:
         loaded = torch.load(value, weights_only=True)
     except pickle.UnpicklingError as error:
-        # The rest of torch's message says how to load it all the same.
+        # Do not show the rest of torch's message: it explains how to disable the protection.
         named = re.search(r"GLOBAL [\w.]+", str(error))
         what = f"it names {named.group()}" if named else "or is damaged"
         raise ValueError(f"{name}: holds more than data ({what}), and was not loaded") from None

@@ -1,4 +1,4 @@
-"""Which tensors of a trainer a checkpoint holds, as Megatron's sharded state dicts."""
+"""Tensors of a trainer that a checkpoint contains, as Megatron's sharded state dicts."""
 
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,15 @@ from megatron_gptoss.trainer import PolicyTrainer
 from megatron_gptoss.untrusted_files import read_json
 
 EXPERTS_APART = "experts_have_an_optimizer_of_their_own"
-"""Key of a checkpoint under which ``experts_apart`` is kept."""
+"""Key of a checkpoint for the result of ``experts_apart``."""
 
 
 def sharding_metadata() -> dict[str, Any]:
-    """Return the settings of sharded state dicts; they decide the names of what is saved."""
+    """Return the options of sharded state dicts, which decide the names of saved tensors."""
     return {
-        # Megatron's checkpoints hold every parameter's state under the parameter's name
-        # ("fully_reshardable"), so that another layout finds it. The prefix of chained optimizers
-        # would put the number of an optimizer into the names, and experts have one of their own in
-        # some layouts only.
+        # "fully_reshardable" saves the state of a parameter under the parameter's name, so that
+        # any layout finds it. The prefix of chained optimizers would add the number of the
+        # optimizer to the name, but experts have a separate optimizer in some layouts only.
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "chained_optim_avoid_prefix": True,
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -40,11 +39,12 @@ def sharding_metadata() -> dict[str, Any]:
 
 
 def model_state(model: torch.nn.Module) -> dict[str, Any]:
-    """Describe the weights of every chunk of ``model``, by the chunk's number.
+    """Return the sharded weights of each chunk of ``model``, by the number of the chunk.
 
-    Of a model with adapters, only what is trained: these, and of a critic its value head. The rest
-    never changes.
+    For a model with adapters, the result has only trained weights: the adapters and the value head
+    of a critic.
     """
+    # The frozen base never changes, and a checkpoint without it has megabytes instead of gigabytes.
     metadata = sharding_metadata()
     state = {}
     for i, chunk in enumerate(chunks_of(model)):
@@ -61,7 +61,7 @@ def model_state(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _value_head_name(chunk: Any) -> str | None:
-    """Return the name of the weight of a critic's value head; None if the chunk has none."""
+    """Return the name of the weight of the critic's value head; None if the chunk has none."""
     for name, module in chunk.named_modules():
         if isinstance(module, ValueHead):
             return f"{name}.weight"
@@ -69,31 +69,37 @@ def _value_head_name(chunk: Any) -> str | None:
 
 
 def load_model_state(model: torch.nn.Module, state: dict[str, Any]) -> None:
-    """Copy loaded weights, by the chunk's number, into ``model``."""
+    """Copy loaded weights into ``model``.
+
+    Args:
+        model: model to fill.
+        state: loaded weights of each chunk by its number, with the structure of ``model_state``.
+    """
     for i, chunk in enumerate(chunks_of(model)):
-        # The base of adapters is not in the state.
+        # With adapters the state lacks the base, so missing keys are correct.
         chunk.load_state_dict(state[str(i)], strict=not has_adapters(model))
 
 
 def has_adapters(model: torch.nn.Module) -> bool:
-    """Return whether adapters are what is trained of ``model``."""
+    """Return True if ``model`` trains adapters instead of all weights."""
     return chunks_of(model)[0].config.adapter is not None
 
 
 def describe_adapters(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the content of a checkpoint's ADAPTER_FILE. Collective.
-
-    It says which base the adapters change, and the settings that give them shapes and scale.
-    """
+    """Return the content of ADAPTER_FILE: base digest and adapter settings. Collective."""
     settings = chunks_of(model)[0].config.adapter.model_dump(mode="json")
     return {"base": base_digest(model), "settings": settings}
 
 
 def check_adapters(path: Path, model: torch.nn.Module) -> None:
-    """Check that the checkpoint ``path`` has the adapters that ``model`` has, if any. Collective.
+    """Check that checkpoint and model have the same base and adapters, or both none. Collective.
+
+    Args:
+        path: checkpoint.
+        model: model into which it will be loaded.
 
     Raises:
-        CheckpointError: saying what differs; the base is compared, too.
+        CheckpointError: they differ. The message names the difference.
     """
     file = path / ADAPTER_FILE
     saved = read_json(file) if file.exists() else None
@@ -110,6 +116,7 @@ def check_adapters(path: Path, model: torch.nn.Module) -> None:
             "base, with initial_weights"
         )
 
+    # The settings first: comparing them is instant, and the digest reads the whole base.
     _check_settings(path, saved, model)
     digest = base_digest(model)
     if saved["base"] != digest:
@@ -121,7 +128,10 @@ def check_adapters(path: Path, model: torch.nn.Module) -> None:
 
 
 def _check_settings(path: Path, saved: dict[str, Any], model: torch.nn.Module) -> None:
-    """Raise CheckpointError naming the key that gives ``model`` other adapters."""
+    """Raise CheckpointError if the saved adapter settings differ from those of ``model``.
+
+    The message names the configuration key.
+    """
     config = chunks_of(model)[0].config
     settings = AdapterConfig.model_validate(saved["settings"])
     difference = config.adapter.difference(settings, config.architecture)
@@ -131,14 +141,18 @@ def _check_settings(path: Path, saved: dict[str, Any], model: torch.nn.Module) -
 
 
 def trainer_state(trainer: PolicyTrainer, is_loading: bool) -> dict[str, Any]:
-    """Describe model and optimizer; the model alone as long as the optimizer has not taken a step.
+    """Return the sharded state of model and optimizer.
 
-    To load, what a distributed optimizer has of parameters is described without memory.
+    The result lacks the optimizer if it has not taken a step.
 
-    Before its first step the optimizer has no state. A checkpoint may well be saved then: a critic
-    may be learning alone, or every token be masked.
+    Args:
+        trainer: trainer to save or to restore.
+        is_loading: whether the state is for loading. Then the parameters' state in a distributed
+            optimizer has no memory. Otherwise it is gathered, which is collective.
     """
     model = model_state(trainer.module)
+    # Before its first step the optimizer has no state. A checkpoint can be saved then: while only
+    # the critic learns, or if all tokens so far were masked.
     if not trainer.updated:
         return {"model": model}
 
@@ -163,10 +177,7 @@ def trainer_state(trainer: PolicyTrainer, is_loading: bool) -> dict[str, Any]:
 
 
 def experts_apart(trainer: PolicyTrainer) -> bool:
-    """Return whether Megatron keeps the experts in a separate optimizer.
-
-    It does so with expert or tensor parallelism, and marks their parameters as not reduced with
-    the others.
-    """
+    """Return True if Megatron has a separate optimizer for the experts."""
+    # It has one with expert or tensor parallelism, and marks parameters of experts then.
     trained = [parameter for parameter in trainer.module.parameters() if parameter.requires_grad]
     return any(not getattr(parameter, "allreduce", True) for parameter in trained)

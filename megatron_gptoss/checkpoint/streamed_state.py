@@ -1,9 +1,9 @@
-"""Loading the distributed optimizer's state from a checkpoint, a part at a time.
+"""Loading of the distributed optimizer's state from a checkpoint, one part at a time.
 
-A rank keeps a share of its parameters' state, which a checkpoint holds as whole parameters. By itself
-megatron-core 0.19.2 loads these for all parameters of a rank, also for those of which it keeps
-nothing, 12 bytes each, and cuts its share out of them then: 137 GB of host memory on each of two
-ranks of the 20B.
+A rank keeps a part of the state of its parameters. A checkpoint contains the state of whole
+parameters. Before slicing, megatron-core 0.19.2 loads the whole state of all parameters of a rank,
+also of those without a part on this rank. That takes 12 bytes per parameter: 137 GB of host memory
+on each of two ranks of the 20B model.
 """
 
 from collections import ChainMap
@@ -22,49 +22,51 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron_gptoss.checkpoint.parameter_state import parameter_state_by
 
 type Sharded = ShardedTensor | ShardedTensorFactory
-"""A tensor of a checkpoint, or what makes several of one."""
+"""Tensor of a checkpoint, or a parameter that a checkpoint stores as several tensors."""
 
+# Each part costs a planning step among all ranks, so parts are as large as hosts can afford.
 LOADED_BYTES = 8 << 30
-"""Of whole parameters' state, in fp32, that a rank loads at a time, or of one parameter if it has more.
-Each time all ranks plan what they read."""
+"""Maximum size of the fp32 state that a rank loads at a time. One whole parameter may exceed it."""
 PARAMETER_STATE = "param_state"
-"""Under which Megatron has it in an optimizer's state."""
+"""Megatron's key for the state of parameters in an optimizer's state."""
 
 
 @dataclass(frozen=True)
 class KeptState:
-    """Of one parameter of which this rank keeps state."""
+    """State of a parameter of which this rank keeps a part."""
 
     optimizer: DistributedOptimizer
+    """Optimizer that holds the state."""
     parameter: torch.nn.Parameter
+    """The parameter."""
     share: slice
-    """Elements of the flat parameter whose state this rank keeps."""
+    """Elements of the flattened parameter whose state this rank keeps."""
     tensors: dict[str, Sharded]
     """Master weight and moments of the whole parameter, without data, by Megatron's names."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole parameter's state."""
+        """Size of the state of the whole parameter in bytes."""
         return sum(sharded.data.nbytes for sharded in self.tensors.values())
 
 
 def describe_without_memory(optimizer: Any) -> AbstractContextManager[None]:
-    """Let the distributed optimizer's ``sharded_state_dict`` describe what there is to load.
+    """Return a context in which ``sharded_state_dict`` makes state tensors on the meta device.
 
-    Its tensors are on the meta device.
+    For loading. ``optimizer`` is a chain of Megatron optimizers.
     """
     return parameter_state_by(_describe_state, optimizer)
 
 
 class _DescribedBuffer:
-    """Stands for one tensor of the state of a buffer, of which Megatron takes parameters' slices."""
+    """Substitute for a state tensor of a buffer. Its slices have a shape and no data."""
 
     def __getitem__(self, place: slice) -> torch.Tensor:
         return torch.empty(place.stop - place.start, dtype=torch.float32, device="meta")
 
 
 def _describe_state(optimizer: DistributedOptimizer, **_: Any) -> dict[int, dict[Any, Any]]:
-    """Take the place of ``get_parameter_state_dp_zero``, whose options ask for memory."""
+    """Return state without data. Replaces Megatron's ``get_parameter_state_dp_zero``."""
     keys = ("param", *optimizer.optimizer_state_keys)
     return {
         index: {dtypes: {key: _DescribedBuffer() for key in keys} for dtypes in ranges}
@@ -73,13 +75,19 @@ def _describe_state(optimizer: DistributedOptimizer, **_: Any) -> dict[int, dict
 
 
 def take_out_parameter_state(optimizer: Any, state: dict[Any, Any]) -> list[KeptState]:
-    """Take the parameters' state out of ``state``, which then has the rest, to be loaded first.
+    """Remove the state of parameters from ``state`` and return it.
+
+    The caller loads the rest first.
 
     Args:
-        state: of ``optimizer``, as ``describe_without_memory`` lets it be made.
+        optimizer: chain of Megatron optimizers.
+        state: sharded state of ``optimizer``, made within ``describe_without_memory``.
+
+    Returns:
+        The state of each parameter of which this rank keeps a part.
     """
     chained_optimizers = optimizer.chained_optimizers
-    # Megatron has no numbers where there is a single optimizer.
+    # With a single optimizer Megatron's state has no level of numbers.
     states = [state] if len(chained_optimizers) == 1 else list(state.values())
 
     kept: list[KeptState] = []
@@ -92,7 +100,9 @@ def take_out_parameter_state(optimizer: Any, state: dict[Any, Any]) -> list[Kept
 def _kept_states(
     optimizer: DistributedOptimizer, described: dict[int, dict[str, Sharded]]
 ) -> Iterator[KeptState]:
-    """Find those of which this rank keeps a share, in Megatron's order of parameters."""
+    """Yield the state of each parameter of which this rank keeps a part."""
+    # The keys of `described` are numbers: Megatron counts the parameters of all buffers in this
+    # order, also those without a part on this rank.
     number = 0
     for buffer, ranges in zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True):
         for bucket_ranges in ranges.values():
@@ -106,12 +116,17 @@ def _kept_states(
 
 
 def load_parameter_state(path: Path, states: Sequence[KeptState]) -> None:
-    """Load parameters' state into their optimizers, ``LOADED_BYTES`` at a time. Collective.
+    """Load the state of parameters into their optimizers, in parts. Collective.
 
-    The model's weights must have been loaded, of which master weights may be the other half.
+    The weights of the model must be loaded already, because they may be the upper half of master
+    weights.
+
+    Args:
+        path: checkpoint.
+        states: result of ``take_out_parameter_state``.
     """
     parts = _parts(states)
-    # Every call of Megatron's is for all ranks, which have different numbers of parts.
+    # Loading is collective, and ranks have different numbers of parts. Add empty parts.
     numbers = [0] * dist.get_world_size()
     dist.all_gather_object(numbers, len(parts))
     parts += [[]] * (max(numbers) - len(parts))
@@ -121,10 +136,11 @@ def load_parameter_state(path: Path, states: Sequence[KeptState]) -> None:
             str(number): {name: _with_memory(sharded) for name, sharded in state.tensors.items()}
             for number, state in enumerate(part)
         }
-        # Not every parameter is asked for by the rank that Megatron counts as its owner.
+        # Megatron checks that the owner of each tensor loads it. A part lacks most owners.
         loaded = dist_checkpointing.load(
             {PARAMETER_STATE: wanted}, str(path), validate_access_integrity=False
         )
+        # pop: the whole parameter is freed as soon as this rank's part has been copied.
         for number, state in enumerate(part):
             tensors = loaded[PARAMETER_STATE].pop(str(number))
             shares = {name: tensor.flatten()[state.share] for name, tensor in tensors.items()}
@@ -132,7 +148,8 @@ def load_parameter_state(path: Path, states: Sequence[KeptState]) -> None:
 
 
 def _parts(states: Sequence[KeptState]) -> list[list[KeptState]]:
-    """Collect states, in order, into parts of at most ``LOADED_BYTES``, or one that is larger."""
+    """Divide states, in order, into parts of at most ``LOADED_BYTES``, or of one larger state."""
+    # Greedy in the given order, which is the order in the files. A better fit would save little.
     parts: list[list[KeptState]] = []
     size = 0
     for state in states:
@@ -145,4 +162,5 @@ def _parts(states: Sequence[KeptState]) -> list[list[KeptState]]:
 
 
 def _with_memory(sharded: Sharded) -> Sharded:
+    """Return a copy of the description with uninitialized memory on the host."""
     return replace(sharded, data=torch.empty_like(sharded.data, device="cpu"))

@@ -1,4 +1,4 @@
-"""Writing checkpoints in a thread while the trainer goes on learning."""
+"""Writing of checkpoints in a thread while training continues."""
 
 import json
 import queue
@@ -44,51 +44,66 @@ from megatron_gptoss.new_directory import final_name, partial_name
 from megatron_gptoss.scorer import gather_parameters
 from megatron_gptoss.trainer import PolicyTrainer
 
+# One thread only: Megatron has a single queue for results, in the order of writing.
 WRITER = ThreadPoolExecutor(1, "checkpoint")
-"""Writes all checkpoints of this process. One thread only: Megatron's results come through one
-queue, in the order in which they were written."""
+"""Thread that writes all checkpoints of this process."""
 FULL_DISK_MIB = 16
-"""A disk with less room is called full."""
+"""Free space, in MiB, below which an error message calls the disk full."""
 
 
 class PublishedReader(Protocol):
-    """Reads published checkpoints in a thread. Asked on every rank; no method is collective."""
+    """Reader of published checkpoints, which runs in a thread. No method is collective."""
 
     def is_reading(self) -> bool:
-        """Return whether this rank still reads the checkpoint before."""
+        """Return True while this rank reads a checkpoint."""
 
     def wait(self) -> int:
-        """Wait until it does not. Returns how many checkpoints could not be read, which stay for
-        another process. Raises nothing: the ranks would part ways here."""
+        """Wait until this rank has finished reading. Must not raise, because ranks would diverge.
+
+        Returns:
+            Number of checkpoints that could not be read. They are kept for another process.
+        """
 
     def read(self, checkpoint: Path) -> None:
-        """Begin to read a checkpoint that has just been published."""
+        """Start to read a checkpoint that has just been published."""
 
 
 class CheckpointWriter:
-    """Writes one trainer's checkpoints under ``root``; deletes all but the newest ``keep``.
+    """Writer of the checkpoints of one trainer.
 
-    ``reader`` reads each of them once it is published. The next one is published, and older ones
-    are deleted, only when it is done with that.
-
-    Every method is collective. If any rank could not write, the call that notices raises
-    CheckpointError on every rank; the previous checkpoint then is still the latest.
+    Every method is collective. If a rank cannot write, the call that detects it raises
+    CheckpointError on every rank. The previous checkpoint is then still the latest.
     """
 
     def __init__(self, root: Path, keep: int = 2, reader: PublishedReader | None = None) -> None:
+        """Create a writer. Nothing is written yet.
+
+        Args:
+            root: directory of the checkpoints.
+            keep: number of checkpoints to keep. Older ones are deleted.
+            reader: reader of each published checkpoint. The next checkpoint is published, and older
+                ones are deleted, only after it has finished.
+        """
         self._root = root
         self._keep = keep
         self._reader = reader
         self._pending: _PendingSave | None = None
 
     def start(self, trainer: PolicyTrainer, step: int, training_state: dict[str, Any]) -> Path:
-        """Copy everything to host memory and begin to write it.
+        """Copy the state to host memory and start to write it.
 
-        An earlier checkpoint is finished first.
+        Args:
+            trainer: trainer to save.
+            step: step number, which names the checkpoint.
+            training_state: state of the caller, which ``load_checkpoint`` returns. JSON values.
 
         Returns:
-            The path that the checkpoint will have when it is complete.
+            Path of the checkpoint when it is complete.
+
+        Raises:
+            CheckpointError: this checkpoint or the previous one cannot be written.
         """
+        # Only one checkpoint is pending at a time, because each holds a copy of the state.
         self.finish()
 
         final = step_directory(self._root, step)
@@ -104,22 +119,27 @@ class CheckpointWriter:
                 clean_up_after_crash(self._root)
                 save.partial.mkdir(parents=True)
 
-        # Under the distributed optimizer this rank has stale copies of the shards that other ranks
-        # updated.
+        # The distributed optimizer gathers updated weights lazily. Until then this rank has old
+        # values of the parts that other ranks have updated.
         gather_parameters(trainer.model)
         save.begin(trainer)
         self._pending = save
         return final
 
     def finish(self, block: bool = True) -> None:
-        """Make what was started the latest checkpoint.
+        """Publish the pending checkpoint, if there is one, as the latest.
 
-        Without ``block``, only if all ranks have written it and none reads an earlier one.
+        Args:
+            block: whether to wait. If False, publish only if all ranks have written their files
+                and no rank reads an earlier checkpoint.
+
+        Raises:
+            CheckpointError: a rank could not write.
         """
         if self._pending is None:
             return
 
-        # All ranks must take the same way: completing is collective.
+        # Completing is collective, so all ranks must make the same decision.
         if not block:
             everyone_done = [False] * dist.get_world_size()
             is_reading = self._reader is not None and self._reader.is_reading()
@@ -127,7 +147,7 @@ class CheckpointWriter:
             if not all(everyone_done):
                 return
 
-        # An error must not be met a second time by the next call.
+        # Clear it first: if completing fails, the next call must not raise the same error again.
         save = self._pending
         self._pending = None
         unread = 0 if self._reader is None else self._reader.wait()
@@ -138,35 +158,36 @@ class CheckpointWriter:
 
 @dataclass
 class _PendingSave:
-    """One checkpoint from the first byte to its publication."""
+    """Checkpoint that is being written, until its publication."""
 
     final: Path
     """Path of the complete checkpoint."""
     model_config: ModelConfig
+    """Architecture of the model."""
     quantization: Quantization | None
-    """What the experts are trained through."""
+    """Number format to which the experts are rounded in training; None if they are not."""
     adapters: dict[str, Any] | None
-    """What ``describe_adapters`` says; None for a whole model."""
+    """Result of ``describe_adapters``; None for a whole model."""
     training_state: dict[str, Any]
+    """State of the caller."""
     collect_results: list[Callable[[], None]] = field(default_factory=list)
-    """Megatron's collective functions that gather every rank's results and write the metadata."""
+    """Megatron's collective functions that gather the results of all ranks and write metadata."""
     results: Any = None
-    """Megatron's queue of this process's results; None on a rank that has nothing to write."""
+    """Megatron's queue of the results of this process; None if this rank has nothing to write."""
     written: Future[dict[str, FileChecksum]] | None = None
-    """Of the writing thread: checksums of its files by name. None on a rank that has nothing to
-    write."""
+    """Result of the thread: checksums of this rank's files. None if there is nothing to write."""
 
     @property
     def partial(self) -> Path:
-        """Path of the checkpoint while it is written."""
+        """Path of the checkpoint until its publication."""
         return partial_name(self.final)
 
     def begin(self, trainer: PolicyTrainer) -> None:
-        """Copy this rank's share to host memory and give it to the writing thread."""
+        """Copy this rank's part to host memory and pass it to the thread. Collective."""
         try:
             with fail_together(self.partial):
-                # Before ``save``, which would make Megatron's queue if there were none, and which
-                # reads what rests in host memory.
+                # Both before ``save``: it would create Megatron's own queue, and it reads offloaded
+                # state, which may still be in transfer.
                 keep_results_in_this_process()
                 trainer.offloaded.wait()
                 state = trainer_state(trainer, is_loading=False)
@@ -179,34 +200,36 @@ class _PendingSave:
                 )
                 self.collect_results = request.finalize_fns
 
-                # None: replicas elsewhere write all that this rank holds.
+                # None if other ranks write copies of everything that this rank holds.
                 if request.async_fn is not None:
-                    # Megatron would run this function in a process that it forks. In a thread it
-                    # shares our CUDA context, and tensors need no other place than memory of this
-                    # process.
+                    # Megatron would run this function in a forked process. A thread shares our CUDA
+                    # context and needs no shared memory for the tensors.
                     rank, files, self.results = request.async_fn_args
                     host_files = [_copy_to_host(file) for file in files]
                     self.written = WRITER.submit(
                         _write_and_hash, request.async_fn, rank, host_files, self.results
                     )
         except CheckpointError:
-            # Another rank may have failed after this one had begun to write.
+            # Another rank may have failed after this rank has started to write.
             self._discard_results()
             raise
 
     def is_written(self) -> bool:
-        """Return whether this rank's thread is done."""
+        """Return True if the thread of this rank has finished."""
         return self.written is None or self.written.done()
 
     def complete(self, keep: int) -> None:
-        """Wait for every rank's files and publish the checkpoint."""
+        """Wait for the files of all ranks and publish the checkpoint. Collective.
+
+        ``keep`` is the number of checkpoints to keep.
+        """
         own: dict[str, FileChecksum] = {}
         try:
             with fail_together(self.partial):
                 if self.written is not None:
                     own = self.written.result()
-                # Only now, on the main thread: they are collective, and two threads that talk over
-                # one process group may meet in another order on every rank.
+                # These are collective, so they run in the main thread: collectives of two threads
+                # over one process group may run in a different order on each rank.
                 for collect in self.collect_results:
                     collect()
         except CheckpointError:
@@ -216,17 +239,18 @@ class _PendingSave:
         of_ranks: list[dict[str, FileChecksum]] = [{}] * dist.get_world_size()
         dist.all_gather_object(of_ranks, own)
 
-        # Every rank's files and the metadata exist now. What makes the directory complete comes
-        # last.
+        # All tensor files and the metadata exist. The files that make the directory complete are
+        # written last.
         with fail_together(self.partial):
             if dist.get_rank() == 0:
                 self.seal(ChainMap(*of_ranks))
                 publish(self.final, keep)
 
     def seal(self, known: Mapping[str, FileChecksum]) -> None:
-        """Write what makes the directory complete.
+        """Write the files that make the directory complete. Not collective.
 
-        ``known``: checksums by name of the files that ranks have written. Not collective.
+        Args:
+            known: checksums of the files that ranks have written, by file name.
         """
         directory = self.partial
         model_config = self.model_config.model_dump_json(indent=1)
@@ -237,18 +261,15 @@ class _PendingSave:
         if self.adapters is not None:
             (directory / ADAPTER_FILE).write_text(json.dumps(self.adapters, indent=1))
 
-        # The training state says that a checkpoint is complete, so it is written last, after the
-        # checksums, which have its own already.
+        # The training state marks a complete checkpoint, so it is written last. Its own checksum is
+        # computed from memory.
         training_state = json.dumps(self.training_state).encode()
         write_checksums(directory, {**known, TRAINING_STATE_FILE: checksum_of(training_state)})
         (directory / TRAINING_STATE_FILE).write_bytes(training_state)
 
     def _discard_results(self) -> None:
-        """Wait for what this rank is still writing and empty the queue of its results.
-
-        The results of all saves come through one queue: the next save would take these for its
-        own.
-        """
+        """Wait until this rank's thread has finished, and drop its results."""
+        # All saves use the same queue. The next save would read these results as its own.
         if self.written is not None:
             wait([self.written])
         if self.results is None:
@@ -259,24 +280,25 @@ class _PendingSave:
 
 
 _File = tuple[Any, Any, tuple[Any, list[Any]]]
-"""A file as Megatron describes it: (path, storage key, (objects, [(item, tensor), ...]))."""
+"""Megatron's description of a file: (path, storage key, (objects, [(item, tensor), ...]))."""
 
 
 def _write_and_hash(
     write: Callable[..., None], rank: int, files: list[_File], results: Any
 ) -> dict[str, FileChecksum]:
-    """Let Megatron write ``files`` and compute their checksums, by name.
+    """Write ``files`` and return their checksums by file name.
 
-    They are read from the page cache, where they have just been put. A file that could not be
-    written is left out: its error is among ``results``.
+    A file that could not be written is missing in the result. Its error is in ``results``.
     """
+    # Hash right after writing, while the files are in the page cache.
     write(rank, files, results)
     return checksum_files([Path(path) for path, _, _ in files])
 
 
 def _copy_to_host(file: _File) -> _File:
-    """Copy the tensors of a file to memory that training does not change."""
-    # On a GPU's machine what already lies on the host is a copy that Megatron made for this save.
+    """Return the file with its tensors in host memory that training does not change."""
+    # On a machine with a GPU, tensors on the host are copies that Megatron made for this save. On
+    # a CPU they are the trainer's own.
     always_copy = not torch.cuda.is_available()
     path, key, (objects, tensors) = file
     host_tensors = [(item, tensor.to("cpu", copy=always_copy)) for item, tensor in tensors]
@@ -285,11 +307,12 @@ def _copy_to_host(file: _File) -> _File:
 
 @contextmanager
 def fail_together(partial: Path) -> Iterator[None]:
-    """Raise CheckpointError on every rank when the block failed on any. Collective.
+    """Raise CheckpointError on every rank if the block fails on any rank. Collective.
 
-    Otherwise the other ranks would wait for the failed one in their next collective call. What was
-    written to ``partial`` is deleted.
+    ``partial`` is deleted in this case.
     """
+    # Otherwise the other ranks would wait for the failed rank in their next collective call.
+    # Catch everything here and decide together: every rank must reach the collective call below.
     error: BaseException | None = None
     try:
         yield
@@ -309,7 +332,7 @@ def fail_together(partial: Path) -> Iterator[None]:
     free_mib = shutil.disk_usage(volume).free >> 20
     space = f"{free_mib} MiB are free there"
     if free_mib < FULL_DISK_MIB:
-        # What Megatron passes on of a thread's error may be its class alone.
+        # Megatron may report only the class of a thread's error, which hides that the disk is full.
         space = f"its disk is full, {space}"
     raise CheckpointError(
         f"checkpoint {final_name(partial)} could not be written ({failures[0]}); "
