@@ -1,1 +1,1 @@
-"""Predictions of memory and time from the configuration alone."""
+"""Predictions of memory and time of a training step from the configuration."""

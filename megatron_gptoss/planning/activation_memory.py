@@ -1,5 +1,4 @@
-"""Memory that computing takes: activations kept for the backward pass, and what a layer or the
-output layer needs while it computes."""
+"""Prediction of activation memory and of the temporary tensors of a layer or the output layer."""
 
 import math
 from statistics import NormalDist
@@ -9,26 +8,31 @@ from megatron_gptoss.config import AdapterConfig, ModelConfig, ParallelConfig
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.planning.parameter_counts import vocabulary_parameters
 
+# Chosen from measurements on four H200 with 8 of 32 experts per rank, for which it predicts 10%.
+# Peaks exceeded those of even loads by 2% to 9% with 4, 8 and 24 layers, and by 20% with a single
+# sequence of 32,768 tokens.
 EXPERT_SPREAD = 0.27
-"""Standard deviation, relative to the mean, of what one expert gets of the tokens of all layers, where
-nothing balances the router. With it the fullest of four ranks that have 8 of 32 experts each keeps 10 %
-more than the mean. By how far peaks on four H200 were above what even loads would have taken, it was 2
-to 9 %, with 4, 8 and 24 layers, and 20 % where a micro-batch was one sequence of 32,768 tokens."""
+"""Relative standard deviation of the tokens per expert, summed over all layers.
+
+It is for a router without load balancing.
+"""
 
 
 def expert_load(model: ModelConfig, parallel: ParallelConfig) -> float:
-    """Return the tokens that the fullest rank gets for its experts in all layers, relative to the mean.
+    """Return the expert tokens of the fullest rank, summed over layers, relative to the mean.
 
-    The more experts a rank has, the more evenly it is used, because some have many tokens where others
-    have few. The mean of n experts spreads by 1 / sqrt(n) of what one does, and of r ranks one is the
-    fullest: 2 % with 64 of the 120B's 128 experts on each of two, 10 % with 8 of 32 on each of four,
-    19 % with 4 of 32 on each of eight.
+    Args:
+        model: architecture.
+        parallel: layout.
     """
+    # The mean of n experts varies by 1 / sqrt(n) of a single expert, so more experts per rank
+    # balance better. Results: 1.02 for 64 of 128 experts on each of two ranks, 1.10 for 8 of 32 on
+    # each of four, 1.19 for 4 of 32 on each of eight.
     ranks = parallel.expert
     if ranks == 1 or not model.num_experts:
         return 1.0
 
-    # The expected maximum of as many standard normal numbers (Blom's approximation).
+    # Expected maximum of `ranks` standard normal numbers (Blom's approximation).
     fullest = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
     experts_of_rank = model.num_experts / ranks
     return 1 + EXPERT_SPREAD * fullest / math.sqrt(experts_of_rank)
@@ -39,33 +43,38 @@ def activation_bytes(
     parallel: ParallelConfig,
     adapter: AdapterConfig | None = None,
 ) -> float:
-    """Return the bytes per token and layer that the forward pass keeps.
+    """Return the bytes per token and layer that the forward pass keeps for the backward pass.
 
-    Tokens are counted as they are spread over context- and tensor-parallel ranks.
+    Tokens are those of one rank, after context and tensor parallelism split them.
+
+    Args:
+        model: architecture.
+        parallel: layout and recomputation.
+        adapter: trained adapters; None if all parameters are trained.
     """
     hidden = model.hidden_size
     inner = model.intermediate_size
     queries = model.query_size
     keys = model.key_size
 
-    # The residual twice and the normed input; rotated queries and keys, the output and its
-    # statistics.
+    # The residual twice, the normalized input, rotated queries and keys, the output, and the
+    # log-sum-exp in fp32 (hence the 2: the sum counts values of 2 bytes).
     statistics = 2 * model.num_attention_heads
     attention: float = 3 * hidden + queries + keys + queries + statistics
 
-    # Values: a copy in layers with a window; in the others a part of the whole projection, as
-    # FlashAttention keeps it.
+    # Values: window layers keep a copy. FlashAttention keeps a view, and with it the whole QKV
+    # projection.
     windowed = model.windowed_share
     attention += windowed * keys + (1 - windowed) * (queries + 2 * keys)
 
-    # An adapted projection leaves the norm before it a module of its own, which is recomputed.
-    # Transformer Engine's projection includes it, and keeps what it gave.
+    # With an adapted projection the norm is a separate module, which can be recomputed. Transformer
+    # Engine's fused projection contains the norm and keeps its output.
     if "layernorm" in parallel.recompute and has_separate_norm(adapter):
         attention -= hidden
     if "moe" in parallel.recompute:
         return 2 * attention
 
-    # The input of an expert is a copy, in the experts' order; that of one MLP is the normed input.
+    # The input of experts is a copy, sorted by expert. A dense MLP uses the normalized input.
     mlp_input = hidden if model.num_experts else 0
     routed = mlp_input + 2 * inner
     if "moe_act" not in parallel.recompute:
@@ -77,12 +86,17 @@ def activation_bytes(
 
 
 def has_separate_norm(adapter: AdapterConfig | None) -> bool:
-    """Return whether the norm before attention is not a part of the projection behind it."""
+    """Return True if the norm before attention is not fused with the projection after it."""
     return adapter is not None and bool({"q", "k", "v"} & set(adapter.targets))
 
 
 def activation_memory(inputs: MemoryInputs, stage: int) -> float:
-    """Return what is kept for the backward pass, of all micro-batches in flight."""
+    """Return the bytes of activations of all micro-batches in flight.
+
+    Args:
+        inputs: models, layout and batch.
+        stage: index of the pipeline stage.
+    """
     model = inputs.model
     parallel = inputs.parallel
 
@@ -99,27 +113,32 @@ def activation_memory(inputs: MemoryInputs, stage: int) -> float:
 
 
 def _micro_batches_in_flight(inputs: MemoryInputs, stage: int) -> float:
-    """Return of how many micro-batches a stage holds the activations of all its layers."""
+    """Return the number of micro-batches whose activations a stage holds, for all its layers."""
     parallel = inputs.parallel
     in_flight: float = parallel.pipeline - stage
     chunks = parallel.virtual_pipeline
     if chunks > 1:
-        # As Megatron's interleaved schedule warms up, and one more.
+        # Warm-up of Megatron's interleaved schedule, plus the current micro-batch.
         in_flight = (2 * (in_flight - 1) + (chunks - 1) * parallel.pipeline + 1) / chunks
     return min(in_flight, inputs.micro_batches)
 
 
 def working_memory(inputs: MemoryInputs, stage: int) -> float:
-    """Return what the log-probs or one layer's backward pass need for themselves."""
+    """Return the bytes of temporary tensors of the log-probs or of one layer's backward pass.
+
+    Args:
+        inputs: models, layout and batch.
+        stage: index of the pipeline stage.
+    """
     model = inputs.model
     parallel = inputs.parallel
     local_tokens = _local_tokens(inputs)
 
     routed = model.hidden_size + 4 * model.intermediate_size
     if "moe" in parallel.recompute:
-        # What other settings keep of every layer is there while this one's backward pass reads it:
-        # the experts' input and both projections. Their activation, counted above, is gone by then,
-        # unless it was discarded and made once more.
+        # The recomputed tensors of this layer exist during its backward pass: the experts' input
+        # and both projections. Their activation, counted above, is freed by then, unless moe_act
+        # discards and recomputes it.
         routed += model.hidden_size + 2 * model.intermediate_size
         if "moe_act" not in parallel.recompute:
             routed -= model.intermediate_size
@@ -127,9 +146,9 @@ def working_memory(inputs: MemoryInputs, stage: int) -> float:
     if stage < parallel.pipeline - 1:
         return max(0, layer)
 
-    # A block's fp32 logits, its bf16 gradient and that of the block before; or the bf16 gradient
-    # of the weight that Megatron's hooks are shown. Beside them the residual, and hidden states and
-    # their gradients, which every tensor-parallel rank has of all tokens.
+    # fp32 logits of a block with the bf16 gradients of this and the previous block, or the bf16
+    # gradient of the weight, which Megatron's hooks receive. In addition the residual, and hidden
+    # states with their gradients, of which each tensor-parallel rank has all tokens.
     block = min(CHUNK_TOKENS, inputs.tokens / parallel.context) * CHUNK_COLUMNS
     weight_gradient = _output_weight_gradient(inputs)
     states = 2 * local_tokens + 4 * local_tokens * parallel.tensor
@@ -138,8 +157,10 @@ def working_memory(inputs: MemoryInputs, stage: int) -> float:
 
 
 def _output_weight_gradient(inputs: MemoryInputs) -> float:
-    """Return the bf16 gradient of the output layer's weight; none if it is frozen, and with an
-    adapter of its own also the merged weight."""
+    """Return the bytes of the bf16 gradient of the output layer's weight; 0 if it is frozen.
+
+    If the output layer has an adapter, the merged weight is included.
+    """
     vocabulary = vocabulary_parameters(inputs.model, inputs.parallel)
     if inputs.adapter is None:
         return 2 * vocabulary
@@ -147,15 +168,20 @@ def _output_weight_gradient(inputs: MemoryInputs) -> float:
 
 
 def scoring_memory(inputs: MemoryInputs, stage: int) -> float:
-    """Return what a forward pass without a backward pass needs, for one micro-batch."""
+    """Return the bytes of a forward pass without a backward pass, for one micro-batch.
+
+    Args:
+        inputs: models, layout and batch.
+        stage: index of the pipeline stage.
+    """
     model = inputs.model
     parallel = inputs.parallel
     hidden = model.hidden_size
     local_tokens = _local_tokens(inputs)
 
-    # One layer at a time: the residual, its norm, attention's inputs and output; the experts' input
-    # in their order, both projections, the activation and their output. What is sent to other ranks
-    # and what comes from them exist beside these.
+    # One layer at a time. Attention: the residual, its norm, inputs and output. Experts: the sorted
+    # input, both projections, the activation and the output. Expert parallelism adds send and
+    # receive buffers.
     attention = 4 * hidden + 2 * (model.query_size + 2 * model.key_size)
     routed = 3 * hidden + 3 * model.intermediate_size
     if parallel.expert > 1:
@@ -168,17 +194,17 @@ def scoring_memory(inputs: MemoryInputs, stage: int) -> float:
     if stage < parallel.pipeline - 1:
         return layer
 
-    # A block's fp32 logits, and what the softmax makes of them.
+    # fp32 logits of a block and a temporary of the softmax.
     block = min(CHUNK_TOKENS, inputs.tokens / parallel.context) * CHUNK_COLUMNS
     return max(layer, 8 * block + 2 * local_tokens * hidden)
 
 
 def attention_blocks(inputs: MemoryInputs) -> float:
-    """Return what torch's allocator keeps of a layer's attention while the layer's experts compute,
-    in a forward pass without a backward pass.
+    """Return the bytes of attention's blocks that torch keeps while the layer's experts compute.
 
-    Queries, keys and values as they were projected and once more as they were rotated, and the
-    output. They are gone by then, but no tensor of the experts fits into one of their blocks.
+    For a forward pass without a backward pass. The blocks are those of projected and rotated
+    queries, keys and values, and of the output. The tensors are freed by then, but no tensor of the
+    experts fits into one of the blocks.
     """
     model = inputs.model
     per_token = 2 * (model.query_size + 2 * model.key_size) + model.query_size
@@ -186,4 +212,5 @@ def attention_blocks(inputs: MemoryInputs) -> float:
 
 
 def _local_tokens(inputs: MemoryInputs) -> float:
+    """Return the tokens of a micro-batch on one rank."""
     return inputs.tokens / (inputs.parallel.context * inputs.parallel.tensor)

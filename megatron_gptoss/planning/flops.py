@@ -1,57 +1,62 @@
-"""How much arithmetic a training step is, and how much a GPU can do.
-
-Behind every TFLOP/s and MFU reported.
-"""
+"""Floating-point operations of a training step, for all reported TFLOP/s and MFU."""
 
 from collections.abc import Iterable, Sequence
 
 from megatron_gptoss.config import ModelConfig
 
 MATMUL_CEILING = 780e12
-"""FLOP/s of a large bf16 matrix product on an H200, as ``matmul_ceiling`` measures it: what a
-predicted MFU is a share of."""
+"""FLOP/s of a large bf16 matrix product on an H200, measured by ``matmul_ceiling``.
+
+Predicted MFU is relative to it.
+"""
 
 
 def attended_pairs(length: int, window: int | None = None) -> int:
-    """Count the (query, key) pairs of one causal sequence.
+    """Return the number of (query, key) pairs of a causal sequence.
 
-    With a window each query sees so many keys, itself included.
+    Args:
+        length: tokens of the sequence.
+        window: number of keys that a query sees, including its own; None for all earlier keys.
     """
+    # The first `full` queries see 1, 2, ..., full keys. Every later query sees `full` keys.
     full = min(length, window or length)
     return full * (full + 1) // 2 + (length - full) * full
 
 
 def forward_flops(model: ModelConfig, lengths: Iterable[int]) -> int:
-    """Count the floating-point operations of a forward pass over packed sequences.
+    """Return the floating-point operations of a forward pass over packed sequences.
 
-    2 per multiply-add of every matrix product. Counted: attention projections, query-key and
-    probability-value products of the pairs that causality and window leave, router, the chosen
-    experts or the one MLP, output layer. Not counted: norms, softmax, activations, embedding look-up, and
-    anything that is recomputed. For training see ``training_flops``.
+    A multiply-add counts as 2.
+
+    - Counted: attention projections, query-key and probability-value products of visible pairs,
+      router, selected experts or dense MLP, output layer.
+    - Not counted: norms, softmax, activations, embedding lookup, recomputation.
+
+    Args:
+        model: architecture.
+        lengths: tokens of each sequence.
     """
     lengths = list(lengths)
     return _weight_flops(model, lengths) + _attention_flops(model, lengths)
 
 
 def training_flops(model: ModelConfig, lengths: Iterable[int], *, frozen_base: bool = False) -> int:
-    """Count those of a forward and a backward pass, as ``forward_flops`` does.
-
-    The backward pass has two products for each of the forward pass. With a weight that is frozen
-    it has one, the gradient of the input; what the weight's adapter adds, about its rank over the
-    weight's size, is not counted.
+    """Return the floating-point operations of a forward and a backward pass.
 
     Args:
-        model: the architecture.
-        lengths: of the sequences.
-        frozen_base: only adapters are trained.
+        model: architecture.
+        lengths: tokens of each sequence.
+        frozen_base: whether only adapters are trained.
     """
+    # For each product the backward pass has two, the gradients of both factors. A frozen weight has
+    # one, the gradient of the input. Products of adapters are small and not counted.
     lengths = list(lengths)
     weight_passes = 2 if frozen_base else 3
     return weight_passes * _weight_flops(model, lengths) + 3 * _attention_flops(model, lengths)
 
 
 def _weight_flops(model: ModelConfig, lengths: Sequence[int]) -> int:
-    """Count products with weights in a forward pass."""
+    """Return the operations of products with weights in a forward pass."""
     projections = model.hidden_size * (2 * model.query_size + 2 * model.key_size)
     router = model.hidden_size * model.num_experts
     mlps = model.mlps_per_token * 3 * model.hidden_size * model.intermediate_size
@@ -61,7 +66,7 @@ def _weight_flops(model: ModelConfig, lengths: Sequence[int]) -> int:
 
 
 def _attention_flops(model: ModelConfig, lengths: Sequence[int]) -> int:
-    """Count products of queries, keys, probabilities and values in a forward pass."""
+    """Return the operations of query-key and probability-value products in a forward pass."""
     pairs = 0
     for layer_type in model.layer_types:
         window = model.sliding_window if layer_type == "sliding_attention" else None

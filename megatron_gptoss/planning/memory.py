@@ -1,8 +1,8 @@
-"""Memory of one GPU over a step of bf16 training, predicted from the configuration alone.
+"""Prediction of the memory of one GPU in each phase of a training step, from the configuration.
 
-It is for ``gptoss plan``, for layouts that nobody has run yet, and for the ``memory/*`` metrics of
-a run, which show it beside what was measured. docs/performance.md compares it with measurements and
-says which constants were measured where.
+``gptoss plan`` uses it for layouts before they run. The ``memory/*`` metrics of a run show it next
+to the measured memory. docs/performance.md compares predictions with measurements and describes
+where the constants come from.
 """
 
 import math
@@ -30,126 +30,148 @@ from megatron_gptoss.planning.state_memory import (
 )
 from megatron_gptoss.planning.sync_memory import arriving_bytes, sent_tensor_bytes
 
+# Measured on one H200.
 CONTEXT_BYTES = 2.7e9
-"""What a process holds of its GPU outside of torch's allocator: CUDA's context, libraries and their
-workspaces, kernels, from the first optimizer step on, on one H200."""
+"""GPU memory of a process outside of torch's allocator, from the first optimizer step on.
+
+It includes the CUDA context, libraries with their workspaces, and kernels.
+"""
 
 OPTIMIZER_CONTEXT_BYTES = 0.9e9
-"""Part of CONTEXT_BYTES that comes with the first optimizer step."""
+"""Part of CONTEXT_BYTES that the first optimizer step adds."""
 
 FIRST_CONTEXT_BYTES = 1.3e9
-"""The same before the first forward pass."""
+"""GPU memory of a process outside of torch's allocator before the first forward pass."""
 
+# Estimated from differences. The memory outside of torch grows by 2.3 GB from one to two ranks and
+# by 3.0 GB from one to four ranks (20B model on H200, with one-GPU servers).
 COMMUNICATION_BYTES = 2.6e9
-"""NCCL's buffers where there is more than one rank: Megatron has a communicator for each of its groups,
-and each takes some when it is first used.
+"""Buffers of NCCL with more than one rank.
 
-By difference, not measured by itself: what is on a GPU besides torch's memory is 2.3 GB more with two
-ranks than with one, and 3.0 more with four, each beside a server of one GPU (the 20B on H200s)."""
+Megatron has a communicator per group. Each allocates its buffers at its first use.
+"""
 
+# Measured in the first weight sync of two and four ranks. At the start it is 0.3 GB, but
+# fragmentation of up to 0.9 GB makes up for the difference.
 FIRST_COMMUNICATION_BYTES = 0.9e9
-"""The same before the first forward pass, in the first weight sync of two and of four ranks; 0.3 at the
-start, where gaps of up to 0.9 GB come in its place."""
+"""Buffers of NCCL before the first forward pass."""
 
 PHASES_BEFORE_A_FORWARD_PASS = ("start", "first_sync")
+"""Phases before the first forward pass of a run."""
 PHASES_BEFORE_AN_OPTIMIZER_STEP = (*PHASES_BEFORE_A_FORWARD_PASS, "first_scoring")
-"""Phases of a fresh run's first step, in which the optimizer has no state. A resumed run has state
-from its start on. Its servers sleep until their first weight sync."""
+"""Phases of a new run in which the optimizer has no state.
 
+A resumed run has state from the start, and its servers sleep until the first weight sync.
+"""
+
+# Measured: 2.5, 2.9 and 4.2 GB on one H200 with 82, 67 and 47 GB of tensors and 16,384 tokens. The
+# 4.2 GB occurred in scoring when layers still kept a small tensor after their forward pass.
 GAP_BYTES = 3.2e9
-"""What torch's allocator holds beyond the most that is allocated, in phases that allocate and free
-blocks of many sizes. 2.5, 2.9 and 4.2 GB on one H200 beside 82, 67 and 47 GB of tensors, with
-16,384 tokens; none while weights and gradients were made.
+"""Fragmentation: memory that torch's allocator holds beyond the peak of allocated tensors.
 
-The 4.2 GB, in scoring, are older than layers that keep no tensor of the tokens after their forward
-pass: every layer had a small one in a block of the update before, which torch could not give back.
-Scoring in full training on one GPU was not measured again, so that it has the whole allowance; for
-other runs see ``_scoring_gap_bytes``."""
+It occurs in phases that allocate and free blocks of many sizes. For scoring see
+``_scoring_gap_bytes``.
+"""
 
+# Fitted: 0.60 to 0.71 in the first scoring of runs on two and four H200 with 4, 24 and 36 layers.
 SCORING_GAP_SHARE = 0.65
-"""Of what a layer's forward pass needs, what one with more rows for its experts than all layers before
-it leaves of their blocks. 0.60 to 0.71 in the first scoring of four runs on two and four H200, with 4,
-24 and 36 layers, if the rows of layers come in random order (``_scoring_gap_bytes``)."""
+"""Fragmentation that a layer adds in scoring, relative to the memory of its forward pass.
+
+A layer adds it if its experts get more rows than those of all earlier layers.
+"""
 
 PHASES_WITH_GAPS = ("first_scoring", "scoring", "update", "optimizer", "checkpoint")
-"""Phases that have gaps. A sync's buffers are few and large; their sizes are counted."""
+"""Phases with fragmentation. A weight sync has few large buffers, whose sizes are known."""
 
+# Pinned memory is allocated in powers of 2. For the 20B model on two GPUs this adds 1% to expert
+# matrices and nearly 100% to embedding and output layer.
 HOST_ROUNDING = 1.06
-"""Pinned host memory, relative to the tensors in it: torch takes powers of two. Counted for the 20B
-on two GPUs: 1 % for the experts' matrices, nearly twice for embedding and output layer."""
+"""Pinned host memory relative to the size of the tensors in it."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a pipeline stage's tensors in the update, of all models together."""
+    """Bytes of the tensors of one pipeline stage in the update, summed over all models."""
 
     weights: float
+    """Weights."""
     gradients: float
+    """Gradients."""
     optimizer: float
-    """State that stays on the GPU between steps."""
+    """Optimizer state that stays on the GPU between steps."""
     activations: float
-    """Kept from the forward for the backward pass, of all micro-batches in flight."""
+    """Activations kept for the backward pass, of all micro-batches in flight."""
     working: float
-    """The larger of the log-probs' blocks and what one layer's backward pass needs besides."""
+    """Temporary tensors: the maximum of log-prob blocks and the backward pass of one layer."""
     fetched: float
-    """Offloaded optimizer state that is on the GPU at a time in the optimizer's step and does not
-    fit where activations and working memory were."""
+    """Offloaded optimizer state that is on the GPU at one time in the optimizer step.
+
+    Only the part that exceeds the space of activations and temporary tensors.
+    """
 
     @property
     def resting(self) -> float:
-        """What stays on the GPU between steps."""
+        """Bytes that stay on the GPU between steps."""
         return sum((self.weights, self.gradients, self.optimizer))
 
     @property
     def total(self) -> float:
+        """Sum of all parts."""
         return sum(astuple(self))
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Bytes of the whole GPU at the peak of one phase of a step."""
+    """Bytes on the whole GPU at the peak of one phase of a step."""
 
     name: str
-    """As in the names of the ``memory/*`` metrics."""
+    """Name of the phase, as in the ``memory/*`` metrics."""
     trainer: float
-    """Tensors of the trainer's process, as ``torch.cuda.max_memory_allocated`` counts them."""
+    """Tensors of the trainer process, as counted by ``torch.cuda.max_memory_allocated``."""
     engine: float
-    """Everything of the servers that share the GPU, and the buffers of a weight sync."""
+    """All memory of servers that share the GPU, including buffers of a weight sync."""
     around: float
-    """Contexts, communicators and what torch's allocator holds besides these tensors: its gaps, and
-    what an earlier phase took and the trainer has not given back."""
+    """Contexts, communicators, fragmentation, and memory that torch keeps from earlier phases."""
 
     @property
     def total(self) -> float:
+        """Sum of all parts."""
         return self.trainer + self.engine + self.around
 
 
 @dataclass(frozen=True)
 class Account:
-    """What a GPU of one pipeline stage holds, phase by phase in the order of a run."""
+    """Memory estimate of a GPU of one pipeline stage in each phase."""
 
     memory: Memory
-    """The parts of the update."""
+    """Parts of the update."""
     phases: Sequence[Phase]
+    """Phases in the order of a run."""
     host: float
     """Bytes of host memory for the offloaded optimizer state of one GPU."""
 
     @property
     def peak(self) -> Phase:
-        """The phase that needs most."""
+        """Phase with the most memory."""
         most = max(phase.total for phase in self.phases)
         fullest = (phase for phase in self.phases if math.isclose(phase.total, most))
 
-        # Several hold as much where torch keeps what the first of them took.
+        # Phases can have equal totals, because torch keeps the memory of an earlier phase. Report
+        # the phase that needs the memory itself.
         return max(fullest, key=lambda phase: phase.trainer)
 
     def phase(self, name: str) -> Phase:
-        """Return the phase of this name."""
+        """Return the phase with this name."""
         return next(phase for phase in self.phases if phase.name == name)
 
 
 def predict(inputs: MemoryInputs, stage: int = 0) -> Memory:
-    """Predict what the GPUs of one pipeline stage hold in the update."""
+    """Predict the tensors on the GPUs of a pipeline stage in the update.
+
+    Args:
+        inputs: models, layout and batch.
+        stage: index of the pipeline stage.
+    """
     activations = activation_memory(inputs, stage)
     working = working_memory(inputs, stage)
 
@@ -163,8 +185,8 @@ def predict(inputs: MemoryInputs, stage: int = 0) -> Memory:
             trained, inputs.parallel
         )
 
-        # A part of the state takes the place of the activations, which are gone by then. Models
-        # step one after the other, so only the largest part counts.
+        # Fetched state reuses the space of activations, which are freed by then. The optimizers of
+        # several models step one after another, so only the largest part counts.
         fetched = max(fetched, fetched_state(inputs, trained) - activations - working)
 
     return Memory(
@@ -178,9 +200,12 @@ def predict(inputs: MemoryInputs, stage: int = 0) -> Memory:
 
 
 def account(inputs: MemoryInputs, gigabytes: float, stage: int = 0) -> Account:
-    """Predict every phase of a run on GPUs of ``gigabytes`` (1e9 bytes) for one pipeline stage.
+    """Predict the memory of every phase for one pipeline stage.
 
-    Servers that share the GPU have their share of ``gigabytes``.
+    Args:
+        inputs: models, layout, batch and servers.
+        gigabytes: memory of the GPU in units of 1e9 bytes. Servers on the GPU get a fraction of it.
+        stage: index of the pipeline stage.
     """
     memory = predict(inputs, stage)
     fetched = max(fetched_state(inputs, trained) for trained in trained_models(inputs, stage))
@@ -188,8 +213,8 @@ def account(inputs: MemoryInputs, gigabytes: float, stage: int = 0) -> Account:
     awake = engine.awake_fraction * gigabytes * 1e9
     asleep = engine.asleep_bytes
 
-    # Nothing has been merged, rounded or dequantized yet at the start, and the memory for it has been
-    # given back before a sync; in the optimizer's step it is still there.
+    # The memory for merged, rounded or dequantized weights does not exist at the start, and it is
+    # released before a weight sync. It still exists in the optimizer step.
     own_weights = memory.weights - shared_weight_bytes(inputs)
     start = own_weights + memory.gradients + _copied_weights(inputs, stage)
     stepping = memory.resting + fetched + dequantized_bytes(inputs)
@@ -203,11 +228,10 @@ def account(inputs: MemoryInputs, gigabytes: float, stage: int = 0) -> Account:
         if engine.copies_buckets:
             received += sent
         needs += [
-            # Servers have just started, with all that they allocate then.
+            # The servers have just started, with everything that they allocate at startup.
             _Need("first_sync", syncing, awake - engine.working_bytes + received),
             _Need("first_scoring", scoring - memory.optimizer, asleep),
-            # Servers that were asleep wake with their weights, and with caches and graphs only after
-            # the sync.
+            # Sleeping servers wake up with their weights. Caches and graphs follow after the sync.
             _Need("sync", syncing + memory.optimizer, asleep + engine.weight_bytes + received),
             _Need("rollout", memory.resting, awake),
         ]
@@ -230,28 +254,49 @@ def account(inputs: MemoryInputs, gigabytes: float, stage: int = 0) -> Account:
 
 
 def worst_account(inputs: MemoryInputs, gigabytes: float) -> Account:
-    """Predict every phase for the pipeline stage that needs most."""
+    """Predict the memory of every phase for the pipeline stage with the highest peak.
+
+    Args:
+        inputs: models, layout, batch and servers.
+        gigabytes: memory of the GPU in units of 1e9 bytes.
+    """
     stages = range(inputs.parallel.pipeline)
     accounts = [account(inputs, gigabytes, stage) for stage in stages]
     return max(accounts, key=lambda account: account.peak.total)
 
 
 def fits(inputs: MemoryInputs, gigabytes: float) -> bool:
-    """Return whether every phase fits a GPU of ``gigabytes`` (1e9 bytes)."""
+    """Return True if every phase fits on a GPU.
+
+    Args:
+        inputs: models, layout, batch and servers.
+        gigabytes: memory of the GPU in units of 1e9 bytes.
+    """
     return worst_account(inputs, gigabytes).peak.total <= gigabytes * 1e9
 
 
 @dataclass(frozen=True)
 class _Need:
-    """What a phase needs by itself, in bytes; the fields are those of a Phase."""
+    """Memory of a phase without memory kept from earlier phases. See ``Phase`` for the fields."""
 
     phase: str
+    """Name of the phase."""
     trainer: float
+    """Bytes of the trainer's tensors."""
     engine: float
+    """Bytes of the servers."""
 
 
 def _phases(inputs: MemoryInputs, needs: Sequence[_Need], stage: int) -> list[Phase]:
-    """Add to what phases need, in their order, what lies around their tensors."""
+    """Return the phases with the memory outside of tensors added.
+
+    Args:
+        inputs: models, layout and batch.
+        needs: memory of each phase, in the order of a run.
+        stage: index of the pipeline stage.
+    """
+    # torch's allocator keeps its peak until the cache is emptied, so a phase may hold the memory of
+    # an earlier one.
     with_cache = _phases_that_begin_with_a_cache(inputs)
     reserved = 0.0
     phases = []
@@ -266,7 +311,7 @@ def _phases(inputs: MemoryInputs, needs: Sequence[_Need], stage: int) -> list[Ph
 
 
 def _process_bytes(inputs: MemoryInputs, phase: str) -> float:
-    """Return what the process holds outside of torch's allocator in a phase."""
+    """Return the bytes that the process holds outside of torch's allocator in a phase."""
     context = CONTEXT_BYTES
     communication = COMMUNICATION_BYTES
     if phase in PHASES_BEFORE_A_FORWARD_PASS:
@@ -281,47 +326,45 @@ def _process_bytes(inputs: MemoryInputs, phase: str) -> float:
 
 
 def _gap_bytes(inputs: MemoryInputs, phase: str, stage: int) -> float:
-    """Return what torch's allocator holds beyond the most that is allocated in a phase."""
+    """Return the bytes that torch's allocator holds beyond the peak of a phase."""
     if phase not in PHASES_WITH_GAPS:
         return 0.0
     if phase in ("first_scoring", "scoring"):
         return _scoring_gap_bytes(inputs, stage)
     if phase == "update":
-        # Ranks that share experts out get other numbers of rows in every layer, and blocks that were
-        # freed fit less well. It grows with how unevenly that is: beyond the allowance there were 1.7
-        # GB with experts on two GPUs, 5.2 and 5.6 on four, where this says 1.8, 4.6 and 3.2.
+        # With expert parallelism, each layer gets a different number of rows, so freed blocks fit
+        # less well. The effect grows with the imbalance. Measured beyond GAP_BYTES: 1.7 GB with
+        # experts on two GPUs, 5.2 and 5.6 GB on four. Predicted: 1.8, 4.6 and 3.2 GB.
         excess = expert_load(inputs.model, inputs.parallel) - 1
         return GAP_BYTES + excess * activation_memory(inputs, stage)
     return GAP_BYTES
 
 
 def _scoring_gap_bytes(inputs: MemoryInputs, stage: int) -> float:
-    """Return what torch's allocator holds in scoring beyond the most that is allocated.
-
-    Scoring computes one layer after the other, from an empty cache: what one layer leaves is what
-    the next one takes, if its tensors fit there.
-    """
-    # A rank gets other numbers of rows for its experts in every layer. One with more than all before
-    # it takes new blocks, and theirs stay: of n layers in random order 1/2 + 1/3 + ... + 1/n do.
+    """Return the bytes that torch's allocator holds beyond the peak in scoring."""
+    # Scoring computes one layer after another, from an empty cache. A layer reuses the blocks of
+    # earlier layers if its tensors fit into them.
+    #
+    # With expert parallelism, each layer gets a different number of rows. A layer with more rows
+    # than all earlier layers needs new blocks, and the old blocks stay. In random order, the
+    # expected number of such layers among n is 1/2 + 1/3 + ... + 1/n.
     if inputs.parallel.expert > 1:
         layers = inputs.parallel.layers_of_stage(stage, inputs.model)
         larger_layers = sum(1 / number for number in range(2, layers + 1))
         return SCORING_GAP_SHARE * larger_layers * scoring_memory(inputs, stage)
 
-    # Micro-batches come fullest first, and without expert parallelism experts get as many rows in every
-    # layer. So only attention's blocks are kept beside those of the experts: 0.5 GB for 16,384 tokens,
-    # where an H100 had 1.1 GB.
+    # The fullest micro-batch comes first, and without expert parallelism all layers have the same
+    # number of rows. Therefore only the blocks of attention remain: 0.5 GB for 16,384 tokens (1.1
+    # GB on an H100). Full training gets the whole allowance, because it was not measured.
     if inputs.adapter is not None:
         return attention_blocks(inputs)
     return GAP_BYTES
 
 
 def _phases_that_begin_with_a_cache(inputs: MemoryInputs) -> set[str]:
-    """Return the phases at whose beginning torch holds what those before them took.
-
-    The trainer gives it back when it is built, after a sync, before the step of an optimizer whose
-    state is offloaded, and where engines share the GPU after each update.
-    """
+    """Return the phases at whose start torch still holds memory of earlier phases."""
+    # The trainer empties the cache after its construction, after a weight sync, before the step of
+    # an optimizer with offloaded state, and after each update if engines share the GPU.
     phases = {"update"}
     if not _all_offload(inputs):
         phases.add("optimizer")
@@ -331,16 +374,16 @@ def _phases_that_begin_with_a_cache(inputs: MemoryInputs) -> set[str]:
 
 
 def _all_offload(inputs: MemoryInputs) -> bool:
-    """Return whether state of every optimizer, the policy's and critics', rests on the host."""
+    """Return True if the policy and all critics offload optimizer state to the host."""
     optimizers = [inputs.optimizer, *filter(None, inputs.auxiliary_models)]
     return all(optimizer.offload > 0 for optimizer in optimizers)
 
 
 def _copied_weights(inputs: MemoryInputs, stage: int) -> float:
-    """Return the bytes of the trained weights, which Megatron copies into its buffers, as they were
-    before.
+    """Return the bytes of the original tensors of trained weights.
 
-    Where optimizer state is offloaded they wait on the host.
+    Megatron copies trained weights into its buffers, and the originals exist at the same time. With
+    offloaded optimizer state the originals are on the host.
     """
     if _all_offload(inputs):
         return 0.0

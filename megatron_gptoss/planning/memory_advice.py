@@ -1,4 +1,4 @@
-"""Which layouts and settings fit the memory of a GPU."""
+"""Text of ``gptoss plan``: the memory estimate, and layouts and settings that fit."""
 
 import math
 from collections.abc import Iterator
@@ -11,31 +11,34 @@ from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.planning.state_memory import host_memory_of_save
 
 ACCURACY = 0.05
-"""A plan with less to spare than this share of the GPU is called tight: predictions are good to
-about as much."""
+"""Relative accuracy of predictions. A plan with less free GPU memory is reported as tight."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a plan has to fit."""
+    """Machine that a plan must fit."""
 
     gigabytes: float
-    """Of one GPU, all of it, in units of 1e9 bytes."""
+    """Total memory of one GPU, in units of 1e9 bytes."""
     gpu: str = "GPU"
-    """What it is called."""
+    """Name of the GPU in the plan."""
     host_gigabytes: float | None = None
-    """Of a node's memory; None if it is not known."""
+    """Host memory of a node, in units of 1e9 bytes; None if unknown."""
     gpus_per_node: int = 8
-    """GPUs whose offloaded optimizer state shares the node's memory, at most."""
+    """Maximum number of GPUs per node, which share the host memory."""
 
 
 def layouts_that_fit(
     inputs: MemoryInputs,
     gigabytes: float,
 ) -> list[tuple[ParallelConfig, Account]]:
-    """Return the layouts of as many GPUs that stay within ``gigabytes``, the simplest first.
+    """Return the layouts of the same number of GPUs that fit, simplest first.
 
-    All other settings stay as they are.
+    All other settings stay unchanged.
+
+    Args:
+        inputs: models, layout and batch.
+        gigabytes: memory of a GPU, in units of 1e9 bytes.
     """
     fitting = []
     for layout in _possible_layouts(inputs):
@@ -47,13 +50,13 @@ def layouts_that_fit(
 
 
 def _complexity(layout: ParallelConfig) -> tuple[int, ...]:
-    """Rank layouts: little model parallelism, experts over as few ranks as possible."""
+    """Return a sort key that prefers little model parallelism and few ranks per expert group."""
     sharers = layout.tensor * layout.pipeline * layout.context
     return sharers, layout.tensor, layout.pipeline, layout.expert
 
 
 def _possible_layouts(inputs: MemoryInputs) -> Iterator[ParallelConfig]:
-    """Yield the layouts of powers of two that the model allows and the sequences fill."""
+    """Yield all layouts with sizes in powers of 2 that the model and the batch allow."""
     powers = (1, 2, 4, 8)
     expert_sizes = (*powers, 16, 32, 64)
     for tensor, pipeline, context, expert in product(powers, powers, powers, expert_sizes):
@@ -63,12 +66,12 @@ def _possible_layouts(inputs: MemoryInputs) -> Iterator[ParallelConfig]:
             "context": context,
             "expert": expert,
             "virtual_pipeline": inputs.parallel.virtual_pipeline if pipeline > 1 else 1,
-            # It fits one pipeline size only.
+            # The configured value fits only the configured pipeline size.
             "last_stage_layers": None,
         }
         layout = inputs.parallel.model_copy(update=sizes)
 
-        # Most combinations split something unevenly.
+        # Most combinations are invalid, for example because they split heads unevenly.
         try:
             layout.check_layout(inputs.model, inputs.adapter, inputs.frozen)
         except ValueError:
@@ -78,10 +81,17 @@ def _possible_layouts(inputs: MemoryInputs) -> Iterator[ParallelConfig]:
 
 
 def smaller_settings(inputs: MemoryInputs, gigabytes: float) -> list[tuple[str, Account]]:
-    """Return settings that take less memory, each on top of those before it.
+    """Return settings that need less memory. Each includes all settings before it.
 
-    The cheapest in time come first. Each is an override as the user writes it, and the prediction.
+    Args:
+        inputs: models, layout and batch.
+        gigabytes: memory of a GPU, in units of 1e9 bytes.
+
+    Returns:
+        Pairs of a configuration override and the resulting estimate. Settings that cost the least
+        time come first.
     """
+    # Overrides that change nothing are left out: the configuration has them already.
     suggestions = []
     previous = inputs
     for override, changed in _successive_changes(inputs, gigabytes):
@@ -96,10 +106,11 @@ def _successive_changes(
     inputs: MemoryInputs,
     gigabytes: float,
 ) -> Iterator[tuple[str, MemoryInputs]]:
+    """Yield each override with the inputs after it and all earlier overrides."""
     inputs = _change_parallel(inputs, recompute_layers=None)
     yield "parallel.recompute_layers=null", inputs
 
-    # "moe" recomputes all of the experts; the other two only matter without it.
+    # "moe" recomputes the experts completely, so the other two have no effect with it.
     recompute = inputs.parallel.recompute
     if inputs.model.num_experts and "moe" not in recompute:
         recompute = tuple(dict.fromkeys((*recompute, "moe_act", "layernorm")))
@@ -110,10 +121,11 @@ def _successive_changes(
         inputs = _change_parallel(inputs, base="mxfp4")
         yield "parallel.base=mxfp4", inputs
 
+    # Half of the moments' memory, at no cost in time.
     inputs = _change_optimizer(inputs, moment_dtype="bf16")
     yield "optimizer.moment_dtype=bf16", inputs
 
-    # No shorter than the longest episode, or the configuration would not validate.
+    # A micro-batch must hold the longest episode, or the configuration is invalid.
     half = max(inputs.longest_sequence, inputs.tokens // 2)
     inputs = replace(inputs, tokens=half)
     yield f"training.max_tokens_per_micro_batch={half}", inputs
@@ -121,10 +133,11 @@ def _successive_changes(
     inputs = _change_optimizer(inputs, gradient_dtype="bf16")
     yield "optimizer.gradient_dtype=bf16", inputs
 
+    # Late, because every step then transfers the state over PCIe.
     inputs = _change_optimizer(inputs, offload=1.0)
     yield "optimizer.offload=1", inputs
 
-    # Servers get what everything else leaves of the GPU, rounded down to a hundredth.
+    # Last, because it slows rollouts down: servers get the memory that is left, rounded down to 1%.
     engine = inputs.engine
     if engine is not None and engine.awake_fraction > 0:
         awake = worst_account(inputs, gigabytes)
@@ -137,8 +150,10 @@ def _successive_changes(
 
 
 def _base_can_be_packed(inputs: MemoryInputs) -> bool:
-    """Return whether the model and what is trained of it allow experts in MXFP4; whether their
-    values do, only loading them tells."""
+    """Return True if model and adapters allow frozen experts in MXFP4.
+
+    The values of the weights may still not allow it, which is checked when they are loaded.
+    """
     packed = inputs.parallel.model_copy(update={"base": "mxfp4"})
     try:
         packed.check_layout(inputs.model, inputs.adapter, inputs.frozen)
@@ -148,19 +163,28 @@ def _base_can_be_packed(inputs: MemoryInputs) -> bool:
 
 
 def _change_parallel(inputs: MemoryInputs, **update: object) -> MemoryInputs:
+    """Return a copy with other fields of ``parallel``."""
     return replace(inputs, parallel=inputs.parallel.model_copy(update=update))
 
 
 def _change_optimizer(inputs: MemoryInputs, **update: object) -> MemoryInputs:
+    """Return a copy with other fields of the policy's optimizer."""
     return replace(inputs, optimizer=inputs.optimizer.model_copy(update=update))
 
 
 def memory_plan(inputs: MemoryInputs, hardware: Hardware) -> str:
-    """Return the plan as text: whether it fits, each phase, layouts that fit, and what takes less.
+    """Return the plan as text.
 
-    A GB is 1e9 bytes everywhere."""
+    It has a verdict, the memory of each phase, layouts that fit, and settings that need less
+    memory. 1 GB is 1e9 bytes.
+
+    Args:
+        inputs: models, layout and batch.
+        hardware: machine that the plan must fit.
+    """
     gigabytes = hardware.gigabytes
     account = worst_account(inputs, gigabytes)
+    # The verdict comes first, because many readers need only this line.
     lines = [
         _verdict(inputs, account, hardware),
         _summary(inputs, hardware),
@@ -192,15 +216,21 @@ def memory_plan(inputs: MemoryInputs, hardware: Hardware) -> str:
 
 
 def is_too_much(inputs: MemoryInputs, hardware: Hardware) -> bool:
-    """Return True if the configuration does not fit the GPU, or the host's memory as far as that is
-    known."""
+    """Return True if the configuration does not fit the memory of the GPU or of the host.
+
+    Host memory is not checked if its size is unknown.
+
+    Args:
+        inputs: models, layout and batch.
+        hardware: machine that the plan must fit.
+    """
     account = worst_account(inputs, hardware.gigabytes)
     needed, present = account.peak.total, hardware.gigabytes * 1e9
     return needed > present or _host_excess(inputs, account, hardware) > 0
 
 
 def _verdict(inputs: MemoryInputs, account: Account, hardware: Hardware) -> str:
-    """Return the first line of a plan: "fits" or "does not fit", and by how much."""
+    """Return the first line of a plan: "fits" or "does not fit", with the difference."""
     peak = account.peak
     needed, present = peak.total / 1e9, hardware.gigabytes
     text = f"the {peak.name} needs {needed:.1f} GB of a GPU's {present:g} GB"
@@ -219,7 +249,7 @@ def _verdict(inputs: MemoryInputs, account: Account, hardware: Hardware) -> str:
 
 
 def _host_excess(inputs: MemoryInputs, account: Account, hardware: Hardware) -> float:
-    """Return the bytes by which a node's memory is too small; 0 if it suffices or is not known."""
+    """Return the bytes that a node's memory lacks; 0 if it is sufficient or unknown."""
     if hardware.host_gigabytes is None:
         return 0.0
     needed = _host_bytes(inputs, account, hardware)
@@ -227,7 +257,7 @@ def _host_excess(inputs: MemoryInputs, account: Account, hardware: Hardware) -> 
 
 
 def _summary(inputs: MemoryInputs, hardware: Hardware) -> str:
-    """Return the title of the table of phases."""
+    """Return the title of the phase table."""
     text = f"memory per {hardware.gpu}, in bf16, {inputs.tokens} tokens per micro-batch"
     if inputs.adapter is not None:
         text += f", adapters of rank {inputs.adapter.rank} on a base in {inputs.parallel.base}"
@@ -239,7 +269,7 @@ def _summary(inputs: MemoryInputs, hardware: Hardware) -> str:
 
 
 def _phase_table(account: Account) -> list[str]:
-    """Return a line per phase, in GB."""
+    """Return the lines of the phase table, in GB."""
     columns = ("trainer", "servers", "around", "together")
     lines = ["  phase       " + "".join(f"{column:>10}" for column in columns) + "  GB"]
     for phase in account.phases:
@@ -251,16 +281,19 @@ def _phase_table(account: Account) -> list[str]:
 
 
 def _ranks_of_node(inputs: MemoryInputs, hardware: Hardware) -> int:
+    """Return the number of ranks on a node."""
     return min(inputs.parallel.world_size, hardware.gpus_per_node)
 
 
 def _host_bytes(inputs: MemoryInputs, account: Account, hardware: Hardware) -> float:
-    """Return the most that offloaded state and checkpoints take of a node's memory."""
+    """Return the peak of offloaded state and checkpoints on a node, in bytes."""
+    # Offloaded state stays on the host while a checkpoint is saved, so both add up.
     offloaded = account.host * _ranks_of_node(inputs, hardware)
     return offloaded + host_memory_of_save(inputs, hardware.gpus_per_node)
 
 
 def _host_line(inputs: MemoryInputs, account: Account, hardware: Hardware) -> str:
+    """Return the line about host memory for offloaded optimizer state."""
     needed = account.host * _ranks_of_node(inputs, hardware) / 1e9
     return (
         f"host memory: {needed:.1f} GB, pinned, for the optimizer state of {_node_in_words(inputs, hardware)}, "
@@ -269,6 +302,7 @@ def _host_line(inputs: MemoryInputs, account: Account, hardware: Hardware) -> st
 
 
 def _save_line(inputs: MemoryInputs, account: Account, hardware: Hardware) -> str:
+    """Return the line about host memory while a checkpoint is saved."""
     needed = host_memory_of_save(inputs, hardware.gpus_per_node) / 1e9
     more = " more" if account.host else ""
     text = (
@@ -285,12 +319,18 @@ def _save_line(inputs: MemoryInputs, account: Account, hardware: Hardware) -> st
 
 
 def _node_in_words(inputs: MemoryInputs, hardware: Hardware) -> str:
+    """Return the number of ranks of a node in words."""
     ranks = _ranks_of_node(inputs, hardware)
     return "a node's rank" if ranks == 1 else f"a node's {ranks} ranks"
 
 
 def describe_layout(layout: ParallelConfig, configured: ParallelConfig) -> str:
-    """Return the sizes of a layout and, where it is not as configured, what else must be set."""
+    """Return the sizes of a layout, and other settings that must change with it.
+
+    Args:
+        layout: layout to describe.
+        configured: layout of the configuration.
+    """
     text = layout.sizes
     for name in ("virtual_pipeline", "last_stage_layers"):
         value = getattr(layout, name)

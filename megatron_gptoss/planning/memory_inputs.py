@@ -1,6 +1,6 @@
-"""What a prediction of memory needs to know.
+"""Inputs of memory predictions.
 
-Imports no torch, so that configurations can build it.
+This module does not import torch, so that code that reads configurations can use it.
 """
 
 import math
@@ -19,68 +19,83 @@ from megatron_gptoss.config import (
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """What rollout engines hold of each trainer GPU that they share. The context and libraries of
-    a server's process are included."""
+    """Memory of rollout engines on each trainer GPU that they share.
+
+    All values include the CUDA context and libraries of the server process.
+    """
 
     awake_fraction: float = 0.0
-    """Share of the whole GPU while they generate: weights, key/value cache, graphs, everything."""
+    """Fraction of the GPU while the engines generate: weights, KV cache, graphs, everything."""
     asleep_bytes: int = 0
     """Bytes while the trainer works."""
     weight_bytes: int = 0
-    """Bytes of the weights, which are all that a server holds in a weight sync besides what it
-    keeps asleep."""
+    """Bytes of the weights, which a weight sync needs in addition to ``asleep_bytes``."""
     sync_bytes: int = 0
-    """Bytes that servers take in a weight sync besides their weights."""
+    """Further bytes that servers need during a weight sync."""
     working_bytes: int = 0
-    """Part of the awake share that servers take only when they are first asked for something:
-    graphs' inputs and activations."""
+    """Part of the awake memory that servers allocate at the first request.
+
+    It consists of inputs of CUDA graphs and activations.
+    """
     bucket_bytes: int = 0
-    """Weights that a sync has under way at a time, if no tensor is larger; the trainer holds the
-    bucket that is sent and the next one."""
+    """Bytes of weights in flight in a weight sync, if no tensor is larger.
+
+    The trainer holds the bucket that is sent, and the next bucket.
+    """
     copies_buckets: bool = False
-    """Whether servers copy what they are sent, as those of several GPUs do."""
+    """True if servers copy received weights. Servers with several GPUs do."""
     packs_experts: bool = False
-    """Whether a sync sends experts in MXFP4."""
+    """True if a weight sync sends experts in MXFP4."""
 
 
 @dataclass(frozen=True)
 class MemoryInputs:
-    """The models, the layout and the batch of a training run."""
+    """Models, layout and batch of a training run."""
 
     model: ModelConfig
+    """Architecture of all models."""
     parallel: ParallelConfig
+    """Parallel layout of all models."""
     optimizer: OptimizerConfig
-    """The policy's."""
+    """Optimizer of the policy."""
     tokens: int
-    """Of one micro-batch, before context parallelism shares them out."""
+    """Tokens per micro-batch, before context parallelism splits them."""
     auxiliary_models: Sequence[OptimizerConfig | None] = ()
-    """Further models in the policy's layout, with its adapters if it has any, of which one at a
-    time computes: a critic's optimizer, None for a reference policy, which has none."""
-    adapter: AdapterConfig | None = None
-    """What is trained of all models; None for all parameters."""
-    frozen: tuple[str, ...] = ()
-    """Parts of layers that are not trained, as in ``ablation.freeze``. Predictions count them as
-    trained; a layout must leave every pipeline stage something else to train."""
-    quantization: Quantization | None = None
-    """What the policy's experts are trained through; None for their weights as they are."""
-    engine: EngineMemory | None = None
-    """Of servers that share the trainer's GPUs."""
-    micro_batches: float = math.inf
-    """The most that a data-parallel rank has in a step: a pipeline holds no more of them."""
-    longest_sequence: int = 1
-    """Tokens; a micro-batch must be able to hold it."""
-    sequences: float = math.inf
-    """Of a training step."""
-    mini_batches: int = 1
-    """Optimizer steps that share the sequences; in each, every data-parallel rank needs at
-    least one."""
+    """Further models, with the layout and the adapters of the policy.
 
+    Each entry is the optimizer of a critic, or None for a reference policy. Only one model computes
+    at a time.
+    """
+    adapter: AdapterConfig | None = None
+    """Adapters that all models train; None if all parameters are trained."""
+    frozen: tuple[str, ...] = ()
+    """Parts of layers that are not trained, as in ``ablation.freeze``.
+
+    Predictions count them as trained. Each pipeline stage must have other parameters to train.
+    """
+    quantization: Quantization | None = None
+    """Number format to which the policy's experts are rounded in training; None for no rounding."""
+    engine: EngineMemory | None = None
+    """Memory of servers on the trainer's GPUs; None if there are none."""
+    micro_batches: float = math.inf
+    """Maximum micro-batches of a data-parallel rank per step, which bounds those in flight."""
+    longest_sequence: int = 1
+    """Length of the longest sequence in tokens. A micro-batch must be able to hold it."""
+    sequences: float = math.inf
+    """Sequences per training step."""
+    mini_batches: int = 1
+    """Optimizer steps per training step. Each needs a sequence for every data-parallel rank."""
+
+    # A layout with another data-parallel size has other micro-batches per rank.
     def with_sequences(self, sequences: float) -> Self:
-        """Copy with so many sequences, all as long as possible, and the micro-batches they
-        fill."""
+        """Return a copy with another number of sequences and the resulting micro-batches.
+
+        All sequences are assumed to have the maximum length.
+        """
         if math.isinf(sequences):
             return replace(self, sequences=sequences, micro_batches=math.inf)
 
+        # A pipeline needs a multiple of micro-batches on each rank, so round up.
         rows = math.ceil(sequences / (self.tokens // self.longest_sequence))
         multiple = self.parallel.micro_batch_multiple
         micro_batches = math.ceil(rows / (self.parallel.data * multiple)) * multiple

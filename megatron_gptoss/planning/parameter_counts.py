@@ -1,13 +1,13 @@
-"""Parameters of one rank of a layout, and the bytes of a number."""
+"""Number of parameters on one rank of a layout, and sizes of number formats."""
 
 from megatron_gptoss.config import AdapterConfig, ModelConfig, ParallelConfig
 
 MXFP4_BYTES = 17 / 32
-"""Of one value in MXFP4: four bits, and a scale for every 32."""
+"""Bytes per MXFP4 value: 4 bits, and an 8-bit scale per 32 values."""
 
 
 def bytes_of(dtype: str) -> int:
-    """Return the bytes of one number of a dtype as OptimizerConfig names it."""
+    """Return the bytes of a number; ``dtype`` is "bf16" or "fp32", as in OptimizerConfig."""
     return 2 if dtype == "bf16" else 4
 
 
@@ -16,14 +16,22 @@ def parameters_per_gpu(
     parallel: ParallelConfig,
     stage: int = 0,
 ) -> tuple[float, float]:
-    """Return (dense, expert) parameters of one rank of a pipeline stage."""
+    """Return the (dense, expert) parameters on one rank of a pipeline stage.
+
+    Args:
+        model: architecture.
+        parallel: layout.
+        stage: index of the pipeline stage.
+    """
     layers = parallel.layers_of_stage(stage, model)
     dense = layers * model.layer_parameters(parallel.tensor)
     if stage == 0:
         dense += vocabulary_parameters(model, parallel)
     if stage == parallel.pipeline - 1:
+        # The final norm has hidden_size parameters.
         dense += head_parameters(model, parallel) + model.hidden_size
 
+    # Expert parallelism splits experts only. All other parameters exist on every expert rank.
     expert = layers * model.num_experts / parallel.expert * model.expert_parameters
     return dense, expert
 
@@ -34,8 +42,14 @@ def trained_parameters_per_gpu(
     adapter: AdapterConfig | None,
     stage: int = 0,
 ) -> tuple[float, float]:
-    """Return (dense, expert) parameters of one rank of a pipeline stage that are trained: those of
-    the adapters, or all."""
+    """Return the trained (dense, expert) parameters on one rank of a pipeline stage.
+
+    Args:
+        model: architecture.
+        parallel: layout.
+        adapter: trained adapters; None if all parameters are trained.
+        stage: index of the pipeline stage.
+    """
     if adapter is None:
         return parameters_per_gpu(model, parallel, stage)
     return adapter_parameters_per_gpu(model, parallel, adapter, stage)
@@ -47,7 +61,14 @@ def adapter_parameters_per_gpu(
     adapter: AdapterConfig,
     stage: int = 0,
 ) -> tuple[float, float]:
-    """Return (dense, expert) parameters of the adapters of one rank of a pipeline stage."""
+    """Return the (dense, expert) parameters of the adapters on one rank of a pipeline stage.
+
+    Args:
+        model: architecture.
+        parallel: layout.
+        adapter: adapters.
+        stage: index of the pipeline stage.
+    """
     layers = parallel.layers_of_stage(stage, model)
     of_layer, of_expert = adapter.layer_parameters(model, parallel.tensor)
     dense = layers * of_layer
@@ -59,15 +80,16 @@ def adapter_parameters_per_gpu(
 
 
 def vocabulary_parameters(model: ModelConfig, parallel: ParallelConfig) -> float:
-    """Return the parameters of one rank's embedding or output layer."""
+    """Return the number of parameters of the embedding or output layer on one rank."""
     return model.vocab_size * model.hidden_size / parallel.tensor
 
 
 def head_parameters(model: ModelConfig, parallel: ParallelConfig) -> float:
-    """Return the parameters of the last stage's output layer; none where it is the embedding.
+    """Return the number of parameters of the output layer on one rank of the last stage.
 
-    A last stage that does not have the embedding has a copy of it.
+    The result is 0 if the output layer shares the embedding's memory.
     """
+    # With tied embeddings and several stages, the last stage has a copy of the embedding.
     if model.tied_embeddings and parallel.pipeline == 1:
         return 0.0
     return vocabulary_parameters(model, parallel)

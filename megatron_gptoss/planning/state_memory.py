@@ -1,5 +1,4 @@
-"""Memory of a model's state: weights, what the optimizer keeps of them, and what a checkpoint
-gathers."""
+"""Prediction of the memory of weights, optimizer state, and gathering for checkpoints."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,33 +16,41 @@ from megatron_gptoss.planning.parameter_counts import (
     vocabulary_parameters,
 )
 
+# The defaults of Megatron. The larger of both limits closes a bucket.
 BUCKET_PARAMETERS = 40_000_000
+"""Minimum number of parameters in a full gradient bucket."""
 BUCKET_PARAMETERS_PER_RANK = 1_000_000
-"""A bucket of gradients is closed when it has so many parameters, or so many for each data-parallel
-rank if that is more: Megatron's defaults."""
+"""Minimum number of parameters in a full gradient bucket, per data-parallel rank."""
 
 SAVED_BYTES = 12
-"""What a checkpoint has of a parameter's optimizer state: master weight and two moments, in fp32."""
+"""Bytes of optimizer state per parameter in a checkpoint: master weight and two moments in fp32."""
 WEIGHT_BYTES = 2
-"""What it has of the weight itself, in bf16."""
+"""Bytes per weight in a checkpoint, in bf16."""
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model with an optimizer: the policy, or a critic."""
+    """Model with an optimizer: the policy or a critic."""
 
     optimizer: OptimizerConfig
+    """Optimizer of the model."""
     dense: float
-    """Parameters of one rank."""
+    """Trained parameters of one rank outside of experts."""
     expert: float
-    """Parameters of one rank."""
+    """Trained parameters of one rank in experts."""
 
 
 def trained_models(inputs: MemoryInputs, stage: int) -> Iterator[TrainedModel]:
+    """Yield the policy and the critics, with their trained parameters on one rank of a stage.
+
+    Args:
+        inputs: models and layout.
+        stage: index of the pipeline stage.
+    """
     dense, expert = trained_parameters(inputs, stage)
     yield TrainedModel(inputs.optimizer, dense, expert)
 
-    # A critic has no vocabulary to predict.
+    # A critic has a value head instead of the output layer.
     is_last = stage == inputs.parallel.pipeline - 1
     if is_last and inputs.adapter is None:
         dense -= head_parameters(inputs.model, inputs.parallel)
@@ -53,12 +60,23 @@ def trained_models(inputs: MemoryInputs, stage: int) -> Iterator[TrainedModel]:
 
 
 def trained_parameters(inputs: MemoryInputs, stage: int) -> tuple[float, float]:
+    """Return the trained (dense, expert) parameters of the policy on one rank of a stage.
+
+    Args:
+        inputs: models and layout.
+        stage: index of the pipeline stage.
+    """
     return trained_parameters_per_gpu(inputs.model, inputs.parallel, inputs.adapter, stage)
 
 
 def weight_memory(inputs: MemoryInputs, stage: int) -> float:
-    """Return the weights of all models, and the memory that merged or rounded ones share."""
-    # Every auxiliary model has the policy's architecture, layout and adapters.
+    """Return the bytes of the weights of all models, including merged or rounded weights.
+
+    Args:
+        inputs: models and layout.
+        stage: index of the pipeline stage.
+    """
+    # Every auxiliary model has the architecture, layout and adapters of the policy.
     weights = _model_weights(inputs, stage) * (1 + len(inputs.auxiliary_models))
     weights += shared_weight_bytes(inputs)
 
@@ -70,7 +88,7 @@ def weight_memory(inputs: MemoryInputs, stage: int) -> float:
 
 
 def _model_weights(inputs: MemoryInputs, stage: int) -> float:
-    """Return one model's weights: bf16, but for experts that are frozen in MXFP4."""
+    """Return the bytes of one model's weights: bf16, except frozen experts in MXFP4."""
     model = inputs.model
     parallel = inputs.parallel
     weights = 2 * sum(parameters_per_gpu(model, parallel, stage))
@@ -86,29 +104,48 @@ def _model_weights(inputs: MemoryInputs, stage: int) -> float:
 
 
 def shared_weight_bytes(inputs: MemoryInputs) -> float:
-    """Return the memory that all layers share for merged or rounded weights; 0 where there are none."""
+    """Return the bytes of the memory for merged or rounded weights, which all layers share.
+
+    The result is 0 without adapters and quantization.
+    """
     if inputs.adapter is None and inputs.quantization is None:
         return 0.0
     return merged_weight_bytes(inputs.model, inputs.parallel)
 
 
 def dequantized_bytes(inputs: MemoryInputs) -> float:
-    """Return the memory in which a frozen matrix in four bits becomes bf16 before it is merged: the
-    largest of a layer, gate and up projections of a rank's experts."""
+    """Return the bytes of the memory in which a frozen MXFP4 matrix is dequantized before merging.
+
+    The result is 0 for bf16 weights.
+    """
     if inputs.adapter is None or inputs.parallel.base != "mxfp4":
         return 0.0
+    # The largest matrix of a layer: gate and up projections, 2 of 3 expert matrices.
     return 2 / 3 * merged_weight_bytes(inputs.model, inputs.parallel)
 
 
 def merged_weight_bytes(model: ModelConfig, parallel: ParallelConfig) -> float:
-    """Return the bytes of the memory in which the experts of a rank are dequantized and merged, or
-    rounded to MXFP4. All layers share it; gate and up projections, and down projections, have a part each."""
+    """Return the bytes of the memory in which a rank's experts are merged or rounded.
+
+    All layers share it. Gate and up projections have one part of it, down projections another.
+
+    Args:
+        model: architecture.
+        parallel: layout.
+    """
     experts = model.num_experts / parallel.expert
     return 2 * experts * 3 * model.intermediate_size * model.hidden_size
 
 
 def optimizer_state(trained: TrainedModel, parallel: ParallelConfig) -> float:
-    """Return the bytes of the optimizer's state, which data-parallel ranks share out."""
+    """Return the bytes of a model's optimizer state on one rank.
+
+    Args:
+        trained: model with its trained parameters.
+        parallel: layout.
+    """
+    # The distributed optimizer splits state over all ranks that hold copies of a parameter. Context
+    # parallelism copies parameters, too.
     dense_shards = parallel.world_size // (parallel.tensor * parallel.pipeline)
     expert_shards = parallel.world_size // (parallel.pipeline * parallel.expert)
 
@@ -117,13 +154,21 @@ def optimizer_state(trained: TrainedModel, parallel: ParallelConfig) -> float:
 
 
 def _bytes_per_parameter(trained: TrainedModel) -> int:
-    """Return the bytes of optimizer state: the 16 bits that complete a bf16 weight to fp32, and two
-    moments."""
+    """Return the bytes of optimizer state per parameter.
+
+    They are the lower 16 bits of the fp32 master weight, and two moments.
+    """
     return 2 + 2 * bytes_of(trained.optimizer.moment_dtype)
 
 
 def fetched_state(inputs: MemoryInputs, trained: TrainedModel) -> float:
-    """Return the bytes of the offloaded state that is on the GPU at a time."""
+    """Return the bytes of offloaded state that are on the GPU at the same time.
+
+    Args:
+        inputs: models and layout.
+        trained: model whose optimizer steps.
+    """
+    # A part holds whole tensors, and the largest tensor is the embedding or the output layer.
     parallel = inputs.parallel
     dense_shards = parallel.world_size // (parallel.tensor * parallel.pipeline)
     largest_parameter = vocabulary_parameters(inputs.model, parallel) / dense_shards
@@ -132,13 +177,18 @@ def fetched_state(inputs: MemoryInputs, trained: TrainedModel) -> float:
 
 
 def bucket_parameters(data_ranks: int) -> int:
-    """Return how many parameters fill a bucket of gradients, with so many data-parallel ranks."""
+    """Return the number of parameters that fill a gradient bucket."""
     return max(BUCKET_PARAMETERS, BUCKET_PARAMETERS_PER_RANK * data_ranks)
 
 
 def gathered_for_checkpoint(inputs: MemoryInputs, stage: int) -> float:
-    """Return the bytes that Megatron gathers at a time when it saves the optimizer: one tensor of
-    the state of one bucket of parameters, in fp32; every rank's share, and its own once more."""
+    """Return the GPU bytes for gathering one state tensor of one bucket while saving.
+
+    Args:
+        inputs: models and layout.
+        stage: index of the pipeline stage.
+    """
+    # In fp32: the parts of all ranks, and this rank's own part a second time.
     gathered = 0.0
     for trained in trained_models(inputs, stage):
         for buffer in _buffers(inputs, stage, trained):
@@ -148,7 +198,12 @@ def gathered_for_checkpoint(inputs: MemoryInputs, stage: int) -> float:
 
 
 def host_memory_of_save(inputs: MemoryInputs, gpus_per_node: int) -> float:
-    """Return the bytes of host memory that saving takes on the fullest node, besides offloaded state."""
+    """Return the bytes of host memory for saving on the fullest node, without offloaded state.
+
+    Args:
+        inputs: models and layout.
+        gpus_per_node: number of ranks on a node.
+    """
     nodes: dict[int, float] = {}
     for rank in range(inputs.parallel.world_size):
         node = rank // gpus_per_node
@@ -157,15 +212,18 @@ def host_memory_of_save(inputs: MemoryInputs, gpus_per_node: int) -> float:
 
 
 def host_memory_of_rank(inputs: MemoryInputs, rank: int) -> float:
-    """Return the bytes of host memory that a rank needs while it saves, besides offloaded state.
+    """Return the bytes of host memory for saving on one rank, without offloaded state.
 
-    The first rank of a data-parallel group gathers the optimizer's state of all the parameters
-    that the group shares, and holds it and a copy of their weights until it has written them.
+    Args:
+        inputs: models and layout.
+        rank: global rank.
     """
+    # The first rank of a data-parallel group gathers the state of all parameters of the group. It
+    # holds the state and a copy of the weights until they are written.
     parallel = inputs.parallel
     stage, place = divmod(rank, parallel.world_size // parallel.pipeline)
-    # Ranks of a stage are numbered by tensor-parallel rank, and for experts by expert-parallel
-    # rank, before data-parallel rank.
+    # Megatron numbers the ranks of a stage by tensor-parallel rank first, and for experts by
+    # expert-parallel rank first.
     writes_dense = place < parallel.tensor
     writes_experts = place < parallel.expert
 
@@ -174,48 +232,48 @@ def host_memory_of_rank(inputs: MemoryInputs, rank: int) -> float:
     for trained in trained_models(inputs, stage):
         written += trained.dense * writes_dense + trained.expert * writes_experts
 
-        # Of a bucket on its way every rank has its own share first.
+        # Every rank first copies its own part of a bucket to the host.
         for buffer in _buffers(inputs, stage, trained):
             shares = max(shares, SAVED_BYTES * _largest_bucket(inputs, buffer) / buffer.ranks)
 
-    # Weights are copied last.
+    # Weights are copied last, after the parts of buckets have been freed.
     return SAVED_BYTES * written + max(WEIGHT_BYTES * written, shares)
 
 
 def _largest_bucket(inputs: MemoryInputs, buffer: "_Buffer") -> float:
-    """Return the parameters of a buffer's largest bucket."""
-    # The tensor that fills a bucket belongs to it.
+    """Return the number of parameters in the largest bucket of a buffer."""
+    # The tensor that exceeds the limit still belongs to the bucket.
     full = bucket_parameters(inputs.parallel.data) + buffer.largest
     return min(buffer.parameters, full)
 
 
 @dataclass(frozen=True)
 class _Buffer:
-    """What Megatron keeps together of a rank's trained parameters."""
+    """Megatron's buffer of trained parameters on one rank."""
 
     parameters: float
-    """How many there are in it."""
+    """Number of parameters."""
     largest: float
-    """The numbers of its largest tensor."""
+    """Number of elements of the largest tensor."""
     ranks: int
-    """So many share their optimizer state out."""
+    """Number of ranks over which the optimizer state is split."""
 
 
 def _buffers(inputs: MemoryInputs, stage: int, trained: TrainedModel) -> list[_Buffer]:
-    """Return the buffers of the fullest chunk of a model."""
+    """Return the buffers of the largest virtual-pipeline chunk of a model."""
     parallel = inputs.parallel
     dense_ranks = parallel.world_size // (parallel.tensor * parallel.pipeline)
     expert_ranks = parallel.world_size // (parallel.pipeline * parallel.expert)
     largest, largest_of_experts = _largest_trained_tensors(inputs)
 
-    # Chunks have equally many layers; one of them has embedding or output layer besides.
+    # All chunks have the same number of layers. One of them also has the embedding or output layer.
     vocabulary = 0.0
     if stage in (0, parallel.pipeline - 1) and inputs.adapter is None:
         vocabulary = min(trained.dense, vocabulary_parameters(inputs.model, parallel))
     dense = (trained.dense - vocabulary) / parallel.virtual_pipeline + vocabulary
     expert = trained.expert / parallel.virtual_pipeline
 
-    # Without expert and tensor parallelism experts have no buffer of their own.
+    # Experts have a separate buffer only with expert or tensor parallelism.
     if parallel.expert == 1 and parallel.tensor == 1:
         return [_Buffer(dense + expert, max(largest, largest_of_experts), dense_ranks)]
     return [
@@ -225,7 +283,7 @@ def _buffers(inputs: MemoryInputs, stage: int, trained: TrainedModel) -> list[_B
 
 
 def _largest_trained_tensors(inputs: MemoryInputs) -> tuple[float, float]:
-    """Return the numbers of a rank's largest trained tensor outside of experts, and of experts."""
+    """Return the elements of a rank's largest trained tensor outside of and in experts."""
     model = inputs.model
     adapter = inputs.adapter
     if adapter is None:
@@ -239,7 +297,7 @@ def _largest_trained_tensors(inputs: MemoryInputs) -> tuple[float, float]:
     if "experts" not in adapter.targets:
         return largest, 0.0
 
-    # One parameter of all experts of the rank.
+    # An adapter of experts is one parameter for all experts of the rank.
     experts = model.num_experts / inputs.parallel.expert
     widest = max(model.hidden_size, 2 * model.intermediate_size)
     return largest, experts * widest * adapter.rank_of_experts(model)

@@ -1,6 +1,6 @@
-"""Time of a training step on H200s, predicted from the configuration alone.
+"""Prediction of the time of a training step on H200 GPUs, from the configuration.
 
-docs/performance.md compares it with what was measured.
+docs/performance.md compares predictions with measurements.
 """
 
 from collections.abc import Sequence
@@ -21,67 +21,74 @@ from megatron_gptoss.planning.parameter_counts import (
 )
 
 GPUS_PER_NODE = 8
+"""GPUs per node, which NVLink connects."""
+# Fitted with the next three constants: predictions are within 10% of runs with 16k tokens per
+# micro-batch, except with tensor parallelism.
 ARITHMETIC = 520e12
-"""FLOP/s of the layers, forward and backward, where every expert gets many rows. With this and the
-next three ``predict_step`` is within 10 % of runs of 16k tokens to a micro-batch, tensor parallel
-ones excepted."""
+"""FLOP/s of the layers, forward and backward, if every expert has many rows."""
+# Measured (docs/performance.md, log-probs).
 OUTPUT_LAYER = 458e12
-"""The same of the output layer, which makes its logits twice; measured (docs/performance.md,
-log-probs)."""
+"""FLOP/s of the output layer, which computes its logits twice."""
 HALF_SPEED_ROWS = 1150
-"""Rows of one expert in a micro-batch at which its products, and with them the step, run half as
-fast."""
+"""Rows per expert in a micro-batch at which the layers reach half of ARITHMETIC."""
+# Measured with NVLink.
 NODE_BANDWIDTH = 180e9
-"""Bytes per second that a GPU gets through in the all-to-all of experts within a node, as measured
-under NVLink."""
+"""Bytes per second of one GPU in the all-to-all of experts within a node."""
+# Assumed: one 400 Gb/s adapter per GPU, at 80%.
 NETWORK_BANDWIDTH = 40e9
-"""Bytes per second of one GPU to other nodes: a 400 Gb/s adapter each, at 80 %. Assumed, not
-measured."""
+"""Bytes per second of one GPU to other nodes."""
+# Profiled on an H200: 77 ms of optimizer kernels for 214 GB.
 MEMORY_BANDWIDTH = 2.8e12
-"""Bytes per second that the optimizer reads and writes: 77 ms of its kernels for 214 GB, profiled
-on an H200."""
+"""Bytes per second of memory-bound kernels."""
+# Fitted to merging updates of ranks 0, 8 and 32 into the experts of one layer of the 20B model on
+# an H200. A rank takes one multiply-add per value of the weight.
 MERGE_RATE = 1.65e13
-"""Multiply-adds per second of the kernel that merges adapters: each rank is one for every value of
-a weight. From merging ranks of 0, 8 and 32 into the experts of one layer of the 20B on an H200."""
+"""Multiply-adds per second of the kernel that merges adapters."""
+# Fitted to the same runs. Predictions for both expert matrices together are within 8% at ranks 8
+# and 32.
 MERGE_OVERHEAD = {"bf16": 15, "mxfp4": 17}
-"""What else the kernel does for a value, in the time of so many multiply-adds: waiting for memory,
-unpacking the base, with the steps of an MXFP4 code, scaling and adding the update, rounding. From
-the same runs: both matrices of the experts together, at ranks 8 and 32, are predicted within 8 %."""
+"""Further time per value by number format of the base, in multiply-adds.
+
+It covers loads, unpacking, scaling, adding the update and rounding.
+"""
+# Unlike ``expert_load`` of ``activation_memory``, this is the load of one layer: in every layer, all
+# ranks wait for the fullest rank. ARITHMETIC and the constants after it were fitted with this value.
 EXPERT_LOAD = 1.1
-"""Tokens that the fullest expert-parallel rank gets in a layer, relative to the mean; ARITHMETIC and
-what follows it were fitted with it. Not what a rank keeps of all layers (``expert_load`` of
-``activation_memory``): the fullest rank of every layer is waited for."""
+"""Tokens of the fullest expert-parallel rank in a layer, relative to the mean."""
+# Assumed: PCIe 5 at 80%.
 HOST_BANDWIDTH = 50e9
-"""Bytes per second between a GPU and host memory, each way: PCIe 5 at 80 %. Assumed, not
-measured."""
+"""Bytes per second between a GPU and host memory, in each direction."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a training step; ``predict_step`` says what is in them."""
+    """Seconds of each part of a training step."""
 
     arithmetic: float
+    """Matrix products of the layers and the output layer."""
     experts: float
-    """All-to-all of tokens to experts and back, which nothing overlaps."""
+    """All-to-all of tokens to experts and back, which does not overlap with other work."""
     tensor: float
     """All-gather and reduce-scatter of activations among tensor-parallel ranks."""
     bubble: float
-    """Pipeline stages that wait for the first and the last micro-batch."""
+    """Idle time of pipeline stages before the first and after the last micro-batch."""
     gradients: float
-    """Reducing them, as far as the backward pass of the last micro-batch does not hide it."""
+    """Reduction of gradients that the last micro-batch's backward pass does not hide."""
     parameters: float
-    """Gathering them after the optimizer's step. Where no weights are sent then, the next forward
-    pass hides it."""
+    """All-gather of parameters after the optimizer step.
+
+    The next forward pass hides it if no weights are sent to engines.
+    """
     optimizer: float
-    """Its arithmetic, and moving offloaded state from host memory and back."""
+    """Optimizer kernels, and transfers of offloaded state."""
     merging: float = 0.0
-    """With adapters: making merged weights, with quantization: rounded ones, for the forward and
-    again for the backward pass."""
+    """Merging of adapters or rounding of weights, before the forward and the backward pass."""
     adapters: float = 0.0
-    """The gradients of their factors."""
+    """Gradients of the adapters' factors."""
 
     @property
     def total(self) -> float:
+        """Sum of all parts."""
         return sum(astuple(self))
 
 
@@ -94,42 +101,47 @@ def predict_step(
     adapter: AdapterConfig | None = None,
     quantization: Quantization | None = None,
 ) -> StepTime:
-    """Predict the time of a bf16 training step on H200s, for layouts that nobody has run yet.
+    """Predict the time of a bf16 training step on H200 GPUs.
 
-    Context parallelism is counted as free: its messages hide behind attention. Ranks are taken to
-    fill nodes in Megatron's order, so groups of up to GPUS_PER_NODE ranks stay within one. Rounding
-    experts is taken to be bound by memory, which was not measured.
+    Assumptions:
+
+    - Attention hides the messages of context parallelism.
+    - Ranks fill nodes in Megatron's order, so groups of up to GPUS_PER_NODE ranks stay in a node.
+    - Rounding of experts is bound by memory bandwidth.
 
     Args:
-        model: the architecture.
-        parallel: the layout.
-        optimizer: for the dtypes of gradients and moments, and offloading.
-        lengths: of the sequences in one micro-batch, before context parallelism shares them out.
-        micro_batches: of each data-parallel rank.
-        adapter: what is trained of it; None for all parameters.
-        quantization: what experts are trained through; None for their weights as they are.
+        model: architecture.
+        parallel: layout.
+        optimizer: dtypes of gradients and moments, and offloading.
+        lengths: tokens of each sequence in a micro-batch, before context parallelism splits it.
+        micro_batches: micro-batches of each data-parallel rank.
+        adapter: trained adapters; None if all parameters are trained.
+        quantization: number format to which experts are rounded; None for no rounding.
+
+    Returns:
+        Seconds of each part.
     """
-    # Ranks that share a micro-batch: its arithmetic is divided among them.
+    # Ranks that divide a micro-batch and its arithmetic among them.
     sharers = parallel.tensor * parallel.context
     stage_seconds = _forward_seconds(model, parallel, lengths)
     slowest = max(stage_seconds)
     passes = _forward_passes(model, lengths, adapter)
     arithmetic = micro_batches * passes * slowest / sharers
 
-    # Exchanges are not hidden; the stage with most layers has most of them.
+    # Exchanges are not hidden. The stage with the most layers has the most exchanges.
     layers = max(parallel.layers_of_stage(stage, model) for stage in range(parallel.pipeline))
     local_tokens = sum(lengths) / sharers
     layer_passes = micro_batches * layers
     experts = layer_passes * _expert_exchange_seconds(model, parallel, local_tokens)
     tensor = layer_passes * _tensor_exchange_seconds(model, parallel, local_tokens)
 
-    # While one micro-batch is with the other stages, the slowest waits.
+    # The slowest stage waits while the first and the last micro-batch are in the other stages.
     other_stages = passes * (sum(stage_seconds) - slowest) / sharers
     other_exchanges = (experts + tensor) * (parallel.pipeline - 1) / micro_batches
     bubble = (other_stages + other_exchanges) / parallel.virtual_pipeline
 
-    # Gradients are reduced under the backward pass of the last micro-batch, all but a forward
-    # pass of its time.
+    # The reduction of gradients overlaps with the last micro-batch's backward pass, which takes all
+    # of its time except the forward pass.
     gradient_bytes = bytes_of(optimizer.gradient_dtype)
     trained = trained_parameters_per_gpu(model, parallel, adapter)
     reduction = _data_parallel_seconds(parallel, trained, gradient_bytes)
@@ -153,7 +165,7 @@ def _forward_passes(
     lengths: Sequence[int],
     adapter: AdapterConfig | None,
 ) -> float:
-    """Return the work of a step in forward passes: three, fewer if weights need no gradients."""
+    """Return the work of a step in forward passes: 3, or less if weights need no gradients."""
     step = training_flops(model, lengths, frozen_base=adapter is not None)
     return step / forward_flops(model, lengths)
 
@@ -163,12 +175,12 @@ def _forward_seconds(
     parallel: ParallelConfig,
     lengths: Sequence[int],
 ) -> list[float]:
-    """Return each pipeline stage's forward pass of one micro-batch, if one GPU had all of it."""
+    """Return the seconds of each pipeline stage's forward pass of a micro-batch on a single GPU."""
     output_layer = 2 * model.hidden_size * model.vocab_size * sum(lengths)
     layer = (forward_flops(model, lengths) - output_layer) / model.num_layers
 
     rows = _rows_per_mlp(model, parallel, sum(lengths))
-    # A product of few rows does not reach the GPU's rate: at HALF_SPEED_ROWS it has half of it.
+    # A product of few rows does not reach the full rate. At HALF_SPEED_ROWS it reaches half.
     rate = ARITHMETIC * rows / (rows + HALF_SPEED_ROWS)
 
     seconds = []
@@ -181,10 +193,8 @@ def _forward_seconds(
 
 
 def _rows_per_mlp(model: ModelConfig, parallel: ParallelConfig, tokens: int) -> float:
-    """Return how many rows of a micro-batch an expert's product has: few do not fill the GPU.
-
-    The one MLP of a dense layer has all of them, of which tensor parallelism splits the columns.
-    """
+    """Return the rows of an expert's product in a micro-batch."""
+    # A dense MLP processes all tokens. Tensor parallelism splits its columns instead of its rows.
     if not model.num_experts:
         return tokens / parallel.context
     local_tokens = tokens / (parallel.tensor * parallel.context)
@@ -196,10 +206,8 @@ def _expert_exchange_seconds(
     parallel: ParallelConfig,
     local_tokens: float,
 ) -> float:
-    """Return the all-to-all of one layer and micro-batch.
-
-    There are four: dispatch and combine, forward and backward. The fullest rank decides.
-    """
+    """Return the seconds of the all-to-all exchanges of one layer and micro-batch."""
+    # There are 4: dispatch and combine, forward and backward. The fullest rank takes longest.
     activation_bytes = 2 * local_tokens * model.hidden_size
     routed_bytes = 4 * activation_bytes * model.experts_per_token * EXPERT_LOAD
     return _message_seconds(routed_bytes, ranks=parallel.expert, span=parallel.expert)
@@ -210,12 +218,10 @@ def _tensor_exchange_seconds(
     parallel: ParallelConfig,
     local_tokens: float,
 ) -> float:
-    """Return the gathering and scattering of one layer and micro-batch.
-
-    There are eight: around attention and around the experts, forward and backward.
-    """
+    """Return the seconds of all-gather and reduce-scatter of one layer and micro-batch."""
+    # There are 8: before and after attention and MLP, forward and backward.
     activation_bytes = 2 * local_tokens * model.hidden_size
-    # ``local_tokens`` are a rank's share; what is gathered and scattered is the whole of them.
+    # ``local_tokens`` are those of one rank, but the tokens of all ranks are exchanged.
     return _message_seconds(
         8 * activation_bytes * parallel.tensor,
         ranks=parallel.tensor,
@@ -229,8 +235,7 @@ def _weight_making_seconds(
     adapter: AdapterConfig | None,
     quantization: Quantization | None,
 ) -> float:
-    """Return the time of one layer and micro-batch in which weights are made that are not those
-    which are held: merged or rounded ones."""
+    """Return the seconds for merging or rounding the weights of one layer, per micro-batch."""
     if adapter is not None:
         return _merging_seconds(model, parallel, adapter)
     if quantization is not None:
@@ -243,13 +248,15 @@ def _merging_seconds(
     parallel: ParallelConfig,
     adapter: AdapterConfig,
 ) -> float:
-    """Return the time of one layer and micro-batch in which a rank's merged weights are made, for
-    the forward and again for the backward pass."""
+    """Return the seconds for merging the weights of one layer on a rank, per micro-batch.
+
+    Weights are merged for the forward pass and again for the backward pass.
+    """
     hidden = model.hidden_size
     targets = set(adapter.targets)
     seconds = 0.0
 
-    # Queries, keys and values are one matrix, whose update has the ranks of all their adapters.
+    # Q, K and V are one fused matrix. The rank of its update is the sum of the adapters' ranks.
     fused_rank = adapter.rank * len(targets & {"q", "k", "v"})
     if fused_rank:
         fused = hidden * (model.query_size + 2 * model.key_size) / parallel.tensor
@@ -258,7 +265,7 @@ def _merging_seconds(
         projection = hidden * model.query_size / parallel.tensor
         seconds += _merge_seconds(projection, adapter.rank, "bf16")
 
-    # Experts in four bits are dequantised by the same kernel, whether they have adapters or not.
+    # The same kernel dequantizes MXFP4 experts, with or without adapters.
     expert_rank = adapter.rank_of_experts(model) if "experts" in targets else 0
     if expert_rank or parallel.base == "mxfp4":
         experts = model.num_experts / parallel.expert
@@ -269,7 +276,13 @@ def _merging_seconds(
 
 
 def _merge_seconds(values: float, rank: int, base: str) -> float:
-    """Return the time of merging updates of some rank into so many values, once."""
+    """Return the seconds for merging an update into a weight once.
+
+    Args:
+        values: number of elements of the weight.
+        rank: rank of the update.
+        base: number format of the weight, "bf16" or "mxfp4".
+    """
     base_bytes = MXFP4_BYTES if base == "mxfp4" else 2
     moving = values * (base_bytes + 2) / MEMORY_BANDWIDTH
     computing = values * (rank + MERGE_OVERHEAD[base]) / MERGE_RATE
@@ -282,10 +295,9 @@ def _factor_gradient_seconds(
     adapter: AdapterConfig | None,
     local_tokens: float,
 ) -> float:
-    """Return the time of one layer and micro-batch in which the gradients of A and B are made.
-
-    dB = dY^T (x A^T) and dA = (dY B)^T x are narrow, bound by reading x twice and dY twice.
-    """
+    """Return the seconds for the gradients of A and B of one layer, per micro-batch."""
+    # dB = dY^T (x A^T) and dA = (dY B)^T x are narrow products. Their time is that of reading x
+    # twice and dY twice.
     if adapter is None:
         return 0.0
     targets = set(adapter.targets)
@@ -294,7 +306,7 @@ def _factor_gradient_seconds(
         width += model.hidden_size + (model.query_size + 2 * model.key_size) / parallel.tensor
     if "o" in targets:
         width += model.query_size / parallel.tensor + model.hidden_size
-    # Ranks of a tensor-parallel group have all tokens here, and their share of the heads.
+    # Here each rank of a tensor-parallel group has all tokens of the group and a part of the heads.
     values = parallel.tensor * local_tokens * width
 
     if "experts" in targets:
@@ -305,8 +317,10 @@ def _factor_gradient_seconds(
 
 
 def _rounding_seconds(model: ModelConfig, parallel: ParallelConfig) -> float:
-    """Return the time of one layer and micro-batch in which a rank's experts are read and written
-    as rounded bf16 weights, for the forward and again for the backward pass."""
+    """Return the seconds for rounding the experts of one layer on a rank, per micro-batch.
+
+    Weights are read and written for the forward pass and again for the backward pass.
+    """
     experts = model.num_experts / parallel.expert
     values = experts * 3 * model.hidden_size * model.intermediate_size
     return 2 * values * (2 + 2) / MEMORY_BANDWIDTH
@@ -317,8 +331,13 @@ def _data_parallel_seconds(
     trained: tuple[float, float],
     bytes_per_parameter: float,
 ) -> float:
-    """Return the reduction or the gathering over their replicas of what is trained, (dense, expert)
-    parameters of a rank."""
+    """Return the seconds of a reduce-scatter or all-gather of trained parameters.
+
+    Args:
+        parallel: layout.
+        trained: trained (dense, expert) parameters of a rank.
+        bytes_per_parameter: size of an element.
+    """
     dense, expert = trained
     dense_replicas, expert_replicas = _replicas(parallel)
     span = parallel.world_size // parallel.pipeline
@@ -334,11 +353,12 @@ def _optimizer_seconds(
     trained: tuple[float, float],
     optimizer: OptimizerConfig,
 ) -> float:
+    """Return the seconds of an optimizer step."""
     gradient_bytes = bytes_of(optimizer.gradient_dtype)
     moment_bytes = 2 * bytes_of(optimizer.moment_dtype)
 
-    # Weights, their other 16 bits and moments are read and written; gradients are checked, summed,
-    # clipped, used and zeroed.
+    # Weights, the lower halves of master weights and moments are read and written. Gradients are
+    # checked, accumulated, clipped, used and zeroed.
     touched = 2 * (2 + 2 + moment_bytes) + 6 * gradient_bytes
     offloaded = 2 * optimizer.offload * (2 + moment_bytes)
     seconds_per_parameter = touched / MEMORY_BANDWIDTH + offloaded / HOST_BANDWIDTH
@@ -349,21 +369,21 @@ def _optimizer_seconds(
 
 
 def _replicas(parallel: ParallelConfig) -> tuple[int, int]:
-    """Return over how many ranks a dense and an expert parameter are replicated."""
+    """Return the number of copies of a dense parameter and of an expert parameter."""
     dense = parallel.world_size // (parallel.tensor * parallel.pipeline)
     expert = parallel.world_size // (parallel.expert * parallel.pipeline)
     return dense, expert
 
 
 def _message_seconds(size: float, ranks: int, span: int) -> float:
-    """Return the time of sending ``size`` bytes from each of some ranks to all of them.
+    """Return the seconds of an exchange among ranks.
 
     Args:
-        size: bytes of one rank, shared out evenly among the receivers.
-        ranks: how many take part.
-        span: over how many consecutive ranks they are spread.
+        size: bytes that each rank sends, divided evenly among all ranks.
+        ranks: number of ranks in the exchange.
+        span: number of consecutive ranks over which they are spread.
     """
-    # Those on the sender's node, itself included.
+    # Number of ranks on the sender's node, including the sender.
     near = max(1, ranks * GPUS_PER_NODE // max(span, GPUS_PER_NODE))
     within_node = (near - 1) / NODE_BANDWIDTH
     beyond_node = (ranks - near) / NETWORK_BANDWIDTH

@@ -1,20 +1,19 @@
-"""Memory that a weight sync takes of a trainer GPU."""
+"""Prediction of the memory that a weight sync needs on a trainer GPU."""
 
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.planning.parameter_counts import MXFP4_BYTES
 
 STACK_BYTES = 1 << 28
-"""The most of neighbouring MXFP4 experts that one message between ranks brings
-(``converters.gathering_plan``)."""
+"""Maximum bytes of adjacent MXFP4 experts in one message (``converters.gathering_plan``)."""
 
 
 def sent_tensor_bytes(inputs: MemoryInputs) -> float:
-    """Return the bytes of the Hugging Face tensors that a sending rank makes and holds at a time: those
-    of the bucket that is sent, and of the next one, which is made meanwhile.
+    """Return the bytes of Hugging Face tensors on a sending rank: two buckets.
 
-    A Hugging Face tensor goes as a whole, however large it is, and has all experts of a layer: gate and
-    up projections of the 120B are 4.2 GB in bf16, and its down projections, which follow them, 2.1.
+    One bucket is sent while the next one is filled.
     """
+    # A tensor is never split, and it contains all experts of a layer. In bf16, the gate and up
+    # projections of the 120B model have 4.2 GB, and the down projections that follow have 2.1 GB.
     assert inputs.engine is not None
     limit = inputs.engine.bucket_bytes
     model = inputs.model
@@ -23,18 +22,21 @@ def sent_tensor_bytes(inputs: MemoryInputs) -> float:
     down_projections = element * model.num_experts * model.intermediate_size * model.hidden_size
     gate_and_up_projections = 2 * down_projections
 
-    # They follow the embedding in the first layer, and the output layer follows the last one's. A rank
-    # that has these as a whole sends its parameter itself.
+    # The tensors before and after: the embedding precedes the experts of the first layer, and the
+    # output layer follows those of the last layer. A rank that has these unsplit sends its own
+    # parameter and needs no buffer.
     neighbour = max(down_projections, _split_vocabulary_bytes(inputs))
     under_way = max(limit, gate_and_up_projections) + max(limit, neighbour)
 
-    # A small model is sent at once.
+    # A small model fits into the buckets as a whole.
     return min(under_way, 2 * model.num_parameters)
 
 
 def arriving_bytes(inputs: MemoryInputs) -> float:
-    """Return the bytes of the buffer in which a sending rank receives what others hold: of one
-    parameter at a time, or of some neighbouring experts in MXFP4."""
+    """Return the bytes of the buffer in which a sending rank receives parts from other ranks.
+
+    It holds one parameter, or several adjacent experts in MXFP4.
+    """
     assert inputs.engine is not None
     model = inputs.model
 
@@ -47,7 +49,7 @@ def arriving_bytes(inputs: MemoryInputs) -> float:
 
 
 def _split_vocabulary_bytes(inputs: MemoryInputs) -> float:
-    """Return the bytes of the whole embedding, or output layer, if no rank has both of them."""
+    """Return the bytes of the whole embedding or output layer; 0 if each rank has both unsplit."""
     parallel = inputs.parallel
     if parallel.tensor == 1 and parallel.pipeline == 1:
         return 0.0
