@@ -1,1 +1,1 @@
-"""The modules of a GPT-OSS transformer layer, and the two specifications that assemble them."""
+"""Modules of a transformer layer, and the layer specifications for CPUs and GPUs."""

@@ -1,7 +1,7 @@
-"""The experts of a layer with a frozen base and adapters, one after the other.
+"""Experts with a frozen base and adapters, computed one expert at a time.
 
-Every expert has a base and biases of its own, dense or in four bits. The adapters of all experts of
-this rank lie in one pair of parameters for each of the two matrices.
+Each expert has its own base weights, in bf16 or MXFP4, and its own biases. The adapters of all
+experts of a rank are one pair of parameters per matrix.
 """
 
 from dataclasses import dataclass
@@ -21,11 +21,12 @@ from megatron_gptoss.transformer_config import PolicyTransformerConfig, mark, pa
 
 @dataclass(frozen=True)
 class ExpertAdapter:
-    """One expert's part of the adapters of all experts of a layer."""
+    """Part of one expert in the adapters of all experts of a layer."""
 
     adapters: LowRank
+    """Adapters of all experts of this rank."""
     index: int
-    """Of the expert on this rank."""
+    """Index of the expert on this rank."""
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """Return A [rank, in] and B [out, rank]."""
@@ -34,13 +35,13 @@ class ExpertAdapter:
 
 
 class AdaptedExpertLinear(AdaptedLinear):
-    """One matrix of one expert, dense or in four bits, with an adapter or none.
+    """One matrix of one expert, in bf16 or MXFP4, with or without an adapter.
 
-    Experts are spread over ranks whole, so there is nothing to communicate here.
+    Ranks hold whole experts, so this layer does not communicate.
     """
 
     adapter: ExpertAdapter | None = None
-    """Set by ``AdaptedExperts``, whose parameters it consists of."""
+    """Adapter of this expert, set by ``AdaptedExperts``, which owns the parameters."""
 
     def __init__(
         self,
@@ -51,14 +52,14 @@ class AdaptedExpertLinear(AdaptedLinear):
         tp_group: Any,
         **unused: Any,
     ) -> None:
-        """Allocate the layer, uninitialised, with the interface of Megatron's linear layers.
+        """Allocate the layer, uninitialized, with the interface of Megatron's linear layers.
 
         Args:
             input_size: columns of the weight.
-            output_size: its rows.
-            config: of the model.
-            tp_group: the expert tensor-parallel ranks, one.
-            unused: how Megatron's layers would be initialised and split.
+            output_size: rows of the weight.
+            config: configuration of the model.
+            tp_group: group of the expert tensor-parallel ranks. It has one rank.
+            unused: options of Megatron's layers for initialization and splitting.
         """
         super().__init__()
         self.config = config
@@ -66,6 +67,7 @@ class AdaptedExpertLinear(AdaptedLinear):
         dtype = config.params_dtype
         device = parameter_device(config)
 
+        # A packed weight is not a parameter: it has no gradient and is not in checkpoints.
         if config.base == "mxfp4":
             self.weight = PackedWeight(output_size, input_size, device)
         else:
@@ -77,17 +79,18 @@ class AdaptedExpertLinear(AdaptedLinear):
 
     @property
     def scale(self) -> float:
-        """Of the update."""
+        """Scale of the update."""
         return 0.0 if self.adapter is None else self.adapter.adapters.scale
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Return A and B; without an adapter, those of an update of rank 0."""
+        """Return A [rank, in] and B [out, rank]. Without an adapter the rank is 0."""
         if self.adapter is not None:
             return self.adapter.factors()
+        # Rank 0 lets the merge dequantize a packed base without a special case.
         return self.bias.new_empty(0, self.weight.shape[1]), self.bias.new_empty(len(self.bias), 0)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the product [rows, out], and the bias for the caller to add."""
+        """Return the product of x [rows, in] as [rows, out], and the bias [out] to add to it."""
         return self.multiply(x), self.bias
 
     def sharded_state_dict(
@@ -96,7 +99,7 @@ class AdaptedExpertLinear(AdaptedLinear):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Describe the bias, and a dense base, for checkpoints."""
+        """Return the sharded tensors of the bias and of a bf16 base."""
         return sharded_state(self, {}, prefix, sharded_offsets, metadata)
 
 
@@ -104,27 +107,29 @@ ADAPTED_EXPERT_LINEARS = MLPSubmodules(
     linear_fc1=AdaptedExpertLinear,
     linear_fc2=AdaptedExpertLinear,
 )
-"""The two matrices of an expert whose base is frozen."""
+"""Layers of an expert with a frozen base."""
 
 
 def has_adapted_experts(config: PolicyTransformerConfig) -> bool:
-    """Return whether experts have adapters, or a base in four bits."""
+    """Return True if experts have adapters or an MXFP4 base."""
     has_adapters = config.adapter is not None and "experts" in config.adapter.targets
     return has_adapters or config.base == "mxfp4"
 
 
 def is_spread(config: PolicyTransformerConfig) -> bool:
-    """Return whether Megatron reduces gradients of experts over the ranks that hold these experts,
-    and not over all data-parallel ranks."""
+    """Return True if Megatron reduces gradients of experts separately.
+
+    It then reduces them over the ranks that hold the same experts instead of all data-parallel
+    ranks.
+    """
     return config.expert_model_parallel_size > 1 or config.tensor_model_parallel_size > 1
 
 
 class AdaptedExperts(SequentialMLP):
-    """All experts of this rank, each a module with weights and bias of its own, and their
-    adapters."""
+    """All experts of this rank as separate modules, and their adapters."""
 
     adapters: torch.nn.ModuleDict
-    """LowRank of all experts, by "gate_up" and "down"; empty if experts have no adapters."""
+    """LowRank of all experts, by "gate_up" and "down". Empty if experts have no adapters."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -132,6 +137,7 @@ class AdaptedExperts(SequentialMLP):
         if "experts" not in adapter_settings(self.config).targets:
             return
 
+        # This module owns the factors, so that they are two parameters instead of two per expert.
         for target in EXPERT_LINEARS:
             linears = self.linears(target)
             adapters = self._allocate(linears[0])
@@ -140,14 +146,15 @@ class AdaptedExperts(SequentialMLP):
                 linear.adapter = ExpertAdapter(adapters, i)
 
     def linears(self, target: str) -> list[AdaptedExpertLinear]:
-        """Return one of the two matrices, "gate_up" or "down", of every expert."""
+        """Return the layer of every expert for ``target``, "gate_up" or "down"."""
         experts: list[Any] = list(self.local_experts)
         return [getattr(expert, EXPERT_LINEARS[target]) for expert in experts]
 
     def _allocate(self, linear: AdaptedExpertLinear) -> LowRank:
-        """Allocate the adapters of all experts' matrices that are like ``linear``."""
+        """Allocate the adapters of all experts for layers of the shape of ``linear``."""
         config = self.config
         settings = adapter_settings(config)
+        # Initial values depend on the number of the expert in the layer, not on the rank.
         first_expert = self.ep_group.rank() * self.num_local_experts
         rows, columns = linear.weight.shape
         return LowRank(
@@ -166,12 +173,11 @@ class AdaptedExperts(SequentialMLP):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Describe the experts for checkpoints.
-
-        An adapter's factor is one tensor [layers, experts, ...] of which this rank has one piece
-        per layer: all its experts. So any expert parallelism loads what another one saved.
-        """
+        """Return the sharded tensors of the experts and their adapters."""
+        # A factor is one global tensor [layers, experts, ...]. This rank has one part of it per
+        # layer: its own experts. Any expert-parallel size can therefore load it.
         state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        # The axis of layers, if there is one, comes before the axis of experts.
         experts_axis = len(sharded_offsets)
         for target, adapters in self.adapters.items():
             key = f"{prefix}experts.{EXPERT_LINEARS[target]}.adapters.{target}"

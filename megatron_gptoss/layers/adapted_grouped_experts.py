@@ -1,7 +1,7 @@
-"""The experts of a layer with a frozen base and adapters, all of this rank's in one product.
+"""Experts with a frozen base and adapters, all experts of a rank in one grouped product.
 
-The merged weights of all experts are made in memory that the layers share, multiplied, and made
-again for the backward pass: a layer keeps its base, dense or in four bits, and its adapters.
+The merged weights of all experts are computed in memory that all layers share, and computed again
+for the backward pass. A layer keeps only its base, in bf16 or MXFP4, and its adapters.
 """
 
 from collections.abc import Sequence
@@ -25,10 +25,10 @@ from megatron_gptoss.layers.stacked_experts import StackedExperts
 
 
 class AdaptedGroupedExperts(AdaptedExperts, StackedExperts):
-    """All experts of this rank, with merged weights.
+    """All experts of this rank, computed with merged weights in grouped products.
 
-    Modules and parameters are those of AdaptedExperts, so that checkpoints and converters know one
-    set of names. Only the products are grouped.
+    Modules and parameters are those of AdaptedExperts. Checkpoints and converters therefore have
+    one set of names.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -37,6 +37,7 @@ class AdaptedGroupedExperts(AdaptedExperts, StackedExperts):
         self.down = self._stack("down")
 
     def _stack(self, target: str) -> "ExpertStack":
+        """Return the stack of one matrix, "gate_up" or "down"."""
         adapters: dict[str, Any] = dict(self.adapters.items())
         return ExpertStack(target, self.linears(target), adapters.get(target))
 
@@ -44,47 +45,48 @@ class AdaptedGroupedExperts(AdaptedExperts, StackedExperts):
 class ExpertStack:
     """One of the two matrices of all experts of a layer, with their adapters.
 
-    It owns nothing: the experts' module and its linear layers do. Bases and biases lie behind one
-    another in memory, so that they can be read as one tensor.
+    The modules of the experts own the parameters. This class places their bases and biases in
+    contiguous memory, so that they can be read as one tensor.
     """
 
     def __init__(
         self, target: str, linears: Sequence[AdaptedExpertLinear], adapters: LowRank | None
     ) -> None:
-        """Arrange the bases and biases of ``linears`` in memory.
+        """Place the bases and biases of ``linears`` in contiguous memory.
 
         Args:
-            target: "gate_up" or "down"; stacks of one target share the merged weights' memory.
-            linears: of the experts of this rank.
-            adapters: of all of them; None for none.
+            target: "gate_up" or "down". Stacks of a target share the memory of merged weights.
+            linears: layers of the experts of this rank.
+            adapters: adapters of all these experts; None if there are none.
         """
         self.target = target
         self.linears = linears
         self.adapters = adapters
-        # Now and not with the first pass: for a moment a layer's bases are there twice, which a GPU
-        # has room for before there are activations.
+        # Done here instead of in the first pass: a layer's bases exist twice for a moment, and the
+        # GPU has memory for that before there are activations.
         for tensors in self._tensors():
             _arrange(tensors)
 
     def multiply(self, x: Tensor, row_counts: Sequence[int], with_bias: bool = False) -> Tensor:
-        """Compute x W'^T with the merged weight of every row's expert.
+        """Compute x W'^T, with the merged weight W' of the expert of each row.
 
         Differentiable in x and the adapters, see ``merged_linear``.
 
         Args:
             x: [rows, in], sorted by expert.
-            row_counts: rows of each expert.
-            with_bias: add each expert's bias, which has no gradient.
+            row_counts: number of rows of each expert.
+            with_bias: whether to add the biases, which have no gradient.
 
         Returns:
             [rows, out].
         """
+        # A and B are arguments of the function, because autograd tracks only tensors among them.
         a, b = self.factors()
         product: Tensor = _MergedGroupedLinear.apply(x, a, b, self, row_counts, with_bias)
         return product
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Return A [experts, rank, in] and B [experts, out, rank]; without adapters, of rank 0."""
+        """Return A [experts, rank, in] and B [experts, out, rank]. Without adapters rank is 0."""
         if self.adapters is not None:
             factors: tuple[Tensor, Tensor] = self.adapters()
             return factors
@@ -100,7 +102,7 @@ class ExpertStack:
 
     @property
     def scale(self) -> float:
-        """Of the updates."""
+        """Scale of the updates."""
         return self.linears[0].scale
 
     def merged(self, a: Tensor, b: Tensor, scale: float) -> Loan:
@@ -109,13 +111,13 @@ class ExpertStack:
         Args:
             a: [experts, rank, in].
             b: [experts, out, rank].
-            scale: of the updates.
+            scale: scale of the updates.
 
         Returns:
-            [experts, out, in], until another layer is merged.
+            Merged weights [experts, out, in], valid until another layer is merged.
         """
-        # The two matrices of a layer have memory of their own: the backward pass of a layer that was
-        # just computed again finds both.
+        # The two matrices of a layer use separate memory. After recomputation of a layer, its
+        # backward pass finds both.
         memory = shared_memory(f"merged {self.target}", a.device, a.dtype)
         loan = memory.lend(torch.Size((len(a), b.shape[1], a.shape[2])))
         if isinstance(self.linears[0].weight, PackedWeight):
@@ -127,7 +129,7 @@ class ExpertStack:
         return loan
 
     def _tensors(self) -> list[list[Tensor]]:
-        """Return what lies behind one another: biases, and dense weights or blocks and scales."""
+        """Return the lists of tensors to stack: biases, and bf16 weights or blocks and scales."""
         tensors: list[list[Tensor]] = [[linear.bias for linear in self.linears]]
         weights: list[Any] = [linear.weight for linear in self.linears]
         if isinstance(weights[0], PackedWeight):
@@ -138,10 +140,10 @@ class ExpertStack:
         return tensors
 
     def _stacked(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return tensors that lie behind one another as one, [experts, ...]."""
+        """Return contiguous tensors as one view [experts, ...]."""
         stack = _as_stack(tensors)
         if stack is None:
-            # The model was moved to another device or dtype since.
+            # Moving the model to another device or dtype allocates every tensor separately.
             _arrange(tensors)
             stack = _as_stack(tensors)
             assert stack is not None
@@ -149,23 +151,22 @@ class ExpertStack:
 
 
 def _arrange(tensors: Sequence[Tensor]) -> None:
-    """Move tensors of one shape so that they lie behind one another in memory."""
+    """Move tensors of one shape to contiguous memory."""
     if _as_stack(tensors) is not None:
         return
-    # The tensors stay parameters of their modules, of the same names, and become views of one piece
-    # of memory. ``data`` is set, as a parameter that is replaced would be lost to who holds it
-    # already.
+    # The parameters keep their names and become views of one tensor. Set ``data`` instead of
+    # replacing the parameter objects, because other objects hold references to them.
     stack = torch.stack([tensor.detach() for tensor in tensors])
     for tensor, place in zip(tensors, stack, strict=True):
         tensor.data = place
 
 
 def _as_stack(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return n tensors of one shape as a view [n, ...]; None if they do not lie in a row."""
+    """Return n tensors of one shape as a view [n, ...]; None if they are not contiguous."""
     first = tensors[0].detach()
     storage = first.untyped_storage().data_ptr()
     for i, tensor in enumerate(tensors):
-        # Of one storage, too: two that happen to be neighbours in memory cannot be one view.
+        # Also compare storages: tensors can be adjacent by accident, and a view has one storage.
         is_next = tensor.data_ptr() == first.data_ptr() + i * first.nbytes
         if not is_next or tensor.untyped_storage().data_ptr() != storage:
             return None
@@ -173,7 +174,7 @@ def _as_stack(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 class _MergedGroupedLinear(torch.autograd.Function):
-    """The product of ``merged_linear`` for all experts at once."""
+    """Product of ``merged_linear`` for all experts in one call."""
 
     @staticmethod
     def forward(
@@ -206,8 +207,8 @@ class _MergedGroupedLinear(torch.autograd.Function):
         grad_a = None
         grad_b = None
 
-        # The loan still has this layer's weights if no other was merged since, as when the layer
-        # was recomputed just before.
+        # The loan still holds this layer's weights if no other layer was merged in between, which
+        # is the case if the layer has just been recomputed.
         if needs_x:
             weights = ctx.merged.read()
             if weights is None:
@@ -223,23 +224,28 @@ class _MergedGroupedLinear(torch.autograd.Function):
 def _factor_gradients(
     grad: Tensor, x: Tensor, a: Tensor, b: Tensor, row_counts: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of A and B without the scale.
+    """Return the gradients of A and B, not multiplied by the scale.
 
     Args:
-        grad: [rows, out], of the product.
+        grad: [rows, out] gradient of the product.
         x: [rows, in].
         a: [experts, rank, in].
         b: [experts, out, rank].
-        row_counts: rows of each expert.
+        row_counts: number of rows of each expert.
+
+    Returns:
+        [experts, rank, in] and [experts, out, rank].
     """
     rank = a.shape[1]
-    # Grouped products on GPUs want rows of 16 bytes; what is added is 0 and cut off again.
+    # Grouped products on GPUs need rows of a multiple of 16 bytes. Pad the rank with zeros and
+    # remove them from the result.
     missing = -rank % 8
     if missing:
         a = torch.nn.functional.pad(a, (0, 0, 0, missing))
         b = torch.nn.functional.pad(b, (0, missing))
 
-    # dA = (dY B)^T x and dB = dY^T (x A^T), expert by expert; [rows, rank] in between.
+    # dA = (dY B)^T x and dB = dY^T (x A^T) per expert. The intermediate [rows, rank] is small; the
+    # gradient [out, in] of W' never exists.
     grad_a = outer_products(project(grad, b, row_counts), x, row_counts)
     grad_b = outer_products(grad, project(x, a.mT, row_counts), row_counts)
     return grad_a[:, :rank], grad_b[:, :, :rank]

@@ -1,6 +1,6 @@
-"""Linear layers of a frozen base with adapters: attention and router, and what all have in common.
+"""Linear layers with a frozen base and adapters: their base class, attention and router.
 
-Each multiplies with the merged weight (``merge``); communication is that of Megatron's layers.
+Each layer multiplies by the merged weight (``merge``). Communication is that of Megatron's layers.
 """
 
 from collections.abc import Mapping
@@ -21,27 +21,31 @@ from megatron_gptoss.layers.router import GptOssRouter
 from megatron_gptoss.transformer_config import PolicyTransformerConfig
 
 SEPARATE_NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-"""Checkpoint keys of the norm before attention where it is a module of its own: those of Transformer
-Engine's projection, which includes it, so that one checkpoint serves both."""
+"""Mapping of checkpoint keys for a separate norm before attention.
+
+The values are the keys of Transformer Engine's projection, which contains the norm. One checkpoint
+therefore works for both.
+"""
 
 
 class AdaptedLinear(torch.nn.Module):
-    """What linear layers with a frozen weight and adapters have in common."""
+    """Base class of linear layers with a frozen weight and adapters."""
 
     weight: torch.nn.Parameter | PackedWeight
-    """The base, [out, in] on this rank."""
+    """Base [out, in] on this rank."""
     adapters: torch.nn.ModuleDict
     """LowRank by target."""
     config: PolicyTransformerConfig
+    """Configuration of the model."""
 
     @property
     def scale(self) -> float:
-        """Of the update; all adapters of a layer share it."""
+        """Scale of the update, the same for all adapters of a layer."""
         adapters: list[Any] = list(self.adapters.values())
         return float(adapters[0].scale) if adapters else 0.0
 
     def read_base(self) -> Tensor:
-        """Return the base; a packed one in memory that the next read overwrites."""
+        """Return the base [out, in]. A packed base is in memory that the next read overwrites."""
         if isinstance(self.weight, PackedWeight):
             return self.weight.read()
         return self.weight
@@ -52,16 +56,16 @@ class AdaptedLinear(torch.nn.Module):
 
     @torch.no_grad()
     def merged_weight(self) -> Tensor:
-        """Compute what the layer multiplies with, [out, in], as a new tensor."""
+        """Return the merged weight [out, in] as a new tensor."""
         dtype = self.config.params_dtype
         return merge_in_pieces(self.read_base(), *self.factors(), self.scale, dtype)
 
     def multiply(self, x: Tensor) -> Tensor:
-        """Compute the product of x [..., in] with the merged weight, [..., out]."""
+        """Return the product of x [..., in] and the merged weight, [..., out]."""
         return merged_linear(x, self.read_base, *self.factors(), self.scale)
 
     def tensor_parallel_dims(self) -> dict[str, int]:
-        """Return along which dimension each adapter's factors are split, by name in this layer."""
+        """Return the dimension along which each factor of an adapter is split, by its name."""
         dims = {}
         adapters: dict[str, Any] = dict(self.adapters.items())
         for target, adapter in adapters.items():
@@ -71,10 +75,10 @@ class AdaptedLinear(torch.nn.Module):
 
 
 class AdaptedQkv(AdaptedLinear, ColumnParallelLinear):
-    """The fused projection to queries, keys and values; each has an adapter of its own.
+    """Fused projection to queries, keys and values, with separate adapters for the three.
 
-    The weight's rows are ordered by key/value group: its query heads, its key head, its value head.
-    An adapter's B has the rows of its own projection only, in the order of the heads.
+    The rows of the weight are ordered by key/value group: query heads, key head, value head of the
+    group. B of an adapter has only the rows of one projection, in the order of heads.
     """
 
     def __init__(
@@ -86,8 +90,8 @@ class AdaptedQkv(AdaptedLinear, ColumnParallelLinear):
         **options: Any,
     ) -> None:
         ColumnParallelLinear.__init__(self, input_size, output_size, config=config, **options)
-        # Tensor parallelism cuts whole key/value groups, so that each rank has the heads that
-        # belong together.
+        # Tensor parallelism splits between key/value groups, so each rank has whole groups. Rows of
+        # B are in the order of heads, and so are split at the same places.
         settings = adapter_settings(config)
         ranks = config.tensor_model_parallel_size
         self.groups = config.architecture.num_key_value_heads // ranks
@@ -106,14 +110,12 @@ class AdaptedQkv(AdaptedLinear, ColumnParallelLinear):
                 self.adapters[target] = low_rank(config, size, input_size, split=0)
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Return the adapters of this layer as one.
-
-        The A's lie below one another; a row of B is zero but for the columns of its own adapter.
-        """
+        """Return the update of the fused weight: A [sum of ranks, in] and B [out, sum of ranks]."""
+        # Stack the A factors. B is 0 except for the columns of the adapter of each row.
         factors = {target: adapter() for target, adapter in self.adapters.items()}
         a = torch.cat([a for a, _ in factors.values()])
 
-        # [groups, rows of a group, rank of all adapters], made of one block per projection.
+        # [groups, rows per group, sum of ranks], concatenated from one block per projection.
         blocks = []
         first_column = 0
         for target, rows in self.rows_per_group.items():
@@ -135,6 +137,8 @@ class AdaptedQkv(AdaptedLinear, ColumnParallelLinear):
         tp_group: Any,
         **unused: Any,
     ) -> Tensor:
+        """Replace the product in Megatron's forward pass: input [tokens, ..., in]."""
+        # Megatron's own product would gather the input itself.
         if sequence_parallel:
             input = gather_from_sequence_parallel_region(input, group=tp_group)
         output = self.multiply(input)
@@ -146,13 +150,13 @@ class AdaptedQkv(AdaptedLinear, ColumnParallelLinear):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Describe base and adapters for checkpoints."""
+        """Return the sharded tensors of base and adapters."""
         dims = {"weight": 0, "bias": 0, **self.tensor_parallel_dims()}
         return sharded_state(self, dims, prefix, sharded_offsets, metadata)
 
 
 class AdaptedProjection(AdaptedLinear, RowParallelLinear):
-    """The projection of the heads' outputs back to the residual stream."""
+    """Output projection of attention, with an adapter."""
 
     def __init__(
         self,
@@ -167,12 +171,13 @@ class AdaptedProjection(AdaptedLinear, RowParallelLinear):
         self.adapters = torch.nn.ModuleDict({"o": adapter})
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Return A and B of this rank."""
+        """Return A [rank, in / tensor] and B [out, rank]."""
         factors: tuple[Tensor, Tensor] = self.adapters["o"]()
         return factors
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **unused: Any) -> Tensor:
-        # The bias is added behind the sum over ranks, by the caller.
+        """Replace the product in Megatron's forward pass: input [tokens, ..., in / tensor]."""
+        # The caller adds the bias after the sum over ranks, so that it counts once.
         return self.multiply(input)
 
     def sharded_state_dict(
@@ -181,13 +186,13 @@ class AdaptedProjection(AdaptedLinear, RowParallelLinear):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Describe base and adapter for checkpoints."""
+        """Return the sharded tensors of base and adapter."""
         dims = {"weight": 1, **self.tensor_parallel_dims()}
         return sharded_state(self, dims, prefix, sharded_offsets, metadata)
 
 
 class AdaptedRouter(AdaptedLinear, GptOssRouter):
-    """The router with an adapter of its weight; the bias stays as it is."""
+    """Router with an adapter for its weight. The bias is frozen."""
 
     def __init__(self, config: PolicyTransformerConfig, *args: Any, **options: Any) -> None:
         super().__init__(config, *args, **options)
@@ -195,7 +200,7 @@ class AdaptedRouter(AdaptedLinear, GptOssRouter):
         self.adapters = torch.nn.ModuleDict({"router": adapter})
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Return A and B."""
+        """Return A [rank, hidden_size] and B [experts, rank]."""
         factors: tuple[Tensor, Tensor] = self.adapters["router"]()
         return factors
 
@@ -205,7 +210,13 @@ class AdaptedRouter(AdaptedLinear, GptOssRouter):
 
 
 def choose_projections(attention: SelfAttentionSubmodules, config: PolicyTransformerConfig) -> None:
-    """Replace the projections of attention that have adapters, in place."""
+    """Set the classes of attention's projections that have adapters.
+
+    Args:
+        attention: specification to change in place.
+        config: configuration of the model.
+    """
+    # Other projections keep Transformer Engine's layers, which fuse the norm.
     targets = set(config.adapter.targets if config.adapter is not None else ())
     if has_adapted_qkv(config):
         attention.linear_qkv = AdaptedQkv
@@ -214,7 +225,7 @@ def choose_projections(attention: SelfAttentionSubmodules, config: PolicyTransfo
 
 
 def has_adapted_qkv(config: PolicyTransformerConfig) -> bool:
-    """Return whether the fused projection to queries, keys and values has adapters."""
+    """Return True if the fused projection to queries, keys and values has adapters."""
     return config.adapter is not None and bool({"q", "k", "v"} & set(config.adapter.targets))
 
 
@@ -226,7 +237,7 @@ def choose_router(config: PolicyTransformerConfig) -> type[GptOssRouter]:
 
 
 def adapter_settings(config: PolicyTransformerConfig) -> AdapterConfig:
-    """Return the settings of the adapters that a model has."""
+    """Return the adapter settings of a model that has adapters."""
     assert config.adapter is not None
     return config.adapter
 
@@ -237,9 +248,13 @@ def low_rank(
     input_size: int,
     split: int | None = None,
 ) -> LowRank:
-    """Allocate the adapter of a weight [output_size, input_size] that is not of an expert.
+    """Allocate the adapter of a weight outside of experts.
 
-    split: the weight's dimension that tensor-parallel ranks split; None if each has all of it.
+    Args:
+        config: configuration of the model.
+        output_size: rows of the whole weight.
+        input_size: columns of the whole weight.
+        split: dimension that tensor-parallel ranks split; None if each rank has the whole weight.
     """
     settings = adapter_settings(config)
     return LowRank(
@@ -260,7 +275,17 @@ def sharded_state(
     sharded_offsets: tuple[tuple[int, int, int], ...],
     metadata: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """Describe all tensors of a layer, of which tensor-parallel ranks split those in ``dims``."""
+    """Return the sharded tensors of a layer.
+
+    Args:
+        module: the layer.
+        dims: dimension along which tensor-parallel ranks split a tensor, by its name. Other tensors
+            are the same on all ranks.
+        prefix: prefix of the keys.
+        sharded_offsets: position in global tensors, as (axis, index, size).
+        metadata: options of ``sharding_metadata``.
+    """
+    # Megatron's helper marks the other ranks' copies as replicas, so that one rank writes each.
     state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
         module.state_dict(prefix="", keep_vars=True),
         prefix,

@@ -1,8 +1,8 @@
-"""Embedding and output layer of a frozen base with adapters.
+"""Embedding and output layer with a frozen base and adapters.
 
-Both are matrices [vocab_size, hidden_size] whose rows tensor-parallel ranks share out, and with
-them B; A is whole on every rank. GPTModel builds its own two modules whatever the layer
-specification says: these take over their weights and their places.
+Both weights are [vocab_size, hidden_size]. Tensor-parallel ranks split their rows, and with them
+the rows of B. Every rank has the whole A. GPTModel does not take these two modules from the layer
+specification, so they replace its modules after construction and reuse the weights.
 """
 
 from typing import Any
@@ -29,7 +29,10 @@ from megatron_gptoss.transformer_config import PolicyTransformerConfig
 
 
 def adapt_vocabulary(chunk: GPTModel) -> None:
-    """Give embedding and output layer of a model chunk adapters, if it has them and is to."""
+    """Replace embedding and output layer of a model chunk by layers with adapters.
+
+    Only layers that the chunk contains and the settings name are replaced.
+    """
     config: Any = chunk.config
     targets = adapter_settings(config).targets
 
@@ -41,7 +44,7 @@ def adapt_vocabulary(chunk: GPTModel) -> None:
 
 
 class AdaptedVocabulary(AdaptedLinear):
-    """A matrix [vocab_size / tensor, hidden_size] with one adapter."""
+    """Weight [vocab_size / tensor, hidden_size] with one adapter."""
 
     def __init__(
         self,
@@ -50,7 +53,14 @@ class AdaptedVocabulary(AdaptedLinear):
         config: PolicyTransformerConfig,
         tp_group: Any,
     ) -> None:
-        """Take over ``weight``, and allocate the adapter of that target, uninitialised."""
+        """Allocate an adapter, uninitialized.
+
+        Args:
+            weight: [vocab_size / tensor, hidden_size] base to reuse.
+            target: name of the adapter, "embedding" or "head".
+            config: configuration of the model.
+            tp_group: tensor-parallel group.
+        """
         super().__init__()
         self.config = config
         self.weight = weight
@@ -72,13 +82,13 @@ class AdaptedVocabulary(AdaptedLinear):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Describe base and adapter for checkpoints."""
+        """Return the sharded tensors of base and adapter."""
         dims = {"weight": 0, **self.tensor_parallel_dims()}
         return sharded_state(self, dims, prefix, sharded_offsets, metadata)
 
 
 class AdaptedEmbedding(AdaptedVocabulary):
-    """The embedding: a token gets its row of the merged weight."""
+    """Embedding with an adapter. A token gets its row of the merged weight."""
 
     def __init__(self, embedding: VocabParallelEmbedding, config: PolicyTransformerConfig) -> None:
         super().__init__(embedding.weight, "embedding", config, embedding.tp_group)
@@ -87,27 +97,29 @@ class AdaptedEmbedding(AdaptedVocabulary):
         self._scatters = embedding.reduce_scatter_embeddings
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Look up tokens. Only their rows are merged, to the bits of the whole merged weight.
+        """Return the embeddings of tokens.
 
         Args:
-            input_ids: int64 [1, tokens], the same on all tensor-parallel ranks.
+            input_ids: [1, tokens] int64, the same on all tensor-parallel ranks.
 
         Returns:
-            [1, tokens, hidden_size]; under sequence parallelism, this rank's share
+            [1, tokens, hidden_size]. With sequence parallelism, this rank's part
             [tokens / tensor, 1, hidden_size].
         """
-        # As Megatron's VocabParallelEmbedding: ids of other ranks look up row 0 here, which is
-        # masked below.
+        # Like Megatron's VocabParallelEmbedding: ids of other ranks read row 0, which is masked
+        # below.
         is_elsewhere = (input_ids < self._first_id) | (input_ids >= self._end_id)
         local_ids = (input_ids - self._first_id).masked_fill(is_elsewhere, 0)
         a, b = self.factors()
 
-        # Indexing, unlike torch's embedding, adds up B's gradient in a fixed order on GPUs, too.
+        # Merge only the rows of these tokens; the bits are those of the whole merged weight.
+        # Indexing is used because torch's embedding accumulates B's gradient in a random order on
+        # GPUs.
         ids = local_ids.flatten()
         rows = merged_weight(self.read_base()[ids], a, b[ids], self.scale)
         rows = rows.unflatten(0, input_ids.shape).masked_fill(is_elsewhere[..., None], 0.0)
 
-        # Of all ranks one has the row, and the sum is that row.
+        # Exactly one rank has the row and the others have 0, so the sum is exact.
         if self._scatters:
             tokens_first = rows.transpose(0, 1).contiguous()
             scattered: Tensor = reduce_scatter_to_sequence_parallel_region(
@@ -119,7 +131,7 @@ class AdaptedEmbedding(AdaptedVocabulary):
 
 
 class AdaptedHead(AdaptedVocabulary):
-    """The output layer."""
+    """Output layer with an adapter."""
 
     def __init__(self, layer: ColumnParallelLinear, config: PolicyTransformerConfig) -> None:
         super().__init__(layer.weight, "head", config, layer.tp_group)
@@ -128,16 +140,22 @@ class AdaptedHead(AdaptedVocabulary):
     def output_weight(self) -> Tensor:
         """Return the merged weight [vocab_size / tensor, hidden_size], differentiable in A and B.
 
-        Whoever makes log-probs from it block by block uses it in place of a call.
+        For code that computes log-probs in blocks and never has all logits.
         """
         return merged_weight(self.read_base(), *self.factors(), self.scale)
 
     def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, None]:
-        """Compute this rank's logits [tokens, 1, vocab_size / tensor]; there is no bias.
+        """Return the logits of this rank's part of the vocabulary. There is no bias.
 
-        hidden_states: [tokens / tensor, 1, hidden_size] under sequence parallelism, else
-            [tokens, 1, hidden_size].
+        Args:
+            hidden_states: [tokens, 1, hidden_size], or with sequence parallelism
+                [tokens / tensor, 1, hidden_size].
+            unused: options of Megatron's layer.
+
+        Returns:
+            [tokens, 1, vocab_size / tensor], and None for the bias.
         """
+        # Both functions sum the gradient of the input over ranks in the backward pass.
         if self.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, group=self.tp_group)
         else:

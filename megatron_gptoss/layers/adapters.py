@@ -1,4 +1,4 @@
-"""Low-rank adapters: their parameters, names and initial values, in any parallel layout."""
+"""Parameters, names and initial values of low-rank adapters, in any parallel layout."""
 
 import math
 import re
@@ -14,27 +14,27 @@ from megatron_gptoss.named_random import named_generator
 from megatron_gptoss.transformer_config import mark
 
 EXPERT_LINEARS = {"gate_up": "linear_fc1", "down": "linear_fc2"}
-"""Megatron's names of an expert's two matrices, by the names of their adapters."""
+"""Megatron's name of each matrix of an expert, by the name of its adapter."""
 
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 _EXPERTS_ADAPTER = re.compile(r"\.experts\.adapters\.(\w+)$")
 
 
 class LowRank(torch.nn.Module):
-    """The factors of one update, s (B A) with A [rank, in] and B [out, rank].
+    """Factors of a low-rank update s (B A) with A [rank, in] and B [out, rank].
 
-    Of experts, those of all updates of one matrix together: two parameters for a layer and not for
-    each of its experts. Gradients are added, and checkpoints planned, parameter by parameter.
+    The adapters of all experts of a layer are one object with two parameters, because the cost of
+    accumulating gradients and planning checkpoints grows with the number of parameters.
 
-    Tensor parallelism splits a weight along its rows or its columns, and with it B or A. The other
-    factor is the same on all ranks, but the gradient that a rank computes for it is a share: that of
-    its rows or columns, or under sequence parallelism of its tokens.
+    Tensor parallelism splits a weight along its rows or columns, and with it B or A. The other
+    factor is the same on all ranks, but each rank computes only a part of its gradient: from its
+    rows or columns, or with sequence parallelism from its tokens.
     """
 
     a: torch.nn.Parameter
-    """[rank, in / ranks that split columns], of experts [experts, rank, in]."""
+    """A [rank, in / ranks that split columns]; for experts [experts, rank, in]."""
     b: torch.nn.Parameter
-    """[out / ranks that split rows, rank], of experts [experts, out, rank]."""
+    """B [out / ranks that split rows, rank]; for experts [experts, out, rank]."""
 
     def __init__(
         self,
@@ -49,19 +49,19 @@ class LowRank(torch.nn.Module):
         experts: range | None = None,
         **attributes: Any,
     ) -> None:
-        """Allocate both factors, uninitialised.
+        """Allocate both factors, uninitialized.
 
         Args:
-            out_features: rows of the weight, all ranks together.
-            in_features: its columns, all ranks together.
-            rank: of the update.
-            alpha: the scale is alpha / rank.
-            dtype: of both.
-            split: dimension of the weight that tensor-parallel ranks split; None if each has all.
-            tensor_parallel_size: so many ranks.
-            experts: the experts of this rank, by their numbers in the layer; None if the weight is
-                not of experts.
-            attributes: marks of both parameters, see ``mark``.
+            out_features: rows of the whole weight.
+            in_features: columns of the whole weight.
+            rank: rank of the update.
+            alpha: numerator of the scale, which is alpha / rank.
+            dtype: data type of both factors.
+            split: dimension of the weight that tensor-parallel ranks split; None if each rank has
+                the whole weight.
+            tensor_parallel_size: number of these ranks.
+            experts: numbers of this rank's experts in the layer; None outside of experts.
+            attributes: attributes of both parameters, see ``mark``.
         """
         super().__init__()
         self.rank = rank
@@ -86,7 +86,7 @@ class LowRank(torch.nn.Module):
             self._mark_as_split()
 
     def _mark_as_split(self) -> None:
-        """Tell Megatron which factor is split, and whose gradient it must sum over the ranks."""
+        """Mark the split factor, and the factors whose gradient Megatron must sum over ranks."""
         if self.split == 0:
             split_factors, whole_factors = [self.b], [self.a]
         elif self.split == 1:
@@ -98,22 +98,22 @@ class LowRank(torch.nn.Module):
             mark(
                 parameter, tensor_model_parallel=True, partition_dim=self.split, partition_stride=1
             )
-        # Megatron's name for it, whatever the reason why gradients are shares. Layouts with tensor
-        # parallelism always have sequence parallelism.
+        # Megatron sums the gradients of parameters with this mark over tensor-parallel ranks.
+        # Layouts with tensor parallelism always have sequence parallelism.
         for parameter in whole_factors:
             mark(parameter, sequence_parallel=True)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Return A and B.
+        """Return A [rank, in] and B [out, rank], or with a first dimension of experts.
 
-        Reading them goes through a call, because Megatron's distributed optimizer gathers a
-        module's parameters when the module is called.
+        Read the factors through this call: Megatron's distributed optimizer gathers a module's
+        parameters when the module is called.
         """
         return self.a, self.b
 
     @property
     def tensor_parallel_dims(self) -> dict[str, int]:
-        """The dimension along which each factor is split, as sharded state dicts want it."""
+        """Dimension along which each factor is split, for sharded state dicts."""
         names = {0: "b", 1: "a"}
         return {} if self.split is None else {names[self.split]: self.split}
 
@@ -121,9 +121,11 @@ class LowRank(torch.nn.Module):
     def initialize(self, seed: int, name: str) -> None:
         """Draw A from U(-1/sqrt(in), 1/sqrt(in)), as PEFT does, and set B to 0.
 
+        The values depend on seed and name only, and not on the layout.
+
         Args:
-            seed: of the run.
-            name: of this adapter in the whole model. Seed and name decide, not the layout.
+            seed: seed of the run.
+            name: name of this adapter in the whole model.
         """
         self.b.zero_()
         if self.experts is not None:
@@ -131,6 +133,7 @@ class LowRank(torch.nn.Module):
                 a.copy_(self._draw_a(seed, expert_name(name, expert)))
             return
 
+        # Every rank draws the whole A and keeps its part, so that no layout changes the values.
         full_a = self._draw_a(seed, name)
         if self.split == 1:
             group = parallel_state.get_tensor_model_parallel_group()
@@ -138,26 +141,30 @@ class LowRank(torch.nn.Module):
         self.a.copy_(full_a)
 
     def _draw_a(self, seed: int, name: str) -> Tensor:
-        """Draw A [rank, in] of the adapter ``name``, all ranks together."""
+        """Return the whole A [rank, in] of the adapter ``name``."""
         in_features = self.full_shape[1]
         uniform = torch.rand(self.rank, in_features, generator=named_generator(seed, name))
         return (2 * uniform - 1) / math.sqrt(in_features)
 
 
 def initialize_adapters(model: torch.nn.Module, seed: int) -> None:
-    """Give all adapters of ``model`` their initial values: the model then equals its base.
+    """Set all adapters of ``model`` to their initial values. The model then equals its base.
 
-    Depends on the seed and not on the layout. Not collective.
+    The values do not depend on the layout. Not collective.
+
+    Args:
+        model: model of this rank.
+        seed: seed of the run.
     """
     for name, adapter in named_adapters(model):
         adapter.initialize(seed, name)
 
 
 def named_adapters(model: torch.nn.Module) -> Iterator[tuple[str, LowRank]]:
-    """Yield this rank's adapters with their names in the whole model.
+    """Yield the adapters of this rank with their names in the whole model.
 
-    Layers are numbered over all ranks: ``decoder.layers.3.self_attention.linear_qkv.adapters.q``.
-    Those of a layer's experts are one: ``decoder.layers.3.mlp.experts.adapters.gate_up``.
+    Layer numbers count all ranks: ``decoder.layers.3.self_attention.linear_qkv.adapters.q``. All
+    experts of a layer have one adapter: ``decoder.layers.3.mlp.experts.adapters.gate_up``.
     """
     chunks: list[Any] = list(model) if isinstance(model, torch.nn.ModuleList) else [model]
     for chunk in chunks:
@@ -169,15 +176,19 @@ def named_adapters(model: torch.nn.Module) -> Iterator[tuple[str, LowRank]]:
 
 
 def _global_layer(name: str, first_layer: int) -> str:
-    """Replace the number of a layer in this chunk by its number in the model."""
+    """Replace the layer number within the chunk by the number in the model."""
     return _LAYER.sub(lambda match: str(int(match[0]) + first_layer), name)
 
 
 def expert_name(name: str, expert: int) -> str:
-    """Return the name of one expert's part of the adapter ``name`` of all experts of a layer.
+    """Return the name of one expert's part of an adapter for all experts of a layer.
 
-    It is that of the expert's matrix: ``decoder.layers.3.mlp.experts.local_experts.17.linear_fc1.
-    adapters.gate_up``. Initial values follow from it.
+    It names the matrix of the expert: ``decoder.layers.3.mlp.experts.local_experts.17.linear_fc1.
+    adapters.gate_up``. Initial values depend on it.
+
+    Args:
+        name: name of the adapter in the whole model.
+        expert: number of the expert in the layer.
     """
 
     def insert_expert(match: re.Match[str]) -> str:
@@ -188,10 +199,12 @@ def expert_name(name: str, expert: int) -> str:
 
 
 def freeze_base(model: torch.nn.Module) -> None:
-    """Exclude everything but adapters from training.
+    """Freeze all parameters except adapters.
 
-    Must run before the trainer is built: Megatron's gradient buffers hold what is trained.
+    Call it before building the trainer, because Megatron's gradient buffers contain only parameters
+    that require gradients.
     """
+    # A set, because tied layers share a parameter.
     trained: set[torch.nn.Parameter] = set()
     for module in model.modules():
         if isinstance(module, LowRank):
@@ -202,16 +215,24 @@ def freeze_base(model: torch.nn.Module) -> None:
 
 
 def copy_factors(model: torch.nn.Module) -> list[Tensor]:
-    """Copy all factors of this rank's adapters to host memory, for ``replaced_factors``."""
+    """Copy the factors of this rank's adapters to the host.
+
+    Returns:
+        A and B of each adapter in order, with the shapes of ``LowRank``: [rank, in], [out, rank].
+    """
     return [factor.detach().to("cpu", copy=True) for factor in _factors(model)]
 
 
 @contextmanager
 def replaced_factors(model: torch.nn.Module, factors: Sequence[Tensor]) -> Iterator[None]:
-    """Let ``model`` compute with other factors, and then again with its own, bit for bit.
+    """Make ``model`` compute with other factors in the block, and restore its own afterwards.
 
-    ``factors``: what ``copy_factors`` returned for this model at another time.
+    Args:
+        model: model with adapters.
+        factors: earlier result of ``copy_factors`` for this model: A [rank, in] and B [out, rank]
+            of each adapter.
     """
+    # Copy instead of swapping tensors: Megatron's buffers own the memory of the parameters.
     own = copy_factors(model)
     _set_factors(model, factors)
     try:
@@ -222,21 +243,22 @@ def replaced_factors(model: torch.nn.Module, factors: Sequence[Tensor]) -> Itera
 
 @torch.no_grad()
 def _set_factors(model: torch.nn.Module, factors: Sequence[Tensor]) -> None:
+    """Copy ``factors`` into the adapters of ``model``."""
     for parameter, factor in zip(_factors(model), factors, strict=True):
         parameter.copy_(factor)
 
 
 def _factors(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Return A and B of each adapter of ``model``, in the order of modules."""
     adapters = [module for module in model.modules() if isinstance(module, LowRank)]
     return [factor for adapter in adapters for factor in (adapter.a, adapter.b)]
 
 
 @contextmanager
 def without_adapters(model: torch.nn.Module) -> Iterator[None]:
-    """Let ``model`` compute what its base computes: in the block all adapters have scale 0.
-
-    W + 0 (B A) is W, bit for bit (``merge``), so a reference policy needs no model of its own.
-    """
+    """Disable all adapters of ``model`` in the block, by a scale of 0."""
+    # W + 0 (B A) equals W bit for bit (``merge``). Therefore a reference policy needs no second
+    # model.
     adapters = [module for module in model.modules() if isinstance(module, LowRank)]
     scales = [adapter.scale for adapter in adapters]
     for adapter in adapters:

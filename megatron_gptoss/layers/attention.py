@@ -1,6 +1,7 @@
-"""Megatron's ``core_attention`` for all families.
+"""Core attention of all model families, as a Megatron module.
 
-Rotary embedding, learned sinks if the model has them, packed sequences, context parallelism.
+It has rotary embeddings, learned sinks if the model has them, packed sequences, and context
+parallelism.
 """
 
 import math
@@ -25,8 +26,8 @@ from megatron_gptoss.transformer_config import PolicyTransformerConfig, mark
 class SinkAttention(DotProductAttention):
     """Packed causal attention, with one learned sink logit per query head or without sinks.
 
-    Inherits the sharded state dict (the sinks are split over tensor-parallel ranks) and nothing
-    else from Megatron's attention, whose constructor needs CUDA and whose forward knows neither
+    It uses only the sharded state dict of Megatron's attention, which splits the sinks over
+    tensor-parallel ranks. Megatron's constructor needs CUDA, and its forward pass supports neither
     packing nor context parallelism.
     """
 
@@ -49,7 +50,7 @@ class SinkAttention(DotProductAttention):
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.backend = config.attention_backend_name
 
-        # Megatron counts layers from 1, and the keys to the left of a token without itself.
+        # Megatron numbers layers from 1, and its window does not count the token itself.
         is_windowed = is_layer_window_attention(
             config.window_size,
             config.window_attn_skip_freq,
@@ -62,14 +63,14 @@ class SinkAttention(DotProductAttention):
             self.window = None
             self.scheme = config.context_scheme_full
 
-        # Sinks are a parameter where Megatron's softmax is "learnable".
+        # The name of the parameter is Megatron's. Checkpoints of Megatron use it.
         self.local_heads = config.num_attention_heads // self.tp_group.size()
         self.softmax_offset = None
         if config.softmax_type == "learnable":
             self.softmax_offset = self._allocate_sinks()
 
     def _allocate_sinks(self) -> torch.nn.Parameter:
-        """Allocate the sinks of this rank's heads."""
+        """Return the sink parameter [heads] of this rank's heads."""
         sinks = torch.nn.Parameter(torch.empty(self.local_heads, dtype=self.config.params_dtype))
         if self.config.perform_initialization:
             self.config.init_method(sinks)
@@ -85,49 +86,49 @@ class SinkAttention(DotProductAttention):
         packed_seq_params: PackedSequence | None = None,
         **also_unused: Any,
     ) -> Tensor:
-        """Attend within each sequence of a packed row, all tensors local to this rank.
+        """Compute attention within each sequence of a packed row. Tensors are those of this rank.
 
         Args:
             query: [tokens, heads, head_size].
-            key, value: [tokens, kv_heads, head_size].
-            packed_seq_params: the row, ``PackedSequence.of`` a batch.
+            key: [tokens, kv_heads, head_size].
+            value: [tokens, kv_heads, head_size].
+            unused: arguments of Megatron's attention.
+            packed_seq_params: the row, made by ``PackedSequence.of``.
+            also_unused: arguments of Megatron's attention.
 
         Returns:
             [tokens, heads * head_size].
 
         Raises:
-            ValueError: when the input is not packed.
+            ValueError: the input is not packed.
         """
         row = packed_seq_params
         if not isinstance(row, PackedSequence) or row.position_ids is None:
             raise ValueError("attention takes packed sequences only: pass PackedSequence.of(batch)")
 
+        # Rotate in fp32 at least: cosines rounded to bf16 would differ from those of the engines.
         compute_dtype = torch.promote_types(query.dtype, torch.float32)
         cos, sin = self.rotary.cos_sin(row.position_ids, compute_dtype)
         query = apply_rotary(query, cos, sin)
         key = apply_rotary(key, cos, sin)
 
         sinks = self._sinks(query)
-        # [tokens, heads, head_size]
         output = self._attend(query, key, value, sinks, row)
         if self.softmax_offset is not None and not self.config.sink_backward:
-            # The value of one, the gradient of the other.
+            # Ablation: the value of attention with sinks, and the gradient of attention without.
             without_sinks = self._attend(query, key, value, 0 * sinks + NO_SINK, row)
             output = output.detach() + (without_sinks - without_sinks.detach())
         return output.flatten(1)
 
     def _sinks(self, query: Tensor) -> Tensor:
-        """Return the sink logits [heads], with the faults that an ablation asks for.
-
-        Of a model without sinks they are minus infinity, which takes no attention whatever the
-        scores are.
-        """
+        """Return the sink logits [heads], changed by the configured ablations."""
+        # For a model without sinks: minus infinity takes no attention, whatever the scores are.
         if self.softmax_offset is None:
             return query.new_full((self.local_heads,), -torch.inf)
 
         sinks: Tensor = self.softmax_offset
         if not self.config.sink_gradient:
-            # Not without a gradient but with one of zero: data parallelism waits for a gradient
+            # The gradient must be 0 instead of None, because data parallelism waits for a gradient
             # of every parameter.
             sinks = sinks.detach() + 0 * sinks
         if not self.config.sinks:
@@ -142,6 +143,7 @@ class SinkAttention(DotProductAttention):
         sinks: Tensor,
         row: PackedSequence,
     ) -> Tensor:
+        """Return the output [tokens, heads, head_size] for the given sinks [heads]."""
         if self.cp_group.size() == 1:
             output: Any = sink_attention(
                 query,

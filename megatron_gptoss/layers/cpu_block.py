@@ -1,4 +1,4 @@
-"""RMSNorm and the block of layers on CPUs."""
+"""RMSNorm and the specification of transformer layers on CPUs."""
 
 from typing import Any
 
@@ -18,9 +18,9 @@ from megatron_gptoss.transformer_config import PolicyTransformerConfig, mark
 
 
 class CpuRMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm under sequence parallelism.
+    """torch's RMSNorm with support for sequence parallelism.
 
-    Tensor parallelism needs it, and Megatron's wrapper (torch_norm.py) refuses it.
+    Tensor parallelism needs sequence parallelism, which Megatron's wrapper (torch_norm.py) rejects.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class CpuRMSNorm(torch.nn.RMSNorm):
     ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
 
-        # The gradient covers only this rank's share of the tokens: Megatron must sum it over
+        # The gradient covers only the tokens of this rank. The mark makes Megatron sum it over
         # tensor-parallel ranks.
         mark(self.weight, sequence_parallel=config.sequence_parallel)
 
@@ -42,7 +42,13 @@ def cpu_block_spec(
     config: PolicyTransformerConfig,
     stage: int,
 ) -> TransformerBlockSubmodules:
-    """Specify one chunk of this pipeline rank, whose layers have ``submodules``."""
+    """Return the specification of one model chunk of this pipeline rank.
+
+    Args:
+        submodules: modules of each layer.
+        config: configuration of the model.
+        stage: index of the chunk on this rank (virtual pipeline stage).
+    """
     layer = ModuleSpec(module=TransformerLayer, submodules=submodules)
     layers = [layer] * get_num_layers_to_build(config, stage)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=CpuRMSNorm)

@@ -1,7 +1,7 @@
-"""Megatron's mixture of experts where there is no CUDA.
+"""Megatron's mixture of experts on CPUs.
 
-Nothing is patched. Each class says what of megatron-core 0.19.2 it steps around; the mathematics
-is Megatron's.
+The classes derive from Megatron's and avoid parts of megatron-core 0.19.2 that fail without CUDA.
+The mathematics is Megatron's. Nothing is patched.
 """
 
 from typing import Any
@@ -17,14 +17,14 @@ from megatron_gptoss.transformer_config import mark
 
 
 class ExpertRowParallelLinear(RowParallelLinear):
-    """The down projection of one expert that is not split over ranks.
+    """Down projection of one expert, not split over ranks.
 
-    It steps around two faults of RowParallelLinear in this place:
+    It avoids two faults of RowParallelLinear for experts:
 
-    - It marks the bias ``sequence_parallel``, so that with tensor plus sequence parallelism its
-      gradient is summed twice (exactly doubled).
-    - Its reduction over one rank returns the input itself, on which the expert's in-place bias
-      addition fails in training.
+    - It marks the bias ``sequence_parallel``. With sequence parallelism the gradient is then summed
+      twice, which doubles it.
+    - Its reduction over a single rank returns the input itself. The in-place addition of the bias
+      then fails in training.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -32,18 +32,15 @@ class ExpertRowParallelLinear(RowParallelLinear):
         if self.bias is not None:
             mark(self.bias, sequence_parallel=False)
 
-        # Leaves the reduction to the dispatcher.
+        # Skip the reduction: the token dispatcher does it.
         self.explicit_expert_comm = True
 
 
 class CpuAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
-    """The all-to-all dispatcher without its CUDA side stream.
-
-    On a CPU the split sizes can become plain lists at once.
-    """
+    """All-to-all token dispatcher without the CUDA stream of Megatron's class."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Anything but None keeps the parent from creating a CUDA stream.
+        # The parent creates a CUDA stream if this attribute is None.
         if MoEAlltoAllTokenDispatcher.cuda_dtoh_stream is None:
             MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none: CPU"
         super().__init__(*args, **kwargs)
@@ -53,6 +50,7 @@ class CpuAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         point: str,
         tokens_per_expert: Tensor | None = None,
     ) -> Tensor | None:
+        """Convert split sizes to lists. Replaces the asynchronous copy from a GPU."""
         if self.drop_and_pad or point != self.cuda_dtoh_point:
             return tokens_per_expert
 
@@ -64,11 +62,11 @@ class CpuAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
 
 
 class CpuMoELayer(TimedMoELayer):
-    """MoELayer with the dispatcher above."""
+    """MoE layer with ``CpuAlltoAllTokenDispatcher``."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
-        # The parent offers no way to name another dispatcher, and building its all-to-all one
-        # fails without CUDA. It builds the one that works everywhere, which is then replaced.
+        # The parent cannot be given another dispatcher class, and its all-to-all dispatcher needs
+        # CUDA. Let it build the all-gather dispatcher, which works everywhere, and replace that.
         config.moe_token_dispatcher_type = "allgather"
         try:
             super().__init__(config, *args, **kwargs)

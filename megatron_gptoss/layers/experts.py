@@ -1,4 +1,4 @@
-"""The experts of a layer on a GPU: grouped matrix products around one fused activation."""
+"""Experts of a layer on a GPU: grouped matrix products and a fused activation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,18 +13,18 @@ from megatron_gptoss.transformer_config import mark
 
 
 class GptOssGroupedMLP(TEGroupedMLP):
-    """All experts of this rank: two grouped matrix products around one fused activation.
+    """All experts of this rank: two grouped matrix products and a fused activation.
 
-    Megatron's own forward clamps, gates and weighs in separate passes, keeps their results for the
-    backward pass, and adds the second bias through an fp32 copy of every expert's rows.
+    Megatron's forward pass clamps, gates and weights in separate passes and keeps their results for
+    the backward pass. It adds the second bias through an fp32 copy of all rows.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
 
-        # Megatron sums gradients over tensor-parallel ranks where a parameter is marked so, and each
-        # rank has all of this one already. Transformer Engine 2.20 marks biases of layers only that
-        # several ranks split, as these are not; Megatron's own layers do always (``cpu_experts``).
+        # With this mark Megatron would sum the gradient over tensor-parallel ranks, but each rank
+        # already has the whole gradient. Transformer Engine 2.20 does not mark biases of unsplit
+        # layers; Megatron's own layers do (``cpu_experts``). Reset the mark in any case.
         for name, parameter in self.named_parameters():
             if ".bias" in name:
                 mark(parameter, sequence_parallel=False)
@@ -36,15 +36,16 @@ class GptOssGroupedMLP(TEGroupedMLP):
         permuted_probs: Tensor,
         *unused: Any,
     ) -> tuple[Tensor, None]:
-        """Run every expert on its rows and weigh the results.
+        """Compute the weighted output of each expert for its rows.
 
         Args:
             permuted_local_hidden_states: [rows, hidden_size], sorted by expert.
-            tokens_per_expert: rows of each local expert.
-            permuted_probs: [rows], the gate value of each row.
+            tokens_per_expert: [experts] number of rows of each local expert.
+            permuted_probs: [rows] gate value of each row.
+            unused: arguments of Megatron's experts.
 
         Returns:
-            [rows, hidden_size], and None for the bias, which is added already.
+            [rows, hidden_size], and None for the bias, which is already added.
         """
         row_counts: list[int] = tokens_per_expert.tolist()
 
@@ -74,17 +75,17 @@ def run_experts(
     limit: float,
     recompute: bool,
 ) -> Tensor:
-    """Run every expert on its rows and weigh the results.
+    """Compute the weighted output of each expert for its rows.
 
     Args:
         hidden_states: [rows, hidden_size], sorted by expert.
-        probs: [rows], the gate value of each row.
-        row_counts: rows of each expert.
-        gate_up: the first product, bias included: [rows, hidden_size] -> [rows, 2 * width].
-        down: the second product, and the biases to add: [rows, width] -> [rows, hidden_size],
+        probs: [rows] gate value of each row.
+        row_counts: number of rows of each expert.
+        gate_up: first product, bias included: [rows, hidden_size] -> [rows, 2 * width].
+        down: second product, and the biases to add: [rows, width] -> [rows, hidden_size],
             [experts, hidden_size].
-        limit: of the activation's clamps.
-        recompute: compute the activation again in the backward pass instead of keeping it.
+        limit: bound of the activation's clamps.
+        recompute: whether to compute the activation again in the backward pass.
 
     Returns:
         [rows, hidden_size].
@@ -92,8 +93,8 @@ def run_experts(
     gates_and_ups = gate_up(hidden_states)
 
     if recompute:
-        # Kept are the inputs of the activation; its output is computed again when the
-        # backward pass reaches the second product.
+        # Keep only the input of the activation. Its output is computed again before the backward
+        # pass of the second product.
         checkpoint = CheckpointWithoutOutput()
         activated = checkpoint.checkpoint(
             lambda x, probs: clamped_swiglu(x, probs, limit),
@@ -115,18 +116,21 @@ def add_weighted_bias(
     probs: Tensor,
     row_counts: list[int],
 ) -> Tensor:
-    """Compute output[row] + probs[row] * biases[expert of row].
-
-    It is one product with a matrix that has one entry per row, without a copy of the bias for
-    every row.
+    """Return output[row] + probs[row] * biases[expert of row].
 
     Args:
         output: [rows, hidden_size], sorted by expert.
         biases: [experts, hidden_size].
-        probs: [rows].
-        row_counts: rows of each expert.
+        probs: [rows] gate value of each row.
+        row_counts: number of rows of each expert.
+
+    Returns:
+        [rows, hidden_size] with the dtype of ``output``.
     """
-    # From pinned memory: a copy from elsewhere would wait until the GPU has done what is queued.
+    # The sum is one product with a matrix [rows, experts] that has one value per row. It avoids a
+    # copy of the bias for every row.
+    #
+    # Pinned memory: a copy from pageable memory would wait for all queued work of the GPU.
     counts = torch.tensor(row_counts, pin_memory=output.is_cuda)
     counts = counts.to(output.device, non_blocking=True)
     experts = torch.arange(len(row_counts), device=output.device)

@@ -1,8 +1,8 @@
-"""Matrix products of rows that are sorted by expert: one matrix, or one result, for every expert.
+"""Grouped matrix products of rows that are sorted by expert.
 
-On a GPU and in bf16 all experts are one call: Transformer Engine's grouped product, as in full
-training, where the experts' weights take part, torch's where one side is only as wide as an
-adapter's rank. Elsewhere one expert follows the other.
+On a GPU in bf16, all experts are one call. Products with weights use Transformer Engine's grouped
+product, like full training. Narrow products with adapter factors use torch's grouped product. On
+other devices and dtypes there is one product per expert.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ def multiply_by_weights(
     row_counts: Sequence[int],
     biases: Tensor | None = None,
 ) -> Tensor:
-    """Compute x W^T + bias with the weight and the bias of every row's expert.
+    """Compute x W^T + bias with the weight and bias of the expert of each row.
 
     Args:
         x: [rows, in], contiguous, sorted by expert.
         weights: [experts, out, in].
-        row_counts: rows of each expert.
-        biases: [experts, out]; None for none.
+        row_counts: number of rows of each expert.
+        biases: [experts, out]; None to add nothing.
 
     Returns:
         [rows, out].
@@ -42,12 +42,12 @@ def multiply_by_weights(
 
 
 def multiply_by_transposed_weights(x: Tensor, weights: Tensor, row_counts: Sequence[int]) -> Tensor:
-    """Compute x W with the weight of every row's expert.
+    """Compute x W with the weight of the expert of each row.
 
     Args:
         x: [rows, out], contiguous, sorted by expert.
         weights: [experts, out, in].
-        row_counts: rows of each expert.
+        row_counts: number of rows of each expert.
 
     Returns:
         [rows, in].
@@ -58,12 +58,12 @@ def multiply_by_transposed_weights(x: Tensor, weights: Tensor, row_counts: Seque
 
 
 def project(x: Tensor, factors: Tensor, row_counts: Sequence[int]) -> Tensor:
-    """Compute x F with the factor of every row's expert, of which one side is narrow.
+    """Compute x F with the narrow factor F of the expert of each row.
 
     Args:
         x: [rows, in], contiguous, sorted by expert.
-        factors: [experts, in, out]; on GPUs both sizes are multiples of 8.
-        row_counts: rows of each expert.
+        factors: [experts, in, out]. On GPUs both sizes are multiples of 8.
+        row_counts: number of rows of each expert.
 
     Returns:
         [rows, out].
@@ -78,17 +78,17 @@ def project(x: Tensor, factors: Tensor, row_counts: Sequence[int]) -> Tensor:
 
 
 def outer_products(left: Tensor, right: Tensor, row_counts: Sequence[int]) -> Tensor:
-    """Compute the sum over every expert's rows of left^T right; 0 for experts without rows.
+    """Compute left^T right over the rows of each expert.
 
     Args:
-        left: [rows, m], contiguous, sorted by expert; on GPUs m is a multiple of 8.
-        right: [rows, n], likewise.
-        row_counts: rows of each expert.
+        left: [rows, m], contiguous, sorted by expert. On GPUs m is a multiple of 8.
+        right: [rows, n], contiguous, sorted by expert. On GPUs n is a multiple of 8.
+        row_counts: number of rows of each expert.
 
     Returns:
-        [experts, m, n].
+        [experts, m, n]; 0 for experts without rows.
     """
-    # offs cuts the dimension that is summed over here: one product [m, n] for each expert's rows.
+    # Here `offs` splits the dimension of the sum, which gives one [m, n] per expert.
     if _is_grouped(left):
         products = torch.nn.functional.grouped_mm(
             left.t(), right, offs=_ends(row_counts, left.device)
@@ -98,7 +98,7 @@ def outer_products(left: Tensor, right: Tensor, row_counts: Sequence[int]) -> Te
         for expert, rows in enumerate(_spans(row_counts)):
             torch.matmul(left[rows].t(), right[rows], out=products[expert])
 
-    # A kernel that sums up nothing may leave what was there before.
+    # A kernel may leave memory uninitialized if an expert has no rows.
     for expert, count in enumerate(row_counts):
         if count == 0:
             products[expert].zero_()
@@ -111,22 +111,21 @@ def add_outer_products(
     row_counts: Sequence[int],
     sums: Sequence[Any],
 ) -> None:
-    """Add the products of ``outer_products`` to tensors that lie anywhere, of any wider dtype.
-
-    On GPUs the product adds by itself, as the weight gradients of Transformer Engine do.
+    """Add left^T right over the rows of each expert to separate tensors.
 
     Args:
         left: [rows, m], contiguous, sorted by expert.
-        right: [rows, n], likewise.
-        row_counts: rows of each expert.
-        sums: a tensor [m, n] for each expert.
+        right: [rows, n], contiguous, sorted by expert.
+        row_counts: number of rows of each expert.
+        sums: tensor [m, n] of each expert, at any address, of the dtype of ``left`` or a wider one.
     """
+    # On GPUs the product accumulates itself, like the weight gradients of Transformer Engine.
     if _is_grouped(left):
         from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm
 
-        # In cuBLAS's column-major terms: "NT" of (right, left) is left^T right in ours. accumulate
-        # adds to what is in ``sums``. The split accumulator is what Transformer Engine's own weight
-        # gradients ask for; it concerns products of fp8 only.
+        # In the column-major terms of cuBLAS, left^T right is "NT" of (right, left). ``accumulate``
+        # adds to ``sums``. Transformer Engine's weight gradients set use_split_accumulator, which
+        # affects only fp8.
         general_grouped_gemm(
             list(right.split(list(row_counts))),
             list(left.split(list(row_counts))),
@@ -146,7 +145,7 @@ def add_outer_products(
 
 
 def _is_grouped(x: Tensor) -> bool:
-    """Return whether all experts are one call."""
+    """Return True if all experts are one call."""
     return x.is_cuda and x.dtype == torch.bfloat16 and len(x) > 0
 
 
@@ -157,10 +156,18 @@ def _transformer_engine(
     layout: str,
     biases: Tensor | None = None,
 ) -> Tensor:
-    """Multiply as Transformer Engine's GroupedLinear does: "TN" by W^T, "NN" by W."""
+    """Return x W^T for layout "TN" or x W for "NN", like Transformer Engine's GroupedLinear.
+
+    Args:
+        x: [rows, in] or [rows, out], sorted by expert.
+        weights: [experts, out, in].
+        row_counts: number of rows of each expert.
+        layout: "TN" or "NN".
+        biases: [experts, out]; None to add nothing.
+    """
     from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm
 
-    # The letters are cuBLAS's, column-major, weight first: "TN" is x W^T for rows x, "NN" is x W.
+    # The letters are those of cuBLAS: column-major, weight first.
     columns = weights.shape[1] if layout == "TN" else weights.shape[2]
     out = x.new_empty(len(x), columns)
     options: dict[str, Any] = {}
@@ -182,8 +189,8 @@ def _transformer_engine(
 
 
 def _ends(row_counts: Sequence[int], device: torch.device) -> Tensor:
-    """Return the row behind each expert's last one, int32 [experts]."""
-    # From pinned memory: a copy from elsewhere would wait until the GPU has done what is queued.
+    """Return the end of each expert's rows, [experts] int32."""
+    # Pinned memory: a copy from pageable memory would wait for all queued work of the GPU.
     ends = torch.tensor(list(accumulate(row_counts)), dtype=torch.int32, pin_memory=True)
     return ends.to(device, non_blocking=True)
 

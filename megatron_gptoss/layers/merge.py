@@ -1,10 +1,9 @@
-"""Merging an adapter into the weight that it changes, and products with the merged weight.
+"""Merging of adapters into weights, and products with merged weights.
 
-W' = dtype(W + s (B A)), with A [rank, in], B [out, rank] and the scale s. Whoever needs a merged
-weight takes it from ``merge`` or ``merge_packed``: the layers that train, the weights that engines
-get, the converters. So an engine holds the very bits that were trained with. An unmerged product,
-W x + s B (A x), is another number: rounding W + s B A to bf16 loses most of an update that is small
-beside W.
+W' = dtype(W + s (B A)), with A [rank, in], B [out, rank] and scale s. Training layers, weight sync
+and converters all use ``merge`` or ``merge_packed``, so engines have the same bits as the trainer.
+The unmerged product W x + s B (A x) gives other numbers: rounding W + s B A to bf16 loses most of
+an update that is small relative to W.
 """
 
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from torch import Tensor
 from gptoss_kernels import mxfp4
 
 PIECE = 1 << 20
-"""Values that ``merge_in_pieces`` merges at a time."""
+"""Number of values that ``merge_in_pieces`` merges at a time."""
 
 
 def merge(
@@ -27,25 +26,25 @@ def merge(
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute W + scale * (B A), in fp32 at least, and round it once.
+    """Compute W + scale * (B A) in fp32 or wider, and round it once.
 
-    B A is summed up rank by rank, with every multiplication and every addition rounded by itself.
-    A matrix product may take any order, another one for every shape; this one gives the same bits
-    for a part of the rows, columns or experts as for all of them, so that no layout changes them.
-    On a GPU a kernel gives the bits of the sum below for bf16 weights.
+    The result has the same bits for a part of the rows, columns or experts as for the whole, so it
+    does not depend on the layout.
 
     Args:
         weight: [..., out, in].
         a: [..., rank, in].
         b: [..., out, rank].
-        scale: of the update.
-        dtype: of the result; by default the weight's.
-        out: [..., out, in] of that dtype, contiguous, to write into.
+        scale: scale of the update.
+        dtype: data type of the result; None for that of ``weight``.
+        out: [..., out, in] of that dtype, contiguous. Receives the result; None to allocate it.
 
     Returns:
-        [..., out, in], a new tensor or ``out``. Where the update is 0, the weight itself, a
-        negative zero included.
+        [..., out, in]. Elements without an update keep their bits, including negative zeros.
     """
+    # B A is accumulated rank by rank, and each multiplication and addition is rounded separately. A
+    # matrix product would sum in an order that depends on the shape. For bf16 weights on a GPU, a
+    # kernel computes the same bits.
     if out is None:
         out = torch.empty(weight.shape, dtype=dtype or weight.dtype, device=weight.device)
     if _has_dense_kernel(weight, a, b, out):
@@ -58,8 +57,8 @@ def merge(
     a = a.to(compute_dtype)
     b = b.to(compute_dtype)
 
-    # No operation that multiplies and adds: whether such a one rounds once or twice depends on the
-    # device, and on a CPU on where in the tensor a value lies.
+    # Do not use a fused multiply-add such as addcmul: whether it rounds once or twice depends on
+    # the device, and on a CPU on the position in the tensor.
     update = torch.zeros(weight.shape, dtype=compute_dtype, device=weight.device)
     term = torch.empty_like(update)
     for i in range(a.shape[-2]):
@@ -68,7 +67,7 @@ def merge(
         update += term
     update *= scale
 
-    # Where nothing is added the weight is kept as it is: -0 + 0 would be +0, another bit.
+    # Keep the weight where the update is 0, because -0 + 0 would be +0.
     wide_weight = weight.to(compute_dtype)
     return out.copy_(torch.where(update == 0, wide_weight, wide_weight + update))
 
@@ -81,15 +80,15 @@ def merge_packed(
     scale: float,
     out: Tensor,
 ) -> Tensor:
-    """Compute what ``merge`` computes for the bf16 values of an MXFP4 weight.
+    """Merge an update into the bf16 values of an MXFP4 weight. See ``merge``.
 
     Args:
         blocks: [..., out, in / 32, 16] uint8, see ``mxfp4.dequantize``.
         scales: [..., out, in / 32] uint8.
         a: [..., rank, in].
         b: [..., out, rank].
-        scale: of the update.
-        out: [..., out, in], contiguous, to write into.
+        scale: scale of the update.
+        out: [..., out, in], contiguous. Receives the result.
 
     Returns:
         ``out``.
@@ -103,12 +102,13 @@ def merge_packed(
 
 
 def _has_dense_kernel(weight: Tensor, a: Tensor, b: Tensor, out: Tensor) -> bool:
-    """Return whether the GPU's kernel takes this dense base."""
+    """Return True if the GPU kernel supports this dense base."""
     return weight.dtype == torch.bfloat16 and _has_kernel(a, b, out)
 
 
 def _has_kernel(a: Tensor, b: Tensor, out: Tensor) -> bool:
-    """Return whether the GPU's kernel takes these: bf16 throughout, eight columns at a time."""
+    """Return True if the GPU kernel supports these factors and this result."""
+    # The import loads the kernel's module, which CPUs do not need.
     if not out.is_cuda:
         return False
     from gptoss_kernels.adapter_merge import ALIGNMENT, COLUMNS
@@ -124,11 +124,22 @@ def merge_in_pieces(
     scale: float,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Compute ``merge`` of a large weight [out, in], some rows at a time: the same bits.
+    """Merge an update into a large weight in groups of rows, which bounds the fp32 memory.
 
-    What it computes in fp32 is as large as those rows, not as the weight. The GPU's kernel computes
-    nothing in memory: it takes the weight whole, where the output layer would be 550 launches.
+    The bits are those of ``merge``.
+
+    Args:
+        weight: [out, in].
+        a: [rank, in].
+        b: [out, rank].
+        scale: scale of the update.
+        dtype: data type of the result; None for that of ``weight``.
+
+    Returns:
+        [out, in].
     """
+    # The GPU kernel needs no fp32 memory, so it merges the whole weight. In pieces the output layer
+    # would take 550 launches.
     merged = weight.new_empty(weight.shape, dtype=dtype or weight.dtype)
     if _has_dense_kernel(weight, a, b, merged):
         return merge(weight, a, b, scale, out=merged)
@@ -149,30 +160,31 @@ def merged_linear(
 ) -> Tensor:
     """Compute x W'^T, where W' is the weight merged with an adapter.
 
-    Differentiable in x, A and B; rounding counts as the identity. With dY the gradient of the
-    result:
+    Differentiable in x, A and B. The gradient treats rounding as the identity. With dY the gradient
+    of the result:
 
         dX = dY W',  dB = scale * dY^T (x A^T),  dA = scale * (dY B)^T x
 
-    These are the gradients of a product with the explicit W'. W' itself is not kept: the backward
-    pass makes it again.
+    W' is not kept. The backward pass computes it again.
 
     Args:
         x: [..., in].
-        read_weight: returns W [out, in], in the forward and again in the backward pass; it is not
-            read after the next call.
+        read_weight: function that returns W [out, in]. Called in the forward and in the backward
+            pass. The result may be overwritten by the next call.
         a: [rank, in].
         b: [out, rank].
-        scale: of the update.
+        scale: scale of the update.
 
     Returns:
-        [..., out], in the dtype of x.
+        [..., out] with the dtype of x.
     """
     product: Tensor = _MergedLinear.apply(x.reshape(-1, x.shape[-1]), a, b, read_weight, scale)
     return product.unflatten(0, x.shape[:-1])
 
 
 class _MergedLinear(torch.autograd.Function):
+    """Product of ``merged_linear``."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -197,7 +209,7 @@ class _MergedLinear(torch.autograd.Function):
 
         if needs_x:
             grad_x = grad @ merge(ctx.read_weight(), a, b, ctx.scale, dtype=x.dtype)
-        # Through the narrow side: [rows, rank] in between, never a gradient [out, in] of W'.
+        # The intermediate is [rows, rank]. The gradient [out, in] of W' never exists.
         if needs_a:
             grad_a = ctx.scale * ((grad @ b).t() @ x)
         if needs_b:
@@ -206,16 +218,26 @@ class _MergedLinear(torch.autograd.Function):
 
 
 def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Compute W' [out, in] as ``merge`` does, differentiable in A and B.
+    """Compute the merged weight W', differentiable in A and B.
 
-    For a weight that is used in another way than ``merged_linear`` does: its gradient
-    [out, in] is made, and that of A and B from it.
+    For uses other than ``merged_linear``. The backward pass needs the gradient [out, in] of W'.
+
+    Args:
+        weight: [out, in].
+        a: [rank, in].
+        b: [out, rank].
+        scale: scale of the update.
+
+    Returns:
+        [out, in], the bits of ``merge``.
     """
     merged: Tensor = _MergedWeight.apply(weight, a, b, scale)
     return merged
 
 
 class _MergedWeight(torch.autograd.Function):
+    """Merge of ``merged_weight``."""
+
     @staticmethod
     def forward(ctx: Any, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(a, b)

@@ -1,4 +1,4 @@
-"""Attention without sinks, as ablations of trainer and engines have it. Nothing is imported here."""
+"""Sink logit for ablations without sinks. Imports nothing, so that engines can use it, too."""
 
 NO_SINK = -1e4
-"""A sink logit that takes no attention."""
+"""Sink logit that takes no attention."""

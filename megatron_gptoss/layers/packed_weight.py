@@ -1,4 +1,4 @@
-"""Frozen weights that stay in four bits and are read as bf16."""
+"""Frozen MXFP4 weights that are read as bf16."""
 
 import torch
 from torch import Tensor
@@ -9,15 +9,15 @@ from megatron_gptoss.layers.shared_memory import shared_memory
 
 
 class PackedWeight(torch.nn.Module):
-    """A matrix [rows, columns] in MXFP4: 17 bytes for every 32 values of a row.
+    """Matrix [rows, columns] in MXFP4: 17 bytes per 32 values.
 
-    It has no gradient and is no parameter. Checkpoints leave it out: it never changes.
+    It is not a parameter and has no gradient. Checkpoints leave it out, because it never changes.
     """
 
     blocks: Tensor
-    """uint8 [rows, columns / 32, 16]."""
+    """[rows, columns / 32, 16] uint8 codes."""
     scales: Tensor
-    """uint8 [rows, columns / 32]."""
+    """[rows, columns / 32] uint8 scales."""
 
     def __init__(
         self,
@@ -25,15 +25,21 @@ class PackedWeight(torch.nn.Module):
         columns: int,
         device: torch.device | None = None,
     ) -> None:
-        """Allocate the matrix, uninitialised, on ``device``, by default torch's.
+        """Allocate the matrix, uninitialized.
+
+        Args:
+            rows: number of rows.
+            columns: number of columns.
+            device: device of the tensors; None for torch's default device.
 
         Raises:
-            ValueError: if rows cannot be cut into blocks of 32 values.
+            ValueError: ``columns`` is not a multiple of 32.
         """
         super().__init__()
         if columns % BLOCK:
             raise ValueError(f"rows of {columns} values cannot be cut into blocks of {BLOCK}")
 
+        # Buffers instead of parameters: they move with the model, and no optimizer sees them.
         self.shape = torch.Size((rows, columns))
         self.dtype = torch.bfloat16
         blocks = torch.empty(rows, columns // BLOCK, BLOCK // 2, dtype=torch.uint8, device=device)
@@ -43,16 +49,17 @@ class PackedWeight(torch.nn.Module):
 
     @torch.no_grad()
     def load(self, weight: Tensor) -> None:
-        """Pack ``weight`` [rows, columns], which must hold MXFP4 values.
+        """Pack ``weight`` [rows, columns], whose values must be MXFP4 values.
 
         Raises:
-            ValueError: if a value would change.
+            ValueError: a value would change.
         """
-        # Where this weight lies: of a large model, a GPU packs in seconds what takes a CPU minutes.
+        # Pack on the device of this module: a GPU takes seconds for a large model, a CPU minutes.
         weight = weight.to(self.blocks.device)
         blocks, scales = mxfp4.quantize(weight.to(torch.bfloat16))
         packed = mxfp4.dequantize(blocks, scales)
 
+        # Compare in the dtype of the given weight, which may be wider than bf16.
         is_wrong = packed.to(weight.dtype) != weight
         if is_wrong.any():
             raise ValueError(
@@ -63,6 +70,6 @@ class PackedWeight(torch.nn.Module):
         self.scales.copy_(scales)
 
     def read(self) -> Tensor:
-        """Dequantise to bf16 [rows, columns], in memory that the next read overwrites."""
+        """Return the weight, [rows, columns] bf16, in memory that the next read overwrites."""
         memory = shared_memory("dequantised", self.blocks.device, self.dtype)
         return mxfp4.dequantize(self.blocks, self.scales, out=memory.lend(self.shape).tensor)

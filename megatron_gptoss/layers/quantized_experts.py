@@ -1,13 +1,12 @@
-"""Experts that are trained through MXFP4: quantization-aware training.
+"""Experts with quantization-aware training in MXFP4.
 
-Every product is with Q(W), the values of MXFP4 nearest to the weight, and not with W. Q is the one
-quantizer that weight sync and exports have, so that what is trained, sampled and shipped are the
-same bits. The backward pass takes rounding for the identity (straight-through, arXiv 1308.3432):
+Products use Q(W), the MXFP4 values nearest to the weight. Weight sync and exports use the same
+quantizer Q, so trainer, engines and exports have the same quantized values. The backward pass
+treats rounding as the identity (straight-through estimator, arXiv 1308.3432):
 
     Y = X Q(W)^T,  dX = dY Q(W),  dW = dY^T X
 
-The optimizer changes W, which keeps all its digits. Q(W) is made anew for every pass, in memory that
-the layers share.
+The optimizer updates the unrounded W. Each pass computes Q(W) in memory that all layers share.
 """
 
 from collections.abc import Sequence
@@ -32,15 +31,15 @@ from megatron_gptoss.transformer_config import PolicyTransformerConfig, mark, pa
 
 
 class QuantizedExpertLinear(torch.nn.Module):
-    """One matrix of one expert: all digits of its weight, of which products see MXFP4 values.
+    """One matrix of one expert, with unrounded weights. Products use its MXFP4 values.
 
-    Experts are spread over ranks whole, so there is nothing to communicate here.
+    Ranks hold whole experts, so this layer does not communicate.
     """
 
     weight: torch.nn.Parameter
-    """[out, in], what the optimizer changes."""
+    """[out, in] unrounded weight, which the optimizer updates."""
     bias: torch.nn.Parameter
-    """[out], not quantized."""
+    """[out] bias, which is not quantized."""
 
     def __init__(
         self,
@@ -51,14 +50,14 @@ class QuantizedExpertLinear(torch.nn.Module):
         tp_group: Any,
         **unused: Any,
     ) -> None:
-        """Allocate the layer, uninitialised, with the interface of Megatron's linear layers.
+        """Allocate the layer, uninitialized, with the interface of Megatron's linear layers.
 
         Args:
             input_size: columns of the weight.
-            output_size: its rows.
-            config: of the model.
-            tp_group: the expert tensor-parallel ranks, one.
-            unused: how Megatron's layers would be initialised and split.
+            output_size: rows of the weight.
+            config: configuration of the model.
+            tp_group: group of the expert tensor-parallel ranks. It has one rank.
+            unused: options of Megatron's layers for initialization and splitting.
         """
         super().__init__()
         self.config = config
@@ -70,37 +69,41 @@ class QuantizedExpertLinear(torch.nn.Module):
         for parameter in (self.weight, self.bias):
             mark(parameter, allreduce=not is_spread(config))
 
-        # As Megatron's linear layers: a checkpoint may lack the entry of ``get_extra_state``.
+        # Like Megatron's linear layers: a checkpoint may lack the entry of ``get_extra_state``.
         self._register_load_state_dict_pre_hook(
             lambda state_dict, prefix, *args: state_dict.setdefault(f"{prefix}_extra_state")
         )
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Return weight and bias.
+        """Return weight [out, in] and bias [out].
 
-        Reading them goes through a call, because Megatron's distributed optimizer gathers a
-        module's parameters when the module is called.
+        Read them through this call: Megatron's distributed optimizer gathers a module's parameters
+        when the module is called.
         """
         return self.weight, self.bias
 
     @torch.no_grad()
     def quantized_weight(self) -> Tensor:
-        """Return what the layer multiplies with, [out, in], as a new tensor."""
+        """Return the rounded weight [out, in] as a new tensor."""
         rounded = torch.empty_like(self.weight)
         mxfp4.fake_quantize([self.weight], rounded[None])
         return rounded
 
     @torch.no_grad()
     def packed_weight(self) -> tuple[Tensor, Tensor]:
-        """Return the same as MXFP4: blocks uint8 [out, in / 32, 16], scales uint8 [out, in / 32]."""
+        """Return the weight in MXFP4.
+
+        Returns:
+            Blocks [out, in / 32, 16] uint8 and scales [out, in / 32] uint8.
+        """
         return mxfp4.quantize(self.weight.to(torch.bfloat16))
 
     def get_extra_state(self) -> None:
-        """Return nothing: Megatron's linear layers have this entry in checkpoints, and so do others."""
+        """Return None, so that checkpoints have the same entries as with Megatron's layers."""
         return None
 
     def set_extra_state(self, state: Any) -> None:
-        """Ignore what other layers keep of low-precision training."""
+        """Ignore the state that other layers save for low-precision training."""
 
     def sharded_state_dict(
         self,
@@ -108,7 +111,7 @@ class QuantizedExpertLinear(torch.nn.Module):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Describe weight and bias for checkpoints."""
+        """Return the sharded tensors of weight and bias."""
         return sharded_state(self, {}, prefix, sharded_offsets, metadata)
 
 
@@ -116,11 +119,11 @@ QUANTIZED_EXPERT_LINEARS = MLPSubmodules(
     linear_fc1=QuantizedExpertLinear,
     linear_fc2=QuantizedExpertLinear,
 )
-"""The two matrices of an expert that is trained through MXFP4."""
+"""Layers of an expert with quantization-aware training."""
 
 
 class QuantizedExperts(StackedExperts):
-    """All experts of this rank, trained through MXFP4."""
+    """All experts of this rank, with quantization-aware training in MXFP4."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -129,32 +132,33 @@ class QuantizedExperts(StackedExperts):
 
 
 class QuantizedStack:
-    """One of the two matrices of all experts of a layer. It owns nothing: their linear layers do."""
+    """One of the two matrices of all experts of a layer. Their layers own the parameters."""
 
     def __init__(self, target: str, linears: Sequence[QuantizedExpertLinear]) -> None:
-        """Prepare to multiply.
+        """Create the stack.
 
         Args:
-            target: "gate_up" or "down"; stacks of one target share the rounded weights' memory.
-            linears: of the experts of this rank.
+            target: "gate_up" or "down". Stacks of a target share the memory of rounded weights.
+            linears: layers of the experts of this rank.
         """
         self.target = target
         self.linears = linears
 
     def multiply(self, x: Tensor, row_counts: Sequence[int], with_bias: bool = False) -> Tensor:
-        """Compute x Q(W)^T with the weight of every row's expert.
+        """Compute x Q(W)^T with the weight of the expert of each row.
 
-        Differentiable in x, weights and, where they are added, biases. Gradients of weights are
-        added to Megatron's buffers where it keeps some.
+        Differentiable in x, the weights, and the biases if they are added. Gradients of weights are
+        accumulated in Megatron's buffers if these exist.
 
         Args:
             x: [rows, in], sorted by expert.
-            row_counts: rows of each expert.
-            with_bias: add each expert's bias.
+            row_counts: number of rows of each expert.
+            with_bias: whether to add the biases.
 
         Returns:
             [rows, out].
         """
+        # The parameters are arguments of the function, because autograd tracks only these.
         weights = []
         biases = []
         for linear in self.linears:
@@ -170,9 +174,16 @@ class QuantizedStack:
         return torch.stack([linear()[1] for linear in self.linears])
 
     def round(self, weights: Sequence[Tensor]) -> Loan:
-        """Round all weights in shared memory: [experts, out, in], until another layer does."""
-        # The two matrices of a layer have memory of their own: the backward pass of a layer that was
-        # just computed again finds both.
+        """Round weights to MXFP4 values in shared memory.
+
+        Args:
+            weights: unrounded weight [out, in] of each expert.
+
+        Returns:
+            Rounded weights [experts, out, in], valid until another layer rounds.
+        """
+        # The two matrices of a layer use separate memory. After recomputation of a layer, its
+        # backward pass finds both.
         first = weights[0]
         memory = shared_memory(f"quantized {self.target}", first.device, first.dtype)
         loan = memory.lend(torch.Size((len(weights), *first.shape)))
@@ -181,7 +192,7 @@ class QuantizedStack:
 
 
 class _QuantizedProduct(torch.autograd.Function):
-    """x Q(W)^T, with a bias or without; the parameters are all weights, then all biases."""
+    """Product x Q(W)^T, with or without biases. ``parameters`` are all weights, then all biases."""
 
     @staticmethod
     def forward(
@@ -194,9 +205,8 @@ class _QuantizedProduct(torch.autograd.Function):
         x = x.contiguous()
         weights = parameters[: len(row_counts)]
         biases = parameters[len(row_counts) :]
-        # The weights themselves are saved, not their rounded copies: these are made again for the
-        # backward pass unless the memory still holds them, which it does for a layer that was
-        # recomputed just before.
+        # Save the unrounded weights, which exist anyway. The backward pass rounds them again unless
+        # the shared memory still holds them, as for a layer that has just been recomputed.
         rounded = stack.round(weights)
 
         ctx.save_for_backward(x, *weights)
@@ -231,21 +241,24 @@ class _QuantizedProduct(torch.autograd.Function):
 def _weight_gradients(
     grad: Tensor, x: Tensor, weights: Sequence[Any], row_counts: Sequence[int]
 ) -> list[Tensor]:
-    """Return what autograd is to see of dW = dY^T X, for each expert.
+    """Compute dW = dY^T X for each expert, and return the gradients for autograd.
 
     Args:
-        grad: [rows, out], of the product.
+        grad: [rows, out] gradient of the product.
         x: [rows, in].
-        weights: the parameter [out, in] of each expert.
-        row_counts: rows of each expert.
+        weights: parameter [out, in] of each expert.
+        row_counts: number of rows of each expert.
+
+    Returns:
+        [out, in] per expert: dW, or a placeholder if dW was added to Megatron's buffers.
     """
     buffers = [_gradient_buffer(weight) for weight in weights]
     if any(buffer is None for buffer in buffers):
         return list(outer_products(grad, x, row_counts).unbind())
 
     add_outer_products(grad, x, row_counts, buffers)
-    # Megatron's hooks only need to see that there is a gradient: all share memory that nobody
-    # reads. Detached, each is a tensor of its own, which autograd takes as it is instead of a copy.
+    # Megatron's hooks need a gradient to exist, but do not read it. All placeholders share memory.
+    # Each is detached, which makes it a separate tensor object, so autograd does not copy it.
     unread = torch.empty_like(weights[0])
     for weight in weights:
         mark(weight, grad_added_to_main_grad=True)
@@ -253,14 +266,14 @@ def _weight_gradients(
 
 
 def _gradient_buffer(weight: Tensor) -> Tensor | None:
-    """Return where Megatron's data parallelism adds up the gradient of a weight, if it does."""
+    """Return the buffer in which Megatron accumulates the gradient of a weight; None if none."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     return getattr(weight, "main_grad", None)
 
 
 def _bias_gradients(grad: Tensor, row_counts: Sequence[int]) -> list[Tensor]:
-    """Return the sum of the rows of ``grad`` [rows, out] of each expert, [out] each."""
-    # A grouped product wants rows of 16 bytes; all eight columns of ones give the same sum.
+    """Return the sum of the rows of ``grad`` [rows, out] for each expert, as [out] tensors."""
+    # A grouped product needs rows of a multiple of 16 bytes, so use 8 equal columns of ones.
     ones = grad.new_ones(len(grad), 8)
     return list(outer_products(ones, grad, row_counts)[:, 0].unbind())

@@ -1,7 +1,7 @@
-"""Rotary position embeddings, plain or scaled, applied at explicit token positions.
+"""Rotary position embeddings (RoPE), plain or scaled, at explicit token positions.
 
-Angles are computed in fp32 whatever the model's dtype, as Hugging Face and the inference engines
-do: with other angles, trainer and engine would disagree at long positions.
+Angles are computed in fp32 for every dtype, as in Hugging Face transformers and inference engines.
+Otherwise trainer and engine would disagree at long positions.
 """
 
 import math
@@ -13,11 +13,10 @@ from megatron_gptoss.rope_scaling import LinearScaling, Llama3Scaling, YarnScali
 
 
 def inverse_frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
-    """Compute the inverse frequencies of a model.
+    """Return the inverse frequencies of a model.
 
     Returns:
-        Inverse frequencies, fp32 [head_size / 2], and the factor by which cos and sin are
-        multiplied.
+        Inverse frequencies [head_size / 2] fp32, and the factor of cos and sin.
     """
     scaling = config.rope_frequencies
     if isinstance(scaling, YarnScaling):
@@ -32,7 +31,7 @@ def inverse_frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
 
 
 def _frequencies(config: ModelConfig) -> torch.Tensor:
-    """Return the unscaled wavelengths over 2 pi, fp32 [head_size / 2]."""
+    """Return the unscaled wavelengths divided by 2 pi, [head_size / 2] fp32."""
     dim = config.head_size
     return config.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
 
@@ -41,18 +40,18 @@ def yarn_inverse_frequencies(
     config: ModelConfig,
     truncate: bool | None = None,
 ) -> tuple[torch.Tensor, float]:
-    """Compute the inverse frequencies of YaRN (arXiv 2309.00071, section 3.2).
+    """Return the inverse frequencies of YaRN (arXiv 2309.00071, section 3.2).
 
-    Frequencies that turn more than beta_fast times over the original length are kept, those that
-    turn fewer than beta_slow times are divided by the factor, with a linear ramp between.
+    Dimensions with more than beta_fast rotations over the original length are unchanged. Dimensions
+    with fewer than beta_slow rotations are divided by the factor. Between them is a linear ramp.
 
     Args:
-        config: a model with YarnScaling.
-        truncate: round the ends of the ramp to integers; by default as the scaling says.
+        config: model with YarnScaling.
+        truncate: whether to round the ends of the ramp to integers; None for the model's setting.
 
     Returns:
-        Inverse frequencies, fp32 [head_size / 2], and the factor by which cos and sin are
-        multiplied ("concentration" in OpenAI's code, section 3.4 of the paper).
+        Inverse frequencies [head_size / 2] fp32, and the factor of cos and sin (section 3.4 of the
+        paper, "concentration" in OpenAI's code).
     """
     scaling = config.rope_frequencies
     assert isinstance(scaling, YarnScaling)
@@ -60,7 +59,7 @@ def yarn_inverse_frequencies(
     base = config.rope_theta
 
     def dimension_of(rotations: float) -> float:
-        """Return which dimension makes so many rotations over the original length."""
+        """Return the dimension with this number of rotations over the original length."""
         power_of_base = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
         return dim * math.log(power_of_base) / (2 * math.log(base))
 
@@ -72,7 +71,7 @@ def yarn_inverse_frequencies(
     low = max(low, 0)
     high = min(high, dim - 1)
 
-    # 0 below the ramp, 1 above it.
+    # `ramp` is 0 below the ramp and 1 above it. The lower bound of the span avoids a division by 0.
     span = high - low if high != low else 0.001
     dimensions = torch.arange(dim // 2, dtype=torch.float32)
     ramp = ((dimensions - low) / span).clamp(0, 1)
@@ -90,18 +89,21 @@ def yarn_inverse_frequencies(
 
 
 def _llama3_inverse_frequencies(plain: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
-    """Scale inverse frequencies as Llama 3.1 does (github.com/meta-llama/llama-models,
-    models/llama3/model.py, apply_scaling)."""
+    """Return inverse frequencies [head_size / 2] with the scaling of Llama 3.1.
+
+    Source: apply_scaling in models/llama3/model.py of github.com/meta-llama/llama-models.
+    """
     turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
 
-    # 0 for what turns rarely and is divided by the factor, 1 for what turns often and is kept.
+    # 0 for dimensions with few rotations, which are divided by the factor. 1 for dimensions with
+    # many rotations, which are unchanged.
     span = scaling.high_freq_factor - scaling.low_freq_factor
     keep = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
     return (1 - keep) * plain / scaling.factor + keep * plain
 
 
 class RotaryEmbedding:
-    """Computes cos and sin of the angles at given positions."""
+    """Cosines and sines of the rotation angles of a model."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._inverse_frequencies, self._concentration = inverse_frequencies(config)
@@ -111,11 +113,16 @@ class RotaryEmbedding:
         positions: torch.Tensor,
         dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin, [tokens, 1, head_size / 2] in ``dtype``, times the concentration.
+        """Return cos and sin of all angles, multiplied by the concentration.
 
-        positions: int [tokens].
+        Args:
+            positions: [tokens] int position of each token in its sequence.
+            dtype: data type of the result.
+
+        Returns:
+            Two tensors [tokens, 1, head_size / 2].
         """
-        # Kept where it is needed: the copy waits for the GPU and is made only once.
+        # Keep the copy on the device, because copying waits for the GPU.
         self._inverse_frequencies = self._inverse_frequencies.to(positions.device)
 
         angles = positions.float()[:, None, None] * self._inverse_frequencies
@@ -125,20 +132,22 @@ class RotaryEmbedding:
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate channel i against channel i + head_size / 2.
+    """Rotate the pairs of channels i and i + head_size / 2.
 
     Args:
         x: [tokens, heads, head_size].
-        cos, sin: of ``RotaryEmbedding.cos_sin``.
+        cos: [tokens, 1, head_size / 2] cosines of ``RotaryEmbedding.cos_sin``.
+        sin: [tokens, 1, head_size / 2] sines.
 
     Returns:
-        A tensor of the shape and dtype of ``x``.
+        [tokens, heads, head_size] with the dtype of ``x``.
     """
     if x.is_cuda and x.dtype == torch.bfloat16:
         from gptoss_kernels.rotary import rotate_heads
 
         return rotate_heads(x, cos, sin)
 
+    # Same arithmetic as the kernel: in the dtype of cos, with one rounding at the end.
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return rotated.to(x.dtype)

@@ -1,7 +1,7 @@
-"""Memory that layers share for what they make anew whenever they need it.
+"""Memory that all layers share for temporary weights.
 
-A frozen weight in four bits, or one with an adapter, is a matrix of full size only while it
-multiplies. All layers write such matrices to the same place, one after the other.
+Dequantized, merged or rounded weights exist only while a layer multiplies. All layers write them to
+the same memory, one layer after another.
 """
 
 import torch
@@ -9,36 +9,47 @@ from torch import Tensor
 
 
 class Loan:
-    """What one call wrote to shared memory, for as long as no other overwrites it."""
+    """Lease of shared memory, valid until the next lease."""
 
     def __init__(self, memory: "SharedMemory", number: int, tensor: Tensor) -> None:
+        """Create a lease. Called by ``SharedMemory.lend``.
+
+        Args:
+            memory: memory that the lease belongs to.
+            number: number of the lease.
+            tensor: the leased memory, of any shape [...].
+        """
         self._memory = memory
         self._number = number
         self.tensor = tensor
-        """To write into, at once."""
+        """Leased memory. The caller must write it before the next lease."""
 
     def read(self) -> Tensor | None:
-        """Return what was written; None if it was overwritten since."""
+        """Return the tensor [*shape]; None if another lease may have overwritten it."""
         return self.tensor if self._memory.last_loan == self._number else None
 
 
 class SharedMemory:
-    """Room for one tensor at a time, as large as the largest so far.
-
-    It knows loans by their numbers. If it held the loans themselves, which know it, only Python's
-    search for garbage would free memory that was given back: gigabytes, some steps later.
-    """
+    """Memory for one tensor at a time, as large as the largest tensor so far."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Create empty memory.
+
+        Args:
+            device: device of the tensors.
+            dtype: data type of the tensors.
+        """
+        # Store the number of the last lease instead of the lease. A reference cycle would keep
+        # released gigabytes until Python's garbage collector runs.
         self.last_loan = 0
-        """Number of the loan whose content it has; loans count from 1."""
+        """Number of the valid lease, from 1; 0 before the first."""
         self._buffer = torch.empty(0, device=device, dtype=dtype)
 
     def lend(self, shape: torch.Size) -> Loan:
-        """Return room for a tensor [*shape], uninitialised; the loan before ends."""
+        """Return a lease of an uninitialized tensor [*shape]. The previous lease ends."""
         self.last_loan += 1
         if self._buffer.numel() < shape.numel():
-            # The old room first: there may be none for both.
+            # Release the old memory first, because there may not be enough for both.
             self._buffer = self._buffer.new_empty(0)
             self._buffer = self._buffer.new_empty(shape.numel())
         return Loan(self, self.last_loan, self._buffer[: shape.numel()].view(shape))
@@ -48,7 +59,13 @@ _memories: dict[tuple[str, torch.device, torch.dtype], SharedMemory] = {}
 
 
 def shared_memory(name: str, device: torch.device, dtype: torch.dtype) -> SharedMemory:
-    """Return the memory of this name, device and dtype."""
+    """Return the memory for a purpose, created at its first use.
+
+    Args:
+        name: purpose, for example "merged gate_up".
+        device: device of the tensors.
+        dtype: data type of the tensors.
+    """
     key = (name, device, dtype)
     if key not in _memories:
         _memories[key] = SharedMemory(device, dtype)
@@ -56,5 +73,5 @@ def shared_memory(name: str, device: torch.device, dtype: torch.dtype) -> Shared
 
 
 def release_shared_memory() -> None:
-    """Give all of it back to torch's allocator; the next call that needs it allocates it again."""
+    """Release all shared memory to torch's allocator. It is allocated again when needed."""
     _memories.clear()

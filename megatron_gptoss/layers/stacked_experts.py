@@ -1,4 +1,4 @@
-"""The experts of a layer as modules of their own, of which all matrices of a kind are one product."""
+"""Experts as separate modules, whose matrices are multiplied in grouped products."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -14,31 +14,43 @@ class ExpertMatrices(Protocol):
     """One of the two matrices of all experts of this rank."""
 
     def multiply(self, x: Tensor, row_counts: Sequence[int], with_bias: bool = False) -> Tensor:
-        """Compute x W^T, with each expert's bias if wanted: [rows, in] -> [rows, out]."""
+        """Compute x W^T with the weight of the expert of each row.
+
+        Args:
+            x: [rows, in], sorted by expert.
+            row_counts: number of rows of each expert.
+            with_bias: whether to add the biases.
+
+        Returns:
+            [rows, out].
+        """
 
     def biases(self) -> Tensor:
         """Return the biases of all experts, [experts, out]."""
 
 
 class StackedExperts(SequentialMLP):
-    """All experts of this rank: two grouped matrix products around one fused activation.
+    """All experts of this rank: two grouped matrix products and a fused activation.
 
-    Every expert is a module with weights and biases of its own, as in SequentialMLP, so that
-    parameters, checkpoints and converters know one set of names. Only the products are grouped.
+    Each expert is a module with its own weights and biases, as in SequentialMLP. Parameters,
+    checkpoints and converters therefore have one set of names.
     """
 
     gate_up: ExpertMatrices
+    """Gate and up projections."""
     down: ExpertMatrices
+    """Down projections."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # SequentialMLP leaves recomputation of the activation to each expert.
         self.activation_recompute = (
             self.config.recompute_granularity == "selective"
             and "moe_act" in self.config.recompute_modules
         )
 
     def named_linears(self, name: str) -> list[Any]:
-        """Return the linear layers of this name, "linear_fc1" or "linear_fc2", of all experts."""
+        """Return the layer ``name``, "linear_fc1" or "linear_fc2", of all experts."""
         experts: list[torch.nn.Module] = list(self.local_experts)
         return [getattr(expert, name) for expert in experts]
 
@@ -48,16 +60,18 @@ class StackedExperts(SequentialMLP):
         tokens_per_expert: Tensor,
         permuted_probs: Tensor,
     ) -> tuple[Tensor, None]:
-        """Run every expert on its rows and weigh the results.
+        """Compute the weighted output of each expert for its rows.
 
         Args:
             permuted_local_hidden_states: [rows, hidden_size], sorted by expert.
-            tokens_per_expert: rows of each local expert.
-            permuted_probs: [rows], the gate value of each row.
+            tokens_per_expert: [experts] number of rows of each local expert.
+            permuted_probs: [rows] gate value of each row.
 
         Returns:
-            [rows, hidden_size], and None for the bias, which is added already.
+            [rows, hidden_size], and None for the bias, which is already added.
         """
+        # The second bias is weighted by the router, so it is added after the second product.
+        # Grouped products need the counts on the host. The dispatcher has copied them already.
         row_counts: list[int] = tokens_per_expert.tolist()
         output = run_experts(
             permuted_local_hidden_states,

@@ -1,4 +1,4 @@
-"""The block of layers on GPUs: Transformer Engine's linears around our own modules."""
+"""Specification of transformer layers on GPUs, with linear layers of Transformer Engine."""
 
 from copy import copy
 from typing import Any
@@ -18,10 +18,10 @@ from megatron_gptoss.transformer_config import MissingPackageError, PolicyTransf
 
 
 class NoRecomputeLayer(TransformerLayer):
-    """A layer that recomputes nothing, whatever the configuration says."""
+    """Layer without activation recomputation, whatever the configuration says."""
 
     def __init__(self, config: PolicyTransformerConfig, *args: Any, **kwargs: Any) -> None:
-        # All layers share one configuration object.
+        # Copy it first, because all layers share one configuration object.
         config = copy(config)
         config.recompute_granularity = None
         config.recompute_modules = None
@@ -29,7 +29,7 @@ class NoRecomputeLayer(TransformerLayer):
 
 
 def require_transformer_engine() -> None:
-    """Raise MissingPackageError where Transformer Engine is missing."""
+    """Raise MissingPackageError if Transformer Engine is not installed."""
     if not HAVE_TE:
         raise MissingPackageError(
             "training on GPUs needs Transformer Engine 2.x (pip install transformer-engine[pytorch])"
@@ -41,12 +41,20 @@ def transformer_engine_block_spec(
     config: PolicyTransformerConfig,
     stage: int,
 ) -> TransformerBlockSubmodules:
-    """Specify one chunk of this pipeline rank, whose layers have ``submodules``."""
+    """Return the specification of one model chunk of this pipeline rank.
+
+    Args:
+        submodules: modules of each layer.
+        config: configuration of the model.
+        stage: index of the chunk on this rank (virtual pipeline stage).
+    """
     num_layers = get_num_layers_to_build(config, stage)
+    # parallel.recompute_layers limits recomputation to the first layers of each chunk.
     num_recomputing = num_layers
     if config.recompute_layers is not None:
         num_recomputing = min(num_layers, config.recompute_layers)
 
+    # Megatron's own option cannot recompute "selective" modules in some layers only.
     recomputing = ModuleSpec(module=TransformerLayer, submodules=submodules)
     keeping = ModuleSpec(module=NoRecomputeLayer, submodules=submodules)
     layers = [recomputing] * num_recomputing + [keeping] * (num_layers - num_recomputing)

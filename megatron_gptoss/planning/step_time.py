@@ -51,8 +51,8 @@ MERGE_OVERHEAD = {"bf16": 15, "mxfp4": 17}
 
 It covers loads, unpacking, scaling, adding the update and rounding.
 """
-# Unlike ``expert_load`` of ``activation_memory``, this is the load of one layer: in every layer, all
-# ranks wait for the fullest rank. ARITHMETIC and the constants after it were fitted with this value.
+# Unlike ``expert_load`` of ``activation_memory``, this is the load of one layer: in every layer,
+# all ranks wait for the fullest rank. ARITHMETIC and the next constants were fitted with it.
 EXPERT_LOAD = 1.1
 """Tokens of the fullest expert-parallel rank in a layer, relative to the mean."""
 # Assumed: PCIe 5 at 80%.
