@@ -1,6 +1,8 @@
-"""Attention over tokens that several ranks share: exact, sinks included.
+"""Context parallelism: exact attention with sinks over tokens that are split over ranks.
 
-What is imported here needs no torch, as a plan does without; ``attention`` and ``token_order`` do."""
+The names exported here do not import torch, so that ``gptoss plan`` can use them. The modules
+``attention`` and ``token_order`` do.
+"""
 
 from megatron_gptoss.context_parallel.cost_model import AttentionShape, Machine, candidates
 from megatron_gptoss.context_parallel.layout import ContextLayout, balanced_layout

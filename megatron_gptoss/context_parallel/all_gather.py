@@ -1,7 +1,8 @@
-"""Full layers at any number of ranks: each fetches the keys and values before its tokens.
+"""All-gather scheme for full-attention layers: a rank fetches the keys and values of other ranks.
 
-A few kv heads are gathered at a time, while the ones before them are computed. Only sequences that
-several ranks hold travel. dK and dV go home in fp32, to be summed there in the order of the ranks.
+It works for any number of ranks. A few kv heads are gathered at a time while the previous ones are
+computed. Only sequences that are split over ranks are sent. dK and dV return to their owner in
+fp32, and the owner sums them in the order of the ranks.
 """
 
 from dataclasses import dataclass
@@ -26,18 +27,24 @@ from megatron_gptoss.context_parallel.token_order import inverse_order, row_indi
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """What one rank contributes and attends to."""
+    """Tokens that one rank sends, and tokens that it attends to."""
 
     contributed: int
-    """Tokens that each rank sends, its first ones: the most that any rank shares."""
+    """Number of tokens that every rank sends, from its first token on.
+
+    It is the maximum of ``shared`` over all ranks, because messages must have equal sizes.
+    """
     shared: int
-    """This rank's tokens of sequences that others hold too; its other tokens attend locally."""
+    """Number of this rank's tokens in split sequences. Its other tokens attend locally."""
     split: Segments
-    """Per span of those: its tokens, and all tokens of the sequence up to its end."""
+    """Segments of the spans in split sequences.
+
+    Queries are the tokens of a span. Keys are all tokens of the sequence up to the span's end.
+    """
     keys: Tensor
-    """int64: where these are among the gathered tokens."""
+    """[keys of all spans] int64: index of each key among the gathered tokens."""
     whole: Segments
-    """The sequences that this rank holds alone."""
+    """Segments of the sequences that only this rank holds."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +52,13 @@ class HeadGroup:
     """Heads that are gathered and computed together."""
 
     kv_heads: slice
+    """Key and value heads of the group."""
     heads: slice
-    """The query heads that share these kv heads."""
+    """Query heads that use these kv heads."""
 
 
 class AllGatherAttention(torch.autograd.Function):
-    """Computes full causal attention of this rank's tokens: O like q."""
+    """Full causal attention of this rank's tokens, differentiable in q, k, v and sinks."""
 
     @staticmethod
     def forward(
@@ -63,12 +71,24 @@ class AllGatherAttention(torch.autograd.Function):
         group: ProcessGroup,
         settings: AttentionSettings,
     ) -> Tensor:
+        """Compute O [tokens, heads, head_size].
+
+        Args:
+            ctx: context of autograd.
+            q: [tokens, heads, head_size] of this rank.
+            k: [tokens, kv_heads, head_size] of this rank.
+            v: [tokens, kv_heads, head_size] of this rank.
+            sinks: [heads].
+            layout: the rank of each token.
+            group: context-parallel group.
+            settings: window (None), scale and backend.
+        """
         plan = _cached_plan(layout, group.rank(), q.device)
         o = torch.empty_like(q)
         # [tokens, heads]
         lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
 
-        # The first keys and values are under way while this rank's own sequences are computed.
+        # The first gather overlaps with attention over this rank's own sequences.
         gathering = _GatheredHeads(q, k, v, plan, group)
         if plan.shared < len(q):
             own = slice(plan.shared, None)
@@ -77,13 +97,13 @@ class AllGatherAttention(torch.autograd.Function):
             )
 
         for head_group, keys, values in gathering:
-            # A rank that shares nothing still takes part in the gathers.
+            # Gathers are collective, so a rank without split sequences takes part, too.
             if plan.shared == 0:
                 continue
             heads = head_group.heads
-            # A rank's shared tokens are its first ones. q[rows] is [shared tokens, heads of the
-            # group, head_size]; keys and values are [keys of all its spans, kv heads of the group,
-            # head_size].
+            # The first tokens of a rank are those in split sequences. q[rows] is [shared tokens,
+            # heads of the group, head_size]. Keys and values are [keys of all spans, kv heads of
+            # the group, head_size].
             rows = (slice(0, plan.shared), heads)
             o[rows], lse[rows] = attention_forward(
                 q[rows], keys, values, sinks[heads], plan.split, settings
@@ -98,6 +118,7 @@ class AllGatherAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of q, k, v and sinks from dO [tokens, heads, head_size]."""
         q, k, v, sinks, o, lse = ctx.saved_tensors
         plan: GatherPlan = ctx.plan
         group: ProcessGroup = ctx.group
@@ -108,6 +129,8 @@ class AllGatherAttention(torch.autograd.Function):
         dv = torch.empty_like(v)
         dsinks = torch.zeros_like(sinks, dtype=lse.dtype)
 
+        # Gather the keys and values again: keeping them would cost the memory that context
+        # parallelism saves.
         gathering = _GatheredHeads(q, k, v, plan, group)
         if plan.shared < len(q):
             own = slice(plan.shared, None)
@@ -120,8 +143,8 @@ class AllGatherAttention(torch.autograd.Function):
         returning: _ReturningGradients | None = None
         for head_group, keys, values in gathering:
             gathered_shape = (group.size() * plan.contributed, 2, *keys.shape[1:])
-            # dK and dV of all gathered keys, 0 where no query of this rank sees them; what the
-            # ranks send must have the same size, and the sum over ranks is taken where it arrives.
+            # dK and dV of all gathered keys, 0 for keys that no query of this rank sees. The full
+            # size keeps all messages equal. The owner of the keys sums over ranks.
             partial = torch.zeros(gathered_shape, dtype=lse.dtype, device=q.device)
             if plan.shared:
                 heads = head_group.heads
@@ -130,13 +153,13 @@ class AllGatherAttention(torch.autograd.Function):
                 dq[rows], dkeys, dvalues, group_dsinks = attention_backward(
                     saved, grad_o[rows], plan.split, settings
                 )
-                # at most two spans of a rank see a key: the sum does not depend on the order
+                # At most two spans of a rank see a key, so the order of the sum does not matter.
                 both = torch.stack((dkeys, dvalues), dim=1).to(partial.dtype)
                 partial.index_add_(0, plan.keys, both)
                 dsinks[heads] += group_dsinks
                 del saved, dkeys, dvalues, both
 
-            # Before more is sent, free the keys and take in the gradients of the group before.
+            # Bound the memory: free the keys and finish the previous group before sending more.
             del keys, values
             if returning is not None:
                 returning.add_up(dk, dv, plan)
@@ -148,10 +171,10 @@ class AllGatherAttention(torch.autograd.Function):
 
 
 class _GatheredHeads:
-    """Iterates over the groups of kv heads with their keys and values, one gather ahead.
+    """Iterator over groups of kv heads with their keys and values, one gather ahead.
 
-    Creating it starts the first gather; asking for a group waits for it and starts the next one.
-    It holds no keys that it has given out, so that the caller can free them.
+    Construction starts the first gather. Each step waits for a gather and starts the next one. The
+    iterator keeps no reference to returned keys, so that the caller can free them.
     """
 
     def __init__(
@@ -168,7 +191,7 @@ class _GatheredHeads:
         return self
 
     def __next__(self) -> tuple[HeadGroup, Tensor, Tensor]:
-        """Return a group, its keys and its values, [keys, kv heads, head_size] as plan.split."""
+        """Return a group with its keys and values, [keys, kv heads of the group, head_size]."""
         if self.pending is None:
             raise StopIteration
 
@@ -178,6 +201,7 @@ class _GatheredHeads:
         return head_group, keys, values
 
     def _start_next(self) -> "tuple[HeadGroup, _Gather] | None":
+        """Start the next gather; None if there are no more groups."""
         if not self.remaining:
             return None
 
@@ -186,25 +210,24 @@ class _GatheredHeads:
 
 
 class _Gather:
-    """Keys and values of one group of kv heads on their way from all ranks."""
+    """Asynchronous gather of the keys and values of one group of kv heads."""
 
     def __init__(
         self, k: Tensor, v: Tensor, heads: slice, plan: GatherPlan, group: ProcessGroup
     ) -> None:
+        """Start the gather of k and v [tokens, kv_heads, head_size] for ``heads``."""
         rows = slice(0, plan.contributed)
-        # [contributed, 2, kv heads of the group, head_size] of this rank, then of all ranks below
-        # one another. A rank that shares less than ``contributed`` sends other tokens of its own
-        # besides, which nobody reads.
+        # `local` is [contributed, 2, kv heads of the group, head_size]. `everyone` stacks it for
+        # all ranks. A rank with fewer shared tokens also sends other tokens, which are not used.
         local = torch.stack((k[rows, heads], v[rows, heads]), dim=1)
         self.everyone = local.new_empty(group.size() * len(local), *local.shape[1:])
         self.work = dist.all_gather_into_tensor(self.everyone, local, group=group, async_op=True)
         self.keys = plan.keys
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values, [keys, group's kv heads, head_size] as in ``plan.split``."""
+        """Return keys and values, [keys of all spans, kv heads of the group, head_size]."""
         self.work.wait()
-        # From the order of the ranks to that of each span's sequence; a key is there once per span
-        # that sees it.
+        # Reorder from ranks to the sequence of each span. A key appears once per span that sees it.
         keys = self.everyone[:, 0].index_select(0, self.keys)
         values = self.everyone[:, 1].index_select(0, self.keys)
         del self.everyone
@@ -212,19 +235,25 @@ class _Gather:
 
 
 class _ReturningGradients:
-    """Gradients of one group of kv heads on their way to the ranks whose keys they are."""
+    """Asynchronous exchange of dK and dV of one group of kv heads."""
 
     def __init__(self, partial: Tensor, kv_heads: slice, group: ProcessGroup) -> None:
-        """Send dK and dV, [ranks * contributed, 2, kv heads, head_size], to the keys' owners."""
+        """Send dK and dV [ranks * contributed, 2, kv heads, head_size] to the keys' owners."""
         self.received = torch.empty_like(partial)
         self.kv_heads = kv_heads
         self.work = dist.all_to_all_single(self.received, partial, group=group, async_op=True)
 
     def add_up(self, dk: Tensor, dv: Tensor, plan: GatherPlan) -> None:
-        """Add up what all ranks computed for this rank's keys, in the order of the ranks."""
+        """Sum the gradients of all ranks for this rank's keys.
+
+        Args:
+            dk: [tokens, kv_heads, head_size] of this rank. Receives the sum.
+            dv: [tokens, kv_heads, head_size] of this rank. Receives the sum.
+            plan: plan of this rank.
+        """
         self.work.wait()
-        # [ranks, contributed, 2, kv heads, head_size]; summed over the first in a fixed order, so
-        # that two runs give the same bits.
+        # [ranks, contributed, 2, kv heads, head_size]. The order of the sum over ranks is fixed, so
+        # two runs give the same bits.
         by_rank = self.received.view(-1, plan.contributed, *self.received.shape[1:])
         total = by_rank.sum(0)[: plan.shared]
         dk[: plan.shared, self.kv_heads] = total[:, 0]
@@ -232,7 +261,7 @@ class _ReturningGradients:
 
 
 def _head_groups_of(q: Tensor, k: Tensor, plan: GatherPlan, group: ProcessGroup) -> list[HeadGroup]:
-    """Return the groups of heads in order; none when no sequence is shared."""
+    """Return the groups of heads in order. There are none if no sequence is split."""
     if plan.contributed == 0:
         return []
 
@@ -247,16 +276,18 @@ def _head_groups_of(q: Tensor, k: Tensor, plan: GatherPlan, group: ProcessGroup)
 
 
 def _cached_plan(layout: ContextLayout, rank: int, device: torch.device) -> GatherPlan:
+    """Return the plan of a rank, computed once per row and shared by all layers."""
     return layout.cached(("gather", rank, device), lambda: _plan(layout, rank, device))
 
 
 def _plan(layout: ContextLayout, rank: int, device: torch.device) -> GatherPlan:
+    """Compute the plan of a rank."""
     contributed = max(layout.shared)
     whole = [span for span in layout.spans[rank] if layout.is_whole(span)]
     split = [span for span in layout.spans[rank] if not layout.is_whole(span)]
 
-    # Where the keys of each split span are: in `token_order`, and from there among the gathered tokens,
-    # of which each rank's first are `contributed` apart and not `tokens_per_rank`.
+    # First the index of each key in `token_order`, with `tokens_per_rank` tokens per rank. Then its
+    # index among the gathered tokens, with `contributed` tokens per rank.
     places = [inverse_order(layout)[row_indices(layout, span._replace(start=0))] for span in split]
     keys = torch.cat([*places, torch.empty(0, dtype=torch.int64)])
     owner = keys // layout.tokens_per_rank

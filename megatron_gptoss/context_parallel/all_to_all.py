@@ -1,7 +1,7 @@
-"""Sequence <-> heads: ranks trade their tokens of all heads for all tokens of their heads.
+"""All-to-all scheme: ranks exchange tokens for heads around one attention call.
 
-This is done around one attention call (arXiv 2309.14509). The gathered tokens are put into the
-order of the row on the way in, and back into the ranks' order on the way out.
+Before attention a rank has a part of the tokens and all heads. For attention it has all tokens, in
+the order of the row, and a part of the heads (arXiv 2309.14509).
 """
 
 import math
@@ -20,6 +20,7 @@ from megatron_gptoss.context_parallel.layout import ContextLayout
 from megatron_gptoss.context_parallel.token_order import inverse_order, token_order
 
 Exchange = Callable[[Tensor, ProcessGroup, ContextLayout], Tensor]
+"""(tensor, group, layout) -> exchanged tensor."""
 
 
 def all_to_all_attention(
@@ -31,10 +32,22 @@ def all_to_all_attention(
     group: ProcessGroup,
     settings: AttentionSettings,
 ) -> Tensor:
-    """Compute attention of this rank's tokens of all heads: O like q.
+    """Compute attention of this rank's tokens.
+
+    Args:
+        q: [tokens / size, heads, head_size] in the order of this rank.
+        k: [tokens / size, kv_heads, head_size].
+        v: [tokens / size, kv_heads, head_size].
+        sinks: [heads].
+        layout: the rank of each token.
+        group: context-parallel group.
+        settings: window, scale and backend.
+
+    Returns:
+        O [tokens / size, heads, head_size] with the dtype of q.
 
     Raises:
-        ValueError: when the heads are no multiple of the ranks.
+        ValueError: the number of heads is not a multiple of the number of ranks.
     """
     size = group.size()
     heads = q.shape[1]
@@ -44,16 +57,16 @@ def all_to_all_attention(
             f"all-to-all needs heads that divide: {heads} heads over {size} context-parallel ranks"
         )
 
-    # every rank needs whole kv heads: copy them when there are fewer than ranks
-    # Copies are neighbours, so that a rank's query heads find theirs. autograd adds up the
-    # gradients of copies.
+    # Every rank needs whole kv heads, so copy them if there are fewer heads than ranks. Copies are
+    # adjacent, so that each rank gets the kv heads of its query heads. Autograd sums the gradients
+    # of the copies.
     copies = size // math.gcd(size, kv_heads)
     k = k.repeat_interleave(copies, dim=1)
     v = v.repeat_interleave(copies, dim=1)
     q, k, v = (_Exchange.apply(x, _to_heads, _to_sequence, group, layout) for x in (q, k, v))
 
-    # The other ranks' slices get zero gradient here; the data/context-parallel reduction adds each
-    # slice once.
+    # The gradient of the other ranks' sinks is 0 here. The reduction over data- and
+    # context-parallel ranks therefore counts each sink once.
     own_sinks = sinks.chunk(size)[group.rank()]
     cu_seqlens = layout.cached(
         ("offsets", q.device),
@@ -74,7 +87,7 @@ def all_to_all_attention(
 
 
 class _Exchange(torch.autograd.Function):
-    """Applies ``exchange`` to x and ``inverse`` to the gradient."""
+    """Exchange of x in the forward pass, and inverse exchange of the gradient."""
 
     @staticmethod
     def forward(
@@ -97,10 +110,12 @@ class _Exchange(torch.autograd.Function):
 
 
 def _to_heads(x: Tensor, group: ProcessGroup, layout: ContextLayout) -> Tensor:
-    """Trade [tokens / size, heads, d], rank's order, for [tokens, heads / size, d], row's."""
+    """Exchange [tokens / size, heads, d] in the order of ranks for [tokens, heads / size, d].
+
+    The result is in the order of the row.
+    """
     tokens, _, head_size = x.shape
-    # [ranks, tokens / size, heads / size, d]: one message of equal size for each rank, no counts
-    # needed.
+    # [ranks, tokens / size, heads / size, d]: messages of equal size, which need no counts.
     by_rank = x.view(tokens, group.size(), -1, head_size).transpose(0, 1).contiguous()
     received = torch.empty_like(by_rank)
     dist.all_to_all_single(received, by_rank, group=group)
@@ -110,7 +125,7 @@ def _to_heads(x: Tensor, group: ProcessGroup, layout: ContextLayout) -> Tensor:
 
 
 def _to_sequence(x: Tensor, group: ProcessGroup, layout: ContextLayout) -> Tensor:
-    """Undo ``_to_heads``."""
+    """Exchange [tokens, heads / size, d] for [tokens / size, heads, d], as before ``_to_heads``."""
     tokens, heads, head_size = x.shape
     order, _ = _permutations(layout, x.device)
     # [tokens, heads / size, d] in the order of the ranks -> [ranks, tokens / size, heads / size, d]

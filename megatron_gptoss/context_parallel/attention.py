@@ -1,4 +1,4 @@
-"""The attention of a context-parallel rank: choose a scheme for the layer, run it."""
+"""Attention of a context-parallel rank, with the cheapest communication scheme for the layer."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ SCHEMES: dict[str, Callable[..., Tensor]] = {
     "all_gather": AllGatherAttention.apply,
     "halo": HaloAttention.apply,
 }
-"""(q, k, v, sinks, layout, group, settings) -> O"""
+"""Function of each scheme: (q, k, v, sinks, layout, group, settings) -> O."""
 
 
 def context_parallel_attention(
@@ -38,28 +38,29 @@ def context_parallel_attention(
     scheme: str = "auto",
     machine: Machine = H200,
 ) -> Tensor:
-    """Compute the attention of this rank's tokens among those of all ranks.
+    """Compute the attention of this rank's tokens over the tokens of all ranks. Collective.
 
-    Every rank of the group calls it, with the same layout and settings.
+    Every rank of the group must pass the same layout and settings.
 
     Args:
-        q: [tokens / size, heads, head_size], in the order of ``rank_tokens(layout, rank)``.
-        k, v: [tokens / size, kv_heads, head_size], in the same order.
+        q: [tokens / size, heads, head_size] in the order of ``rank_tokens(layout, rank)``.
+        k: [tokens / size, kv_heads, head_size] in the same order.
+        v: [tokens / size, kv_heads, head_size] in the same order.
         sinks: [heads], the same on every rank.
-        layout: which rank holds which tokens.
-        group: the context-parallel ranks.
-        window: keys a query sees, itself included; None for all earlier ones.
-        scale: of the scores.
-        backend: of ``sink_attention``.
-        scheme: one of SCHEMES, or "auto" for the one that ``cost_model`` finds the cheapest.
-        machine: what the cost model knows of the hardware.
+        layout: the rank of each token.
+        group: context-parallel group.
+        window: number of keys that a query sees, including its own; None for all earlier keys.
+        scale: factor of the scores.
+        backend: backend of ``sink_attention``.
+        scheme: one of SCHEMES, or "auto" for the cheapest by ``cost_model``.
+        machine: hardware for the cost model.
 
     Returns:
-        O like q, differentiable in q, k, v and sinks. The gradient of the sinks is this rank's
-        share: adding it up over the group gives the whole, once.
+        O [tokens / size, heads, head_size] with the dtype of q, differentiable in q, k, v and
+        sinks. The gradient of the sinks is a part; its sum over the group is the whole gradient.
 
     Raises:
-        ValueError: when ``scheme`` cannot serve such a layer.
+        ValueError: ``scheme`` does not support the layer.
     """
     shape = AttentionShape(
         heads=q.shape[1],
@@ -67,6 +68,8 @@ def context_parallel_attention(
         head_size=q.shape[2],
         bytes_per_element=q.element_size(),
     )
+    # All ranks choose the same scheme, because layout and settings are the same. Otherwise their
+    # collectives would not match.
     settings = AttentionSettings(window=window, scale=scale, backend=backend)
     chosen = choose_scheme(layout, shape, window, machine, scheme)
     return SCHEMES[chosen](q, k, v, sinks, layout, group, settings)

@@ -1,4 +1,4 @@
-"""Which scheme a layer takes: a model of what each would send and compute for the row at hand."""
+"""Cost model that chooses the communication scheme of a layer for a row."""
 
 from dataclasses import dataclass
 from math import gcd
@@ -7,73 +7,88 @@ from megatron_gptoss.context_parallel.head_groups import head_groups
 from megatron_gptoss.context_parallel.layout import ContextLayout
 
 COLLECTIVE_SECONDS = 3e-5
-"""What a collective costs however little it sends."""
+"""Minimum time of a collective."""
 
-# The following are from docs/performance.md, context parallelism on H200s.
+# The next constants are from docs/performance.md, context parallelism on H200.
 
 BORDER_SECONDS = 8e-5
-"""Small kernels of a halo layer, forward and backward."""
+"""Time of the small kernels of a halo layer, forward and backward."""
 WINDOW_RATE = 0.44
-"""Operations per second of window layers relative to full ones."""
+"""Operations per second of window layers relative to full-attention layers."""
 PREFIX_RATE = 0.89
-"""The same of full attention whose queries are the end of a longer range of keys."""
+"""Relative rate of full attention if the queries are the end of a longer range of keys."""
 REORDERING = 500e9
-"""Bytes per second at which all-to-all brings tokens and heads into order, on both sides of every
-message."""
+"""Bytes per second at which all-to-all reorders tokens and heads, before and after each message."""
+# all_to_all holds queries, outputs and gradients in both orders. Its peak memory is 1.46x the data
+# of a rank. The other schemes are between 0.9x and 1.1x.
 ALL_TO_ALL_HANDICAP = 1.15
-"""all_to_all must be this much faster to be taken: it holds queries, outputs and gradients in both
-orders (its peak is 1.46 times a rank's share where the others are at 0.9 to 1.1)."""
+"""Factor by which all_to_all must be faster to be chosen."""
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """One attention layer on one tensor-parallel rank."""
+    """Attention layer on one tensor-parallel rank."""
 
     heads: int
+    """Number of query heads."""
     kv_heads: int
+    """Number of key and value heads."""
     head_size: int
+    """Channels per head."""
     bytes_per_element: int = 2
+    """Size of an element in bytes."""
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of one token of one head."""
+        """Bytes of one token in one head."""
         return self.head_size * self.bytes_per_element
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Hardware of the cost model."""
+    """Hardware parameters of the cost model."""
 
     bandwidth: float
-    """Bytes per second that a rank sends to the others."""
+    """Bytes per second that a rank sends to other ranks."""
     rate: float
     """Floating-point operations per second in full attention."""
 
 
 H200 = Machine(bandwidth=300e9, rate=525e12)
-"""NVLink between H200s, and flash-attn-4 on one of them. Where another network or GPU makes another
-scheme the cheapest, ``parallel.context_scheme_full`` and ``context_scheme_window`` choose it."""
+"""H200 GPUs on NVLink, with flash-attn-4.
+
+For other hardware, choose schemes by ``parallel.context_scheme_full`` and
+``parallel.context_scheme_window``.
+"""
 
 
 @dataclass(frozen=True)
 class SchemeCost:
-    """Forward and backward pass of one layer on the slowest rank."""
+    """Cost of the forward and backward pass of one layer on the slowest rank."""
 
     scheme: str
+    """Name of the scheme."""
     bytes_sent: float
-    """To other ranks, per rank."""
+    """Bytes that a rank sends to other ranks."""
     communication: float
-    """Seconds of it, overlapped or not."""
+    """Seconds of communication, including overlapped parts."""
     computation: float
-    """Seconds."""
+    """Seconds of computation."""
     seconds: float
-    """Together, after overlap."""
+    """Total seconds after overlap."""
 
 
 def candidates(
     layout: ContextLayout, shape: AttentionShape, window: int | None, machine: Machine
 ) -> list[SchemeCost]:
-    """Estimate what each scheme that can serve such a layer would cost; the best comes first."""
+    """Return the cost of each scheme that supports the layer, best first.
+
+    Args:
+        layout: the rank of each token.
+        shape: the layer.
+        window: number of keys that a query sees, including its own; None for all earlier keys.
+        machine: hardware.
+    """
     costs = []
     if shape.heads % layout.size == 0:
         costs.append(_all_to_all_cost(layout, shape, window, machine))
@@ -93,11 +108,11 @@ def candidates(
 def _all_to_all_cost(
     layout: ContextLayout, shape: AttentionShape, window: int | None, machine: Machine
 ) -> SchemeCost:
-    """Ranks trade tokens for heads: q, O, k and v forward, their gradients backward."""
+    """Return the cost of exchanging tokens for heads: q, k, v and O, and their gradients."""
     size = layout.size
     pairs = sum(layout.pairs(rank, window) for rank in range(size)) / size
 
-    # Every rank needs whole kv heads: they are copied when there are fewer than ranks.
+    # Every rank needs whole kv heads. If there are fewer heads than ranks, they are copied.
     kv_heads = shape.kv_heads * size // gcd(size, shape.kv_heads)
     head_tensors = 2 * (2 * shape.heads + 2 * kv_heads)
     sent = head_tensors * shape.head_bytes * layout.tokens_per_rank * (size - 1) / size
@@ -114,24 +129,24 @@ def _all_to_all_cost(
 
 
 def _all_gather_cost(layout: ContextLayout, shape: AttentionShape, machine: Machine) -> SchemeCost:
-    """Every rank gets the keys and values of shared sequences, a group of kv heads at a time."""
+    """Return the cost of gathering keys and values of split sequences in groups of kv heads."""
     size = layout.size
     contributed = max(layout.shared)
     groups = 0
     if contributed:
         groups = len(head_groups(size * contributed, shape.kv_heads, 2 * shape.head_bytes))
 
-    # Keys and values are sent twice as they are, and their gradients once in fp32.
+    # Keys and values are sent twice, forward and backward. Their gradients are sent once, in fp32.
     keys_and_values = 2 * shape.kv_heads * shape.head_size * contributed * (size - 1)
     sent = keys_and_values * (2 * shape.bytes_per_element + 4)
 
-    # Shared sequences are slower: their queries are the end of a longer range of keys.
+    # Split sequences are slower: their queries are the end of a longer range of keys.
     rank_pairs = []
     for rank, spans in enumerate(layout.spans):
         shared_pairs = sum(span.pairs for span in spans if not layout.is_whole(span))
         rank_pairs.append(layout.pairs(rank) + (1 / PREFIX_RATE - 1) * shared_pairs)
 
-    # Of a group's messages only the first group's are not hidden behind another's computation.
+    # The messages of all groups but the first overlap with the computation of another group.
     return _scheme_cost(
         "all_gather",
         machine,
@@ -145,11 +160,11 @@ def _all_gather_cost(layout: ContextLayout, shape: AttentionShape, machine: Mach
 def _halo_cost(
     layout: ContextLayout, shape: AttentionShape, window: int, machine: Machine
 ) -> SchemeCost:
-    """Every rank gets the window - 1 tokens before each of its spans, and sends gradients back."""
+    """Return the cost of fetching the window - 1 tokens before each span, and their gradients."""
     border = max(sum(min(span.start, window - 1) for span in spans) for spans in layout.spans)
     sent = 2 * 2 * shape.kv_heads * shape.head_bytes * border
 
-    # The border's halo and rows are computed a second time.
+    # The halo and the first rows of each span are computed a second time.
     pairs = max(layout.pairs(rank, window) for rank in range(layout.size)) + 2 * border * window
     return _scheme_cost(
         "halo",
@@ -162,10 +177,8 @@ def _halo_cost(
 
 
 def _seconds_per_pair(shape: AttentionShape, window: int | None, machine: Machine) -> float:
-    """Estimate the seconds per pair of a query and a key, all heads, forward and backward.
-
-    Two matrix products forward and five backward, each 2 * head_size operations per pair.
-    """
+    """Return the seconds per (query, key) pair for all heads, forward and backward."""
+    # 2 products forward and 5 backward, with 2 * head_size operations per pair each.
     relative_rate = 1 if window is None else WINDOW_RATE
     return 14 * shape.head_size * shape.heads / (machine.rate * relative_rate)
 
@@ -178,7 +191,16 @@ def _scheme_cost(
     computation: float,
     exposed: float,
 ) -> SchemeCost:
-    """Add up a scheme's cost; of its communication the share ``exposed`` overlaps with nothing."""
+    """Return the cost of a scheme.
+
+    Args:
+        scheme: name of the scheme.
+        machine: hardware.
+        bytes_sent: bytes that a rank sends.
+        collectives: number of collective calls.
+        computation: seconds of computation.
+        exposed: fraction of the communication that does not overlap with computation.
+    """
     communication = bytes_sent / machine.bandwidth + collectives * COLLECTIVE_SECONDS
     hidden = communication * (1 - exposed)
     return SchemeCost(
@@ -197,10 +219,17 @@ def choose_scheme(
     machine: Machine,
     requested: str = "auto",
 ) -> str:
-    """Choose the cheapest scheme, or check ``requested``.
+    """Return the scheme for a layer.
+
+    Args:
+        layout: the rank of each token.
+        shape: the layer.
+        window: number of keys that a query sees, including its own; None for all earlier keys.
+        machine: hardware.
+        requested: name of a scheme, or "auto" for the cheapest.
 
     Raises:
-        ValueError: when the requested scheme cannot serve such a layer.
+        ValueError: the requested scheme does not support the layer.
     """
     key = ("schemes", shape, window, machine)
     possible = layout.cached(

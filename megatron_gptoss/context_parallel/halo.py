@@ -1,13 +1,14 @@
-"""Window layers: a rank fetches only the window - 1 tokens before each of its spans.
+"""Halo scheme for window layers: a rank fetches the window - 1 tokens before each of its spans.
 
-However long the spans are, that is all that their rows see of other ranks' tokens (the *halo*).
-Every span is computed by itself, without waiting; then its first window - 1 rows, which lack keys,
-are computed once more together with their halo (the *border*), and replace the rows of the first
-pass. docs/architecture.md describes the passes.
+These tokens are the *halo* of a span. They are the only tokens of other ranks that its rows see.
 
-In the backward pass the rows hold O and LSE over all of their keys, so each of the two passes
-gives the exact share of the keys that it is given. The sink enters every row's softmax once, and
-its gradient comes from the one backward pass over all rows.
+1. Every span is computed without its halo, so that this pass does not wait for messages.
+2. The first window - 1 rows of each span lack keys. They are computed again together with the halo
+   (the *border*) and replace the rows of the first pass.
+
+docs/architecture.md describes the passes. In the backward pass, rows have O and LSE over all of
+their keys, so each of the two passes gives exact gradients for the keys that it sees. The gradient
+of the sinks comes from the pass over all spans only.
 """
 
 import functools
@@ -32,35 +33,38 @@ from megatron_gptoss.context_parallel.token_order import inverse_order, row_indi
 
 @dataclass(frozen=True)
 class HaloPlan:
-    """What one rank sends, receives and recomputes. All index tensors are int64 on the device."""
+    """Tokens that one rank sends, receives and computes again.
+
+    All index tensors are one-dimensional int64 on the device.
+    """
 
     spans: Segments
-    """Every span by itself."""
+    """Segments of all spans, without halos."""
     border: Segments
-    """Per span with a halo: the halo and the span's first window - 1 rows."""
+    """Segments of the border: for each span with a halo, the halo and the first window - 1 rows."""
     border_sources: Tensor
-    """Which local tokens the border's tokens are; token 0 stands in where the halo's go."""
+    """Local token of each token of the border. Tokens of halos have the placeholder 0."""
     border_rows: Tensor
-    """Which of the border's tokens are rows of a span."""
+    """Indices of the border's tokens that belong to a span instead of a halo."""
     local_rows: Tensor
-    """The local tokens that these are."""
+    """Local token of each of ``border_rows``."""
     halo: Tensor
-    """Which of the border's tokens each received token is."""
+    """Index in the border of each received token."""
     sent: Tensor
-    """The local tokens that other ranks' halos consist of, by receiving rank."""
+    """Local tokens to send, sorted by receiving rank."""
     send_counts: list[int]
-    """Tokens sent to each rank."""
+    """Number of tokens to send to each rank."""
     receive_counts: list[int]
-    """Tokens received from each rank."""
+    """Number of tokens to receive from each rank."""
 
     @property
     def has_border(self) -> bool:
-        """Whether any span of this rank has a halo."""
+        """True if a span of this rank has a halo."""
         return len(self.local_rows) > 0
 
 
 class HaloAttention(torch.autograd.Function):
-    """Computes sliding-window attention of this rank's tokens: O like q."""
+    """Sliding-window attention of this rank's tokens, differentiable in q, k, v and sinks."""
 
     @staticmethod
     def forward(
@@ -73,30 +77,45 @@ class HaloAttention(torch.autograd.Function):
         group: ProcessGroup,
         settings: AttentionSettings,
     ) -> Tensor:
+        """Compute O [tokens, heads, head_size].
+
+        Args:
+            ctx: context of autograd.
+            q: [tokens, heads, head_size] of this rank.
+            k: [tokens, kv_heads, head_size] of this rank.
+            v: [tokens, kv_heads, head_size] of this rank.
+            sinks: [heads].
+            layout: the rank of each token.
+            group: context-parallel group.
+            settings: window, scale and backend.
+
+        Raises:
+            ValueError: there is no window.
+        """
         if settings.window is None:
             raise ValueError("the halo scheme serves layers with a window only")
         plan = _cached_plan(layout, group.rank(), settings.window, q.device)
 
-        # [tokens, 2, kv_heads, head_size], keys and values in one message; what arrives is sorted
-        # by the rank that sent it, as ``plan.halo`` is. All ranks take part, also those that need
-        # nothing.
+        # [tokens, 2, kv_heads, head_size]: keys and values in one message. Received tokens are
+        # sorted by sending rank, like ``plan.halo``. The exchange is collective, so ranks without a
+        # halo take part, too.
         received = q.new_empty(len(plan.halo), 2, *k.shape[1:])
         sent = torch.stack((k[plan.sent], v[plan.sent]), dim=1)
         work = dist.all_to_all_single(
             received, sent, plan.receive_counts, plan.send_counts, group=group, async_op=True
         )
 
-        # The large pass over all spans is queued before the small border, which waits for the halo
-        # on a stream of its own.
+        # Queue the large pass over all spans first. The small border waits for the halo on a second
+        # stream.
         border_stream = _forked_stream(q.device)
         o, lse = attention_forward(q, k, v, sinks, plan.spans, settings)
         border: tuple[Tensor, ...] = ()
         with torch.cuda.stream(border_stream):
             work.wait()
             if plan.has_border:
-                # [border tokens, heads, head_size]: per span its halo, then its first rows. The
-                # halo's queries are stand-ins (token 0) whose results nobody reads; a query for
-                # every key is what the kernels take.
+                # [border tokens, heads, head_size]: for each span its halo, then its first rows.
+                # Kernels need a query for every key, so halos have placeholder queries (token 0),
+                # whose results are discarded.
                 queries, keys, values = (x.index_select(0, plan.border_sources) for x in (q, k, v))
                 keys.index_copy_(0, plan.halo, received[:, 0])
                 values.index_copy_(0, plan.halo, received[:, 1])
@@ -106,7 +125,7 @@ class HaloAttention(torch.autograd.Function):
                 border = (queries, keys, values, border_o, border_lse)
         _join(border_stream)
 
-        # After the join, because the first pass writes these rows, too, without the halo's keys.
+        # After the join, because the first pass writes incomplete results to the same rows.
         if border:
             o.index_copy_(0, plan.local_rows, border_o[plan.border_rows])
             lse.index_copy_(0, plan.local_rows, border_lse[plan.border_rows])
@@ -120,15 +139,15 @@ class HaloAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of q, k, v and sinks from dO [tokens, heads, head_size]."""
         q, k, v, sinks, o, lse, *border = ctx.saved_tensors
         plan: HaloPlan = ctx.plan
         settings: AttentionSettings = ctx.settings
         grad_o = grad_o.contiguous()
 
-        # The counts of the forward message, exchanged: gradients of what was received are sent
-        # back.
-        # The border first, on a stream of its own: its gradients have the way home before them
-        # while the large pass runs.
+        # The counts of the forward message are swapped: gradients of received keys are sent back.
+        # The border runs first, on a second stream, so that its message overlaps with the large
+        # pass.
         returned = q.new_empty(len(plan.sent), 2, *k.shape[1:])
         border_dq = None
         border_stream = _forked_stream(q.device)
@@ -148,13 +167,13 @@ class HaloAttention(torch.autograd.Function):
         saved = (q, k, v, sinks, o, lse)
         dq, dk, dv, dsinks = attention_backward(saved, grad_o, plan.spans, settings)
 
-        # The border's pass saw all keys of its rows, so its dQ replaces the other's. The halo's
-        # keys were also seen by other rows of their own rank, so their gradients are added.
+        # The border pass saw all keys of its rows, so its dQ replaces the other dQ. Rows of the
+        # owner also see the keys of a halo, so their gradients are added.
         _join(border_stream)
         if border_dq is not None:
             dq.index_copy_(0, plan.local_rows, border_dq[plan.border_rows])
         work.wait()
-        # A token may be in the halos of several ranks, so ``sent`` may name it more than once.
+        # A token may be in several halos and thus several times in ``sent``.
         dk.index_add_(0, plan.sent, returned[:, 0])
         dv.index_add_(0, plan.sent, returned[:, 1])
         return dq, dk, dv, dsinks, None, None, None
@@ -167,13 +186,22 @@ def _border_backward(
     plan: HaloPlan,
     settings: AttentionSettings,
 ) -> tuple[Tensor, Tensor]:
-    """Return the border's dQ, and dK and dV of the halo, [halo tokens, 2, kv_heads, head_size].
+    """Return dQ of the border, and dK and dV of the halo.
 
-    The border's own keys get no gradient here: the pass over all spans gives it.
+    Args:
+        border: queries, keys, values, O and LSE of the border.
+        sinks: [heads].
+        grad_o: [tokens, heads, head_size] gradient of this rank's O.
+        plan: plan of this rank.
+        settings: window, scale and backend.
+
+    Returns:
+        dQ [border tokens, heads, head_size], and dK and dV [halo tokens, 2, kv_heads, head_size].
     """
+    # The border's other keys get no gradient here, because the pass over all spans computes it.
     queries, keys, values, border_o, border_lse = border
 
-    # no gradient comes in through the halo's stand-in rows, so nothing goes out through them
+    # The gradient of placeholder rows is 0, so they contribute nothing.
     border_grad = torch.zeros_like(border_o)
     border_grad.index_copy_(0, plan.border_rows, grad_o[plan.local_rows])
 
@@ -183,16 +211,18 @@ def _border_backward(
 
 
 def _cached_plan(layout: ContextLayout, rank: int, window: int, device: torch.device) -> HaloPlan:
+    """Return the plan of a rank, computed once per row and shared by all layers."""
     key = ("halo", rank, window, device)
     return layout.cached(key, lambda: _plan(layout, rank, window, device))
 
 
 def _plan(layout: ContextLayout, rank: int, window: int, device: torch.device) -> HaloPlan:
+    """Compute the plan of a rank."""
     share = layout.tokens_per_rank
     lengths = [span.tokens for span in layout.spans[rank]]
 
-    # What each rank needs, as places in `token_order`; place // share is the rank that holds it.
-    # Every rank derives this from the layout alone: who needs what is never asked for.
+    # Tokens that each rank needs, as positions in `token_order`. position // share is the owner.
+    # Every rank derives them from the layout, so no messages about sizes are necessary.
     needed = [_halo_tokens(layout, other, window) for other in range(layout.size)]
     sent = [tokens[tokens // share == rank] - rank * share for tokens in needed]
     owners = needed[rank] // share
@@ -214,7 +244,7 @@ def _plan(layout: ContextLayout, rank: int, window: int, device: torch.device) -
             border_lengths.append(halo + recomputed)
         first += span.tokens
 
-    # The halo's tokens arrive by owner, and of each owner in the order of the spans.
+    # Received tokens are sorted by owner, and for each owner by span.
     arrival_order = torch.argsort(owners, stable=True)
     border_sources = _concatenate(sources)
     border_rows = _concatenate(row_places)
@@ -232,7 +262,7 @@ def _plan(layout: ContextLayout, rank: int, window: int, device: torch.device) -
 
 
 def _halo_tokens(layout: ContextLayout, rank: int, window: int) -> Tensor:
-    """Return where the halos of a rank's spans are in ``token_order``, int64, span after span."""
+    """Return the position in ``token_order`` of each halo token of a rank, span after span."""
     halos = []
     for span in layout.spans[rank]:
         halo = span._replace(start=max(0, span.start - window + 1), end=span.start)
@@ -242,15 +272,15 @@ def _halo_tokens(layout: ContextLayout, rank: int, window: int) -> Tensor:
 
 
 def _concatenate(indices: list[Tensor]) -> Tensor:
-    """Concatenate int64 tensors, of which there may be none."""
+    """Concatenate int64 tensors; an empty list gives an empty tensor."""
     return torch.cat([torch.empty(0, dtype=torch.int64), *indices])
 
 
 def _forked_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Return a second stream for small kernels that must not queue behind large ones.
+    """Return a second stream for small kernels that must not wait for large ones; None on a CPU.
 
-    None on a CPU, where nothing waits. What is allocated within belongs to that stream; every
-    later fork waits for the first stream, so nothing is reused too early.
+    Memory allocated on the second stream is safe: each later fork waits for the current stream, so
+    no memory is reused too early.
     """
     if device.type != "cuda":
         return None
@@ -261,11 +291,12 @@ def _forked_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 def _join(stream: torch.cuda.Stream | None) -> None:
-    """Let the current stream wait for a forked one."""
+    """Make the current stream wait for a forked stream."""
     if stream is not None:
         torch.cuda.current_stream(stream.device).wait_stream(stream)
 
 
 @functools.cache
 def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the second stream of a device, with high priority so that small kernels start soon."""
     return torch.cuda.Stream(device, priority=-1)

@@ -1,21 +1,21 @@
-"""How many kv heads an all-gather takes at a time, which the cost model asks, too."""
+"""Groups of kv heads of an all-gather, used by the scheme and by the cost model."""
 
 GATHERED_BYTES = 34 << 20
-"""Keys and values that a rank gathers at a time: one kv head of 131,072 tokens in bf16."""
+"""Bytes of keys and values per gather: one kv head of 131,072 tokens in bf16."""
 
 
 def head_groups(tokens: int, kv_heads: int, bytes_per_token_and_head: int) -> list[slice]:
-    """Choose which kv heads are gathered together.
+    """Return the groups of kv heads that are gathered together.
 
-    At least two groups where there are two kv heads, so that there is something to overlap with.
+    There are at least two groups if there are at least two kv heads.
 
     Args:
-        tokens: gathered from all ranks.
-        kv_heads: of the layer.
-        bytes_per_token_and_head: of a key and a value.
+        tokens: number of tokens gathered from all ranks.
+        kv_heads: number of kv heads of the layer.
+        bytes_per_token_and_head: size of a key and a value.
     """
-    # The widest group that stays below GATHERED_BYTES, leaves two groups, and divides the heads:
-    # groups of equal width share one size of buffer.
+    # Choose the widest group that stays below GATHERED_BYTES, leaves two groups (for overlap) and
+    # divides the heads (groups of equal width reuse buffers).
     most = max(1, GATHERED_BYTES // max(1, tokens * bytes_per_token_and_head))
     widest = min(most, kv_heads // 2)
     widths = [width for width in range(1, kv_heads + 1) if kv_heads % width == 0]

@@ -1,8 +1,9 @@
-"""Which context-parallel rank holds which tokens of a packed row (docs/architecture.md).
+"""Assignment of the tokens of a packed row to context-parallel ranks (docs/architecture.md).
 
-Long sequences are cut into chunks, and a rank gets a chunk from the front and its mirror image
-from the back: with causal attention that is equal work (arXiv 2411.01783). Short ones stay whole.
-Positions travel with the tokens, so nothing depends on the order. No torch here: a plan needs none.
+Long sequences are cut into chunks. A rank gets a chunk from the front and its mirror image from the
+back, which is equal work with causal attention (arXiv 2411.01783). Short sequences stay whole. Each
+token keeps its position, so the order of tokens does not matter. This module does not import torch,
+so that ``gptoss plan`` can use it.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,19 +13,23 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 CUT_FRACTIONS = (2, 4, 8, 16)
-"""Sequences longer than the n-th part of a rank's tokens are cut; the first n that balances the
-work is taken."""
+"""Candidates for n: sequences longer than a rank's tokens / n are cut.
+
+The first n that balances the work is used.
+"""
 MAX_IMBALANCE = 1.02
-"""Work of the busiest rank over the mean that is good enough."""
+"""Accepted work of the busiest rank relative to the mean."""
 
 
 class Span(NamedTuple):
-    """Consecutive tokens of one sequence on one rank: positions start to end of the sequence."""
+    """Consecutive tokens of one sequence on one rank."""
 
     sequence: int
-    """Its number in the row."""
+    """Index of the sequence in the row."""
     start: int
+    """First position in the sequence."""
     end: int
+    """Position after the last token."""
 
     @property
     def tokens(self) -> int:
@@ -33,25 +38,26 @@ class Span(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Pairs of a query and a key in causal attention."""
-        # The query at position p sees p + 1 keys: the sum over p from start to end - 1.
+        """Number of (query, key) pairs in causal attention."""
+        # The query at position p sees p + 1 keys. Sum over p from start to end - 1.
         return (self.end * (self.end + 1) - self.start * (self.start + 1)) // 2
 
 
 @dataclass(frozen=True)
 class ContextLayout:
-    """The split of one row; the same on every rank, as it follows from ``offsets`` and
-    ``size``."""
+    """Split of one row over ranks.
+
+    All ranks compute the same layout, because it depends only on ``offsets`` and ``size``.
+    """
 
     offsets: tuple[int, ...]
-    """Where each sequence starts in the row, and the row's tokens."""
+    """Start of each sequence in the row, then the number of tokens."""
     spans: tuple[tuple[Span, ...], ...]
-    """Per rank, in the order in which it holds them; spans of sequences that others also hold come
-    first."""
+    """Spans of each rank, in order. Spans of sequences that other ranks also hold come first."""
     shared: tuple[int, ...]
-    """Per rank how many of its tokens belong to sequences that several ranks hold."""
+    """Number of tokens in sequences that several ranks hold, for each rank."""
     plans: dict[Any, Any] = field(default_factory=dict, compare=False)
-    """What the schemes derive from the layout, once per row and not once per layer."""
+    """Cache for results that schemes derive from the layout, shared by all layers."""
 
     @property
     def size(self) -> int:
@@ -60,33 +66,38 @@ class ContextLayout:
 
     @property
     def tokens_per_rank(self) -> int:
-        """Tokens that each rank holds."""
+        """Number of tokens on each rank."""
         return self.offsets[-1] // self.size
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """Length of the longest sequence in tokens."""
         return max(end - start for start, end in pairwise(self.offsets))
 
     def cached[T](self, key: Any, make: Callable[[], T]) -> T:
-        """Return ``make()`` of the first call with this key."""
+        """Return the cached result for a key; compute it by ``make()`` at the first call."""
         if key not in self.plans:
             self.plans[key] = make()
         return self.plans[key]
 
     def is_whole(self, span: Span) -> bool:
-        """Tell whether no other rank holds tokens of the span's sequence."""
+        """Return True if no other rank holds tokens of the span's sequence."""
         sequence_tokens = self.offsets[span.sequence + 1] - self.offsets[span.sequence]
         return span.tokens == sequence_tokens
 
     def pairs(self, rank: int, window: int | None = None) -> int:
-        """Count the pairs of a query and a key that a rank computes in one layer."""
+        """Return the number of (query, key) pairs that a rank computes in one layer.
+
+        Args:
+            rank: context-parallel rank.
+            window: number of keys that a query sees, including its own; None for all earlier keys.
+        """
         total = sum(span.pairs for span in self.spans[rank])
         if window is None:
             return total
 
-        # Beyond the window a query sees `window` keys: take off what lies further back. It is what
-        # the queries would see if they stood `window` positions earlier.
+        # Subtract the keys before the window. Their number is that of the keys which the queries
+        # would see without a window if they were `window` positions earlier.
         invisible = 0
         for span in self.spans[rank]:
             earlier = span._replace(
@@ -98,14 +109,14 @@ class ContextLayout:
 
 @lru_cache(maxsize=16)
 def balanced_layout(offsets: tuple[int, ...], size: int) -> ContextLayout:
-    """Share out a row over ``size`` ranks: equally many tokens each, about equal work.
+    """Split a row over ranks with equal numbers of tokens and about equal work.
 
     Args:
-        offsets: where each sequence starts in the row, and the row's tokens.
+        offsets: start of each sequence in the row, then the number of tokens.
         size: number of context-parallel ranks.
 
     Raises:
-        ValueError: when the tokens are no multiple of ``size``.
+        ValueError: the number of tokens is not a multiple of ``size``.
     """
     tokens = offsets[-1]
     if tokens % size:
@@ -115,8 +126,8 @@ def balanced_layout(offsets: tuple[int, ...], size: int) -> ContextLayout:
             f"context-parallel size that divides {tokens}"
         )
 
-    # The coarsest cut that balances: every sequence that stays whole needs no messages. Where none
-    # balances, the finest is taken.
+    # Use the coarsest cut that balances, because whole sequences need no messages. If none
+    # balances, use the finest.
     for fraction in CUT_FRACTIONS:
         layout = _share_out(offsets, size, fraction)
         work = [layout.pairs(rank) for rank in range(size)]
@@ -126,31 +137,39 @@ def balanced_layout(offsets: tuple[int, ...], size: int) -> ContextLayout:
 
 
 class _Ranks:
-    """What has been given to each rank so far."""
+    """Spans assigned to each rank so far."""
 
     def __init__(self, size: int) -> None:
         self.spans: list[list[Span]] = [[] for _ in range(size)]
+        """Spans by rank."""
         self.tokens = [0] * size
+        """Number of tokens by rank."""
         self.pairs = [0] * size
+        """Number of (query, key) pairs by rank."""
 
     def give(self, rank: int, *spans: Span) -> None:
-        """Give spans to a rank."""
+        """Assign spans to a rank."""
         self.spans[rank] += spans
         self.tokens[rank] += sum(span.tokens for span in spans)
         self.pairs[rank] += sum(span.pairs for span in spans)
 
     def by_tokens(self) -> list[int]:
-        """Order the ranks by tokens, the one with the fewest first."""
+        """Return the ranks sorted by number of tokens, fewest first."""
         return sorted(range(len(self.spans)), key=lambda rank: self.tokens[rank])
 
     def by_tokens_then_work(self) -> list[int]:
-        """Order the ranks by tokens, and where these are equal by work."""
+        """Return the ranks sorted by number of tokens, then by work, least first."""
         return sorted(
             range(len(self.spans)), key=lambda rank: (self.tokens[rank], self.pairs[rank])
         )
 
     def least_busy_with_room(self, tokens: int, capacity: int) -> int | None:
-        """Return the rank with the least work that has room for ``tokens`` more; else None."""
+        """Return the rank with the least work among those with space; None if there is none.
+
+        Args:
+            tokens: number of tokens to add.
+            capacity: maximum number of tokens per rank.
+        """
         fitting = [rank for rank, held in enumerate(self.tokens) if held + tokens <= capacity]
         if not fitting:
             return None
@@ -158,7 +177,8 @@ class _Ranks:
 
 
 def _share_out(offsets: tuple[int, ...], size: int, fraction: int) -> ContextLayout:
-    """Share out the sequences, the longest first; cut those above a rank's tokens / fraction."""
+    """Assign the sequences to ranks; cut those longer than a rank's tokens / ``fraction``."""
+    # Longest first: short sequences then fill the gaps.
     capacity = offsets[-1] // size
     lengths = [end - start for start, end in pairwise(offsets)]
     longest_first = sorted(range(len(lengths)), key=lambda sequence: -lengths[sequence])
@@ -170,21 +190,20 @@ def _share_out(offsets: tuple[int, ...], size: int, fraction: int) -> ContextLay
             _give_mirrored_chunks(ranks, sequence, length)
             continue
 
-        # Without a cut: to whoever has least attention to compute, tokens permitting.
+        # Keep the sequence whole: assign it to the rank with the least work that has space.
         rank = ranks.least_busy_with_room(length, capacity)
         if rank is not None:
             ranks.give(rank, Span(sequence, 0, length))
             continue
 
-        # It fits nowhere as a whole: fill up one rank after the other.
+        # It does not fit on any rank as a whole, so fill the ranks one after another.
         start = 0
         for rank in ranks.by_tokens():
             end = min(length, start + capacity - ranks.tokens[rank])
             ranks.give(rank, Span(sequence, start, end))
             start = end
 
-    # Shared spans first, so that what a rank contributes to an all-gather is a slice from its first
-    # token.
+    # Put shared spans first. The tokens that a rank sends in an all-gather are then one slice.
     ordered = [_in_order(spans, lengths) for spans in ranks.spans]
     return ContextLayout(
         offsets=offsets,
@@ -194,20 +213,20 @@ def _share_out(offsets: tuple[int, ...], size: int, fraction: int) -> ContextLay
 
 
 def _give_mirrored_chunks(ranks: _Ranks, sequence: int, length: int) -> None:
-    """Give every rank a chunk from the front of a sequence and its mirror image from the back."""
+    """Assign each rank a chunk from the front of a sequence and its mirror image from the back."""
     size = len(ranks.spans)
     chunks = list(_chunks(sequence, length, 2 * size))
     pairs = [(chunks[i], chunks[-1 - i]) for i in range(size)]
 
-    # Pairs differ by a token at most: the longer ones go where fewer tokens are, so that ranks
-    # never differ by more.
+    # Pairs differ by at most one token. Ranks with fewer tokens get the longer pairs, so that ranks
+    # never differ by more than one token.
     pairs.sort(key=lambda pair: -sum(span.tokens for span in pair))
     for rank, pair in zip(ranks.by_tokens_then_work(), pairs, strict=True):
         ranks.give(rank, *pair)
 
 
 def _chunks(sequence: int, length: int, count: int) -> Iterator[Span]:
-    """Cut a sequence into ``count`` spans, the first of which are a token longer if need be."""
+    """Cut a sequence into ``count`` spans. The first spans are one token longer if necessary."""
     base, longer = divmod(length, count)
     start = 0
     for i in range(count):
@@ -217,9 +236,16 @@ def _chunks(sequence: int, length: int, count: int) -> Iterator[Span]:
 
 
 def _in_order(spans: list[Span], lengths: list[int]) -> tuple[tuple[Span, ...], int]:
-    """Order a rank's spans: of sequences that others hold too first, then by position.
+    """Sort the spans of a rank: shared sequences first, then by sequence and position.
 
-    Adjacent spans become one, empty ones go. Returns the spans and the tokens of the shared ones.
+    Adjacent spans are merged, and empty spans are dropped.
+
+    Args:
+        spans: spans of the rank.
+        lengths: length of each sequence of the row.
+
+    Returns:
+        The spans, and the number of tokens in shared sequences.
     """
 
     def is_whole(span: Span) -> bool:

@@ -1,4 +1,4 @@
-"""Where the tokens of a row are that its ranks hold, as indices on the CPU."""
+"""Index tensors between the order of a row and the order of the ranks, on the CPU."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from megatron_gptoss.context_parallel.layout import ContextLayout, Span
 
 
 def token_order(layout: ContextLayout) -> Tensor:
-    """Return where rank 0's tokens, then rank 1's and so on, are in the row: int64 [tokens]."""
+    """Return the position in the row of the tokens of rank 0, rank 1, ..., [tokens] int64."""
 
     def make() -> Tensor:
         return torch.cat([row_indices(layout, span) for spans in layout.spans for span in spans])
@@ -16,7 +16,7 @@ def token_order(layout: ContextLayout) -> Tensor:
 
 
 def inverse_order(layout: ContextLayout) -> Tensor:
-    """Return where each token of the row is in ``token_order``: int64 [tokens]."""
+    """Return the position of each token of the row in ``token_order``, [tokens] int64."""
 
     def make() -> Tensor:
         order = token_order(layout)
@@ -26,11 +26,11 @@ def inverse_order(layout: ContextLayout) -> Tensor:
 
 
 def row_indices(layout: ContextLayout, span: Span) -> Tensor:
-    """Return where the span's tokens are in the row, int64."""
+    """Return the position in the row of each token of a span, [tokens of the span] int64."""
     return torch.arange(span.start, span.end) + layout.offsets[span.sequence]
 
 
 def rank_tokens(layout: ContextLayout, rank: int) -> Tensor:
-    """Return which tokens of the row a rank holds, int64 [tokens / size]."""
+    """Return the position in the row of each token of a rank, [tokens / size] int64."""
     first = rank * layout.tokens_per_rank
     return token_order(layout)[first : first + layout.tokens_per_rank]
