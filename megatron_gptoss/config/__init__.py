@@ -1,7 +1,8 @@
 """Typed configuration of the policy: architecture, adapters, parallel layout, optimizer.
 
-Every model is strict: an unknown key, a wrong type or an impossible layout raises pydantic's
-ValidationError, which names the key, before anything is started. None of it imports torch."""
+Unknown keys and wrong types raise pydantic's ValidationError, which names the key. No module here
+imports torch.
+"""
 
 from megatron_gptoss.config.adapter import AdapterConfig
 from megatron_gptoss.config.hf_config import HfKeys, load_hf_config, read_rope

@@ -1,4 +1,4 @@
-"""Low-rank adapters: their ranks and targets, and how many parameters they have."""
+"""Configuration of low-rank adapters, and their number of parameters."""
 
 from typing import Self
 
@@ -17,28 +17,31 @@ PART_OF_TARGET = {
     "embedding": "embedding",
     "head": "head",
 }
-"""Part of the model that holds each target. Layers have the parts "attention" and "experts"."""
+"""Part of the model that contains each target. Layers have the parts "attention" and "experts"."""
 
 
 class AdapterConfig(StrictModel):
-    """Low-rank adapters (LoRA, arXiv 2106.09685): every target's weight is W + alpha / rank * B A.
+    """Low-rank adapters (LoRA, arXiv 2106.09685). A target's weight is W + alpha / rank * B A.
 
-    Only A [rank, in] and B [out, rank] are trained; all else, biases and norms too, is frozen.
+    Only A [rank, in] and B [out, rank] are trained. All other parameters are frozen.
     """
 
     rank: int = Field(32, gt=0)
-    """Rank of all updates but those of experts."""
+    """Rank of the updates outside of experts."""
     alpha: float = Field(32.0, gt=0)
-    """An update is scaled by alpha over its rank."""
+    """Scale of an update times its rank."""
     expert_rank: int | None = Field(None, gt=0)
-    """Rank of the update of each expert's matrices; null for rank / experts_per_token, at least 1:
-    as many trained parameters per token as in a dense layer."""
+    """Rank of the updates of experts; null for rank / experts_per_token, at least 1. With null a
+    token trains the same number of parameters as in a dense layer.
+    """
     targets: tuple[AdapterTarget, ...] = ("q", "k", "v", "o", "experts")
-    """Weights with adapters: q, k, v and o, the projections of attention; experts, the gate, up and
-    down projection of each; router; embedding; head, the output layer."""
+    """Weights with adapters: q, k, v, o (projections of attention), experts (gate, up and down
+    projections), router, embedding, head (output layer).
+    """
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        """Reject targets and ranks that have no effect."""
         if not self.targets:
             raise ValueError("adapter.targets is empty: nothing would be trained")
         if len(set(self.targets)) < len(self.targets):
@@ -51,21 +54,25 @@ class AdapterConfig(StrictModel):
         return self
 
     def trained_parts(self) -> set[str]:
-        """Return the parts of the model with adapters, as in PART_OF_TARGET."""
+        """Return the parts of the model that have adapters, as in PART_OF_TARGET."""
         return {PART_OF_TARGET[target] for target in self.targets}
 
     def rank_of_experts(self, model: ModelConfig) -> int:
-        """Return the rank of the updates of experts."""
+        """Return the rank of the updates of experts in ``model``."""
         return self.expert_rank or max(1, self.rank // model.experts_per_token)
 
     def layer_parameters(self, model: ModelConfig, tensor: int = 1) -> tuple[int, int]:
-        """Count what one layer's adapters have on one of ``tensor`` tensor-parallel ranks.
+        """Return the number of adapter parameters of one layer on one rank.
+
+        Args:
+            model: architecture.
+            tensor: tensor-parallel size.
 
         Returns:
-            The parameters for attention and router, and those for one expert.
+            Parameters for attention and router, and parameters for one expert.
         """
         hidden = model.hidden_size
-        # One factor has the side that ranks split, the other one is whole.
+        # Tensor parallelism splits one factor. Every rank has the whole other factor.
         sizes = {
             "q": hidden + model.query_size // tensor,
             "k": hidden + model.key_size // tensor,
@@ -83,25 +90,34 @@ class AdapterConfig(StrictModel):
         return dense, expert
 
     def vocabulary_parameters(self, model: ModelConfig, target: str, tensor: int = 1) -> int:
-        """Count those of the embedding's or the head's adapter (``target``) on one of ``tensor``
-        ranks; 0 if it has none."""
+        """Return the number of adapter parameters of the embedding or the output layer on one rank.
+
+        Args:
+            model: architecture.
+            target: "embedding" or "head".
+            tensor: tensor-parallel size.
+        """
         if target not in self.targets:
             return 0
         return self.rank * (model.hidden_size + model.vocab_size // tensor)
 
     def num_parameters(self, model: ModelConfig) -> int:
-        """Count the parameters of all adapters of ``model``: all that is trained."""
+        """Return the number of parameters of all adapters of ``model``."""
         dense, expert = self.layer_parameters(model)
         layers = model.num_layers * (dense + model.num_experts * expert)
         vocabulary = [self.vocabulary_parameters(model, name) for name in ("embedding", "head")]
         return layers + sum(vocabulary)
 
     def difference(self, other: "AdapterConfig", model: ModelConfig) -> tuple[str, str, str] | None:
-        """Find what makes the adapters of another configuration other ones, in ``model``.
+        """Compare the adapters of two configurations.
+
+        Args:
+            other: the other configuration.
+            model: architecture.
 
         Returns:
-            A key, its value here and its value there; None where shapes, scales and targets agree,
-            however they are written.
+            A key, its value here and its value in ``other``. None if shapes, scales and targets are
+            the same, even if they are written differently.
         """
         here = self._as_built(model)
         there = other._as_built(model)
@@ -111,9 +127,10 @@ class AdapterConfig(StrictModel):
         return None
 
     def _as_built(self, model: ModelConfig) -> dict[str, str]:
-        """Return what decides on shapes and scales; "none" where a key has no effect."""
+        """Return the values that decide shapes and scales; "none" for keys without effect."""
         has_experts = "experts" in self.targets
         has_others = set(self.targets) != {"experts"}
+        # The order of targets and ranks of absent targets do not change any tensor.
         return {
             "targets": ", ".join(sorted(self.targets)),
             "rank": str(self.rank) if has_others else "none",
@@ -122,8 +139,11 @@ class AdapterConfig(StrictModel):
         }
 
     def check_ranks(self, model: ModelConfig) -> None:
-        """Raise ValueError naming the target that ``model`` lacks, or that is too small for its
-        rank."""
+        """Raise ValueError if ``model`` lacks a target or a target is smaller than the rank.
+
+        The message names the target.
+        """
+        # Experts have their own rank, so that the message must name another key for them.
         for target in self.targets:
             if target not in model.adapter_targets:
                 available = ", ".join(model.adapter_targets) or "none"
@@ -145,8 +165,8 @@ class AdapterConfig(StrictModel):
 
 
 def _smaller_side(target: AdapterTarget, model: ModelConfig) -> int:
-    """Return the smaller side of the matrix that a target adapts: its largest possible rank."""
-    # Every matrix has the residual stream on one side. An expert's are two, of the same sides.
+    """Return the smaller dimension of a target's matrix, which is its largest possible rank."""
+    # One dimension of every matrix is the residual stream.
     other_sides: dict[AdapterTarget, int] = {
         "q": model.query_size,
         "k": model.key_size,

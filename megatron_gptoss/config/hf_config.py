@@ -1,7 +1,7 @@
-"""Reading Hugging Face's ``config.json``: which keys a family understands, and its rotary settings.
+"""Reading of Hugging Face's ``config.json``: the keys of a family, and rotary settings.
 
-A family declares all keys in one ``HfKeys``. A key that it does not declare is rejected by name,
-because it may change what the model computes.
+A family declares all keys in one ``HfKeys``. Unknown keys are errors, because they may change the
+computation of the model.
 """
 
 import math
@@ -26,16 +26,17 @@ IGNORED = frozenset({
 """Keys of every family that describe the file, not the model. An export writes its own."""
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys with ids of special tokens."""
 
 MERGED_KEY = "megatron_gptoss_merged_adapters"
 """Key of a merged model with the digests of its adapters, so that none is merged twice."""
 
 CARRIED = frozenset({
     *TOKEN_IDS, MERGED_KEY, "sep_token_id", "decoder_start_token_id",
-    # outputs beside the logits
+    # outputs other than the logits
     "chunk_size_feed_forward", "output_attentions", "output_hidden_states", "return_dict",
     "use_cache",
-    # classification heads, and what transformers 4 wrote into every file
+    # classification heads, and keys that transformers 4 writes into every file
     "finetuning_task", "id2label", "is_decoder", "label2id", "num_labels", "prefix",
     "problem_type", "task_specific_params", "tf_legacy_loss", "tie_encoder_decoder",
     "tokenizer_class", "torchscript", "use_bfloat16",
@@ -93,15 +94,20 @@ class HfKeys:
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Keys with the values that the layers compute. Null is always allowed."""
     checked: frozenset[str] = frozenset()
-    """Keys that the family's own code reads, apart from the rotary settings."""
+    """Keys that the code of the family reads, without the rotary settings."""
     carried: frozenset[str] = frozenset()
-    """Keys that change no logits. An export copies them from its reference."""
+    """Keys that do not change logits. An export copies them from its reference."""
 
     def read(self, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Return the values of a parsed ``config.json`` by field.
 
+        Args:
+            raw: parsed content.
+            where: name of the file in errors.
+
         Raises:
-            ValueError: naming the key that is missing, unknown or has a value that is not built.
+            ValueError: a key is missing or unknown, or its value is not supported. The message
+                names the key.
         """
         known = {*self.fields, *self.same, *self.checked, *_ROPE_SECTIONS, "rope_theta"}
         known |= {"original_max_position_embeddings", *IGNORED, *CARRIED, *self.carried}
@@ -125,6 +131,7 @@ class HfKeys:
         return self._read_fields(raw, where)
 
     def _read_fields(self, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """Return the values by field; raise ValueError if a key is missing or null."""
         fields = {}
         for key, name in self.fields.items():
             if key not in raw:
@@ -142,7 +149,17 @@ class HfKeys:
         return {key: value for key, value in raw.items() if key in CARRIED or key in self.carried}
 
     def build(self, model: type[Config], fields: Mapping[str, Any], where: str) -> Config:
-        """Validate the fields. Raises ValueError naming the key of ``config.json`` in one line."""
+        """Return a validated configuration.
+
+        Args:
+            model: class of the configuration.
+            fields: values by field.
+            where: name of the file in errors.
+
+        Raises:
+            ValueError: a value is invalid. The message has one line and names the key.
+        """
+        # Users know the keys of their file, not the names of our fields.
         try:
             return model(**fields)
         except ValidationError as error:
@@ -160,7 +177,8 @@ class HfKeys:
 
 
 def _check_fixed(key: str, value: Any, allowed: tuple[Any, ...], where: str) -> None:
-    # 0 == False in Python: True must not pass for 1, nor False for 0.
+    """Raise ValueError if a value is neither null nor allowed."""
+    # Compare types, too, because 0 == False and 1 == True in Python.
     fits = any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
     if value is None or fits:
         return
@@ -172,13 +190,16 @@ def _check_fixed(key: str, value: Any, allowed: tuple[Any, ...], where: str) -> 
 
 
 def load_hf_config(source: Path | str | dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Load a ``config.json``: a file, its directory, or the parsed dict.
+    """Load a ``config.json``.
+
+    Args:
+        source: a file, its directory, or the parsed content.
 
     Returns:
-        The content, and the name of the source in errors.
+        The content, and the name of the source for errors.
 
     Raises:
-        ValueError: naming the file that is missing, not regular, too large or not JSON.
+        ValueError: the file is missing, not regular, too large or not JSON. The message names it.
     """
     if isinstance(source, dict):
         return source, "config"
@@ -200,20 +221,24 @@ def load_hf_config(source: Path | str | dict[str, Any]) -> tuple[dict[str, Any],
 
 @dataclass(frozen=True)
 class RopeSettings:
-    """The rotary settings of a ``config.json``, from whichever keys they are in."""
+    """Rotary settings of a ``config.json``."""
 
     section: str
-    """Key that holds them, for errors."""
+    """Key that contains the settings, for errors."""
     theta: float | None
     """Base of the frequencies; None if the file has none."""
     scaling: dict[str, Any]
-    """rope_type, and the keys that belong to it. Keys that are null are left out."""
+    """rope_type, and its keys without null values."""
 
     def build(self, adapter: TypeAdapter[Any], where: str) -> RopeScaling | None:
         """Return the scaling; None for plain frequencies.
 
+        Args:
+            adapter: validator of the scalings that the family supports.
+            where: name of the file in errors.
+
         Raises:
-            ValueError: naming the key that is missing or wrong.
+            ValueError: a key is missing or wrong. The message names it.
         """
         if self.scaling["rope_type"] == "default":
             return None
@@ -233,7 +258,7 @@ class RopeSettings:
         return scaling
 
     def _check_attention_factor(self, scaling: RopeScaling, where: str) -> None:
-        """Raise ValueError unless the layers scale cos and sin by the factor in the file."""
+        """Raise ValueError if the factor of cos and sin in the file is not that of the layers."""
         given = self.scaling.get("attention_factor")
         if given is None:
             return
@@ -249,17 +274,22 @@ class RopeSettings:
 
 
 def read_rope(raw: Mapping[str, Any], where: str) -> RopeSettings:
-    """Read the rotary settings of a parsed ``config.json`` of any version of transformers.
+    """Read the rotary settings of a ``config.json`` of any version of transformers.
+
+    Args:
+        raw: parsed content.
+        where: name of the file in errors.
 
     Raises:
-        ValueError: naming the key that is not built, or the two keys that differ.
+        ValueError: a key is not supported, or two keys differ. The message names them.
     """
     sections = {name: raw[name] for name in _ROPE_SECTIONS if raw.get(name)}
     for name, section in sections.items():
         if not isinstance(section, dict):
             raise ValueError(f"{where}: {name} must be a table or null, got {section!r}")
 
-    # transformers 5 prefers rope_scaling, other loaders prefer rope_parameters.
+    # If a file has both keys, they must be equal: transformers 5 prefers rope_scaling, and other
+    # loaders prefer rope_parameters.
     scalings = {name: _read_section(name, section, where) for name, section in sections.items()}
     found = list(scalings.values())
     if len(found) == 2 and found[0] != found[1]:
@@ -289,8 +319,8 @@ def read_rope(raw: Mapping[str, Any], where: str) -> RopeSettings:
 
 
 def _read_section(name: str, section: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return rope_type and its keys. Raises ValueError naming the key that is not built."""
-    # Older files have type for rope_type.
+    """Return rope_type and its keys; raise ValueError if a key is not supported."""
+    # Older files have the key "type" instead of "rope_type".
     types = [section[key] for key in ("rope_type", "type") if section.get(key) is not None]
     if len(types) == 2 and types[0] != types[1]:
         raise ValueError(
@@ -310,7 +340,7 @@ def _read_section(name: str, section: dict[str, Any], where: str) -> dict[str, A
         if key == "partial_rotary_factor":
             _check_fixed(f"{name}.{key}", value, (1,), where)
         elif key == "truncate" and not isinstance(value, bool):
-            # A text is true in Python, and null is false where an absent key is true.
+            # Any text is true in Python, and null would be false although the default is true.
             raise ValueError(f"{where}: {name}.truncate must be true or false, got {value!r}")
         elif value is not None and key not in _ROPE_KEYS[rope_type]:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What every architecture says of itself, whichever family it is of."""
+"""Base class of the architecture configurations of all model families."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -11,9 +11,9 @@ from megatron_gptoss.config.strict_model import StrictModel
 from megatron_gptoss.rope_scaling import RopeScaling
 
 AdapterTarget = Literal["q", "k", "v", "o", "experts", "router", "embedding", "head"]
-"""Weights that can have adapters: of every layer, and the embedding and the output layer."""
+"""Weights that can have adapters: those of every layer, the embedding, and the output layer."""
 Quantization = Literal["mxfp4"]
-"""Formats that experts are trained through."""
+"""Number formats for quantization-aware training of experts."""
 
 UPPER_BOUNDS = {
     "num_layers": 1024,
@@ -34,61 +34,60 @@ MAX_ATTENTION_WIDTH = 1 << 20
 
 
 class ModelConfig(StrictModel, ABC):
-    """An architecture: what every family of models says of itself.
+    """Architecture of a model. Each family is a subclass, read by ``families.registry``.
 
-    A family is a subclass with its own fields, readable by ``megatron_gptoss.families.registry``.
-    The formulas of memory, time and layouts know models by these properties alone.
+    Predictions of memory and time, and checks of layouts, use only the properties of this class.
     """
 
     # Infinity and NaN are valid in Python's JSON.
     model_config = ConfigDict(allow_inf_nan=False)
 
     adapter_targets: ClassVar[tuple[AdapterTarget, ...]] = ()
-    """Weights of this family that adapters are built for."""
+    """Weights of this family that can have adapters."""
     quantizations: ClassVar[tuple[Quantization, ...]] = ()
-    """Formats that this family's experts can be trained through or held in."""
+    """Number formats that this family supports for training and for storing experts."""
     hf_model_types: ClassVar[tuple[str, ...]]
     """Values of ``model_type`` in config.json that this family reads."""
     hf_keys: ClassVar[HfKeys]
     """Keys of config.json that this family reads. All others are rejected."""
     default_vocabulary: ClassVar[Literal["gptoss", "tokenizer"]] = "tokenizer"
-    """Token ids of a run that names none: the released ones of GPT-OSS, or those of the checkpoint's
-    tokenizer."""
+    """Default vocabulary: the released token ids of GPT-OSS, or the checkpoint's tokenizer."""
 
     model_type: str
-    """The family, by the name that Hugging Face's config.json has for it."""
+    """Name of the family, as in model_type of Hugging Face's config.json."""
     num_layers: int = Field(gt=0)
-    """Transformer layers."""
+    """Number of transformer layers."""
     num_experts: int = Field(0, ge=0)
-    """Experts per layer; 0 where a layer has one MLP for all tokens."""
+    """Experts per layer; 0 for dense layers with one MLP."""
     experts_per_token: int = Field(0, ge=0)
-    """Experts each token is routed to."""
+    """Experts to which each token is routed."""
     hidden_size: int = Field(gt=0)
     """Width of the residual stream."""
     intermediate_size: int = Field(gt=0)
-    """Width inside one MLP or expert, after the gated linear unit."""
+    """Inner width of an MLP or expert, after the gated linear unit."""
     num_attention_heads: int = Field(gt=0)
-    """Query heads."""
+    """Number of query heads."""
     num_key_value_heads: int = Field(gt=0)
-    """Key/value heads; query heads are shared out among them evenly."""
+    """Number of key/value heads, a divisor of num_attention_heads."""
     head_size: int = Field(gt=0)
-    """Channels per head; need not be hidden_size / num_attention_heads."""
+    """Channels per head. May differ from hidden_size / num_attention_heads."""
     vocab_size: int = Field(gt=0)
     """Rows of the embedding and of the output layer."""
     sliding_window: int | None = Field(None, gt=0)
-    """Keys a token of a window layer sees, itself included; null where no layer has a window."""
+    """Keys that a token sees in window layers, including its own; null if no layer has a window."""
     rms_norm_eps: float = Field(1e-5, gt=0)
     """Epsilon of all RMSNorms."""
     rope_theta: float = Field(10_000.0, gt=0)
     """Base of the rotary frequencies."""
     max_length: int = Field(gt=0)
-    """Longest sequence, in tokens."""
+    """Maximum sequence length in tokens."""
     initializer_std: float = Field(0.02, gt=0)
-    """Standard deviation of randomly initialised weights; unused when weights are loaded."""
+    """Standard deviation of random initial weights. Unused if weights are loaded."""
 
     @field_validator("*")
     @classmethod
     def _check_bound(cls, value: Any, info: ValidationInfo) -> Any:
+        """Reject values above UPPER_BOUNDS."""
         bound = UPPER_BOUNDS.get(info.field_name or "")
         if bound is not None and value > bound:
             raise ValueError(f"exceeds {bound:,}, the largest value that is accepted")
@@ -96,6 +95,7 @@ class ModelConfig(StrictModel, ABC):
 
     @model_validator(mode="after")
     def _check_products(self) -> Self:
+        """Reject products of fields that would need too much memory."""
         if self.num_layers * self.num_experts > MAX_MATRICES:
             raise ValueError(
                 f"num_layers ({self.num_layers}) times num_experts ({self.num_experts}) exceeds "
@@ -110,6 +110,8 @@ class ModelConfig(StrictModel, ABC):
 
     @model_validator(mode="after")
     def _check_heads(self) -> Self:
+        """Reject sizes of heads with which attention cannot be computed."""
+        # Each key/value head serves the same number of query heads. RoPE rotates pairs of channels.
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
@@ -119,42 +121,44 @@ class ModelConfig(StrictModel, ABC):
             raise ValueError(f"head_size ({self.head_size}) must be even for rotary embeddings")
         return self
 
-    # -- what a family says --------------------------------------------------------------------
+    # -- properties that a family may override -------------------------------------------------
 
     @property
     def tied_embeddings(self) -> bool:
-        """Whether the output layer is the embedding."""
+        """True if the output layer uses the weights of the embedding."""
         return False
 
     @property
     def rope_frequencies(self) -> RopeScaling | None:
-        """How the rotary frequencies are stretched; None: not at all."""
+        """Scaling of the rotary frequencies; None for no scaling."""
         return None
 
     @property
     def layer_types(self) -> list[str]:
-        """Per layer "sliding_attention" or "full_attention", as in the Hugging Face config."""
+        """Type of each layer, "sliding_attention" or "full_attention", as in config.json."""
         return ["full_attention"] * self.num_layers
 
     @property
     def windowed_share(self) -> float:
-        """Share of the layers that attend within a window, for estimates."""
+        """Fraction of layers with sliding-window attention, for estimates."""
         return 0.0
 
     @property
     def mlps_per_token(self) -> int:
-        """MLPs that a token passes through in a layer: its experts, or the one that all share."""
+        """Number of MLPs per token and layer: its experts, or 1 in dense layers."""
         return self.experts_per_token if self.num_experts else 1
 
     @property
     def expert_parameters(self) -> int:
-        """Weights and biases of one expert; 0 in a model without."""
+        """Number of parameters of one expert; 0 without experts."""
         return 0
 
     @abstractmethod
     def layer_parameters(self, tensor: int = 1) -> float:
-        """Count the parameters of a layer, without experts, on one of ``tensor`` tensor-parallel
-        ranks."""
+        """Return the number of parameters of a layer, without experts, on one rank.
+
+        ``tensor`` is the tensor-parallel size.
+        """
 
     @abstractmethod
     def to_hf_config(self, **extra: Any) -> dict[str, Any]:
@@ -169,21 +173,21 @@ class ModelConfig(StrictModel, ABC):
             ValueError: naming the key that is missing or unsupported.
         """
 
-    # -- what follows from it ------------------------------------------------------------------
+    # -- derived properties --------------------------------------------------------------------
 
     @property
     def query_size(self) -> int:
-        """Channels of a token's queries, all heads together."""
+        """Channels of a token's queries in all heads."""
         return self.num_attention_heads * self.head_size
 
     @property
     def key_size(self) -> int:
-        """Channels of a token's keys, all heads together; its values have as many."""
+        """Channels of a token's keys in all heads, and of its values."""
         return self.num_key_value_heads * self.head_size
 
     @property
     def num_parameters(self) -> int:
-        """All of them, embedding and output layer included; tied ones once."""
+        """Number of all parameters with embedding and output layer. Tied weights count once."""
         layer = int(self.layer_parameters()) + self.num_experts * self.expert_parameters
         vocabularies = 1 if self.tied_embeddings else 2
         vocabulary = vocabularies * self.vocab_size * self.hidden_size
@@ -191,12 +195,15 @@ class ModelConfig(StrictModel, ABC):
 
     @classmethod
     def from_hf_config(cls, source: Path | str | dict[str, Any]) -> Self:
-        """Read ``config.json`` of this family: a file, its directory, or the parsed dict.
+        """Read a ``config.json`` of this family.
 
-        ``families.registry.read_hf_config`` reads that of any family.
+        ``families.registry.read_hf_config`` reads files of any family.
+
+        Args:
+            source: a file, its directory, or the parsed content.
 
         Raises:
-            ValueError: naming the file and the key that is missing or unsupported.
+            ValueError: a key is missing or unsupported. The message names file and key.
         """
         raw, where = load_hf_config(source)
         model_type = raw.get("model_type")
@@ -209,9 +216,14 @@ class ModelConfig(StrictModel, ABC):
 def derived_head_size(raw: dict[str, Any], where: str) -> int:
     """Return the head size of a ``config.json`` without head_dim.
 
+    Args:
+        raw: parsed content.
+        where: name of the file in errors.
+
     Raises:
-        ValueError: naming the key that is not a positive integer.
+        ValueError: a key is not a positive integer. The message names it.
     """
+    # bool is a subclass of int, but true is not a size.
     sizes = []
     for key in ("hidden_size", "num_attention_heads"):
         value = raw[key]
@@ -222,7 +234,14 @@ def derived_head_size(raw: dict[str, Any], where: str) -> int:
 
 
 def check_layer_types(raw: dict[str, Any], config: ModelConfig, where: str) -> None:
-    """Raise ValueError unless the attention of each layer in ``config.json`` is that of ``config``."""
+    """Raise ValueError if the attention types in ``config.json`` differ from those of ``config``.
+
+    Args:
+        raw: parsed content.
+        config: configuration of the family.
+        where: name of the file in errors.
+    """
+    # The layers decide the order of attention types, so a file with another order is another model.
     layer_types = raw.get("layer_types")
     if layer_types not in (None, config.layer_types):
         kinds = " and ".join(dict.fromkeys(config.layer_types))

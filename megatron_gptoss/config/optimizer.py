@@ -1,4 +1,4 @@
-"""The optimizer and its learning rate."""
+"""Configuration of the optimizer and its learning rate."""
 
 import math
 from typing import Literal
@@ -9,44 +9,49 @@ from megatron_gptoss.config.strict_model import StrictModel
 
 
 class OptimizerConfig(StrictModel):
-    """AdamW with a warm-up."""
+    """AdamW with a learning-rate warm-up."""
 
     lr: float = Field(1e-6, gt=0)
     """Peak learning rate."""
     weight_decay: float = Field(0.0, ge=0)
-    """Decoupled weight decay of matrices; biases, norms and sinks have none."""
+    """Decoupled weight decay of matrices. Biases, norms and sinks have none."""
     beta1: float = Field(0.9, ge=0, lt=1)
-    """Decay of the first moment."""
+    """Decay rate of the first moment."""
     beta2: float = Field(0.98, ge=0, lt=1)
-    """Decay of the second moment."""
+    """Decay rate of the second moment."""
     eps: float = Field(1e-8, gt=0)
-    """Added to the root of the second moment."""
+    """Constant added to the root of the second moment."""
     clip_grad: float = Field(1.0, gt=0)
-    """Largest global gradient norm; larger gradients are scaled down to it."""
+    """Maximum global gradient norm. Larger gradients are scaled down to it."""
     warmup_steps: int = Field(0, ge=0)
     """Steps over which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "cosine"] = "constant"
-    """What follows the warm-up; cosine falls to a tenth of the peak at the last step."""
+    """Learning rate after the warm-up. cosine falls to 10% of the peak at the last step."""
     on_non_finite: Literal["skip", "stop"] = "skip"
-    """What a gradient with NaN or infinity does: skip the step with a warning, or stop the run;
-    both name it."""
+    """Reaction to a gradient with NaN or infinity: skip the step with a warning, or stop the run.
+    The message names the parameters.
+    """
     gradient_dtype: Literal["fp32", "bf16"] = "fp32"
-    """On GPUs: dtype in which gradients are added up over micro-batches and ranks. bf16 saves 2
-    bytes per parameter and loses digits with every micro-batch."""
+    """On GPUs: dtype for accumulating gradients over micro-batches and ranks. bf16 saves 2 bytes
+    per parameter and loses precision with every micro-batch.
+    """
     moment_dtype: Literal["fp32", "bf16"] = "fp32"
-    """On GPUs: dtype of Adam's moments. bf16 saves 4 bytes per parameter; master weights stay
-    exact either way."""
+    """On GPUs: dtype of Adam's moments. bf16 saves 4 bytes per parameter. Master weights stay exact
+    in both cases.
+    """
     offload: float = Field(0.0, ge=0, le=1)
-    """Share of the optimizer's state that rests in pinned host memory and comes to the GPU for
-    every step, where the activations were. The numbers stay the same. A last resort: copying
-    takes longer than the step itself."""
+    """Fraction of the optimizer state kept in pinned host memory. Each step copies it to the GPU,
+    which takes longer than the step itself. Results do not change.
+    """
 
     def learning_rate_at(self, step: int, total_steps: int) -> float:
-        """Return the learning rate of a 0-based optimizer step.
+        """Return the learning rate of an optimizer step.
 
-        It rises linearly over the warm-up, then stays or falls as a cosine to a tenth.
+        Args:
+            step: index of the step, from 0.
+            total_steps: number of steps of the run.
         """
-        # Step 0 counts as one: a learning rate of 0 would waste its batch.
+        # Step 0 counts as 1, because a learning rate of 0 would waste its batch.
         if step < self.warmup_steps or self.schedule == "constant":
             return self.lr * min(1.0, (step + 1) / max(1, self.warmup_steps))
 

@@ -1,4 +1,4 @@
-"""The parallel layout, and which layouts a model can have."""
+"""Configuration of the parallel layout, and checks of the layout against a model."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -12,74 +12,89 @@ from megatron_gptoss.config.strict_model import StrictModel
 
 
 class ParallelConfig(StrictModel):
-    """How the policy is spread over trainer ranks."""
+    """Distribution of the policy over trainer ranks."""
 
     world_size: int = Field(1, gt=0)
-    """Trainer ranks in all; what tensor, pipeline and context parallelism leave over is data
-    parallel."""
+    """Number of trainer ranks. The data-parallel size is world_size / (tensor * pipeline *
+    context).
+    """
     tensor: int = Field(1, gt=0)
-    """Tensor parallel size. Above 1, sequence parallelism is on (Megatron requires it for
-    mixtures of experts)."""
+    """Tensor-parallel size. Above 1, sequence parallelism is on (Megatron requires it for
+    mixtures of experts).
+    """
     pipeline: int = Field(1, gt=0)
-    """Pipeline stages."""
+    """Number of pipeline stages."""
     last_stage_layers: int | None = Field(None, gt=0)
-    """Layers of the last pipeline stage, the others share the rest evenly; null for equally
-    many in all. The last stage also has the output layer, as much work as about four layers."""
+    """Layers of the last pipeline stage. The other stages divide the rest evenly. null for the same
+    number in all stages. The last stage also has the output layer, which is the work of about four
+    layers.
+    """
     virtual_pipeline: int = Field(1, gt=0)
-    """Model chunks per pipeline rank. Above 1, the interleaved schedule runs them: its bubble
-    is that many times shorter, it sends that many times more between stages, and each rank's
-    number of micro-batches is rounded up to a multiple of pipeline."""
+    """Model chunks per pipeline rank. Values above 1 use the interleaved schedule: pipeline bubbles
+    are shorter and messages more frequent by this factor, and each rank's number of micro-batches
+    is rounded up to a multiple of pipeline.
+    """
     context: int = Field(1, gt=0)
-    """Context parallel size: ranks that share the tokens of one packed batch. Any size; a power
-    of two if in doubt."""
+    """Context-parallel size: number of ranks that split the tokens of a packed batch. Any size; a
+    power of 2 if in doubt.
+    """
     context_scheme_full: Literal["auto", "all_to_all", "all_gather"] = "auto"
-    """How full-attention layers communicate under context parallelism. auto: the scheme that the
-    cost model finds cheapest for each row between H200s on NVLink (``gptoss plan`` prints it)."""
+    """Communication scheme of full-attention layers under context parallelism. auto: the cheapest
+    for each row by the cost model for H200 on NVLink (``gptoss plan`` prints it).
+    """
     context_scheme_window: Literal["auto", "all_to_all", "halo"] = "auto"
-    """The same for sliding-window layers."""
+    """Communication scheme of sliding-window layers under context parallelism."""
     expert: int = Field(1, gt=0)
-    """Expert parallel size: ranks among which the experts of a layer are shared out."""
+    """Expert-parallel size: number of ranks over which the experts of a layer are split."""
     expert_dispatcher: Literal["alltoall", "deepep"] = "alltoall"
-    """What sends tokens to their experts and back. deepep
-    (https://github.com/deepseek-ai/DeepEP), which you install yourself, permutes and sends in
-    one kernel; it needs GPUs and is meant for experts spread over nodes."""
+    """Communication of tokens to experts and back. deepep (https://github.com/deepseek-ai/DeepEP,
+    not installed by default) permutes and sends in one kernel. It needs GPUs and is meant for
+    experts on several nodes.
+    """
     base: Literal["bf16", "mxfp4"] = "bf16"
-    """How the experts' weights are held while adapters are trained: in the model's dtype, or packed
-    in MXFP4, a quarter of the memory, to be dequantised for every product. Only frozen weights can
-    be packed."""
+    """Number format of frozen expert weights while adapters are trained. mxfp4 needs a quarter of
+    the memory and dequantizes weights for every product.
+    """
     recompute: tuple[Literal["moe_act", "layernorm", "core_attn", "moe"], ...] = ()
-    """On GPUs: what the backward pass computes again instead of keeping it. moe_act (the expert
-    activation) costs next to nothing and saves a sixth of the activations, layernorm likewise
-    less; moe is the last resort."""
+    """On GPUs: parts of layers that the backward pass computes again. moe_act (the expert
+    activation) saves a sixth of the activations at almost no cost, layernorm saves less. moe saves
+    most and costs most.
+    """
     recompute_layers: int | None = Field(None, ge=0)
-    """The layers of a pipeline stage's chunk that do so, its first ones; null: all."""
+    """Number of layers, from the first of each pipeline stage's chunk, that recompute; null for
+    all.
+    """
     gpu_memory: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """GB (1e9 bytes) of one GPU, all of it, that this layout is made for. ``gptoss plan`` judges it
-    for them where no option says otherwise and the machine has no GPU, ``gptoss launch --dry-run``
-    where the cluster does not say; null: an H200's 150.1. Training does not read it."""
+    """Total memory of one GPU, in GB (1e9 bytes), for which this layout is made. null for 150.1
+    (H200). ``gptoss plan`` uses it without an option and a GPU, ``gptoss launch --dry-run`` if the
+    cluster does not define it. Training ignores it.
+    """
 
     @property
     def data(self) -> int:
-        """Data-parallel size."""
+        """Data-parallel size, for parameters outside of experts."""
         return self.world_size // (self.tensor * self.pipeline * self.context)
 
     @property
     def micro_batch_multiple(self) -> int:
-        """Each data-parallel rank takes a multiple of so many micro-batches.
-
-        The interleaved schedule asks for it.
-        """
+        """Divisor of the number of micro-batches of each data-parallel rank."""
+        # Megatron's interleaved schedule requires whole groups of this size.
         return self.pipeline if self.virtual_pipeline > 1 else 1
 
     @property
     def sizes(self) -> str:
-        """The layout as people write it: "tensor 2, pipeline 1, context 1, expert 8"."""
+        """Text such as "tensor 2, pipeline 1, context 1, expert 8"."""
         names = ("tensor", "pipeline", "context", "expert")
         return ", ".join(f"{name} {getattr(self, name)}" for name in names)
 
     def layers_of_stage(self, stage: int, model: ModelConfig) -> int:
-        """Return how many layers a pipeline stage has."""
-        # The stages before the last share the remaining layers evenly (see check_layout).
+        """Return the number of layers of a pipeline stage.
+
+        Args:
+            stage: index of the stage.
+            model: architecture.
+        """
+        # The stages before the last divide the remaining layers evenly (see check_layout).
         last = self.last_stage_layers or model.num_layers // self.pipeline
         if stage == self.pipeline - 1:
             return last
@@ -91,16 +106,17 @@ class ParallelConfig(StrictModel):
         adapter: AdapterConfig | None = None,
         frozen: Sequence[str] = (),
     ) -> None:
-        """Refuse a layout that is impossible for ``model``.
+        """Raise an error if the layout is impossible for ``model``.
 
         Args:
-            model: the architecture.
-            adapter: adapters to train; None to train all weights.
+            model: architecture.
+            adapter: trained adapters; None if all parameters are trained.
             frozen: parts of layers that are not trained, as in ``ablation.freeze``.
 
         Raises:
-            ValueError: naming the key that makes the layout impossible.
+            ValueError: the layout is impossible. The message names the key.
         """
+        # The order matters for messages: later checks assume that earlier ones have passed.
         self._check_ranks()
         self._check_options(model)
         _check_divides("tensor", self.tensor, "num_key_value_heads", model.num_key_value_heads)
@@ -116,7 +132,7 @@ class ParallelConfig(StrictModel):
         self._check_stages(adapter, frozen)
 
     def _check_ranks(self) -> None:
-        """Every dimension must split the ranks evenly."""
+        """Raise ValueError if the ranks cannot be divided evenly."""
         dense_ranks = self.tensor * self.pipeline * self.context
         if self.world_size % dense_ranks:
             usable_ranks = max(1, self.world_size // dense_ranks) * dense_ranks
@@ -127,7 +143,7 @@ class ParallelConfig(StrictModel):
                 f"{usable_ranks} ranks, or another context; any context size can be split"
             )
 
-        # Experts are spread over all ranks of a stage, whatever else those share.
+        # Experts are split over all ranks of a stage, across tensor, context and data parallelism.
         stage_ranks = self.world_size // self.pipeline
         if stage_ranks % self.expert:
             raise ValueError(
@@ -135,7 +151,7 @@ class ParallelConfig(StrictModel):
             )
 
     def _check_experts(self, model: ModelConfig) -> None:
-        """What is about experts needs a model that has them."""
+        """Raise ValueError for options of experts if the model has none."""
         if model.num_experts:
             _check_divides("expert", self.expert, "num_experts", model.num_experts)
             return
@@ -144,6 +160,7 @@ class ParallelConfig(StrictModel):
             raise ValueError(
                 f"parallel.expert ({self.expert}) must be 1: a {model.model_type} model has no experts"
             )
+        # core_attn is the only part to recompute that dense layers have, too.
         without_effect = [part for part in self.recompute if part != "core_attn"]
         if without_effect:
             raise ValueError(
@@ -152,7 +169,7 @@ class ParallelConfig(StrictModel):
             )
 
     def _check_options(self, model: ModelConfig) -> None:
-        """No option may be set that cannot have an effect."""
+        """Raise ValueError for options that have no effect."""
         if self.recompute_layers is not None and not self.recompute:
             raise ValueError(
                 "parallel.recompute_layers has no effect: parallel.recompute does not say what they do"
@@ -171,7 +188,7 @@ class ParallelConfig(StrictModel):
             )
 
     def _check_pipeline(self, model: ModelConfig) -> None:
-        """All chunks must have equally many layers, but for a last stage that is set apart."""
+        """Raise ValueError if layers cannot be divided evenly over stages and chunks."""
         layers = model.num_layers
         if self.last_stage_layers is None:
             chunks = self.pipeline * self.virtual_pipeline
@@ -186,7 +203,7 @@ class ParallelConfig(StrictModel):
             )
 
     def _check_context_schemes(self, model: ModelConfig) -> None:
-        """all_to_all gives every context-parallel rank equally many heads."""
+        """Raise ValueError if all_to_all is requested and heads cannot be divided over ranks."""
         heads = model.num_attention_heads // self.tensor
         if heads % self.context == 0:
             return
@@ -204,11 +221,9 @@ class ParallelConfig(StrictModel):
             )
 
     def _check_stages(self, adapter: AdapterConfig | None, frozen: Sequence[str]) -> None:
-        """Every pipeline stage must have something to train.
-
-        A stage without it has no gradients and no optimizer, and could not take part in the
-        collectives about them.
-        """
+        """Raise ValueError if a pipeline stage has nothing to train."""
+        # Such a stage would have no gradients and no optimizer, and would be missing in collectives
+        # about them.
         trained = adapter.trained_parts() if adapter else set(PART_OF_TARGET.values())
         trained -= set(frozen)
         cause = []
@@ -222,7 +237,7 @@ class ParallelConfig(StrictModel):
                 "target of another part"
             )
 
-        # Every stage has layers. The embedding is on the first one and the head on the last one.
+        # Every stage has layers. The embedding is on the first stage and the head on the last.
         stages = set(range(self.pipeline))
         if trained & {"attention", "experts"}:
             return
@@ -242,7 +257,9 @@ class ParallelConfig(StrictModel):
         )
 
     def _check_base(self, model: ModelConfig, adapter: AdapterConfig | None) -> None:
-        """MXFP4 holds frozen weights only, in blocks of 32 values."""
+        """Raise ValueError if an MXFP4 base is requested but not possible."""
+        # Trained weights change by less than the distance of MXFP4 values, so only frozen weights
+        # can be packed.
         if self.base == "bf16":
             return
         if adapter is None:
@@ -255,5 +272,6 @@ class ParallelConfig(StrictModel):
 
 
 def _check_divides(key: str, size: int, name: str, count: int) -> None:
+    """Raise ValueError if the size of ``key`` does not divide the count of ``name``."""
     if count % size:
         raise ValueError(f"parallel.{key} ({size}) must divide {name} ({count})")

@@ -1,4 +1,4 @@
-"""Which models can hold experts in MXFP4, or train them through it."""
+"""Checks of MXFP4 options against the model."""
 
 from megatron_gptoss.config.adapter import AdapterConfig
 from megatron_gptoss.config.model import ModelConfig, Quantization
@@ -7,7 +7,15 @@ from megatron_gptoss.config.model import ModelConfig, Quantization
 def check_quantization(
     quantization: Quantization | None, model: ModelConfig, adapter: AdapterConfig | None
 ) -> None:
-    """Raise ValueError naming the key that keeps experts from being trained through four bits."""
+    """Raise ValueError if the configuration does not allow quantization-aware training.
+
+    The message names the key.
+
+    Args:
+        quantization: number format; None for no quantization.
+        model: architecture.
+        adapter: adapters; None if all parameters are trained.
+    """
     if quantization is None:
         return
     if adapter is not None:
@@ -20,7 +28,13 @@ def check_quantization(
 
 
 def check_blocks(key: str, quantization: Quantization | None, model: ModelConfig) -> None:
-    """Raise ValueError if a ``key`` that asks for MXFP4 does not suit the widths of ``model``."""
+    """Raise ValueError if experts of ``model`` cannot have MXFP4 weights.
+
+    Args:
+        key: configuration key that requests the format.
+        quantization: number format; None for no quantization.
+        model: architecture.
+    """
     if quantization is None:
         return
     if quantization not in model.quantizations:

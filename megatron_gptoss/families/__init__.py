@@ -1,6 +1,6 @@
-"""Families of models: what each of them is, apart from everything that serves all.
+"""Model families, one folder per family.
 
-A family is a folder with ``config`` (a ModelConfig; imports no torch) and ``layers`` (how Megatron
-builds it). ``registry`` knows all configurations, ``layer_registry`` all layers; names of weights and
-the arithmetic that checks them are in ``converters.families``.
+A family has ``config`` (a ModelConfig, without torch) and ``layers`` (modules for Megatron).
+``registry`` lists all configurations and ``layer_registry`` all layers. ``converters.families`` has
+the names of the weights.
 """

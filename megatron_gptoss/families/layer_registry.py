@@ -1,4 +1,4 @@
-"""How Megatron builds each family's layers."""
+"""Registry of the layers of each model family."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from megatron_gptoss.transformer_config import PolicyTransformerConfig
 
 @dataclass(frozen=True)
 class FamilyLayers:
-    """What Megatron has to be told to build a family's layers."""
+    """Functions that describe the layers of a family to Megatron."""
 
     transformer_settings: Callable[[Any, ParallelConfig, torch.dtype], dict[str, Any]]
-    """(model, layout, dtype) -> fields of the TransformerConfig that are this family's own."""
+    """(model, layout, dtype) -> fields of TransformerConfig for this family."""
     cpu_layer: Callable[[PolicyTransformerConfig], TransformerLayerSubmodules]
-    """The modules of a layer that run without CUDA."""
+    """Modules of a layer on a CPU."""
     gpu_layer: Callable[[PolicyTransformerConfig], TransformerLayerSubmodules]
-    """The modules of a layer on a GPU, where Transformer Engine is installed."""
+    """Modules of a layer on a GPU. They need Transformer Engine."""
 
 
 _LAYERS: dict[type[ModelConfig], FamilyLayers] = {
@@ -36,5 +36,5 @@ _LAYERS: dict[type[ModelConfig], FamilyLayers] = {
 
 
 def layers_of(model: ModelConfig) -> FamilyLayers:
-    """Return how the layers of a model are built."""
+    """Return the layers of the family of a model."""
     return _LAYERS[type(model)]

@@ -1,4 +1,4 @@
-"""All families of models by the ``model_type`` of Hugging Face. Imports no torch."""
+"""Registry of model families by the ``model_type`` of Hugging Face. Does not import torch."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,11 +10,12 @@ from megatron_gptoss.families.dense.config import DenseModelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 
 FAMILIES: tuple[type[ModelConfig], ...] = (GptOssModelConfig, DenseModelConfig)
-"""Register a family here, its layers in ``layer_registry`` and its tensors in
-``converters.families.registry``."""
+"""All families. Register the layers of a new family in ``layer_registry``, and its tensors in
+``converters.families.registry``.
+"""
 
 DEFAULT_FAMILY = "gpt_oss"
-"""Of configurations and checkpoints that name none."""
+"""Family of configurations and checkpoints without model_type."""
 
 _BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.hf_model_types}
 
@@ -25,7 +26,15 @@ def known_family(model_type: object) -> type[ModelConfig] | None:
 
 
 def family_of(model_type: object, where: str) -> type[ModelConfig]:
-    """Return the configuration class of a ``model_type``. Raises ValueError naming the known ones."""
+    """Return the configuration class of a ``model_type``.
+
+    Args:
+        model_type: value of the key.
+        where: name of the file or section in errors.
+
+    Raises:
+        ValueError: the value is unknown. The message lists the known values.
+    """
     family = known_family(model_type)
     if family is not None:
         return family
@@ -34,19 +43,22 @@ def family_of(model_type: object, where: str) -> type[ModelConfig]:
 
 
 def read_hf_config(source: Path | str | dict[str, Any]) -> ModelConfig:
-    """Read ``config.json`` of any family: a file, its directory, or the parsed dict.
+    """Read a ``config.json`` of any family.
+
+    Args:
+        source: a file, its directory, or the parsed content.
 
     Raises:
-        ValueError: naming the file and the key that is missing or unsupported.
+        ValueError: a key is missing or unsupported. The message names file and key.
     """
     raw, where = load_hf_config(source)
     return family_of(raw.get("model_type"), where).from_hf_dict(raw, where)
 
 
 def model_config(fields: Any) -> Any:
-    """Build the configuration that ``fields`` describe, by the family that model_type names.
+    """Return the configuration with these fields, of the family that model_type names.
 
-    What is no mapping is returned as it is, for pydantic to refuse.
+    Values other than a dict are returned unchanged, and pydantic rejects them.
     """
     if not isinstance(fields, dict):
         return fields
@@ -55,14 +67,14 @@ def model_config(fields: Any) -> Any:
 
 
 AnyModelConfig = Annotated[SerializeAsAny[ModelConfig], BeforeValidator(model_config)]
-"""Type of a field that holds the configuration of any family."""
+"""Type of a field for the configuration of any family."""
 
 
 def parse_model_config(text: str | bytes) -> ModelConfig:
-    """Read the JSON that ``model_dump_json`` of any family's configuration gave.
+    """Parse the JSON of ``model_dump_json``, for any family.
 
     Raises:
-        ValueError: naming the key that is wrong.
+        ValueError: a key is wrong. The message names it.
     """
     adapter: TypeAdapter[ModelConfig] = TypeAdapter(AnyModelConfig)
     try:

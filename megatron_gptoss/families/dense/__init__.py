@@ -1,1 +1,1 @@
-"""Dense decoders of the Llama and Qwen2.5 kind."""
+"""Dense decoders: Llama and Qwen2.5."""

@@ -1,7 +1,7 @@
-"""The architecture of dense decoders of the Llama and Qwen2.5 kind.
+"""Architecture of dense decoders: Llama and Qwen2.5.
 
-Both have grouped-query attention to the whole prefix, RMSNorm, SwiGLU and rotary embeddings. Qwen2
-adds biases to the projections to queries, keys and values.
+Both have grouped-query attention without windows, RMSNorm, SwiGLU and rotary embeddings. Qwen2 has
+biases in the projections to queries, keys and values.
 """
 
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -23,7 +23,7 @@ _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 
 
 class DenseModelConfig(ModelConfig):
-    """A decoder without experts: Llama (also SmolLM2 and others of its shape) or Qwen2 and Qwen2.5."""
+    """Decoder without experts: Llama (also SmolLM2 and other Llama-like models), Qwen2, Qwen2.5."""
 
     hf_model_types: ClassVar[tuple[str, ...]] = ("llama", "qwen2")
     hf_keys: ClassVar[HfKeys] = HfKeys(
@@ -45,7 +45,8 @@ class DenseModelConfig(ModelConfig):
         }),
         nullable=frozenset({"num_key_value_heads", "head_dim"}),
         fixed={
-            # attention_bias of Llama adds one to the output projection, too.
+            # With attention_bias Llama has a bias in the output projection, too, which is not
+            # supported.
             "attention_bias": (False,),
             "hidden_act": ("silu", "swish"),
             "is_llama_config": (True,),
@@ -53,7 +54,7 @@ class DenseModelConfig(ModelConfig):
             "quantization_config": (),
             "rope_interleaved": (False,),
             "use_mrope": (False,),
-            # Qwen2.5 names a window in every config.json, and uses it in none.
+            # Every config.json of Qwen2.5 has a window, but this key disables it.
             "use_sliding_window": (False,),
         },
         checked=frozenset({"architectures", "layer_types", "sliding_window"}),
@@ -61,37 +62,37 @@ class DenseModelConfig(ModelConfig):
     )  # fmt: skip
 
     model_type: Literal["llama", "qwen2"]
-    """qwen2 has biases of queries, keys and values, llama has none."""
+    """Family. qwen2 has biases for queries, keys and values; llama has no biases."""
     num_experts: Literal[0] = 0
-    """There are none."""
+    """Always 0: the family has no experts."""
     experts_per_token: Literal[0] = 0
-    """There are none."""
+    """Always 0: the family has no experts."""
     sliding_window: None = None
-    """Every layer attends to the whole prefix."""
+    """Always null: every layer attends to all earlier tokens."""
     rms_norm_eps: float = Field(1e-6, gt=0)
     """Epsilon of all RMSNorms."""
     rope_scaling: DenseRopeScaling | None = None
-    """How the rotary frequencies are stretched beyond the context of pretraining; null: not."""
+    """Scaling of the rotary frequencies for contexts beyond pretraining; null for no scaling."""
     tie_word_embeddings: bool = False
-    """Whether the output layer is the embedding."""
+    """Whether the output layer uses the weights of the embedding."""
 
     @property
     def has_qkv_bias(self) -> bool:
-        """Whether the projections to queries, keys and values have biases."""
+        """True if the projections to queries, keys and values have biases."""
         return self.model_type == "qwen2"
 
     @property
     def tied_embeddings(self) -> bool:
-        """Whether the output layer is the embedding."""
+        """True if the output layer uses the weights of the embedding."""
         return self.tie_word_embeddings
 
     @property
     def rope_frequencies(self) -> RopeScaling | None:
-        """As the field says."""
+        """Scaling of the rotary frequencies; None for no scaling."""
         return self.rope_scaling
 
     def layer_parameters(self, tensor: int = 1) -> float:
-        """Count the parameters of a layer on one of ``tensor`` tensor-parallel ranks."""
+        """Return the number of parameters of a layer on one of ``tensor`` tensor-parallel ranks."""
         hidden = self.hidden_size
         inputs = hidden + 1 if self.has_qkv_bias else hidden
 
@@ -102,7 +103,7 @@ class DenseModelConfig(ModelConfig):
         return projections + output_projection + mlp + norms
 
     def to_hf_config(self, **extra: Any) -> dict[str, Any]:
-        """Return the content of ``config.json``; ``extra`` adds keys such as eos_token_id."""
+        """Return the content of ``config.json``, with ``extra`` keys such as eos_token_id."""
         rope_scaling = None if self.rope_scaling is None else self.rope_scaling.model_dump()
 
         if self.model_type == "llama":
@@ -134,16 +135,20 @@ class DenseModelConfig(ModelConfig):
 
     @classmethod
     def from_hf_dict(cls, raw: dict[str, Any], where: str) -> Self:
-        """Read a parsed ``config.json``; ``where`` names it in errors.
+        """Read a parsed ``config.json``.
+
+        Args:
+            raw: parsed content.
+            where: name of the file in errors.
 
         Raises:
-            ValueError: naming the key that is missing or unsupported.
+            ValueError: a key is missing or unsupported. The message names it.
         """
         model_type = raw["model_type"]
         fields = {"model_type": model_type, **cls.hf_keys.read(raw, where)}
         _check_of_type(raw, where)
 
-        # As transformers derives them from null, or from their absence.
+        # The defaults of transformers for keys that are null or missing.
         fields.setdefault("num_key_value_heads", raw["num_attention_heads"])
         if "head_size" not in fields:
             fields["head_size"] = derived_head_size(raw, where)
@@ -159,7 +164,7 @@ class DenseModelConfig(ModelConfig):
 
 
 def _check_of_type(raw: dict[str, Any], where: str) -> None:
-    """Check keys whose meaning depends on model_type. Raises ValueError naming the key."""
+    """Raise ValueError if a key is not supported for this model_type. The message names it."""
     model_type = raw["model_type"]
     architectures = raw.get("architectures")
     if architectures not in (None, [_ARCHITECTURES[model_type]]):
@@ -167,7 +172,7 @@ def _check_of_type(raw: dict[str, Any], where: str) -> None:
             f"{where}: architectures must be {[_ARCHITECTURES[model_type]]}, got {architectures!r}. "
             "Other architectures are not built"
         )
-    # Without the key, transformers gives a Qwen2 model 32 of them.
+    # The default of transformers for Qwen2 is 32, whatever the number of query heads.
     if model_type == "qwen2" and "num_key_value_heads" not in raw:
         raise ValueError(f"{where}: key 'num_key_value_heads' is missing")
     if model_type == "llama" and raw.get("sliding_window") is not None:

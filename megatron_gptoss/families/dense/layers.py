@@ -1,4 +1,4 @@
-"""How Megatron builds the layers of dense decoders."""
+"""Layers of dense decoders for Megatron."""
 
 from typing import Any
 
@@ -20,24 +20,30 @@ from megatron_gptoss.transformer_config import PolicyTransformerConfig
 def transformer_settings(
     model: DenseModelConfig, parallel: ParallelConfig, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Return the fields of the TransformerConfig that make it a dense decoder."""
+    """Return the fields of TransformerConfig for a dense decoder.
+
+    Args:
+        model: architecture.
+        parallel: layout; unused.
+        dtype: data type of the parameters; unused.
+    """
     return {
         "add_bias_linear": False,
         "add_qkv_bias": model.has_qkv_bias,
         "softmax_type": "vanilla",
         "activation_func": torch.nn.functional.silu,
-        # Megatron's fused SwiGLU is compiled, which CPUs cannot always do.
+        # Megatron's fused SwiGLU uses torch.compile, which does not work on every CPU.
         "bias_activation_fusion": torch.cuda.is_available(),
-        # Without experts nothing is dispatched, but Megatron's default is refused for rows of
+        # A dense model dispatches nothing, but Megatron rejects its default dispatcher for rows of
         # different lengths.
         "moe_token_dispatcher_type": "alltoall",
     }
 
 
 def cpu_layer(config: PolicyTransformerConfig) -> TransformerLayerSubmodules:
-    """Specify a layer for CPUs."""
-    # Megatron's keys for checkpoints of such a layer are those of Transformer Engine's, whose linear
-    # layers include the norms before them.
+    """Return the modules of a layer on CPUs."""
+    # Megatron maps the checkpoint keys of this layer to those of Transformer Engine's layer, whose
+    # linear layers contain the norms. One checkpoint therefore works for both.
     submodules = get_gpt_layer_local_submodules(normalization="RMSNorm")
     submodules.self_attention.submodules.core_attention = SinkAttention
     submodules.input_layernorm = CpuRMSNorm
@@ -46,10 +52,10 @@ def cpu_layer(config: PolicyTransformerConfig) -> TransformerLayerSubmodules:
 
 
 def gpu_layer(config: PolicyTransformerConfig) -> TransformerLayerSubmodules:
-    """Specify a layer for GPUs.
+    """Return the modules of a layer on GPUs.
 
     Raises:
-        MissingPackageError: where Transformer Engine is missing.
+        MissingPackageError: Transformer Engine is not installed.
     """
     require_transformer_engine()
     submodules = get_gpt_layer_with_transformer_engine_submodules()

@@ -1,1 +1,1 @@
-"""GPT-OSS: a mixture of experts with attention sinks and sliding windows."""
+"""GPT-OSS: mixture of experts with attention sinks and sliding windows."""

@@ -1,4 +1,4 @@
-"""The architecture of GPT-OSS."""
+"""Architecture of GPT-OSS."""
 
 from typing import Any, ClassVar, Literal, Self
 
@@ -21,15 +21,15 @@ _ROPE_NAMES = {
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
 }
-"""Keys of the rotary settings, by field."""
+"""Key of each field among the rotary settings of ``config.json``."""
 _QUANTIZATION_KEYS = {"quant_method", "modules_to_not_convert", "dequantize"}
 _EXPERT_PATTERN = "experts"
 SWIGLU_LIMIT = 7.0
-"""The clamp of the released models."""
+"""Clamp of the SwiGLU inputs in the released models."""
 
 
 class GptOssModelConfig(ModelConfig):
-    """A GPT-OSS architecture. The defaults that the released 20B and 120B share are filled in."""
+    """GPT-OSS architecture. Defaults are the values that the released 20B and 120B models share."""
 
     adapter_targets: ClassVar[tuple[AdapterTarget, ...]] = (
         "q", "k", "v", "o", "experts", "router", "embedding", "head",
@@ -71,28 +71,29 @@ class GptOssModelConfig(ModelConfig):
     )  # fmt: skip
 
     model_type: Literal["gpt_oss"] = "gpt_oss"
-    """The family."""
+    """Name of the family."""
     num_layers: int = Field(gt=0)
-    """Transformer layers. Even 0-based layers attend within a sliding window, odd ones to the
-    whole prefix."""
+    """Number of transformer layers. Layers 0, 2, 4, ... have a sliding window; layers 1, 3, 5, ...
+    attend to all earlier tokens.
+    """
     num_experts: int = Field(gt=0)
     """Experts per layer."""
     experts_per_token: int = Field(4, gt=0)
-    """Experts each token is routed to; the softmax is taken over these only."""
+    """Experts to which each token is routed. The router's softmax is over these experts only."""
     hidden_size: int = Field(2880, gt=0)
     """Width of the residual stream."""
     intermediate_size: int = Field(2880, gt=0)
-    """Width inside one expert, after the gated linear unit."""
+    """Inner width of an expert, after the gated linear unit."""
     num_attention_heads: int = Field(64, gt=0)
-    """Query heads."""
+    """Number of query heads."""
     num_key_value_heads: int = Field(8, gt=0)
-    """Key/value heads; query heads are shared out among them evenly."""
+    """Number of key/value heads, a divisor of num_attention_heads."""
     head_size: int = Field(64, gt=0)
-    """Channels per head; need not be hidden_size / num_attention_heads."""
+    """Channels per head. May differ from hidden_size / num_attention_heads."""
     vocab_size: int = Field(201_088, gt=0)
     """Rows of the embedding and of the output layer (untied)."""
     sliding_window: int = Field(128, gt=0)
-    """Keys a token of a window layer sees, itself included."""
+    """Keys that a token sees in window layers, including its own."""
     swiglu_limit: float = SWIGLU_LIMIT
     """Clamp of the SwiGLU inputs. Only 7 is possible."""
     rms_norm_eps: float = Field(1e-5, gt=0)
@@ -104,15 +105,17 @@ class GptOssModelConfig(ModelConfig):
     yarn_original_length: int = Field(4096, gt=0)
     """Context length before extension, in tokens."""
     yarn_beta_fast: float = Field(32.0, gt=0)
-    """Rotations above which a frequency is left alone."""
+    """Number of rotations above which a frequency is not changed."""
     yarn_beta_slow: float = Field(1.0, gt=0)
-    """Rotations below which a frequency is fully interpolated."""
+    """Number of rotations below which a frequency is fully interpolated."""
     max_length: int = Field(131_072, gt=0)
-    """Longest sequence, in tokens."""
+    """Maximum sequence length in tokens."""
 
     @field_validator("swiglu_limit")
     @classmethod
     def _check_limit(cls, limit: float) -> float:
+        """Reject other clamps than that of the released models."""
+        # transformers ignores the value and SGLang uses it, so they would compute two models.
         if limit != SWIGLU_LIMIT:
             raise ValueError(
                 f"swiglu_limit must be {SWIGLU_LIMIT:g}: transformers 5.12 computes with that whatever "
@@ -123,6 +126,7 @@ class GptOssModelConfig(ModelConfig):
 
     @model_validator(mode="after")
     def _check_experts(self) -> Self:
+        """Reject more experts per token than there are experts."""
         if self.experts_per_token > self.num_experts:
             raise ValueError(
                 f"experts_per_token ({self.experts_per_token}) exceeds num_experts ({self.num_experts})"
@@ -131,7 +135,7 @@ class GptOssModelConfig(ModelConfig):
 
     @property
     def rope_frequencies(self) -> YarnScaling:
-        """YaRN, whose ramp is not rounded."""
+        """YaRN scaling with a ramp that is not rounded."""
         return YarnScaling(
             factor=self.yarn_factor,
             original_max_position_embeddings=self.yarn_original_length,
@@ -142,28 +146,32 @@ class GptOssModelConfig(ModelConfig):
 
     @property
     def layer_types(self) -> list[str]:
-        """Per layer "sliding_attention" or "full_attention", as in the Hugging Face config."""
+        """Type of each layer, "sliding_attention" or "full_attention", as in config.json."""
         pair = ("sliding_attention", "full_attention")
         return [pair[layer % 2] for layer in range(self.num_layers)]
 
     @property
     def windowed_share(self) -> float:
-        """Half of the layers have a window."""
+        """Fraction of layers with sliding-window attention."""
         return 0.5
 
     @property
     def expert_parameters(self) -> int:
-        """Weights and biases of one expert: gate and up projection in one matrix, and down."""
+        """Number of parameters of one expert: weights and biases."""
+        # Gate and up projections are one matrix.
         gate_and_up = (self.hidden_size + 1) * 2 * self.intermediate_size
         down = (self.intermediate_size + 1) * self.hidden_size
         return gate_and_up + down
 
     def layer_parameters(self, tensor: int = 1) -> float:
-        """Count the parameters of a layer, without experts, on one of ``tensor`` ranks."""
+        """Return the number of parameters of a layer, without experts, on one rank.
+
+        ``tensor`` is the tensor-parallel size.
+        """
         hidden = self.hidden_size
 
-        # Linears that tensor parallelism splits, then what every rank has: the output projection's
-        # bias, sinks, two norms and the router.
+        # Tensor parallelism splits the projections. Every rank has the bias of the output
+        # projection, two norms and the router. Sinks are counted as if they were not split.
         projections = (hidden + 1) * (self.query_size + 2 * self.key_size) / tensor
         output_projection = (self.query_size / tensor + 1) * hidden
         attention = projections + output_projection
@@ -171,7 +179,7 @@ class GptOssModelConfig(ModelConfig):
         return attention + self.num_attention_heads + 2 * hidden + router
 
     def to_hf_config(self, **extra: Any) -> dict[str, Any]:
-        """Return the content of ``config.json``; ``extra`` adds keys such as eos_token_id."""
+        """Return the content of ``config.json``, with ``extra`` keys such as eos_token_id."""
         keys = {name: key for key, name in self.hf_keys.fields.items()}
         fields = {}
         for name, value in self.model_dump().items():
@@ -199,14 +207,18 @@ class GptOssModelConfig(ModelConfig):
 
     @classmethod
     def from_hf_dict(cls, raw: dict[str, Any], where: str) -> Self:
-        """Read a parsed ``config.json``; ``where`` names it in errors.
+        """Read a parsed ``config.json``.
+
+        Args:
+            raw: parsed content.
+            where: name of the file in errors.
 
         Raises:
-            ValueError: naming the key that is missing or unsupported.
+            ValueError: a key is missing or unsupported. The message names it.
         """
         fields = cls.hf_keys.read(raw, where)
         _check_quantization(raw.get("quantization_config"), where)
-        # As transformers derives them from null.
+        # The defaults of transformers for keys that are null.
         fields.setdefault("num_key_value_heads", raw["num_attention_heads"])
         if "head_size" not in fields:
             fields["head_size"] = derived_head_size(raw, where)
@@ -241,7 +253,7 @@ class GptOssModelConfig(ModelConfig):
 
 
 def _check_quantization(settings: Any, where: str) -> None:
-    """Raise ValueError unless ``quantization_config`` is absent or says that experts are MXFP4."""
+    """Raise ValueError if ``quantization_config`` exists and is not MXFP4 for all experts."""
     if settings is None:
         return
     if not isinstance(settings, dict) or settings.get("quant_method") != "mxfp4":

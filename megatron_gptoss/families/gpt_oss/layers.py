@@ -1,4 +1,4 @@
-"""How Megatron builds the layers of GPT-OSS."""
+"""Layers of GPT-OSS for Megatron."""
 
 from functools import partial
 from typing import Any
@@ -40,17 +40,21 @@ from megatron_gptoss.transformer_config import PolicyTransformerConfig
 
 
 def swish_1702(x: torch.Tensor) -> torch.Tensor:
-    """Compute x * sigmoid(1.702 x), the gate of GPT-OSS's SwiGLU.
-
-    Megatron's quick_gelu is the same function, but always compiled.
-    """
+    """Compute x * sigmoid(1.702 x), the gate of GPT-OSS's SwiGLU, for x [...]."""
+    # Megatron's quick_gelu is the same function, but it always uses torch.compile.
     return x * torch.sigmoid(1.702 * x)
 
 
 def transformer_settings(
     model: GptOssModelConfig, parallel: ParallelConfig, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Return the fields of the TransformerConfig that make it GPT-OSS."""
+    """Return the fields of TransformerConfig for GPT-OSS.
+
+    Args:
+        model: architecture.
+        parallel: layout.
+        dtype: data type of the parameters.
+    """
     return {
         # This flag also creates the biases of the router, the experts and the output projection.
         "add_bias_linear": True,
@@ -62,21 +66,22 @@ def transformer_settings(
 
 
 def _attention_settings(model: GptOssModelConfig) -> dict[str, Any]:
+    """Return the fields of attention."""
     return {
         "add_qkv_bias": True,
         # One learned sink per head.
         "softmax_type": "learnable",
-        # Keys to the left of a token and to the right. Every second layer, from the second on,
-        # skips the window: it is the even 0-based layers that have it.
+        # Number of keys to the left and to the right of a token. Every second layer, from layer 1,
+        # skips the window, so layers 0, 2, 4, ... have it.
         "window_size": (model.sliding_window - 1, 0),
         "window_attn_skip_freq": 2,
     }
 
 
 def _activation_settings(model: GptOssModelConfig) -> dict[str, Any]:
-    """Return the clamped SwiGLU: swish(clamp(gate)) * (clamp(up) + 1)."""
-    # None of Megatron's fusions are on: some need CUDA, and bias_activation_fusion would clamp
-    # before it adds the bias.
+    """Return the fields of the clamped SwiGLU: swish(clamp(gate)) * (clamp(up) + 1)."""
+    # Megatron's fusions stay off: some need CUDA, and bias_activation_fusion would clamp before
+    # adding the bias.
     return {
         "activation_func": swish_1702,
         "glu_linear_offset": 1.0,
@@ -85,22 +90,24 @@ def _activation_settings(model: GptOssModelConfig) -> dict[str, Any]:
 
 
 def _router_settings(model: GptOssModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the fields of the router."""
     return {
         "moe_router_topk": model.experts_per_token,
-        # The softmax is taken over the chosen experts only.
+        # The softmax is over the selected experts only.
         "moe_router_pre_softmax": False,
         "moe_router_score_function": "softmax",
-        # There is no balancing loss: the policy gradient is the loss.
+        # No load-balancing loss, because it would change the objective.
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp64" if dtype == torch.float64 else "fp32",
     }
 
 
 def _expert_settings(model: GptOssModelConfig, parallel: ParallelConfig) -> dict[str, Any]:
+    """Return the fields of the experts."""
     # DeepEP is the default implementation of Megatron's flex dispatcher.
     dispatchers = {"alltoall": "alltoall", "deepep": "flex"}
 
-    # Grouped products and the fused permutation are Transformer Engine's, which CPUs do not have.
+    # Grouped products and the fused permutation need Transformer Engine, which needs a GPU.
     on_gpu = torch.cuda.is_available()
     return {
         "num_moe_experts": model.num_experts,
@@ -112,8 +119,8 @@ def _expert_settings(model: GptOssModelConfig, parallel: ParallelConfig) -> dict
 
 
 def cpu_layer(config: PolicyTransformerConfig) -> TransformerLayerSubmodules:
-    """Specify a layer for CPUs."""
-    # Grouped products of experts are Transformer Engine's; here one expert follows the other.
+    """Return the modules of a layer on CPUs."""
+    # Grouped products need Transformer Engine. Here experts are computed one at a time.
     submodules = get_gpt_layer_local_submodules(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=False,
@@ -133,12 +140,13 @@ def cpu_layer(config: PolicyTransformerConfig) -> TransformerLayerSubmodules:
 
 
 def _cpu_experts(config: PolicyTransformerConfig) -> partial[SequentialMLP]:
-    """Choose the class of all experts and those of an expert's two matrices."""
+    """Return the classes of the experts and of their two matrices."""
     if config.quantization == "mxfp4":
         return partial(QuantizedExperts, submodules=QUANTIZED_EXPERT_LINEARS)
 
     if has_adapted_experts(config):
-        # One expert after the other takes the memory of one merged matrix; grouped is what GPUs do.
+        # Computing one expert at a time needs memory for a single merged matrix. Tests can select
+        # the grouped classes of GPUs.
         grouped = config.moe_grouped_gemm
         experts = AdaptedGroupedExperts if grouped else AdaptedExperts
         return partial(experts, submodules=ADAPTED_EXPERT_LINEARS)
@@ -164,7 +172,7 @@ def gpu_layer(config: PolicyTransformerConfig) -> TransformerLayerSubmodules:
     attention.core_attention = config.core_attention or SinkAttention
     choose_projections(attention, config)
     if has_adapted_qkv(config):
-        # Transformer Engine's projection includes the norm before it.
+        # Transformer Engine's projection contains the norm. Its replacement does not.
         submodules.input_layernorm = TENorm
         submodules.sharded_state_dict_keys_map = SEPARATE_NORM_KEYS
     return submodules
@@ -174,7 +182,7 @@ def _gpu_experts(
     config: PolicyTransformerConfig,
     submodules: TransformerLayerSubmodules,
 ) -> MoESubmodules:
-    """Choose the classes of experts and router; ``submodules`` are Megatron's."""
+    """Return the classes of experts and router. ``submodules`` are Megatron's."""
     if config.quantization == "mxfp4":
         experts = partial(QuantizedExperts, submodules=QUANTIZED_EXPERT_LINEARS)
     elif has_adapted_experts(config):
