@@ -1,10 +1,10 @@
-"""Log-probabilities and entropy of the policy straight from hidden states.
+"""Log-probs and entropy of the policy, computed from hidden states in blocks.
 
-Logits [tokens, vocabulary] are never held: they are made, used and dropped a block [CHUNK_TOKENS,
-CHUNK_COLUMNS] at a time, in fp32, and the backward pass makes them again. Temperature is applied
-here and nowhere else.
+All logits [tokens, vocabulary] never exist at the same time. Blocks [CHUNK_TOKENS, CHUNK_COLUMNS]
+of fp32 logits are computed, used and freed, and computed again in the backward pass. This is the
+only module that applies the temperature.
 
-``score`` is a logit divided by the temperature throughout.
+A ``score`` is a logit divided by the temperature.
 """
 
 from collections.abc import Iterator
@@ -31,22 +31,22 @@ def log_probs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Compute log p(labels) and the entropy of softmax(hidden @ weight.T / temperature).
 
-    Differentiable in ``hidden``, where each rank's gradient is its vocabulary's share, to be
-    summed over the group, and in ``weight``, added to ``weight.main_grad`` where Megatron keeps
-    one.
+    Differentiable in ``hidden`` and ``weight``. The gradient of ``hidden`` is the part from this
+    rank's vocabulary, which the caller sums over the group. The gradient of ``weight`` is added to
+    ``weight.main_grad`` if Megatron keeps that buffer.
 
     Args:
         hidden: [tokens, hidden_size], the same on all ranks of ``group``.
-        weight: [vocab_size / group size, hidden_size], this rank's rows.
-        labels: int64 [tokens], global ids.
-        temperature: of the distribution.
-        group: the tensor-parallel ranks that share the vocabulary; None for one rank.
+        weight: [vocab_size / group size, hidden_size] rows of this rank.
+        labels: [tokens] int64 ids in the whole vocabulary.
+        temperature: divisor of the logits.
+        group: tensor-parallel ranks that split the vocabulary; None for a single rank.
 
     Returns:
-        Log-probabilities and entropy in nats, both [tokens], in fp32 at least.
+        Log-probs and entropy in nats, both [tokens], fp32 (fp64 for fp64 inputs).
 
     Raises:
-        ValueError: when the temperature is not positive.
+        ValueError: the temperature is not positive.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
@@ -54,6 +54,8 @@ def log_probs_and_entropy(
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):
+    """Computation of ``log_probs_and_entropy``."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -70,7 +72,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         normalizer = peak + total.log()
         entropy = normalizer - weighted / total
 
-        # Logits are not kept: the backward pass makes them again from these.
+        # The backward pass computes the logits again from these tensors.
         ctx.save_for_backward(hidden, weight, labels, normalizer, entropy)
         ctx.temperature = temperature
         ctx.group = group
@@ -78,25 +80,24 @@ class _LogProbsAndEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Any, ...]:
-        # hidden [tokens, hidden_size]; all others but weight [tokens]. With vocabulary parallelism
-        # the normalizer and the entropy are those of all shares, so this rank's columns need no
-        # message here.
+        # hidden is [tokens, hidden_size]; labels, normalizer and entropy are [tokens]. The
+        # normalizer and the entropy cover the whole vocabulary, so no communication is necessary.
         hidden, weight, labels, normalizer, entropy = ctx.saved_tensors
         dtype = normalizer.dtype
         first_id = _first_id(weight, ctx.group)
         row_statistics = torch.stack([normalizer, entropy, grad_log_probs, grad_entropy])
         grad_hidden = torch.empty_like(hidden)
 
-        # Under Megatron's data parallelism the product is added to the gradient buffer directly:
-        # one pass, no copy.
+        # With Megatron's data parallelism, add products to the gradient buffer directly, which
+        # saves a copy of the gradient.
         has_buffer = getattr(weight, "main_grad", None) is not None
         in_place = has_buffer and hasattr(weight, "grad_added_to_main_grad")
         grad_weight = None
         if ctx.needs_input_grad[1]:
             grad_weight = weight.main_grad if in_place else torch.zeros_like(weight, dtype=dtype)
 
-        # Rows outside: the gradient of a chunk of hidden states is summed up over all columns in
-        # fp32 and rounded once. The weight's has a buffer that all blocks add to.
+        # Rows are the outer loop: the gradient of a chunk of hidden states is accumulated over all
+        # columns in fp32 and rounded once. The weight's gradient has a buffer for all blocks.
         for rows in _spans(len(hidden), CHUNK_TOKENS):
             chunk = hidden[rows]
             chunk_statistics = row_statistics[:, rows].contiguous()
@@ -112,7 +113,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
                     ctx.temperature,
                     out=grad_logits,
                 )
-                # The next block must find this memory free.
+                # Free the logits before the next block allocates its own.
                 del logits
                 _add_matmul(grad_chunk, grad_logits, weight[columns])
                 if grad_weight is not None:
@@ -122,8 +123,8 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         if grad_weight is None:
             return grad_hidden, None, None, None, None
         if in_place:
-            # Megatron's hooks only need to see that there is a gradient. That of a weight which is the
-            # embedding, too, is added to the embedding's, and the sum to the buffer.
+            # Megatron's hooks need a gradient to exist, but do not read it. A tied weight is an
+            # exception: its gradient is added to that of the embedding, so it must be 0.
             weight.grad_added_to_main_grad = True
             is_shared = getattr(weight, "zero_out_wgrad", False)
             shown = torch.zeros_like(weight) if is_shared else torch.empty_like(weight)
@@ -138,14 +139,15 @@ def _local_statistics(
     first_id: int,
     temperature: float,
 ) -> Tensor:
-    """Reduce this rank's share of the vocabulary to four numbers per token.
+    """Reduce the logits of this rank's vocabulary to four numbers per token.
 
     Returns:
-        [4, tokens]: the largest score (peak), sum of exp(score - peak), sum of that times the
-        score, and the label's score, which is 0 where another rank has the label.
+        [4, tokens]: largest score (peak), sum of exp(score - peak), sum of
+        exp(score - peak) * score, and score of the label, which is 0 if another rank has the label.
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
-    # Rows are contiguous per chunk for the kernel, which adds to them block after block.
+    # The kernel updates the statistics of a chunk in place, block after block, and needs them
+    # contiguous.
     statistics = hidden.new_zeros(4, len(hidden), dtype=dtype)
     statistics[0] = -torch.inf
     for rows in _spans(len(hidden), CHUNK_TOKENS):
@@ -167,15 +169,20 @@ def _reduce_statistics(
     statistics: Tensor,
     group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Combine the statistics of all shares of the vocabulary, in place."""
+    """Combine the statistics of all ranks, in place.
+
+    Returns:
+        Peak, sum of exp(score - peak), sum of exp(score - peak) * score, and score of the label,
+        each [tokens].
+    """
     peak = statistics[0].clone()
     sums = statistics[1:]
     if group is not None and group.size() > 1:
         dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
 
-        # Every rank took its exponentials relative to its peak. The third sum, the label's score,
-        # is no exponential.
-        # exp(score - own peak) * exp(own peak - peak) = exp(score - peak)
+        # Each rank computed exponentials relative to its own peak. Convert the first two sums:
+        # exp(score - own peak) * exp(own peak - peak) = exp(score - peak).
+        # The third is the label's score, which only one rank has.
         sums[:2] *= (statistics[0] - peak).exp()
         dist.all_reduce(sums, group=group)
 
@@ -190,9 +197,9 @@ def _accumulate(
     first_id: int,
     temperature: float,
 ) -> None:
-    """Add a block of logits to the statistics [4, tokens], in place.
+    """Add a block of logits [rows, columns] to the statistics [4, rows], in place.
 
-    It is ``gptoss_kernels.vocabulary_softmax.accumulate`` in torch.
+    On a CPU and in fp64 it is the torch version of ``vocabulary_softmax.accumulate``.
     """
     if logits.is_cuda and logits.dtype == torch.float32:
         from gptoss_kernels import vocabulary_softmax
@@ -200,11 +207,11 @@ def _accumulate(
         vocabulary_softmax.accumulate(logits, labels, statistics, first_id, temperature)
         return
 
-    # scores [rows, columns of the block]; statistics are [rows] each, views into ``statistics``.
+    # Each of the four is a view [rows] into ``statistics``.
     scores = logits / temperature
     peak, total, weighted, label_score = statistics
 
-    # Online softmax: sums relative to the old peak are rescaled to the new one.
+    # Online softmax: rescale the sums from the old peak to the new one.
     new_peak = torch.maximum(peak, scores.amax(dim=-1))
     rescale = (peak - new_peak).exp()
     exponentials = (scores - new_peak[:, None]).exp()
@@ -212,7 +219,7 @@ def _accumulate(
     weighted.mul_(rescale).add_((exponentials * scores).sum(dim=-1))
     peak.copy_(new_peak)
 
-    # A label lies in one block of one rank; all other blocks leave what is there.
+    # Exactly one block of one rank contains a label. Other blocks keep the value.
     is_inside, columns = _columns_of_labels(labels, first_id, logits.shape[-1])
     scores_at_labels = scores.gather(-1, columns[:, None])[:, 0]
     label_score.copy_(torch.where(is_inside, scores_at_labels, label_score))
@@ -226,15 +233,15 @@ def _logit_gradient(
     temperature: float,
     out: Tensor,
 ) -> None:
-    """Write the gradient with respect to a block of logits to ``out``.
+    """Write the gradient with respect to a block of logits [rows, columns] to ``out``.
 
-    It is ``gptoss_kernels.vocabulary_softmax.gradient`` in torch:
+    On a CPU and in fp64 it is the torch version of ``vocabulary_softmax.gradient``:
 
         d log p(label) / d score_v = [v is the label] - p_v
         d H / d score_v = -p_v (log p_v + H)
 
-    row_statistics: [4, tokens]: log normalizer, entropy, and the incoming gradients of log-probs
-        and of the entropy.
+    ``row_statistics`` is [4, rows]: log normalizer, entropy, and the incoming gradients of
+    log-probs and entropy.
     """
     if logits.is_cuda and logits.dtype == torch.float32:
         from gptoss_kernels import vocabulary_softmax
@@ -242,7 +249,7 @@ def _logit_gradient(
         vocabulary_softmax.gradient(logits, labels, row_statistics, first_id, temperature, out)
         return
 
-    # [rows, 1] each, against logits [rows, columns].
+    # Each of the four is [rows, 1], to broadcast over columns.
     normalizer, entropy, grad_log_prob, grad_entropy = row_statistics[:, :, None]
     log_p = logits / temperature - normalizer
     grad_scores = -log_p.exp() * (grad_log_prob + (log_p + entropy) * grad_entropy)
@@ -259,16 +266,22 @@ def greedy_tokens(
     weight: Tensor,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Return the ids of the largest logits, int64 [tokens]; of equal ones the smallest id.
+    """Return the id of the largest logit of each token; among equal logits the smallest id.
 
-    Arguments as for ``log_probs_and_entropy``.
+    Args:
+        hidden: [tokens, hidden_size], the same on all ranks of ``group``.
+        weight: [vocab_size / group size, hidden_size] rows of this rank.
+        group: tensor-parallel ranks that split the vocabulary; None for a single rank.
+
+    Returns:
+        [tokens] int64.
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     best = hidden.new_full((len(hidden),), -torch.inf, dtype=dtype)
     ids = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
     for rows in _spans(len(hidden), CHUNK_TOKENS):
         for columns in _column_spans(weight):
-            # Greater, not greater or equal: of equal logits the earlier block keeps the token.
+            # Strictly greater: among equal logits the earlier block wins.
             block_best, index = fp32_logits(hidden[rows], weight[columns]).max(dim=-1)
             is_better = block_best > best[rows]
             best[rows] = torch.where(is_better, block_best, best[rows])
@@ -277,27 +290,27 @@ def greedy_tokens(
     if group is None or group.size() == 1:
         return ids
 
-    # One message for both: ids are exact in fp64.
+    # One message for values and ids, because ids are exact in fp64.
     global_ids = ids + _first_id(weight, group)
     local = torch.stack([best.double(), global_ids.double()])
     everyone = [torch.empty_like(local) for _ in range(group.size())]
     dist.all_gather(everyone, local, group=group)
-    # [ranks, 2, tokens] -> two of [ranks, tokens]. argmax takes the first of equal values, and
-    # ranks come in the order of the vocabulary.
+    # [ranks, 2, tokens] -> two tensors [ranks, tokens]. argmax returns the first of equal values,
+    # and ranks are in the order of the vocabulary.
     values, candidates = torch.stack(everyone).unbind(1)
     winner = values.argmax(dim=0, keepdim=True)
     return candidates.gather(0, winner)[0].long()
 
 
 def gather_hidden_states(hidden_states: Tensor, output_layer: Any) -> Tensor:
-    """Bring what the last layer leaves into the shape that the functions above take.
+    """Convert the output of the last layer to the shape that the functions above take.
 
-    The gradient of the way back is summed over tensor-parallel ranks.
+    In the backward pass the gradient is summed over tensor-parallel ranks.
 
     Args:
-        hidden_states: [tokens / tensor, 1, hidden_size] under sequence parallelism, else
-            [tokens, 1, hidden_size].
-        output_layer: the model's; says whether sequence parallelism is on, and the group.
+        hidden_states: [tokens, 1, hidden_size], or with sequence parallelism
+            [tokens / tensor, 1, hidden_size].
+        output_layer: output layer of the model, which defines sequence parallelism and the group.
 
     Returns:
         [tokens, hidden_size].
@@ -311,7 +324,7 @@ def gather_hidden_states(hidden_states: Tensor, output_layer: Any) -> Tensor:
 
 
 def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to ``total`` in place, accumulated in fp32 at least."""
+    """Add a [m, k] @ b [k, n] to ``total`` [m, n] in place, in fp32 or wider."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda:
@@ -321,7 +334,7 @@ def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _columns_of_labels(labels: Tensor, first_id: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Return which labels a block of columns has, and in which of its columns."""
+    """Return which labels are in a block of columns, [rows] bool, and their columns [rows]."""
     local = labels - first_id
     is_inside = (local >= 0) & (local < columns)
     return is_inside, local.clamp(0, columns - 1)
@@ -335,6 +348,8 @@ def _first_id(weight: Tensor, group: dist.ProcessGroup | None) -> int:
 
 
 def _column_spans(weight: Tensor) -> Iterator[slice]:
+    """Yield the blocks of this rank's vocabulary."""
+    # Multiples of 128 columns keep matrix products efficient.
     return _spans(weight.shape[0], CHUNK_COLUMNS, align=128)
 
 

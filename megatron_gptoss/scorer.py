@@ -1,4 +1,4 @@
-"""Forward passes over packed micro-batches through Megatron's pipeline schedules."""
+"""Forward passes over packed micro-batches with Megatron's pipeline schedules."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -21,25 +21,34 @@ from megatron_gptoss.routing_replay import RoutingReplay
 from megatron_gptoss.static_shape_p2p import StaticShapeP2P
 
 Head = Callable[[Tensor, Tensor, dist.ProcessGroup, PackedBatch], Tensor]
-"""(hidden [tokens, hidden_size], output weight of this rank, tensor-parallel group, batch) -> the
-model's output"""
+"""Function that computes the output of a model.
+
+Its arguments are hidden [tokens, hidden_size], the output weight of this rank
+[vocab_size / tensor, hidden_size], the tensor-parallel group, and the batch.
+"""
 
 
 class Scorer:
-    """Scores packed micro-batches with what ``build_model`` built."""
+    """Scorer of packed micro-batches with a model built by ``build_model``."""
 
     def __init__(self, model: torch.nn.Module) -> None:
+        """Create a scorer for the model of this rank."""
         self.module = model
         self.chunks = chunks_of(model)
         self.model: list[Any] = list(self.chunks)
-        """The chunks as Megatron's schedule takes them: in a trainer, wrapped."""
+        """Chunks as passed to Megatron's schedule. A trainer wraps them."""
         self.replay: RoutingReplay | None = None
-        """If set, the routers take the experts that a batch prescribes."""
+        """If set, routers use the experts that a batch prescribes."""
 
     def score(self, batches: Sequence[PackedBatch], temperature: float = 1.0) -> list[Tensor]:
-        """Compute log p(labels) of every micro-batch, [tokens] each. Collective.
+        """Compute log p(labels) of every micro-batch. Collective.
 
-        Every rank that shares the micro-batches gets all of it.
+        Args:
+            batches: micro-batches of this data-parallel rank.
+            temperature: divisor of the logits.
+
+        Returns:
+            [tokens] per micro-batch, in nats, on all ranks with the same micro-batches.
         """
 
         def head(hidden: Tensor, weight: Tensor, group: Any, batch: PackedBatch) -> Tensor:
@@ -49,9 +58,10 @@ class Scorer:
         return self._evaluate(batches, head)
 
     def greedy_tokens(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
-        """Return what greedy decoding would choose at every position. Collective.
+        """Return the tokens of greedy decoding at every position. Collective.
 
-        int64 [tokens] per micro-batch.
+        Returns:
+            [tokens] int64 per micro-batch.
         """
 
         def head(hidden: Tensor, weight: Tensor, group: Any, batch: PackedBatch) -> Tensor:
@@ -61,11 +71,12 @@ class Scorer:
 
     @torch.no_grad()
     def _evaluate(self, batches: Sequence[PackedBatch], head: Head) -> list[Tensor]:
-        # Also turns off recomputation, of which routing replay would expect a second pass.
+        """Return the output of ``head`` for every micro-batch, without gradients."""
+        # eval() also disables recomputation, for which routing replay would expect a second pass.
         self.module.eval()
 
-        # What Megatron's schedule takes for a loss: the loss itself, a number of tokens by which
-        # it would be normalised, and what the schedule is to return.
+        # Megatron's schedule expects a loss function. Its results are the loss, a number of tokens
+        # for normalization, and the value that the schedule returns.
         def collect(values: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
             return values.new_zeros(()), torch.ones((), dtype=torch.int), values
 
@@ -81,16 +92,16 @@ class Scorer:
         loss: Callable[..., Any],
         forward_only: bool,
     ) -> list[Any]:
-        """Run forward passes and, unless ``forward_only``, backward passes of all micro-batches.
+        """Run Megatron's pipeline schedule over all micro-batches.
 
         Args:
-            batches: this data-parallel rank's micro-batches, the same on all its ranks.
-            head: applied to the last layer's hidden states.
+            batches: micro-batches of this data-parallel rank.
+            head: function for the hidden states of the last layer.
             loss: (output of ``head``, shard of the batch) -> (loss, tokens, result).
-            forward_only: no backward passes.
+            forward_only: whether to leave out the backward passes.
 
         Returns:
-            On the last pipeline stage the result of ``loss`` of every micro-batch, else nothing.
+            Result of ``loss`` for every micro-batch on the last pipeline stage, else an empty list.
         """
 
         def forward_step(
@@ -99,11 +110,11 @@ class Scorer:
         ) -> tuple[Tensor, Callable[..., Any]]:
             batch = self._local_shard(next(batches))
 
-            # The first chunk meets a micro-batch first; its routes are those of all chunks.
+            # The first chunk processes a micro-batch first. The routes are for all chunks.
             if self.replay is not None and model is self.model[0]:
                 self.replay.prescribe(batch)
 
-            # Megatron wants a batch dimension; a packed row is a batch of one.
+            # Megatron needs a batch dimension. A packed row is a batch of size 1.
             output = model(
                 batch.input_ids[None],
                 batch.position_ids[None],
@@ -113,17 +124,17 @@ class Scorer:
             )
             return output, lambda output: loss(output, batch)
 
-        # A message between stages holds what one rank has of a row: context parallelism and
-        # sequence parallelism each share its tokens out.
+        # A message between stages contains one rank's tokens of a row. Context and sequence
+        # parallelism both split the tokens.
         local_tokens = [batch.tokens // alignment() for batch in batches]
         outputs = get_forward_backward_func()(
             forward_step_func=forward_step,
-            # The interleaved schedule takes every micro-batch once for each chunk.
+            # The interleaved schedule reads every micro-batch once per chunk.
             data_iterator=[iter(batches) for _ in self.model],
             model=self.model,
             num_microbatches=len(batches),
-            # Required, but Megatron ignores it with ``variable_seq_lengths``: shapes of messages are
-            # what StaticShapeP2P says.
+            # Required, but ignored with ``variable_seq_lengths``. StaticShapeP2P defines the shapes
+            # of messages.
             seq_length=max(batch.tokens for batch in batches),
             micro_batch_size=1,
             forward_only=forward_only,
@@ -135,19 +146,19 @@ class Scorer:
         return outputs
 
     def _local_shard(self, batch: PackedBatch) -> PackedBatch:
-        """Move this context-parallel rank's tokens of a micro-batch to its device."""
+        """Return this context-parallel rank's part of a micro-batch, on the device of the model."""
         group = parallel_state.get_context_parallel_group()
         device = next(self.module.parameters()).device
         return batch.context_parallel_shard(group.rank(), group.size()).to(device)
 
     @staticmethod
     def _from_last_stage(values: list[Any]) -> list[Any]:
-        """Return on every pipeline stage what the last one has. Collective."""
+        """Return the values of the last pipeline stage on every stage. Collective."""
         group = parallel_state.get_pipeline_model_parallel_group()
         if group.size() == 1:
             return values
 
-        # As objects: stages before the last know neither how many values there are nor their
+        # Broadcast objects, because earlier stages know neither the number of values nor their
         # shapes.
         box = [values]
         last_rank = parallel_state.get_pipeline_model_parallel_last_rank()
@@ -156,7 +167,7 @@ class Scorer:
 
 
 def _output_processor(model: Any, head: Head, batch: PackedBatch) -> Callable[..., Tensor]:
-    """Return what GPTModel calls on the last stage instead of its output layer."""
+    """Return the function that GPTModel calls on the last stage instead of its output layer."""
 
     def process(
         hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None = None, **unused: Any
@@ -169,21 +180,29 @@ def _output_processor(model: Any, head: Head, batch: PackedBatch) -> Callable[..
 
 
 def _output_weight(model: Any, output_layer: Any, tied_weight: Tensor | None) -> Tensor:
-    """Return what hidden states are multiplied with, [vocab_size / tensor, hidden_size].
+    """Return the output weight [vocab_size / tensor, hidden_size].
 
-    ``tied_weight`` is the embedding, where it takes the place of the output layer's weight.
+    ``tied_weight`` is the weight of the embedding if it replaces that of the output layer.
     """
     if isinstance(output_layer, AdaptedHead):
         return output_layer.output_weight()
 
-    # The output layer is never called, so Megatron does not gather its weight by itself.
+    # Megatron gathers updated weights when a module is called. The output layer is never called.
     weight: Any = output_layer.weight if tied_weight is None else tied_weight
     gather_parameters([model], [weight])
     return weight
 
 
 def gather_context_parallel(shards: list[Tensor], batches: Sequence[PackedBatch]) -> list[Tensor]:
-    """Join per-token values of all context-parallel ranks in the order of the rows. Collective."""
+    """Join per-token values of all context-parallel ranks in the order of the rows. Collective.
+
+    Args:
+        shards: [..., tokens / ranks] values of this rank for each micro-batch, tokens first.
+        batches: the micro-batches.
+
+    Returns:
+        [tokens] values of each micro-batch.
+    """
     group = parallel_state.get_context_parallel_group()
     if group.size() == 1:
         return shards
@@ -193,7 +212,7 @@ def gather_context_parallel(shards: list[Tensor], batches: Sequence[PackedBatch]
         everyone = [torch.empty_like(shard) for _ in range(group.size())]
         dist.all_gather(everyone, shard.contiguous(), group=group)
         order = inverse_order(batch.context_layout_over(group.size())).to(shard.device)
-        # [ranks * T / ranks] in the order of the ranks -> [T] in that of the row
+        # [T] in the order of the ranks -> [T] in the order of the row.
         rows.append(torch.cat(everyone)[order])
     return rows
 
@@ -203,16 +222,15 @@ def gather_parameters(
     chunks: Iterable[Any],
     parameters: Iterable[torch.nn.Parameter] | None = None,
 ) -> None:
-    """Wait until this rank has what the last optimizer step made of ``parameters``.
+    """Wait until this rank has the updated values of parameters. Collective over data parallelism.
 
-    Under the distributed optimizer a rank updates its share, and Megatron gathers a module's
-    weights when its forward is called: whoever reads them in another way calls this first, or
-    silently gets old ones. Collective over data-parallel ranks; does nothing for a model that is
-    not in Megatron's data-parallel wrapper.
+    With the distributed optimizer a rank updates a part of the parameters, and Megatron gathers the
+    weights of a module when its forward pass is called. Code that reads weights in another way must
+    call this function first. Otherwise it silently gets old values.
 
     Args:
-        chunks: the wrapped chunks of a model.
-        parameters: by default all of ``chunks``.
+        chunks: chunks of a model. Chunks without Megatron's data-parallel wrapper are skipped.
+        parameters: parameters to gather; None for all parameters of ``chunks``.
     """
     for chunk in chunks:
         if not isinstance(chunk, DistributedDataParallel):
@@ -223,14 +241,13 @@ def gather_parameters(
         for parameter in chunk.params_with_grad if parameters is None else parameters:
             bucket_group = chunk.param_to_bucket_group.get(parameter)
             if bucket_group is not None:
-                # Without dispatching the next bucket, which Megatron does for the module that is
-                # called after this one: no module is called here. A bucket that has been gathered
-                # since the step is not gathered again.
+                # Do not start the next bucket, which Megatron would do for the next module: no
+                # module is called here. Buckets that are already gathered are not gathered again.
                 bucket_group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
 def alignment() -> int:
-    """Return of what the tokens of a packed row must be a multiple in the current layout."""
+    """Return the divisor of the number of tokens of a packed row in the current layout."""
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     context = parallel_state.get_context_parallel_world_size()
     return tensor * context

@@ -1,4 +1,4 @@
-"""One trainer rank: forward, backward and optimizer step on packed micro-batches."""
+"""Trainer rank: forward pass, backward pass and optimizer step on packed micro-batches."""
 
 import functools
 import logging
@@ -29,17 +29,26 @@ logger = logging.getLogger(__name__)
 
 
 class PolicyTrainer(Scorer):
-    """Trains what ``build_model`` built, with Megatron's data parallelism and optimizer."""
+    """Trainer of a model of ``build_model``, with Megatron's data parallelism and optimizer."""
 
     def __init__(self, model: torch.nn.Module, config: OptimizerConfig) -> None:
+        """Wrap the model and create its optimizer. Collective.
+
+        Args:
+            model: model of this rank.
+            config: settings of the optimizer.
+
+        Raises:
+            ValueError: a pipeline stage has no parameter to train.
+        """
         super().__init__(model)
         _check_trained(self.module)
         self.config = config
         self.clock = StepClock()
         self.memory = PhaseMemory(None)
-        """Told of the phases of a step; measures nothing unless it is replaced."""
+        """Memory meter, which receives the phases of a step. The default does not measure."""
 
-        # Megatron's schedules take their hooks from the configuration that all layers share.
+        # Megatron's schedules read their hooks from the configuration that all layers share.
         model_config = self.chunks[0].config
         model_config.finalize_model_grads_func = _finalize_gradients
         model_config.timers = self.clock
@@ -49,15 +58,16 @@ class PolicyTrainer(Scorer):
         self.optimizer = build_optimizer(self.model, model_config.params_dtype, config)
         self.offloaded = OffloadedState(self.optimizer, config.offload)
         self.updated = False
-        """Whether the optimizer has taken a step; before, it has no state to save."""
+        """True after the first optimizer step. Before it, the optimizer has no state to save."""
 
     def _prepare_modules(self) -> None:
+        """Set options of modules that cannot be set through the configuration."""
         for module in self.module.modules():
             has_trained = any(p.requires_grad for p in module.parameters(recurse=False))
             if has_trained and hasattr(module, "fuse_wgrad_accumulation"):
-                # Transformer Engine adds weight gradients to Megatron's buffer inside the product.
-                # Not set through the configuration, which would ask for Apex on behalf of an
-                # output layer that we never call.
+                # With this option Transformer Engine accumulates weight gradients in Megatron's
+                # buffer. The configuration would also set it for the output layer, which we never
+                # call, and then require Apex.
                 module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
             if isinstance(module, TimedMoELayer):
                 module.clock = self.clock
@@ -69,25 +79,28 @@ class PolicyTrainer(Scorer):
         learning_rate: float,
         temperature: float = 1,
     ) -> StepStatistics:
-        """Take one optimizer step. Collective; ranks pass equally many micro-batches.
+        """Take one optimizer step. Collective.
 
-        A step whose gradient is not finite changes nothing and says so in its statistics.
+        If the gradient is not finite, the step is skipped and the statistics report it.
 
         Args:
-            batches: this data-parallel rank's micro-batches.
+            batches: micro-batches of this data-parallel rank. All ranks pass the same number.
             loss_function: see LossFunction.
-            learning_rate: of this step.
-            temperature: by which logits are divided.
+            learning_rate: learning rate of this step.
+            temperature: divisor of the logits.
+
+        Returns:
+            Statistics of the step, the same on all ranks except ``token_values``.
 
         Raises:
-            FloatingPointError: for such a gradient where ``on_non_finite`` is "stop".
+            FloatingPointError: the gradient is not finite and ``on_non_finite`` is "stop".
         """
         started = time.perf_counter()
         self.clock.begin()
         self.memory.enter("update")
         outputs = self._compute_gradients(batches, loss_function, temperature)
 
-        # Before the optimizer step: a step that is skipped has these figures, too.
+        # Before the optimizer step, so that a skipped step has these figures, too.
         sums, maxima = self._reduce_outputs(outputs)
         if self.replay is not None:
             sums |= self.replay.agreement()
@@ -100,13 +113,13 @@ class PolicyTrainer(Scorer):
             parameters_updated=False,
             token_values=_gather_token_values(outputs, batches),
         )
-        # All ranks decide alike: whether gradients are finite is agreed on among them.
         self.clock.enter("optimizer")
         if self.config.offload:
-            # Activations leave blocks in torch's cache into which few parts of the state fit, and
-            # which NCCL cannot use at all.
+            # Activations leave blocks in torch's cache. Few parts of the state fit into them, and
+            # NCCL cannot use them at all.
             give_back_cache()
         self.memory.enter("optimizer")
+        # The check is collective, so all ranks make the same decision.
         if self._gradients_are_finite():
             self._update_parameters(statistics)
         else:
@@ -123,15 +136,19 @@ class PolicyTrainer(Scorer):
         loss_function: LossFunction,
         temperature: float,
     ) -> list[LossOutput]:
-        """Run forward and backward passes; on the last pipeline stage, return the losses."""
+        """Run forward and backward passes of all micro-batches.
+
+        Returns:
+            The output of the loss for each micro-batch, on the last pipeline stage only.
+        """
         self.module.train()
-        # Gradients are in Megatron's buffers, of which the optimizer knows only its own share.
+        # Zero Megatron's buffers, too: the optimizer zeroes only the part that it updates.
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-        # The second result is a number of tokens that Megatron would divide by; see
-        # _finalize_gradients.
+        # Megatron takes the second result for a number of tokens to divide by, which
+        # _finalize_gradients prevents.
         def loss(values: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor, LossOutput]:
             output = loss_function(*values, batch)
             return output.loss, torch.ones((), dtype=torch.int), output
@@ -144,9 +161,9 @@ class PolicyTrainer(Scorer):
         )
 
     def _training_head(self, temperature: float) -> Head:
-        """Return what computes the first arguments of ``loss_function``.
+        """Return the function that computes the first arguments of ``loss_function``.
 
-        Of a policy they are log-probs and entropy, stacked to [2, tokens].
+        For a policy these are log-probs and entropy, stacked as [2, tokens].
         """
 
         def head(hidden: Tensor, weight: Tensor, group: Any, batch: PackedBatch) -> Tensor:
@@ -159,15 +176,20 @@ class PolicyTrainer(Scorer):
         self,
         outputs: Sequence[LossOutput],
     ) -> tuple[dict[str, float], dict[str, float]]:
-        """Reduce sums and maxima over micro-batches; every rank gets them. Collective."""
+        """Reduce sums and maxima over micro-batches and ranks. Collective.
+
+        Returns:
+            Sums and maxima by name, the same on every rank.
+        """
         sums = reduce_scalars([output.sums for output in outputs], dist.ReduceOp.SUM)
         maxima = reduce_scalars([output.maxima for output in outputs], dist.ReduceOp.MAX)
         sums, maxima = self._from_last_stage([sums, maxima])
         return sums, maxima
 
     def _update_parameters(self, statistics: StepStatistics) -> None:
-        # In place of Megatron's OptimizerParamScheduler, which alone would apply ``wd_mult``:
-        # 0 for biases, norms and sinks, whose decay would pull the model towards one without them.
+        """Take the optimizer step and add its results to the statistics."""
+        # This loop replaces Megatron's OptimizerParamScheduler, which applies ``wd_mult``. It is 0
+        # for biases, norms and sinks, because decay would pull the model towards one without them.
         for group in self.optimizer.param_groups:
             group["lr"] = statistics.learning_rate
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
@@ -178,14 +200,15 @@ class PolicyTrainer(Scorer):
         self.updated |= statistics.parameters_updated
 
     def _report_non_finite_gradients(self, statistics: StepStatistics) -> None:
+        """Add the parameters to the statistics, and log a warning or raise an error. Collective."""
         statistics.not_finite = self._describe_non_finite_gradients()
         if self.config.on_non_finite == "stop":
             raise FloatingPointError(statistics.not_finite)
         logger.warning("optimizer step skipped: %s", statistics.not_finite)
 
     def _gradients_are_finite(self) -> bool:
-        """Return whether all gradients of all ranks are finite. Collective."""
-        # The largest magnitude needs no temporary, and NaN is the maximum of anything.
+        """Return True if all gradients of all ranks are finite. Collective."""
+        # The maximum norm needs no temporary tensor, and propagates NaN and infinity.
         largest = []
         for chunk in self.model:
             for buffer in chunk.buffers + chunk.expert_parallel_buffers:
@@ -197,7 +220,7 @@ class PolicyTrainer(Scorer):
         return bool(is_finite)
 
     def _describe_non_finite_gradients(self) -> str:
-        """Name the parameters of all ranks in the order of the layers. Collective."""
+        """Return a message with the affected parameters of all ranks, by layer. Collective."""
         local_names = []
         for i, chunk in enumerate(self.chunks):
             names = [
@@ -207,7 +230,7 @@ class PolicyTrainer(Scorer):
             ]
             local_names.append(names)
 
-        # Chunk 0 of every rank comes before chunk 1 of any.
+        # In layer order: chunk 0 of every rank comes before chunk 1 of any rank.
         everyone: list[list[list[str]]] = [local_names] * dist.get_world_size()
         dist.all_gather_object(everyone, local_names)
         names = []
@@ -227,12 +250,12 @@ class PolicyTrainer(Scorer):
         batches: Sequence[PackedBatch],
         started: float,
     ) -> None:
-        """Add time and speed of the step to its statistics, over all ranks. Collective."""
+        """Add time and speed over all ranks to the statistics. Collective."""
         device = next(self.module.parameters()).device
         world_size = dist.get_world_size()
 
-        # Tensor-, pipeline- and context-parallel ranks share these micro-batches: only
-        # data-parallel ranks may add up.
+        # Tensor-, pipeline- and context-parallel ranks have the same micro-batches, so sum over
+        # data-parallel ranks only.
         lengths = [length for batch in batches for length in batch.cu_seqlens.diff().tolist()]
         config = self.chunks[0].config
         local_flops = training_flops(
@@ -241,7 +264,7 @@ class PolicyTrainer(Scorer):
         work = torch.tensor([sum(lengths), local_flops], dtype=torch.double, device=device)
         dist.all_reduce(work, group=parallel_state.get_data_parallel_group())
 
-        # Reading a result waits for everything before it on the GPU: now the step is over.
+        # Reading a result waits for all queued GPU work, so the step is complete after this line.
         tokens, flops = work.tolist()
         local_parts = self.clock.end()
         local_seconds = time.perf_counter() - started
@@ -262,7 +285,7 @@ class PolicyTrainer(Scorer):
 
 
 def _check_trained(module: torch.nn.Module) -> None:
-    """Refuse a model of which a rank trains nothing, on all ranks. Collective."""
+    """Raise ValueError on all ranks if a rank has no parameter to train. Collective."""
     has_trained = any(parameter.requires_grad for parameter in module.parameters())
     stage = parallel_state.get_pipeline_model_parallel_rank()
     everyone: list[tuple[bool, int]] = [(has_trained, stage)] * dist.get_world_size()
@@ -280,18 +303,19 @@ def _finalize_gradients(
     num_tokens: Tensor | None = None,
     **kwargs: Any,
 ) -> None:
-    """Sum gradients over ranks without dividing them by Megatron's count of tokens.
-
-    Losses come in normalised over the global batch.
-    """
+    """Sum gradients over ranks without dividing by Megatron's number of tokens."""
+    # Loss functions normalize over the global batch.
     finalize_model_grads(model, None, **kwargs)
 
 
 def _gather_token_values(
     outputs: Sequence[LossOutput], batches: Sequence[PackedBatch]
 ) -> dict[str, list[Tensor]]:
-    """Join what losses return of tokens over context-parallel ranks. Collective among these."""
-    # Stages before the last have no outputs.
+    """Join the token values of losses over context-parallel ranks. Collective among these.
+
+    Returns:
+        [tokens] of every micro-batch by name. Empty on stages before the last.
+    """
     if not outputs:
         return {}
     values = {}
@@ -308,9 +332,12 @@ def reduce_scalars(
     """Reduce named scalars over micro-batches, data- and context-parallel ranks. Collective.
 
     Args:
-        values: scalars of every micro-batch, with the same names in all. Empty on pipeline stages
-            before the last.
+        values: scalars [] of every micro-batch, with the same names in all. Empty on pipeline
+            stages before the last.
         operation: SUM or MAX.
+
+    Returns:
+        Reduced values by name.
 
     Raises:
         ValueError: a name is missing in some micro-batches.
@@ -328,8 +355,8 @@ def reduce_scalars(
     if not names:
         return {}
 
-    # All names in one message, in fp64: sums run over up to millions of tokens. Sorted, because
-    # ranks add by position.
+    # One message for all names. In fp64, because sums cover up to millions of tokens. Sorted,
+    # because ranks reduce by position.
     rows = [torch.stack([scalars[name].detach().double() for name in names]) for scalars in values]
     stacked = torch.stack(rows)
     combine = torch.sum if operation == dist.ReduceOp.SUM else torch.amax
@@ -342,7 +369,12 @@ def reduce_scalars(
 
 @functools.cache
 def matmul_ceiling(size: int = 8192, rounds: int = 10) -> float:
-    """Measure the TFLOP/s of a bf16 product of two random size x size matrices, once (0.05 s)."""
+    """Return the TFLOP/s of a bf16 product of two square matrices, measured once (0.05 s).
+
+    Args:
+        size: rows and columns of the matrices.
+        rounds: number of measurements, of which the median is returned.
+    """
     a = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
     b = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
 
@@ -356,5 +388,5 @@ def matmul_ceiling(size: int = 8192, rounds: int = 10) -> float:
         end.synchronize()
         milliseconds.append(start.elapsed_time(end))
 
-    # The first two warm up. FLOP per millisecond times 1e-9 is TFLOP/s.
+    # The first two rounds are for warm-up. FLOP per millisecond times 1e-9 is TFLOP/s.
     return 2 * size**3 / median(milliseconds[2:]) / 1e9

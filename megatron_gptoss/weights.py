@@ -1,8 +1,7 @@
-"""The weights of a model as the outside sees them: to be loaded, and to be read as they multiply.
+"""Access to the weights of a model for loading, weight sync and export.
 
-The two differ with adapters, where what is loaded is the frozen base and what engines and exports get
-is the base merged with its adapter, and for experts that are trained through MXFP4, where these get
-the rounded values.
+Loaded and read values differ in two cases. With adapters, loading sets the frozen base and reading
+returns the merged weight. With quantization-aware training, reading returns the rounded weight.
 """
 
 from collections.abc import Iterator
@@ -19,108 +18,137 @@ from megatron_gptoss.layers.quantized_experts import QuantizedExpertLinear
 
 
 class Weight(Protocol):
-    """One weight of this rank."""
+    """Weight of this rank."""
 
     @property
     def shape(self) -> torch.Size:
-        """On this rank."""
+        """Shape on this rank."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what ``read`` returns."""
+        """Data type of the result of ``read``."""
 
     def load(self, tensor: Tensor) -> None:
-        """Set the weight, of a model with adapters its base. Raises ValueError if it does not fit."""
+        """Set the weight from a tensor [*shape]. With an adapter this sets the base.
+
+        Raises:
+            ValueError: a value cannot be represented, for example in a packed base.
+        """
 
     def read(self) -> Tensor:
-        """Return what the model multiplies with; it may share memory with a parameter."""
+        """Return the weight [*shape] of the model's products. It may be the parameter's memory."""
 
 
 @dataclass(frozen=True)
 class ParameterWeight:
-    """A weight without an adapter."""
+    """Weight without an adapter."""
 
     parameter: torch.nn.Parameter
+    """The parameter."""
 
     @property
     def shape(self) -> torch.Size:
+        """Shape on this rank."""
         return self.parameter.shape
 
     @property
     def dtype(self) -> torch.dtype:
+        """Data type of the parameter."""
         return self.parameter.dtype
 
     @torch.no_grad()
     def load(self, tensor: Tensor) -> None:
+        """Copy a tensor [*shape] to the parameter."""
         self.parameter.copy_(tensor)
 
     def read(self) -> Tensor:
+        """Return the parameter [*shape], in its own memory."""
         return self.parameter.detach()
 
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """The weight of an expert that is trained through MXFP4."""
+    """Weight of an expert with quantization-aware training."""
 
     layer: QuantizedExpertLinear
+    """Layer that owns the weight."""
 
     @property
     def shape(self) -> torch.Size:
+        """Shape on this rank."""
         return self.layer.weight.shape
 
     @property
     def dtype(self) -> torch.dtype:
+        """Data type of the unrounded and of the rounded weight."""
         return self.layer.weight.dtype
 
     @torch.no_grad()
     def load(self, tensor: Tensor) -> None:
+        """Copy a tensor [out, in] to the unrounded weight."""
         self.layer.weight.copy_(tensor)
 
     def read(self) -> Tensor:
+        """Return the rounded weight [out, in] as a new tensor."""
         return self.layer.quantized_weight()
 
     def unrounded(self) -> Tensor:
-        """Return what the optimizer changes, [out, in]; it is the parameter's memory."""
+        """Return the unrounded weight [out, in], in the memory of the parameter."""
         return self.layer.weight.detach()
 
     def read_packed(self) -> tuple[Tensor, Tensor]:
-        """Return ``read`` as MXFP4: blocks [out, in / 32, 16] and scales [out, in / 32]."""
+        """Return the rounded weight in MXFP4.
+
+        Returns:
+            Blocks [out, in / 32, 16] uint8 and scales [out, in / 32] uint8.
+        """
         return self.layer.packed_weight()
 
 
 @dataclass(frozen=True)
 class AdaptedWeight:
-    """The weight of a layer whose base is frozen: merged, or dequantised, whenever it is read."""
+    """Weight of a layer with a frozen base. Each read merges or dequantizes it."""
 
     layer: AdaptedLinear
+    """Layer that owns the weight."""
 
     @property
     def shape(self) -> torch.Size:
+        """Shape on this rank."""
         return self.layer.weight.shape
 
     @property
     def dtype(self) -> torch.dtype:
+        """Data type of the merged weight."""
         return self.layer.config.params_dtype
 
     @torch.no_grad()
     def load(self, tensor: Tensor) -> None:
+        """Set the base from a tensor [out, in].
+
+        Raises:
+            ValueError: the base is packed and a value is not an MXFP4 value.
+        """
         if isinstance(self.layer.weight, PackedWeight):
             self.layer.weight.load(tensor)
         else:
             self.layer.weight.copy_(tensor)
 
     def read(self) -> Tensor:
+        """Return the merged weight [out, in] as a new tensor."""
         return self.layer.merged_weight()
 
 
 def named_weights(chunk: torch.nn.Module) -> Iterator[tuple[str, Weight]]:
-    """Yield the weights of a model chunk under their names without adapters.
+    """Yield the weights of a model chunk with their names.
 
-    Names are those of ``named_parameters`` of the same chunk without adapters.
+    The names are those of ``named_parameters`` for the same chunk without adapters. Converters and
+    weight sync therefore need no names for adapted or packed layers.
     """
     for prefix, module in chunk.named_modules():
         if isinstance(module, LowRank | PackedWeight):
             continue
+        # A packed weight is not a parameter, so these weights are found by their layer.
         if isinstance(module, AdaptedLinear):
             yield f"{prefix}.weight", AdaptedWeight(module)
         if isinstance(module, QuantizedExpertLinear):
