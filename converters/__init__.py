@@ -1,9 +1,9 @@
-"""Hugging Face <-> Megatron weights, without a GPU and without building the model."""
+"""Conversion of weights between Hugging Face and Megatron, without a GPU or a built model."""
 
 import os
 
-import megatron_gptoss  # noqa: F401 (before Megatron, which needs no compiler without a GPU)
+import megatron_gptoss  # noqa: F401 (before Megatron: without a GPU it then needs no compiler)
 
-# A conversion spends half of its time in page faults unless torch takes large CPU tensors in
-# huge pages. torch reads this variable at its first allocation.
+# Without huge pages for large CPU tensors, a conversion spends half of its time in page faults.
+# torch reads this variable at its first allocation.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

@@ -1,5 +1,4 @@
-"""The frozen base of adapters, from a Hugging Face directory: as a trainer holds it, and its
-digest."""
+"""The frozen base of adapters: its values as a trainer holds them, and its digest."""
 
 import contextlib
 
@@ -15,14 +14,23 @@ from megatron_gptoss.tensor_hash import as_digits, digest_of_values
 def read_base(
     source: HfDirectory, mapping: ParameterMapping, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """Read the parts of a parameter in the dtype in which a trainer of ``dtype`` holds them."""
+    """Read the parts of a parameter in the dtype in which a trainer holds them.
+
+    Args:
+        source: Hugging Face directory of the base.
+        mapping: entry of the parameter.
+        dtype: dtype of the trainer's weights. The router's bias is at least fp32.
+
+    Returns:
+        The parts, in the order of ``mapping.hf_names``.
+    """
     if mapping.name.endswith(".router.bias"):
         dtype = torch.promote_types(dtype, torch.float32)
     return [source.get(name, mapping.expert).to(dtype) for name in mapping.hf_names]
 
 
 def parameter_digest(mapping: ParameterMapping, parameter: torch.Tensor) -> torch.Tensor:
-    """Compute what a parameter of the base adds to its digest, int64 []."""
+    """Return the contribution of a parameter to the digest of the base, int64 []."""
     layer = 0 if mapping.layer is None else mapping.layer + 1
     return digest_of_values(parameter, layer)
 
@@ -30,9 +38,14 @@ def parameter_digest(mapping: ParameterMapping, parameter: torch.Tensor) -> torc
 def directory_digest(
     source: HfDirectory, dtype: torch.dtype, progress: Progress | None = None
 ) -> str:
-    """Compute the digest that a trainer of ``dtype`` has of this base.
+    """Return the digest of a base as a trainer of ``dtype`` computes it.
 
-    Reads all of it, on all cores; ``progress`` is told how far it is.
+    Reads the whole model, on all cores.
+
+    Args:
+        source: Hugging Face directory of the base.
+        dtype: dtype of the trainer's weights.
+        progress: callback that receives the progress.
     """
 
     def digest(mapping: ParameterMapping) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""Adapters between checkpoints and PEFT's format; ``live_adapters`` has those of a running model."""
+"""Conversion of adapters between checkpoints and PEFT's format.
+
+See ``live_adapters`` for the adapters of a running model.
+"""
 
 import json
 import os
@@ -33,26 +36,30 @@ from megatron_gptoss.untrusted_files import read_json
 
 
 class CheckpointAdapters:
-    """The adapters of a trainer's checkpoint, put together over its ranks."""
+    """The adapters of a trainer's checkpoint, joined over its ranks."""
 
     def __init__(self, path: Path, unfinished: bool = False) -> None:
-        """Open ``path``; ``unfinished``: it has not got its name yet.
+        """Open a checkpoint.
+
+        Args:
+            path: directory of the checkpoint.
+            unfinished: whether ``path`` is a directory that is still being written.
 
         Raises:
-            ConversionError: naming what is missing.
+            ConversionError: naming the missing file.
         """
         refuse_missing(path, "a torch_dist checkpoint of adapters")
         refuse_run(path)
         self.path = path
         self.model = read_model_config(path / MODEL_CONFIG_FILE)
         self.adapter, self.base = _read_adapter_file(path / ADAPTER_FILE)
-        """The settings, and the digest of the base."""
+        """Adapter settings, and the digest of the base model."""
         self.mappings = list(adapter_mappings(self.model, self.adapter))
         self._reader = TorchDistReader(path, unfinished)
 
     def read(self, mapping: AdapterMapping) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return A [rank, in] and B [out, rank], of experts stacked."""
-        # A rank saved its experts of a layer as one chunk; earlier ones, each by itself.
+        """Read the factors A [rank, in] and B [out, rank]; those of experts are stacked."""
+        # A rank saves its experts of a layer as one chunk. Old checkpoints have one per expert.
         a_shape, b_shape = mapping.factor_shapes
         index = mapping.checkpoint_index
         a = self._reader.get(f"{mapping.checkpoint_key}.a", index, a_shape)
@@ -66,7 +73,7 @@ Adapters = CheckpointAdapters | PeftDirectory
 
 
 def _read_adapter_file(file: Path) -> tuple[AdapterConfig, str]:
-    """Read the settings of a checkpoint's adapters, and the digest of their base."""
+    """Read the adapter settings and the digest of the base model."""
     try:
         content = read_json(file)
         return AdapterConfig.model_validate(content["settings"]), content["base"]
@@ -81,9 +88,14 @@ def _read_adapter_file(file: Path) -> tuple[AdapterConfig, str]:
 
 
 def open_adapters(path: Path, base: HfDirectory) -> Adapters:
-    """Open adapters in PEFT's format or in a trainer's checkpoint, and check them against a base.
+    """Open adapters in PEFT's format or in a trainer's checkpoint, and check that they fit a base.
 
-    The values of ``base`` are compared later, by the digest that the adapters have of their base.
+    Only architectures are compared here, and the base's tensors that PEFT saved. The digest of all
+    values is compared by ``check_base_digest``.
+
+    Args:
+        path: adapter in PEFT's format, or a checkpoint of adapters.
+        base: model that the adapters change.
 
     Raises:
         ConversionError: naming the file, setting or tensor that does not fit.
@@ -98,7 +110,7 @@ def open_adapters(path: Path, base: HfDirectory) -> Adapters:
     adapters = CheckpointAdapters(path)
     theirs = adapters.model.model_dump()
     for key, value in base.config.model_dump().items():
-        # initializer_std says nothing about weights that exist
+        # initializer_std does not affect existing weights
         if theirs[key] != value and key != "initializer_std":
             raise ConversionError(
                 f"{path}: holds adapters of another model, whose {key} is {theirs[key]}, not {value}"
@@ -107,14 +119,14 @@ def open_adapters(path: Path, base: HfDirectory) -> Adapters:
 
 
 def check_base_digest(adapters: Adapters, digest: str, base: str) -> None:
-    """Raise ConversionError unless adapters were trained on the base with this digest.
+    """Raise ConversionError unless the adapters were trained on the base with this digest.
 
-    An adapter that PEFT wrote has no digest and passes.
+    Adapters written by PEFT have no digest and pass.
 
     Args:
-        adapters: of a checkpoint or in PEFT's format.
-        digest: of the base that they are about to change.
-        base: that base and its dtype, for the error.
+        adapters: adapters of a checkpoint or in PEFT's format.
+        digest: digest of the base to change.
+        base: path and dtype of the base, for the error.
     """
     if adapters.base not in (None, digest):
         raise ConversionError(
@@ -125,7 +137,7 @@ def check_base_digest(adapters: Adapters, digest: str, base: str) -> None:
 
 
 def adapters_digest(adapters: Adapters) -> str:
-    """Compute a digest of the values and scales of adapters, the same in both formats."""
+    """Return a digest of the values and scales of adapters, equal for both formats."""
     state = xxhash.xxh3_128()
     for mapping in adapters.mappings:
         state.update(f"{mapping.kind} {mapping.layer} {mapping.scale!r}".encode())
@@ -135,7 +147,15 @@ def adapters_digest(adapters: Adapters) -> str:
 
 
 def base_warnings(adapters: Adapters, base: Path) -> list[str]:
-    """Return a warning if an adapter without a digest names another base than ``base``."""
+    """Return a warning if an adapter without a digest names another base than ``base``.
+
+    Args:
+        adapters: adapters of a checkpoint or in PEFT's format.
+        base: directory of the base.
+
+    Returns:
+        At most one warning.
+    """
     if not isinstance(adapters, PeftDirectory) or adapters.base is not None:
         return []
     name = adapters.base_name
@@ -144,7 +164,7 @@ def base_warnings(adapters: Adapters, base: Path) -> list[str]:
             f"{adapters.path}: does not say on which base it was trained; whether that is {base} was "
             "not checked"
         ]
-    # os.path.exists is false, not an error, for texts that cannot be a path.
+    # os.path.exists returns False for strings that cannot be a path.
     if os.path.exists(name) and base.exists():
         is_same = os.path.samefile(name, base)
     else:
@@ -166,10 +186,10 @@ def export_adapter(
     """Write the adapters of a trainer's checkpoint in PEFT's format, and read them back.
 
     Args:
-        checkpoint: a step of a run that trains adapters, or imported ones.
-        peft_dir: the directory to write; it appears in one move at the end.
+        checkpoint: checkpoint of a run that trains adapters, or of imported adapters.
+        peft_dir: directory to write. It appears in one move at the end.
         base: Hugging Face name or directory of the base, for ``adapter_config.json``.
-        overwrite: replace a directory that exists, once the new one is complete.
+        overwrite: whether to replace an existing directory, after the new one is complete.
 
     Raises:
         ConversionError: naming the file, key or tensor.
@@ -192,15 +212,18 @@ def export_adapter(
 
 
 def peft_base_name(base: Path | None) -> str | None:
-    """Return what ``adapter_config.json`` calls the base of a run that began with ``base``: None
-    for what PEFT cannot load."""
+    """Return the name of the base for ``adapter_config.json``; None if PEFT cannot load it.
+
+    Args:
+        base: directory of the model with which the run began.
+    """
     if base is not None and (base / "config.json").exists():
         return str(base)
     return None
 
 
 def _check_written(written: Adapters, source: Adapters) -> None:
-    """Compare every tensor of an unfinished directory with its source."""
+    """Compare every tensor of an unfinished directory with its source, bit for bit."""
     for mapping in source.mappings:
         pairs = zip(written.read(mapping), source.read(mapping), strict=True)
         if not all(same_bits(found, expected) for found, expected in pairs):
@@ -222,18 +245,19 @@ def import_adapter(
 ) -> list[str]:
     """Write an adapter in PEFT's format as a checkpoint of adapters, and read it back.
 
-    Tensors keep their dtypes; a trainer rounds them to its own. The checkpoint gets the digest of
-    ``base``. An adapter that has one already, because ``export_adapter`` wrote it, must agree.
+    Tensors keep their dtypes. The trainer converts them when it loads the checkpoint. The
+    checkpoint stores the digest of ``base``. If ``export_adapter`` wrote the adapter, it already
+    has a digest, and both must be equal.
 
     Args:
-        peft_dir: the adapter.
-        checkpoint: the directory to write; it appears in one move at the end.
+        peft_dir: directory of the adapter.
+        checkpoint: directory to write. It appears in one move at the end.
         base: Hugging Face directory of the model that the adapter changes.
-        dtype: in which a trainer will hold the base.
-        progress: told how much of the base was read.
+        dtype: dtype in which the trainer will hold the base.
+        progress: callback that receives the progress of reading the base.
 
     Returns:
-        Warnings for a person.
+        Warnings for the user.
 
     Raises:
         ConversionError: naming the file, setting or tensor that does not fit, before the base's
@@ -268,7 +292,10 @@ def _write_factors(
     a: torch.Tensor,
     b: torch.Tensor,
 ) -> None:
-    """Append A and B, of experts stacked, as a trainer's checkpoint has them."""
+    """Append A [rank, in] and B [out, rank] in the layout of a trainer's checkpoint.
+
+    The factors of experts are stacked along a leading dimension.
+    """
     index = mapping.checkpoint_index
     leading_shape = (model.num_layers,)[: len(index)]
     for name, factor in (("a", a), ("b", b)):

@@ -1,6 +1,6 @@
-"""Comparisons and checks of tensors at the speed of memory.
+"""Comparison and checks of tensors at memory speed.
 
-torch.equal takes 0.1 GB/s of bytes, torch.isfinite 0.15 GB/s of bf16.
+torch.equal compares bytes at 0.1 GB/s, torch.isfinite checks bf16 at 0.15 GB/s.
 """
 
 import os
@@ -13,16 +13,15 @@ import torch
 from converters.errors import ConversionError
 
 PIECE_BYTES = 1 << 20
-"""Bytes that are compared at a time: they stay in the processor's cache."""
+"""Bytes compared at a time. The size fits the processor's cache."""
 
 
 def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Tell whether dtype, shape and all bits are equal: those of NaN, and the sign of zero,
-    too."""
+    """Return True if dtype, shape and all bits are equal, including NaN and the sign of zero."""
     if first.dtype != second.dtype or first.shape != second.shape:
         return False
 
-    # Experts are mostly transposed views. Comparing them as they lie in memory avoids a slow copy.
+    # Experts are mostly transposed views. Comparing the memory as it is avoids a slow copy.
     if first.dim() == 2 and first.mT.is_contiguous():
         first = first.mT
         second = second.mT
@@ -39,17 +38,17 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
 def require_finite(
     tensor: torch.Tensor, name: str, where: Path | str, expert: int | None = None
 ) -> None:
-    """Raise ConversionError naming a tensor of floats that holds NaN or infinity.
+    """Raise ConversionError if a float tensor holds NaN or infinity.
 
     Args:
-        tensor: of any shape, or empty.
-        name: of the tensor.
-        where: the file or directory that it is read from, or written to.
-        expert: index of the slice that ``tensor`` is; None if it is all of it.
+        tensor: values of any shape; may be empty.
+        name: name of the tensor.
+        where: file or directory of the tensor.
+        expert: index of the slice if ``tensor`` is one expert's slice; None for a whole tensor.
     """
     if tensor.numel() == 0 or not tensor.is_floating_point():
         return
-    # NaN shows in both ends. aminmax takes 10 GB/s.
+    # NaN propagates to both results. aminmax reads 10 GB/s.
     low, high = torch.aminmax(tensor.detach())
     if low.isfinite() and high.isfinite():
         return
@@ -66,38 +65,38 @@ def require_finite(
 
 
 def as_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """Return the tensor's memory as uint8 [bytes], in the order of its elements."""
+    """Return the values as uint8 [bytes], in the order of the elements."""
     return tensor.contiguous().flatten().view(torch.uint8).numpy()
 
 
 @dataclass(frozen=True)
 class FileRange:
-    """Consecutive bytes of a file."""
+    """A range of bytes in a file."""
 
     path: Path
     offset: int
-    """Bytes before the first one."""
+    """Offset of the first byte."""
     length: int
-    """Bytes."""
+    """Size in bytes."""
 
 
 @dataclass(frozen=True)
 class TensorRange(FileRange):
-    """Where all values of one tensor lie, in the order of its elements and without gaps."""
+    """Range of all values of one tensor, contiguous and in the order of the elements."""
 
     dtype: torch.dtype
 
 
 def same_in_files(written: TensorRange, source: TensorRange, from_disk: bool) -> bool:
-    """Tell whether two files hold the same tensor, twice as fast as reading both into tensors.
+    """Return True if two files hold the same tensor. Twice as fast as reading tensors.
 
     Args:
-        written: what a conversion wrote.
-        source: what it should be.
-        from_disk: read ``written`` from the disk itself, not from the page cache.
+        written: tensor written by a conversion.
+        source: expected tensor.
+        from_disk: whether to read ``written`` from the disk instead of the page cache.
 
     Raises:
-        OSError: when either file cannot be read.
+        OSError: if a file cannot be read.
     """
     if written.length != source.length or written.dtype != source.dtype:
         return False
@@ -122,7 +121,8 @@ def same_in_files(written: TensorRange, source: TensorRange, from_disk: bool) ->
             written_count = os.preadv(written_descriptor, [written_piece], written.offset + start)
             source_count = os.preadv(source_descriptor, [source_piece], source.offset + start)
 
-            # A file that ends early counts as different: the caller reads the tensor and says why.
+            # A file that ends early counts as different. The caller then reads the tensor, and
+            # that error names the cause.
             if written_count != count or source_count != count:
                 return False
             if not np.array_equal(written_piece, source_piece):

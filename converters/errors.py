@@ -1,4 +1,4 @@
-"""Errors of conversions and of gathering weights, and checks that raise them."""
+"""Errors of conversions and of weight gathering, and checks that raise them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,24 +11,24 @@ from megatron_gptoss.user_error import UserError
 class ConversionError(UserError, ValueError):
     """Weights could not be read, converted or written.
 
-    The message names the file, key or tensor and says what to do.
+    The message names the file, key or tensor and the remedy.
     """
 
 
 class GatheringRefused(RuntimeError):
-    """A rank cannot take part in gathering the weights; every rank has left it and may try again.
+    """A rank cannot take part in gathering weights. All ranks have stopped and may try again.
 
     The message names the rank.
     """
 
 
 class GatheringBroken(RuntimeError):
-    """A message of weights between ranks failed: these ranks can exchange no more messages."""
+    """A message of weights between ranks failed. These ranks can exchange no more messages."""
 
 
 @contextmanager
 def name_file_in_errors(path: Path) -> Iterator[None]:
-    """Add ``path`` to an OSError from inside, which has no name if the file was open already."""
+    """Add ``path`` to an OSError from inside: reads of an open file raise errors without it."""
     try:
         yield
     except OSError as error:
@@ -37,7 +37,7 @@ def name_file_in_errors(path: Path) -> Iterator[None]:
 
 
 def refuse_partial(path: Path) -> None:
-    """Raise ConversionError if ``path`` has the name of a directory that was never finished."""
+    """Raise ConversionError if ``path`` is the name of an unfinished directory."""
     if is_partial(path):
         raise ConversionError(
             f"{path}: unfinished; it is being written, or a process that was killed left it and "
@@ -46,7 +46,12 @@ def refuse_partial(path: Path) -> None:
 
 
 def refuse_missing(path: Path, expected: str) -> None:
-    """Raise ConversionError if ``path`` is no directory; ``expected`` says what it should be."""
+    """Raise ConversionError if ``path`` is not a directory.
+
+    Args:
+        path: directory to check.
+        expected: expected contents, for the error.
+    """
     if path.is_dir():
         return
     old = old_name(path)
@@ -59,7 +64,7 @@ def refuse_missing(path: Path, expected: str) -> None:
 
 
 def count_tensors(names: list[str]) -> str:
-    """Name the first tensor and count the others, as the subject of a sentence."""
+    """Return the first tensor name and the number of others, as the subject of a sentence."""
     if len(names) == 1:
         return f"tensor {names[0]} is"
     return f"tensor {names[0]} and {len(names) - 1} more are"

@@ -1,4 +1,4 @@
-"""Bringing the weights of a running Megatron model to some of its ranks, as Hugging Face tensors."""
+"""Gathering of a running Megatron model's weights on some of its ranks, as Hugging Face tensors."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -26,30 +26,30 @@ from megatron_gptoss.model import chunks_of
 
 
 class WeightGathering:
-    """Brings a model's weights, as Hugging Face tensors, to some of its ranks.
+    """Gathers a model's weights on some of its ranks, as Hugging Face tensors.
 
-    Every rank has one, made at the same time. No failure of one rank leaves others waiting in the
-    middle: what a rank needs for its messages is there before the first, and after a failure it
-    goes on with its messages (``GatheredWeights``).
+    Every rank creates one at the same time. A failure of one rank never blocks the others: each
+    rank allocates its memory before the first message, and after a failure it continues to exchange
+    messages (``GatheredWeights``).
     """
 
     def __init__(self, model: torch.nn.Module, config: ModelConfig) -> None:
-        """Tell all ranks what this one holds. Collective.
+        """Exchange the contents of all ranks. Collective.
 
         Args:
-            model: of any parallel layout.
-            config: of the model.
+            model: model of any parallel layout.
+            config: model configuration.
         """
         self.config = config
         self.device = next(model.parameters()).device
         self.local = LocalWeights(model, config)
         self._dtype = chunks_of(model)[0].config.params_dtype
 
-        # What ranks agree on goes through host memory: a GPU that is full has no room for it.
+        # Ranks agree through host memory, because a full GPU has no memory for it.
         self._agreement: Any = dist.group.WORLD
         if dist.get_backend() != "gloo":
             self._agreement = dist.new_group(backend="gloo")
-            # NCCL allocates its buffers with the first message: now, and not when memory is short.
+            # NCCL allocates its buffers at the first message. Do it while memory is available.
             dist.all_reduce(torch.zeros(1, device=self.device))
 
         own_contents = RankContents(
@@ -71,16 +71,15 @@ class WeightGathering:
         packed: bool = False,
         paced: bool = False,
     ) -> "GatheredWeights":
-        """Begin to bring all weights to the global ranks ``receivers``. Collective.
+        """Begin to gather all weights on the global ranks ``receivers``. Collective.
 
         Args:
-            receivers: who gets them.
+            receivers: global ranks that receive the weights.
             transposed: see ``names.hf_tensors``.
-            packed: experts that are trained through MXFP4 come as blocks and scales, under the names
-                of ``hf_layouts.mxfp4_shapes``, and not as the values that these stand for.
-            paced: no rank sends anything before all have come to the same message; what it is to send it
-                makes before. For a receiver that takes long over what it gets, such as one that writes it to
-                a disk.
+            packed: whether MXFP4-trained experts are yielded as blocks and scales, under the names
+                of ``hf_layouts.mxfp4_shapes``, instead of as values.
+            paced: whether ranks wait for each other before every message. Tensors to send are made
+                before the wait. For slow receivers, such as one that writes to a disk.
 
         Raises:
             GatheringRefused: on every rank, if one has no memory for its part.
@@ -93,7 +92,7 @@ class WeightGathering:
         except RuntimeError as error:  # CUDA out of memory
             reason = f"rank {dist.get_rank()} has no memory for weights of others: {error}"
 
-        # All ranks learn of it before the first message: whoever went on alone would wait for ever.
+        # Tell all ranks before the first message. A rank that continued alone would wait forever.
         for refusal in self._gather_on_hosts(reason):
             if refusal:
                 raise GatheringRefused(refusal)
@@ -103,11 +102,16 @@ class WeightGathering:
         )
 
     def confirmed(self, weights: "GatheredWeights") -> Iterator[NamedTensor]:
-        """Yield what ``weights`` yields, and fail at the end if any rank could not read its own
-        weights: nonsense came in their place. Collective; every rank must run it to its end.
+        """Yield the tensors of ``weights``, and fail at the end if any rank could not read its own.
+
+        A rank that cannot read its weights sends arbitrary values in their place. Collective: every
+        rank must exhaust the iterator.
+
+        Args:
+            weights: result of ``begin``.
 
         Raises:
-            ConversionError: on every rank, naming the rank and what kept it.
+            ConversionError: on every rank, naming the rank and the cause.
             GatheringBroken: if the ranks can exchange no more messages.
         """
         failure: Exception | None = None
@@ -118,7 +122,7 @@ class WeightGathering:
         except Exception as error:
             failure = error
 
-        # A receiver that had no use for its tensors has not met what kept it from its own.
+        # A receiver that only calls ``finish`` does not see its own failure. Report it here.
         failure = failure or weights.failure
         reasons = self._gather_on_hosts("" if failure is None else str(failure) or repr(failure))
         for rank, reason in enumerate(reasons):
@@ -126,12 +130,18 @@ class WeightGathering:
                 raise ConversionError(f"rank {rank} could not read its weights: {reason}")
 
     def unpacked(self, joined: torch.Tensor) -> torch.Tensor:
-        """Return the values of a parameter that came as MXFP4, in the model's dtype."""
+        """Dequantize a parameter that was received as MXFP4.
+
+        Args:
+            joined: uint8 [..., in / 32, 17], as from ``mxfp4_tensors.join``.
+
+        Returns:
+            Values [..., in] in the model's dtype.
+        """
         return mxfp4.dequantize(*split(joined)).to(self._dtype)
 
     def packed_digests(self) -> Digests:
-        """Compute digests of all experts that are trained through MXFP4, the same on every rank.
-        Collective.
+        """Return digests of all MXFP4-trained experts, equal on every rank. Collective.
 
         Raises:
             ConversionError: naming a matrix of which two ranks hold different copies.
@@ -144,17 +154,22 @@ class WeightGathering:
         return digests
 
     def plan(self, receivers: tuple[int, ...], *, packed: bool) -> GatheringPlan:
-        """Return the plan for some receivers, which is made once."""
+        """Return the plan for a set of receivers. Plans are cached.
+
+        Args:
+            receivers: global ranks.
+            packed: see ``begin``.
+        """
         key = (receivers, packed)
         if key not in self._plans:
             self._plans[key] = self._planner.plan(receivers, packed=packed)
         return self._plans[key]
 
     def wait_for_all_ranks(self) -> None:
-        """Wait until every rank is here. Collective; needs no GPU.
+        """Wait until every rank has called this method. Collective; does not use the GPU.
 
         Raises:
-            GatheringBroken: if a rank has gone, or does not come within the timeout of the group.
+            GatheringBroken: if a rank has exited, or exceeds the timeout of the process group.
         """
         try:
             dist.barrier(group=self._agreement)
@@ -164,7 +179,7 @@ class WeightGathering:
             ) from error
 
     def _gather_on_hosts[T](self, value: T) -> list[T]:
-        """Return the value of every rank. Collective; needs no GPU."""
+        """Return the values of all ranks, by rank. Collective; does not use the GPU."""
         if dist.get_world_size() == 1:
             return [value]
         everyone = [value] * dist.get_world_size()
@@ -173,17 +188,17 @@ class WeightGathering:
 
 
 class GatheredWeights(Iterator[NamedTensor]):
-    """Yields all Hugging Face tensors of the model on the receiving ranks, in the order of
-    ``hf_shapes``; on others it yields nothing.
+    """Yields all Hugging Face tensors of the model on the receiving ranks, in ``hf_shapes`` order.
 
-    Collective: every rank must run it to its end, or call ``finish``. If something fails between
-    two messages, such as the memory for a tensor, this rank takes part in those that are left
-    before it raises. One receiver gets each byte once; several get it by broadcasts.
+    Other ranks yield no tensor. Collective: every rank must exhaust the iterator or call
+    ``finish``. If a rank fails between two messages, for example because it is out of memory, it
+    takes part in the remaining messages before it raises. A single receiver gets point-to-point
+    messages, several receivers get broadcasts.
 
-    A receiver holds one Hugging Face tensor at a time (of a layer's experts, the stack of all)
-    besides its own weights. dtype and device are the parameter's: of a bf16 model the router's bias
-    comes in fp32. A yielded tensor may share memory with a parameter: copy it to keep it beyond the
-    next optimizer step.
+    In addition to its own weights, a receiver holds one Hugging Face tensor at a time (for experts,
+    the stack of a layer). Tensors keep the parameter's dtype and device: the router's bias of a
+    bf16 model is fp32. A yielded tensor may share memory with a parameter, so copy it to keep it
+    beyond the next optimizer step.
     """
 
     def __init__(
@@ -204,14 +219,16 @@ class GatheredWeights(Iterator[NamedTensor]):
 
         self._paced = paced
 
-        # Shared by what assembles tensors and by ``finish``, which only exchanges messages.
+        # Shared by the assembly of tensors and by ``finish``, which only exchanges messages.
         self._steps = iter(plan.steps)
         self._read_ahead: dict[str, torch.Tensor] = {}
-        # A layer's experts as far as they have come, by Hugging Face name.
+        # The experts received so far of one layer, by stored name.
         self._stack: dict[str, torch.Tensor] = {}
         self.failure: Exception | None = None
-        """What kept this rank from reading its own weights. The others got nonsense instead, so
-        whoever runs this must look at it when all messages are through."""
+        """Error that kept this rank from reading its own weights; None without an error.
+
+        The other ranks received arbitrary values, so the caller must check it after all messages.
+        """
         self._assembled = stack_experts(
             gathering.config, self._received_parts(), transposed=transposed and not packed
         )
@@ -233,7 +250,7 @@ class GatheredWeights(Iterator[NamedTensor]):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Take part in the messages that are left, and drop what they bring."""
+        """Take part in the remaining messages and drop their contents."""
         for step in self._steps:
             self._exchange(step)
 
@@ -250,8 +267,8 @@ class GatheredWeights(Iterator[NamedTensor]):
                     yield replace(mapping, expert=None), complete
                 continue
 
-            # In the order of the tensor-parallel ranks, each [out / tensor, in] or [out, in /
-            # tensor]. What every receiver holds itself was not sent.
+            # In the order of the tensor-parallel ranks, each [out / tensor, in] or
+            # [out, in / tensor]. Shards that every receiver holds were not sent.
             shards = []
             for shard in arrived:
                 shards.append(self._read(mapping.name) if shard is None else shard)
@@ -260,7 +277,7 @@ class GatheredWeights(Iterator[NamedTensor]):
                 yield mapping, self._expert_parts(mapping, full)
                 continue
 
-            # The next parameter overwrites the buffer. Experts are copied into their stack at once.
+            # The next parameter overwrites the buffer. Experts are copied to their stack anyway.
             if mapping.expert is None and _shares_memory(full, self._buffer):
                 full = full.clone()
             yield mapping, mapping.named_parts(full)
@@ -268,14 +285,22 @@ class GatheredWeights(Iterator[NamedTensor]):
     def _add_to_stack(
         self, step: GatheringStep, arrived: Sequence[torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Put experts of a step to those of their layer. Returns all with the last, else nothing."""
+        """Add the experts of a step to the stack of their layer.
+
+        Args:
+            step: step with a ``stack``.
+            arrived: received tensors, in the order of ``stack_names``; empty to read own weights.
+
+        Returns:
+            The complete stack by stored name after the last expert, else an empty dict.
+        """
         experts = self._gathering.config.num_experts
         if arrived:
             tensors = dict(zip(step.stack_names, arrived, strict=True))
         else:
             tensors = self._gathering.local.read_stack(step.stack, quantized=step.is_quantized)
             if len(step.stack) == experts:
-                return tensors  # without another copy
+                return tensors  # saves a copy
 
         first = step.mapping.expert
         assert first is not None
@@ -296,31 +321,33 @@ class GatheredWeights(Iterator[NamedTensor]):
         return complete
 
     def _read(self, name: str) -> torch.Tensor:
-        """Return this rank's shard of a parameter as it is sent."""
+        """Return this rank's shard of a parameter in the form in which it is sent."""
         if name not in self._read_ahead:
-            self._read_ahead.clear()  # before there is more
+            self._read_ahead.clear()  # frees memory before the next read
             self._read_ahead = self._gathering.local.read(name)
         return self._read_ahead.pop(name)
 
     def _expert_parts(
         self, mapping: ParameterMapping, joined: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Return the parts of an expert's matrix that came as MXFP4, as they are wanted."""
+        """Convert an expert's matrix from MXFP4 messages to the parts that the caller requested."""
         if self._packed:
             return packed_parts(mapping, *split(joined))
         return mapping.named_parts(self._gathering.unpacked(joined))
 
     def _exchange(self, step: GatheringStep) -> list[torch.Tensor | None]:
-        """Send or receive what a step brings. Returns it by message, None for shards that every
-        receiver has itself.
+        """Send or receive the messages of a step.
 
-        Raises nothing but GatheringBroken: a rank that left here would let others wait.
+        Raises only GatheringBroken: a rank that stopped here would block the others.
+
+        Returns:
+            Tensor of each message; None for shards that every receiver has.
         """
         own = self._own_tensors(step)
 
-        # NCCL posts a message without waiting for its receiver, and a kernel on the sender's GPU waits
-        # until it is received. Its time limit runs meanwhile, and whatever else computes on that GPU,
-        # such as a server's rank that loads what was received before, gets only every other time slice.
+        # NCCL posts a message without waiting for the receiver. A kernel on the sender's GPU then
+        # waits for it. The kernel's timeout runs during that time, and other processes on the same
+        # GPU, such as a server's rank that loads earlier weights, get only every second time slice.
         if self._paced and any(message is not None for message in step.messages):
             self._gathering.wait_for_all_ranks()
 
@@ -337,7 +364,7 @@ class GatheredWeights(Iterator[NamedTensor]):
         return arrived
 
     def _own_tensors(self, step: GatheringStep) -> dict[int, torch.Tensor]:
-        """Return what this rank sends in a step, by the number of its message."""
+        """Return the tensors that this rank sends in a step, by index of the message."""
         rank = dist.get_rank()
         numbers = [
             i for i, message in enumerate(step.messages) if message and message.source == rank
@@ -346,18 +373,24 @@ class GatheredWeights(Iterator[NamedTensor]):
             return {}
         try:
             if not step.stack:
-                # One: tensor-parallel shards come from as many ranks.
+                # Only one message, because each tensor-parallel shard comes from another rank.
                 return dict.fromkeys(numbers, self._read(step.mapping.name))
             stack = self._gathering.local.read_stack(step.stack, quantized=step.is_quantized)
             return dict(zip(numbers, stack.values(), strict=True))
         except Exception as error:
-            # The others wait for something of this size. They get it, and this rank's failure keeps
-            # it from being used.
+            # The other ranks wait for a message of this size. Send arbitrary values. ``failure``
+            # keeps receivers from using them.
             self.failure = self.failure or error
             return {}
 
     def _send_or_receive(self, name: str, message: Message, tensor: torch.Tensor) -> None:
-        """Exchange ``tensor``, which holds what is sent, or has room for it."""
+        """Send or receive one message.
+
+        Args:
+            name: parameter, for errors.
+            message: message to exchange.
+            tensor: values to send, or the receive buffer.
+        """
         rank = dist.get_rank()
         try:
             if len(self._receivers) > 1:

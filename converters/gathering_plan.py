@@ -1,6 +1,7 @@
-"""Which messages bring a model's weights to some of its ranks.
+"""Plan of the messages that bring a model's weights to some of its ranks.
 
-Pure functions of what every rank holds, so that all ranks come to the same plan without asking.
+The plan is a pure function of the contents of all ranks, so all ranks compute the same plan without
+communication.
 """
 
 import math
@@ -17,37 +18,37 @@ from converters.names import parameter_mappings
 from megatron_gptoss.config import ModelConfig
 
 STACK_BYTES = 1 << 28
-"""Of neighbouring experts that one message brings; a receiver has a buffer for them."""
+"""Maximum size of a stack of experts sent in one message. Bounds the receive buffer."""
 
 
 @dataclass(frozen=True)
 class RankContents:
-    """What one rank holds of the model."""
+    """The parameters that one rank holds."""
 
     dtypes: dict[str, torch.dtype]
-    """By global parameter name; uint8 for one that is trained through MXFP4 and sent so."""
+    """Dtype by global parameter name; uint8 for parameters that are sent as MXFP4."""
     tensor_rank: int
-    """Its tensor-parallel rank."""
+    """Tensor-parallel rank."""
 
     def holds(self, mapping: ParameterMapping, shard: int | None) -> bool:
-        """Return whether the rank has a shard of a parameter (None: all of it)."""
+        """Return True if the rank has the shard of a parameter (None: all of it)."""
         return mapping.name in self.dtypes and shard in (None, self.tensor_rank)
 
 
 @dataclass(frozen=True)
 class Message:
-    """One shard of a parameter on its way to the receivers."""
+    """One shard of a parameter, sent to the receivers."""
 
     source: int
-    """The global rank that sends it."""
+    """Global rank of the sender."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
-    """Byte of a receiver's buffer where it begins."""
+    """First byte of the shard in the receive buffer."""
 
     @property
     def end(self) -> int:
-        """The byte behind it at which any dtype may begin."""
+        """First byte behind the shard that is aligned for any dtype (16 bytes)."""
         return self.offset + -(-self._bytes // 16) * 16
 
     @property
@@ -55,79 +56,82 @@ class Message:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def room(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return its place in a buffer."""
+        """Return the view of ``buffer`` (uint8) that receives the shard."""
         place = buffer[self.offset : self.offset + self._bytes]
         return place.view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True)
 class GatheringStep:
-    """What is exchanged for one parameter, or for that of neighbouring experts."""
+    """Messages for one parameter, or for a stack of neighboring experts' parameters."""
 
     mapping: ParameterMapping
-    """The parameter; of several experts the first one's."""
+    """The parameter; of a stack, the first expert's."""
     is_quantized: bool
-    """Whether it is trained through MXFP4, and sent so."""
+    """True if the parameter is trained through MXFP4 and sent as MXFP4."""
     messages: list[Message | None]
-    """By tensor-parallel shard; None if every receiver has it. Of a ``stack``: by Hugging Face
-    tensor, none if every receiver has these experts."""
+    """One message per tensor-parallel shard; None if every receiver has the shard.
+
+    For a ``stack``: one message per Hugging Face tensor; empty if every receiver has the experts.
+    """
     stack: tuple[ParameterMapping, ...] = ()
-    """The counterparts of neighbouring experts that are read, and sent, in one piece; empty for a
-    parameter that goes by itself."""
+    """Parameters of neighboring experts that are sent together; empty for a single parameter."""
 
     @property
     def stack_names(self) -> tuple[str, ...]:
-        """The Hugging Face tensors that a stack is part of, in the order of its messages."""
+        """Stored names of the Hugging Face tensors in a stack, in the order of its messages."""
         (name,) = self.mapping.hf_names
         return stored_names(name) if self.is_quantized else (name,)
 
 
 @dataclass(frozen=True)
 class GatheringPlan:
-    """All messages of a gathering, in their order."""
+    """All messages of a gathering, in order."""
 
     receivers: tuple[int, ...]
-    """Global ranks that get the weights."""
+    """Global ranks that receive the weights."""
     steps: list[GatheringStep]
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the largest step: what arrives of one parameter at a time."""
+        """Size of the largest step, which is the size of the receive buffer."""
         ends = [message.end for step in self.steps for message in step.messages if message]
         return max(ends, default=0)
 
 
 class GatheringPlanner:
-    """Plans the messages for any receivers."""
+    """Plans the messages for any set of receivers."""
 
     def __init__(
         self, config: ModelConfig, ranks: Sequence[RankContents], tensor_parallel: int
     ) -> None:
-        """Remember who holds what.
+        """Create a planner.
 
         Args:
-            config: of the model.
-            ranks: what every rank holds, by global rank.
-            tensor_parallel: into how many shards parameters are split.
+            config: model configuration.
+            ranks: contents of every rank, by global rank.
+            tensor_parallel: tensor-parallel size.
         """
         self._config = config
         self._ranks = ranks
         self._tensor_parallel = tensor_parallel
 
     def plan(self, receivers: tuple[int, ...], *, packed: bool) -> GatheringPlan:
-        """Return all messages that bring the weights to the global ranks ``receivers``.
+        """Return all messages that bring the weights to ``receivers``.
 
-        ``packed``: experts that are trained through MXFP4 are wanted as blocks and scales.
+        Args:
+            receivers: global ranks.
+            packed: whether receivers want MXFP4-trained experts as blocks and scales.
 
         Raises:
-            ConversionError: naming a parameter of which no rank holds a part.
+            ConversionError: naming a parameter of which a part is on no rank.
         """
         steps: list[GatheringStep] = []
         mappings = iter(parameter_mappings(self._config).values())
         for mapping in mappings:
             is_quantized = self._is_quantized(mapping)
             if packed and self._is_stacked(mapping, is_quantized):
-                # The other experts' counterparts follow in the table.
+                # The same parameter of the other experts follows in the table.
                 experts = [mapping, *islice(mappings, self._config.num_experts - 1)]
                 steps += self._stack_steps(experts, is_quantized, receivers)
             else:
@@ -137,8 +141,8 @@ class GatheringPlanner:
 
     @staticmethod
     def _is_stacked(mapping: ParameterMapping, is_quantized: bool) -> bool:
-        """Return whether this is the first of experts whose parameters go together."""
-        # Matrices that are not quantized go one by one: merged with adapters, they take room.
+        """Return True for the first of the experts whose parameters are sent together."""
+        # Unquantized matrices are sent one by one: with merged adapters, they need memory.
         is_small = is_quantized or len(mapping.shape) == 1
         return mapping.expert == 0 and len(mapping.hf_names) == 1 and is_small
 
@@ -148,9 +152,11 @@ class GatheringPlanner:
         is_quantized: bool,
         receivers: tuple[int, ...],
     ) -> list[GatheringStep]:
-        """Return the steps of one parameter of all experts: a step for neighbours that have the same
-        source, which sends them in one piece, or that every receiver has."""
-        # Some forty kernels and messages for every expert take longer than the bytes do.
+        """Return the steps of one parameter of all experts.
+
+        Neighbors with the same source share a step, and so do neighbors that all receivers have.
+        """
+        # About 40 kernels and messages per expert would take longer than the transfer itself.
         shapes = self._stacked_shapes(experts[0], is_quantized)
         dtype = self._ranks[self._find_source(experts[0], None)].dtypes[experts[0].name]
         expert_bytes = sum(map(math.prod, shapes)) * dtype.itemsize
@@ -173,20 +179,20 @@ class GatheringPlanner:
         return steps
 
     def _sender(self, mapping: ParameterMapping, receivers: tuple[int, ...]) -> int | None:
-        """Return the rank that sends a whole parameter, None if every receiver has it."""
+        """Return the rank that sends a whole parameter; None if every receiver has it."""
         if all(self._ranks[rank].holds(mapping, None) for rank in receivers):
             return None
         return self._find_source(mapping, None)
 
     @staticmethod
     def _stacked_shapes(mapping: ParameterMapping, is_quantized: bool) -> list[Shape]:
-        """Return the shapes of an expert's part of the Hugging Face tensors."""
+        """Return the shapes of one expert's part of each Hugging Face tensor."""
         return packed_shapes(mapping.shape) if is_quantized else [mapping.shape]
 
     def _messages(
         self, mapping: ParameterMapping, is_quantized: bool, receivers: tuple[int, ...]
     ) -> list[Message | None]:
-        """Return the message of each tensor-parallel shard, None where every receiver has it."""
+        """Return the message of each tensor-parallel shard; None if every receiver has it."""
         shards: list[int | None] = [None]
         if mapping.tensor_parallel_dim is not None:
             shards = list(range(self._tensor_parallel))
@@ -217,8 +223,8 @@ class GatheringPlanner:
         return joined_shape(shape) if is_quantized else shape
 
     def _find_source(self, mapping: ParameterMapping, shard: int | None) -> int:
-        """Return the lowest rank that holds a shard."""
-        # Data-parallel replicas hold the same; every rank must come to the same choice.
+        """Return the lowest global rank that holds a shard."""
+        # Data-parallel replicas hold equal values. All ranks must make the same choice.
         for rank, contents in enumerate(self._ranks):
             if contents.holds(mapping, shard):
                 return rank

@@ -1,9 +1,9 @@
-"""Hugging Face model directories: lazy reading with checks, and writing of complete ones.
+"""Hugging Face model directories: lazy, checked reading and complete writing.
 
 A directory holds ``config.json`` and either ``model.safetensors`` or
-``model.safetensors.index.json`` with the files it names; one in OpenAI's original format may also
-hold ``model--00001-of-00007.safetensors`` and so on without an index. Nothing is read before it is
-asked for except headers.
+``model.safetensors.index.json`` with the files it names. A directory in OpenAI's original format
+may instead hold ``model--00001-of-00007.safetensors`` and so on without an index. Only headers are
+read when a directory is opened.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -38,15 +38,15 @@ from megatron_gptoss.new_directory import new_directory
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT_LAYER = "lm_head.weight"
 LARGEST_FINITE_SCALE = 252
-"""Above it 6 * 2 ** (scale - 127) may overflow bf16."""
+"""Largest scale that is always safe: above it 6 * 2 ** (scale - 127) may overflow bf16."""
 FLOATS = ("BF16", "F16", "F32")
 ROWS_AT_A_TIME = 8192
-"""Rows of the embedding that are compared at a time."""
+"""Rows of the embedding compared at a time, to bound memory."""
 
 
 @dataclass(frozen=True)
 class ExpertStack:
-    """A tensor [E, ...] of which each expert's slice is read when it is asked for."""
+    """A tensor [E, ...] of which each expert's slice is read on access."""
 
     shape: Shape
     read: Callable[[int], torch.Tensor]
@@ -59,20 +59,20 @@ class ExpertStack:
 
 
 class HfDirectory:
-    """The weights of a model's directory by Hugging Face name, laid out as in its bf16 models.
+    """The weights of a model directory by Hugging Face name, in the layout of bf16 models.
 
-    They may be stored as bf16, fp16 or fp32, or with the experts in MXFP4, which are read as bf16;
-    under Hugging Face's names or under OpenAI's. Reading is safe from several threads.
+    The weights may be stored as bf16, fp16 or fp32, or with experts in MXFP4, which are read as
+    bf16. Hugging Face's and OpenAI's names are supported. Reading is thread-safe.
     """
 
     def __init__(self, path: Path, unfinished: bool = False, from_disk: bool = False) -> None:
-        """Open ``path`` and check that it holds every tensor of its model, and nothing else.
+        """Open a directory and check that it holds exactly the tensors of its model.
 
         Args:
-            path: of the directory.
-            unfinished: it has not got its name yet.
-            from_disk: read values from the disk itself, not from the page cache (which holds on to
-                what was not synced).
+            path: model directory.
+            unfinished: whether ``path`` is a directory that is still being written.
+            from_disk: whether to read values from the disk instead of the page cache. Pages that
+                were not synced still come from the cache.
 
         Raises:
             ConversionError: naming the file, key or tensor.
@@ -100,21 +100,20 @@ class HfDirectory:
         return list(hf_shapes(self.config))
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype that ``get`` returns."""
+        """Return the dtype of the tensor returned by ``get``."""
         stored = self._stored[name]
         if stored.is_mxfp4:
             return torch.bfloat16
         return self._entry(stored.names[0]).dtype
 
     def file_of(self, name: str) -> str:
-        """Return the name of the file that holds a tensor, by Hugging Face's or its stored
-        name."""
+        """Return the name of the file that holds a tensor, given by Hugging Face or stored name."""
         if name in self._file_of:
             return self._file_of[name]
         return self._file_of[self._stored[name].names[0]]
 
     def file_ranges(self, name: str, expert: int | None = None) -> list[FileRange]:
-        """Return the bytes that ``get`` reads."""
+        """Return the byte ranges that ``get`` reads."""
         stored = self._stored[name]
         first, stop = _rows(stored, expert)
         return [
@@ -123,7 +122,7 @@ class HfDirectory:
         ]
 
     def tensor_range(self, name: str) -> TensorRange | None:
-        """Return the place of a tensor's values; None if it is stored in another form."""
+        """Return the byte range of a tensor's values; None if they are stored in another layout."""
         stored = self._stored[name]
         if stored.is_mxfp4 or stored.output_major or stored.rows != slice(0, None):
             return None
@@ -132,13 +131,17 @@ class HfDirectory:
         return TensorRange(place.path, place.offset, place.length, self.dtype(name))
 
     def get(self, name: str, expert: int | None = None) -> torch.Tensor:
-        """Read a tensor, or only its ``expert``-th slice along the first dimension.
+        """Read a tensor, or one expert's slice of it.
 
         An expert matrix that is stored output-major is returned as a transposed view.
 
+        Args:
+            name: Hugging Face name.
+            expert: index along the first dimension; None for the whole tensor.
+
         Raises:
-            KeyError: if there is no such name.
-            ConversionError: if it cannot be read, or holds NaN, infinity or numbers beyond bf16.
+            KeyError: if the model has no such tensor.
+            ConversionError: if it cannot be read, or holds NaN, infinity or values beyond bf16.
         """
         stored = self._stored[name]
         packed = self.read_mxfp4(name, expert)
@@ -149,7 +152,7 @@ class HfDirectory:
         else:
             blocks, scales = packed
             tensor = mxfp4.dequantize(blocks, scales)
-            # Looking at the scales first is cheap; large ones of zeros are harmless.
+            # Checking the scales first is cheap. A large scale is harmless if all codes are zero.
             if (scales > LARGEST_FINITE_SCALE).any() and not tensor.isfinite().all():
                 scales_name = stored.names[1]
                 raise ConversionError(
@@ -164,10 +167,14 @@ class HfDirectory:
     def read_mxfp4(
         self, name: str, expert: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Read blocks and scales as they are stored; None if the tensor is not MXFP4.
+        """Read MXFP4 blocks and scales unmodified; return None if the tensor is not MXFP4.
+
+        Args:
+            name: Hugging Face name.
+            expert: index of the expert; None for all, which adds a leading dimension.
 
         Returns:
-            blocks uint8 [..., out, in / 32, 16] and scales uint8 [..., out, in / 32].
+            Blocks, uint8 [..., out, in / 32, 16], and scales, uint8 [..., out, in / 32].
         """
         stored = self._stored[name]
         if not stored.is_mxfp4:
@@ -178,7 +185,7 @@ class HfDirectory:
         return blocks, scales
 
     def view(self, name: str) -> torch.Tensor | ExpertStack:
-        """Read a tensor; of experts, return a stack that reads each one as it is indexed."""
+        """Read a tensor. For experts, return a stack that reads each expert on access."""
         if ".experts." not in name:
             return self.get(name)
         shape = hf_shapes(self.config)[name]
@@ -198,7 +205,7 @@ class HfDirectory:
         return self._file(stored_name).entries[stored_name]
 
     def _check_index(self) -> None:
-        """Check that the files hold what the index says, and nothing else."""
+        """Check that the files hold exactly the tensors of the index."""
         for name, file in self._file_of.items():
             if name not in self._files[file].entries:
                 raise ConversionError(
@@ -219,7 +226,7 @@ class HfDirectory:
                 )
 
     def _drop_tied_output_layer(self) -> None:
-        """Leave out a stored output layer that is tied to the embedding, after comparing both."""
+        """Ignore a stored output layer that is tied to the embedding, if both are equal."""
         if not self.config.tied_embeddings or OUTPUT_LAYER not in self._file_of:
             return
         stored = self._file(OUTPUT_LAYER)
@@ -228,7 +235,7 @@ class HfDirectory:
             raise ConversionError(f"{where} is there without {EMBEDDING}, which it is tied to")
         entries = (self._entry(OUTPUT_LAYER), self._entry(EMBEDDING))
         if any(entry.dtype_name not in FLOATS for entry in entries):
-            return  # what is wrong with the dtype is said later
+            return  # _check_tensors reports the wrong dtype
 
         same_form = entries[0].shape == entries[1].shape and entries[0].dtype == entries[1].dtype
         rows = entries[0].shape[0] if entries[0].shape else 0
@@ -247,7 +254,7 @@ class HfDirectory:
         self._file_of = {name: f for name, f in self._file_of.items() if name != OUTPUT_LAYER}
 
     def _check_quantization(self, raw_config: dict[str, Any]) -> None:
-        """Check that config.json says of experts in MXFP4 that they are."""
+        """Check that config.json declares MXFP4 if and only if experts are stored in it."""
         packed = [name for name, stored in self._stored.items() if stored.is_mxfp4]
         is_declared = raw_config.get("quantization_config") is not None
         if self._is_openai or is_declared == bool(packed):
@@ -266,7 +273,7 @@ class HfDirectory:
         return EMBEDDING not in self._file_of
 
     def _check_tensors(self) -> None:
-        """Check that the stored tensors are those of the configuration."""
+        """Check that the stored tensors are those of the model configuration."""
         where = self.path / INDEX_FILE
         if not where.exists():
             where = self.path / SINGLE_FILE
@@ -304,17 +311,17 @@ class HfDirectory:
 
 
 def _rows(stored: StoredTensor, expert: int | None) -> tuple[int, int | None]:
-    """Return the first row to read along dim 0, and the one to stop before (None: the end)."""
+    """Return the first row to read along dim 0 and the row to stop before (None: the end)."""
     if expert is not None:
         return expert, expert + 1
     return stored.rows.start, stored.rows.stop
 
 
 def _read_model_config(directory: Path) -> tuple[ModelConfig, dict[str, Any]]:
-    """Read config.json: as a configuration, and as it is."""
+    """Read config.json, as a model configuration and as raw JSON."""
     path = directory / CONFIG_FILE
     try:
-        # Without a file, read_hf_config below says what is missing.
+        # A missing file gives {} here; read_hf_config below raises the error.
         raw = read_object(path)
         is_openai = "num_experts" in raw and "model_type" not in raw
         if is_openai:
@@ -332,7 +339,7 @@ def _read_model_config(directory: Path) -> tuple[ModelConfig, dict[str, Any]]:
 
 
 def vocabulary_size(directory: Path) -> int | None:
-    """Return vocab_size of config.json; None where a directory has no such file or key."""
+    """Return ``vocab_size`` of config.json; None if the file or the key is missing."""
     return read_object(Path(directory) / CONFIG_FILE).get("vocab_size")
 
 
@@ -352,25 +359,25 @@ def write_hf_directory(
     on_written: Callable[[str, FileRange], object] | None = None,
     check: Callable[[Path], object] | None = None,
 ) -> None:
-    """Write a complete directory, which appears in one move at the end.
+    """Write a complete directory. It appears in one move at the end.
 
     Args:
-        directory: to write.
-        config: of the model.
-        named_tensors: all weights, written as they come.
+        directory: directory to write.
+        config: model configuration.
+        named_tensors: all weights, written in their order.
         extras: tokenizer, generation settings and token ids to write; none by default.
-        eos_token_ids: end tokens to write in place of those of ``extras``.
-        max_shard_bytes: of a file; a larger tensor has its own.
-        overwrite: replace a directory that exists, once the new one is complete.
-        quantized: the experts' matrices come as MXFP4 blocks and scales.
-        on_written: called with name and place of every tensor that was written.
-        check: called with the directory when all its files are written; raises ConversionError if
-            they are not right.
+        eos_token_ids: end tokens that replace those of ``extras``, if any are given.
+        max_shard_bytes: maximum size of a file. A larger tensor gets a file alone.
+        overwrite: whether to replace an existing directory, after the new one is complete.
+        quantized: whether ``named_tensors`` has expert matrices as MXFP4 blocks and scales.
+        on_written: called with stored name and byte range of every written tensor.
+        check: called with the unfinished directory after all files are written. It raises
+            ConversionError if they are wrong.
 
     Raises:
-        ConversionError: naming the file when the disk is full, a tensor is missing, unknown or of
-            another shape, or the directory exists and ``overwrite`` is false. Whatever was there
-            before stays as it was.
+        ConversionError: naming the file if the disk is full, a tensor is missing, unknown or of
+            another shape, or the directory exists and ``overwrite`` is False. Existing files stay
+            unmodified.
     """
     with new_directory(Path(directory), overwrite) as partial:
         shards = ShardWriter(
@@ -382,7 +389,7 @@ def write_hf_directory(
             place = shards.add(name, tensor)
             if on_written is not None:
                 on_written(name, place)
-            del tensor  # or two would be held while the next one is made
+            del tensor  # otherwise two tensors are in memory while the next one is computed
         dtype = shards.finish()
 
         extras = extras or ModelExtras()
@@ -400,7 +407,7 @@ def _write_settings(
     extras: ModelExtras,
     eos_token_ids: list[int],
 ) -> None:
-    """Write config.json, and generation_config.json unless there is nothing to write in it."""
+    """Write config.json, and generation_config.json if there are generation settings."""
     generation = dict(extras.generation)
     keys: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
     if quantized:
@@ -408,7 +415,7 @@ def _write_settings(
     keys |= extras.config
     if eos_token_ids:
         generation["eos_token_id"] = keys["eos_token_id"] = eos_token_ids
-    # Engines read these from config.json where there is no generation_config.json.
+    # Engines read these keys from config.json if there is no generation_config.json.
     for key in TOKEN_IDS:
         if keys.get(key) is None and key in generation:
             keys[key] = generation[key]
@@ -421,9 +428,13 @@ def _write_settings(
 def written_shapes(config: ModelConfig, quantized: bool) -> dict[str, Shape]:
     """Return the shape of every tensor of a directory to write, by stored name.
 
+    Args:
+        config: model configuration.
+        quantized: whether expert matrices are stored as MXFP4 blocks and scales.
+
     Raises:
-        ConversionError: if ``quantized`` and the model has no experts, or widths that MXFP4 blocks do
-            not fit.
+        ConversionError: if ``quantized`` and the model has no experts, or has widths that are not
+            a multiple of an MXFP4 block.
     """
     if not quantized:
         return hf_shapes(config)

@@ -1,11 +1,10 @@
-"""How a directory stores the tensors of GPT-OSS: Hugging Face's or OpenAI's names, floats or
-MXFP4.
+"""Storage layouts of GPT-OSS tensors: Hugging Face's or OpenAI's names, floats or MXFP4.
 
     Hugging Face, bf16     gate_up_proj [E, in, out]
     Hugging Face, MXFP4    gate_up_proj_blocks [E, out, in / 32, 16] and _scales [E, out, in / 32]
-    OpenAI                 block.N.mlp.mlp1_weight.blocks and .scales, likewise; q, k and v in one
+    OpenAI                 block.N.mlp.mlp1_weight.blocks and .scales; q, k and v in one tensor
 
-MXFP4 is output-major in both. OpenAI's names and its order of rows are those of
+MXFP4 is output-major in both. OpenAI's names and row order are those of
 github.com/openai/gpt-oss, gpt_oss/torch/{weights,model}.py.
 """
 
@@ -19,7 +18,7 @@ from converters.names import hf_shapes
 from megatron_gptoss.config import ModelConfig
 
 BLOCK = 32
-"""Values that share an MXFP4 scale."""
+"""Values per MXFP4 scale."""
 _NOT_QUANTIZED = [
     "model.layers.*.self_attn",
     "model.layers.*.mlp.router",
@@ -27,7 +26,7 @@ _NOT_QUANTIZED = [
     "lm_head",
 ]
 QUANTIZATION_CONFIG = {"quant_method": "mxfp4", "modules_to_not_convert": _NOT_QUANTIZED}
-"""What config.json says of a model whose expert matrices are MXFP4."""
+"""Value of ``quantization_config`` in config.json for a model with MXFP4 expert matrices."""
 _OPENAI_OUTSIDE = {
     "model.embed_tokens.weight": "embedding.weight",
     "model.norm.weight": "norm.scale",
@@ -45,19 +44,19 @@ _OPENAI_IN_LAYER = (
     (r"mlp\.experts\.down_proj_bias", "mlp.mlp2_bias"),
     (r"mlp\.experts\.down_proj", "mlp.mlp2_weight"),
 )
-"""Pattern after Hugging Face's ``model.layers.N.``, and OpenAI's name after ``block.N.``."""
+"""Pairs of a pattern that follows ``model.layers.N.`` and OpenAI's name after ``block.N.``."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a directory keeps one Hugging Face tensor."""
+    """Place of one Hugging Face tensor in a directory."""
 
     shapes: dict[str, Shape]
-    """The stored tensor that it is in, by name; or two, the blocks and the scales of MXFP4."""
+    """Shape of each stored tensor, by name: one tensor, or the blocks and the scales of MXFP4."""
     rows: slice = slice(0, None)
-    """Which rows of the stored tensor."""
+    """Rows of the stored tensor that belong to the Hugging Face tensor; all by default."""
     output_major: bool = False
-    """Stored as [E, out, in], where Hugging Face's bf16 layout has [E, in, out]."""
+    """True if stored as [E, out, in] instead of Hugging Face's bf16 layout [E, in, out]."""
 
     @property
     def names(self) -> list[str]:
@@ -66,26 +65,36 @@ class StoredTensor:
 
     @property
     def is_mxfp4(self) -> bool:
-        """Whether it is stored as blocks and scales."""
+        """True if stored as MXFP4 blocks and scales."""
         return len(self.shapes) == 2
 
 
 def is_expert_matrix(name: str) -> bool:
-    """Tell whether a Hugging Face tensor holds the experts' matrices, which MXFP4 quantizes."""
+    """Return True if a Hugging Face tensor holds expert matrices, which MXFP4 quantizes."""
     return name.endswith(("gate_up_proj", "down_proj"))
 
 
 def mxfp4_shapes(name: str, shape: Shape) -> dict[str, Shape]:
-    """Return blocks and scales, by name, of an expert matrix of Hugging Face [E, in, out]."""
+    """Return the stored shapes of an expert matrix in MXFP4, by stored name.
+
+    Args:
+        name: Hugging Face name of the matrix.
+        shape: its bf16 shape [E, in, out].
+
+    Returns:
+        ``NAME_blocks`` [E, out, in / 32, 16] and ``NAME_scales`` [E, out, in / 32].
+    """
     experts, inputs, outputs = shape
     scales_shape = (experts, outputs, inputs // BLOCK)
     return {f"{name}_blocks": (*scales_shape, BLOCK // 2), f"{name}_scales": scales_shape}
 
 
 def stored_tensors(config: ModelConfig, present: Collection[str]) -> dict[str, StoredTensor]:
-    """Return where every Hugging Face tensor is, or would have to be, by Hugging Face name.
+    """Return the expected place of every Hugging Face tensor, by Hugging Face name.
 
-    ``present`` are the names of the tensors that the directory holds.
+    Args:
+        config: model configuration.
+        present: names of the tensors in the directory. They decide between the layouts.
     """
     openai = "embedding.weight" in present
     result = {}
@@ -102,7 +111,7 @@ def stored_tensors(config: ModelConfig, present: Collection[str]) -> dict[str, S
 def _stored_expert_matrix(
     name: str, shape: Shape, present: Collection[str], openai: bool
 ) -> StoredTensor:
-    """Return where an expert matrix is: as MXFP4 if any piece of that is ``present``."""
+    """Return the place of an expert matrix: MXFP4 if its blocks or scales are ``present``."""
     if openai:
         name = openai_name(name)
     packed_shapes = mxfp4_shapes(name, shape)
@@ -121,7 +130,7 @@ def _stored_expert_matrix(
 
 
 def _stored_by_openai(config: ModelConfig, name: str, shape: Shape) -> StoredTensor:
-    """Return where OpenAI keeps a tensor; query, key and value are rows of one."""
+    """Return the place of a tensor in OpenAI's format, where query, key and value share one."""
     stored_name = openai_name(name)
     if not stored_name.endswith(("qkv.weight", "qkv.bias")):
         return StoredTensor({stored_name: shape})
@@ -139,7 +148,7 @@ def _stored_by_openai(config: ModelConfig, name: str, shape: Shape) -> StoredTen
 
 
 def openai_name(name: str) -> str:
-    """Return OpenAI's name of a Hugging Face tensor; of q, k and v the tensor that holds all."""
+    """Return OpenAI's name of a Hugging Face tensor; q, k and v map to the same name."""
     if name in _OPENAI_OUTSIDE:
         return _OPENAI_OUTSIDE[name]
 
@@ -152,7 +161,11 @@ def openai_name(name: str) -> str:
 
 
 def openai_config(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return OpenAI's config.json in Hugging Face's keys. KeyError names a missing key."""
+    """Convert OpenAI's config.json to Hugging Face's keys.
+
+    Raises:
+        KeyError: naming a missing key.
+    """
     original_length = raw["initial_context_length"]
     factor = raw["rope_scaling_factor"]
     rope_keys = ("rope_theta", "rope_scaling_factor", "rope_ntk_alpha", "rope_ntk_beta")

@@ -1,4 +1,4 @@
-"""The weight files of a new Hugging Face directory: one, or several of a limited size with an index."""
+"""Writing of weight files: one file, or several files of a limited size with an index."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from converters.weight_files import INDEX_FILE, SINGLE_FILE
 
 
 class ShardWriter:
-    """Writes tensors to files of a limited size, and the index when there are several."""
+    """Writes tensors to files of a limited size, and an index if there are several files."""
 
     def __init__(self, directory: Path, expected: Mapping[str, Shape], max_bytes: int) -> None:
         self._directory = directory
@@ -23,13 +23,24 @@ class ShardWriter:
         self._max_bytes = max_bytes
         self._writer: SafetensorsWriter | None = None
         self._shards: list[list[str]] = []
-        """Names of the tensors of each file."""
+        """Names of the tensors in each file."""
         self._sizes: dict[str, int] = {}
-        """Bytes of each tensor so far."""
+        """Size of each tensor added so far, in bytes."""
         self._dtype: torch.dtype | None = None
 
     def add(self, name: str, tensor: torch.Tensor) -> FileRange:
-        """Append a tensor to the last file, or to a new one if that would grow too large."""
+        """Append a tensor to the last file, or to a new file if the last one would be too large.
+
+        Args:
+            name: stored name.
+            tensor: values, with the expected shape.
+
+        Returns:
+            Byte range of the values in the file.
+
+        Raises:
+            ConversionError: if the tensor is repeated, unknown, of another shape or not finite.
+        """
         if name in self._sizes:
             raise ConversionError(f"tensor {name} was given twice")
         expected_shape = self._expected.get(name)
@@ -48,19 +59,22 @@ class ShardWriter:
             self._writer.close()
             self._writer = None
         if self._writer is None:
-            # How many files there will be, which is part of their names, shows only at the end.
+            # File names contain the number of files, which is known only at the end.
             path = self._directory / f"shard-{len(self._shards)}"
             self._writer = SafetensorsWriter(path, self._expected)
             self._shards.append(self._writer.names)
         return self._writer
 
     def finish(self) -> torch.dtype:
-        """Close and name the files; return the dtype of the weights.
+        """Close the files and give them their final names.
+
+        Returns:
+            The dtype of the first tensor, for config.json.
 
         Raises:
             ConversionError: if a tensor is missing.
         """
-        # What is unknown was refused as it came, so that only absence is left to check.
+        # ``add`` rejected unknown tensors, so only missing tensors are left to check.
         missing = [name for name in self._expected if name not in self._sizes]
         if missing or self._writer is None or self._dtype is None:
             raise ConversionError(f"{count_tensors(missing)} missing from the weights to write")
@@ -82,5 +96,5 @@ class ShardWriter:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write one of a directory's JSON files, indented as Hugging Face's are."""
+    """Write a JSON file with the indentation of Hugging Face's files."""
     path.write_text(json.dumps(content, indent=2) + "\n")

@@ -1,7 +1,7 @@
-"""Weights of a running Megatron model: filling it from Hugging Face tensors and reading it out.
+"""Weights of a running Megatron model: loading from and export to Hugging Face tensors.
 
-Both work on this rank's part of the model under any tensor, pipeline, expert and data parallel
-layout (expert tensor parallel size 1), with the groups of ``megatron.core.parallel_state``.
+Both work on this rank's part of the model under any tensor-, pipeline-, expert- and data-parallel
+layout (expert-tensor-parallel size 1), with the groups of ``megatron.core.parallel_state``.
 """
 
 from collections.abc import Callable
@@ -26,29 +26,29 @@ GetTensor = Callable[[str], torch.Tensor] | Callable[[str], torch.Tensor | Exper
 def load_hf_weights(model: torch.nn.Module, config: ModelConfig, get_tensor: GetTensor) -> None:
     """Fill every weight of this rank's ``model`` in place. Not collective.
 
-    Adapters stay as they are: what is loaded is their base.
+    Adapters stay unmodified: the tensors are loaded into their base.
 
     Args:
-        model: of any parallel layout; other dtypes are converted to the parameter's.
-        config: of the model.
+        model: model of any parallel layout. Values are converted to the parameter's dtype.
+        config: model configuration.
         get_tensor: returns the Hugging Face tensor of a name. Called only for names of which this
-            rank holds a part; if it answers with an ExpertStack, only this rank's experts are read.
+            rank holds a part. If it returns an ExpertStack, only this rank's experts are read.
 
     Raises:
-        ConversionError: (a ValueError) naming the tensor when it is missing or has another shape,
-            or when the model has a parameter that the name table does not know, or one that holds
-            MXFP4 values only and would change.
+        ConversionError: (a ValueError) naming the tensor if it is missing or has another shape, or
+            naming the parameter if the name table does not know it, or if it holds MXFP4 values
+            only and would change.
     """
     group = parallel_state.get_tensor_model_parallel_group()
     tensors: dict[str, torch.Tensor | ExpertStack] = {}
 
-    # In the table, experts that share a tensor follow one another: one read serves all.
+    # Experts that share a tensor are adjacent in the table, so one read serves all.
     for mapping, weight in find_local_weights(model, config):
         if any(name not in tensors for name in mapping.hf_names):
             tensors = _get_tensors(mapping, get_tensor)
         parts = _parts(mapping, tensors, config.num_experts)
 
-        # The full parameter exists for a moment: only experts are large, and they are not split.
+        # The full parameter exists temporarily. Only experts are large, and they are not split.
         local = mapping.shard(mapping.to_megatron(*parts), group.rank(), group.size())
         if local.shape != weight.shape:
             raise ConversionError(
@@ -61,7 +61,7 @@ def load_hf_weights(model: torch.nn.Module, config: ModelConfig, get_tensor: Get
         except ValueError as error:
             raise ConversionError(f"parameter {mapping.name}: {error}") from None
 
-    # Checkpoints of adapters say which base they change. It is read now, and not in the first save.
+    # Adapter checkpoints hold a digest of the base. Compute it here instead of in the first save.
     if has_adapters(model):
         local_digest(model)
 
@@ -80,7 +80,7 @@ def _get_tensors(
 def _parts(
     mapping: ParameterMapping, tensors: dict[str, torch.Tensor | ExpertStack], num_experts: int
 ) -> list[Any]:
-    """Take a parameter's parts from the tensors, checking the shapes of these."""
+    """Return a parameter's parts of the tensors, after checking the tensors' shapes."""
     parts: list[Any] = []
     for name, shape in zip(mapping.hf_names, mapping.part_shapes, strict=True):
         tensor = tensors[name]
@@ -102,15 +102,15 @@ def export_hf_weights(
 ) -> GatheredWeights:
     """Return all Hugging Face tensors of the model, on global rank 0, in the order of ``hf_shapes``.
 
-    Weights with adapters are merged, and those that are trained through MXFP4 rounded to it, one
-    after the other.
+    Adapters are merged into their weights, and weights that are trained through MXFP4 are rounded
+    to MXFP4, one weight at a time.
 
-    Collective: every rank must run the iterator to its end, or call ``finish``; on other ranks
-    than 0 it yields nothing.
+    Collective: every rank must exhaust the iterator or call ``finish``. On ranks other than 0 it
+    yields no tensor.
 
     Args:
-        model: of any parallel layout.
-        config: of the model.
+        model: model of any parallel layout.
+        config: model configuration.
         transposed: see ``names.hf_tensors``.
     """
     return WeightGathering(model, config).begin(transposed=transposed)

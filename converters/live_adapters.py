@@ -1,4 +1,4 @@
-"""Adapters of a running model: filled from a checkpoint or from PEFT's format."""
+"""Loading of adapters into a running model, from a checkpoint or from PEFT's format."""
 
 import re
 from typing import Any
@@ -13,7 +13,7 @@ from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.layers.adapters import named_adapters
 
 _NAME = re.compile(r"(?:decoder\.layers\.(\d+)\.)?.*?adapters\.(\w+)$")
-"""Name of an adapter in a model: its layer, if it has one, and its kind."""
+"""Name of an adapter in a model. Groups: layer (None outside the layers) and kind."""
 
 
 @torch.no_grad()
@@ -21,12 +21,12 @@ def load_adapter(model: torch.nn.Module, config: ModelConfig, source: Adapters) 
     """Fill this rank's adapters of ``model`` in place. Collective.
 
     Args:
-        model: of any parallel layout, built with ``source.adapter``, its base loaded.
-        config: of the model.
-        source: the adapter.
+        model: model of any parallel layout, built with ``source.adapter`` and a loaded base.
+        config: model configuration.
+        source: adapter to load.
 
     Raises:
-        ConversionError: when model and adapter differ in a setting, or the adapter was trained on
+        ConversionError: if model and adapter differ in a setting, or if the adapter was trained on
             another base.
     """
     _check_same_settings(model, source, config)

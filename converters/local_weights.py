@@ -1,6 +1,6 @@
-"""The weights of a Megatron model that this rank holds, by the entries of the name table.
+"""Weights of a Megatron model that this rank holds, by entries of the name table.
 
-Megatron numbers layers and experts by their place on the rank; the table knows the whole model.
+Megatron numbers layers and experts per rank, the table numbers them over the model.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,11 @@ OUTPUT_LAYER = "output_layer.weight"
 def find_local_weights(
     model: torch.nn.Module, config: ModelConfig
 ) -> list[tuple[ParameterMapping, Weight]]:
-    """Return what this rank holds, in the order of the name table."""
+    """Return this rank's weights with their entries, in the order of the name table.
+
+    Raises:
+        ConversionError: naming a parameter that the table does not have.
+    """
     table = parameter_mappings(config)
     experts = config.num_experts // parallel_state.get_expert_model_parallel_world_size()
     first_expert = experts * parallel_state.get_expert_model_parallel_rank()
@@ -45,7 +49,7 @@ def find_local_weights(
         for name, weight in named_weights(chunk):
             full_name = global_name(name, first_layer, first_expert)
             if config.tied_embeddings and full_name == OUTPUT_LAYER:
-                # The copy of the embedding on a last pipeline stage.
+                # Copy of the embedding on the last pipeline stage.
                 full_name = EMBEDDING
             if full_name not in table:
                 raise ConversionError(
@@ -67,20 +71,27 @@ class LocalWeights:
         self._places = {mapping.name: i for i, mapping in enumerate(self._mappings)}
 
     def sent_dtypes(self) -> dict[str, torch.dtype]:
-        """Return the dtype in which every weight is sent, by global parameter name; uint8 for
-        experts that are trained through MXFP4."""
-        # dtypes differ within a model: the router's bias stays fp32.
+        """Return the dtype in which every weight is sent, by global parameter name.
+
+        It is uint8 for MXFP4-trained experts.
+        """
+        # A model may have several dtypes: the router's bias stays fp32.
         dtypes = {}
         for name, weight in self._weights.items():
             dtypes[name] = torch.uint8 if isinstance(weight, QuantizedWeight) else weight.dtype
         return dtypes
 
     def read(self, name: str) -> dict[str, torch.Tensor]:
-        """Return this rank's shard of a parameter as it is sent; it may share the parameter's
-        memory.
+        """Return this rank's shard of a parameter in the form in which it is sent.
 
-        Experts that are trained through MXFP4 are quantized several at once: those of this rank
-        that follow in the order of the table come with it.
+        MXFP4-trained experts are quantized in batches: the result also has the experts of this rank
+        that follow in the table.
+
+        Args:
+            name: global parameter name.
+
+        Returns:
+            Shards by global parameter name. They may share memory with the parameters.
         """
         if not isinstance(self._weights[name], QuantizedWeight):
             return {name: self._weights[name].read().contiguous()}
@@ -97,13 +108,17 @@ class LocalWeights:
     def read_stack(
         self, mappings: Sequence[ParameterMapping], *, quantized: bool
     ) -> dict[str, torch.Tensor]:
-        """Return the part that some experts, all on this rank, have of the Hugging Face tensors.
+        """Return the stacked parts of neighboring experts of this rank, by stored name.
 
-        A GPU gets a handful of kernels, and not some for every expert.
+        One batch of kernels serves all experts.
 
         Args:
-            mappings: of one matrix or bias of neighbouring experts, in order.
-            quantized: whether it is trained through MXFP4, and comes as blocks and scales.
+            mappings: entries of one matrix or bias of neighboring experts, in order.
+            quantized: whether the matrix is trained through MXFP4. The result then has blocks and
+                scales.
+
+        Returns:
+            Parts [experts, ...] of the Hugging Face tensors.
         """
         names = [mapping.name for mapping in mappings]
         if quantized:
@@ -114,7 +129,7 @@ class LocalWeights:
         return {mappings[0].hf_names[0]: stack[:, order]}
 
     def packed_digests(self) -> Digests:
-        """Compute digests of this rank's experts that are trained through MXFP4."""
+        """Return digests of this rank's MXFP4-trained experts."""
         digests: Digests = {}
         for mapping in self._mappings:
             weight = self._weights[mapping.name]
@@ -126,7 +141,7 @@ class LocalWeights:
         return digests
 
     def _unrounded(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """Return the weights of experts that are trained through MXFP4."""
+        """Return the unrounded weights of MXFP4-trained experts."""
         unrounded = []
         for name in names:
             weight = self._weights[name]

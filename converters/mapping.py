@@ -1,10 +1,11 @@
-"""One entry of a name table: which Megatron parameter holds which Hugging Face tensors, and how.
+"""Entries of a name table: the mapping of a Megatron parameter to Hugging Face tensors.
 
-Pure data and pure functions, no process groups and no files. Tables are in ``families``.
+The module has only data and pure functions, no process groups and no files. Tables are in
+``families``.
 
-Megatron keeps one matrix for queries, keys and values: per key/value group its query heads, then its
-key head, then its value head. Split evenly along dim 0 it gives every tensor-parallel rank complete
-groups, as long as the ranks divide the groups.
+Megatron keeps one matrix for queries, keys and values: per key/value group its query heads, its key
+head, then its value head. An even split along dim 0 gives every tensor-parallel rank complete
+groups if the number of ranks divides the number of groups.
 """
 
 import math
@@ -23,51 +24,54 @@ NamedTensor = tuple[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class ParameterMapping:
-    """One Megatron parameter and the Hugging Face tensors (or slices of them) that it holds."""
+    """One Megatron parameter and the Hugging Face tensors (or slices of them) that form it."""
 
     name: str
     """Global Megatron name, such as ``decoder.layers.3.self_attention.linear_qkv.weight``."""
     shape: Shape
-    """Full shape, over all tensor-parallel ranks."""
+    """Full shape over all tensor-parallel ranks."""
     hf_names: tuple[str, ...]
-    """Hugging Face tensors it is made of."""
+    """Names of the Hugging Face tensors that form it."""
     part_shapes: tuple[Shape, ...]
-    """Shape of each part: of the Hugging Face tensor, or of one expert's slice of it."""
+    """Shape of each part: a Hugging Face tensor, or one expert's slice of it."""
     tensor_parallel_dim: int | None
-    """Dimension that tensor-parallel ranks split evenly; None if each rank holds all of it. Experts
-    are never split."""
+    """Dimension that tensor-parallel ranks split evenly; None if each rank holds all of it.
+
+    Experts are never split.
+    """
     layer: int | None
     """0-based layer; None outside the layers."""
     expert: int | None
-    """Index of the slice along dim 0 of the Hugging Face tensors; None if it takes all of them."""
+    """Index of the slice along dim 0 of the Hugging Face tensors; None for the whole tensors."""
     checkpoint_key: str
-    """Key of the tensor in torch_dist checkpoints that stacks this parameter over all layers (and
-    experts)."""
+    """Key in torch_dist checkpoints. Its tensor stacks the parameter over layers (and experts)."""
     to_megatron: Callable[..., torch.Tensor]
-    """(*parts) -> the Megatron tensor [shape]."""
+    """Function of the parts that returns the Megatron tensor [shape]."""
     to_hf: Callable[[torch.Tensor], Parts]
-    """The Megatron tensor -> its parts."""
+    """Function of the Megatron tensor that returns its parts."""
     tensor_parallel_blocks: int = 1
-    """Blocks along ``tensor_parallel_dim``, equally large, of each of which every rank has its share:
-    2 where gates lie above ups."""
+    """Number of equal blocks along ``tensor_parallel_dim``. Every rank has a share of each block.
+
+    2 for gates above ups.
+    """
 
     @property
     def checkpoint_index(self) -> Shape:
-        """Place in the leading axes of the torch_dist tensor: (), (layer,) or (layer, expert)."""
+        """Index in the leading dimensions of the checkpoint: (), (layer,) or (layer, expert)."""
         return tuple(i for i in (self.layer, self.expert) if i is not None)
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether the parameter equals one complete Hugging Face tensor."""
+        """True if the parameter equals one complete Hugging Face tensor."""
         return self.expert is None and self.to_megatron is same
 
     @property
     def bf16_bytes(self) -> int:
-        """Size in bf16, the unit of progress."""
+        """Size in bf16, the unit of progress reports."""
         return 2 * math.prod(self.shape)
 
     def named_parts(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Split the Megatron tensor as ``to_hf`` does; by Hugging Face name."""
+        """Split the Megatron tensor into its parts, by Hugging Face name."""
         return dict(zip(self.hf_names, self.to_hf(tensor), strict=True))
 
     def local_shape(self, ranks: int) -> Shape:
@@ -80,8 +84,16 @@ class ParameterMapping:
         return tuple(local)
 
     def shard(self, full: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
-        """Return what tensor-parallel ``rank`` of ``ranks`` holds of ``full``: a view, or of several
-        blocks a copy."""
+        """Return the shard of one tensor-parallel rank.
+
+        Args:
+            full: full parameter, with ``shape``.
+            rank: tensor-parallel rank.
+            ranks: tensor-parallel size.
+
+        Returns:
+            A view of ``full``, or a copy if there are several blocks.
+        """
         if self.tensor_parallel_dim is None:
             return full
         dim = self.tensor_parallel_dim
@@ -91,7 +103,7 @@ class ParameterMapping:
         return torch.cat([block.chunk(ranks, dim)[rank] for block in blocks], dim)
 
     def unshard(self, shards: list[torch.Tensor]) -> torch.Tensor:
-        """Join the shards of all tensor-parallel ranks, in order, to the full parameter."""
+        """Join the shards of all tensor-parallel ranks, in rank order, to the full parameter."""
         if self.tensor_parallel_dim is None or len(shards) == 1:
             return shards[0]
 
@@ -111,7 +123,14 @@ NamedParts = tuple[ParameterMapping, dict[str, torch.Tensor]]
 def unchanged(
     name: str, hf_name: str, shape: Shape, tensor_parallel_dim: int | None = None
 ) -> ParameterMapping:
-    """Map a parameter outside the layers that equals one Hugging Face tensor."""
+    """Map a parameter outside the layers that equals one Hugging Face tensor.
+
+    Args:
+        name: global Megatron name.
+        hf_name: Hugging Face name.
+        shape: full shape.
+        tensor_parallel_dim: dimension that tensor-parallel ranks split; None if they do not.
+    """
     return ParameterMapping(
         name=name,
         shape=shape,
@@ -129,7 +148,15 @@ def unchanged(
 def unchanged_in_layer(
     layer: int, name: str, hf_name: str, shape: Shape, tensor_parallel_dim: int | None = None
 ) -> ParameterMapping:
-    """Map a layer's parameter that equals one Hugging Face tensor; names are without its prefix."""
+    """Map a layer's parameter that equals one Hugging Face tensor.
+
+    Args:
+        layer: 0-based layer.
+        name: Megatron name without the prefix of the layer.
+        hf_name: Hugging Face name without the prefix of the layer.
+        shape: full shape.
+        tensor_parallel_dim: dimension that tensor-parallel ranks split; None if they do not.
+    """
     return ParameterMapping(
         name=f"decoder.layers.{layer}.{name}",
         shape=shape,
@@ -145,7 +172,13 @@ def unchanged_in_layer(
 
 
 def qkv_mapping(config: ModelConfig, layer: int, kind: str) -> ParameterMapping:
-    """Map the ``kind`` (weight or bias) of the projections to queries, keys and values."""
+    """Map the projection of a layer to queries, keys and values.
+
+    Args:
+        config: model configuration.
+        layer: 0-based layer.
+        kind: ``weight`` or ``bias``.
+    """
     query_rows = config.query_size
     key_rows = config.key_size
     tail = (config.hidden_size,) if kind == "weight" else ()
@@ -165,7 +198,7 @@ def qkv_mapping(config: ModelConfig, layer: int, kind: str) -> ParameterMapping:
 
 
 def embedding_mapping(config: ModelConfig) -> ParameterMapping:
-    """Map the embedding."""
+    """Map the embedding [vocab_size, hidden_size]."""
     return unchanged(
         "embedding.word_embeddings.weight",
         "model.embed_tokens.weight",
@@ -175,7 +208,7 @@ def embedding_mapping(config: ModelConfig) -> ParameterMapping:
 
 
 def output_mappings(config: ModelConfig) -> Iterator[ParameterMapping]:
-    """Map what follows the layers: the last norm, and an output layer that is not the embedding."""
+    """Map the final norm, and the output layer unless it is tied to the embedding."""
     hidden = config.hidden_size
     yield unchanged("decoder.final_layernorm.weight", "model.norm.weight", (hidden,))
     if not config.tied_embeddings:
@@ -189,7 +222,7 @@ def output_mappings(config: ModelConfig) -> Iterator[ParameterMapping]:
 def merge_qkv(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, groups: int
 ) -> torch.Tensor:
-    """Merge into Megatron's QKV, group by group.
+    """Merge the three projections into Megatron's QKV, group by group.
 
     Args:
         query: [heads * head_size, ...].
@@ -201,7 +234,7 @@ def merge_qkv(
         [(heads + 2 * groups) * head_size, ...].
     """
     tail = query.shape[1:]
-    # a group's query heads, its key head, its value head: [groups, rows, ...]
+    # Per group: query heads, key head, value head. [groups, rows, ...]
     per_group = [x.reshape(groups, -1, *tail) for x in (query, key, value)]
     return torch.cat(per_group, dim=1).reshape(-1, *tail)
 
@@ -210,7 +243,7 @@ def split_qkv(qkv: torch.Tensor, *, groups: int, head_size: int) -> Parts:
     """Invert ``merge_qkv``."""
     tail = qkv.shape[1:]
     per_group = qkv.reshape(groups, -1, *tail)
-    # a group ends with one key head and one value head
+    # A group ends with one key head and one value head.
     query_rows = per_group.shape[1] - 2 * head_size
     parts = per_group.split([query_rows, head_size, head_size], dim=1)
     return tuple(part.reshape(-1, *tail) for part in parts)
@@ -223,5 +256,5 @@ def same(part: torch.Tensor) -> torch.Tensor:
 def single_part(
     transform: Callable[[torch.Tensor], torch.Tensor],
 ) -> Callable[[torch.Tensor], Parts]:
-    """Turn a transform of a parameter that has one part into a ``to_hf``."""
+    """Turn a transform of a parameter with one part into a ``to_hf`` function."""
     return lambda tensor: (transform(tensor),)

@@ -1,4 +1,4 @@
-"""A torch_dist checkpoint of a model as the name table sees it."""
+"""Access to a torch_dist checkpoint of a model by entries of the name table."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,7 @@ from megatron_gptoss.families.registry import parse_model_config
 from megatron_gptoss.untrusted_files import read_bytes
 
 MODEL_KEYS = ("embedding.", "decoder.", "output_layer.")
-"""Keys of the model start with these; a trainer's checkpoint also holds the optimizer's."""
+"""Prefixes of model keys. A trainer's checkpoint also holds the optimizer's keys."""
 
 
 class MegatronCheckpoint:
@@ -30,10 +30,16 @@ class MegatronCheckpoint:
         from_disk: bool = False,
         verify: bool = True,
     ) -> None:
-        """Open ``path``; ``unfinished``, ``from_disk`` and ``verify`` as of TorchDistReader.
+        """Open a checkpoint.
+
+        Args:
+            path: directory of the checkpoint.
+            unfinished: see ``TorchDistReader``.
+            from_disk: see ``TorchDistReader``.
+            verify: see ``TorchDistReader``.
 
         Raises:
-            ConversionError: when it is not a complete checkpoint of its model alone.
+            ConversionError: if it is not a complete checkpoint of one model.
         """
         self.path = Path(path)
         self._reader = TorchDistReader(self.path, unfinished, from_disk, verify)
@@ -48,7 +54,7 @@ class MegatronCheckpoint:
                 )
 
     def get(self, key: str, index: Shape) -> torch.Tensor:
-        """Read element ``index`` of the leading axes of ``key``."""
+        """Read element ``index`` along the leading dimensions of ``key``."""
         shape = self._reader.shape(key)[len(index) :]
         return self._reader.get(key, index, shape)
 
@@ -57,25 +63,25 @@ class MegatronCheckpoint:
         return self._reader.get(mapping.checkpoint_key, mapping.checkpoint_index, mapping.shape)
 
     def file_of(self, mapping: ParameterMapping) -> str:
-        """Return the name of the file that holds a parameter."""
+        """Return the name of the file that holds the parameter."""
         return self._reader.file_of(mapping.checkpoint_key, mapping.checkpoint_index)
 
     def file_ranges(self, mapping: ParameterMapping) -> list[FileRange]:
-        """Return the bytes that are read for a parameter."""
+        """Return the byte ranges of a parameter."""
         return self._reader.chunk_ranges(mapping.checkpoint_key, mapping.checkpoint_index)
 
     def tensor_range(self, mapping: ParameterMapping) -> TensorRange | None:
-        """Return the place of a parameter's values; None if they are not in one piece."""
+        """Return the byte range of a parameter's values; None if they are not contiguous."""
         key = mapping.checkpoint_key
         return self._reader.tensor_range(key, mapping.checkpoint_index, mapping.shape)
 
     @property
     def is_quantized(self) -> bool:
-        """Whether experts were trained through MXFP4: their values are those after rounding."""
+        """True if experts were trained through MXFP4; their values are then rounded to MXFP4."""
         return (self.path / QUANTIZATION_FILE).exists()
 
     def check_places(self) -> None:
-        """Check that everything lies within its file; see TorchDistReader."""
+        """Check that all values lie within their files. See ``TorchDistReader``."""
         self._reader.check_places()
 
     def hf_tensors(self) -> Iterator[NamedTensor]:
@@ -84,7 +90,11 @@ class MegatronCheckpoint:
 
 
 def read_model_config(path: Path) -> ModelConfig:
-    """Read the ModelConfig that lies beside a checkpoint. Raises ConversionError."""
+    """Read the ModelConfig of a checkpoint.
+
+    Raises:
+        ConversionError: if the file is missing or damaged.
+    """
     try:
         return parse_model_config(read_bytes(path))
     except FileNotFoundError:
@@ -99,13 +109,13 @@ def check_same_model(source: HfDirectory, config: ModelConfig, path: Path) -> No
     """Raise ConversionError naming the first value in which two architectures differ.
 
     Args:
-        source: one of the two.
-        config: of the other.
-        path: where ``config`` comes from, for the message.
+        source: first model.
+        config: configuration of the second model.
+        path: origin of ``config``, for the message.
     """
     theirs = config.model_dump()
     for key, value in source.config.model_dump().items():
-        # initializer_std says nothing about weights that exist
+        # initializer_std does not affect existing weights
         if theirs.get(key) != value and key != "initializer_std":
             raise ConversionError(
                 f"different models: {key} is {value} in {source.path} but {theirs.get(key)} in {path}"

@@ -1,4 +1,4 @@
-"""Merging adapters into a Hugging Face model, to the bits that the trainer multiplied with."""
+"""Merge of adapters into a Hugging Face model, to the same bits that the trainer computed with."""
 
 import contextlib
 from collections.abc import Generator
@@ -43,7 +43,7 @@ KINDS = {
     "linear_fc2.weight": ("down",),
     "output_layer.weight": ("head",),
 }
-"""The adapters that may change a parameter, by the end of its Megatron name."""
+"""Kinds of adapters that may change a parameter, by the end of its Megatron name."""
 
 
 def merge_adapter(
@@ -57,25 +57,25 @@ def merge_adapter(
     """Write a Hugging Face model whose weights are merged with an adapter, and read it back.
 
     Args:
-        hf_dir: the base; experts may be in MXFP4.
-        adapter_dir: a checkpoint of a trainer, or an adapter in PEFT's format.
-        merged_dir: the directory to write; it appears in one move at the end.
-        dtype: of the result, and of the base before it is merged: that of the training. To "mxfp4",
-            weights are merged in bf16 and the experts' then quantized, which loses something.
-        progress: told how far writing is.
-        check_progress: told how far reading back is.
+        hf_dir: directory of the base; experts may be MXFP4.
+        adapter_dir: checkpoint of a trainer, or an adapter in PEFT's format.
+        merged_dir: directory to write. It appears in one move at the end.
+        dtype: dtype of the result, and of the base before the merge. Use the dtype of the training.
+            With "mxfp4", weights are merged in bf16 and experts are then quantized, which is lossy.
+        progress: callback that receives the progress of writing.
+        check_progress: callback that receives the progress of reading back.
 
     Returns:
-        What was lost, if anything is.
+        The losses, if any, and warnings.
 
     Raises:
-        ConversionError: naming the file, key or tensor, also when the adapter was trained on another
-            base, or is merged into this one already. An adapter that PEFT wrote has no digest of its
-            base; if it names another one, the report has a warning.
+        ConversionError: naming the file, key or tensor. Also if the adapter was trained on another
+            base, or is already merged into this one. An adapter written by PEFT has no digest of
+            its base. If it names another base, the report has a warning.
     """
     source = HfDirectory(hf_dir)
     quantized = dtype == "mxfp4"
-    # Refuses widths that do not fit MXFP4, before anything is written.
+    # Rejects widths that do not fit MXFP4 blocks before anything is written.
     written_shapes(source.config, quantized)
     adapters = open_adapters(adapter_dir, source)
     extras = read_extras(hf_dir)
@@ -122,29 +122,29 @@ class _Quantized:
     """An expert's merged matrix in MXFP4."""
 
     parts: dict[str, torch.Tensor]
-    """Blocks and scales, by the name under which they are stored."""
+    """Blocks and scales by stored name."""
     loss: MergeLoss
     exact: torch.Tensor
-    """``some_rows`` of what was quantized, bf16 [rows, in]."""
+    """``some_rows`` of the matrix before quantization, bf16 [rows, in]."""
 
 
 @dataclass(frozen=True)
 class _Merged:
-    """What became of one parameter."""
+    """Result of merging one parameter."""
 
     mapping: ParameterMapping
     parts: dict[str, torch.Tensor]
-    """Merged, by the name under which they are stored."""
+    """Merged parts by stored name."""
     digest: torch.Tensor
-    """Of its base."""
+    """Contribution of the base's parameter to the digest of the base, int64 []."""
     quantized: _Quantized | None
-    """Of an expert's matrix, when the result is MXFP4."""
+    """Quantized matrix of an expert, if the result is MXFP4; else None."""
     updates: list[UpdateLoss]
     """Loss of each adapter's update by rounding; empty if the trainer rounds, too."""
 
 
 class _Merger:
-    """Merges the parameters of a model one by one, on all cores."""
+    """Merges the parameters of a model, on all cores."""
 
     def __init__(
         self, source: HfDirectory, adapters: Adapters, dtype: torch.dtype, quantized: bool
@@ -156,13 +156,18 @@ class _Merger:
         self._table = list(parameter_mappings(source.config).values())
         self._mappings = {(mapping.layer, mapping.kind): mapping for mapping in adapters.mappings}
         self._digest = torch.zeros((), dtype=torch.int64)
-        # The experts of a layer share two tensors; threads work on neighbouring parameters.
+        # The experts of a layer share two tensors. Threads work on neighboring parameters.
         self._read = lru_cache(maxsize=8)(adapters.read)
 
     def parts(
         self, report: MergeReport, progress: Progress | None
     ) -> Generator[NamedParts, None, None]:
-        """Yield every parameter's parts, in the order of the table; losses go to ``report``."""
+        """Yield every parameter's parts, in the order of the table.
+
+        Args:
+            report: receives the losses.
+            progress: callback that receives the progress.
+        """
         self._digest.zero_()
         with contextlib.closing(self._results(report, progress)) as results:
             for merged in results:
@@ -170,12 +175,24 @@ class _Merger:
                 yield merged.mapping, merged.parts
 
     def check_base(self) -> None:
-        """Raise ConversionError if the adapters were trained on another base."""
+        """Raise ConversionError if the adapters were trained on another base.
+
+        Needs the digest computed by ``parts``.
+        """
         base = f"{self._source.path} in {self._dtype}"
         check_base_digest(self._adapters, as_digits(self._digest), base)
 
     def read_back(self, partial: Path, report: MergeReport, progress: Progress | None) -> None:
-        """Compare the unfinished directory, and what was reported, with a second computation."""
+        """Merge a second time, and compare with the unfinished directory and the report.
+
+        Args:
+            partial: directory that does not have its final name yet.
+            report: losses of the first computation.
+            progress: callback that receives the progress.
+
+        Raises:
+            ConversionError: naming a tensor that differs, or if the losses differ.
+        """
         written = HfDirectory(partial, unfinished=True)
         again = MergeReport()
         with contextlib.closing(self._results(again, progress)) as results:
@@ -190,7 +207,7 @@ class _Merger:
                 if merged.quantized is not None:
                     _check_by_definition(final_name(partial), merged.mapping, merged.quantized)
 
-        # The report is all that a user sees of the loss.
+        # The user sees only the report of the loss, so check it, too.
         if again != report:
             raise ConversionError(
                 f"{final_name(partial)}: the loss by quantization was computed twice, with different "
@@ -198,13 +215,13 @@ class _Merger:
             )
 
     def _read_written(self, written: HfDirectory, merged: _Merged) -> list[torch.Tensor]:
-        """Read what became of one parameter, in the order of ``merged.parts``."""
+        """Read the written parts of one parameter, in the order of ``merged.parts``."""
         mapping = merged.mapping
         if merged.quantized is None:
             return [written.get(name, mapping.expert) for name in mapping.hf_names]
 
         packed = written.read_mxfp4(mapping.hf_names[0], mapping.expert)
-        # HfDirectory refuses a directory that does not hold what its config.json says
+        # HfDirectory rejects a directory whose tensors do not match its config.json
         assert packed is not None
         return list(packed)
 
@@ -262,10 +279,17 @@ class _Merger:
         weight: torch.Tensor,
         updates: list[UpdateLoss],
     ) -> torch.Tensor:
-        """Merge ``weight`` [out, in] with the adapter of this kind, if there is one.
+        """Merge a weight with the adapter of a kind, if there is one.
 
-        The loss by rounding is added to ``updates`` if PEFT trained the adapter. PEFT does not round
-        the merged weight, and the trainer of this project does.
+        Args:
+            mapping: entry of the parameter.
+            kind: kind of adapter.
+            weight: [out, in].
+            updates: receives the loss by rounding if PEFT trained the adapter. PEFT does not round
+                merged weights, but this project's trainer does.
+
+        Returns:
+            The merged weight, [out, in].
         """
         adapter = self._mappings.get((mapping.layer, kind))
         if adapter is None:
@@ -285,9 +309,15 @@ class _Merger:
     def _quantize(
         self, mapping: ParameterMapping, base: torch.Tensor, merged: torch.Tensor
     ) -> _Quantized:
-        """Quantize an expert's matrix ``merged``, like ``base`` bf16 [in, out]."""
+        """Quantize the merged matrix of an expert.
+
+        Args:
+            mapping: entry of the parameter.
+            base: matrix before the merge, bf16 [in, out].
+            merged: matrix after the merge, bf16 [in, out].
+        """
         assert mapping.expert is not None
-        # What no adapter changed keeps the base's bytes, where the base is MXFP4.
+        # If the base is MXFP4, unchanged blocks keep its bytes.
         parts, _ = quantize(mapping.hf_names[0], mapping.expert, merged, self._source)
         blocks, scales = parts.values()
 
@@ -305,9 +335,9 @@ class _Merger:
 
 
 def _check_by_definition(directory: Path, mapping: ParameterMapping, quantized: _Quantized) -> None:
-    """Compare some rows with the numbers that MXFP4's definition gives.
+    """Compare some rows with the values that MXFP4's definition gives.
 
-    The codec compared with itself is right whenever it errs the same way twice.
+    A comparison with the codec itself would miss a mistake that the codec makes twice.
 
     Raises:
         ConversionError: naming tensor and expert.

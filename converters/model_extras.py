@@ -1,6 +1,7 @@
-"""Tokenizer, chat templates and settings of a model's directory.
+"""Tokenizer, chat templates and settings of a model directory.
 
-Conversions copy them: without them, texts become other tokens, and sampling does not stop.
+Conversions copy them. With another tokenizer, texts become other tokens. With other settings,
+sampling does not stop at the end tokens.
 """
 
 import json
@@ -26,9 +27,9 @@ GENERATION_FILE = "generation_config.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_FOLDER = "additional_chat_templates"
-"""Folder of the chat templates that have a name."""
+"""Folder of named chat templates."""
 EXTRAS_FOLDER = "hugging_face"
-"""Folder of an imported checkpoint with the extras of the model that it was imported from."""
+"""Folder in an imported checkpoint with the extras of the Hugging Face model."""
 
 _TOKENIZER_FILE = re.compile(
     r"(tokenizer|vocab|merges|chat_template).*"
@@ -42,23 +43,23 @@ _NO_TOKENIZER_FILE = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|py|md|h5|onnx
 
 @dataclass(frozen=True)
 class ModelExtras:
-    """Files and settings of a model's directory, without weights and architecture."""
+    """Files and settings of a model directory, without weights and architecture."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """Tokenizer and chat templates by name, some in the folder additional_chat_templates."""
+    """Tokenizer files and chat templates by relative path, such as in TEMPLATE_FOLDER."""
     generation: Mapping[str, Any] = field(default_factory=dict)
     """Content of generation_config.json."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of config.json that change no logits, such as eos_token_id."""
+    """Keys of config.json that do not change logits, such as eos_token_id."""
 
     @classmethod
     def of_files(cls, files: Iterable[Path]) -> "ModelExtras":
-        """Read tokenizer files, which keep their own names."""
+        """Read tokenizer files. They keep their names."""
         return cls(files={file.name: _read_file(file) for file in files})
 
     @property
     def has_tokenizer(self) -> bool:
-        """True if there is any file of a tokenizer."""
+        """True if there is a tokenizer file that is not a chat template."""
         return any(not name.endswith(".jinja") for name in self.files)
 
 
@@ -66,8 +67,8 @@ def read_extras(directory: Path) -> ModelExtras:
     """Read the extras of a Hugging Face directory.
 
     Raises:
-        ConversionError: naming the directory that does not exist, the file that cannot be read, or
-            the tokenizer that needs code of its own.
+        ConversionError: if the directory does not exist, a file cannot be read, or the tokenizer
+            needs code in the directory.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -93,7 +94,13 @@ def read_extras(directory: Path) -> ModelExtras:
 
 
 def copy_extras(extras: ModelExtras, source: Path, folder: Path) -> None:
-    """Write what ``read_extras(source)`` returned to a new folder, from which it can be read again."""
+    """Write extras to a new folder, from which ``read_extras`` can read them again.
+
+    Args:
+        extras: result of ``read_extras(source)``.
+        source: directory of the model.
+        folder: folder to create.
+    """
     folder.mkdir()
     settings = {CONFIG_FILE: read_object(source / CONFIG_FILE), GENERATION_FILE: extras.generation}
     for name, content in settings.items():
@@ -103,7 +110,7 @@ def copy_extras(extras: ModelExtras, source: Path, folder: Path) -> None:
 
 
 def write_files(files: Mapping[str, bytes], directory: Path) -> None:
-    """Write files of a model's extras to ``directory``."""
+    """Write extra files to ``directory``, by relative path."""
     for name, content in files.items():
         path = directory / name
         path.parent.mkdir(exist_ok=True)
@@ -111,7 +118,7 @@ def write_files(files: Mapping[str, bytes], directory: Path) -> None:
 
 
 def is_tokenizer_file(name: str) -> bool:
-    """Tell whether a tokenizer of transformers may be read from a file of this name."""
+    """Return True if transformers may read a tokenizer from a file of this name."""
     return bool(_TOKENIZER_FILE.fullmatch(name)) and not _NO_TOKENIZER_FILE.fullmatch(name)
 
 
@@ -132,9 +139,10 @@ def _read_file(path: Path) -> bytes:
 
 
 def _check_templates(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Raise ConversionError if a chat template is there twice with different texts.
+    """Raise ConversionError if a chat template exists twice with different texts.
 
-    transformers 4 and servers read those in tokenizer_config.json, newer versions prefer the files.
+    transformers 4 and servers read the templates in tokenizer_config.json, newer versions prefer
+    the files.
     """
     content = parse_json(files.get(TOKENIZER_CONFIG_FILE, b"{}"), directory)
     templates = content.get("chat_template")
@@ -154,7 +162,7 @@ def _check_templates(directory: Path, files: Mapping[str, bytes]) -> None:
 
 
 def _check_tokenizer_code(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Raise ConversionError if the tokenizer is a class in the directory, which is not copied."""
+    """Raise ConversionError if the tokenizer is code in the directory, which is not copied."""
     path = directory / TOKENIZER_CONFIG_FILE
     content = parse_json(files.get(TOKENIZER_CONFIG_FILE, b"{}"), path)
     if not isinstance(content, dict):
@@ -168,7 +176,18 @@ def _check_tokenizer_code(directory: Path, files: Mapping[str, bytes]) -> None:
 
 
 def read_object(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> dict[str, Any]:
-    """Read a JSON object; {} if the file does not exist. Raises ConversionError."""
+    """Read a JSON object.
+
+    Args:
+        path: file to read.
+        max_bytes: size limit of the file.
+
+    Returns:
+        The object; {} if the file does not exist.
+
+    Raises:
+        ConversionError: if the file is too large, unreadable or not a JSON object.
+    """
     try:
         content = parse_json(read_bytes(path, max_bytes), path)
     except FileNotFoundError:

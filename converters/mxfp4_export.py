@@ -1,4 +1,4 @@
-"""Expert matrices of a checkpoint as MXFP4, unchanged ones byte for byte as they were."""
+"""Quantization of a checkpoint's expert matrices to MXFP4, which keeps unchanged bytes."""
 
 import torch
 
@@ -13,20 +13,21 @@ from gptoss_kernels import mxfp4
 def quantize(
     name: str, expert: int, matrix: torch.Tensor, reference: HfDirectory | None
 ) -> tuple[dict[str, torch.Tensor], QuantizationLoss]:
-    """Quantize one expert's matrix and measure what that loses.
+    """Quantize one expert's matrix and measure the loss.
 
     Args:
-        name: Hugging Face's name of the tensor that stacks the experts.
-        expert: index into it.
+        name: Hugging Face name of the tensor that stacks the experts.
+        expert: index of the expert.
         matrix: [in, out], bf16 or fp32.
-        reference: the original. Where one of its scales reproduces a block exactly it is kept, so
-            that what is unchanged has its bytes.
+        reference: directory of the original model. If one of its scales reproduces a block exactly,
+            the scale is kept, so that unchanged blocks keep their bytes. None for new scales.
 
     Returns:
-        blocks uint8 [out, in / 32, 16] and scales uint8 [out, in / 32] by stored name; the loss.
+        Blocks uint8 [out, in / 32, 16] and scales uint8 [out, in / 32] by stored name, and the
+        loss.
 
     Raises:
-        ConversionError: if the matrix holds NaN or Inf.
+        ConversionError: if the matrix holds NaN or infinity.
     """
     original = None
     scale_hint = None
@@ -35,7 +36,7 @@ def quantize(
     if original is not None:
         _, scale_hint = original
 
-    # Blocks run along the inputs, which are the last axis only of the output-major matrix.
+    # Blocks run along the inputs, the last axis of the output-major matrix.
     exact = matrix.to(torch.bfloat16).T.contiguous()
     try:
         blocks, scales = mxfp4.quantize(exact, scale_hint)
@@ -51,7 +52,7 @@ def quantize(
         if same_bits(blocks, original_blocks) and same_bits(scales, original_scales):
             return packed, QuantizationLoss(experts=1)
 
-    # Compared with the matrix as it came: fp32 already loses by being rounded to bf16.
+    # Compare with the original matrix: rounding fp32 to bf16 is part of the loss.
     values = matrix.T.float()
     difference = mxfp4.dequantize(blocks, scales).float() - values
     loss = QuantizationLoss(

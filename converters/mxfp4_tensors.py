@@ -1,7 +1,6 @@
-"""Expert matrices in MXFP4 on their way from a trainer: joined for messages, by Hugging Face's stored
-names, and told apart by digests.
+"""MXFP4 expert matrices: message format, Hugging Face's stored names, and digests.
 
-Hugging Face's names and layout of blocks and scales are those of ``hf_layouts.mxfp4_shapes``:
+Names and layout of blocks and scales are those of ``hf_layouts.mxfp4_shapes``:
 [E, out, in / 32, 16] and [E, out, in / 32].
 """
 
@@ -18,30 +17,30 @@ from gptoss_kernels import mxfp4
 from megatron_gptoss.tensor_hash import digest_of_bits
 
 BLOCK_BYTES = BLOCK // 2
-"""Of the values of a block; its scale is one byte more."""
+"""Bytes of the values of a block, without its scale, which takes 1 more byte."""
 
 PIECE_BYTES = 1 << 28
-"""Of bf16 matrices that are brought side by side to be quantized at once."""
+"""Maximum size of the bf16 matrices that are stacked and quantized in one launch."""
 
 Digests = dict[str, str]
-"""By ``matrix_name``: 16 hexadecimal digits of an expert's blocks and scales."""
+"""Digest of an expert's blocks and scales, 16 hexadecimal digits, by ``matrix_name``."""
 
 
 # -- messages ----------------------------------------------------------------------------------
 
 
 def join(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Put every block's scale behind it: uint8 [..., n, 17] of [..., n, 16] and [..., n]."""
+    """Append each block's scale: [..., n, 16] and [..., n] give [..., n, 17], all uint8."""
     return torch.cat([blocks, scales[..., None]], dim=-1)
 
 
 def split(joined: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Invert ``join``."""
+    """Invert ``join``: split uint8 [..., n, 17] into blocks [..., n, 16] and scales [..., n]."""
     return joined[..., :BLOCK_BYTES], joined[..., BLOCK_BYTES]
 
 
 def joined_shape(shape: Shape) -> Shape:
-    """Return the shape of ``join`` of a matrix [..., in]."""
+    """Return the shape that ``join`` gives for a matrix [..., in]."""
     return (*shape[:-1], shape[-1] // BLOCK, BLOCK_BYTES + 1)
 
 
@@ -53,12 +52,15 @@ def packed_shapes(shape: Shape) -> list[Shape]:
 def packed_parts(
     mapping: ParameterMapping, blocks: torch.Tensor, scales: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Bring the blocks and scales of a Megatron parameter to Hugging Face's names and order.
+    """Convert blocks and scales of a Megatron parameter to Hugging Face's names and row order.
 
     Args:
-        mapping: of one expert's matrix.
-        blocks: [out, in / 32, 16], in the parameter's order of rows.
-        scales: [out, in / 32], likewise.
+        mapping: entry of one expert's matrix.
+        blocks: uint8 [out, in / 32, 16], in the parameter's row order.
+        scales: uint8 [out, in / 32], in the same row order.
+
+    Returns:
+        Blocks and scales by stored name.
     """
     order = row_order(mapping, blocks.device)
     blocks_name, scales_name = stored_names(mapping.hf_names[0])
@@ -66,13 +68,16 @@ def packed_parts(
 
 
 def row_order(mapping: ParameterMapping, device: torch.device) -> torch.Tensor:
-    """Return which row of a Megatron parameter is each output of its Hugging Face tensor, int64 [out].
+    """Return the row of a Megatron parameter for each output of its Hugging Face tensor.
 
     Args:
-        mapping: of a matrix or bias of one expert, with one Hugging Face tensor.
-        device: of the result.
+        mapping: entry of one expert's matrix or bias, with one Hugging Face tensor.
+        device: device of the result.
+
+    Returns:
+        int64 [out].
     """
-    # Blocks lie along the inputs, and the table only moves outputs: it moves whole blocks.
+    # Blocks run along the inputs, and the table reorders only outputs, so blocks move whole.
     rows = torch.arange(mapping.shape[0], device=device)
     if len(mapping.shape) == 1:
         [order] = mapping.to_hf(rows)
@@ -82,26 +87,28 @@ def row_order(mapping: ParameterMapping, device: torch.device) -> torch.Tensor:
 
 
 def matrices_at_once(shape: Shape) -> int:
-    """Return how many matrices of one shape are quantized at once."""
+    """Return how many matrices of a shape are quantized in one launch."""
     return max(1, PIECE_BYTES // (2 * math.prod(shape)))
 
 
 def stacked_in_bf16(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return matrices of one shape side by side, as ``mxfp4.quantize`` takes them."""
+    """Stack matrices of one shape in bf16, [matrices, out, in], for ``mxfp4.quantize``."""
     return torch.stack(list(weights)).to(torch.bfloat16)
 
 
 def pack_stack(
     mapping: ParameterMapping, weights: Sequence[torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Quantize one matrix of several experts, by Hugging Face's names and in its order.
+    """Quantize one matrix of several experts to Hugging Face's names and row order.
 
-    The bits are those of ``mxfp4.quantize`` of each. As many as fit into ``PIECE_BYTES`` are one
-    launch.
+    The result equals ``mxfp4.quantize`` of each matrix. One launch quantizes up to ``PIECE_BYTES``.
 
     Args:
-        mapping: of the first expert's.
+        mapping: entry of the first expert's matrix.
         weights: [out, in] of each expert, of any float dtype.
+
+    Returns:
+        Blocks [experts, out, in / 32, 16] and scales [experts, out, in / 32], by stored name.
     """
     place: Any = {"dtype": torch.uint8, "device": weights[0].device}
     blocks_shape, scales_shape = packed_shapes(mapping.shape)
@@ -125,13 +132,13 @@ def pack_stack(
 
 
 def stored_names(name: str) -> tuple[str, str]:
-    """Return the names of the blocks and the scales of Hugging Face's tensor ``name``."""
+    """Return the stored names of the blocks and the scales of a Hugging Face tensor."""
     blocks_name, scales_name = mxfp4_shapes(name, (1, BLOCK, 1))
     return blocks_name, scales_name
 
 
 def pack_experts(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Quantize the experts' matrices among weights by Hugging Face name; others stay as they are."""
+    """Quantize the expert matrices among weights by Hugging Face name; keep all other tensors."""
     packed: dict[str, torch.Tensor] = {}
     for name, tensor in named.items():
         if is_expert_matrix(name):
@@ -143,17 +150,21 @@ def pack_experts(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def fake_quantize_experts(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Round the experts' matrices among weights by Hugging Face name to MXFP4's values."""
+    """Round the expert matrices among weights by Hugging Face name to MXFP4 values."""
     return {name: rounded_to_mxfp4(name, tensor) for name, tensor in named.items()}
 
 
 def rounded_to_mxfp4(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Round a tensor of Hugging Face name ``name``: matrices of experts, [experts, in, out], to
-    values of MXFP4, others not at all."""
+    """Round expert matrices [experts, in, out] to MXFP4 values; return other tensors unmodified.
+
+    Args:
+        name: Hugging Face name.
+        tensor: its values.
+    """
     if not is_expert_matrix(name):
         return tensor
 
-    # Hugging Face has experts input-major; blocks lie along the inputs.
+    # Hugging Face stores experts input-major, but blocks run along the inputs.
     packed = mxfp4.quantize(tensor.mT.contiguous().bfloat16())
     return mxfp4.dequantize(*packed).mT.to(tensor.dtype)
 
@@ -162,17 +173,27 @@ def rounded_to_mxfp4(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def matrix_name(name: str, expert: int) -> str:
-    """Name one expert's matrix of Hugging Face's tensor ``name``."""
+    """Return the key in ``Digests`` of one expert's matrix.
+
+    Args:
+        name: Hugging Face name of the tensor that stacks the experts.
+        expert: index of the expert.
+    """
     return f"{name}, expert {expert}"
 
 
 def matrix_digest(blocks: torch.Tensor, scales: torch.Tensor) -> str:
-    """Compute 16 hexadecimal digits of one expert's blocks [out, in / 32, 16] and scales."""
+    """Return the digest, 16 hexadecimal digits, of one expert's matrix.
+
+    Args:
+        blocks: uint8 [out, in / 32, 16].
+        scales: uint8 [out, in / 32].
+    """
     return digest_of_bits(blocks, scales)
 
 
 def stack_digests(named: Iterable[NamedTensor]) -> Digests:
-    """Compute the digests of all experts' matrices among weights by stored name."""
+    """Return the digests of all expert matrices among weights by stored name."""
     tensors = dict(named)
     digests = {}
     for blocks_name, stack in tensors.items():
@@ -186,7 +207,7 @@ def stack_digests(named: Iterable[NamedTensor]) -> Digests:
 
 
 def first_difference(expected: Digests, found: Digests) -> str | None:
-    """Name the first matrix that only one side has, or that differs; None if all are equal."""
+    """Return the first matrix that differs or that only one side has; None if all are equal."""
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
             return name
@@ -194,7 +215,7 @@ def first_difference(expected: Digests, found: Digests) -> str | None:
 
 
 def directory_digests(directory: HfDirectory) -> Digests:
-    """Compute the digests of all experts' matrices that a directory holds in MXFP4."""
+    """Return the digests of all expert matrices that a directory holds in MXFP4."""
     digests = {}
     for name in directory.names():
         if not is_expert_matrix(name):

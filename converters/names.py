@@ -1,8 +1,8 @@
-"""The name table of import, export and weight sync: which Megatron parameter holds which tensor.
+"""Name table of import, export and weight sync: the Hugging Face tensors of Megatron parameters.
 
-``parameter_mappings(config)`` has one entry for every Megatron parameter under its *global* name:
-layers and experts are numbered over the model, not over one rank. ``global_name`` brings the names of
-every layer specification to this form. The tables themselves are in ``families``.
+``parameter_mappings(config)`` has one entry for every Megatron parameter under its *global* name,
+which numbers layers and experts over the model instead of one rank. ``global_name`` converts the
+names of every layer specification to this form. The tables themselves are in ``families``.
 """
 
 import re
@@ -18,13 +18,13 @@ from megatron_gptoss.config import ModelConfig
 def parameter_mappings(config: ModelConfig) -> dict[str, ParameterMapping]:
     """Return all parameters by global Megatron name, in model order.
 
-    The experts that share a Hugging Face tensor follow one another.
+    The experts that share a Hugging Face tensor are adjacent.
     """
     return {mapping.name: mapping for mapping in tensors_of(config).mappings(config)}
 
 
 def hf_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Return the complete list of Hugging Face tensors with their shapes."""
+    """Return the shape of every Hugging Face tensor of a model."""
     shapes: dict[str, Shape] = {}
     for mapping in tensors_of(config).mappings(config):
         for name, shape in zip(mapping.hf_names, mapping.part_shapes, strict=True):
@@ -37,14 +37,14 @@ def hf_shapes(config: ModelConfig) -> dict[str, Shape]:
 def hf_tensors(
     config: ModelConfig, get: Callable[[ParameterMapping], torch.Tensor], transposed: bool = False
 ) -> Iterator[NamedTensor]:
-    """Yield every Hugging Face tensor by name, one at a time, in the order of ``hf_shapes``.
+    """Yield (name, tensor) of every Hugging Face tensor, in the order of ``hf_shapes``.
 
     Args:
-        config: of the model.
-        get: returns the full Megatron parameter; asked for one after the other. The parameters of a
-            layer's experts are held together until their tensor is complete.
-        transposed: experts' matrices are views of [experts, out, in], as Megatron has them in
-            memory, which saves a slow copy.
+        config: model configuration.
+        get: returns the full Megatron parameter. Called once per parameter, in order. The
+            parameters of a layer's experts stay in memory until their tensor is complete.
+        transposed: whether expert matrices are views of [experts, out, in], which is Megatron's
+            layout in memory and saves a slow copy.
     """
     parts = (
         (mapping, mapping.named_parts(get(mapping)))
@@ -56,7 +56,13 @@ def hf_tensors(
 def stack_experts(
     config: ModelConfig, parts: Iterable[NamedParts], transposed: bool = False
 ) -> Iterator[NamedTensor]:
-    """Yield complete tensors from each parameter's parts, which come in the order of the table."""
+    """Yield complete tensors from the parts of parameters.
+
+    Args:
+        config: model configuration.
+        parts: parts of each parameter, in the order of the table.
+        transposed: see ``hf_tensors``.
+    """
     stacks: dict[str, torch.Tensor] = {}
     for mapping, named_parts in parts:
         if mapping.expert is None:
@@ -69,14 +75,14 @@ def stack_experts(
                 stacks[name] = _empty_stack(part, config.num_experts, transposed)
             stacks[name][mapping.expert] = part
 
-        # weight and bias are different parameters: each stack is complete with its last expert
+        # Weights and biases are different parameters: the last expert completes each stack.
         if mapping.expert == config.num_experts - 1:
             yield from stacks.items()
             stacks = {}
 
 
 def _empty_stack(part: torch.Tensor, experts: int, transposed: bool) -> torch.Tensor:
-    """Return room for [experts, *part.shape]; of a transposed matrix, a view."""
+    """Return an empty [experts, *part.shape]; if ``transposed``, matrices are transposed views."""
     if transposed and part.dim() == 2:
         return part.new_empty((experts, *part.mT.shape)).mT
     return part.new_empty((experts, *part.shape))
@@ -88,20 +94,20 @@ _GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d
 
 
 def global_name(local_name: str, layer_offset: int, expert_offset: int) -> str:
-    """Return the key in ``parameter_mappings`` of a parameter that one rank calls ``local_name``.
+    """Return the key in ``parameter_mappings`` of a rank's parameter.
 
-    Understands the local and the Transformer Engine layer specification, SequentialMLP
+    Supports the local and the Transformer Engine layer specification, SequentialMLP
     (``local_experts.{e}.linear_fc1.weight``) and TEGroupedMLP (``linear_fc1.weight{e}``).
 
     Args:
-        local_name: as ``named_parameters`` of a model chunk has it.
-        layer_offset: layers of earlier pipeline stages.
-        expert_offset: experts of earlier expert-parallel ranks.
+        local_name: name in ``named_parameters`` of a model chunk.
+        layer_offset: number of layers in earlier pipeline stages.
+        expert_offset: number of experts on earlier expert-parallel ranks.
     """
-    # TEGroupedMLP numbers experts at the end of the name, SequentialMLP in its middle.
+    # TEGroupedMLP has the expert's number at the end of the name, SequentialMLP in the middle.
     name = _GROUPED_EXPERT.sub(r".mlp.experts.local_experts.\3.\1.\2", local_name)
-    # The local specification has the norm as a module of its own, and so has the table the one before
-    # an MLP, which Transformer Engine fuses into dense layers only.
+    # The local specification has norms as separate modules. Transformer Engine fuses the norm
+    # before attention, and in dense layers also the norm before the MLP, which the table does not.
     name = name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
     name = name.replace(".mlp.linear_fc1.layer_norm_weight", ".pre_mlp_layernorm.weight")
     name = re.sub(

@@ -1,9 +1,10 @@
-"""Leaves the page cache to what a conversion reads again.
+"""Page cache control during conversions.
 
 A conversion moves more bytes through the page cache than most machines have memory, and the kernel
-evicts the oldest pages first. What is read back at the end is spread over the whole model, so most
-of it would have been evicted by what nobody reads again: the experts of all other layers. On 24 GB
-of memory, reading back the sample of a 12-layer import fetched 4 of its 5.6 GB from the disk.
+evicts the oldest pages first. The sample that is read back at the end is spread over the whole
+model. Pages that are not read again, such as the experts of all other layers, would evict most of
+it. On 24 GB of memory, reading back the sample of a 12-layer import fetched 4 of its 5.6 GB from
+the disk.
 """
 
 import os
@@ -18,37 +19,37 @@ from megatron_gptoss import host_memory
 
 
 def read_window() -> int:
-    """Return bytes that were read and stay cached: few, unless memory holds many models."""
+    """Return how many bytes of read pages to keep cached, 1/16 of the memory."""
     return host_memory.total_bytes() // 16
 
 
 def write_window() -> int:
-    """Return bytes that were written and stay cached: most of what can be dirty.
+    """Return how many bytes of written pages to keep cached, 1/8 of the memory.
 
-    The kernel begins to write dirty pages back at a tenth of the memory (its default of
-    ``vm.dirty_background_ratio``), so that older pages are mostly clean.
+    The kernel begins to write dirty pages back at 10% of the memory (the default of
+    ``vm.dirty_background_ratio``), so older pages are mostly clean.
     """
     return host_memory.total_bytes() // 8
 
 
 class StreamedPages:
-    """Drops parts of files from the page cache once enough others were used after them.
+    """Drops file ranges from the page cache after enough later ranges were used.
 
-    Usable from several threads. A file may be renamed after its first range was added. Dropping is
-    advice: the kernel keeps pages that another process has mapped.
+    Thread-safe. A file may be renamed after its first range was added. Dropping is a hint: the
+    kernel keeps pages that another process has mapped.
     """
 
     def __init__(self, window_bytes: int) -> None:
-        """``window_bytes`` of what was added last stay cached."""
+        """Keep the newest ``window_bytes`` of the added ranges cached."""
         self._descriptors: dict[Path, int] = {}
         self._lock = threading.Lock()
-        # The kernel does not drop dirty pages, but begins to write them: what was still dirty when
-        # it left the first window is clean when it leaves the second.
+        # The kernel does not drop dirty pages, but starts to write them. Pages that were dirty
+        # when they left the first window are clean when they leave the second one.
         self._used = _Window(window_bytes)
         self._dropped_once = _Window(window_bytes)
 
     def add(self, ranges: Iterable[FileRange]) -> None:
-        """Note that parts of files were read or written and will not be needed again."""
+        """Add file ranges that were read or written and will not be needed again."""
         with self._lock:
             for used in ranges:
                 if used.path not in self._descriptors:
@@ -63,7 +64,7 @@ class StreamedPages:
         os.posix_fadvise(descriptor, pages.offset, pages.length, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Close the files; what is cached now stays."""
+        """Close the files. Cached pages stay cached."""
         for descriptor in self._descriptors.values():
             os.close(descriptor)
 
@@ -75,7 +76,7 @@ class StreamedPages:
 
 
 class _Window:
-    """The newest ranges, of a limited number of bytes."""
+    """The newest ranges, up to a limited number of bytes."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -83,7 +84,7 @@ class _Window:
         self._ranges: deque[FileRange] = deque()
 
     def add(self, newest: FileRange) -> Iterator[FileRange]:
-        """Add a range and yield the oldest ones, which leave the window for it."""
+        """Add a range and yield the oldest ranges, which leave the window."""
         self._ranges.append(newest)
         self._bytes += newest.length
         while self._bytes > self._limit:

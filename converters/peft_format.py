@@ -1,16 +1,17 @@
 """Adapters in PEFT's format: the tensors of ``adapter_model.safetensors``.
 
-Attention's projections, the embedding and the output layer are PEFT's ``target_modules``, one pair
-of A [rank, in] and B [out, rank] each. PEFT takes the embedding the other way round, as a product
-of one-hot tokens with it: its A [rank, vocab_size] is our B transposed, its B [hidden_size, rank]
-our A. The matrices of a layer's experts, one Hugging Face tensor for all experts, are
-``target_parameters`` (peft 0.18 and later), whose adapters lie in two matrices:
+Attention projections, the embedding and the output layer are PEFT's ``target_modules``, with one
+pair of A [rank, in] and B [out, rank] each. PEFT treats the embedding as a product of one-hot
+tokens with it, which swaps the factors: its A [rank, vocab_size] is our B transposed, its
+B [hidden_size, rank] is our A transposed. The matrices of a layer's experts, one Hugging Face
+tensor for all experts, are ``target_parameters`` (peft 0.18 and later). Their adapters are stored
+in two matrices:
 
     lora_A [experts * rank, in]     expert-major: A of expert 0, A of expert 1, ...
-    lora_B [out, rank * experts]    rank-major: the first column of B of every expert, the second, ...
+    lora_B [out, rank * experts]    rank-major: column 0 of B of every expert, then column 1, ...
 
-Read the other way round, either has the right shape and is wrong. Rows of B of the gate and up
-projection alternate between gate and up, as the tensor's channels do.
+Swapping the two orders gives the right shapes and wrong values. Rows of B of the gate and up
+projection alternate between gate and up, like the channels of the tensor.
 """
 
 import math
@@ -34,15 +35,15 @@ from megatron_gptoss.config import AdapterConfig, ModelConfig
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 BASE_KEY = "megatron_gptoss.base_digest"
-"""Key of the safetensors metadata that holds the digest of the base. PEFT ignores it."""
+"""Key of the safetensors metadata with the digest of the base. PEFT ignores it."""
 
 _PEFT_MODULES = TARGETS | {
     "router": "model.layers.{layer}.mlp.router",
-    # The parameter that is wrapped first lies deeper: PEFT takes them in the order of the module.
+    # The parameter that is wrapped first is nested deeper: PEFT wraps in the order of the module.
     "gate_up": "model.layers.{layer}.mlp.experts.base_layer",
     "down": "model.layers.{layer}.mlp.experts",
 }
-"""What holds the factors of each kind of adapter."""
+"""Name of the PEFT module that holds the factors, by kind of adapter."""
 _MEGATRON_MODULES = {
     "embedding": "embedding.word_embeddings",
     "q": "decoder.layers.self_attention.linear_qkv",
@@ -54,65 +55,70 @@ _MEGATRON_MODULES = {
     "down": "decoder.layers.mlp.experts.experts.linear_fc2",
     "head": "output_layer",
 }
-"""In the keys of torch_dist checkpoints, which stack layers."""
+"""Name of the adapted module in torch_dist checkpoints (which stack layers), by kind."""
 _BASE_COPIES = {
     f"{PREFIX}{module}{inner}.weight": f"{module}.weight"
     for module in ("model.embed_tokens", "lm_head")
     for inner in ("", ".base_layer")
 }
-"""What PEFT saves of the base beside adapters of embedding or output layer, by its name there."""
+"""Hugging Face name of each base tensor that PEFT may store in the adapter's file, by name there.
+
+PEFT stores them with adapters of the embedding or the output layer.
+"""
 _PARAMETERS = {"gate_up": "gate_up_proj", "down": "down_proj"}
-"""PEFT's names of the experts' two matrices."""
+"""PEFT's names of the two expert matrices."""
 _LAYER = re.compile(re.escape(f"{PREFIX}model.layers.") + r"(\d+)\.")
 
 
 @dataclass(frozen=True)
 class AdapterMapping:
-    """One adapter of the model, or those of all experts of a layer together."""
+    """One adapter of the model, or the adapters of all experts of a layer."""
 
     kind: str
-    """embedding, q, k, v, o, router, gate_up, down or head."""
+    """One of embedding, q, k, v, o, router, gate_up, down, head."""
     layer: int | None
-    """None outside the layers."""
+    """0-based layer; None outside the layers."""
     shape: Shape
-    """[out, in] of the weight that it changes, of one expert."""
+    """[out, in] of the adapted weight; for experts, of one expert."""
     rank: int
     scale: float
-    """Factor of B A."""
+    """Factor of the product B A."""
     experts: int | None
-    """How many there are; None if it is not of experts."""
+    """Number of experts; None if the adapter is not of experts."""
     exchanged: bool = False
-    """True for PEFT's other layout of experts, in which A has the outputs and B the inputs. PEFT 0.19
-    and later writes it with transformers 4, whose experts do not say that they are transposed."""
+    """True for PEFT's other layout of experts, in which A has the outputs and B the inputs.
+
+    PEFT 0.19 and later writes it with transformers 4, which does not mark experts as transposed.
+    """
     is_alone: bool = False
-    """True for one of the experts' two matrices if the other one has no adapter in the layer."""
+    """True for one of the two expert matrices if the other has no adapter in the layer."""
 
     @property
     def checkpoint_key(self) -> str:
-        """Return the key of a torch_dist checkpoint without the factor's name, a or b."""
+        """Key in a torch_dist checkpoint, without the name of the factor (a or b)."""
         return f"{_MEGATRON_MODULES[self.kind]}.adapters.{self.kind}"
 
     @property
     def checkpoint_index(self) -> Shape:
-        """Return where the checkpoint's tensors have it: (layer,), or () outside the layers."""
+        """Index along the leading dimensions: (layer,), or () outside the layers."""
         return () if self.layer is None else (self.layer,)
 
     @property
     def names(self) -> tuple[str, str]:
-        """Return PEFT's names of A and B."""
-        # PEFT wraps the experts once for each matrix; the first wrapper is the inner one.
+        """PEFT's names of A and B."""
+        # PEFT wraps the experts once per matrix. The first wrapper is the inner one.
         return _peft_names("down" if self.is_alone else self.kind, self.layer)
 
     @property
     def factor_shapes(self) -> tuple[Shape, Shape]:
-        """Return our shapes of A and B, of experts stacked."""
+        """Shapes of A [rank, in] and B [out, rank]; for experts, with a leading [experts]."""
         rows, columns = self.shape
         stack = () if self.experts is None else (self.experts,)
         return (*stack, self.rank, columns), (*stack, rows, self.rank)
 
     @property
     def peft_shapes(self) -> tuple[Shape, Shape]:
-        """Return PEFT's shapes of A and B."""
+        """PEFT's shapes of A and B."""
         rows, columns = self.shape
         if self.kind == "embedding":
             return (self.rank, rows), (columns, self.rank)
@@ -123,7 +129,15 @@ class AdapterMapping:
         return (width, columns), (rows, width)
 
     def to_peft(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Bring A [rank, in] and B [out, rank], or of experts stacks of them, into PEFT's layout."""
+        """Convert factors to PEFT's layout.
+
+        Args:
+            a: [rank, in]; for experts, [experts, rank, in].
+            b: [out, rank]; for experts, [experts, out, rank].
+
+        Returns:
+            A and B with ``peft_shapes``.
+        """
         if self.kind == "embedding":
             return b.T.contiguous(), a.T.contiguous()
         if self.experts is None:
@@ -135,7 +149,7 @@ class AdapterMapping:
         return a.flatten(0, 1), b.permute(1, 2, 0).flatten(1).contiguous()
 
     def from_peft(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Invert ``to_peft``."""
+        """Invert ``to_peft``. Also reads PEFT's exchanged layout."""
         if self.kind == "embedding":
             return b.T.contiguous(), a.T.contiguous()
         if self.experts is None:
@@ -151,7 +165,7 @@ class AdapterMapping:
 
 
 def _peft_names(kind: str, layer: int | None) -> tuple[str, str]:
-    """Return PEFT's names of A and B."""
+    """Return PEFT's names of A and B of one kind of adapter."""
     module = PREFIX + _PEFT_MODULES[kind].format(layer=layer)
     if kind == "embedding":
         return f"{module}.lora_embedding_A", f"{module}.lora_embedding_B"
@@ -159,7 +173,12 @@ def _peft_names(kind: str, layer: int | None) -> tuple[str, str]:
 
 
 def adapter_mappings(model: ModelConfig, adapter: AdapterConfig) -> Iterator[AdapterMapping]:
-    """Yield all adapters of a model, in the order of its weights."""
+    """Yield all adapters of a model, in the order of its weights.
+
+    Args:
+        model: model configuration.
+        adapter: adapter settings.
+    """
     for kind, layer in _places(model):
         target = "experts" if kind in EXPERTS else kind
         if target in adapter.targets:
@@ -168,7 +187,7 @@ def adapter_mappings(model: ModelConfig, adapter: AdapterConfig) -> Iterator[Ada
 
 
 def _places(model: ModelConfig) -> Iterator[tuple[str, int | None]]:
-    """Yield kind and layer of everything that can have an adapter, in the order of its weights."""
+    """Yield kind and layer of every weight that can have an adapter, in model order."""
     yield "embedding", None
     for layer in range(model.num_layers):
         for kind in ("q", "k", "v", "o", "router", *EXPERTS):
@@ -199,16 +218,20 @@ def _mapping(
 
 
 class PeftDirectory:
-    """An adapter in PEFT's format, checked against a model: every tensor is there, and no other.
+    """An adapter in PEFT's format, checked to hold exactly the tensors that a model needs.
 
-    Ranks and scales may differ, and layers may have none.
+    Ranks and scales may differ between adapters, and layers may have no adapter.
     """
 
     def __init__(self, path: Path, model: ModelConfig) -> None:
-        """Open ``path``.
+        """Open an adapter.
+
+        Args:
+            path: directory of the adapter.
+            model: configuration of the base.
 
         Raises:
-            ConversionError: naming the file, the setting or the tensor that does not fit.
+            ConversionError: naming the file, setting or tensor that does not fit.
         """
         self.path = path
         self._model = model
@@ -219,26 +242,27 @@ class PeftDirectory:
 
         self._weights = SafetensorsFile(self._file)
         self.base: str | None = self._weights.metadata.get(BASE_KEY)
-        """Digest of the base, as a checkpoint of adapters has it; None if PEFT wrote the file."""
+        """Digest of the base, written by ``export_adapter``; None if PEFT wrote the file."""
         self.mappings = self._find_mappings()
         self._check_tensors()
 
     @property
     def base_name(self) -> str | None:
-        """Name or directory of the base in the settings."""
+        """Name or directory of the base in the settings; None if there is none."""
         return self._settings.base
 
     @cached_property
     def adapter(self) -> AdapterConfig:
-        """Settings with which a trainer has these adapters.
+        """Equivalent settings for a trainer.
 
         Raises:
-            ConversionError: naming what a trainer cannot have, although it can be merged.
+            ConversionError: naming a property that a trainer does not support. The adapter can
+                still be merged.
         """
         return self._adapter_config()
 
     def read(self, mapping: AdapterMapping) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return A and B in our layout, of experts stacked."""
+        """Read A [rank, in] and B [out, rank]; for experts, with a leading [experts]."""
         factors = []
         for name in mapping.names:
             factor = self._weights.read(name)
@@ -247,13 +271,13 @@ class PeftDirectory:
         return mapping.from_peft(*factors)
 
     def check_base_copies(self, get_tensor: Callable[[str], torch.Tensor]) -> None:
-        """Check that what PEFT saved of the base is what the base has.
+        """Check that the copies of the base's tensors in the adapter's file equal the base.
 
         Args:
             get_tensor: returns the base's tensor of a Hugging Face name.
 
         Raises:
-            ConversionError: naming the tensor, which was trained, or is of another base.
+            ConversionError: naming a tensor that was trained, or that is of another base.
         """
         for name, hf_name in _BASE_COPIES.items():
             if name not in self._weights.entries:
@@ -305,7 +329,7 @@ class PeftDirectory:
         config = AdapterConfig(
             rank=rank or self._settings.rank, alpha=alpha, targets=tuple(dict.fromkeys(targets))
         )
-        # Null where that is the default, as in most configurations.
+        # Leave expert_rank null if the default gives the same rank, as most configurations do.
         if expert_rank and expert_rank != config.rank_of_experts(self._model):
             config = config.model_copy(update={"expert_rank": expert_rank})
         try:
@@ -324,7 +348,7 @@ class PeftDirectory:
         return ranks[0] if ranks else None
 
     def _find_mappings(self) -> list[AdapterMapping]:
-        """Return the adapters that the settings name, as PEFT would make them."""
+        """Return the adapters named by the settings, by PEFT's rules."""
         settings = self._settings
         mappings = [
             _mapping(
@@ -365,13 +389,13 @@ class PeftDirectory:
     def _fits_exchanged(
         self, mappings: list[AdapterMapping], exchanged: list[AdapterMapping]
     ) -> bool:
-        """Return True if tensors of experts have the shapes of the other layout.
+        """Return True if the tensors of experts have the shapes of the exchanged layout.
 
-        Both matrices together always decide: the sides of gate_up_proj are equal where those of
-        down_proj are not.
+        Both matrices together always decide, because at most one of gate_up_proj and down_proj is
+        square.
 
         Raises:
-            ConversionError: if there is only one of the two, and its sides are equal.
+            ConversionError: if there is only one of the two matrices, and it is square.
         """
         of_experts = [mapping for mapping in mappings if mapping.experts is not None]
         if of_experts and all(len(set(mapping.shape)) == 1 for mapping in of_experts):
@@ -392,7 +416,7 @@ class PeftDirectory:
         return True
 
     def _check_tensors(self) -> None:
-        """Compare names, shapes and dtypes with those that the settings ask for."""
+        """Compare names, shapes and dtypes of tensors with the settings."""
         expected: dict[str, Shape] = {}
         for mapping in self.mappings:
             expected.update(zip(mapping.names, mapping.peft_shapes, strict=True))
@@ -419,7 +443,7 @@ class PeftDirectory:
                 )
 
     def _reason_against(self, name: str) -> str:
-        """Say, for an error, why the settings have no such adapter."""
+        """Return why the settings have no adapter for a tensor, as the end of an error."""
         match = _LAYER.match(name)
         if match is not None and int(match[1]) >= self._model.num_layers:
             return f": the base has {self._model.num_layers} layers, so the adapter is of another model"

@@ -1,4 +1,4 @@
-"""PEFT's ``adapter_config.json``: reading it, writing it, and settings that are not built."""
+"""PEFT's ``adapter_config.json``: reading, writing and rejection of unsupported settings."""
 
 import math
 import re
@@ -24,15 +24,15 @@ TARGETS = {
     "down": "model.layers.{layer}.mlp.experts.down_proj",
     "head": "lm_head",
 }
-"""Every kind of adapter, with what it changes: a module, or one of the PARAMETERS."""
+"""Adapted weight by kind of adapter: a module, or a parameter for the kinds in PARAMETERS."""
 PARAMETERS = ("router", "gate_up", "down")
-"""What PEFT adapts as parameters of a module, and not as a module."""
+"""Kinds that PEFT adapts as parameters of a module, not as a module."""
 EXPERTS = ("gate_up", "down")
-"""The two matrices of experts."""
+"""Kinds of the two expert matrices."""
 MAX_REPETITIONS = 4
-"""Repetitions that a regular expression of an adapter's settings may have."""
+"""Maximum number of repetitions in a regular expression of the settings."""
 GROUPS = ("SUBPATTERN", "BRANCH", "MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT", "ATOMIC_GROUP")
-"""Parts of a regular expression that are not repeated, because that may take for ever."""
+"""Parts of a regular expression that must not be repeated, to bound the matching time."""
 _UNDERSTOOD = {
     "peft_type",
     "r",
@@ -47,7 +47,7 @@ _UNDERSTOOD = {
     "layers_pattern",
     "bias",
     "init_lora_weights",
-    # what changes nothing that is computed from the tensors
+    # no effect on the values that are computed from the tensors
     "task_type",
     "auto_mapping",
     "peft_version",
@@ -62,7 +62,7 @@ _UNDERSTOOD = {
     "corda_config",
     "lora_ga_config",
 }
-"""Keys of PEFT's settings that may have any value, or are looked at by themselves."""
+"""Keys of PEFT's settings that may have any value, or are checked separately."""
 _REASONS = {
     "use_dora": "adapters are plain LoRA",
     "lora_bias": "adapters have no bias",
@@ -71,18 +71,21 @@ _REASONS = {
     "layer_replication": "it makes another model",
     "trainable_token_indices": "only adapters are trained",
 }
-"""Why a setting that is on cannot be read. One that is not named here is refused as unknown."""
+"""Reason against each unsupported setting. Settings that are unknown are rejected, too."""
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Values of init_lora_weights that leave the base as it is; others put a part of it into A and B."""
+"""Values of init_lora_weights that leave the base unmodified.
+
+Other values move a part of the base into A and B.
+"""
 
 
 def peft_config(model: ModelConfig, adapter: AdapterConfig, base: str | None) -> dict[str, Any]:
     """Return the content of ``adapter_config.json``.
 
     Args:
-        model: the base's architecture.
-        adapter: the settings.
-        base: the Hugging Face name or directory of the base, for whoever loads the adapter.
+        model: model configuration of the base.
+        adapter: adapter settings.
+        base: Hugging Face name or directory of the base, for users who load the adapter.
     """
     modules = [f"{target}_proj" for target in ("q", "k", "v", "o") if target in adapter.targets]
     if "embedding" in adapter.targets:
@@ -122,43 +125,45 @@ def peft_config(model: ModelConfig, adapter: AdapterConfig, base: str | None) ->
 
 @dataclass(frozen=True)
 class PeftSettings:
-    """Content of ``adapter_config.json``, with PEFT's rules for which weights it names."""
+    """Content of ``adapter_config.json``, with PEFT's rules for the selection of weights."""
 
     file: Path
     rank: int
     alpha: float
     is_rank_stabilized: bool
-    """True if the scale is alpha over the root of the rank (rsLoRA), not over the rank."""
+    """True for a scale of alpha / sqrt(rank) (rsLoRA), False for alpha / rank."""
     rank_pattern: dict[str, int]
-    """Ranks by a regular expression of the names that have them; others have ``rank``."""
+    """Rank by regular expression of module names; ``rank`` for other modules."""
     alpha_pattern: dict[str, float]
-    """Alphas, likewise."""
+    """Alpha by regular expression of module names; ``alpha`` for other modules."""
     modules: list[str] | str | None
-    """target_modules: ends of names, or a regular expression."""
+    """target_modules: suffixes of names, or a regular expression."""
     parameters: list[str] | None
-    """target_parameters: ends of names."""
+    """target_parameters: suffixes of names."""
     excluded: list[str] | str | None
-    """exclude_modules: ends of names of modules, or a regular expression."""
+    """exclude_modules: suffixes of module names, or a regular expression."""
     layers: list[int] | None
-    """layers_to_transform: layers of the modules in a list; None for all."""
+    """layers_to_transform: layers to which ``modules`` applies if it is a list; None for all."""
     layers_patterns: list[str]
-    """layers_pattern: regular expressions of the name in front of a layer's number."""
+    """layers_pattern: regular expressions of the name before the number of a layer."""
     base: str | None
     """base_model_name_or_path."""
 
     def rank_of(self, kind: str, layer: int | None = 0) -> int:
-        """Return the rank of a kind of adapter in a layer, as PEFT finds it."""
+        """Return the rank of a kind of adapter in a layer, by PEFT's rules."""
         return _by_pattern(self.rank_pattern, _name(kind, layer), self.rank)
 
     def scale_of(self, kind: str, layer: int | None = 0) -> float:
-        """Return the factor of B A."""
+        """Return the factor of the product B A."""
         alpha = _by_pattern(self.alpha_pattern, _name(kind, layer), self.alpha)
         rank = self.rank_of(kind, layer)
         return alpha / (math.sqrt(rank) if self.is_rank_stabilized else rank)
 
     def names(self, kind: str, layer: int | None = 0) -> bool:
-        """Tell whether PEFT adapts this kind of weight in a layer (tuners_utils.py,
-        check_target_module_exists and _inject_parameters)."""
+        """Return True if PEFT adapts this kind of weight in a layer.
+
+        See check_target_module_exists and _inject_parameters in PEFT's tuners_utils.py.
+        """
         name = _name(kind, layer)
         if kind in PARAMETERS:
             return _ends_with_any(name, self.parameters or [])
@@ -205,7 +210,11 @@ def _by_pattern[Number: (int, float)](
 
 
 def read_settings(file: Path) -> PeftSettings:
-    """Read PEFT's settings. Raises ConversionError naming the key that cannot be read."""
+    """Read PEFT's settings.
+
+    Raises:
+        ConversionError: naming a key that is missing, invalid or not supported.
+    """
     if not file.exists():
         raise ConversionError(f"{file}: missing; expected an adapter in PEFT's format")
     settings = read_object(file)
@@ -236,7 +245,11 @@ def read_settings(file: Path) -> PeftSettings:
 
 
 def _list_of(file: Path, key: str, value: Any, kind: type) -> Any:
-    """Return a list of texts or integers, or None. Raises ConversionError."""
+    """Return a list of strings or integers, or None.
+
+    Raises:
+        ConversionError: if ``value`` is anything else.
+    """
     if value is None or (
         isinstance(value, list) and all(type(element) is kind for element in value)
     ):
@@ -272,7 +285,7 @@ def _numbers_by_pattern(file: Path, settings: Mapping[str, Any], key: str) -> di
 
 
 def _check_pattern(file: Path, key: str, pattern: str) -> None:
-    """Raise ConversionError for what is not a regular expression, or takes too long to match."""
+    """Raise ConversionError unless ``pattern`` is a regular expression that matches fast."""
     try:
         re.compile(pattern)
         parsed = re._parser.parse(pattern)  # type: ignore[attr-defined]
@@ -281,8 +294,8 @@ def _check_pattern(file: Path, key: str, pattern: str) -> None:
             f"{file}: {key} has {pattern!r}, which is no regular expression ({error})"
         ) from None
 
-    # Time grows with the length of a name to the power of the repetitions, and without bound if a
-    # group is repeated, such as (a+)+.
+    # Matching time grows with the length of a name to the power of the number of repetitions. It
+    # is exponential if a group is repeated, such as (a+)+.
     repetitions = _count_repetitions(parsed, inside=False)
     if repetitions > MAX_REPETITIONS:
         raise ConversionError(
@@ -304,7 +317,7 @@ def _count_repetitions(parsed: Any, inside: bool) -> float:
             else:
                 total += 1 + _count_repetitions(repeated, inside=True)
             continue
-        # A group, a branch or an assertion has its parts somewhere in its argument.
+        # The parts of a group, a branch or an assertion are nested in its argument.
         arguments = argument if isinstance(argument, tuple | list) else [argument]
         for part in arguments:
             for branch in part if isinstance(part, list) else [part]:
@@ -314,7 +327,7 @@ def _count_repetitions(parsed: Any, inside: bool) -> float:
 
 
 def _refuse_other_methods(file: Path, settings: Mapping[str, Any]) -> None:
-    """Raise ConversionError for a setting that makes more of an adapter than s (B A)."""
+    """Raise ConversionError for a setting that computes more than scale * (B A)."""
     if settings.get("bias", "none") != "none":
         raise ConversionError(
             f"{file}: bias is {settings['bias']!r}, and only 'none' can be read: biases are frozen"
@@ -338,7 +351,7 @@ def _positive(
     key: str,
     kind: Literal["r", "lora_alpha"] | None = None,
 ) -> Any:
-    """Return a positive number; one of the kind "r" must be an integer."""
+    """Return a positive number. For the kind "r" it must be an integer."""
     if key not in settings:
         raise ConversionError(f"{file}: key {key} is missing")
 

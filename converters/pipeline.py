@@ -1,4 +1,4 @@
-"""Works on many tensors with all cores while their results are used in order."""
+"""Parallel map over many tensors, whose results are used in order."""
 
 import os
 from collections import deque
@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 Progress = Callable[[int, int], None]
-"""(bytes done, bytes in all)"""
+"""Function of (bytes done, total bytes)."""
 
 
 def ordered_map[Item, Result](
@@ -18,17 +18,16 @@ def ordered_map[Item, Result](
     size: Callable[[Item], int],
     progress: Progress | None,
 ) -> Generator[Result, None, None]:
-    """Yield ``function`` of every item, in order, computed in as many threads as there are cores.
+    """Yield ``function`` of every item in order, computed with one thread per core.
 
-    Reading and converting overlap with what the caller does. At most one result more than there
-    are threads waits to be taken, so memory stays bounded however many items there are. An error
-    is raised where its result would come.
+    Reading and converting overlap with the caller's work. At most one more result than there are
+    threads is pending, which bounds memory. An error is raised in place of its result.
 
     Args:
         function: called in a thread.
-        items: its arguments.
-        size: bytes of an item, for ``progress``.
-        progress: told the bytes of the items whose results were used.
+        items: arguments of the calls.
+        size: size of an item in bytes, for ``progress``.
+        progress: receives the bytes of the items whose results were used; None for no reports.
     """
     threads = os.cpu_count() or 1
     total_bytes = sum(size(item) for item in items)
@@ -36,7 +35,7 @@ def ordered_map[Item, Result](
     not_started = iter(items)
     pending: deque[Future[Result]] = deque()
 
-    # torch's own threads would compete with these for the cores.
+    # torch's own threads would compete with the pool for the cores.
     with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
 
         def start_next() -> None:
@@ -45,8 +44,7 @@ def ordered_map[Item, Result](
                 return
 
         try:
-            # With the one that the loop starts, one more than there are threads: none of them
-            # waits while the caller works.
+            # The loop below starts one more, so that no thread is idle while the caller works.
             for _ in range(threads):
                 start_next()
             for item in items:
@@ -57,6 +55,6 @@ def ordered_map[Item, Result](
                 if progress is not None:
                     progress(done_bytes, total_bytes)
         finally:
-            # After an error, or when the caller stops early; those that run end by themselves.
+            # Reached after an error or an early stop by the caller. Running calls finish.
             for future in pending:
                 future.cancel()

@@ -10,9 +10,13 @@ from megatron_gptoss.named_random import named_generator
 
 
 def random_hf_weights(config: ModelConfig, seed: int) -> Callable[[str], torch.Tensor]:
-    """Return a source of fp32 tensors by Hugging Face name.
+    """Return a function from Hugging Face name to a random fp32 tensor.
 
-    Norms are 1, biases and sinks 0, everything else is normal with ``config.initializer_std``.
+    Norms are 1, biases and sinks 0, other tensors are normal with ``config.initializer_std``.
+
+    Args:
+        config: model configuration.
+        seed: seed of all tensors.
     """
     shapes = hf_shapes(config)
 

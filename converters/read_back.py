@@ -1,20 +1,23 @@
-"""Reads a conversion back from its finished files and compares it with the source.
+"""Comparison of a finished conversion with its source.
 
-This happens before the directory gets its name. The expected values are computed a second time, by
-other objects than those that wrote, from the source's files. What was written is brought back with
-the other direction of the name table (an import is compared as Hugging Face tensors, an export as
-Megatron parameters). The MXFP4 codec is used by one thread at a time, and a few rows of every
-expert are also computed from the format's definition.
+The comparison runs before the directory gets its final name. The expected values are computed a
+second time from the source's files, by other objects than the writing ones. The written values are
+converted back with the other direction of the name table: an import is compared as Hugging Face
+tensors, an export as Megatron parameters. One thread at a time uses the MXFP4 codec, and a few rows
+of every expert are also computed from the format's definition.
 
-A sample is read while the system still brings what was written to the disk, which a conversion has
-to wait for anyway: it comes from the page cache, which a conversion keeps free for it
-(``page_cache``). All is read when it is on the disk, and from there.
+A sample is read from the page cache (``page_cache`` keeps it there) while the system syncs the
+files to the disk, because a conversion must wait for the disk anyway. With check ``all``, every
+value is read from the disk after the sync.
 
-What this cannot see: a name table that is wrong in both directions (``verify`` can), an MXFP4
-codec that is always wrong in some rows but right in those that are computed from the definition,
-and source files that were damaged before. A sample does not see values of experts of the other
-layers (that these have their place and length in the files is checked), nor a disk that does not
-keep what it was given."""
+The comparison cannot detect:
+
+* a name table that is wrong in both directions (``verify`` can),
+* an MXFP4 codec that is always wrong in some rows, except the rows computed from the definition,
+* source files that were damaged before,
+* with a sample: wrong values of experts of other layers (their place and length in the files are
+  checked), and a disk that loses data.
+"""
 
 import contextlib
 import math
@@ -56,11 +59,11 @@ def check_import(
     """Compare an unfinished torch_dist checkpoint with the directory it was imported from.
 
     Args:
-        hf_dir: the source.
-        partial: the checkpoint, which has not got its name yet.
-        dtype: that weights were converted to; None if each kept its own.
-        selection: what to compare.
-        progress: told how far it is.
+        hf_dir: source directory.
+        partial: checkpoint that does not have its final name yet.
+        dtype: dtype to which weights were converted; None if each kept its own.
+        selection: parameters to compare.
+        progress: callback that receives the progress.
 
     Raises:
         ConversionError: naming tensor, expert and file of a difference.
@@ -94,7 +97,8 @@ class _ImportComparison:
         self._written.check_places()
 
     def compare(self, mapping: ParameterMapping) -> None:
-        # Embedding and output layer, most of what is no expert, are compared without loading them.
+        # The embedding and the output layer hold most non-expert values. Compare their files,
+        # without loading them as tensors.
         if mapping.is_unchanged and self._dtype is None:
             written_range = self._written.tensor_range(mapping)
             source_range = self.source.tensor_range(mapping.hf_names[0])
@@ -110,14 +114,14 @@ class _ImportComparison:
     def _compare_part(self, name: str, part: torch.Tensor, where: "_Location") -> None:
         expert = where.mapping.expert
 
-        # One thread at a time: a codec that threads disturb is wrong in the writing alone.
+        # One thread at a time, so that a codec fault caused by concurrency affects only writing.
         with self._codec:
             expected = self.source.get(name, expert)
         if self._dtype is not None:
             expected = expected.to(self._dtype)
         where.require_same(name, part, expected)
 
-        # The codec compared with itself is right whenever it errs the same way twice.
+        # The codec may make the same mistake twice, so compare some rows with the definition.
         packed = self.source.read_mxfp4(name, expert)
         if packed is not None:
             blocks, scales = packed
@@ -141,13 +145,13 @@ def check_export(
     """Compare an unfinished Hugging Face directory with the checkpoint it was exported from.
 
     Args:
-        megatron_dir: the source.
-        partial: the directory, which has not got its name yet.
-        dtype: of the weights; None if experts are MXFP4 and the rest bf16.
-        reference: whose MXFP4 scales were kept where they fit.
-        report: what the export says that MXFP4 cost, compared with a second computation.
-        selection: what to compare.
-        progress: told how far it is.
+        megatron_dir: source checkpoint.
+        partial: directory that does not have its final name yet.
+        dtype: dtype of the weights; None for MXFP4 experts and bf16 otherwise.
+        reference: directory whose MXFP4 scales were reused where they fit; None for new scales.
+        report: quantization losses reported by the export. They are computed again and compared.
+        selection: parameters to compare.
+        progress: callback that receives the progress.
 
     Raises:
         ConversionError: naming tensor, expert and file of a difference.
@@ -169,7 +173,7 @@ def check_export(
         use=add_loss,
         progress=progress,
     )
-    # The report is all that a user sees of the loss, and the writing threads computed it.
+    # The user sees only the report, which the writing threads computed. Check it, too.
     for name, loss in recomputed.losses.items():
         reported = report.losses.get(name)
         if not loss.is_close_to(reported):
@@ -181,7 +185,7 @@ def check_export(
 
 
 def export_kind(dtype: torch.dtype | None) -> str:
-    """Return the name under which ``sample`` remembers exports to ``dtype`` (None: MXFP4)."""
+    """Return the name under which ``sample`` stores exports to ``dtype`` (None: MXFP4)."""
     if dtype is None:
         return "export_mxfp4"
     return f"export_{dtype}".replace("torch.", "")
@@ -233,7 +237,7 @@ class _ExportComparison:
         if same_bits(mapping.to_megatron(*parts.values()), expected):
             return
 
-        # Somewhere they differ; the parts say in which tensor.
+        # The merged tensors differ. Compare the parts to name the wrong tensor.
         for name, part in mapping.named_parts(expected).items():
             where.file = self._written.file_of(name)
             where.require_same(name, parts[name], part)
@@ -249,7 +253,7 @@ class _ExportComparison:
             expected, loss = quantize(name, expert, matrix, self._reference)
         with where.named_in_errors():
             packed = self._written.read_mxfp4(name, expert)
-        # HfDirectory refuses a directory that does not hold what its config.json says
+        # HfDirectory rejects a directory whose tensors do not match its config.json
         assert packed is not None
         for (stored_name, values), written in zip(expected.items(), packed, strict=True):
             where.file = self._written.file_of(stored_name)
@@ -258,7 +262,7 @@ class _ExportComparison:
         blocks, scales = (some_rows(tensor) for tensor in packed)
         defined = defined_values(blocks, scales)
         exact = some_rows(matrix.mT.to(torch.bfloat16))
-        # With the reference's bytes nothing may be lost; else nothing more than the format loses.
+        # The reference's bytes must be lossless. Otherwise only the format's rounding is allowed.
         is_exact = torch.equal(defined, exact.float())
         if (loss.changed == 0 and not is_exact) or not nearest(defined, exact, scales):
             raise ConversionError(
@@ -277,14 +281,14 @@ def check_weights(
     selection: Selection,
     progress: Progress | None = None,
 ) -> ReadBack:
-    """Compare an unfinished Hugging Face directory with the weights that it was written from.
+    """Compare an unfinished Hugging Face directory with the weights it was written from.
 
     Args:
-        weights: by Hugging Face name, at least those selected; experts that were written as MXFP4
-            as blocks and scales.
-        partial: the directory, which has not got its name yet.
-        selection: what to compare.
-        progress: told how far it is.
+        weights: tensors by stored name, at least the selected ones. Experts that were written as
+            MXFP4 are given as blocks and scales.
+        partial: directory that does not have its final name yet.
+        selection: parameters to compare.
+        progress: callback that receives the progress.
 
     Raises:
         ConversionError: naming tensor, expert and file of a difference.
@@ -314,7 +318,7 @@ def check_weights(
 
 
 def _stored_parts(written: HfDirectory, name: str, expert: int | None) -> dict[str, torch.Tensor]:
-    """Read a tensor, or one expert's slice of it: by its name, or blocks and scales by theirs."""
+    """Read a tensor or one expert's slice of it, by stored name (blocks and scales for MXFP4)."""
     packed = written.read_mxfp4(name, expert)
     if packed is None:
         return {name: written.get(name, expert)}
@@ -334,16 +338,24 @@ def _compare_selected[Result](
     use: Callable[[ParameterMapping, Result], None] = lambda mapping, result: None,
     progress: Progress | None,
 ) -> ReadBack:
-    """Call ``compare`` for everything selected, on all cores; ``partial`` is on the disk on
-    return.
+    """Call ``compare`` for all selected parameters, on all cores.
 
-    ``use`` gets the results in the order of the name table.
+    On return, ``partial`` is synced to the disk.
+
+    Args:
+        compare: compares one parameter and raises ConversionError if it differs.
+        kind: kind of conversion, for ``sample.remember_layer``.
+        config: model configuration.
+        partial: directory that does not have its final name yet.
+        selection: parameters to compare.
+        use: receives each result, in the order of the name table.
+        progress: callback that receives the progress.
     """
     table = list(parameter_mappings(config).values())
     selected = [mapping for mapping in table if selection.includes(mapping)]
 
     with torch.no_grad(), directory_syncing(partial) as wait_for_sync:
-        # Dropping dirty pages does nothing: what is to come from the disk must be there first.
+        # The kernel does not drop dirty pages. Sync first, so that reads come from the disk.
         if selection.check == "all":
             wait_for_sync()
 
@@ -357,7 +369,7 @@ def _compare_selected[Result](
         ended = time.perf_counter()
         synced = wait_for_sync()
 
-    # Only now: the experts of a layer that were found wrong are compared again next time.
+    # Remember the layer after success only, so that a wrong layer is compared again next time.
     if selection.layer is not None:
         remember_layer(kind, config, selection.layer)
 
@@ -374,9 +386,9 @@ def _compare_selected[Result](
 
 
 def _same_ranges(written: TensorRange | None, source: TensorRange | None, from_disk: bool) -> bool:
-    """Tell whether a tensor that is only copied is the same in both files.
+    """Return True if a copied tensor has the same bytes in both files.
 
-    If it is not, or has no single place, comparing its values says what is wrong.
+    False leaves the decision to a comparison of values, whose error names the difference.
     """
     if written is None or source is None:
         return False
@@ -388,11 +400,11 @@ def _same_ranges(written: TensorRange | None, source: TensorRange | None, from_d
 
 @dataclass
 class _Location:
-    """Where a parameter was written, for messages."""
+    """Place to which a parameter was written, for messages."""
 
     mapping: ParameterMapping
     directory: Path
-    """The name that the directory would have got."""
+    """Final name of the directory."""
     file: str
 
     def __str__(self) -> str:
@@ -406,7 +418,7 @@ class _Location:
 
     @contextlib.contextmanager
     def named_in_errors(self) -> Iterator[None]:
-        """Say in a ConversionError from inside of which tensor and expert it is."""
+        """Add tensor and expert to a ConversionError from inside."""
         try:
             yield
         except ConversionError as error:
@@ -415,7 +427,7 @@ class _Location:
             ) from None
 
     def require_same(self, name: str, written: torch.Tensor, expected: torch.Tensor) -> None:
-        """Raise ConversionError if the two are not the same bit for bit."""
+        """Raise ConversionError if the two tensors differ in a bit."""
         if not same_bits(written, expected):
             raise ConversionError(
                 f"{self._describe(name)} {_difference(written, expected)}; nothing was kept. "
@@ -424,7 +436,7 @@ class _Location:
 
 
 def _difference(written: torch.Tensor, expected: torch.Tensor) -> str:
-    """Say in what two tensors differ, as the rest of a sentence about the first."""
+    """Describe the difference of two tensors, as the rest of a sentence about the first."""
     if written.dtype != expected.dtype or written.shape != expected.shape:
         return (
             f"was written as {written.dtype} {list(written.shape)}, not {expected.dtype} "

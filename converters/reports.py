@@ -5,27 +5,33 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Check = Literal["sample", "all"]
-"""``sample``: all that is not an expert, and the experts of one layer, the next one every time.
-``all``: everything."""
+"""Scope of a comparison.
+
+``sample``: everything but experts, and the experts of one layer, a different layer every time.
+``all``: everything.
+"""
 
 
 @dataclass(frozen=True)
 class ReadBack:
-    """What was read back and equals what should have been written; its text is for a person."""
+    """Result of a successful comparison. ``str`` gives a text for the user."""
 
     check: Check
     layer: int | None
-    """Whose experts were compared; None: those of all layers."""
+    """Layer whose experts were compared; None for all layers."""
     layers: int
-    """Of the model."""
+    """Number of layers of the model."""
     compared: int
-    """Parameters whose values were compared."""
+    """Number of parameters whose values were compared."""
     parameters: int
-    """Parameters of the model."""
+    """Number of parameters of the model."""
     seconds: float
+    """Duration of the comparison, in seconds."""
     added_seconds: float
-    """Of ``seconds`` those for which the conversion had nothing else to wait for: all but the time
-    that the system took to bring what was written to the disk."""
+    """Part of ``seconds`` that the comparison adds to the conversion, in seconds.
+
+    The rest overlaps with the sync of the written files to the disk.
+    """
 
     def __str__(self) -> str:
         if self.layer is None:
@@ -41,12 +47,12 @@ class ReadBack:
 
 @dataclass
 class QuantizationLoss:
-    """What the experts of one Hugging Face tensor lost by being quantized."""
+    """Loss of the experts of one Hugging Face tensor by quantization."""
 
     experts: int = 0
-    """All of them."""
+    """Number of experts."""
     changed: int = 0
-    """Those whose bytes are not the reference's; all, without an MXFP4 reference."""
+    """Number of experts whose bytes differ from the reference; all without an MXFP4 reference."""
     squared_error: float = 0.0
     """Sum of (quantized - exact)**2 over the elements of the changed experts."""
     squared: float = 0.0
@@ -62,7 +68,7 @@ class QuantizationLoss:
         return math.sqrt(self.squared_error / self.squared)
 
     def add(self, other: "QuantizationLoss") -> None:
-        """Take further experts into account."""
+        """Add the loss of other experts."""
         self.experts += other.experts
         self.changed += other.changed
         self.squared_error += other.squared_error
@@ -70,7 +76,7 @@ class QuantizationLoss:
         self.largest = max(self.largest, other.largest)
 
     def is_close_to(self, other: "QuantizationLoss | None") -> bool:
-        """Tell whether both are of the same experts and equal but for the order of fp32 sums."""
+        """Return True if both are of the same experts and equal up to the order of fp32 sums."""
         if other is None or (self.experts, self.changed) != (other.experts, other.changed):
             return False
         return (
@@ -82,15 +88,15 @@ class QuantizationLoss:
 
 @dataclass
 class ExportReport:
-    """What an export did to the experts; its text is for a person."""
+    """Effect of an export on the experts. ``str`` gives a text for the user."""
 
     losses: dict[str, QuantizationLoss] = field(default_factory=dict)
-    """By tensor name; empty unless the export is MXFP4."""
+    """Loss by tensor name; empty unless the export is MXFP4."""
     read_back: ReadBack | None = None
-    """What was compared after it was written."""
+    """Result of the comparison after writing; None before."""
 
     def add(self, name: str, loss: QuantizationLoss) -> None:
-        """Take one more expert of the tensor ``name`` into account."""
+        """Add the loss of one more expert of the tensor ``name``."""
         self.losses.setdefault(name, QuantizationLoss()).add(loss)
 
     def __str__(self) -> str:
@@ -110,12 +116,12 @@ class ExportReport:
 
 @dataclass
 class MergeLoss:
-    """What merged weights lost by being quantized."""
+    """Loss of merged weights by quantization."""
 
     values: int = 0
-    """How many there are."""
+    """Number of values."""
     changed: int = 0
-    """Values that MXFP4 cannot hold."""
+    """Number of values that MXFP4 cannot represent."""
     squared_error: float = 0.0
     """Sum of (quantized - merged)**2."""
     squared: float = 0.0
@@ -130,11 +136,11 @@ class MergeLoss:
 
     @property
     def relative_to_update(self) -> float:
-        """Root mean square error over that of what the adapter adds; from 1 on, noise is larger."""
+        """Root mean square error over root mean square update; above 1, the error is larger."""
         return _root_of_ratio(self.squared_error, self.squared_update)
 
     def add(self, other: "MergeLoss") -> None:
-        """Take further weights into account."""
+        """Add the loss of other weights."""
         self.values += other.values
         self.changed += other.changed
         self.squared_error += other.squared_error
@@ -165,32 +171,34 @@ class UpdateLoss:
         return _root_of_ratio(self.squared_error, self.squared_update)
 
     def add(self, other: "UpdateLoss") -> None:
-        """Take a further weight into account."""
+        """Add the loss of another weight."""
         self.squared_error += other.squared_error
         self.squared_update += other.squared_update
 
 
 @dataclass
 class MergeReport:
-    """Losses and warnings of a merge; its text is for a person."""
+    """Losses and warnings of a merge. ``str`` gives a text for the user."""
 
     layers: dict[int, MergeLoss] = field(default_factory=dict)
-    """By layer; empty unless the merged model is MXFP4."""
+    """Loss by layer; empty unless the merged model is MXFP4."""
     tensors: dict[str, MergeLoss] = field(default_factory=dict)
-    """The same by tensor name."""
+    """Loss by tensor name; empty unless the merged model is MXFP4."""
     updates: dict[str, UpdateLoss] = field(default_factory=dict, compare=False)
-    """Loss by rounding, by the name of the parameter; empty for adapters that were trained here,
-    whose trainer rounds the same way."""
+    """Loss by rounding, by parameter name.
+
+    Empty for adapters that were trained by this project, because the trainer rounds the same way.
+    """
     warnings: list[str] = field(default_factory=list, compare=False)
     """Checks that were not possible."""
 
     def add(self, layer: int, name: str, loss: MergeLoss) -> None:
-        """Take one more expert of the tensor ``name`` into account."""
+        """Add the loss of one more expert of the tensor ``name``."""
         self.layers.setdefault(layer, MergeLoss()).add(loss)
         self.tensors.setdefault(name, MergeLoss()).add(loss)
 
     def add_update(self, name: str, loss: UpdateLoss) -> None:
-        """Take one more adapter of the parameter ``name`` into account."""
+        """Add the loss of one more adapter of the parameter ``name``."""
         self.updates.setdefault(name, UpdateLoss()).add(loss)
 
     def __str__(self) -> str:
@@ -224,7 +232,7 @@ class MergeReport:
 
 
 def _root_of_ratio(numerator: float, denominator: float) -> float:
-    """Return 0 for 0 / 0, and infinity where something came out of nothing."""
+    """Return sqrt(numerator / denominator); 0 for 0 / 0, infinity for x / 0."""
     if numerator == 0:
         return 0.0
     if denominator == 0:

@@ -1,8 +1,8 @@
-"""Safetensors files, read and written piece by piece with plain file operations.
+"""Reading and writing of safetensors files piece by piece, with plain file operations.
 
-Memory-mapped reading would count every page of a model as resident, and a file that is cut short
-under a running reader would end the process. Writing needs no list of tensors beforehand: room for
-the header is left at the start.
+Memory-mapped reading would count every page of a model as resident, and a file that is truncated
+while it is read would end the process. The writer reserves space for the header at the start of the
+file.
 """
 
 import errno
@@ -36,9 +36,9 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LENGTH_BYTES = 8
-"""A file begins with the length of its JSON header, little-endian."""
+"""Size of the first field: the length of the JSON header, little-endian."""
 MOST_HEADER_BYTES = 100_000_000
-"""Size limit of a header, which the safetensors library has, too."""
+"""Size limit of a header. The safetensors library has the same limit."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class Entry:
     """One tensor of a file."""
 
     dtype_name: str
-    """As safetensors calls it, such as BF16; may be one that no model of ours has."""
+    """Name of the dtype in safetensors, such as BF16; may be an unsupported dtype."""
     shape: Shape
     offset: int
-    """Of its first byte in the file."""
+    """Offset of the first byte in the file."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """KeyError if GPT-OSS is never stored so."""
+        """Torch dtype. Raises KeyError if it is not supported."""
         return DTYPES[self.dtype_name]
 
     @property
@@ -63,24 +63,26 @@ class Entry:
 
 
 class SafetensorsFile:
-    """Reads tensors, or some of their rows, from several threads at once.
+    """Reads tensors or rows of tensors. Thread-safe.
 
-    Raises ConversionError naming the file.
+    Methods raise ConversionError naming the file.
     """
 
     def __init__(self, path: Path, from_disk: bool = False) -> None:
-        """Open ``path`` and read its header.
+        """Open a file and read its header.
 
-        ``from_disk``: read values from the disk itself, not from the page cache (which holds on to
-        what was not synced).
+        Args:
+            path: file to read.
+            from_disk: whether to read values from the disk instead of the page cache. Pages that
+                were not synced still come from the cache.
         """
         self.path = path
         self._from_disk = from_disk
         try:
-            # Opening a FIFO would block for ever.
+            # open() of a FIFO would block.
             check_regular(path)
             with safe_open(path, framework="pt"):
-                pass  # the library checks the header and that the file is as long as it says
+                pass  # the library checks the header and the length of the file
             self._file = open_regular(path)
             header = _read_header(self._file, path)
         except UntrustedFileError as error:
@@ -100,10 +102,10 @@ class SafetensorsFile:
             for name, entry in header.tensors.items()
         }
         self.metadata = header.metadata
-        """Texts by key that a writer stored beside the tensors."""
+        """Strings by key that the writer stored with the tensors."""
 
     def file_range(self, name: str, start: int = 0, stop: int | None = None) -> FileRange:
-        """Return the bytes of rows ``start`` to ``stop`` along the first dimension."""
+        """Return the byte range of the rows ``start`` to ``stop`` along the first dimension."""
         entry = self.entries[name]
         rows = range(entry.shape[0])[start:stop]
         return FileRange(
@@ -113,7 +115,7 @@ class SafetensorsFile:
         )
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Read rows ``start`` to ``stop`` along the first dimension."""
+        """Read the rows ``start`` to ``stop`` along the first dimension (None: to the end)."""
         entry = self.entries[name]
         place = self.file_range(name, start, stop)
         buffer = torch.empty(place.length, dtype=torch.uint8)
@@ -129,7 +131,7 @@ class SafetensorsFile:
         return buffer.view(entry.dtype).view(rows, *entry.shape[1:])
 
     def _fill(self, buffer: memoryview, offset: int) -> None:
-        """Read until ``buffer`` is full: one call returns at most 2 GiB."""
+        """Read until ``buffer`` is full, because one call returns at most 2 GiB."""
         done = 0
         while done < len(buffer):
             count = os.preadv(self._file.fileno(), [buffer[done:]], offset + done)
@@ -144,7 +146,7 @@ class _Header:
     """JSON entries by tensor name: dtype, shape and data_offsets."""
     metadata: dict[str, str]
     data_start: int
-    """Offset that data_offsets count from."""
+    """Offset from which data_offsets count."""
 
 
 def _read_header(file: Any, path: Path) -> _Header:
@@ -157,7 +159,7 @@ def _read_header(file: Any, path: Path) -> _Header:
 
 
 def _where_it_ends(path: Path) -> str:
-    """Describe the first incomplete tensor of a truncated file; "" if that cannot be said."""
+    """Describe the first incomplete tensor of a truncated file; "" if it cannot be found."""
     try:
         with open(path, "rb") as file:
             header = _read_header(file, path)
@@ -180,10 +182,10 @@ def _describe_end(name: str, shape: list[int], present_bytes: int, tensor_bytes:
 
 
 class SafetensorsWriter:
-    """A new file, to which tensors are appended as they come.
+    """A new file, to which tensors are appended one by one.
 
-    Complete once ``close`` has returned, and on the disk once its directory was synced
-    (``new_directory`` does). Raises OSError.
+    The file is complete after ``close``, and on the disk after a sync of its directory
+    (``new_directory`` syncs it). Methods raise OSError.
     """
 
     def __init__(
@@ -192,15 +194,15 @@ class SafetensorsWriter:
         expected: Mapping[str, Shape],
         metadata: Mapping[str, str] | None = None,
     ) -> None:
-        """Create ``path``.
+        """Create a file.
 
         Args:
-            path: of the new file.
-            expected: shapes of all tensors that might come.
-            metadata: texts to store beside the tensors. Loaders ignore them.
+            path: file to create.
+            expected: shape of every tensor that may be added.
+            metadata: strings to store with the tensors. Loaders ignore them.
         """
         self._metadata = {"format": "pt", **(metadata or {})}
-        # No header is longer than that of all tensors, each at a place of 14 digits.
+        # The longest possible header has all tensors, each at an offset of 14 digits.
         longest = {
             name: self._entry("BF16", shape, 10**13, 10**13) for name, shape in expected.items()
         }
@@ -211,13 +213,13 @@ class SafetensorsWriter:
         self._entries: dict[str, object] = {}
         self.names: list[str] = []
         self.size = 0
-        """Bytes of the tensors so far."""
+        """Size of the tensors added so far, in bytes."""
         self._file = open(path, "wb")  # noqa: SIM115 (closed by close)
-        # The header is written by ``close``, when all places are known.
+        # ``close`` writes the header, when all offsets are known.
         self._file.seek(LENGTH_BYTES + self._header_room)
 
     def add(self, name: str, tensor: torch.Tensor) -> FileRange:
-        """Append ``tensor`` [any shape], from any device, and return its place."""
+        """Append ``tensor`` (any shape and device) and return its byte range in the file."""
         data = tensor.detach().cpu().contiguous().flatten()
         stop = self.size + data.nbytes
         self._entries[name] = self._entry(NAMES[data.dtype], tuple(tensor.shape), self.size, stop)

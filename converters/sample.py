@@ -1,4 +1,4 @@
-"""Which parameters are compared after a conversion: all, or a sample that changes every time."""
+"""Selection of the parameters to compare after a conversion: all, or a rotating sample."""
 
 import contextlib
 import random
@@ -13,29 +13,35 @@ from megatron_gptoss.config import ModelConfig
 
 @dataclass(frozen=True)
 class Selection:
-    """Parameters that one conversion compares."""
+    """Parameters to compare after one conversion."""
 
     check: Check
     layer: int | None
-    """Whose experts are compared; None: those of all layers."""
+    """Layer whose experts are compared; None for all layers."""
 
     def includes(self, mapping: ParameterMapping) -> bool:
-        """Tell whether a parameter is compared."""
+        """Return True if the parameter is to be compared."""
         return mapping.expert is None or self.layer is None or self.layer == mapping.layer
 
 
 def select_parameters(kind: str, config: ModelConfig, check: Check) -> Selection:
-    """Choose what the next conversion of this ``kind`` compares."""
+    """Choose the parameters to compare.
+
+    Args:
+        kind: kind of conversion, such as ``import``. Each kind has its own rotation.
+        config: model configuration.
+        check: ``all``, or ``sample`` for the experts of one layer.
+    """
     if check == "all" or not config.num_experts:
         return Selection(check, layer=None)
     return Selection(check, layer=next_layer(kind, config))
 
 
 def next_layer(kind: str, config: ModelConfig) -> int:
-    """Return the layer after the one whose experts were compared last.
+    """Return the layer after the layer whose experts were compared last.
 
-    It is remembered in the user's cache, for each ``kind`` of conversion and size of model. Where
-    nothing is remembered, or nothing can be, it is any layer.
+    The last layer is stored in the user's cache, per ``kind`` of conversion and model size. Without
+    a stored layer, a random layer is returned.
     """
     try:
         last = int(_turn_file(kind, config).read_text())
@@ -45,8 +51,8 @@ def next_layer(kind: str, config: ModelConfig) -> int:
 
 
 def remember_layer(kind: str, config: ModelConfig, layer: int) -> None:
-    """Remember the layer whose experts were compared."""
-    # A cache that cannot be written is no reason to refuse a good conversion.
+    """Store the layer whose experts were compared."""
+    # An unwritable cache must not fail a correct conversion.
     with contextlib.suppress(OSError):
         file = _turn_file(kind, config)
         file.parent.mkdir(exist_ok=True)

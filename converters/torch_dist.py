@@ -1,12 +1,15 @@
-"""Hugging Face directories <-> Megatron torch_dist checkpoints, tensor by tensor.
+"""Conversion between Hugging Face directories and torch_dist checkpoints, tensor by tensor.
 
-A checkpoint is a directory of Megatron's dist_checkpointing plus ``gptoss_config.json``, the
-ModelConfig as JSON; the trainer's checkpoints hold the same. Keys are those of Megatron's
-Transformer Engine layers whatever wrote the checkpoint: layers stacked along a leading axis,
-experts along a second one, the layer norm before attention as
-``decoder.layers.self_attention.linear_qkv.layer_norm_weight`` and the one before experts as
-``decoder.layers.pre_mlp_layernorm.weight``, before an MLP as
-``decoder.layers.mlp.linear_fc1.layer_norm_weight``. The CPU layer specification maps its names to these.
+A checkpoint is a directory of Megatron's dist_checkpointing and ``gptoss_config.json``, the
+ModelConfig as JSON. A trainer's checkpoints have the same contents. Keys are those of Megatron's
+Transformer Engine layers for every layer specification:
+
+* Layers are stacked along a leading dimension, experts along a second one.
+* The norm before attention is ``decoder.layers.self_attention.linear_qkv.layer_norm_weight``.
+* The norm before experts is ``decoder.layers.pre_mlp_layernorm.weight``, the norm before a dense
+  MLP ``decoder.layers.mlp.linear_fc1.layer_norm_weight``.
+
+The CPU layer specification maps its names to these keys.
 """
 
 import contextlib
@@ -60,16 +63,19 @@ def import_checkpoint(
     check: Check = "sample",
     check_progress: Progress | None = None,
 ) -> ReadBack:
-    """Write a checkpoint that loads at any tensor, pipeline and expert parallel size.
+    """Write a checkpoint that loads at any tensor-, pipeline- and expert-parallel size.
 
     Args:
-        hf_dir: the source, a Hugging Face or OpenAI directory.
-        megatron_dir: the checkpoint to write, which appears in one move at the end: an import that
-            is interrupted, or found wrong, leaves nothing.
-        dtype: to convert weights to; without it each tensor keeps its own.
-        progress: told how far writing is.
-        check: what is read back and compared (``read_back``).
-        check_progress: told how far that is.
+        hf_dir: source, a directory in Hugging Face's or OpenAI's format.
+        megatron_dir: checkpoint to write. It appears in one move at the end. An interrupted or
+            wrong import leaves nothing.
+        dtype: dtype of the written weights; None to keep each tensor's dtype.
+        progress: callback that receives the progress of writing.
+        check: scope of the comparison after writing (``read_back``).
+        check_progress: callback that receives the progress of the comparison.
+
+    Returns:
+        Result of the comparison.
 
     Raises:
         ConversionError: naming the file, key or tensor.
@@ -117,7 +123,7 @@ def _write_parameters(
             tensor = mapping.to_megatron(*parts)
             if dtype is not None:
                 tensor = tensor.to(dtype)
-            # In this thread, or the one thread that writes would copy.
+            # Copy here, in parallel. The only writing thread would copy otherwise.
             return tensor.contiguous()
 
         tensors = ordered_map(convert, table, size=written_bytes, progress=progress)
@@ -134,9 +140,9 @@ def _write_parameters(
 def _empty_entries(config: ModelConfig) -> Iterator[tuple[str, Shape, Shape]]:
     """Yield (key, shape, index) of ``_extra_state`` of linear and norm modules.
 
-    It would hold scales of fp8. Megatron's loader fails by default when an entry that its model has
-    is absent, and ignores those that it has not: these are the ones of the local and of the
-    Transformer Engine layers together.
+    The entries could hold fp8 scales. Megatron's loader fails by default if an entry of its model
+    is missing, and ignores additional entries. Therefore the entries of the local and of the
+    Transformer Engine layers are both written.
     """
     layers = config.num_layers
     experts = config.num_experts
@@ -167,17 +173,20 @@ def export_checkpoint(
     """Write the weights of a checkpoint as a Hugging Face directory.
 
     Args:
-        megatron_dir: the source, imported or saved by a trainer.
-        hf_dir: the directory to write; does not exist after an error.
-        dtype: of the weights. With "mxfp4", only the experts' matrices are quantized.
-        reference: another Hugging Face directory, whose tokenizer, chat templates, token ids and
-            generation settings are copied; by default those of the model that the checkpoint was
-            imported from. To "mxfp4", its scales are kept wherever they still fit, unless experts were trained
-            through MXFP4: these have bytes of their own.
-        max_shard_bytes: of a file.
-        progress: told how far writing is.
-        check: what is read back and compared (``read_back``).
-        check_progress: told how far that is.
+        megatron_dir: source, imported or saved by a trainer.
+        hf_dir: directory to write. It does not exist after an error.
+        dtype: dtype of the weights. With "mxfp4", expert matrices are MXFP4 and the rest is bf16.
+        reference: Hugging Face directory from which tokenizer, chat templates, token ids and
+            generation settings are copied. By default, those of the model from which the checkpoint
+            was imported. With "mxfp4", its scales are kept where they still fit, unless the experts
+            were trained through MXFP4, which defines their bytes.
+        max_shard_bytes: maximum size of a file.
+        progress: callback that receives the progress of writing.
+        check: scope of the comparison after writing (``read_back``).
+        check_progress: callback that receives the progress of the comparison.
+
+    Returns:
+        Losses by quantization, and the result of the comparison.
 
     Raises:
         ConversionError: naming the file, key or tensor.
@@ -189,12 +198,12 @@ def export_checkpoint(
             f"{megatron_dir}: its experts were trained through MXFP4, and {dtype} would write them as "
             "they are before rounding, another model than the one that was trained: use --format mxfp4"
         )
-    # Refuses widths that do not fit MXFP4, before anything is written.
+    # Rejects widths that do not fit MXFP4 blocks before anything is written.
     written_shapes(checkpoint.config, quantized)
 
     settings = _read_reference(reference, checkpoint, quantized)
 
-    # The layer is chosen now, so that its pages can stay cached until it is read back.
+    # Choose the layer to compare before writing, so that its pages can stay cached.
     float_dtype = None if quantized else DTYPES[dtype]
     selection = select_parameters(export_kind(float_dtype), checkpoint.config, check)
     with (
@@ -216,11 +225,11 @@ def export_checkpoint(
 
 @dataclass(frozen=True)
 class _Reference:
-    """What an export takes over from another directory."""
+    """Data that an export takes from another directory."""
 
     extras: ModelExtras = field(default_factory=ModelExtras)
     original: HfDirectory | None = None
-    """The model whose MXFP4 scales are kept."""
+    """Model whose MXFP4 scales are kept; None for new scales."""
 
 
 def _read_reference(
@@ -231,17 +240,17 @@ def _read_reference(
         return _Reference(read_extras(imported)) if imported.is_dir() else _Reference()
 
     extras = read_extras(path)
-    # A tokenizer of other tokens would make nonsense of every text, and nothing would say so.
+    # A wrong tokenizer would corrupt every text without an error.
     vocab_size = vocabulary_size(path)
     if vocab_size not in (None, checkpoint.config.vocab_size):
         raise ConversionError(
             f"--reference {path}: vocab_size is {vocab_size}, and {checkpoint.config.vocab_size} in "
             f"{checkpoint.path}; give the model that it was trained from"
         )
-    # Kept scales would give other bytes than those that were trained and sampled.
+    # Kept scales would give other bytes than the trained and sampled ones.
     if not quantized or checkpoint.is_quantized:
         return _Reference(extras)
-    # A directory with nothing but a tokenizer is a reference, too.
+    # A directory with only a tokenizer is a valid reference.
     if not (Path(path) / "config.json").exists():
         return _Reference(extras)
 
@@ -252,17 +261,17 @@ def _read_reference(
 
 @dataclass(frozen=True)
 class _Converted:
-    """What became of one Megatron parameter."""
+    """Result of converting one Megatron parameter."""
 
     mapping: ParameterMapping
     parts: dict[str, torch.Tensor]
-    """By the name under which they are stored."""
+    """Parts by stored name."""
     loss: QuantizationLoss | None
-    """Of an expert's matrix that was quantized."""
+    """Loss of an expert's matrix by quantization; None for other parameters."""
 
 
 class _Exporter:
-    """Converts the parameters of a checkpoint on all cores."""
+    """Converts the parameters of a checkpoint, on all cores."""
 
     def __init__(
         self,
@@ -271,7 +280,14 @@ class _Exporter:
         dtype: torch.dtype | None,
         selection: Selection,
     ) -> None:
-        """``original`` has scales to keep; ``dtype`` None quantizes experts, the rest is bf16."""
+        """Create an exporter.
+
+        Args:
+            checkpoint: source.
+            original: model whose scales are kept; None for new scales.
+            dtype: dtype of all weights; None for MXFP4 experts and bf16 otherwise.
+            selection: parameters that are compared at the end, whose pages stay cached.
+        """
         self.report = ExportReport()
         self._checkpoint = checkpoint
         self._original = original
@@ -289,7 +305,7 @@ class _Exporter:
         }
 
     def converted(self, progress: Progress | None) -> Generator[NamedParts, None, None]:
-        """Yield every parameter's parts, in the order of the table; losses go to ``report``."""
+        """Yield every parameter's parts, in table order, and add losses to ``report``."""
         results = ordered_map(
             self._convert, self._table, size=lambda mapping: mapping.bf16_bytes, progress=progress
         )
@@ -300,13 +316,18 @@ class _Exporter:
                 yield result.mapping, result.parts
 
     def note_written(self, stored_name: str, place: FileRange) -> None:
-        """Take note that a tensor was written, which may not be needed any more."""
+        """Release the cached pages of a written tensor unless it will be read back."""
         name = stored_name.removesuffix("_blocks").removesuffix("_scales")
         if name not in self._names_to_read_back:
             self._written.add([place])
 
     def read_back(self, partial: Path, progress: Progress | None) -> None:
-        """Compare the unfinished directory with the checkpoint."""
+        """Compare the unfinished directory with the checkpoint.
+
+        Args:
+            partial: directory that does not have its final name yet.
+            progress: callback that receives the progress.
+        """
         self.report.read_back = check_export(
             self._checkpoint.path,
             partial,
@@ -331,7 +352,7 @@ class _Exporter:
             self._read.add(self._checkpoint.file_ranges(mapping))
 
         if self._dtype is None and mapping.expert is not None and is_expert_matrix(name):
-            # As the checkpoint has it, maybe fp32: the loss includes the rounding to bf16.
+            # Use the checkpoint's dtype, maybe fp32: the loss includes the rounding to bf16.
             packed, loss = quantize(name, mapping.expert, parts[name], self._original)
             if self._original is not None and not self._selection.includes(mapping):
                 self._read.add(self._original.file_ranges(name, mapping.expert))

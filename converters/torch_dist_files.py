@@ -1,11 +1,11 @@
-"""Files of a torch_dist checkpoint, read and written tensor by tensor, without process groups.
+"""Reading and writing of a torch_dist checkpoint, tensor by tensor, without process groups.
 
     .metadata       pickled torch.distributed.checkpoint Metadata: keys, shapes, places of chunks
-    __0_0.distcp    the chunks, each as torch.save wrote it
-    metadata.json   says that it is a torch_dist checkpoint
+    __0_0.distcp    the chunks, each written by torch.save
+    metadata.json   marks the directory as a torch_dist checkpoint
 
-This is what megatron-core 0.19.2's dist_checkpointing writes and what it loads at any tensor,
-pipeline and expert parallel size.
+The format is that of megatron-core 0.19.2's dist_checkpointing, which loads it at any tensor-,
+pipeline- and expert-parallel size.
 """
 
 import contextlib
@@ -41,8 +41,8 @@ Shape = tuple[int, ...]
 class TorchDistWriter:
     """Appends chunks to a new checkpoint in ``directory``.
 
-    Complete once ``close`` has returned, and on the disk once the directory was synced
-    (``new_directory`` does). Raises OSError.
+    The checkpoint is complete after ``close``, and on the disk after a sync of the directory
+    (``new_directory`` syncs it). Methods raise OSError.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -56,21 +56,21 @@ class TorchDistWriter:
     def add_tensor(
         self, key: str, leading_shape: Shape, leading_index: Shape, tensor: torch.Tensor
     ) -> FileRange:
-        """Append one element of a stacked tensor and return its place in the file.
+        """Append one element of a stacked tensor and return its byte range in the file.
 
         Args:
-            key: of the stacked tensor, whose shape is [*leading_shape, *tensor.shape].
+            key: key of the stacked tensor, whose shape is [*leading_shape, *tensor.shape].
             leading_shape: (), (layers,) or (layers, experts).
-            leading_index: which element ``tensor`` is.
-            tensor: its values, on any device.
+            leading_index: index of the element along the leading dimensions.
+            tensor: values of the element, on any device.
 
         Raises:
-            ConversionError: if its dtype is not that of the elements before it.
+            ConversionError: if its dtype differs from the dtype of earlier elements.
         """
-        # [1, 1, *shape] for an expert's tensor: Megatron's chunks have the leading axes.
+        # [1, 1, *shape] for an expert's tensor: Megatron's chunks have the leading dimensions.
         chunk = tensor.detach().cpu().contiguous()[(None,) * len(leading_shape)]
         if chunk.untyped_storage().nbytes() != chunk.nbytes:
-            # torch.save would write all of the storage that a view shares
+            # torch.save would write the whole storage of a view
             chunk = chunk.clone()
 
         shape = torch.Size((*leading_shape, *tensor.shape))
@@ -84,14 +84,21 @@ class TorchDistWriter:
                 "weights to one dtype"
             )
 
-        # Megatron's sharded tensors: an element is a chunk of size 1 along the leading axes.
+        # Like Megatron's sharded tensors: an element is a chunk of size 1 along leading dimensions.
         offsets = torch.Size((*leading_index, *(0 for _ in tensor.shape)))
         entry.chunks.append(dcp.ChunkStorageMetadata(offsets, chunk.shape))
         chunk_number = len(entry.chunks) - 1
         return self._write(dcp.MetadataIndex(key, offsets, chunk_number), chunk)
 
     def add_object(self, key: str, leading_shape: Shape, leading_index: Shape, value: Any) -> None:
-        """Store what is no tensor, as Megatron's ShardedObject of that key, shape and index."""
+        """Store an object that is not a tensor, as a ShardedObject of Megatron.
+
+        Args:
+            key: key of the object.
+            leading_shape: number of objects along each leading dimension.
+            leading_index: index of this object.
+            value: object to pickle.
+        """
         index = ".".join(map(str, leading_index))
         shape = ".".join(map(str, leading_shape))
         unique_key = f"{key}/shard_{index}_{shape}"
@@ -99,12 +106,11 @@ class TorchDistWriter:
         self._write(dcp.MetadataIndex(unique_key), [value])
 
     def _write(self, index: dcp.MetadataIndex, value: Any) -> FileRange:
-        # Every chunk is a zip archive of its own, as torch's FileSystemWriter writes them one
-        # behind the other.
+        # Every chunk is a separate zip archive, concatenated as torch's FileSystemWriter does.
         start = self._file.tell()
         sink = _ErrorKeepingFile(self._file, self._hash)
 
-        # Nothing reads the checksums of torch's zip entries, and computing them is slower than a
+        # No reader checks the CRCs of torch's zip entries, and computing them is slower than a
         # disk.
         torch.serialization.set_crc32_options(False)
         try:
@@ -122,7 +128,7 @@ class TorchDistWriter:
         return FileRange(path, start, length)
 
     def close(self) -> None:
-        """Finish the data file and write the metadata."""
+        """Close the data file and write the metadata."""
         with name_file_in_errors(self.directory / DATA_FILE):
             self._file.close()
         places: Any = {"storage_data": self._places, "storage_meta": dcp.StorageMeta()}
@@ -132,7 +138,7 @@ class TorchDistWriter:
         (self.directory / FORMAT_FILE).write_text(json.dumps(content))
 
     def checksum(self) -> dict[str, FileChecksum]:
-        """Return the checksum of the data file, once all is written."""
+        """Return the checksum of the data file. Call it after all chunks are written."""
         return {DATA_FILE: FileChecksum(self._size, self._hash.hexdigest())}
 
     def __enter__(self) -> Self:
@@ -142,16 +148,16 @@ class TorchDistWriter:
         if kind is None:
             self.close()
             return
-        # On a full disk, writing what is still buffered fails once more; the first error is told.
+        # On a full disk, flushing the buffer fails once more. Raise the first error.
         with contextlib.suppress(OSError):
             self._file.close()
 
 
 class _ErrorKeepingFile:
-    """What torch.save writes to. It would hide an exception's message inside its C++."""
+    """Output of torch.save that keeps an exception, whose message torch's C++ code would hide."""
 
     def __init__(self, file: io.BufferedWriter, checksum: xxhash.xxh3_128) -> None:
-        """``checksum`` takes in what is written."""
+        """Write to ``file`` and update ``checksum`` with the written bytes."""
         self._file = file
         self._checksum = checksum
         self.error: OSError | None = None
@@ -167,11 +173,11 @@ class _ErrorKeepingFile:
         return len(data)
 
     def flush(self) -> None:
-        """Do nothing; torch.save calls it at the end."""
+        """Do nothing. torch.save calls it at the end."""
 
 
 def refuse_run(path: Path) -> None:
-    """Raise ConversionError if ``path`` is a run or its checkpoints; the newest one is named."""
+    """Raise ConversionError, naming the newest checkpoint, if ``path`` is a run's directory."""
     for root in (path / "checkpoints", path):
         try:
             newest = latest_checkpoint(root)
@@ -184,7 +190,7 @@ def refuse_run(path: Path) -> None:
 
 
 class TorchDistReader:
-    """Tensors of a checkpoint by key and leading index, whichever layer spec wrote it."""
+    """Reads tensors of a checkpoint by key and leading index, for any layer specification."""
 
     def __init__(
         self,
@@ -193,17 +199,18 @@ class TorchDistReader:
         from_disk: bool = False,
         verify: bool = True,
     ) -> None:
-        """Read the metadata of ``directory``.
+        """Read the metadata of a checkpoint.
 
         Args:
-            directory: of the checkpoint.
-            unfinished: it has not got its name yet.
-            from_disk: read values from the disk itself, not from the page cache (which holds on to
-                what was not synced).
-            verify: compare all files of a finished checkpoint with its checksums, which reads them.
+            directory: directory of the checkpoint.
+            unfinished: whether the checkpoint is still being written.
+            from_disk: whether to read values from the disk instead of the page cache. Pages that
+                were not synced still come from the cache.
+            verify: whether to compare all files of a finished checkpoint with its checksums, which
+                reads them.
 
         Raises:
-            ConversionError: naming what is missing or damaged.
+            ConversionError: naming the missing or damaged file.
         """
         self.directory = Path(directory)
         self._from_disk = from_disk
@@ -238,30 +245,34 @@ class TorchDistReader:
         return set(self._tensors)
 
     def shape(self, key: str) -> Shape:
-        """Return the shape with the leading axes. Raises ConversionError without such a key."""
+        """Return the shape including the leading dimensions.
+
+        Raises:
+            ConversionError: if there is no such key.
+        """
         if key not in self._tensors:
             raise ConversionError(f"{self.directory}: key {key} is missing")
         return tuple(self._tensors[key].size)
 
     def get(self, key: str, leading_index: Shape, shape: Shape) -> torch.Tensor:
-        """Read one element of a stacked tensor, put together from its chunks.
+        """Read one element of a stacked tensor, assembled from its chunks.
 
         Args:
-            key: of the stacked tensor.
-            leading_index: which element of its leading axes.
-            shape: that the element must have.
+            key: key of the stacked tensor.
+            leading_index: index of the element along the leading dimensions.
+            shape: expected shape of the element.
 
         Raises:
             ConversionError: naming the key or the file.
         """
         self._check_element(key, leading_index, shape)
         axes = len(leading_index)
-        # A trainer with tensor parallelism saves one chunk per rank; an import saves one in all.
+        # A trainer with tensor parallelism saves one chunk per rank, an import saves one chunk.
         result = torch.empty(shape, dtype=self._tensors[key].properties.dtype)
         filled = 0
         for chunk in self._chunks(key, leading_index):
             part = self._read(key, chunk)[(0,) * axes]
-            # One chunk has it all, as after an import.
+            # An import stores the element in one chunk.
             if tuple(part.shape) == shape:
                 return part
 
@@ -277,14 +288,14 @@ class TorchDistReader:
         return result
 
     def file_of(self, key: str, leading_index: Shape) -> str:
-        """Return the name of the file that holds (the first chunk of) an element."""
+        """Return the name of the file that holds the first chunk of an element."""
         chunks = self._chunks(key, leading_index)
         if not chunks:
             return METADATA_FILE
         return self._place(key, chunks[0]).relative_path
 
     def chunk_ranges(self, key: str, leading_index: Shape) -> list[FileRange]:
-        """Return the places of an element's chunks, each with the archive around its values."""
+        """Return the byte ranges of an element's chunks, each including its zip archive."""
         ranges = []
         for chunk in self._chunks(key, leading_index):
             place = self._place(key, chunk)
@@ -294,7 +305,7 @@ class TorchDistReader:
         return ranges
 
     def tensor_range(self, key: str, leading_index: Shape, shape: Shape) -> TensorRange | None:
-        """Return the place of an element's values; None unless it has ``shape`` in one chunk."""
+        """Return the byte range of an element's values; None unless they are one whole chunk."""
         chunks = self._chunks(key, leading_index)
         if len(chunks) != 1 or tuple(chunks[0].sizes[len(leading_index) :]) != shape:
             return None
@@ -306,14 +317,14 @@ class TorchDistReader:
         try:
             check_regular(path)
             with open(path, "rb") as file:
-                # torch.save puts a tensor's values into the record "data/0" of its archive,
-                # uncompressed.
+                # torch.save writes a tensor's values, uncompressed, to the record "data/0" of
+                # its archive.
                 view = cast(Any, _create_file_view(file, place.offset, place.length))
                 archive: Any = torch._C.PyTorchFileReader(view)
                 start = place.offset + archive.get_record_offset("data/0")
         except (
             Exception
-        ):  # a damaged archive raises anything; reading the tensor says what is wrong
+        ):  # a damaged archive raises anything; reading the tensor gives a clear error
             return None
 
         # The archive's own table may be damaged, too.
@@ -325,7 +336,7 @@ class TorchDistReader:
         """Check that every chunk, of tensors and objects, lies in its file and overlaps no other.
 
         Raises:
-            ConversionError: naming the key and its place in the leading axes.
+            ConversionError: naming the key and its leading index.
         """
         by_file: dict[str, list[_NamedPlace]] = {}
         for index, place in self._places.items():
@@ -350,7 +361,7 @@ class TorchDistReader:
             )
 
     def _chunks(self, key: str, leading_index: Shape) -> list[dcp.ChunkStorageMetadata]:
-        """Return the chunks of an element. Megatron never puts two layers or experts into one."""
+        """Return the chunks of an element. Each chunk belongs to one layer and one expert."""
         if key not in self._chunks_by_index:
             axes = len(leading_index)
             by_index: dict[Shape, list[dcp.ChunkStorageMetadata]] = {}
@@ -382,7 +393,7 @@ class TorchDistReader:
             raise ConversionError(
                 f"{path}: missing, but {METADATA_FILE} says that it holds {key}"
             ) from None
-        except Exception as error:  # torch.load of damaged bytes raises errors of many kinds
+        except Exception as error:  # torch.load of damaged bytes raises many kinds of errors
             raise ConversionError(
                 f"{path}: truncated or damaged where {key} should be ({error})"
             ) from None
@@ -396,7 +407,7 @@ class TorchDistReader:
 
 @dataclass(frozen=True, order=True)
 class _NamedPlace:
-    """Bytes of a file that the metadata says to hold a chunk; ordered by place."""
+    """Byte range of a chunk according to the metadata, ordered by offset."""
 
     start: int
     end: int
@@ -404,7 +415,7 @@ class _NamedPlace:
 
 
 def _check_places_in_file(path: Path, places: list[_NamedPlace]) -> None:
-    """Raise ConversionError if sorted places overlap or lie outside the file."""
+    """Raise ConversionError if sorted ranges overlap or lie outside the file."""
     try:
         file_bytes = path.stat().st_size
     except FileNotFoundError:

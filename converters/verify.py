@@ -17,38 +17,40 @@ from converters.pipeline import Progress, ordered_map
 from converters.reference.decoder import compare_stages
 
 TOLERANCE = 1e-4
-"""Of a layer's output, relative; fp32 sums in another order differ by about 1e-6, a wrong layout
-by about 1."""
+"""Largest accepted relative difference of a layer's outputs.
+
+Different orders of fp32 sums cause about 1e-6, a wrong layout about 1.
+"""
 PIECE_ELEMENTS = 1 << 24
-"""Elements that are compared at a time."""
+"""Elements compared at a time, to bound memory."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that is not the same on both sides."""
+    """A tensor whose values differ between the two sides."""
 
     name: str
     largest: float
-    """Largest absolute difference of any two elements."""
+    """Largest absolute difference of two elements."""
     elements: int
-    """How many elements differ."""
+    """Number of elements that differ."""
 
 
 @dataclass
 class VerifyReport:
-    """What ``verify`` saw; its text is for a person."""
+    """Result of ``verify``. ``str`` gives a text for the user."""
 
     tensors: int = 0
-    """How many were compared."""
+    """Number of tensors compared."""
     differences: list[Difference] = field(default_factory=list)
     stages: dict[str, float] = field(default_factory=dict)
     """Relative difference of the outputs of each stage: embedding, layer 0, ..., logits."""
 
     @property
     def first_stage(self) -> str | None:
-        """The first stage whose outputs differ."""
+        """First stage whose outputs differ; None if all agree."""
         for stage, deviation in self.stages.items():
-            # also true of nan, which "deviation > TOLERANCE" is not
+            # nan fails this comparison, too. It would pass "deviation > TOLERANCE".
             if not deviation <= TOLERANCE:
                 return stage
         return None
@@ -82,13 +84,18 @@ class VerifyReport:
 
 
 def verify(hf_dir: Path, megatron_dir: Path, progress: Progress | None = None) -> VerifyReport:
-    """Compare every tensor bit for bit and, layer by layer, what the two models compute.
+    """Compare all tensors bit for bit, and the outputs of all layers within ``TOLERANCE``.
 
-    Where dtypes differ, tensors are compared as fp32. The name table pairs them. The outputs are
-    computed without the table (``converters.reference``), so that a mistake in it shows.
+    Tensors of different dtypes are compared as fp32. The name table pairs the tensors. The outputs
+    are computed without the table (``converters.reference``), to reveal mistakes in the table.
+
+    Args:
+        hf_dir: Hugging Face directory.
+        megatron_dir: torch_dist checkpoint.
+        progress: callback that receives the progress.
 
     Raises:
-        ConversionError: when either side cannot be read, or they are of different architectures.
+        ConversionError: if a side cannot be read, or if the architectures differ.
     """
     source = HfDirectory(hf_dir)
     checkpoint = MegatronCheckpoint(megatron_dir)
@@ -131,7 +138,7 @@ def _compare_tensors(
 
 
 def _add_difference(by_name: dict[str, Difference], difference: Difference) -> None:
-    """Add what differs in one expert to what differs in the others of its tensor."""
+    """Add the difference of one expert to the differences of its tensor."""
     name = difference.name
     before = by_name.get(name, Difference(name, largest=0.0, elements=0))
     by_name[name] = Difference(
@@ -155,7 +162,7 @@ def _difference(name: str, expected: torch.Tensor, actual: torch.Tensor) -> Diff
     for expected_piece, actual_piece in zip(expected_pieces, actual_pieces, strict=True):
         first = expected_piece.float()
         second = actual_piece.float()
-        # As integers, so that the sign of zero and the bits of NaN count.
+        # Compare as integers, to include the sign of zero and the bits of NaN.
         differing = int((first.view(torch.int32) != second.view(torch.int32)).sum())
         if differing:
             elements += differing

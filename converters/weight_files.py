@@ -1,7 +1,8 @@
-"""The files of weights in a Hugging Face directory, and directories that loaders read differently.
+"""Weight files of a Hugging Face directory.
 
-transformers prefers ``model.safetensors`` to an index, other loaders read every safetensors file, older
-ones prefer ``pytorch_model.bin``. A directory that holds more than one set of weights is rejected.
+Loaders disagree when a directory holds more than one set of weights: transformers prefers
+``model.safetensors`` to an index, other loaders read every safetensors file, and older loaders
+prefer ``pytorch_model.bin``. Therefore such a directory is rejected.
 """
 
 from pathlib import Path
@@ -16,16 +17,16 @@ ADAPTER_SETTINGS_FILE = "adapter_config.json"
 
 
 def read_index(directory: Path) -> dict[str, str] | None:
-    """Return the file name of every stored tensor; None without an index.
+    """Return the file name of every stored tensor, or None if there is no index.
 
     Raises:
-        ConversionError: naming what is wrong with the index, or the file that is missing.
+        ConversionError: if the index is damaged or names a missing file.
     """
     index = directory / INDEX_FILE
     if not _is_there(index):
         return None
 
-    # An index that was edited or cut short may be any JSON.
+    # An edited or truncated index may hold any JSON value.
     weight_map = read_object(index, MAX_LISTING_BYTES).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ConversionError(
@@ -36,7 +37,7 @@ def read_index(directory: Path) -> dict[str, str] | None:
             raise ConversionError(
                 f"{index}: names the file {file!r}, which is not in its directory"
             )
-    # Checked before any file is opened: half a download is the usual reason.
+    # Check before any file is opened, because an incomplete download is the usual reason.
     for file in sorted(set(weight_map.values())):
         if not (directory / file).exists():
             raise ConversionError(
@@ -46,14 +47,14 @@ def read_index(directory: Path) -> dict[str, str] | None:
 
 
 def weight_files(directory: Path, weight_map: dict[str, str] | None) -> list[str]:
-    """Return the names of the files that hold the weights.
+    """Return the sorted names of the files that hold the weights.
 
     Args:
-        directory: a Hugging Face directory.
-        weight_map: of its index, as ``read_index`` returns it.
+        directory: Hugging Face directory.
+        weight_map: file name of every tensor, as returned by ``read_index``.
 
     Raises:
-        ConversionError: naming the file that is missing, or the second set of weights.
+        ConversionError: naming the missing file, or the second set of weights.
     """
     if weight_map is not None:
         files = sorted(set(weight_map.values()))
@@ -91,5 +92,5 @@ def _holds_weights(name: str) -> bool:
 
 
 def _is_there(path: Path) -> bool:
-    # A link to nothing is a damaged directory, not one without the file.
+    # A dangling link counts as present: reading it then fails, because the directory is damaged.
     return path.exists() or path.is_symlink()

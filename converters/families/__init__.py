@@ -1,1 +1,1 @@
-"""Names of weights, and the arithmetic that checks them, family by family."""
+"""Name tables and references of each model family."""

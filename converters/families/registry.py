@@ -1,4 +1,4 @@
-"""What converters know of each family of models."""
+"""Registry of the model families: name table, stateful modules and reference."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,18 +20,20 @@ from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 
 @dataclass(frozen=True)
 class FamilyTensors:
-    """A family's weights on either side."""
+    """Description of a family's weights for both sides."""
 
     mappings: Callable[[Any], Iterator[ParameterMapping]]
-    """(config) -> the name table, in model order. Names of Megatron parameters are those of its local
-    layers, with the norm before attention in the QKV projection; the parameters of experts that share
-    a Hugging Face tensor follow one another."""
+    """Function of the configuration that yields the name table, in model order.
+
+    Megatron names are those of its local layers, with the norm before attention in the QKV
+    projection. The experts that share a Hugging Face tensor are adjacent.
+    """
     stateful_modules: tuple[str, ...]
-    """Modules of a layer that have an entry ``_extra_state`` in Megatron's checkpoints."""
+    """Modules of a layer with an entry ``_extra_state`` in Megatron's checkpoints."""
     stateful_expert_modules: tuple[str, ...]
-    """The same of every expert."""
+    """Modules of every expert with an entry ``_extra_state``."""
     reference: type[Decoder]
-    """Equations from which ``verify`` computes the outputs of either side."""
+    """Equations from which ``verify`` computes the outputs of both sides."""
     hugging_face_layout: type[Layout]
     """Weights as Hugging Face stores them."""
     megatron_layout: type[Layout]
@@ -59,7 +61,7 @@ _TENSORS: dict[type[ModelConfig], FamilyTensors] = {
 
 
 def tensors_of(model: ModelConfig) -> FamilyTensors:
-    """Return what is known of a model's weights."""
+    """Return the description of the weights of a model's family."""
     return _TENSORS[type(model)]
 
 
@@ -69,9 +71,10 @@ def hugging_face_reference(
     """Return the reference of a model on its Hugging Face tensors.
 
     Args:
-        config: architecture of the model.
-        get: (name, expert) -> a tensor, such as ``HfDirectory.get`` or ``source_of(weights)``.
-        dtype: in which everything but rotary angles is computed.
+        config: model configuration.
+        get: function of (name, expert) that returns a tensor, such as ``HfDirectory.get`` or
+            ``source_of(weights)``.
+        dtype: dtype of all computed values but rotary angles.
     """
     family = tensors_of(config)
     return family.reference(config, family.hugging_face_layout(config, get, dtype))

@@ -15,10 +15,10 @@ def defined_values(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
     Args:
         blocks: uint8 [rows, n, 16].
-        scales: uint8 [rows, n], at most 252 (HfDirectory refuses what bf16 cannot hold).
+        scales: uint8 [rows, n], at most 252 (HfDirectory rejects values beyond bf16).
 
     Returns:
-        fp32 [rows, n * 32], which holds all of them exactly.
+        fp32 [rows, n * 32], which represents all values exactly.
     """
     codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2).long()
     magnitudes = torch.tensor(E2M1_VALUES, dtype=torch.float64)[codes & 7]
@@ -27,7 +27,7 @@ def defined_values(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def some_rows(matrix: torch.Tensor) -> torch.Tensor:
-    """Return the first and the last row and two between: enough for this slow computation."""
+    """Return the first, the last and two other rows, because the computation is slow."""
     rows = torch.linspace(0, len(matrix) - 1, ROWS_BY_DEFINITION).long()
     return matrix[rows]
 

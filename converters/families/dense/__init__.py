@@ -1,1 +1,1 @@
-"""Weights of dense decoders of the Llama and Qwen2.5 kind."""
+"""Name table of dense decoders of the Llama and Qwen2.5 kind."""

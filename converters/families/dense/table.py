@@ -1,7 +1,7 @@
-"""The name table of dense decoders.
+"""Name table of dense decoders.
 
-Hugging Face keeps gate and up projection apart, Megatron in one matrix: all gates above all ups, of
-each of which a tensor-parallel rank has its share.
+Hugging Face has separate gate and up projections. Megatron has one matrix, all gates above all ups.
+A tensor-parallel rank has a share of each half.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ STATEFUL_MODULES = (
     "mlp.linear_fc1",
     "mlp.linear_fc2",
 )
-"""Modules of a layer that have an entry ``_extra_state`` in checkpoints of either layer specification."""
+"""Modules of a layer with ``_extra_state`` in checkpoints of either layer specification."""
 
 
 def mappings(config: DenseModelConfig) -> Iterator[ParameterMapping]:

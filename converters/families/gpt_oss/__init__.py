@@ -1,1 +1,1 @@
-"""Weights of GPT-OSS."""
+"""Name table of GPT-OSS."""

@@ -1,11 +1,11 @@
-"""The name table of GPT-OSS.
+"""Name table of GPT-OSS.
 
-Hugging Face keeps one tensor for all experts, input-major ([E, in, out]), gate and up channels
-alternating. Megatron keeps each expert apart, output-major ([out, in]), first all gate channels,
-then all up channels. In the released models down_proj is square, so that a forgotten transpose would
-pass every check of shapes.
+Hugging Face has one tensor for all experts, input-major ([E, in, out]), with alternating gate and
+up channels. Megatron has one matrix per expert, output-major ([out, in]), with all gate channels
+before all up channels. In the released models down_proj is square, so a missing transpose would
+pass every shape check.
 
-Names of Megatron parameters are those of its SequentialMLP and of the layer norm that Transformer
+Names of Megatron parameters are those of SequentialMLP and of the layer norm that Transformer
 Engine fuses into the QKV projection.
 """
 
@@ -32,9 +32,9 @@ STATEFUL_MODULES = (
     "self_attention.core_attention",
     "pre_mlp_layernorm",
 )
-"""Modules of a layer that have an entry ``_extra_state`` in checkpoints of either layer specification."""
+"""Modules of a layer with ``_extra_state`` in checkpoints of either layer specification."""
 STATEFUL_EXPERT_MODULES = ("linear_fc1", "linear_fc2")
-"""The same of every expert."""
+"""Modules of every expert with an entry ``_extra_state``."""
 
 
 def mappings(config: GptOssModelConfig) -> Iterator[ParameterMapping]:
@@ -132,7 +132,7 @@ def _expert_mappings(
     to_megatron: Callable[[torch.Tensor], torch.Tensor],
     to_hf: Callable[[torch.Tensor], torch.Tensor],
 ) -> Iterator[ParameterMapping]:
-    """Yield one parameter per expert; names are without the experts' common prefix."""
+    """Yield one parameter per expert; names are without the common prefix of experts."""
     for expert in range(config.num_experts):
         yield ParameterMapping(
             name=f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}.{name}",
@@ -162,7 +162,7 @@ def interleave_gate_up(gate_up: torch.Tensor) -> torch.Tensor:
     return torch.stack([gate, up], dim=1).flatten(0, 1)
 
 
-# Rows are channels only after the transpose to [out, in]; the inverse takes the steps backwards.
+# Rows are channels only after the transpose to [out, in]. The inverse reverses the steps.
 def _fc1_weight(gate_up_proj: torch.Tensor) -> torch.Tensor:
     return separate_gate_up(gate_up_proj.T)
 
