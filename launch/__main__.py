@@ -1,4 +1,4 @@
-"""``python -m launch`` is ``gptoss`` in jobs, whose code is a snapshot and not installed."""
+"""``python -m launch``: the ``gptoss`` command in jobs, whose code is a snapshot, not installed."""
 
 from launch.cli import main
 

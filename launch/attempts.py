@@ -1,4 +1,4 @@
-"""How each attempt of a run ended, and whether another one follows."""
+"""Results of the attempts of a run, and the decision about another attempt."""
 
 import re
 import time
@@ -11,41 +11,41 @@ from rl_loop.tracking.run_directory import RunDirectory, atomic_write_text, read
 
 
 class Result(StrEnum):
-    """How an attempt ended."""
+    """Result of an attempt."""
 
     FINISHED = "finished"
-    """The training command ended by itself, without an error."""
+    """The training command exited without an error."""
     INTERRUPTED = "interrupted"
-    """It saved and left because its time was over or another job needed the nodes."""
+    """Training saved and stopped because of its time limit or a preemption."""
     FAILED = "failed"
-    """The training command, or the program that runs it, ended with an error."""
+    """The training command, or the program that runs it, exited with an error."""
     BAD_NODES = "bad nodes"
-    """Training never began: some nodes are unfit or did not come up."""
+    """Training did not begin: some nodes are unfit or did not come up."""
 
 
 @dataclass
 class Outcome:
-    """The contents of outcome.json."""
+    """Content of outcome.json."""
 
     result: Result
     error: str = ""
-    """The first error, with rank, host and exception as far as they are known."""
+    """The first error, with rank, host and exception if they are known."""
     first_step: int = 0
-    """Steps in the newest checkpoint when the attempt began."""
+    """Steps in the newest checkpoint at the start of the attempt."""
     last_step: int = 0
-    """Steps in the newest checkpoint when the attempt ended."""
+    """Steps in the newest checkpoint at the end of the attempt."""
     exclude: list[str] = field(default_factory=list)
-    """Nodes that the next attempt does without."""
+    """Nodes that the next attempt must not use."""
     requeue: bool = False
-    """Whether another attempt follows."""
+    """True if another attempt follows."""
     why: str = ""
-    """The reason for ``requeue``."""
+    """Reason for ``requeue``."""
     ended: float = 0.0
-    """Unix time."""
+    """End of the attempt, Unix time in seconds."""
 
 
 class Attempt:
-    """The directory of one attempt, RUN/attempts/JOB.RESTART; see docs/launching.md."""
+    """The directory of one attempt, RUN/attempts/JOB.RESTART. See docs/launching.md."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -57,7 +57,7 @@ class Attempt:
         self.outcome = path / "outcome.json"
 
     def reports(self) -> dict[str, dict[str, Any]]:
-        """Return what each node last wrote about itself, by node name."""
+        """Return the latest report of each node, by node name."""
         return {path.stem: read_json(path) for path in self.nodes.glob("*.json")}
 
     def write_outcome(self, outcome: Outcome) -> None:
@@ -70,25 +70,26 @@ class Attempt:
         ]
         atomic_write_text(self.path / "decision.sh", "\n".join(decision) + "\n")
 
-        # Last, because the other nodes leave as soon as they see it.
+        # Write it last, because the other nodes exit as soon as it exists.
         write_json(self.outcome, asdict(outcome))
 
 
 def earlier_outcomes(attempt: Attempt) -> list[Outcome]:
     """Read the outcomes of earlier attempts of the same job, oldest first.
 
-    Another submission of the run does not count: its user may have fixed what made it fail."""
+    Other submissions of the run do not count, because the user may have fixed the cause.
+    """
     job = attempt.path.name.partition(".")[0]
 
-    # Slurm keeps the number of a job that is requeued and counts its restarts: JOB.0, JOB.1, ...
+    # Slurm keeps the number of a requeued job and counts its restarts: JOB.0, JOB.1, ...
     files = attempt.path.parent.glob(f"{job}.*/outcome.json")
     outcomes = [Outcome(**read_json(path)) for path in files]
     return sorted(outcomes, key=lambda outcome: outcome.ended)
 
 
 def count_saved_steps(run: RunDirectory) -> int:
-    """Return how many steps the newest checkpoint holds; 0 without a checkpoint."""
-    # The pointer is written last: what it names is complete.
+    """Return the number of steps in the newest checkpoint; 0 without a checkpoint."""
+    # The pointer is written last, so it names a complete checkpoint.
     pointer = run.checkpoints / "latest"
     if not pointer.exists():
         return 0
@@ -96,14 +97,20 @@ def count_saved_steps(run: RunDirectory) -> int:
 
 
 def decide_requeue(outcome: Outcome, earlier: list[Outcome], retries: int) -> None:
-    """Set whether the run starts again (``requeue``), why, and when the attempt ended."""
+    """Set ``requeue``, ``why`` and ``ended`` of an outcome.
+
+    Args:
+        outcome: outcome of the attempt, modified in place.
+        earlier: outcomes of earlier attempts, oldest first.
+        retries: number of failures after which the run starts again.
+    """
     outcome.ended = time.time()
 
     if outcome.result is Result.FINISHED:
         outcome.why = "the run is complete"
         return
 
-    # If the replacements are bad as well, something else is wrong than single nodes.
+    # If the replacements are unfit, too, the cause is not a single node.
     if outcome.result is Result.BAD_NODES:
         if any(past.result is Result.BAD_NODES for past in earlier):
             outcome.why = "nodes were already replaced once"
@@ -112,12 +119,12 @@ def decide_requeue(outcome: Outcome, earlier: list[Outcome], retries: int) -> No
             outcome.why = "the next attempt does without them"
         return
 
-    # Without progress in two attempts, a third one would only use up the cluster.
+    # Two attempts without progress: a third one would only waste the cluster's time.
     if earlier and not _made_progress(outcome) and not _made_progress(earlier[-1]):
         outcome.why = f"two attempts in a row came no further than step {outcome.last_step}"
         return
 
-    # Interruptions are free: preempted jobs are to go on however often it happens.
+    # Interruptions do not count as failures: a preempted job may continue any number of times.
     failures = sum(past.result is Result.FAILED for past in earlier)
     if outcome.result is Result.FAILED and failures >= retries:
         outcome.why = f"failed {failures + 1} times, cluster.retries is {retries}"
@@ -134,27 +141,27 @@ def _made_progress(outcome: Outcome) -> bool:
 EXCEPTION = re.compile(
     r"^(?:[A-Za-z_][\w.]*\.)?([A-Z]\w*(?:Error|Exception|Died|Interrupt|Exit)(?:\(\w+\))?): (.*)$",
 )
-"""The last line of a traceback: group 1 is the class without its module, group 2 the message."""
+"""Last line of a traceback. Group 1: class without its module. Group 2: message."""
 
 
 def first_error(log: str) -> str:
-    """Find the exception that ended the driver in its log; empty if the log names none.
+    """Return the exception that ended the driver, from its log; "" if the log has none.
 
-    The last traceback is that of the uncaught exception; it quotes an actor's exception last."""
+    The last traceback is that of the uncaught exception. It ends with an actor's exception.
+    """
     error = ""
     rank = ""
     for line in log.splitlines():
         if line.startswith("Traceback ("):
-            # An earlier exception was handled: this traceback came after it.
+            # The earlier exception was handled, because this traceback follows it.
             error = ""
             rank = ""
         elif line.startswith("gptoss: "):
-            # The command line's own sentence about an error that the user can mend.
+            # A one-line error of the command line, which the user can correct.
             error = line.removeprefix("gptoss: ")
             rank = ""
         elif match := EXCEPTION.match(line):
-            # The message of RankDied is complete by itself: it names the rank, its host and the
-            # reason.
+            # The message of RankDied is complete: it has the rank, its host and the reason.
             error = match[2] if match[1] == "RankDied" else line
         elif line.startswith("first on trainer rank"):
             rank = f" ({line})"

@@ -1,9 +1,9 @@
-"""All-reduce bandwidth within each node and between neighbouring nodes.
+"""Measurement of the all-reduce bandwidth within each node and between neighboring nodes.
 
-Runs under torchrun with one process per GPU, or one per node (gloo) without GPUs. Rank 0 writes
-{node: {"within": GB/s or null, "between": GB/s of the faster pair or null}}. A slow pair does not
-say which of its two nodes is slow, but a node that is slow with both of its neighbours is the slow
-one.
+Runs under torchrun with one process per GPU, or one process per node (gloo) without GPUs. Rank 0
+writes {node: {"within": GB/s or null, "between": GB/s of the faster pair or null}}. A slow pair
+does not show which of its nodes is slow, but a node that is slow with both neighbors is slow
+itself.
 
 The figure is the bus bandwidth of nccl-tests: 2 (n - 1) / n x bytes / seconds.
 """
@@ -27,21 +27,26 @@ CPU_BUFFER_ELEMENTS = 1 << 22
 
 @dataclass(frozen=True)
 class NodeRanks:
-    """Which ranks of the process group are on which node."""
+    """Layout of the process group's ranks over nodes."""
 
     per_node: int
-    """Processes on each node."""
+    """Number of processes per node."""
     nodes: int
     node: int
-    """Number of the node that this process is on."""
+    """Index of this process's node."""
 
     def of(self, first: int, count: int = 1) -> list[int]:
-        """Return the ranks on ``count`` neighbouring nodes from node ``first`` on."""
+        """Return the ranks on ``count`` adjacent nodes, starting at node ``first``."""
         return list(range(first * self.per_node, (first + count) * self.per_node))
 
 
 def measure_bandwidth(group: dist.ProcessGroup, buffer: torch.Tensor) -> float:
-    """Return the bus bandwidth of an all-reduce of ``buffer`` in GB/s."""
+    """Return the bus bandwidth of an all-reduce in GB/s.
+
+    Args:
+        group: ranks to measure.
+        buffer: tensor to reduce, on the device of the backend.
+    """
 
     def seconds_per_call(rounds: int) -> float:
         started = time.monotonic()
@@ -57,8 +62,8 @@ def measure_bandwidth(group: dist.ProcessGroup, buffer: torch.Tensor) -> float:
 
 
 def measure_within(ranks: NodeRanks, buffer: torch.Tensor) -> float | None:
-    """Measure all processes of this node; None if there is only one."""
-    # Every process must take part in making every group, including those it is not in.
+    """Measure all processes of this node together; return None if there is only one."""
+    # new_group is collective: every process must create every group.
     groups = [dist.new_group(ranks.of(node)) for node in range(ranks.nodes)]
     if ranks.per_node == 1:
         return None
@@ -66,18 +71,18 @@ def measure_within(ranks: NodeRanks, buffer: torch.Tensor) -> float | None:
 
 
 def measure_between(ranks: NodeRanks, buffer: torch.Tensor) -> float | None:
-    """Measure this node with each neighbour and return the faster pair; None on a single node."""
-    # The faster pair counts: a slow one may be the neighbour's fault.
+    """Measure this node with each neighbor and return the faster pair; None for a single node."""
+    # The faster pair counts, because a slow pair may be the neighbor's fault.
     fastest: float | None = None
 
-    # The pairs (0, 1), (2, 3), ... share no node and run at once; so do (1, 2), (3, 4), ... after
-    # them.
+    # The pairs (0, 1), (2, 3), ... share no node and run concurrently. The pairs (1, 2), (3, 4),
+    # ... follow in a second round.
     for first in (0, 1):
         for left in range(first, ranks.nodes - 1, 2):
             pair = dist.new_group(ranks.of(left, count=2))
             if ranks.node in (left, left + 1):
                 fastest = max(fastest or 0.0, measure_bandwidth(pair, buffer))
-        dist.barrier()  # nobody begins the second round while a neighbour still measures
+        dist.barrier()  # a node must not begin the second round while its neighbor measures
     return fastest
 
 
@@ -101,7 +106,7 @@ def main(output: Path) -> None:
     within = measure_within(ranks, buffer)
     between = measure_between(ranks, buffer)
 
-    # All processes of a node measure the same, so that the first one speaks for it.
+    # All processes of a node have the same results, so the first one represents the node.
     measured: list[tuple[str, float | None, float | None]] = [("", None, None)] * world_size
     dist.all_gather_object(measured, (os.environ["SLURMD_NODENAME"], within, between))
     if rank == 0:

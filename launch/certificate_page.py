@@ -1,4 +1,4 @@
-"""A certificate as files: text, JSON and one HTML page that needs no other file."""
+"""Output of a certificate: text, JSON and one self-contained HTML page."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ TEMPLATE = "certificate_template.html"
 
 
 def write_certificate(certificate: Certificate, directory: Path) -> Path:
-    """Write certificate.txt, .json and .html, and return the page's path."""
+    """Write certificate.txt, .json and .html, and return the path of the page."""
     directory.mkdir(parents=True, exist_ok=True)
     files = {
         "certificate.txt": certificate.to_text() + "\n",
@@ -18,6 +18,6 @@ def write_certificate(certificate: Certificate, directory: Path) -> Path:
         "certificate.html": TEMPLATES.get_template(TEMPLATE).render(certificate=certificate),
     }
     for name, text in files.items():
-        # What a server says of itself is in it, and may hold what UTF-8 cannot write.
+        # The certificate quotes the server, which may send text that UTF-8 cannot encode.
         atomic_write_bytes(directory / name, text.encode(errors="replace"))
     return directory / "certificate.html"

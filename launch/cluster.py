@@ -1,4 +1,4 @@
-"""What a cluster offers and how a run is started on it: the YAML files of ``configs/cluster``."""
+"""Configuration of a cluster: the YAML files of ``configs/cluster``."""
 
 import re
 import sys
@@ -17,17 +17,17 @@ from rl_loop.config.shipped import find_config, shipped_names
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Z0-9_]*$")]
 TimeLimit = Annotated[str, StringConstraints(pattern=r"^(\d+-)?\d{1,2}:\d{2}:\d{2}$")]
 SBATCH_FIELDS = ("account", "partition", "qos", "constraint", "exclude")
-"""Fields of a cluster that are options of sbatch by the same name."""
+"""Fields that equal options of sbatch."""
 SCRIPT_LINES = (*SBATCH_FIELDS, "gpu_type", "memory_per_node")
-"""Fields that stand quoted in a line of the batch script."""
+"""Fields that appear quoted in one line of the batch script."""
 SCRIPT_WORDS = ("shared_dir", "python")
-"""Fields that are words of a command of the batch script. nemo-run does not quote them."""
+"""Fields that are words of a command in the batch script. nemo-run does not quote them."""
 CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
 NOT_OF_A_WORD = re.compile(r"[^\w./:@%+=,#~-]")
 
 
 def check_script_word(key: str, value: object) -> None:
-    """Raise ValueError if a shell would not read a value as one word."""
+    """Raise ValueError unless a shell reads a value as one word."""
     if found := NOT_OF_A_WORD.search(str(value)):
         raise ValueError(
             f"{key} ({str(value)!r}) has {found[0]!r}, which a shell would interpret in the batch "
@@ -36,89 +36,87 @@ def check_script_word(key: str, value: object) -> None:
 
 
 class ContainerConfig(StrictModel):
-    """A pyxis container in which the whole job runs."""
+    """Pyxis container in which the whole job runs."""
 
     image: str
-    """A squashfs file on the cluster, or an image name that pyxis can pull."""
+    """Squashfs file on the cluster, or an image name that pyxis can pull."""
     mounts: list[str] = Field(default_factory=list)
-    """Directories, ``SOURCE:TARGET[:flags]``; ``shared_dir`` is always mounted at its own path."""
+    """Directories, ``SOURCE:TARGET[:flags]``. ``shared_dir`` is always mounted at its own path."""
 
 
 class ClusterConfig(StrictModel):
-    """One cluster as one run sees it."""
+    """Settings of a cluster for one run."""
 
     kind: Literal["local", "slurm"]
-    """``local``: this machine, in the background. ``slurm``: a batch job."""
+    """``local``: run on this machine, in the background. ``slurm``: submit a batch job."""
     login: str | None = None
-    """``user@host`` of a login node, reached by ssh with a key; null if this machine can call
-    sbatch itself."""
+    """``user@host`` of a login node, reached by ssh with a key; null if this machine has sbatch."""
     shared_dir: Path = Path(".")
-    """A directory that every node sees at this path. Relative paths of a run's configuration are
-    below it."""
+    """Directory that every node sees at this path. Relative paths of a run's configuration are
+    resolved against it."""
     python: str = sys.executable
-    """The trainer's interpreter on the nodes, inside the container if there is one. It has this
-    project's requirements."""
+    """Interpreter of the trainer on the nodes, inside the container if there is one. It must have
+    this project's requirements."""
     engine_python: str | None = None
-    """The interpreter on the nodes that has SGLang, as ``gptoss doctor --install-engine`` prints it.
-    It replaces ``rollout.engine.python`` of the run's file, but not of the command line. null: that
-    of the run."""
+    """Interpreter on the nodes that has SGLang, as printed by ``gptoss doctor --install-engine``.
+    It overrides ``rollout.engine.python`` of the run's file, but not of the command line. null:
+    that of the run."""
     nodes: int = Field(1, gt=0)
-    """Nodes that hold the trainer ranks and, without rollout_nodes, the rollout workers too."""
+    """Nodes for trainer ranks and, without rollout_nodes, for rollout workers."""
     rollout_nodes: int = Field(0, ge=0)
-    """Further nodes for rollout workers alone; with them the job is a heterogeneous one."""
+    """Additional nodes for rollout workers only. The job is then heterogeneous."""
     gpus_per_node: int = Field(0, ge=0)
-    """GPUs of each node; 0 for runs on CPUs. Default: with kind local those of this machine, else
-    0."""
+    """GPUs per node; 0 for runs on CPUs. Default: for kind local those of this machine, else 0."""
     gpu_type: str | None = None
-    """The type as ``sinfo -o %G`` shows it, such as h200; null takes any."""
+    """GPU type as shown by ``sinfo -o %G``, such as h200; null: any."""
     gpu_memory: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """GB (1e9 bytes) of one GPU, all of it, for the memory plan of a dry run; null takes what the
-    run's configuration is made for (``parallel.gpu_memory``)."""
+    """Total memory of one GPU in GB (1e9 bytes), for the memory plan of a dry run. null: that of
+    the run's configuration (``parallel.gpu_memory``)."""
     cpus_per_node: int | None = Field(None, gt=0)
-    """CPUs of each node; null leaves it to Slurm (which gives one, unless exclusive)."""
+    """CPUs per node; null: Slurm's default (1 CPU, unless exclusive)."""
     memory_per_node: str | None = None
-    """As sbatch --mem takes it, such as 1500G; 0 is all of it."""
+    """Memory per node in the format of sbatch --mem, such as 1500G; 0: all of it."""
     exclusive: bool = True
-    """Take whole nodes."""
+    """Allocate whole nodes."""
     account: str | None = None
-    """Slurm account; null takes the user's default."""
+    """Slurm account; null: the user's default."""
     partition: str | None = None
-    """Slurm partition; null takes the cluster's default."""
+    """Slurm partition; null: the cluster's default."""
     qos: str | None = None
     """Slurm quality of service."""
     constraint: str | None = None
-    """Node features, as sbatch --constraint takes them."""
+    """Node features, in the format of sbatch --constraint."""
     exclude: str | None = None
-    """Nodes never to use, as sbatch --exclude takes them."""
+    """Nodes that must not be used, in the format of sbatch --exclude."""
     time_limit: TimeLimit = "04:00:00"
-    """[days-]hours:minutes:seconds of one attempt; longer runs go on in the next one."""
+    """Time limit of one attempt, [days-]hours:minutes:seconds. Longer runs continue in another
+    attempt."""
     stop_before_end: int = Field(600, gt=0)
-    """Seconds before the time limit at which the run saves a checkpoint and asks for its next
-    attempt. It must be at least the time of the longest optimizer step and a checkpoint together;
-    the rollout under way is abandoned."""
+    """Seconds before the time limit at which the run saves a checkpoint and requests another
+    attempt. Must be at least the time of the longest optimizer step and a checkpoint. The running
+    rollout is abandoned."""
     container: ContainerConfig | None = None
-    """Null runs in ``python``'s own environment."""
+    """Container of the job; null: ``python``'s own environment."""
     env: dict[Variable, str] = Field(default_factory=dict)
-    """Further environment variables of all processes on every node, in capitals, such as
+    """Additional environment variables for all processes on every node, in capitals, such as
     NCCL_SOCKET_IFNAME. Slurm and the container do not get them."""
     ray_port: int | None = Field(None, ge=1024, le=60_000)
-    """First of 1,000 ports that Ray uses, for clusters with firewalls between nodes; null takes
-    free ones."""
+    """First of 1,000 ports for Ray, for clusters with firewalls between nodes; null: free ports."""
     dashboard: bool = False
-    """Run Ray's dashboard, which asks for the attempt's token, and serve metrics for Prometheus on
-    every node, which anyone who reaches the nodes can read. A dozen processes on the head node."""
+    """Run Ray's dashboard, protected by the attempt's token, and serve metrics for Prometheus on
+    every node without protection. Adds about 12 processes on the head node."""
     ready_seconds: int = Field(600, gt=0)
-    """Seconds within which every node must be checked and in Ray; those that are not are named,
-    left out and replaced once."""
+    """Seconds within which every node must be checked and in Ray. Late nodes are reported, excluded
+    and replaced once."""
     min_bandwidth: float | None = Field(None, gt=0)
-    """GB/s that an all-reduce must reach within each node and between neighbouring ones before
-    training starts (bus bandwidth, nccl-tests' definition); null does not measure."""
+    """Minimum all-reduce bandwidth in GB/s (bus bandwidth as defined by nccl-tests), within each
+    node and between neighbors, before training starts; null: not measured."""
     min_free_disk: float = Field(20, ge=0)
-    """GB that must be free in shared_dir and in each node's /tmp."""
+    """Minimum free disk space in GB, in shared_dir and in each node's /tmp."""
     retries: int = Field(3, ge=0)
-    """How often a failed run is started again. Fewer when two attempts in a row got no further."""
+    """How often to restart a failed run. 2 attempts in a row without progress end it earlier."""
     chain: int = Field(1, gt=0)
-    """Jobs to submit that start one after the other; for clusters that do not let jobs requeue."""
+    """Number of jobs to submit that run in sequence, for clusters that do not requeue jobs."""
 
     @model_validator(mode="after")
     def _check_fields_together(self) -> Self:
@@ -137,7 +135,7 @@ class ClusterConfig(StrictModel):
         return self
 
     def _check_script_values(self) -> None:
-        """Raise ValueError if a value would be more than its place in the batch script."""
+        """Raise ValueError if a value would break out of its place in the batch script."""
         for key in SCRIPT_LINES:
             if CONTROL_CHARACTER.search(getattr(self, key) or ""):
                 raise ValueError(
@@ -153,10 +151,15 @@ class ClusterConfig(StrictModel):
 
 
 def load_cluster(name: str, nodes: int | None = None) -> ClusterConfig:
-    """Read a YAML file, or the one of ``configs/cluster`` that has this name; ``nodes`` replaces
-    the file's.
+    """Read the configuration of a cluster.
 
-    Raises ConfigError naming file and keys."""
+    Args:
+        name: path of a YAML file, or name of a file in ``configs/cluster``.
+        nodes: replaces ``nodes`` of the file; None keeps it.
+
+    Raises:
+        ConfigError: naming file and keys.
+    """
     path = Path("configs/cluster") / f"{name}.yaml"
     if name.endswith((".yaml", ".yml")):
         path = Path(name)

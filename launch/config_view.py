@@ -1,4 +1,4 @@
-"""A resolved configuration, value by value, with where each is from: ``gptoss config``."""
+"""Output of ``gptoss config``: every value of a resolved configuration, and its origin."""
 
 import json
 from collections.abc import Iterator
@@ -20,9 +20,10 @@ def config_lines(
     """Return ``key: value  # origin`` of every value, in the order of the reference.
 
     Args:
-        path, overrides: as ``load_run_config`` takes them.
+        path: see ``load_run_config``.
         command: rl or sft.
-        changed_only: leave out defaults.
+        overrides: see ``load_run_config``.
+        changed_only: whether to leave out defaults.
 
     Raises:
         ConfigError: if the configuration is not valid.
@@ -40,7 +41,7 @@ def config_lines(
 
 
 def _values(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of a tree of mappings by dotted key."""
+    """Yield (dotted key, value) of every leaf in nested mappings."""
     for key, value in tree.items():
         if isinstance(value, dict) and value:
             yield from _values(value, f"{prefix}{key}.")
@@ -49,7 +50,7 @@ def _values(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def _origin_of(key: str, origins: dict[str, str]) -> str:
-    """Return the origin of the longest known key that ``key`` is, or is below."""
+    """Return the origin of ``key`` or of its longest known prefix."""
     parts = key.split(".")
     for length in range(len(parts), 0, -1):
         origin = origins.get(".".join(parts[:length]))
@@ -59,7 +60,7 @@ def _origin_of(key: str, origins: dict[str, str]) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a value as YAML and the command line read it."""
+    """Format a value as YAML and the command line accept it."""
     if isinstance(value, str):
         return value
     return json.dumps(value, ensure_ascii=False)

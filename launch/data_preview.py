@@ -1,5 +1,4 @@
-"""What ``gptoss data preview`` prints: samples token by token with what is learned of them, counts
-and lengths, and what is refused."""
+"""Output of ``gptoss data preview``: samples with loss masks, counts, lengths and refusals."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,18 +14,18 @@ from rl_loop.conversations.refusals import describe_kinds
 from rl_loop.conversations.source_stream import DataSample
 
 LONGEST_CHARACTER = 4
-"""Tokens over which the bytes of one character can be spread."""
+"""Maximum number of tokens over which one character's bytes can be spread."""
 SHOWN_REFUSALS = 10
 BAR_WIDTH = 40
 
 LEARNED_STYLES = ("black on green", "black on bright_green")
 CONTEXT_STYLES = ("bright_black", "white")
-"""Two of each, in turn, so that one token can be told from the next."""
+"""Two styles for tokens of each kind, alternating, to show the boundaries of tokens."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One token, or several that make a character together."""
+    """One token, or several tokens that form one character."""
 
     token_ids: list[int]
     text: str
@@ -42,9 +41,19 @@ def print_preview(
     samples: int,
     conversations: int,
 ) -> bool:
-    """Print the first ``samples`` of every source, and figures of its first ``conversations``.
+    """Print samples and statistics of every source.
 
-    Returns whether there was something to learn in every source."""
+    Args:
+        data: conversations.
+        codec: decodes tokens.
+        console: output.
+        sources: names of the sources.
+        samples: number of samples to print per source.
+        conversations: number of conversations to read per source, for the statistics.
+
+    Returns:
+        True if every source has at least one sample.
+    """
     all_learn = True
     for source in sources:
         preview = data.preview(source, conversations)
@@ -75,12 +84,12 @@ def _print_line(line: str, console: Console, style: str | None = None) -> None:
 
 
 def pieces_of(sample: DataSample, codec: ChatCodec) -> Iterator[Piece]:
-    """Cut a sample into tokens, and decode them."""
+    """Yield the tokens of a sample with their texts."""
     waiting: list[int] = []
     for token_id, learned in zip(sample.token_ids.tolist(), sample.loss_mask.tolist(), strict=True):
         waiting.append(token_id)
         text = codec.decode(waiting)
-        # Half a character is shown with its other half.
+        # Show an incomplete character together with its other tokens.
         if text.endswith("\ufffd") and len(waiting) < LONGEST_CHARACTER:
             continue
         yield Piece(waiting, text, learned)
@@ -90,7 +99,7 @@ def pieces_of(sample: DataSample, codec: ChatCodec) -> Iterator[Piece]:
 
 
 def token_lines(sample: DataSample, codec: ChatCodec) -> Iterator[str]:
-    """Yield a line per token: its place, "learn" or nothing, its id, its text."""
+    """Yield a line per token: position, "learn" if it has a loss, id and text."""
     place = 0
     for piece in pieces_of(sample, codec):
         mask = "learn" if piece.learned else ""
@@ -100,7 +109,7 @@ def token_lines(sample: DataSample, codec: ChatCodec) -> Iterator[str]:
 
 
 def coloured(sample: DataSample, codec: ChatCodec) -> Text:
-    """Return the text of a sample, what is learned on green."""
+    """Return the text of a sample, with tokens that have a loss on a green background."""
     text = Text()
     for number, piece in enumerate(pieces_of(sample, codec)):
         styles = LEARNED_STYLES if piece.learned else CONTEXT_STYLES
@@ -110,7 +119,7 @@ def coloured(sample: DataSample, codec: ChatCodec) -> Text:
 
 
 def figures(preview: Preview) -> Iterator[str]:
-    """Yield lines of counts, lengths and refusals."""
+    """Yield lines with counts, lengths and refusals of a source."""
     refused = len(preview.refusals)
     yield (
         f"{preview.source} ({preview.place}): {preview.conversations:,} conversations read, "
@@ -133,7 +142,7 @@ def figures(preview: Preview) -> Iterator[str]:
 
 
 def histogram(lengths: np.ndarray) -> Iterator[str]:
-    """Yield a bar for each range of lengths, which double from one to the next."""
+    """Yield a bar per range of lengths. The upper bounds are powers of 2."""
     upper = 2 ** np.ceil(np.log2(np.maximum(lengths, 2))).astype(int)
     counts = {
         int(bound): int(count)

@@ -1,4 +1,4 @@
-"""Checks this machine: which parts of a run are there, and what to do about those that are not."""
+"""Checks of this machine: parts that runs need, and advice for missing parts."""
 
 import importlib
 import importlib.metadata
@@ -22,27 +22,27 @@ from rl_loop.extras import install_command
 
 
 class Status(StrEnum):
-    """What a finding means for runs on this machine."""
+    """Meaning of a finding for runs on this machine."""
 
     OK = "ok"
     LIMITED = "limited"
-    """CPU runs work; something that a cluster run needs is missing."""
+    """CPU runs work. Something that a cluster run needs is missing."""
     MISSING = "missing"
     """Runs on this machine will fail."""
 
 
 class Finding(NamedTuple):
-    """What a check found."""
+    """Result of a check."""
 
     status: Status
     detail: str
-    """A version, a size, or the reason why it failed."""
+    """Version, size, or reason of the failure."""
     advice: str = ""
-    """What to do; empty when all is well."""
+    """Remedy; empty if there is no problem."""
 
 
 class Check(NamedTuple):
-    """One line of ``gptoss doctor``: a part of the machine and the fields of ``Finding``."""
+    """One line of ``gptoss doctor``: a part of the machine and its finding."""
 
     name: str
     status: Status
@@ -52,21 +52,21 @@ class Check(NamedTuple):
 
 STYLES = {Status.OK: "green", Status.LIMITED: "yellow", Status.MISSING: "bold red"}
 MIN_FREE_DISK = 10
-"""GB: the environment and a tiny run with its checkpoints."""
+"""Free disk space in GB for the environment and a tiny run with checkpoints."""
 MIN_MEMORY = 6
-"""GB: trainer, engine and Ray of the tiny run."""
+"""Memory in GB for trainer, engine and Ray of the tiny run."""
 ENGINE = Path("/opt/sglang")
-"""Where the documentation puts SGLang's environment; any other is named in a configuration."""
+"""Directory of SGLang's environment in the documentation. Configurations name other directories."""
 O200K_COMMAND = "python -m rl_loop.harmony.o200k"
 
 
 def run_doctor() -> list[Check]:
-    """Run all checks, in the order in which to fix what they find; takes seconds.
+    """Run all checks, in the order in which to fix problems. Takes seconds.
 
-    It never raises: an exception in a check is what that check reports."""
+    The function never raises: an exception in a check becomes its finding.
+    """
     with warnings.catch_warnings():
-        # Libraries comment on missing GPUs as they are imported; the table says it once and
-        # better.
+        # Libraries warn about missing GPUs on import. The table reports them once.
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
         try:
@@ -76,7 +76,7 @@ def run_doctor() -> list[Check]:
 
 
 def run_check(name: str, check: Callable[[], Finding]) -> Check:
-    """Run one check, whatever it raises: a broken installation fails in many ways on import."""
+    """Run one check and convert exceptions: a broken installation fails in many ways on import."""
     try:
         finding = check()
     except Exception as error:
@@ -92,13 +92,13 @@ def run_check(name: str, check: Callable[[], Finding]) -> Check:
 
 
 def print_doctor() -> bool:
-    """Run all checks and print them; returns ``is_ready``."""
+    """Run and print all checks, and return ``is_ready``."""
     checks = run_doctor()
     print_checks(checks, Console())
 
     from gptoss_kernels.sink_attention import describe  # imports torch
 
-    # The choice of a backend is an event elsewhere; here it is what is printed.
+    # describe() also logs the choice of a backend, which is printed here anyway.
     logging.disable(logging.INFO)
     try:
         print(describe())
@@ -108,14 +108,15 @@ def print_doctor() -> bool:
 
 
 def is_ready(checks: list[Check]) -> bool:
-    """Whether runs on this machine can work: nothing is missing."""
+    """Return True if runs on this machine can work, that is if nothing is missing."""
     return all(check.status is not Status.MISSING for check in checks)
 
 
 def print_checks(checks: list[Check], console: Console) -> None:
-    """Print a line for each check, and one with its advice.
+    """Print a line per check, and a line with advice if there is any.
 
-    No line is broken: a command that is broken in the middle of a path cannot be copied."""
+    Lines are not wrapped, so that commands can be copied.
+    """
     width = max(len(check.name) for check in checks)
     for check in checks:
         line = Text(f"{check.name:{width}}  ")
@@ -135,8 +136,12 @@ def check_python() -> Finding:
 
 
 def check_package(package: str, module: str) -> Callable[[], Finding]:
-    """Return a check that imports ``module``: an installed version says nothing about a library
-    that does not load."""
+    """Return a check that imports ``module``, because an installed library may fail to load.
+
+    Args:
+        package: name of the distribution, for its version.
+        module: module to import.
+    """
 
     def check() -> Finding:
         version = importlib.metadata.version(package)
@@ -148,7 +153,7 @@ def check_package(package: str, module: str) -> Callable[[], Finding]:
 
 def check_transformer_engine() -> Finding:
     """Check Transformer Engine, which only GPU training needs."""
-    # An installed one that does not load is a fault like any other; ``run_check`` reports it.
+    # If it is installed but does not load, ``run_check`` reports the error.
     try:
         return check_package("transformer-engine", "transformer_engine.pytorch")()
     except importlib.metadata.PackageNotFoundError:
@@ -165,7 +170,7 @@ def check_nemo_run() -> Finding:
 
 
 def check_sglang() -> Finding:
-    """Look for an environment with SGLang where the documentation puts it, and beside this one."""
+    """Find an environment with SGLang in ENGINE, or in this interpreter."""
     for python in (ENGINE / "bin" / "python", Path(sys.executable)):
         if not python.exists():
             continue
@@ -181,7 +186,7 @@ def check_sglang() -> Finding:
 
 
 def _gpu_command() -> str:
-    """Return the command of docs/installing.md, or for a wheel, which lacks its file, what comes nearest."""
+    """Return the command of docs/installing.md, or its equivalent for an installed wheel."""
     pins = Path(__file__).resolve().parents[1] / "requirements-gpu.txt"
     if pins.exists():
         return f"pip install --no-build-isolation --no-deps --require-hashes -r {pins}"
@@ -189,10 +194,11 @@ def _gpu_command() -> str:
 
 
 def check_o200k() -> Finding:
-    """Run the set-up's command, which finds or fetches GPT-OSS's vocabulary and checks its hash.
+    """Run the setup command, which finds or downloads GPT-OSS's vocabulary and checks its hash.
 
-    Tiny vocabularies are cut from it, whatever their models speak; only the checkpoint of a dense model
-    does without."""
+    Tiny models of every family use a part of this vocabulary. Only the checkpoint of a dense model
+    does not need it.
+    """
     version = importlib.metadata.version("openai-harmony")
     command = [sys.executable, *O200K_COMMAND.split()[1:]]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -206,7 +212,7 @@ def check_o200k() -> Finding:
 
 
 def check_compiler() -> Finding:
-    """Check that there is a C compiler, which builds the kernels."""
+    """Check that there is a C compiler, which builds the CPU kernels."""
     path = shutil.which("cc")
     if path is None:
         return Finding(Status.MISSING, "no cc", "sudo apt-get install -y gcc libc6-dev")
@@ -214,12 +220,12 @@ def check_compiler() -> Finding:
 
 
 def check_sandbox() -> Finding:
-    """Check that bubblewrap is there and may isolate programs on this machine."""
+    """Check that bubblewrap is installed and can isolate programs on this machine."""
     path = shutil.which("bwrap")
     if path is None:
         return Finding(Status.MISSING, "no bwrap", "sudo apt-get install -y bubblewrap")
 
-    # bwrap may be there and not be allowed to do anything, as in many containers.
+    # bwrap may be installed without permission to create namespaces, as in many containers.
     sandbox = importlib.import_module("rl_loop.sandbox")
     try:
         sandbox.check_isolation()
@@ -229,7 +235,7 @@ def check_sandbox() -> Finding:
 
 
 def check_sandbox_limits() -> Finding:
-    """Check whether the kernel limits a program's memory and processors, which needs a cgroup."""
+    """Check that the kernel can limit a program's memory and processors, which needs a cgroup."""
     protection = importlib.import_module("rl_loop.sandbox.cgroup").describe_protection()
     detail = f"{protection.memory}; {protection.processors}"
     if protection.advice:
@@ -254,7 +260,7 @@ def check_gpus() -> Finding:
 
 
 def check_disk() -> Finding:
-    """Check the free space where runs are written by default."""
+    """Check the free disk space of the default output directory."""
     free = shutil.disk_usage(Path.cwd()).free / 1e9
     detail = f"{free:.0f} GB free in {Path.cwd()}"
     if free < MIN_FREE_DISK:
@@ -267,7 +273,7 @@ def check_disk() -> Finding:
 
 
 def check_memory() -> Finding:
-    """Check memory and count the processors."""
+    """Check the memory and count the processors."""
     total = host_memory.total_bytes() / 1e9
     detail = f"{total:.0f} GB, {len(os.sched_getaffinity(0))} CPU cores"
     if total < MIN_MEMORY:
@@ -292,4 +298,4 @@ CHECKS: tuple[tuple[str, Callable[[], Finding]], ...] = (
     ("disk", check_disk),
     ("memory", check_memory),
 )
-"""What is checked, in the order of the table."""
+"""Checks in the order of the table."""

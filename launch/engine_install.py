@@ -1,8 +1,8 @@
-"""Installs SGLang in an environment of its own: ``gptoss doctor --install-engine DIR``.
+"""Installation of SGLang in a separate environment: ``gptoss doctor --install-engine DIR``.
 
 Versions and hashes are in ``pinned/sglang.txt``, made by `uv pip compile` (docs/installing.md).
-Packages come in portions that are noted when they are complete, so that an installation which was
-interrupted goes on where it was.
+Packages are installed in portions. Completed packages are recorded, so that an interrupted
+installation can continue.
 """
 
 import fcntl
@@ -23,22 +23,24 @@ from megatron_gptoss.user_error import UserError
 
 PINNED = Path(__file__).parent / "pinned" / "sglang.txt"
 DISK_BYTES = 12e9
-"""What the environment needs with SGLang 0.5.17, 10 GB (9.1 before it is compiled), and its largest
-package on the way there."""
+"""Disk space for the environment with SGLang 0.5.17.
+
+10 GB in total, of which 9.1 GB before compilation, plus the temporary copy of the largest package.
+"""
 PORTION = 8
-"""Packages in one call of pip, which takes a second to start."""
+"""Packages per call of pip, which takes 1 s to start."""
 GLIBC = (2, 34)
-"""SGLang's wheels are for this one and later ones (manylinux_2_34)."""
+"""Minimum version of glibc for SGLang's wheels (manylinux_2_34)."""
 
 NOTES = ".gptoss-engine"
-"""In the environment: the hash of the pinned file, then each package that is complete."""
+"""File in the environment: the hash of the pinned file, then each completed package."""
 COMPLETE = "complete"
 
 Say = Callable[[str], None]
 
 
 class InstallError(UserError):
-    """SGLang cannot be installed here; the message says why and what to do."""
+    """SGLang cannot be installed here. The message has the reason and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -48,37 +50,38 @@ class Requirement:
     pin: str
     """``NAME==VERSION``."""
     text: str
-    """Its lines in the file, hashes included."""
+    """Lines of the package in the file, including hashes."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What decides whether the wheels fit."""
+    """Properties that decide whether the wheels can be installed."""
 
     system: str
-    """Such as Linux."""
+    """Operating system, such as Linux."""
     architecture: str
-    """Such as x86_64."""
+    """Processor architecture, such as x86_64."""
     glibc: tuple[int, int] | None
-    """None where there is another C library."""
+    """Version of glibc; None for another C library."""
     python: tuple[int, int]
     free_bytes: float
-    """On the disk of the environment."""
+    """Free space in bytes on the disk of the environment."""
 
 
 def install_engine(directory: Path, say: Say = print, pinned: Path = PINNED) -> Path:
-    """Make an environment with SGLang in ``directory``, or finish one that was begun.
+    """Create an environment with SGLang, or complete an interrupted installation.
 
     Args:
-        directory: new, empty, or one of an earlier call.
-        say: receives a line for each portion.
-        pinned: a file of requirements with hashes.
+        directory: new or empty directory, or one of an earlier call.
+        say: receives a line per portion.
+        pinned: requirements with hashes.
 
     Returns:
-        Its interpreter, for ``rollout.engine.python``.
+        Interpreter of the environment, for ``rollout.engine.python``.
 
     Raises:
-        InstallError: if the machine does not fit, the directory is something else, or pip fails.
+        InstallError: if the machine is not supported, the directory has other contents, or pip
+            fails.
     """
     directory = directory.absolute()
     requirements = read_requirements(pinned)
@@ -103,8 +106,11 @@ def install_engine(directory: Path, say: Say = print, pinned: Path = PINNED) -> 
 
 
 def read_requirements(pinned: Path) -> list[Requirement]:
-    """Return the packages of a file that `uv pip compile --generate-hashes` wrote. Raises
-    InstallError for one without a hash."""
+    """Return the packages of a file written by `uv pip compile --generate-hashes`.
+
+    Raises:
+        InstallError: for a package without a version or a hash.
+    """
     blocks = re.split(r"\n(?=\S)", pinned.read_text().strip())
     requirements = []
     for block in blocks:
@@ -118,7 +124,7 @@ def read_requirements(pinned: Path) -> list[Requirement]:
 
 
 def this_machine(directory: Path) -> Machine:
-    """Describe this machine, and the disk on which ``directory`` will be."""
+    """Describe this machine, and the disk of ``directory``, which may not exist yet."""
     library, version = platform.libc_ver()
     glibc = None
     if library == "glibc":
@@ -138,9 +144,12 @@ def this_machine(directory: Path) -> Machine:
 
 
 def unsuitable(machine: Machine, share: float = 1.0) -> str:
-    """Return why SGLang cannot be installed on a machine, or nothing if it can.
+    """Return the reason why SGLang cannot be installed, or "".
 
-    ``share``: of the packages that are still missing, for the room on the disk."""
+    Args:
+        machine: machine to check.
+        share: fraction of the packages that are missing, which scales the disk space.
+    """
     if (machine.system, machine.architecture) != ("Linux", "x86_64"):
         return (
             f"this is {machine.system} {machine.architecture}; the pinned versions were resolved "
@@ -166,7 +175,7 @@ def unsuitable(machine: Machine, share: float = 1.0) -> str:
 
 
 def check_directory(directory: Path) -> None:
-    """Raise InstallError if something else is in ``directory``, which would be mixed up."""
+    """Raise InstallError if ``directory`` has other contents."""
     if not directory.exists():
         return
     if not directory.is_dir():
@@ -179,10 +188,11 @@ def check_directory(directory: Path) -> None:
 
 @contextmanager
 def _only_one(directory: Path) -> Iterator[int]:
-    """Refuse a second installation into the same directory at the same time.
+    """Prevent two concurrent installations into the same directory.
 
-    Yields the file descriptor that holds the lock. A pip that inherits it keeps the directory
-    locked even if this process is killed and pip is not."""
+    Yields the file descriptor that holds the lock. pip inherits it, so the directory stays locked
+    if this process is killed while pip runs.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / NOTES, "a") as notes:
         try:
@@ -195,7 +205,7 @@ def _only_one(directory: Path) -> Iterator[int]:
 
 
 def _noted(directory: Path, pinned: Path) -> set[str]:
-    """Return what an earlier call has completed, of the same pinned file."""
+    """Return the packages that an earlier call installed from the same pinned file."""
     lines = (directory / NOTES).read_text().splitlines()
     if not lines or lines[0] != _digest(pinned):
         return set()
@@ -212,7 +222,7 @@ def _note(directory: Path, lines: Sequence[str]) -> None:
 
 
 def _make_environment(directory: Path, pinned: Path) -> None:
-    """Make the virtual environment, anew if what is there is of another pinned file."""
+    """Create the virtual environment. Replace one that was made from another pinned file."""
     notes = directory / NOTES
     lines = notes.read_text().splitlines()
     has_python = (directory / "bin" / "python").exists()
@@ -226,12 +236,12 @@ def _make_environment(directory: Path, pinned: Path) -> None:
             shutil.rmtree(entry)
         else:
             entry.unlink()
-    # Written in place: the file is locked.
+    # Write in place, because the lock belongs to this file.
     with open(notes, "r+") as file:
         file.truncate()
         file.write(f"{_digest(pinned)}\n")
 
-    # The interpreter itself, not that of the trainer's environment, whose packages it would see.
+    # Use the base interpreter: with the trainer's environment, its packages would be visible.
     base = getattr(sys, "_base_executable", sys.executable)
     _run([base, "-m", "venv", str(directory)], "the environment could not be made")
 
@@ -239,7 +249,7 @@ def _make_environment(directory: Path, pinned: Path) -> None:
 def _install(
     directory: Path, missing: Sequence[Requirement], total: int, lock: int, say: Say
 ) -> None:
-    """Install what is missing, a portion at a time."""
+    """Install the missing packages, one portion at a time."""
     began = time.monotonic()
     done = total - len(missing)
     if done:
@@ -253,7 +263,7 @@ def _install(
         say(f"[{done + start + 1}-{done + start + len(portion)} of {total}, {elapsed}] {names}")
 
         portion_file.write_text("\n".join(requirement.text for requirement in portion) + "\n")
-        # What was interrupted looks installed and is not; what is whole was noted.
+        # An interrupted package looks installed but may be incomplete, so reinstall it.
         options = ["--no-deps", "--ignore-installed", "--only-binary", ":all:", "--require-hashes"]
         quiet = ["-q", "--no-input", "--disable-pip-version-check", "--no-compile"]
         pip = [str(directory / "bin" / "python"), "-m", "pip", "install"]
@@ -267,22 +277,33 @@ def _install(
 
 
 def _compile(python: Path, say: Say) -> None:
-    """Write the byte code, on all cores: servers start faster, and users who may not write here
-    would compile at every start."""
+    """Compile to byte code on all cores. Servers start faster.
+
+    Users without write permission would otherwise compile at every start.
+    """
     say("compiling to byte code")
     program = "import compileall, site; compileall.compile_dir(site.getsitepackages()[0], quiet=2, workers=0)"
-    # Packages hold templates that are no Python, which is no fault of theirs.
+    # Errors are ignored, because packages have templates that are not valid Python.
     subprocess.run([str(python), "-c", program], capture_output=True, check=False)
 
 
 def _check_import(python: Path) -> None:
-    """Raise InstallError if the environment has no SGLang that Python finds."""
+    """Raise InstallError if Python does not find SGLang in the environment."""
     program = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
     _run([str(python), "-c", program], f"{python} does not find SGLang")
 
 
 def _run(command: Sequence[str], failure: str, keep_open: tuple[int, ...] = ()) -> None:
-    """Run a program. Raises InstallError with its last line of complaint."""
+    """Run a program.
+
+    Args:
+        command: program and arguments.
+        failure: beginning of the error.
+        keep_open: file descriptors that the program inherits.
+
+    Raises:
+        InstallError: with the last line of the program's error output.
+    """
     done = subprocess.run(command, capture_output=True, text=True, check=False, pass_fds=keep_open)
     if done.returncode:
         complaint = [line for line in done.stderr.splitlines() if line.strip()]

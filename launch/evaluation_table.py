@@ -1,4 +1,4 @@
-"""The table that ``gptoss eval`` prints."""
+"""Output of ``gptoss eval``."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,18 +12,22 @@ from launch.control_characters import show_control_characters
 from rl_loop.evaluation.statistics import compare, scores
 
 Episodes = Sequence[dict[str, Any]]
-"""Records of an evaluation, as its JSONL file holds them."""
+"""Records of an evaluation, from its JSONL file."""
 
 
 def print_evaluation(episodes: Episodes, baseline: Episodes) -> None:
-    """Print the statistics of an evaluation, and how its episodes ended.
+    """Print the statistics of an evaluation and the counts of finish reasons.
 
-    The table has a row per category and one for all, each cell with its 95 % interval. With a
-    ``baseline`` there is a column for the difference to it."""
+    The table has a row per category and one for all, with 95% intervals.
+
+    Args:
+        episodes: evaluation to print.
+        baseline: evaluation to compare with, which adds a column; empty for none.
+    """
     rows = _group_by_category(episodes)
     table, columns = _build_table(rows, baseline)
 
-    # Wide enough to keep whole rows in a pipe or a log, too.
+    # Wide enough for whole rows in a pipe or a log.
     console = Console(width=40 + 24 * (columns + 1))
     console.print(table)
     for key in ("finish_reason", "format_error"):
@@ -34,7 +38,7 @@ def print_evaluation(episodes: Episodes, baseline: Episodes) -> None:
 
 
 def _group_by_category(episodes: Episodes) -> dict[str, Episodes]:
-    """Return the episodes of each category, and all of them if there is more than one category."""
+    """Return the episodes per category, and under "all" if there are several categories."""
     categories = sorted({episode["category"] for episode in episodes})
     rows: dict[str, Episodes] = {}
     for category in categories:
@@ -45,9 +49,9 @@ def _group_by_category(episodes: Episodes) -> dict[str, Episodes]:
 
 
 def _build_table(rows: dict[str, Episodes], baseline: Episodes) -> tuple[Table, int]:
-    """Return the table and how many statistics it shows."""
+    """Return the table and its number of statistics."""
     statistics = {category: scores(episodes) for category, episodes in rows.items()}
-    # In the order of the first row that has them: pass@k depends on the samples of a category.
+    # In the order of first appearance, because pass@k depends on a category's number of samples.
     columns = list(dict.fromkeys(name for values in statistics.values() for name in values))
 
     table = Table("category", "tasks", *columns, box=None)

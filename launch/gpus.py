@@ -1,4 +1,4 @@
-"""Which GPU a plan is made for: one that is named, that of this machine, or of the configuration."""
+"""Selection of the GPU for a plan: named, of this machine, or of the configuration."""
 
 import math
 import os
@@ -14,11 +14,11 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as programs see it."""
+    """A GPU."""
 
     name: str
     total_bytes: float
-    """All that programs may have of it together, contexts included."""
+    """Memory available to all programs together, in bytes, including CUDA contexts."""
 
 
 KNOWN_GPUS = {
@@ -26,22 +26,29 @@ KNOWN_GPUS = {
     "h200": Gpu("H200", 139.8 * GIB),
     "b200": Gpu("B200", 178.3 * GIB),
 }
-"""By the name of ``--gpu``: what torch gives as total memory, rounded down. It is neither the number
-of the name, nor what nvidia-smi shows, which counts what the driver keeps for itself. Of the H200
-seen in this project's measurements, of the others as programs on them report it."""
+"""GPUs by name for ``--gpu``. The memory is torch's total memory, rounded down.
+
+It differs from the number in the product's name, and from nvidia-smi's total, which includes memory
+reserved by the driver. The value of the H200 was measured by this project. The other values are
+those that programs on such GPUs report.
+"""
 
 DEFAULT_GPU = "h200"
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return a GPU of KNOWN_GPUS. Raises ConfigError for a name that is none of them."""
+    """Return a GPU of KNOWN_GPUS.
+
+    Raises:
+        ConfigError: for an unknown name.
+    """
     if name.lower() not in KNOWN_GPUS:
         raise ConfigError(f"--gpu {name}: the plan knows {', '.join(KNOWN_GPUS)}; or give --gpu-gb")
     return KNOWN_GPUS[name.lower()]
 
 
 def local_gpu() -> Gpu | None:
-    """Return the smallest GPU of this machine; None if it has none, or none that answers."""
+    """Return the smallest GPU of this machine; None if nvidia-smi reports none."""
     try:
         rows = query_gpus("name", "memory.total", "memory.reserved")
     except OSError:
@@ -55,7 +62,7 @@ def local_gpu() -> Gpu | None:
 
 
 def count_gpus() -> int:
-    """Return how many GPUs of this machine programs may use, as CUDA_VISIBLE_DEVICES says."""
+    """Return the number of usable GPUs of this machine, which CUDA_VISIBLE_DEVICES may limit."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         named = [name.strip() for name in visible.split(",")]
@@ -73,16 +80,16 @@ def planned_hardware(
     host_gigabytes: float | None = None,
     configured_gigabytes: float | None = None,
 ) -> Hardware:
-    """Return what a plan has to fit: what is given, else this machine's GPU, else the configuration's.
+    """Return the hardware of a plan: as given, else this machine's, else the configuration's.
 
     Args:
-        gpu: a name of KNOWN_GPUS.
-        gigabytes: of one GPU, in units of 1e9 bytes; wins over ``gpu``.
-        host_gigabytes: of a node; without it this machine's, if the GPU is this machine's.
-        configured_gigabytes: ``parallel.gpu_memory``; None takes an H200.
+        gpu: name in KNOWN_GPUS.
+        gigabytes: memory of one GPU in GB (1e9 bytes). Overrides ``gpu``.
+        host_gigabytes: memory of a node in GB; None for this machine's if its GPU is used.
+        configured_gigabytes: ``parallel.gpu_memory``; None for an H200.
 
     Raises:
-        ConfigError: for an unknown name, or sizes that are none.
+        ConfigError: for an unknown name, or a size that is not positive and finite.
     """
     for option, size in (("--gpu-gb", gigabytes), ("--host-gb", host_gigabytes)):
         if size is not None and not 0 < size < math.inf:
@@ -103,7 +110,7 @@ def planned_hardware(
 
 
 def configured_hardware(gigabytes: float | None) -> Hardware:
-    """Return the GPU that a configuration is made for (``parallel.gpu_memory``); for None an H200."""
+    """Return the GPU of a configuration (``parallel.gpu_memory`` in GB); None for an H200."""
     if gigabytes is None:
         default = KNOWN_GPUS[DEFAULT_GPU]
         return Hardware(_gb(default), default.name)

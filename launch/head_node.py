@@ -1,4 +1,4 @@
-"""The head node of a job: checks the others, runs training, decides about another attempt."""
+"""The head node of a job: checks the other nodes, runs training, decides about another attempt."""
 
 import importlib.metadata
 import os
@@ -27,20 +27,20 @@ from rl_loop.lifecycle.interrupt import EXIT_STATUSES
 from rl_loop.tracking.run_directory import read_json, write_json
 
 LOST_NODE_GRACE_SECONDS = 5
-"""How long the driver may say more about a node that has failed before it is ended."""
+"""Seconds during which the driver may report more about a failed node before it is killed."""
 
 
 class UnfitNodes(Exception):
-    """Some nodes are bad or missing."""
+    """Some nodes are unfit or missing."""
 
     def __init__(self, reasons: dict[str, str]) -> None:
         super().__init__(reasons)
         self.reasons = reasons
-        """Why, by node name."""
+        """Reason by node name."""
 
 
 class StopRequested(Exception):
-    """Slurm wants the nodes back before training has begun."""
+    """Slurm requested the nodes back before training began."""
 
 
 class HeadNode(NodeProgram):
@@ -51,9 +51,9 @@ class HeadNode(NodeProgram):
     def __init__(self, settings: JobSettings, cluster: ClusterConfig, config_file: str) -> None:
         super().__init__(settings, cluster, index=0)
         self.config_file = config_file
-        """The configuration file, for the training command."""
+        """Configuration file for the training command."""
         self.lost_node = ""
-        """A node that ended while the driver ran, and why."""
+        """Name and problem of a node that failed while the driver ran; "" if none."""
 
     def run_node(self, console: int) -> int:
         outcome = self._run_head()
@@ -70,7 +70,7 @@ class HeadNode(NodeProgram):
 
     def _run_head(self) -> Outcome:
         """Run the attempt, write its outcome and return it."""
-        # Failed, unless the attempt gets far enough to say something else.
+        # The default result, until the attempt has another one.
         outcome = Outcome(Result.FAILED, first_step=count_saved_steps(self.run))
         try:
             self._train(outcome)
@@ -82,11 +82,11 @@ class HeadNode(NodeProgram):
             reasons = sorted(unfit.reasons.items())
             outcome.error = "; ".join(f"{node}: {reason}" for node, reason in reasons)
         except Exception as error:
-            # The other nodes wait for an outcome, also when this program itself has a bug.
+            # The other nodes wait for an outcome, also if this program has a bug.
             outcome.error = f"{self.name}: {type(error).__name__}: {error}"
 
         outcome.last_step = count_saved_steps(self.run)
-        # On a single machine nobody starts the job again.
+        # On a single machine no scheduler starts the job again.
         decide_requeue(outcome, earlier_outcomes(self.attempt), self.cluster.retries)
         if outcome.requeue and self.cluster.kind == "local":
             outcome.requeue = False
@@ -95,8 +95,12 @@ class HeadNode(NodeProgram):
         return outcome
 
     def _train(self, outcome: Outcome) -> None:
-        """Bring all nodes into Ray, run the training command and fill in how it ended."""
-        # The other nodes read the token once there are addresses.
+        """Bring all nodes into Ray, run the training command and fill in the result.
+
+        Args:
+            outcome: receives result and error.
+        """
+        # The other nodes read the token as soon as head.json exists, so write it first.
         write_token(self.attempt.ray_token)
         head = HeadAddress.choose(self.cluster)
         write_json(self.attempt.head, asdict(head))
@@ -106,7 +110,7 @@ class HeadNode(NodeProgram):
         self.wait_until(self._all_nodes_are_ready)
         self._check_nodes(complete=True)
 
-        # A driver that is asked to stop while it starts may end in any way: that is no failure.
+        # A driver that is stopped during its start may exit with any status. That is no failure.
         status = self._run_driver(f"{head.host}:{head.port}")
         if status == 0:
             outcome.result = Result.FINISHED
@@ -116,7 +120,7 @@ class HeadNode(NodeProgram):
             outcome.error = self._explain_failure(status)
 
     def _write_environment(self) -> None:
-        """Record the installed packages, for whoever wants to repeat the run."""
+        """Record the installed packages, to make the run reproducible."""
         packages = importlib.metadata.distributions()
         lines = sorted(f"{package.name}=={package.version}\n" for package in packages)
         (self.attempt.path / "environment.txt").write_text("".join(lines))
@@ -128,7 +132,9 @@ class HeadNode(NodeProgram):
     def _check_nodes(self, complete: bool = False) -> None:
         """Raise UnfitNodes once it is certain which nodes cannot take part.
 
-        ``complete`` says that every node has reported, so that they can be compared."""
+        Args:
+            complete: whether every node has reported, so that nodes can be compared.
+        """
         reports = self.attempt.reports()
         reasons = {}
         for node, report in reports.items():
@@ -138,9 +144,9 @@ class HeadNode(NodeProgram):
         if time.monotonic() > self.deadline:
             reasons |= self._explain_lateness()
         elif set(self.names) - set(reports):
-            return  # another bad node may still report, and all of them are to be left out at once
+            return  # another unfit node may still report, and all are excluded together
 
-        # One node alone differs from nothing: comparisons need the reports of all of them.
+        # Comparisons need the reports of all nodes.
         if complete and self.cluster.gpus_per_node:
             reasons |= find_outlier_nodes(reports)
         if complete and self.cluster.min_bandwidth is not None:
@@ -152,7 +158,7 @@ class HeadNode(NodeProgram):
             raise UnfitNodes(reasons)
 
     def _explain_lateness(self) -> dict[str, str]:
-        """Return the nodes that hold the others up after cluster.ready_seconds, and why."""
+        """Return the nodes that delay the others beyond cluster.ready_seconds, and the reason."""
         seconds = self.cluster.ready_seconds
         states = self.states()
         missing = [node for node in self.names if node not in states]
@@ -162,14 +168,14 @@ class HeadNode(NodeProgram):
                 f"did not come up within {seconds} s (cluster.ready_seconds)",
             )
 
-        # Nodes in a later state may only be waiting for those that are still checking.
+        # Nodes in a later state may only be waiting for nodes that are still checking.
         late = {node: state for node, state in states.items() if state != "ready"}
         checking = {node: state for node, state in late.items() if state == "checking"}
         unfinished = checking or late
         return {node: f"still {state} after {seconds} s" for node, state in unfinished.items()}
 
     def _run_driver(self, ray_address: str) -> int:
-        """Run the training command until it ends; returns its exit status."""
+        """Run the training command until it ends, and return its exit status."""
         command = [
             sys.executable,
             "-m",
@@ -189,21 +195,21 @@ class HeadNode(NodeProgram):
             self.check_ray()
             self._copy_metric_addresses()
             if self.stop_requested:
-                driver.send_signal(signal.SIGUSR1)  # again and again: it may not listen yet
+                driver.send_signal(signal.SIGUSR1)  # repeatedly: its handler may not be set yet
             self._end_with_lost_node(driver)
             time.sleep(POLL_SECONDS)
         return driver.returncode
 
     def _copy_metric_addresses(self) -> None:
-        """Copy the addresses for Prometheus, which Ray keeps up to date in its own directory."""
+        """Copy the addresses for Prometheus, which Ray updates in its own directory."""
         discovery = self.ray_directory / "prom_metrics_service_discovery.json"
-        # Prometheus reads the copy: the scratch directory is on this node alone, and ends with the
-        # run.
+        # Prometheus reads the copy, because the scratch directory is local to this node and is
+        # deleted at the end of the run.
         if discovery.exists():
             shutil.copyfile(discovery, self.attempt.path / "prometheus.json")
 
     def _end_with_lost_node(self, driver: subprocess.Popen[bytes]) -> None:
-        """End the driver if a node has failed; it would wait for that node's actors."""
+        """Kill the driver if a node has failed, because it would wait for that node's actors."""
         for node, report in self.attempt.reports().items():
             if report["state"] == "failed":
                 time.sleep(LOST_NODE_GRACE_SECONDS)
@@ -211,8 +217,8 @@ class HeadNode(NodeProgram):
                 driver.kill()
 
     def _explain_failure(self, status: int) -> str:
-        """Return the most precise reason that is known for a failed training command."""
-        # The driver knows the rank and its exception. A lost node it only sees as dead actors.
+        """Return the most precise known reason for a failed training command."""
+        # The driver knows the rank and its exception. It sees a lost node only as dead actors.
         error = first_error(self.attempt.driver_log.read_text(errors="replace"))
         if error:
             return error

@@ -1,4 +1,4 @@
-"""What starting a run on a cluster needs to know of its configuration."""
+"""The part of a configuration that is needed to start a run on a cluster."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,30 +11,29 @@ from rl_loop.lifecycle.store_size import StoreNeed
 
 @dataclass(frozen=True)
 class JobSettings:
-    """What a job runs, where it writes, and what has to find a place on its nodes."""
+    """Command, paths and resource needs of a job."""
 
     name: str
-    """The run's name; the job is called after it."""
+    """Name of the run and of the job."""
     command: str
-    """The ``gptoss`` command that trains: ``rl`` or ``sft``."""
+    """Training command of ``gptoss``: ``rl`` or ``sft``."""
     directory: Path
-    """Of the run."""
+    """Run directory."""
     parallel: ParallelConfig
-    """How many trainer ranks there are."""
+    """Parallel layout, which defines the number of trainer ranks."""
     rollout: RolloutConfig | None
-    """How many servers and workers there are; None without reinforcement learning, which needs
-    no place for them."""
+    """Rollout settings, which define servers and workers; None for supervised fine-tuning."""
     store: StoreNeed
-    """What a step holds in Ray's object store."""
+    """Object-store memory needed by a step."""
     paths: tuple[tuple[str, Path], ...]
-    """(key, path) of every file that the configuration names and the cluster must have."""
+    """(key, path) of every file that the configuration names and that the cluster must have."""
     engine_python: str | None
-    """Interpreter of the rollout servers; None if the engine runs in the trainer's."""
+    """Interpreter of the rollout servers; None if the engine runs in the trainer's interpreter."""
     configuration: str
-    """The whole of it as YAML, for the training command on the cluster to read."""
+    """The complete configuration as YAML, for the training command on the cluster."""
 
     def engine_key(self, cluster: ClusterConfig) -> str:
-        """Return the key that sets ``engine_python``."""
+        """Return the configuration key that sets ``engine_python``."""
         if self.engine_python == cluster.engine_python:
             return "cluster.engine_python"
         return "rollout.engine.python"

@@ -1,7 +1,7 @@
-"""What was launched, and what has become of it: list, status, logs, cancel.
+"""Launched runs: list, status, logs, cancel.
 
-A file per run under ``~/.local/state/gptoss`` remembers where it runs. The rest is asked of a
-shell on the login node.
+A file per run under ``~/.local/state/gptoss`` stores where it runs. All other information comes
+from a shell on the login node.
 """
 
 import json
@@ -20,16 +20,16 @@ import psutil
 from rl_loop.config.errors import ConfigError
 
 ACTIVE = {"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "CANCELLING"}
-"""States in which a run occupies its name."""
+"""States in which the name of a run is in use."""
 
 
 class ClusterError(ConfigError):
-    """The cluster did not answer as it should; the message says what was asked."""
+    """A request to the cluster failed. The message names the request."""
 
 
 @dataclass(kw_only=True)
 class Launch:
-    """A run that was started with ``gptoss launch``, as its file in the registry holds it."""
+    """A run started by ``gptoss launch``, as stored in the registry."""
 
     name: str
     kind: Literal["local", "slurm"]
@@ -37,48 +37,52 @@ class Launch:
     """``user@host`` of the login node; None for this machine."""
     run_dir: str
     command: str
-    """The training command: "rl" or "sft"."""
+    """Training command: "rl" or "sft"."""
     steps: int
-    """Training steps in all."""
+    """Number of training steps of the whole run."""
     job: str
-    """Number of the Slurm job, or process id of a local run."""
+    """Slurm job number, or process id of a local run."""
     submitted: str
-    """Local time, YYYY-MM-DD HH:MM."""
+    """Local time of the submission, YYYY-MM-DD HH:MM."""
     cancelled: bool = False
-    """Whether it was asked to end; it saves what it has first."""
+    """True after ``gptoss launch cancel``. The run saves a checkpoint before it ends."""
 
     @property
     def place(self) -> str:
-        """The run directory, and the login node to reach it by."""
+        """Run directory, with the login node if there is one."""
         if self.login is None:
             return self.run_dir
         return f"{self.login}:{self.run_dir}"
 
     @property
     def job_names(self) -> str:
-        """Names of the Slurm job, and of its parts if it is heterogeneous."""
+        """Names of the Slurm job and of its parts if it is heterogeneous, separated by commas."""
         return ",".join(f"gptoss.{self.name}{suffix}" for suffix in ("", "-0", "-1"))
 
     def save(self) -> None:
-        """Write the launch into the registry."""
+        """Write the launch to the registry."""
         registry().mkdir(parents=True, exist_ok=True)
         (registry() / f"{self.name}.json").write_text(json.dumps(asdict(self), indent=1))
 
 
 def registry() -> Path:
-    """Return the directory that holds a file for each launched run."""
+    """Return the directory with one file per launched run."""
     return Path(os.environ.get("XDG_STATE_HOME", Path.home() / ".local" / "state")) / "gptoss"
 
 
 def known_launches() -> list[Launch]:
-    """Return every launched run, newest last."""
-    # Launching a name again rewrites its file, and makes it the newest.
+    """Return all launched runs, newest last."""
+    # Launching the same name again rewrites its file, so the run becomes the newest.
     files = sorted(registry().glob("*.json"), key=lambda path: path.stat().st_mtime)
     return [Launch(**json.loads(path.read_text())) for path in files]
 
 
 def find_launch(name: str) -> Launch:
-    """Return the launched run of this name. Raises ConfigError if there is none."""
+    """Return the launched run of a name.
+
+    Raises:
+        ConfigError: if there is none.
+    """
     launches = {launch.name: launch for launch in known_launches()}
     if name not in launches:
         known = ", ".join(launches) or "none"
@@ -90,13 +94,20 @@ def find_launch(name: str) -> Launch:
 
 
 def run_shell(login: str | None, script: str, timeout: float = 60) -> str:
-    """Run a bash script, here or on the login node, and return its output.
+    """Run a bash script and return its output.
 
-    Raises ClusterError with what the script complained about, or after ``timeout`` seconds."""
-    # The script comes through standard input: no quoting, and no limit on its length.
+    Args:
+        login: login node; None for this machine.
+        script: text of the script.
+        timeout: seconds until the call fails.
+
+    Raises:
+        ClusterError: with the error output of the script, or after ``timeout``.
+    """
+    # Standard input needs no quoting and has no length limit.
     command = ["bash", "-s"]
     if login is not None:
-        # Batch mode: a password prompt would wait for an answer that cannot be given.
+        # Without batch mode, ssh would wait for a password.
         command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", login, "bash -s"]
     where = login or "this machine"
 
@@ -123,7 +134,13 @@ def format_script(
     variables: Mapping[str, str],
     arguments: Sequence[str] = (),
 ) -> str:
-    """Return ``launch/NAME`` for ``run_shell``, with variables and arguments set at its top."""
+    """Return the script ``launch/NAME`` for ``run_shell``.
+
+    Args:
+        name: file name.
+        variables: shell variables to set at the beginning.
+        arguments: positional parameters of the script.
+    """
     assignments = [f"{key}={shlex.quote(value)}" for key, value in variables.items()]
     body = Path(__file__).with_name(name).read_text()
     return "\n".join([*assignments, shlex.join(["set", "--", *arguments]), body])
@@ -131,31 +148,31 @@ def format_script(
 
 @dataclass
 class AttemptStatus:
-    """What a run's directory says about one attempt."""
+    """One attempt, as recorded in the run directory."""
 
     name: str
     outcome: dict[str, Any] = field(default_factory=dict)
-    """outcome.json, empty before the attempt has ended."""
+    """Content of outcome.json; empty until the attempt has ended."""
     head: dict[str, Any] = field(default_factory=dict)
-    """head.json, empty before the head node has begun."""
+    """Content of head.json; empty until the head node has started."""
 
 
 @dataclass
 class Status:
-    """What is known of a run right now."""
+    """Current status of a run."""
 
     state: str
-    """As Slurm calls it; ENDED of a local run, UNKNOWN if Slurm has forgotten the job."""
+    """Slurm's state; RUNNING or ENDED for a local run, UNKNOWN if Slurm does not have the job."""
     detail: str
-    """Time, limit, nodes or the reason for waiting."""
+    """Elapsed time, time limit and nodes, or the reason for waiting."""
     step: int
-    """Training steps done."""
+    """Number of completed training steps."""
     attempts: list[AttemptStatus]
-    """Oldest first."""
+    """Attempts, oldest first."""
 
 
 def query(launch: Launch) -> Status:
-    """Ask the cluster and read the run directory."""
+    """Return the status of a run from the cluster and from its directory."""
     script = format_script(
         "status.sh",
         variables={"RUN_DIR": launch.run_dir, "KIND": launch.kind, "NAMES": launch.job_names},
@@ -170,11 +187,11 @@ def query(launch: Launch) -> Status:
     else:
         state, detail = _slurm_state(launch, queue, accounting)
     if launch.cancelled and state == "RUNNING":
-        state = "CANCELLING"  # it saves what it has
+        state = "CANCELLING"  # the run saves a checkpoint
 
     step = int(json.loads(metrics[0])["step"]) if metrics else 0
 
-    # What is left are sections "attempt NAME".
+    # The remaining sections are "attempt NAME".
     attempts = [_parse_attempt(title, lines) for title, lines in answers.items()]
     return Status(state=state, detail=detail, step=step, attempts=attempts)
 
@@ -186,8 +203,8 @@ def _local_state(launch: Launch) -> tuple[str, str]:
 
 
 def _slurm_state(launch: Launch, queue: list[str], accounting: list[str]) -> tuple[str, str]:
-    """Return (state, detail) of a Slurm run from squeue and sacct; status.sh has their formats."""
-    # A queued job is preferred: accounting also knows its earlier attempts.
+    """Return (state, detail) of a Slurm run from squeue and sacct. status.sh has their formats."""
+    # The queue comes first, because accounting may have only earlier attempts of the job.
     if queue:
         number, state, elapsed, limit, nodes, reason = queue[0].split("|")
         detail = f"job {number}, {elapsed} of {limit}, {nodes} nodes {reason}"
@@ -203,7 +220,7 @@ def _slurm_state(launch: Launch, queue: list[str], accounting: list[str]) -> tup
 
 
 def _parse_attempt(title: str, lines: list[str]) -> AttemptStatus:
-    """Read the section of an attempt: outcome.json and head.json, a line each, if they exist."""
+    """Parse the section of an attempt: one line each for outcome.json and head.json, if present."""
     attempt = AttemptStatus(title.split()[1])
     for line in lines:
         record = json.loads(line)
@@ -215,9 +232,9 @@ def _parse_attempt(title: str, lines: list[str]) -> AttemptStatus:
 
 
 def describe_launches() -> list[str]:
-    """Return what ``gptoss launch list`` prints: a line per run, newest last."""
+    """Return the lines of ``gptoss launch list``: one per run, newest last."""
     launches = known_launches()
-    # Login nodes take seconds to answer, and may not answer at all.
+    # A login node may take seconds to respond, or not respond.
     with ThreadPoolExecutor() as threads:
         states = list(threads.map(_state_and_step, launches))
 
@@ -236,7 +253,7 @@ def _state_and_step(launch: Launch) -> str:
 
 
 def describe_status(launch: Launch) -> str:
-    """Return what ``gptoss launch status`` prints."""
+    """Return the output of ``gptoss launch status``."""
     status = query(launch)
     lines = [
         f"{launch.name}: {status.state} ({status.detail})",
@@ -245,7 +262,7 @@ def describe_status(launch: Launch) -> str:
     for attempt in status.attempts:
         outcome = attempt.outcome
 
-        # Only the newest attempt can be running; one without outcome before it was killed.
+        # Only the newest attempt can be running. Earlier ones without outcome were killed.
         is_newest = attempt is status.attempts[-1]
         if outcome:
             result = f"{outcome['result']} at step {outcome['last_step']}; {outcome['why']}"
@@ -269,10 +286,15 @@ def read_log(
     lines: int,
     follow: bool,
 ) -> Iterator[str]:
-    """Yield the last lines of the driver's log, or of a node's, of the newest or the named
-    attempt.
+    """Yield the last lines of a log.
 
-    With ``follow`` it goes on as lines are written."""
+    Args:
+        launch: run.
+        attempt: name of the attempt; None for the newest.
+        node: node whose log is read; None for the driver's log.
+        lines: number of lines.
+        follow: whether to continue with new lines until the caller stops.
+    """
     options = ["-n", str(lines)]
     if follow:
         options.append("-F")
@@ -299,13 +321,15 @@ def read_log(
 
 
 def cancel(launch: Launch) -> str:
-    """End a run and what is chained to it; returns what to tell the user. Slurm's KillWait is its
-    time to save."""
+    """Cancel a run and its chained jobs, and return a message for the user.
+
+    The run saves a checkpoint first. Slurm's KillWait limits the time for it.
+    """
     if launch.kind == "slurm":
         jobs = f"timeout 20 squeue -h --me -n {shlex.quote(launch.job_names)} -o %i"
         run_shell(launch.login, f"{jobs} | xargs -r timeout 20 scancel")
     elif psutil.pid_exists(int(launch.job)):
-        # As Slurm would: the node's program asks the driver to save, and ends after it.
+        # Same signal as from Slurm: the node program lets the driver save, and exits after it.
         os.kill(int(launch.job), signal.SIGTERM)
     else:
         return f"{launch.name} has ended already; its checkpoints stay"
@@ -318,7 +342,7 @@ def cancel(launch: Launch) -> str:
 
 
 def _note_cancelled(launch: Launch) -> None:
-    """Write into the registry that a run was cancelled; its place in the list stays."""
+    """Mark a run as cancelled in the registry, without a change of its place in the list."""
     file = registry() / f"{launch.name}.json"
     written = file.stat()
     launch.cancelled = True
@@ -327,7 +351,7 @@ def _note_cancelled(launch: Launch) -> None:
 
 
 def split_sections(output: str) -> list[tuple[str, list[str]]]:
-    """Split a text at its lines "@title" into (title, lines that are not empty)."""
+    """Split a text at lines "@title" into (title, non-empty lines)."""
     sections: list[tuple[str, list[str]]] = []
     for line in output.splitlines():
         if line.startswith("@"):

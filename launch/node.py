@@ -1,11 +1,11 @@
-"""``python -m launch.node RUN_CONFIG CLUSTER_CONFIG COMMAND GROUP`` runs once on every node of a
-job.
+"""``python -m launch.node RUN_CONFIG CLUSTER_CONFIG COMMAND GROUP``: the program of a job's node.
 
-It checks the node, brings it into Ray and, on the head node, runs ``gptoss COMMAND`` until it ends
-or the time does. GROUP is the number of the node's part in a heterogeneous job, 0 in any other.
+It runs once on every node. It checks the node, joins Ray and, on the head node, runs ``gptoss
+COMMAND`` until the command ends or the time limit is near. GROUP is the number of the node's part
+in a heterogeneous job, else 0.
 
-Only this program listens to Slurm's signals. Ray and the training command, which would die of them
-before a checkpoint is saved, are started with them blocked.
+Only this program handles Slurm's signals. They are blocked in Ray and in the training command,
+which would otherwise end before a checkpoint is saved.
 """
 
 import os
@@ -21,14 +21,14 @@ from launch.submit import job_settings
 from rl_loop.config.load import load_run_config
 
 STARTED_AGAIN = "GPTOSS_NODE_STARTED_AGAIN"
-"""In the environment of this program once it has the variables of the cluster's file."""
+"""Environment variable that is set once this program has the variables of the cluster's file."""
 
 HEAD_GRACE_SECONDS = 60
-"""How long after the deadline a worker still waits for the head node's decision."""
+"""Seconds after the deadline during which a worker waits for the head node's decision."""
 
 
 class WorkerNode(NodeProgram):
-    """Any node but the head: it offers its resources to Ray until the attempt has ended."""
+    """Any node but the head. It offers its resources to Ray until the attempt has ended."""
 
     def run_node(self, console: int) -> int:
         with suppress(AttemptEnded):
@@ -36,7 +36,7 @@ class WorkerNode(NodeProgram):
         return 0
 
     def check_progress(self) -> None:
-        # The head decides at the deadline. If it has not by a minute later, it is gone itself.
+        # The head decides at the deadline. Without a decision 60 s later, it has exited.
         head_is_gone = time.monotonic() > self.deadline + HEAD_GRACE_SECONDS
         if self.attempt.outcome.exists() or head_is_gone:
             raise AttemptEnded
@@ -44,13 +44,23 @@ class WorkerNode(NodeProgram):
     def _run_worker(self) -> None:
         self.join_ray()
 
-        # From now on only the outcome ends this node: training takes as long as it takes.
+        # Training has no deadline: only the outcome ends this node.
         self.deadline = float("inf")
         self.wait_forever()
 
 
 def run_node(config_file: str, cluster_file: str, command: str, group: int) -> int:
-    """Run this node until the attempt has ended; returns the exit status."""
+    """Run this node until the attempt has ended.
+
+    Args:
+        config_file: configuration of the run.
+        cluster_file: configuration of the cluster.
+        command: training command, ``rl`` or ``sft``.
+        group: number of the node's part in a heterogeneous job, else 0.
+
+    Returns:
+        Exit status.
+    """
     cluster = load_cluster(cluster_file)
     settings = job_settings(load_run_config(Path(config_file), command))
 
@@ -65,9 +75,10 @@ def run_node(config_file: str, cluster_file: str, command: str, group: int) -> i
 
 
 def enter_environment(cluster: ClusterConfig) -> None:
-    """Start this program again, once, with the variables of the cluster's file.
+    """Restart this program once with the variables of the cluster's file.
 
-    Some are read when a program starts, such as LD_LIBRARY_PATH."""
+    Some variables are read at the start of a program, such as LD_LIBRARY_PATH.
+    """
     has_started_again = os.environ.pop(STARTED_AGAIN, None) is not None
     if has_started_again or not cluster.env:
         return

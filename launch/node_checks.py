@@ -1,4 +1,4 @@
-"""Checks of nodes before Ray starts on them: one bad GPU slows or stops the whole job."""
+"""Checks of a node before Ray starts. One bad GPU slows or stops the whole job."""
 
 import shutil
 import socket
@@ -16,12 +16,14 @@ from rl_loop.engines.backend import EngineConfig, EngineUnavailable
 from rl_loop.lifecycle.store_size import StoreNeed, check_local_store
 
 IDLE_BYTES = 1 << 30
-"""Memory in use above which a GPU counts as busy; a driver alone takes a few hundred MiB."""
+"""Used memory above which a GPU counts as busy. A driver alone uses a few hundred MiB."""
 RAY_PORTS = 10
-"""Ports from cluster.ray_port on that Ray's own parts use. Those of workers follow, of which Ray
-takes free ones."""
+"""Number of ports, from cluster.ray_port on, of Ray's own processes.
+
+The ports of workers follow. Ray chooses free ones among them.
+"""
 GPU_FACTS = {"GPU": "name", "driver": "driver_version", "SM clock": "clocks.max.sm"}
-"""Fields of nvidia-smi that must be the same on all nodes; the clock is the highest one, in MHz."""
+"""nvidia-smi field of each fact that must be equal on all nodes. Clock: maximum in MHz."""
 
 
 @dataclass
@@ -29,17 +31,21 @@ class NodeCheck:
     """Result of the checks of one node."""
 
     facts: dict[str, str] = field(default_factory=dict)
-    """Values that must be the same on all nodes: "GPU", "driver" and "SM clock"."""
+    """Values that must be equal on all nodes: "GPU", "driver" and "SM clock"."""
     problems: list[str] = field(default_factory=list)
-    """Why this node cannot take part, whatever the others say."""
+    """Reasons why this node cannot take part, independent of other nodes."""
 
 
 def check_node(
     cluster: ClusterConfig, store: StoreNeed, engine: EngineConfig | None = None
 ) -> NodeCheck:
-    """Check this node's disks, ports and GPUs, and its room for Ray's object store.
+    """Check this node's disks, ports, GPUs and memory for Ray's object store.
 
-    ``engine``: of the servers that are to run here; its interpreter is tried."""
+    Args:
+        cluster: settings of the cluster.
+        store: object-store memory that the run needs.
+        engine: engine whose servers run here, whose interpreter is checked; None for no servers.
+    """
     check = NodeCheck()
     if engine is not None:
         try:
@@ -61,7 +67,7 @@ def check_node(
         check.problems.append(str(error))
         return check
 
-    # More GPUs than the job asked for are no problem: not every cluster hides them.
+    # More GPUs than requested are allowed, because not every cluster hides the others.
     if len(gpus) < cluster.gpus_per_node:
         check.problems.append(
             f"{len(gpus)} GPUs visible, cluster.gpus_per_node is {cluster.gpus_per_node}",
@@ -71,14 +77,14 @@ def check_node(
         if used is not None and used > IDLE_BYTES:
             check.problems.append(f"GPU {gpu['index']} holds {used >> 20} MiB of another job")
 
-    # One slow GPU is enough to make the node differ from the others.
+    # Join distinct values: one different GPU makes the node differ from the others.
     for fact, field_name in GPU_FACTS.items():
         check.facts[fact] = "/".join(sorted({gpu[field_name] for gpu in gpus}))
     return check
 
 
 def full_disks(cluster: ClusterConfig) -> list[str]:
-    """Return a problem for shared_dir and /tmp each, if less than min_free_disk is free there."""
+    """Return a problem for shared_dir and for /tmp if less than min_free_disk is free."""
     problems = []
     for path in (cluster.shared_dir, Path("/tmp")):
         free = shutil.disk_usage(path).free / 1e9
@@ -90,14 +96,14 @@ def full_disks(cluster: ClusterConfig) -> list[str]:
 
 
 def busy_ports(cluster: ClusterConfig) -> list[str]:
-    """Return a problem if something listens on the ports that Ray's own parts will use."""
+    """Return a problem if the ports of Ray's own processes are in use."""
     if cluster.ray_port is None:
         return []
 
     busy = []
     for port in range(cluster.ray_port, cluster.ray_port + RAY_PORTS):
         with socket.socket() as probe:
-            # A port that was given up a moment ago counts as free.
+            # A port that was just released counts as free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("", port))
@@ -109,13 +115,15 @@ def busy_ports(cluster: ClusterConfig) -> list[str]:
 
 
 def find_outlier_nodes(reports: Mapping[str, dict[str, Any]]) -> dict[str, str]:
-    """Return the nodes whose facts differ from those of the majority, and how.
+    """Return the nodes whose facts differ from the majority, and their differences.
 
-    ``reports`` holds what each node reported, with its ``NodeCheck.facts`` under "facts"."""
+    Args:
+        reports: report of each node, with its ``NodeCheck.facts`` under "facts".
+    """
     differences: dict[str, list[str]] = {}
     facts = {name for report in reports.values() for name in report["facts"]}
     for fact in facts:
-        # A node without this fact, whose nvidia-smi did not answer, counts as another value.
+        # A missing fact (nvidia-smi did not respond) counts as a different value.
         values = {node: report["facts"].get(fact) for node, report in reports.items()}
         usual = Counter(values.values()).most_common(1)[0][0]
         for node, value in values.items():
@@ -128,14 +136,17 @@ def find_slow_nodes(
     bandwidths: Mapping[str, dict[str, float | None]],
     minimum: float,
 ) -> dict[str, str]:
-    """Return the nodes below ``minimum`` GB/s, within themselves or with every neighbour, and how
-    slow they are.
+    """Return the nodes whose bandwidth is too low, and their bandwidth.
 
-    ``bandwidths`` is what ``launch.bandwidth`` writes."""
+    Args:
+        bandwidths: output of ``launch.bandwidth``, per node: "within" the node and "between" it and
+            the faster neighbor, in GB/s.
+        minimum: minimum bandwidth in GB/s.
+    """
     slow: dict[str, str] = {}
     for node, measured in bandwidths.items():
         for where, value in measured.items():
-            # None: one GPU per node has nothing to measure within it, a single node no neighbour.
+            # None: one GPU per node has no bandwidth within, a single node has no neighbor.
             if value is not None and value < minimum:
                 slow[node] = (
                     f"all-reduce {where} nodes at {value:.2f} GB/s, cluster.min_bandwidth is {minimum:g}"

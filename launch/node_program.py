@@ -1,4 +1,4 @@
-"""What every node of a job does: check itself, report, join Ray, wait for the others, clean up."""
+"""Base program of every node of a job: checks, reports, Ray, waiting, cleanup."""
 
 import os
 import shutil
@@ -42,23 +42,25 @@ from rl_loop.tracking.run_directory import (
 
 POLL_SECONDS = 0.5
 RAY_STARTS = 3
-"""Tries to start Ray: a port that was free may be taken when one of Ray's parts wants it."""
+"""Attempts to start Ray. Another process may take a free port before Ray uses it."""
 RAY_SETTLE_SECONDS = 1.5
-"""Ray checks its own parts every second and ends if one of them came up too late."""
+"""Seconds to wait for Ray's health check, which runs every second and may end Ray."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""SIGTERM: the job is preempted or cancelled. SIGUSR1: its time limit is near."""
+"""SIGTERM: the job is preempted or cancelled. SIGUSR1: the time limit is near."""
 
 
 class AttemptEnded(Exception):
-    """The head node has written the outcome, or is gone."""
+    """The head node has written the outcome, or has exited."""
 
 
 class NodeProgram:
-    """One node of one attempt; the head node and the workers extend it.
+    """One node of one attempt. Subclasses are the head node and the workers.
 
-    The nodes talk through files in the directory of the attempt: each node writes nodes/NODE.json
-    with its state (checking, measuring, joining or waiting, ready; bad or failed with a problem),
-    the head node writes head.json when it begins and outcome.json when everybody is to leave."""
+    The nodes communicate through files in the directory of the attempt. Each node writes
+    nodes/NODE.json with its state: checking, measuring, joining or waiting, ready; bad or failed
+    with a problem. The head node writes head.json at its start and outcome.json when all nodes must
+    exit.
+    """
 
     is_head = False
 
@@ -69,8 +71,8 @@ class NodeProgram:
 
         self.name = os.environ.get("SLURMD_NODENAME", socket.gethostname())
         self.names = os.environ.get("GPTOSS_NODES", self.name).split(",")
-        # Ray's workers inherit both: the first names the node in errors, the second says that
-        # actors have places (rl_loop.cluster.placement).
+        # Ray's workers inherit both. The first names the node in errors, the second tells the
+        # driver to place actors by node (rl_loop.cluster.placement).
         os.environ["SLURMD_NODENAME"] = self.name
         os.environ["GPTOSS_PLACED"] = "1"
 
@@ -79,9 +81,9 @@ class NodeProgram:
         self.attempt = Attempt(self.run.path / "attempts" / attempt)
         if cluster.kind == "local":
             os.environ.update(loopback_environment())
-        # Ray would take the user's own token from the environment instead of the attempt's.
+        # Ray would prefer the user's token in the environment to the attempt's token.
         os.environ.pop("RAY_AUTH_TOKEN", None)
-        # Closed to other users. Short, because Ray's Unix sockets lie below it.
+        # mkdtemp denies access to other users. The path is short because of Ray's Unix sockets.
         self.scratch = Path(tempfile.mkdtemp(prefix="gptoss-", dir="/tmp"))
         self.ray_directory = self.scratch / "ray"
         self.ray_log = self.attempt.path / f"{self.name}.ray.log"
@@ -91,18 +93,17 @@ class NodeProgram:
         self.stop_requested = False
         self.children: list[subprocess.Popen[bytes]] = []
         self.ray: subprocess.Popen[bytes] | None = None
-        """The process that ends when this node's Ray does."""
+        """Process that ends when this node's Ray ends; None while Ray does not run."""
 
     def main(self) -> int:
-        """Run the node until the attempt has ended; returns the exit status."""
+        """Run the node until the attempt has ended, and return the exit status."""
         make_files_private()
         make_run_directory(self.run.path)
         self.attempt.nodes.mkdir(parents=True, exist_ok=True)
         for number in STOP_SIGNALS:
             signal.signal(number, self._request_stop)
 
-        # From here on everything is written to the node's log; the console is for the outcome
-        # alone.
+        # All output goes to the node's log. The console only gets the outcome.
         console = os.dup(1)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         log = os.open(self.attempt.path / f"{self.name}.log", flags, 0o600)
@@ -116,15 +117,17 @@ class NodeProgram:
     def run_node(self, console: int) -> int:
         """Do this node's work and return the exit status.
 
-        ``console`` is the file descriptor of the original standard output."""
+        Args:
+            console: file descriptor of the original standard output.
+        """
         raise NotImplementedError
 
     def check_progress(self) -> None:
-        """Raise the exception that ends the wait of ``wait_until``."""
+        """Raise the exception that ends ``wait_until``, if there is a reason."""
         raise NotImplementedError
 
     def join_ray(self) -> None:
-        """Check the node and bring it into Ray, together with all others."""
+        """Check the node and join Ray together with all other nodes."""
         self.report("checking")
         rollout = self.settings.rollout
         engine = rollout.engine if rollout is not None and self.plan.servers else None
@@ -132,7 +135,7 @@ class NodeProgram:
         if check.problems:
             self._give_up("; ".join(check.problems), check)
 
-        # The head writes its addresses before it checks itself, so that this wait is short.
+        # The head writes its addresses before it checks itself, so this wait is short.
         self.wait_until(self.attempt.head.exists)
         head = HeadAddress(**read_json(self.attempt.head))
         if self.cluster.min_bandwidth is not None:
@@ -142,7 +145,7 @@ class NodeProgram:
         if self.is_head:
             self.report("joining", **asdict(check))
         else:
-            # Ray gives up on a head that does not answer within 30 s.
+            # Ray gives up if the head does not respond within 30 s.
             self.report("waiting", **asdict(check))
             self.wait_until(lambda: self.states().get(self.names[0]) == "ready")
 
@@ -153,7 +156,7 @@ class NodeProgram:
         self.report("ready", **asdict(check))
 
     def _start_ray(self, head: HeadAddress) -> subprocess.Popen[bytes] | None:
-        """Start Ray and return its process once it runs; None if it ended at every try."""
+        """Start Ray and return its process; return None if it ended at every attempt."""
         node = RayNode(
             cluster=self.cluster,
             name=self.name,
@@ -162,8 +165,7 @@ class NodeProgram:
             scratch=self.ray_directory,
             object_store_bytes=store_bytes(self.settings.store),
         )
-        # Ray would start an idle worker per CPU; the actors are few and start when they are
-        # needed.
+        # Ray would start an idle worker per CPU. The few actors start on demand.
         environment = {
             "RAY_prestart_worker_first_driver": "0",
             **ray_environment(),
@@ -172,7 +174,7 @@ class NodeProgram:
         if not self.cluster.dashboard:
             environment |= WITHOUT_METRICS
 
-        # Every try appends to the same log; "started" must be that of this one.
+        # Every attempt appends to the same log. Search for "started" only in the new part.
         for _ in range(RAY_STARTS):
             self.ray_log.touch()
             offset = self.ray_log.stat().st_size
@@ -187,7 +189,7 @@ class NodeProgram:
         self.wait_until(lambda: has_started_or_ended(ray, self.ray_log, offset))
 
     def _measure_bandwidth(self, head: HeadAddress) -> None:
-        """Take part in the measurement of all nodes; launch.bandwidth writes what it finds."""
+        """Take part in the bandwidth measurement of all nodes. Rank 0 writes the results."""
         command = [
             sys.executable,
             "-m",
@@ -205,23 +207,23 @@ class NodeProgram:
         token = ray_token_environment(self.attempt.ray_token)
         process = self.start_child(command, log, token | ray_environment())
 
-        # Its exit status says nothing about this node: it also fails when another one does.
+        # The exit status is ignored: it is nonzero if any node fails.
         self.wait_until(lambda: process.poll() is not None)
 
     def _give_up(self, problem: str, check: NodeCheck) -> NoReturn:
-        """Report this node as bad and wait until the head node has decided about the attempt."""
+        """Report this node as bad, and wait for the head node's decision about the attempt."""
         self.report("bad", problem=problem, **asdict(check))
         self.wait_forever()
 
     def wait_until(self, done: Callable[[], bool]) -> None:
-        """Wait until ``done`` holds; raises what ``check_progress`` raises."""
+        """Wait until ``done`` returns True, or until ``check_progress`` raises."""
         while not done():
             self.check_ray()
             self.check_progress()
             time.sleep(POLL_SECONDS)
 
     def wait_forever(self) -> NoReturn:
-        """Wait for what ``check_progress`` raises."""
+        """Wait until ``check_progress`` raises."""
         self.wait_until(lambda: False)
         raise AssertionError("unreachable")
 
@@ -230,27 +232,30 @@ class NodeProgram:
         if self.ray is not None and self.ray.poll() is not None:
             problem = f"Ray ended with status {self.ray.returncode}; see {self.ray_log}"
             self.report("failed", problem=problem, facts={})
-            self.ray = None  # reported once
+            self.ray = None  # report it once
 
     def states(self) -> dict[str, str]:
-        """Return the state of every node that has reported, by name."""
+        """Return the state of every node that has reported, by node name."""
         return {node: report["state"] for node, report in self.attempt.reports().items()}
 
     def report(self, state: str, **values: Any) -> None:
-        """Write this node's state, and what belongs to it, for the head node to read."""
+        """Write this node's state and its details to its report, which the head node reads."""
         write_json(self.attempt.nodes / f"{self.name}.json", {"state": state, **values})
 
     def start_child(
         self, command: list[str], log: Path, environment: dict[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
-        """Start a program that Slurm's signals do not reach and that does not outlive this
-        process.
+        """Start a program that Slurm's signals do not reach and that ends with this process.
 
-        ``environment`` is added to this process's own."""
+        Args:
+            command: program and arguments.
+            log: file that receives the output.
+            environment: variables in addition to those of this process.
+        """
 
         # Slurm signals every process of the job. A blocked signal stays blocked through exec, so
-        # that neither Ray nor what it starts ends before the driver has saved. SIGUSR1 is only
-        # ignored: the driver sets a handler of its own for it.
+        # neither Ray nor its children end before the driver has saved. SIGUSR1 is only ignored,
+        # because the driver sets its own handler for it.
         def prepare_child() -> None:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -269,18 +274,18 @@ class NodeProgram:
         return child
 
     def _request_stop(self, number: int, frame: FrameType | None) -> None:
-        # print is not safe in a signal handler: it may interrupt another print.
+        # os.write instead of print, because a signal may interrupt another print.
         os.write(1, f"asked to stop by {signal.Signals(number).name}\n".encode())
         self.stop_requested = True
 
     def _clean_up(self) -> None:
-        """End everything that this node started, then keep Ray's logs."""
+        """End all child processes, and keep Ray's logs."""
         for child in self.children:
             if child.poll() is None:
                 kill_tree(child.pid)
 
-        # A log is not worth the outcome: copytree raises a subclass of OSError for single files,
-        # too.
+        # A missing log must not change the outcome. copytree collects errors of single files in a
+        # subclass of OSError.
         with suppress(OSError):
             logs = self.ray_directory / "session_latest" / "logs"
             shutil.copytree(logs, self.attempt.path / "ray" / self.name, dirs_exist_ok=True)

@@ -1,4 +1,4 @@
-"""Standard output that may go away while a run goes on."""
+"""Standard output that survives a closed terminal, and private files."""
 
 import io
 import os
@@ -8,11 +8,12 @@ from typing import Any, TextIO
 
 
 def outlive_output(log: Path) -> None:
-    """Write to ``log`` what can no longer be printed from now on, or drop it if that fails too.
+    """Redirect output to ``log`` as soon as it can no longer be printed; drop it if that fails.
 
-    A terminal that is closed, ``gptoss rl ... | tee`` whose tee dies of the same Ctrl-C, or a full
-    disk under a redirected output would otherwise end a run in the middle of a step: its next line
-    would raise OSError."""
+    Otherwise the next printed line would raise OSError and end the run in the middle of a step.
+    Causes are a closed terminal, a ``| tee`` that exits at the same Ctrl-C, or a full disk under a
+    redirected output.
+    """
     sys.stdout.flush()
     sys.stdout = _wrap(sys.stdout, log)
     sys.stderr.flush()
@@ -20,7 +21,7 @@ def outlive_output(log: Path) -> None:
 
 
 def _wrap(stream: TextIO, log: Path) -> TextIO:
-    """Return a stream for the same file descriptor that goes on in ``log`` when that fails."""
+    """Return a stream for the same file descriptor that continues in ``log`` after an error."""
     buffer: Any = io.BufferedWriter(ResilientOutput(stream.fileno(), log))
     return io.TextIOWrapper(
         buffer,
@@ -31,14 +32,14 @@ def _wrap(stream: TextIO, log: Path) -> TextIO:
 
 
 class ResilientOutput(io.FileIO):
-    """A file descriptor that is redirected to ``log`` when it can no longer be written to."""
+    """A file descriptor that is redirected to ``log`` when writing fails."""
 
     def __init__(self, descriptor: int, log: Path) -> None:
         super().__init__(descriptor, "w", closefd=False)
         self._log = log
 
     def write(self, data: bytes) -> int:  # type: ignore[override]
-        # EIO: the terminal was closed. EPIPE: the reader is gone. ENOSPC: the disk is full.
+        # EIO: the terminal was closed. EPIPE: the reader has exited. ENOSPC: the disk is full.
         try:
             return super().write(data)
         except OSError:
@@ -47,21 +48,21 @@ class ResilientOutput(io.FileIO):
         try:
             return super().write(data)
         except OSError:
-            return len(data)  # the log's disk is full as well
+            return len(data)  # the disk of the log is full, too
 
     def _redirect_to_log(self) -> None:
-        """Make the descriptor refer to the log, or to nothing if the log cannot be opened."""
+        """Make the descriptor refer to the log, or to /dev/null if the log cannot be opened."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         try:
             file = os.open(self._log, flags, 0o600)
         except OSError:
             file = os.open(os.devnull, flags)
 
-        # Under the same number, so that code which writes to descriptor 1 or 2 goes on as well.
+        # Keep the number, so that code that writes to descriptor 1 or 2 continues to work.
         os.dup2(file, self.fileno(), inheritable=False)
         os.close(file)
 
 
 def make_files_private() -> None:
-    """Close what this process and its children create to other users: episodes, weights, settings."""
+    """Deny other users access to new files of this process and its children."""
     os.umask(0o077)

@@ -1,6 +1,7 @@
-"""Which trainer ranks, engines, rollout workers and sandboxes run on which node.
+"""Placement of trainer ranks, engines, rollout workers and sandboxes on nodes.
 
-It is computed before a job is submitted."""
+The placement is computed before a job is submitted.
+"""
 
 from dataclasses import dataclass, field
 
@@ -15,31 +16,31 @@ from rl_loop.sandbox.config import SandboxConfig
 
 @dataclass
 class NodePlan:
-    """What runs on one node."""
+    """Work of one node."""
 
     name: str
-    """Role and number, such as "trainer 0": Slurm chooses the machine."""
+    """Role and number, such as "trainer 0". Slurm chooses the machine."""
     ranks: list[int] = field(default_factory=list)
     """Trainer ranks."""
     servers: list[int] = field(default_factory=list)
-    """Numbers of the rollout engine's server processes."""
+    """Indices of the rollout engine's server processes."""
     workers: list[int] = field(default_factory=list)
-    """Numbers of rollout workers."""
+    """Indices of rollout workers."""
     gpus: int = 0
     """Number of GPUs of the node."""
     rank_gpus: list[int] = field(default_factory=list)
-    """GPU of each of ``ranks``, by its number in the node."""
+    """GPU of each rank in ``ranks``, by its index in the node."""
     server_gpus: list[list[int]] = field(default_factory=list)
-    """GPUs of each of ``servers``."""
+    """GPUs of each server in ``servers``, by their index in the node."""
 
     @property
     def free_gpus(self) -> int:
-        """Number of GPUs that no rank and no server of its own uses; below 0 without GPUs."""
+        """Number of GPUs without a rank or a server; negative for nodes without GPUs."""
         used = {*self.rank_gpus, *(gpu for gpus in self.server_gpus for gpu in gpus)}
         return self.gpus - len(used)
 
     def resources(self) -> dict[str, int]:
-        """Return the Ray resources that bring actors here; see ``rl_loop.cluster.placement``."""
+        """Return the Ray resources that place actors here. See ``rl_loop.cluster.placement``."""
         roles = {
             "trainer_rank": self.ranks,
             ENGINE_SERVER: self.servers,
@@ -53,8 +54,17 @@ def place(
 ) -> list[NodePlan]:
     """Plan the trainer nodes, then the rollout nodes.
 
-    ``rollout`` is None for a run without rollouts. Raises ConfigError naming the keys if the run
-    does not fit."""
+    Args:
+        parallel: parallel layout of the trainer.
+        rollout: rollout settings; None for supervised fine-tuning.
+        cluster: nodes and their GPUs.
+
+    Returns:
+        The plan of each node.
+
+    Raises:
+        ConfigError: naming the keys if the run does not fit.
+    """
     if cluster.rollout_nodes and rollout is None:
         raise ConfigError(
             "cluster.rollout_nodes: supervised fine-tuning has no rollouts; set it to 0",
@@ -73,7 +83,7 @@ def place(
             _place_servers(parallel, servers, cluster, trainers, hosts)
         _place_workers(rollout.workers, hosts)
 
-    # A node without work would be paid for, and its program would wait for the end of the run.
+    # An idle node would be billed, and its program would wait until the end of the run.
     idle = [plan.name for plan in plans if not plan.resources()]
     if idle:
         raise ConfigError(
@@ -85,7 +95,7 @@ def place(
 def _place_ranks(
     parallel: ParallelConfig, cluster: ClusterConfig, trainers: list[NodePlan]
 ) -> None:
-    """Put contiguous ranks on each node, so that the innermost parallel groups stay within it."""
+    """Place contiguous ranks on each node, so that the innermost parallel groups stay within it."""
     ranks = parallel.world_size
     gpus = cluster.gpus_per_node
     if gpus and ranks > cluster.nodes * gpus:
@@ -102,7 +112,7 @@ def _place_ranks(
 
 
 def _ranks_per_node(parallel: ParallelConfig, cluster: ClusterConfig) -> int:
-    """Return a rank per GPU, or evenly spread ranks where there are no GPUs."""
+    """Return one rank per GPU, or an even distribution without GPUs."""
     if cluster.gpus_per_node:
         return cluster.gpus_per_node
     return -(-parallel.world_size // cluster.nodes)
@@ -115,11 +125,11 @@ def _place_servers(
     trainers: list[NodePlan],
     hosts: list[NodePlan],
 ) -> None:
-    """Put the servers beside the ranks whose GPUs they share, or where most GPUs are free."""
+    """Place servers on the GPUs of trainer ranks if they share them, else where most are free."""
     if servers.share_trainer_gpus:
         per_node = _ranks_per_node(parallel, cluster)
         for server in range(servers.count):
-            # Server i uses the GPUs of the ranks from i x gpus_each on.
+            # Server i shares the GPUs of the ranks from i x gpus_each on.
             first = server * servers.gpus_each
             node = min(first // per_node, len(trainers) - 1)
             trainers[node].servers.append(server)
@@ -128,7 +138,7 @@ def _place_servers(
         return
 
     for server in range(servers.count):
-        # The first of equals, so that servers go round and every node gets as many of them.
+        # max takes the first of equal nodes, which distributes servers evenly.
         roomiest = max(hosts, key=lambda plan: plan.free_gpus)
         if cluster.gpus_per_node and roomiest.free_gpus < servers.gpus_each:
             demand = f"{servers.key} ({servers.count} of {servers.gpus_each} GPUs)"
@@ -143,10 +153,10 @@ def _place_servers(
 
 
 def _place_workers(count: int, hosts: list[NodePlan]) -> None:
-    """Spread the rollout workers over the nodes with servers, which they call all the time."""
+    """Distribute rollout workers over the nodes with servers, which they call constantly."""
     candidates = [plan for plan in hosts if plan.servers] or hosts
     for worker in range(count):
-        # Ranks count as well: a worker's engine and sandbox need processors beside them.
+        # Ranks count, too, because a worker's engine and sandbox need processors.
         emptiest = min(candidates, key=lambda plan: len(plan.ranks) + len(plan.workers))
         emptiest.workers.append(worker)
 
@@ -154,7 +164,7 @@ def _place_workers(count: int, hosts: list[NodePlan]) -> None:
 def describe_placement(
     plans: list[NodePlan], rollout: RolloutConfig, sandbox: SandboxConfig
 ) -> str:
-    """Return the placement as text, one node a line, with the number of each GPU in its node."""
+    """Return the placement as text, one line per node, with GPU indices within the node."""
     lines = []
     for plan in plans:
         roles = []
@@ -183,7 +193,7 @@ def describe_placement(
 
 
 def _numbered(what: str, numbers: list[int]) -> str:
-    """Return such as "rank 3", "GPUs 0 to 3"; ``numbers`` follow one another."""
+    """Return "rank 3" or "ranks 0 to 3" for consecutive ``numbers``."""
     if len(numbers) == 1:
         return f"{what} {numbers[0]}"
     return f"{what}s {numbers[0]} to {numbers[-1]}"

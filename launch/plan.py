@@ -1,4 +1,4 @@
-"""What ``gptoss plan`` prints, computed from the configuration alone."""
+"""Output of ``gptoss plan``, computed from the configuration alone."""
 
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
@@ -18,12 +18,12 @@ from megatron_gptoss.planning.step_time import StepTime, predict_step
 
 LAYOUTS_SHOWN = 5
 MEASURED_GPU = "H200"
-"""The GPU of all rates that times are predicted from, here and in ``rollout_plan``."""
+"""GPU whose measured rates predict times, here and in ``rollout_plan``."""
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def full_row(inputs: MemoryInputs) -> list[int]:
-    """Return the sequence lengths of a micro-batch that is full of longest episodes."""
+    """Return the sequence lengths of a micro-batch filled with episodes of maximum length."""
     longest = inputs.longest_sequence
     lengths = [longest] * (inputs.tokens // longest)
     if inputs.tokens % longest:
@@ -36,16 +36,16 @@ class UpdatePrediction:
     """Predicted time of one update with a parallel layout."""
 
     micro_batches: int
-    """Number per data-parallel rank."""
+    """Micro-batches per data-parallel rank."""
     episodes: int
-    """Number of sequences of the greatest length."""
+    """Number of sequences, all of maximum length."""
     tokens: int
-    """Number in the whole update."""
+    """Number of tokens of the whole update."""
     step: StepTime
     tokens_per_second: float
-    """Per GPU."""
+    """Tokens per second and GPU."""
     mfu: float
-    """Share of the time in which the GPUs' matrix units could have done the model's arithmetic."""
+    """Model FLOPs utilization: model arithmetic over the GPUs' matrix peak for the same time."""
 
     def __str__(self) -> str:
         speed = f"{self.tokens_per_second:.0f} tokens/s/GPU"
@@ -53,18 +53,18 @@ class UpdatePrediction:
 
 
 def predict_update(inputs: MemoryInputs, sequences: int | None = None) -> UpdatePrediction:
-    """Predict an update at the rates of H200s. Every sequence is as long as it may be.
+    """Predict an update at the rates of H200 GPUs, with sequences of maximum length.
 
     Args:
         inputs: model, layout and batch.
-        sequences: number per update; None takes that of ``inputs``, which supervised runs do not
-            have: their memory does not depend on it.
+        sequences: number of sequences per update; None for that of ``inputs``. Supervised runs do
+            not have it in ``inputs``, because their memory does not depend on it.
     """
     parallel = inputs.parallel
     lengths = full_row(inputs)
     episodes = sequences or int(inputs.sequences)
 
-    # Rounded up to what the pipeline's schedule can divide.
+    # Rounded up to a multiple that the pipeline's schedule accepts.
     multiple = parallel.micro_batch_multiple
     tokens_per_multiple = sum(lengths) * parallel.data * multiple
     micro_batches = multiple * max(1, -(-episodes * inputs.longest_sequence // tokens_per_multiple))
@@ -94,10 +94,10 @@ def predict_update(inputs: MemoryInputs, sequences: int | None = None) -> Update
 
 
 def speed_notes(hardware: Hardware, made_for: float | None) -> list[str]:
-    """Return what to know about the hardware of a plan.
+    """Return notes on the hardware of a plan.
 
     Args:
-        hardware: the GPU that is planned for.
+        hardware: GPU of the plan.
         made_for: ``parallel.gpu_memory`` of the configuration, in GB.
     """
     notes = []
@@ -115,12 +115,15 @@ def speed_notes(hardware: Hardware, made_for: float | None) -> list[str]:
 
 
 def step_plan(inputs: MemoryInputs, gigabytes: float, sequences: int | None = None) -> str:
-    """Describe the time of one update as configured, and with the fastest layouts of as many GPUs.
+    """Describe the time of one update with the configured and with the fastest layouts.
 
-    ``gigabytes`` is the memory of a GPU, in units of 1e9 bytes. ``sequences``: see
-    ``predict_update``."""
+    Args:
+        inputs: model, layout and batch.
+        gigabytes: memory of a GPU in GB (1e9 bytes).
+        sequences: see ``predict_update``.
+    """
     configured = predict_update(inputs, sequences)
-    # Parts that would be shown as 0.00 are left out.
+    # Leave out parts that would be shown as 0.00.
     seconds = asdict(configured.step)
     parts = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items() if value >= 0.005)
     return "\n".join(
@@ -136,9 +139,9 @@ def step_plan(inputs: MemoryInputs, gigabytes: float, sequences: int | None = No
 def _layout_lines(
     inputs: MemoryInputs, configured: UpdatePrediction, gigabytes: float
 ) -> list[str]:
-    """Return the fastest layouts that fit, the configured one among them if it does."""
+    """Return lines for the fastest layouts that fit, and for the configured layout if it fits."""
     accounts = layouts_that_fit(inputs, gigabytes)
-    # A pipeline whose last stage has fewer layers is none of those that are tried.
+    # layouts_that_fit does not try pipelines whose last stage has fewer layers.
     if all(layout != inputs.parallel for layout, _ in accounts):
         account = worst_account(inputs, gigabytes)
         if account.peak.total <= gigabytes * 1e9:
@@ -147,7 +150,7 @@ def _layout_lines(
     if not accounts:
         return [f"no layout of the trainer's {gpus} GPUs fits, so none is compared"]
 
-    # Layouts round tokens up to full micro-batches differently, so time does not compare them.
+    # Layouts round up to full micro-batches differently, so compare tokens per second.
     fitting = [
         (predict_update(replace(inputs, parallel=layout), configured.episodes), layout, account)
         for layout, account in accounts
@@ -172,10 +175,14 @@ def _layout_lines(
 
 
 def attention_plan(inputs: MemoryInputs, dtype: str) -> str:
-    """Describe what each context-parallel scheme would send and cost, for every kind of layer.
+    """Describe the communication and cost of each context-parallel scheme, per kind of layer.
 
-    The row is full of longest episodes, in float32 or bfloat16 (``dtype``). At run time the same
-    model chooses for every row, from its real lengths."""
+    At run time the same model chooses the scheme of every row by its actual lengths.
+
+    Args:
+        inputs: model, layout and batch. The row is filled with episodes of maximum length.
+        dtype: float32 or bfloat16.
+    """
     parallel = inputs.parallel
     if parallel.context == 1:
         return "context parallelism: none (parallel.context is 1); every rank attends to whole rows by itself"
@@ -195,7 +202,7 @@ def attention_plan(inputs: MemoryInputs, dtype: str) -> str:
 
 
 def _padded_layout(inputs: MemoryInputs) -> ContextLayout:
-    """Return how context-parallel ranks share a full row, padded like a real one."""
+    """Return the context-parallel layout of a full row, padded like a real row."""
     parallel = inputs.parallel
     lengths = full_row(inputs)
     padding = -inputs.tokens % (parallel.context * parallel.tensor)
@@ -205,7 +212,7 @@ def _padded_layout(inputs: MemoryInputs) -> ContextLayout:
 
 
 def _scheme_lines(inputs: MemoryInputs, dtype: str, layout: ContextLayout, kind: str) -> list[str]:
-    """Return a line for each scheme that layers of ``kind``, as in layer_types, could use."""
+    """Return a line per scheme that layers of ``kind`` (as in layer_types) can use."""
     model = inputs.model
     parallel = inputs.parallel
     window: int | None = None
@@ -214,14 +221,14 @@ def _scheme_lines(inputs: MemoryInputs, dtype: str, layout: ContextLayout, kind:
         window = model.sliding_window
         configured = parallel.context_scheme_window
 
-    # Heads are split by tensor parallelism before context parallelism sees them.
+    # Tensor parallelism splits heads before context parallelism.
     shape = AttentionShape(
         model.num_attention_heads // parallel.tensor,
         model.num_key_value_heads // parallel.tensor,
         model.head_size,
         ELEMENT_BYTES[dtype],
     )
-    costs = candidates(layout, shape, window, H200)  # the best comes first
+    costs = candidates(layout, shape, window, H200)  # best first
     chosen = costs[0].scheme if configured == "auto" else configured
 
     lines = []

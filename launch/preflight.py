@@ -1,6 +1,7 @@
-"""Finds what would fail on the cluster before the job waits in a queue.
+"""Checks that find problems of a cluster before the job waits in a queue.
 
-It takes one call to a shell on the login node, and one to sbatch."""
+They need one shell call on the login node and one call of sbatch.
+"""
 
 import re
 import shlex
@@ -16,12 +17,12 @@ from rl_loop.config.errors import ConfigError
 from rl_loop.lifecycle.remedies import how_to_make
 
 Answers = dict[str, list[str]]
-"""What preflight.sh printed: the lines of each section."""
+"""Output of preflight.sh: the lines of each section."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """One line of sinfo; nodes of different kinds give one line each."""
+    """One line of sinfo. Nodes of different kinds have a line each."""
 
     name: str
     up: bool
@@ -31,21 +32,21 @@ class Partition:
     gres: str
     """Generic resources of a node, such as gpu:h200:8(S:0-1)."""
     cpus: int
-    """Of a node."""
+    """CPUs per node."""
     memory: int
-    """MB of a node."""
+    """Memory per node in MB."""
     features: str
     """Features of the nodes, separated by commas."""
 
     @property
     def gpus(self) -> dict[str, int]:
-        """GPUs per node by type; the type is "" where Slurm knows none."""
+        """GPUs per node by type; the type is "" if Slurm has none."""
         matches = re.findall(r"gpu(?::([^:,()]+))?:(\d+)", self.gres)
         return {kind: int(count) for kind, count in matches}
 
     @property
     def gpus_per_node(self) -> int:
-        """GPUs per node of the most frequent type."""
+        """Number of GPUs per node of the most frequent type."""
         return max(self.gpus.values(), default=0)
 
     def __str__(self) -> str:
@@ -55,7 +56,7 @@ class Partition:
 
 
 def check_before_queue(settings: JobSettings, cluster: ClusterConfig) -> None:
-    """Raise ConfigError with every field that will not work, and what there is instead."""
+    """Raise ConfigError with every field that cannot work, and the available values."""
     paths = [*settings.paths, *_container_paths(cluster)]
     answers = _ask_login_node(settings, cluster, paths)
 
@@ -66,7 +67,7 @@ def check_before_queue(settings: JobSettings, cluster: ClusterConfig) -> None:
             raise ConfigError(
                 f"preflight: cluster.login: there is no sbatch on {where}; name a login node, or kind: local"
             )
-        # sinfo's complaints, which are no partitions, come in the same section.
+        # The section also has sinfo's error messages, which are not partitions.
         lines = [line for line in answers["partitions"] if line.count("|") == 7]
         partitions = [parse_partition(line) for line in lines]
         problems += slurm_problems(cluster, partitions, answers)
@@ -76,7 +77,7 @@ def check_before_queue(settings: JobSettings, cluster: ClusterConfig) -> None:
     if cluster.kind == "local":
         problems += [f"cluster.ray_port: {problem}" for problem in busy_ports(cluster)]
 
-    # Slurm itself is asked last: its message is shorter than ours.
+    # Ask Slurm last, because its message has less detail.
     if not problems and cluster.kind == "slurm":
         problems += _ask_slurm(cluster)
     if problems:
@@ -86,15 +87,17 @@ def check_before_queue(settings: JobSettings, cluster: ClusterConfig) -> None:
 def _ask_login_node(
     settings: JobSettings, cluster: ClusterConfig, paths: list[tuple[str, Path]]
 ) -> Answers:
-    """Run preflight.sh where jobs are submitted.
+    """Run preflight.sh where jobs are submitted, and return its output.
 
-    Raises ConfigError if that machine does not answer."""
+    Raises:
+        ConfigError: if the machine does not respond.
+    """
     script = format_script(
         "preflight.sh",
         arguments=[str(path) for _, path in paths],
         variables={
             "SHARED": str(cluster.shared_dir.absolute()),
-            # The interpreter of a container cannot be seen from outside.
+            # The interpreter of a container is not visible from outside.
             "PYTHON": cluster.python if cluster.container is None else "true",
             "ENGINE_PYTHON": settings.engine_python or "" if cluster.container is None else "",
         },
@@ -111,7 +114,7 @@ def _file_problems(
     paths: list[tuple[str, Path]],
     answers: Answers,
 ) -> list[str]:
-    """Return what is wrong with files, disks and the interpreter there."""
+    """Return the problems with files, disks and the trainer's interpreter on the login node."""
     absent = set(answers["absent"])
     problems = []
     for key, path in paths:
@@ -124,7 +127,7 @@ def _file_problems(
     if answers["shared_dir"]:
         problems.append(f"cluster.shared_dir: {answers['shared_dir'][0]}")
     else:
-        # df counts in KB.
+        # df reports KB.
         free = int(answers["free"][0]) / 1e6 if answers["free"] else 0.0
         if free < cluster.min_free_disk:
             problems.append(
@@ -140,7 +143,7 @@ def _file_problems(
 
 
 def _engine_problems(settings: JobSettings, cluster: ClusterConfig, answers: Answers) -> list[str]:
-    """Return what is wrong with the interpreter of the rollout servers there."""
+    """Return the problems with the rollout servers' interpreter on the login node."""
     python = settings.engine_python
     if python is None or cluster.container is not None:
         return []
@@ -158,7 +161,13 @@ def slurm_problems(
     partitions: list[Partition],
     answers: Answers,
 ) -> list[str]:
-    """Return what Slurm's own description of the cluster rules out."""
+    """Return the problems that Slurm's description of the cluster shows.
+
+    Args:
+        cluster: settings to check.
+        partitions: partitions of the cluster.
+        answers: output of preflight.sh.
+    """
     problems = _account_problems(cluster, answers.get("accounts", []))
     if cluster.container and answers.get("pyxis") == ["0"]:
         problems.append(
@@ -169,9 +178,12 @@ def slurm_problems(
 
 
 def _account_problems(cluster: ClusterConfig, lines: list[str]) -> list[str]:
-    """Compare account and qos with the user's own.
+    """Compare account and qos with those of the user.
 
-    ``lines`` are "account|qos,qos,..."; there are none on a cluster without accounting."""
+    Args:
+        cluster: settings to check.
+        lines: "account|qos,qos,..."; empty on a cluster without accounting.
+    """
     accounts: set[str] = set()
     qualities: set[str] = set()
     for line in lines:
@@ -191,7 +203,7 @@ def _account_problems(cluster: ClusterConfig, lines: list[str]) -> list[str]:
 
 
 def _partition_problems(cluster: ClusterConfig, partitions: list[Partition]) -> list[str]:
-    """Return the first field of the cluster for which no partition is left, if there is one."""
+    """Return the first field that no partition satisfies, as a list of at most one problem."""
     fitting = partitions
     if cluster.partition is not None:
         fitting = [partition for partition in partitions if partition.name == cluster.partition]
@@ -199,8 +211,8 @@ def _partition_problems(cluster: ClusterConfig, partitions: list[Partition]) -> 
         state = f"{cluster.partition} is down" if fitting else f"there is no {cluster.partition!r}"
         return [f"cluster.partition: {state}; the cluster offers {_list_partitions(partitions)}"]
 
-    # One check after the other narrows the choice: a partition with the GPUs but not the time does
-    # not help, and the message shows those that came closest.
+    # Each check narrows the choice, because one partition must satisfy all fields. The message
+    # lists the partitions that satisfied all earlier checks.
     for field, fits in PARTITION_CHECKS:
         remaining = [partition for partition in fitting if fits(cluster, partition)]
         if not remaining:
@@ -245,7 +257,7 @@ def _has_memory(cluster: ClusterConfig, partition: Partition) -> bool:
 def _has_features(cluster: ClusterConfig, partition: Partition) -> bool:
     if not cluster.constraint:
         return True
-    # One common feature is enough: Slurm itself is asked about "a&b", "a|b" and the like.
+    # One common feature is enough here. Slurm itself checks expressions such as "a&b" and "a|b".
     named = set(re.findall(r"[\w.-]+", cluster.constraint))
     return bool(named & set(partition.features.split(",")))
 
@@ -262,11 +274,11 @@ PARTITION_CHECKS: tuple[tuple[str, Callable[[ClusterConfig, Partition], bool]], 
     ("constraint", _has_features),
     ("time_limit", _allows_time),
 )
-"""(field of the cluster, whether a partition offers it), checked one after the other."""
+"""(field of the cluster, function that returns True if a partition satisfies it), in order."""
 
 
 def parse_partition(line: str) -> Partition:
-    """Read a line of ``sinfo -o '%R|%a|%l|%D|%G|%c|%m|%f'``."""
+    """Parse a line of ``sinfo -o '%R|%a|%l|%D|%G|%c|%m|%f'``."""
     name, state, time_limit, nodes, gres, cpus, memory, features = line.split("|")
     return Partition(
         name=name,
@@ -274,18 +286,18 @@ def parse_partition(line: str) -> Partition:
         time_limit=time_limit,
         nodes=int(nodes),
         gres=gres,
-        cpus=int(cpus.rstrip("+")),  # "16+": at least so many on every node
+        cpus=int(cpus.rstrip("+")),  # "16+": at least 16 on every node
         memory=int(memory.rstrip("+")),
         features=features,
     )
 
 
 def parse_seconds(time_limit: str) -> float:
-    """Read Slurm's [days-]hours:minutes:seconds (or minutes:seconds); infinite without a limit."""
+    """Parse Slurm's [days-]hours:minutes:seconds (or minutes:seconds); infinity without a limit."""
     if not re.fullmatch(r"[\d:-]+", time_limit):
         return float("inf")
 
-    # Without hours, "30:00" is half an hour: the last number is always seconds.
+    # The last number is always seconds: "30:00" is 30 minutes.
     days, _, clock = time_limit.rpartition("-")
     total = 0
     for number in clock.split(":"):
@@ -294,14 +306,14 @@ def parse_seconds(time_limit: str) -> float:
 
 
 def parse_megabytes(memory: str) -> float:
-    """Read what sbatch --mem takes: a number with K, M, G or T, in megabytes without one."""
+    """Parse a value of sbatch --mem: a number with K, M, G or T; megabytes without a unit."""
     factors = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
     factor = factors.get(memory[-1].upper(), 1)
     return float(memory.rstrip("KMGTkmgt")) * factor
 
 
 def _ask_slurm(cluster: ClusterConfig) -> list[str]:
-    """Let sbatch test the submission, for what Slurm's lists do not say; return its problem."""
+    """Let sbatch test the submission, and return its problem as a list of at most one entry."""
     options = []
     for field in SBATCH_FIELDS:
         value = getattr(cluster, field)
@@ -314,12 +326,12 @@ def _ask_slurm(cluster: ClusterConfig) -> list[str]:
     ]
     command = shlex.join(["sbatch", "--test-only", *options])
 
-    # A refusal is an answer and not a failure of the shell.
+    # A rejection by sbatch must not count as a failure of the shell.
     answer = run_shell(cluster.login, f"timeout 20 {command} 2>&1 || true").strip()
     if "to start at" in answer:
         return []
 
-    # Find the field that Slurm complains about. Only ``exclude`` names nodes.
+    # Find the field in Slurm's message. Only ``exclude`` has node names.
     message = answer.splitlines()[-1] if answer else "no answer"
     words = message.lower().replace("node name", "exclude")
     field = next((field for field in SBATCH_FIELDS if field in words), "partition")
@@ -329,12 +341,12 @@ def _ask_slurm(cluster: ClusterConfig) -> list[str]:
 
 
 def _container_paths(cluster: ClusterConfig) -> list[tuple[str, Path]]:
-    """Return (key, path) of what the cluster's container is made of."""
+    """Return (key, path) of the files and directories of the cluster's container."""
     if cluster.container is None:
         return []
     sources = [Path(mount.split(":")[0]) for mount in cluster.container.mounts]
     paths = [("cluster.container.mounts", source) for source in sources]
-    # Anything else is a name that pyxis pulls.
+    # Other images are names that pyxis pulls.
     if cluster.container.image.startswith("/"):
         paths.append(("cluster.container.image", Path(cluster.container.image)))
     return paths

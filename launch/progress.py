@@ -1,4 +1,4 @@
-"""The display of a running training, live on a terminal or a line per step, and its last line."""
+"""Display of a running training, live on a terminal or one line per step, and its last line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from launch.control_characters import show_control_characters
 from rl_loop.tracking.metrics import Name
 from rl_loop.tracking.run_directory import RunDirectory, metric_curve, read_json, read_json_lines
 
-# Metric -> (label, format), in reading order.
+# Metric -> (label, format), in display order.
 SHOWN: dict[str, tuple[str, str]] = {
     Name.REWARD: ("reward", "{:.3f}"),
     Name.LOSS: ("loss", "{:.4f}"),
@@ -31,11 +31,11 @@ SHOWN: dict[str, tuple[str, str]] = {
     Name.GRAD_NORM: ("grad norm", "{:.2f}"),
 }
 RECENT_STEPS = 10
-"""Steps whose mean time predicts the time left: episodes change in length as the policy learns."""
+"""Steps whose mean time predicts the remaining time. Episode lengths change during training."""
 
 
 def format_seconds(seconds: float) -> str:
-    """Write a duration as people read it: 61 -> "1:01", 3661 -> "1:01:01"."""
+    """Format a duration: 61 -> "1:01", 3661 -> "1:01:01"."""
     minutes, second = divmod(round(max(0.0, seconds)), 60)
     hours, minute = divmod(minutes, 60)
     if hours:
@@ -44,7 +44,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_metrics(values: dict[str, float]) -> str:
-    """Return those of ``values`` that are in SHOWN, on one line."""
+    """Format the metrics that are in SHOWN, on one line."""
     shown = []
     for name, (label, form) in SHOWN.items():
         if name in values:
@@ -53,7 +53,7 @@ def format_metrics(values: dict[str, float]) -> str:
 
 
 class StepDisplay(Progress):
-    """Rich's progress bar over a line with the newest metrics."""
+    """Rich's progress bar above a line with the newest metrics."""
 
     metrics_line = ""
 
@@ -63,10 +63,11 @@ class StepDisplay(Progress):
 
 
 class TrainingProgress:
-    """Shows a training run while it is entered as a context.
+    """Shows a training run while its context is open.
 
-    Give ``step`` to ``MetricsWriter`` as a listener and call ``phase`` as the loop goes on. A
-    resumed run has completed ``first_step`` steps."""
+    Pass ``step`` to ``MetricsWriter`` as a listener, and call ``phase`` at each phase of the loop.
+    A resumed run starts at ``first_step``.
+    """
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class TrainingProgress:
         self._total = total_steps
         self._done = first_step
         self._phase = ""
-        # Some metrics come with some steps only; the display keeps showing their last value.
+        # Some metrics are not in every step. The display keeps their last value.
         self._latest: dict[str, float] = {}
         self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         self._step_ended = time.monotonic()
@@ -91,7 +92,7 @@ class TrainingProgress:
             TimeElapsedColumn(),
             TextColumn("{task.fields[left]}"),
             console=self._console,
-            disable=not self._console.is_terminal,  # a log gets lines instead, in ``step``
+            disable=not self._console.is_terminal,  # ``step`` prints lines instead
             expand=True,
         )
         self._task = self._display.add_task(
@@ -103,7 +104,7 @@ class TrainingProgress:
         )
 
     def __enter__(self) -> TrainingProgress:
-        # Loading the model is no part of the first step.
+        # The time to load the model does not belong to the first step.
         self._step_ended = time.monotonic()
         self._display.start()
         return self
@@ -113,24 +114,34 @@ class TrainingProgress:
         self._display.stop()
 
     def phase(self, name: str) -> None:
-        """Show what the loop does now: "rollout", "train", "sync", "evaluate", "save"."""
+        """Show the current phase: "rollout", "train", "sync", "evaluate" or "save"."""
         self._phase = name
         self._display.update(self._task, phase=name)
 
     def episodes(self, ended: int, wanted: int) -> None:
-        """Show how many of the episodes that the rollout waits for have ended.
+        """Show the number of finished episodes of the current rollout.
 
-        While the trainer learns, those of the next step may end, which is not what it shows."""
+        Calls in other phases are ignored: during training, episodes of the next step may finish.
+
+        Args:
+            ended: number of finished episodes.
+            wanted: number of episodes of the rollout.
+        """
         if self._phase == "rollout":
             self._display.update(self._task, phase=f"rollout {ended:,}/{wanted:,} episodes")
 
     def note(self, message: str) -> None:
-        """Print one line that stays, above the display."""
+        """Print a permanent line above the display."""
         shown = escape(show_control_characters(message))
         self._console.print(shown, highlight=False, soft_wrap=True)
 
     def step(self, step: int, values: dict[str, float]) -> None:
-        """Show metrics of ``step`` completed steps: of a training step or of an evaluation."""
+        """Show the metrics of a training step or of an evaluation.
+
+        Args:
+            step: number of completed steps.
+            values: values of the step's metrics.
+        """
         if step > self._done:
             now = time.monotonic()
             self._step_seconds.append(now - self._step_ended)
@@ -157,11 +168,11 @@ COMPARED = {
     Name.LOSS: "loss",
     Name.VALIDATION_LOSS: "validation loss",
 }
-"""Metrics whose first and last values are printed. The loss is printed only if there is no accuracy."""
+"""Metrics whose first and last values are printed. The loss is printed only without accuracies."""
 
 
 def describe_outcome(run: RunDirectory) -> str:
-    """Return first and last values and the training time of a run, for the last line of a command.
+    """Return first and last values and the training time of a run, in one line.
 
     Example: "held-out accuracy 0.336 -> 0.867, held-out reward -0.328 -> 0.734 in 80 steps, 20:25".
     """

@@ -1,4 +1,4 @@
-"""How ``ray start`` is called on each node of a job: addresses, ports and resources."""
+"""The ``ray start`` command of each node of a job: addresses, ports and resources."""
 
 import json
 import os
@@ -16,21 +16,21 @@ from rl_loop.cluster.ray_session import LOOPBACK
 
 @dataclass(frozen=True)
 class HeadAddress:
-    """Where the head node listens: the contents of head.json."""
+    """Addresses of the head node: the content of head.json."""
 
     host: str
-    """Address under which the other nodes reach the head node."""
+    """Address at which other nodes reach the head node."""
     dashboard: str
-    """URL of Ray's dashboard, or that it is switched off."""
+    """URL of Ray's dashboard, or "is switched off"."""
     port: int
-    """Ray's own port."""
+    """Port of Ray's GCS."""
     dashboard_port: int
     check_port: int
-    """Port at which the bandwidth check's processes meet."""
+    """Rendezvous port of the bandwidth check."""
 
     @classmethod
     def choose(cls, cluster: ClusterConfig) -> Self:
-        """Return this node's address, with the ports below cluster.ray_port or free ones."""
+        """Return this node's address, with ports from cluster.ray_port on or free ones."""
 
         def port_at(distance: int) -> int:
             if cluster.ray_port is None:
@@ -53,22 +53,24 @@ class HeadAddress:
 
 @dataclass(frozen=True)
 class RayNode:
-    """What Ray needs to know about one node."""
+    """Settings of Ray on one node."""
 
     cluster: ClusterConfig
     name: str
     is_head: bool
     resources: dict[str, int]
-    """Custom resources that bring the planned actors to this node."""
+    """Custom resources that place the planned actors on this node."""
     scratch: Path
-    """Ray's temporary directory, in one that only this user may enter. Short, because Unix sockets
-    lie below it."""
+    """Ray's temporary directory, below one that denies access to other users.
+
+    The path must be short, because Ray creates Unix sockets below it.
+    """
     object_store_bytes: int
-    """Of the node's part of Ray's store: a step has to fit."""
+    """Size of this node's object store in bytes. A step must fit."""
 
 
-# Ports of Ray's parts on every node, as distances from cluster.ray_port. The head node also uses 0,
-# 3 and 9.
+# Ports of Ray's processes on every node, as offsets from cluster.ray_port. The head node also uses
+# 0, 3 and 9.
 PART_PORTS = {
     "node-manager-port": 1,
     "object-manager-port": 2,
@@ -116,10 +118,10 @@ def ray_start_command(node: RayNode, head: HeadAddress) -> list[str]:
 
 
 def _port_options(base: int | None) -> list[str]:
-    """Return the ports of Ray's parts and workers; without a base port Ray chooses free ones."""
+    """Return the options for ports of Ray's processes and workers; without a base, free ports."""
     if base is None:
         return ["--min-worker-port=0", "--max-worker-port=0"]
-    # Fixed ports are for firewalls between nodes, which open a range of them.
+    # Fixed ports are for firewalls between nodes, which open a range of ports.
     options = [f"--{part}={base + distance}" for part, distance in PART_PORTS.items()]
     return [
         *options,
@@ -129,18 +131,18 @@ def _port_options(base: int | None) -> list[str]:
 
 
 def ray_address(cluster: ClusterConfig) -> str:
-    """Return the address that Ray has on this node: loopback if no other node has to reach it."""
+    """Return Ray's address on this node; loopback if no other node must reach it."""
     return LOOPBACK if cluster.kind == "local" else node_address()
 
 
 def node_address() -> str:
-    """Return the address under which the other nodes reach this one."""
+    """Return the address at which other nodes reach this node."""
     address = socket.gethostbyname(socket.gethostname())
     if address not in ("127.0.0.1", "127.0.1.1"):
         return address
 
-    # On many machines /etc/hosts maps the own name to a loopback address. Connecting a datagram
-    # socket sends nothing: it only chooses the interface that would be used.
+    # On many machines /etc/hosts maps the host name to a loopback address. Connecting a datagram
+    # socket sends no packet. It only selects the interface.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("10.255.255.255", 1))
@@ -150,7 +152,13 @@ def node_address() -> str:
 
 
 def has_started_or_ended(ray: subprocess.Popen[bytes], log: Path, offset: int) -> bool:
-    """Whether ``ray start`` has come to a result; its output begins at ``offset`` of the log."""
+    """Return True if ``ray start`` has succeeded or ended.
+
+    Args:
+        ray: process of ``ray start``.
+        log: output of the process.
+        offset: position in the log where its output begins.
+    """
     return b"Ray runtime started" in log.read_bytes()[offset:] or ray.poll() is not None
 
 

@@ -1,7 +1,7 @@
-"""The report of a run: one static HTML page that needs no other file, and curve.png.
+"""The report of a run: one self-contained static HTML page, and curve.png.
 
-What a model wrote is untrusted: it is escaped here, and the page's content policy forbids
-everything but its own style and embedded images.
+Sampled text is untrusted. It is escaped here, and the page's content policy allows only its own
+style and embedded images.
 """
 
 import base64
@@ -36,13 +36,15 @@ from rl_loop.tracking.run_directory import (
 
 EPISODES_SHOWN = 8
 TOKENS_SHOWN = 4096
-"""Of an episode, half of them from its beginning and half from its end: a page has some 100 bytes for each, and
-browsers are slow with millions."""
+"""Tokens shown of an episode: half from its beginning, half from its end.
+
+A page needs about 100 bytes per token, and browsers are slow with millions of tokens.
+"""
 COLOURS = ("#2f7d3e", "#2f6fde", "#d1603d", "#8a5cc2", "#b8860b", "#0e8a8a")
 IN_THE_DARK = dict(
     zip(COLOURS, ("#5fc174", "#7aa5f5", "#ec8a6b", "#b794e6", "#d9ad3f", "#4cc0c0"), strict=True)
 ) | {"#1f2933": "#e3e8ed", "#66727f": "#9aa7b4", "#c3ccd5": "#4a545e", "#e1e6eb": "#343d46"}
-"""What takes the place of COLOURS and of those in STYLE where a reader's system is dark."""
+"""Replacements for COLOURS and for the colors in STYLE if the reader's system uses a dark theme."""
 STYLE: dict[Any, Any] = {
     "font.size": 8,
     "axes.titlesize": 10,
@@ -61,22 +63,22 @@ STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "svg.fonttype": "none",
 }
-"""Matplotlib's settings, in the colours of the page."""
+"""Matplotlib settings, with the colors of the page."""
 
 FEW_STEPS = 30
-"""Up to so many values every one is marked by a point; from here on a curve is smoothed."""
+"""Number of values from which a curve is smoothed. Below, every value has a marker."""
 SMOOTHING_REACH = 4
-"""Values on either side in the moving mean of a noisy curve."""
+"""Values on each side in the moving mean of a noisy curve."""
 REWARD_PART = "reward/"
-"""How the metrics of the parts of a reward begin."""
+"""Prefix of the metrics of a reward's components."""
 
 Records = Sequence[dict[str, Any]]
-"""Lines of a run's JSONL file."""
+"""Lines of a JSONL file of a run."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One pair of axes of a figure."""
+    """One pair of axes in a figure."""
 
     title: str
     metrics: tuple[tuple[str, str], ...]
@@ -127,9 +129,14 @@ DETAIL_CHARTS = (
 
 
 def build_report(run_dir: Path | str) -> Path:
-    """Write report.html and curve.png of a finished or running run and return the page's path.
+    """Write report.html and curve.png of a finished or running run.
 
-    Raises RunDirectoryError if the directory holds no run or an unreadable file of one."""
+    Returns:
+        Path of the page.
+
+    Raises:
+        RunDirectoryError: if the directory has no run, or a file of the run is unreadable.
+    """
     run = RunDirectory(Path(run_dir))
     if not run.config.exists() and not run.metrics.exists():
         raise RunDirectoryError(
@@ -137,7 +144,7 @@ def build_report(run_dir: Path | str) -> Path:
             f"`gptoss rl CONFIG name={run.path.name}` makes one"
         )
 
-    # All of these may be missing while a run has just begun.
+    # Any of these files may be missing at the beginning of a run.
     records = read_json_lines(run.metrics)
     descriptions = _read_json_if_present(run.metric_descriptions)
     summary = _read_json_if_present(run.summary)
@@ -145,7 +152,7 @@ def build_report(run_dir: Path | str) -> Path:
     if run.config.exists():
         config = run.config.read_text(errors="replace")
 
-    # curve.png is for a README or a message; the page draws the same chart in its own size.
+    # curve.png is for a README or a message. The page draws the same chart in another size.
     if outcome := draw_chart(OUTCOME_CHART, records, inches=(9.0, 3.6), file_format="png"):
         atomic_write_bytes(run.curve, outcome)
 
@@ -162,7 +169,7 @@ def build_report(run_dir: Path | str) -> Path:
         metrics=metric_rows(records, descriptions),
         config=config,
     )
-    # Sampled text may hold lone surrogates, which UTF-8 cannot write.
+    # Sampled text may contain lone surrogates, which UTF-8 cannot encode.
     atomic_write_bytes(run.report, page.encode(errors="replace"))
     return run.report
 
@@ -172,11 +179,11 @@ def _read_json_if_present(path: Path) -> dict[str, Any]:
 
 
 def describe_progress(records: Records, finished: bool) -> str:
-    """Return the subtitle of the page: how many steps there are, and the time that they took."""
+    """Return the subtitle of the page: number of steps and their time."""
     if not records:
         return "no step has ended yet"
 
-    # An evaluation has a record too, and no time of a step.
+    # Evaluations have records, too, but no step time.
     _, seconds = metric_curve(records, Name.STEP_SECONDS)
     count = len(seconds) or len(records)
     steps = f"{count} step{'s' if count > 1 else ''} in {format_seconds(sum(seconds))}"
@@ -185,17 +192,16 @@ def describe_progress(records: Records, finished: bool) -> str:
 
 
 def reward_parts_chart(records: Records) -> Chart:
-    """Return the chart of what rewards were made of, as many parts as there are colours."""
+    """Return the chart of reward components, with at most one component per color."""
     names = {name for record in records for name in record if name.startswith(REWARD_PART)}
     parts = [(name, name.removeprefix(REWARD_PART)) for name in sorted(names)]
-    # A chart of one curve has no legend.
+    # A chart with one curve has no legend.
     title = "parts of the reward" if len(parts) != 1 else f"part of the reward: {parts[0][1]}"
     return Chart(title, tuple(parts[: len(COLOURS)]))
 
 
 def format_number(value: object) -> str:
-    """Write a figure as people read it: exact integers, else four digits; anything that is no
-    number as it is."""
+    """Format a number for people: integers in full, others with 4 digits; other values with str."""
     if isinstance(value, bool):
         return str(value)
     if isinstance(value, int):
@@ -211,9 +217,16 @@ def metric_rows(
     records: Records,
     descriptions: dict[str, Any],
 ) -> list[tuple[str, str, tuple[float, ...]]]:
-    """Return (name, how it is reduced, values) of every metric.
+    """Return the table of metrics.
 
-    The values are its first, last, lowest and highest one; none if it never was finite."""
+    Args:
+        records: lines of metrics.jsonl.
+        descriptions: description of each metric, such as its reduction, from metrics.describe.json.
+
+    Returns:
+        (name, reduction, values) of every metric. The values are the first, last, lowest and
+        highest one; empty if the metric was never finite.
+    """
     names = {name for record in records for name in record} - {"step", "time"}
     rows: list[tuple[str, str, tuple[float, ...]]] = []
     for name in sorted(names):
@@ -226,9 +239,10 @@ def metric_rows(
 
 
 def summary_figures(summary: dict[str, Any]) -> dict[str, int | float | str]:
-    """Return what the page shows large: label -> figure.
+    """Return the figures that the page shows in large type, by label.
 
-    The time of a whole run is longer than that of its steps, which the subtitle has, so it says what it is."""
+    The whole run takes longer than its steps, whose time is in the subtitle. Its label says so.
+    """
     figures: dict[str, int | float | str] = {}
     for name, value in summary.items():
         if name == "seconds":
@@ -239,9 +253,13 @@ def summary_figures(summary: dict[str, Any]) -> dict[str, int | float | str]:
 
 
 def draw_for_page(chart: Chart, records: Records) -> str:
-    """Draw a chart as SVG, in the colours of the reader's theme; return it in base64, empty without any data.
+    """Draw a chart as SVG, with the colors of the reader's theme.
 
-    Small enough to be read on a telephone, and as sharp on a large screen."""
+    The size is readable on a phone, and SVG is sharp on a large screen.
+
+    Returns:
+        The image in base64; "" without data.
+    """
     drawn = draw_chart(chart, records, inches=(3.8, 2.6), file_format="svg")
     if drawn is None:
         return ""
@@ -260,7 +278,17 @@ def draw_for_page(chart: Chart, records: Records) -> str:
 def draw_chart(
     chart: Chart, records: Records, inches: tuple[float, float], file_format: str
 ) -> bytes | None:
-    """Draw a chart of ``inches`` (width, height) as "png" or "svg"; None without any data."""
+    """Draw a chart.
+
+    Args:
+        chart: chart to draw.
+        records: lines of metrics.jsonl.
+        inches: (width, height).
+        file_format: "png" or "svg".
+
+    Returns:
+        The image; None without data.
+    """
     curves = chart_curves(chart, records)
     if not curves:
         return None
@@ -270,14 +298,14 @@ def draw_chart(
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=inches, dpi=130, layout="constrained")
         draw_curves(figure.add_subplot(), chart, curves)
-        # The page has a background of its own, and what it says of itself stays the same from call to call.
+        # The page draws the background. Without metadata, the output is reproducible.
         no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type")) if is_svg else None
         figure.savefig(buffer, format=file_format, transparent=is_svg, metadata=no_metadata)
     return buffer.getvalue()
 
 
 def chart_curves(chart: Chart, records: Records) -> list[Curve]:
-    """Return the curves of a chart that have data; each metric has its own colour."""
+    """Return the curves of a chart that have data. Each metric has a fixed color."""
     curves = []
     for (name, label), colour in zip(chart.metrics, COLOURS, strict=False):
         steps, values = metric_curve(records, name)
@@ -290,8 +318,8 @@ def draw_curves(axes: Axes, chart: Chart, curves: Sequence[Curve]) -> None:
     """Draw the curves of one chart."""
     step_label = "step"
     for curve in curves:
-        # Metrics of rare evaluations are not noise from step to step, and a log scale shows orders
-        # of magnitude.
+        # Rare evaluations are not noise from step to step, and a log scale is for orders of
+        # magnitude, so neither is smoothed.
         is_sparse = 2 * len(curve.steps) <= curve.steps[-1] - curve.steps[0] + 1
         if len(curve.values) >= FEW_STEPS and not is_sparse and not chart.log_scale:
             draw_smoothed(axes, curve)
@@ -308,7 +336,7 @@ def draw_curves(axes: Axes, chart: Chart, curves: Sequence[Curve]) -> None:
                 label=curve.label,
             )
 
-    # A log scale has no place for zeros, such as the gap of an engine that computes the same bits.
+    # A log scale cannot show zeros, such as the gap of an engine that computes the same bits.
     if chart.log_scale and all(value > 0 for curve in curves for value in curve.values):
         axes.set_yscale("log")
     axes.set_title(chart.title, loc="left")
@@ -319,7 +347,7 @@ def draw_curves(axes: Axes, chart: Chart, curves: Sequence[Curve]) -> None:
 
 
 def draw_smoothed(axes: Axes, curve: Curve) -> None:
-    """Draw a noisy curve faint as it was measured, and bold as a moving mean."""
+    """Draw the values of a noisy curve faintly, and their moving mean in bold."""
     axes.plot(curve.steps, curve.values, color=curve.colour, alpha=0.25, linewidth=1)
     axes.plot(
         curve.steps,
@@ -331,10 +359,16 @@ def draw_smoothed(axes: Axes, curve: Curve) -> None:
 
 
 def moving_mean(steps: Sequence[int], values: Sequence[float], reach: int) -> list[float]:
-    """Return the mean of each value and of those up to ``reach`` steps before and after it.
+    """Return the centered moving mean of a curve.
 
-    As many values before as after it count, so fewer near the ends and beside a gap: a straight
-    line stays."""
+    Each mean has equally many values before and after its step, and fewer near the ends and near
+    gaps. Therefore straight lines stay straight.
+
+    Args:
+        steps: step of each value, increasing.
+        values: values of the curve.
+        reach: maximum distance in steps.
+    """
     means = []
     for i, step in enumerate(steps):
         before = i - bisect_left(steps, step - reach)
@@ -345,16 +379,18 @@ def moving_mean(steps: Sequence[int], values: Sequence[float], reach: int) -> li
 
 
 def select_episodes(directory: Path) -> tuple[list[dict[str, Any]], int]:
-    """Read at most EPISODES_SHOWN of the recorded episodes, evenly over the run; return them and
-    the number of all.
+    """Read recorded episodes, evenly spaced over the run.
 
-    Each is what ``EpisodeReader.read`` returns, with ``shown_turns``."""
+    Returns:
+        At most EPISODES_SHOWN episodes, as from ``EpisodeReader.read`` with ``shown_turns``, and
+        the number of recorded episodes.
+    """
     reader = EpisodeReader(directory)
     reader.refresh()
     ids = reader.figures.column("id").to_pylist()
     count = min(EPISODES_SHOWN, len(ids))
 
-    # The first and the last one are among them: that is where a run differs most.
+    # Always include the first and the last one, where a run differs most.
     chosen = set(range(count))
     if count > 1:
         chosen = {round(i * (len(ids) - 1) / (count - 1)) for i in range(count)}
@@ -368,18 +404,19 @@ def select_episodes(directory: Path) -> tuple[list[dict[str, Any]], int]:
 
 @dataclass(frozen=True)
 class ShownTurn:
-    """What the page shows of a turn."""
+    """The shown part of a turn."""
 
     role: str
     before: list[dict[str, Any]]
-    """Tokens: {text, mask, logprob}."""
+    """First tokens, each with text, mask and logprob."""
     left_out: int
-    """Tokens between ``before`` and ``after``."""
+    """Number of tokens left out between ``before`` and ``after``."""
     after: list[dict[str, Any]]
+    """Last tokens, each with text, mask and logprob."""
 
 
 def shown_turns(episode: dict[str, Any]) -> list[ShownTurn]:
-    """Return the turns of an episode; of a long one without the tokens in its middle."""
+    """Return the turns of an episode, without the middle tokens of a long episode."""
     tokens = len(episode["texts"])
     end_of_beginning = begin_of_end = tokens
     if tokens > TOKENS_SHOWN:
@@ -398,7 +435,7 @@ def shown_turns(episode: dict[str, Any]) -> list[ShownTurn]:
 
 
 def episode_tokens(episode: dict[str, Any], start: int, end: int) -> list[dict[str, Any]]:
-    """Return what the page shows of each token in [start, end)."""
+    """Return text, mask and log-prob of each token in [start, end)."""
     names = ("texts", "loss_mask", "rollout_log_probs")
     columns = (episode[name][start:end] for name in names)
     return [
@@ -408,7 +445,7 @@ def episode_tokens(episode: dict[str, Any], start: int, end: int) -> list[dict[s
 
 
 def group_by_mask(tokens: Records) -> list[tuple[bool, Records]]:
-    """Group neighbouring tokens into (were they sampled, tokens)."""
+    """Group adjacent tokens into (sampled, tokens)."""
     groups = groupby(tokens, key=lambda token: bool(token["mask"]))
     return [(sampled, list(group)) for sampled, group in groups]
 

@@ -1,4 +1,4 @@
-"""What it would bring to let rollouts run ahead of training, predicted from the configuration alone."""
+"""Prediction of the speed of asynchronous rollouts, from the configuration alone."""
 
 from dataclasses import dataclass
 
@@ -9,65 +9,68 @@ from rl_loop.config.rollout import RolloutConfig
 from rl_loop.engines.sglang.config import SglangConfig
 
 MEAN_LENGTH = 0.5
-"""Sampled tokens of an episode over the most that its limits allow: their mean. Assumed."""
+"""Mean of an episode's sampled tokens, as a fraction of its limit. An assumption."""
 BANDWIDTH = 4.32e12
-"""Bytes per second that an H200 reads, measured (docs/performance.md, decoding)."""
+"""Memory bandwidth of an H200 in bytes/s, measured (docs/performance.md, decoding)."""
 OVER_LIMIT = 1.4
-"""Time of SGLang's decoding step over that of reading what it needs: 1.28 to 1.84 for 8 to 256
-sequences of the 20B, measured in the same place."""
+"""Time of a decoding step of SGLang over the time to read its data.
+
+Measured as 1.28 to 1.84 for 8 to 256 sequences of the 20B (docs/performance.md, decoding).
+"""
 BYTES = 2
-"""Of a weight, and of a number in the key/value cache."""
+"""Bytes per weight and per number in the key/value cache."""
 STALENESS = (0, 1, 2, 3, 4, 8)
-"""Values of ``algorithm.max_staleness`` that are compared."""
+"""Values of ``algorithm.max_staleness`` to compare."""
 
 
 @dataclass(frozen=True)
 class RunAheadPrediction:
-    """What bounds the speed of the loop. Seconds of a step."""
+    """Bounds of the speed of the loop, in seconds per step."""
 
     training: float
-    """The trainer's, if it works all the time."""
+    """Time of the trainer if it never waits."""
     engines: float
-    """That engines need for a step's episodes, if they decode all the time."""
+    """Time of the engines for a step's episodes if they never wait."""
     longest_episode: float
-    """From its first token to its last."""
+    """Time of the longest episode from its first token to its last."""
     tokens_per_gpu: float
-    """Trained tokens of a step over the GPUs of trainer and engines."""
+    """Trained tokens per step and GPU, over the GPUs of trainer and engines."""
 
     def step_seconds(self, staleness: int) -> float:
-        """Predict the wall clock of a step, in order.
+        """Return the predicted wall-clock time of a step.
 
-        Turns, k = 0, take the longest episode and the update that follows it. With k steps ahead as
-        much has to fit into k + 1 steps, because an episode begins k steps before its own; and no
-        step is faster than trainer or engines."""
+        With staleness 0, a step takes the longest episode and then the update. With staleness k,
+        the same work has k + 1 steps of time, because an episode begins k steps before its own. A
+        step is never faster than trainer or engines.
+        """
         in_turns = max(self.longest_episode, self.engines) + self.training
         return max(self.training, self.engines, in_turns / (staleness + 1))
 
     def bound(self, staleness: int) -> str:
-        """Name what a step's time is, with so many steps ahead."""
+        """Return the name of the bound that limits a step at a staleness."""
         seconds = self.step_seconds(staleness)
         if seconds == self.training:
             return "trainer"
         return "engines" if seconds == self.engines else "longest episode"
 
     def trainer_idle(self, staleness: int) -> float:
-        """Predict the share of a step in which the trainer waits for episodes."""
+        """Return the predicted fraction of a step in which the trainer waits for episodes."""
         return 1 - self.training / self.step_seconds(staleness)
 
     def engines_idle(self, staleness: int) -> float:
-        """Predict the share of a step that engines would not need if their batches were always full.
+        """Return the fraction of a step that engines with always full batches would not need.
 
-        They are less idle than that: the last episodes of a step run in batches that are nearly empty.
+        The real idle time is shorter, because the last episodes of a step run in small batches.
         """
         return 1 - self.engines / self.step_seconds(staleness)
 
     def tokens_per_second(self, staleness: int) -> float:
-        """Predict the trained tokens per second of the whole loop and GPU."""
+        """Return the predicted number of trained tokens per second and GPU of the whole loop."""
         return self.tokens_per_gpu / self.step_seconds(staleness)
 
     @property
     def least_that_pays(self) -> int:
-        """Return the least k beyond which steps get no faster."""
+        """Smallest staleness at which steps are as fast as possible."""
         fastest = max(self.training, self.engines)
         staleness = 0
         while self.step_seconds(staleness) > fastest:
@@ -78,10 +81,20 @@ class RunAheadPrediction:
 def decoding_step_seconds(
     model: ModelConfig, sequences: float, context: float, gpus: int = 1
 ) -> float:
-    """Predict the time of a decoding step of SGLang on H200s.
+    """Predict the time of a decoding step of SGLang on H200 GPUs.
 
-    It is bound by what it reads: attention and output layer, the experts that any of ``sequences``
-    is routed to, and the keys and values of ``context`` tokens per sequence, or of the window."""
+    The step is bound by memory reads: attention and output layer, the experts to which any sequence
+    is routed, and the keys and values of each sequence, or of its window.
+
+    Args:
+        model: model configuration.
+        sequences: number of sequences in the batch.
+        context: tokens per sequence.
+        gpus: tensor-parallel size.
+
+    Returns:
+        Seconds.
+    """
     heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads
     attention = heads * model.head_size * model.hidden_size
     experts = 1.0  # a dense model's MLP
@@ -102,11 +115,16 @@ def decoding_step_seconds(
 def predict_run_ahead(
     rollout: RolloutConfig, trainer: MemoryInputs, tool_seconds: float
 ) -> RunAheadPrediction:
-    """Predict the bounds of a loop with SGLang's servers. On the trainer's GPUs they take turns with
-    it, and syncs, sleeping and waking come on top.
+    """Predict the bounds of a loop with SGLang servers.
 
-    ``trainer``: model, layout and batch; ``tool_seconds``: of each tool call of the longest
-    episode."""
+    On the trainer's GPUs, servers and trainer alternate. Weight syncs and sleeping and waking of
+    servers are not included.
+
+    Args:
+        rollout: rollout settings with an SGLang engine.
+        trainer: model, layout and batch.
+        tool_seconds: duration of each tool call of the longest episode.
+    """
     engine = rollout.engine
     assert isinstance(engine, SglangConfig)
     episodes = rollout.tasks_per_step * rollout.samples_per_task
@@ -134,7 +152,14 @@ def run_ahead_plan(
     configured: int,
     tool_seconds: float = 0.0,
 ) -> str:
-    """Describe what ``algorithm.max_staleness`` would bring; ``configured`` is what it is."""
+    """Describe the effect of ``algorithm.max_staleness``.
+
+    Args:
+        rollout: rollout settings.
+        trainer: model, layout and batch.
+        configured: configured value of ``algorithm.max_staleness``.
+        tool_seconds: duration of each tool call of the longest episode.
+    """
     engine = rollout.engine
     if not isinstance(engine, SglangConfig):
         return f"rollouts: nothing is predicted for engines of type {engine.type}"

@@ -1,4 +1,4 @@
-"""A run as a Slurm job, through nemo-run, whose import takes seconds."""
+"""Submission of a run as a Slurm job through nemo-run, which takes seconds to import."""
 
 import shlex
 import tempfile
@@ -16,15 +16,15 @@ from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import dump_config
 
 CODE = "/nemo_run/code"
-"""Where the snapshot lies in a container. Without one nemo-run puts the real path in its place."""
+"""Path of the snapshot in a container. Without a container, nemo-run inserts the real path."""
 
 
 @dataclass(kw_only=True)
 class SnapshotPackager(nemo_run.Packager):
-    """Packs the checkout like nemo-run's packager for git, with changes that are not committed."""
+    """Packs the checkout like nemo-run's packager for git, including uncommitted changes."""
 
     texts: dict[str, str] = field(default_factory=dict)
-    """Further files of the snapshot, by name; see ``write_snapshot``."""
+    """Contents of additional files of the snapshot by file name. See ``write_snapshot``."""
 
     def package(self, path: Path, job_dir: str, name: str) -> str:
         archive = Path(job_dir) / f"{name}.tar.gz"
@@ -32,7 +32,7 @@ class SnapshotPackager(nemo_run.Packager):
 
 
 class SlurmJob:
-    """One submission of a run; ``stamp`` tells it from others of the same run."""
+    """One submission of a run. ``stamp`` is unique among submissions of the run."""
 
     def __init__(self, settings: JobSettings, cluster: ClusterConfig, stamp: str) -> None:
         try:
@@ -46,16 +46,21 @@ class SlurmJob:
         self.files = {"run.yaml": settings.configuration, "cluster.yaml": dump_config(cluster)}
 
     def script(self) -> str:
-        """Return the sbatch script; nothing is left behind."""
+        """Return the sbatch script without writing files."""
         with tempfile.TemporaryDirectory() as scratch, self._experiment(scratch) as experiment:
             self._add_tasks(experiment)
             experiment.dryrun(log=False, delete_exp_dir=False)
             return self._find_script(Path(scratch)).read_text()
 
     def submit(self, base: Path) -> str:
-        """Copy the snapshot to the cluster, submit the job and return its number.
+        """Copy the snapshot to the cluster and submit the job.
 
-        ``base`` is the directory in which nemo-run keeps its own copy."""
+        Args:
+            base: directory for nemo-run's own copy.
+
+        Returns:
+            Number of the job.
+        """
         with self._experiment(str(base)) as experiment:
             self._add_tasks(experiment)
             experiment.run(detach=True)  # returns when the job is queued
@@ -64,8 +69,8 @@ class SlurmJob:
             is_heterogeneous = hasattr(job, "handles")
             handle = job.handles[0] if is_heterogeneous else job.handle
 
-            # The other jobs of a chain have the same name, and "singleton" starts one after the
-            # other.
+            # The jobs of a chain share a name, and the dependency "singleton" runs them in
+            # sequence.
             tunnel = next(iter(experiment.tunnels.values()))
             for _ in range(self.cluster.chain - 1):
                 script = Path(tunnel.job_dir) / self._find_script(base).name
@@ -73,12 +78,12 @@ class SlurmJob:
         return handle.rpartition("/")[2]
 
     def _find_script(self, base: Path) -> Path:
-        """Return the sbatch script that nemo-run has written below ``base``."""
+        """Return the path of the sbatch script that nemo-run wrote below ``base``."""
         folder = base / "experiments" / self.settings.name / f"{self.settings.name}_{self.stamp}"
         return next(folder.glob("*_sbatch.sh"))
 
     def _experiment(self, base: str) -> nemo_run.Experiment:
-        # ``gptoss launch`` says itself what was submitted and how to follow it.
+        # ``gptoss launch`` prints its own summary of the submission.
         CONSOLE.quiet = True
         return nemo_run.Experiment(
             self.settings.name,
@@ -91,7 +96,7 @@ class SlurmJob:
         )
 
     def _add_tasks(self, experiment: nemo_run.Experiment) -> None:
-        """Add a task for the trainer nodes and, if there are any, one for the rollout nodes."""
+        """Add a task for the trainer nodes and, if there are any, a task for the rollout nodes."""
         name = self.settings.name
         trainer_task = self._task(group=0)
         trainer_executor = self._executor(self.cluster.nodes)
@@ -117,7 +122,7 @@ class SlurmJob:
         )
 
     def _executor(self, nodes: int) -> nemo_run.SlurmExecutor:
-        """Return how nemo-run is to run one part of the job."""
+        """Return nemo-run's executor for one part of the job."""
         return nemo_run.SlurmExecutor(
             **self.cluster.model_dump(include=set(SBATCH_FIELDS)),
             **self._container_options(),
@@ -128,7 +133,7 @@ class SlurmJob:
             setup_lines=(Path(__file__).parent / "job_setup.sh").read_text(),
             packager=SnapshotPackager(texts=self.files),
             tunnel=self._tunnel(),
-            # ``gptoss launch`` returns when the job is queued: nemo-run is not to wait for it.
+            # ``gptoss launch`` returns when the job is queued, so nemo-run must not wait for it.
             poll_estimated_start_time=False,
             wait_time_for_group_job=0,
             monitor_group_job_wait_time=5,
@@ -138,7 +143,7 @@ class SlurmJob:
         cluster = self.cluster
         return {
             "nodes": nodes,
-            # The node's program starts all further processes itself.
+            # The node program starts all other processes.
             "ntasks_per_node": 1,
             "gres": self._gres(),
             "cpus_per_task": cluster.cpus_per_node,
@@ -149,17 +154,17 @@ class SlurmJob:
 
     def _time_options(self) -> dict[str, Any]:
         cluster = self.cluster
-        # The jobs of a chain have one name, and run one after the other.
+        # The jobs of a chain share a name and run in sequence.
         order = {"dependency": "singleton"} if cluster.chain > 1 else None
         return {
             "time": cluster.time_limit,
-            # Early enough for a checkpoint.
+            # Leaves time for a checkpoint.
             "signal": f"USR1@{cluster.stop_before_end}",
             "additional_parameters": order,
         }
 
     def _gres(self) -> str | None:
-        """Return the GPUs of a node as Slurm writes them: gpu:TYPE:COUNT or gpu:COUNT."""
+        """Return the GPUs of a node in Slurm's format: gpu:TYPE:COUNT or gpu:COUNT."""
         gpus = self.cluster.gpus_per_node
         if not gpus:
             return None
@@ -178,9 +183,9 @@ class SlurmJob:
         }
 
     def _environment(self) -> dict[str, str]:
-        """Return the variables of the job, quoted for the shell."""
-        # Those of the cluster's file may be secrets. They are in the snapshot alone, and the nodes
-        # read them from there: the script prints every line into the job's log.
+        """Return the environment variables of the job, quoted for the shell."""
+        # The cluster file's variables may be secrets. The script prints every line to the job's
+        # log, so the nodes read them from the snapshot instead.
         environment = {
             "GPTOSS_RUN_DIR": str(self.settings.directory),
             "PYTHONPATH": f"{CODE}:{CODE}/kernels",

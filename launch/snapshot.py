@@ -1,5 +1,7 @@
-"""What a job runs: a copy of this checkout, uncommitted and untracked files included, or of the installed
-packages where there is no checkout."""
+"""The code of a job: a copy of this checkout, or of the installed packages without a checkout.
+
+The copy of a checkout includes uncommitted and untracked files.
+"""
 
 import io
 import logging
@@ -16,9 +18,9 @@ from rl_loop.config.shipped import shipped_directories
 
 PROJECT = Path(__file__).resolve().parents[1]
 PACKAGES = ("megatron_gptoss", "converters", "rl_loop", "launch", "kernels/gptoss_kernels")
-"""Where a checkout has the packages; a wheel puts all of them side by side."""
+"""Paths of the packages in a checkout. A wheel installs all of them next to each other."""
 JOB_FOLDER = ".gptoss"
-"""Folder of the snapshot that holds the configurations of the job and git.txt."""
+"""Folder of the snapshot with the configurations of the job and git.txt."""
 
 
 SECRET_NAMES = (
@@ -58,7 +60,7 @@ SECRET_NAMES = (
     "kubeconfig*",
     "service?account*.json",
 )
-"""Names of files that hold keys, in small letters. A file of a folder with such a name counts, too."""
+"""Lower-case name patterns of files and folders that hold keys."""
 SECRET_CONTENTS = re.compile(
     rb"-----BEGIN [A-Z ]*PRIVATE KEY"
     rb"|\bhf_[A-Za-z0-9]{30,}"
@@ -72,21 +74,21 @@ SECRET_CONTENTS = re.compile(
 )
 """Private keys, and tokens of Hugging Face, OpenAI, GitHub, GitLab, Slack, AWS and Google."""
 SEARCHED_BYTES = 1 << 20
-"""Bytes at the start of an untracked file that are searched for secrets."""
+"""Number of bytes at the start of an untracked file that are searched for secrets."""
 
 logger = logging.getLogger(__name__)
 
 
 def write_snapshot(archive: Path, texts: dict[str, str]) -> Path:
-    """Pack the checkout, without what git ignores, or the installed packages into a tar.gz file.
+    """Pack the checkout, without git-ignored files, or the installed packages into a tar.gz file.
 
-    git.txt in JOB_FOLDER names the commit and holds the difference to it, or the installed version.
-    Untracked files that look like keys are left out, and named in a warning. Only the user can
-    read the archive and its files.
+    git.txt in JOB_FOLDER has the commit and the difference to it, or the installed version. It
+    makes the job's code reproducible after the checkout has changed. Untracked files that look like
+    keys are left out with a warning. Only the user can read the archive and its files.
 
     Args:
-        archive: path of the file.
-        texts: further files in JOB_FOLDER, by name.
+        archive: file to write.
+        texts: contents of additional files in JOB_FOLDER by file name.
 
     Returns:
         ``archive``.
@@ -94,7 +96,6 @@ def write_snapshot(archive: Path, texts: dict[str, str]) -> Path:
     Raises:
         ConfigError: in a checkout without git.
     """
-    # So that the job's code can be had again after the checkout has moved on.
     is_installed = (PROJECT / "gptoss_kernels").is_dir()
     if is_installed:
         files = _files_of_installation()
@@ -103,7 +104,7 @@ def write_snapshot(archive: Path, texts: dict[str, str]) -> Path:
         files = _files_of_checkout()
         state = _git("rev-parse", "HEAD") + _git("status", "--short") + _git("diff", "HEAD")
 
-    # Fast compression: the user waits for it, and the code is a few megabytes.
+    # Compression level 1, because the user waits and the code is only a few megabytes.
     archive.unlink(missing_ok=True)
     with (
         open(archive, "xb", opener=_open_private) as output,
@@ -117,7 +118,7 @@ def write_snapshot(archive: Path, texts: dict[str, str]) -> Path:
 
 
 def _files_of_checkout() -> dict[str, Path]:
-    """Return what git knows or does not ignore, by its path in the checkout, but no keys."""
+    """Return the checkout's files, except ignored files and keys, by their path in it."""
     tracked = _listed("--cached")
     untracked = _listed("--others", "--exclude-standard")
     secrets = sorted(name for name, file in untracked.items() if _looks_secret(name, file))
@@ -138,8 +139,8 @@ def _listed(*options: str) -> dict[str, Path]:
 
 
 def _looks_secret(name: str, file: Path) -> bool:
-    """Return True if an untracked file seems to hold a key, by its name or its contents."""
-    # Source code and its folders are often named after secrets.
+    """Return True if name or contents of an untracked file look like a key."""
+    # Exempt source code, which is often named after secrets.
     parts = [part.lower() for part in Path(name).parts]
     is_code = file.suffix in (".py", ".md", ".html", ".js", ".c", ".h")
     if not is_code and any(fnmatch(part, kind) for part in parts for kind in SECRET_NAMES):
@@ -153,13 +154,13 @@ def _open_private(path: str, flags: int) -> int:
 
 
 def _private(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Take the rights of other users away from an entry of an archive."""
+    """Remove the permissions of other users from an archive's entry."""
     entry.mode &= 0o700
     return entry
 
 
 def _files_of_installation() -> dict[str, Path]:
-    """Return the files of the installed packages and configurations, by their path in a checkout."""
+    """Return the files of the installed packages and configurations, by path in a checkout."""
     sources = {place: PROJECT / Path(place).name for place in PACKAGES}
     for directory in shipped_directories():
         sources["configs"] = directory
@@ -181,10 +182,15 @@ def _add_text(tar: tarfile.TarFile, name: str, text: str) -> None:
 
 
 def node_arguments(command: str, group: int, code: str = "") -> list[str]:
-    """Return the arguments of ``launch.node`` for a snapshot that lies in ``code``, by default the
-    working directory.
+    """Return the arguments of ``launch.node`` for a snapshot.
 
-    Its configurations must have been packed as run.yaml and cluster.yaml."""
+    The snapshot must contain run.yaml and cluster.yaml.
+
+    Args:
+        command: training command, ``rl`` or ``sft``.
+        group: number of the node's part in a heterogeneous job, else 0.
+        code: directory of the snapshot; "" for the working directory.
+    """
     folder = f"{code}/{JOB_FOLDER}" if code else JOB_FOLDER
     return [f"{folder}/run.yaml", f"{folder}/cluster.yaml", command, str(group)]
 

@@ -1,4 +1,4 @@
-"""From a configuration and a cluster to a running job: what ``gptoss launch`` does."""
+"""Implementation of ``gptoss launch``: from a configuration and a cluster to a running job."""
 
 import os
 import subprocess
@@ -29,13 +29,13 @@ from rl_loop.tracking.run_directory import RunDirectory, make_run_directory
 
 
 def resolve_paths[Config: RunConfig](config: Config, cluster: ClusterConfig) -> Config:
-    """Return ``config`` with its relative paths below the cluster's shared directory."""
+    """Return ``config`` with relative paths resolved against the cluster's shared directory."""
     values = _resolve(config.model_dump(), "", cluster)
     return type(config).model_validate(values)
 
 
 def _resolve(value: Any, key: str, cluster: ClusterConfig) -> Any:
-    """Resolve the paths of a tree of dictionaries whose own key is ``key``."""
+    """Resolve the paths in nested dictionaries. ``key`` is the key of ``value``."""
     if isinstance(value, dict):
         return {name: _resolve(item, name, cluster) for name, item in value.items()}
     if _is_path(value, key):
@@ -44,7 +44,7 @@ def _resolve(value: Any, key: str, cluster: ClusterConfig) -> Any:
 
 
 def _is_path(value: Any, key: str) -> bool:
-    """Whether a value of a configuration is a local path; data may be on the Hub ("hub:...")."""
+    """Return True if a value is a local path. Data may be on the Hub ("hub:...") instead."""
     if isinstance(value, Path):
         return True
     name = key.rpartition(".")[2]
@@ -55,11 +55,19 @@ def _is_path(value: Any, key: str) -> bool:
 def with_engine_python[Config: RunConfig](
     config: Config, cluster: ClusterConfig, overrides: Sequence[str] = ()
 ) -> Config:
-    """Return ``config`` with the interpreter that the cluster has for SGLang.
+    """Return ``config`` with the cluster's interpreter for SGLang.
 
-    The command line comes first, then the cluster's file, then the run's. Raises ConfigError if
-    none of them names one for a job of Slurm, whose servers would start with the interpreter of the
-    machine that submits."""
+    The command line has the highest precedence, then the cluster's file, then the run's file.
+
+    Args:
+        config: configuration of the run.
+        cluster: settings of the cluster.
+        overrides: overrides of the command line, KEY=VALUE.
+
+    Raises:
+        ConfigError: if none of them names an interpreter for a Slurm job. The servers would then
+            start with the interpreter of the submitting machine.
+    """
     named = engine_python(config)
     if named is None:
         return config
@@ -81,7 +89,7 @@ ENGINE_PYTHON = "rollout.engine.python"
 
 
 def engine_python(config: RunConfig) -> str | None:
-    """Return the interpreter of the run's rollout servers; None if they do not have their own."""
+    """Return the interpreter of the run's rollout servers; None if they have no separate one."""
     if not isinstance(config, RlConfig):
         return None
     python: str | None = getattr(config.rollout.engine, "python", None)
@@ -89,8 +97,8 @@ def engine_python(config: RunConfig) -> str | None:
 
 
 def job_settings(config: RunConfig) -> JobSettings:
-    """Collect what the parts of a launch, and the programs on its nodes, need."""
-    # The run makes output_dir itself; every other path must exist on the cluster.
+    """Return the settings that the launch and the node programs need."""
+    # The run creates output_dir. All other paths must exist on the cluster.
     paths = _paths_below(config.model_dump(exclude={"output_dir"}), key="")
     return JobSettings(
         name=config.name,
@@ -106,7 +114,7 @@ def job_settings(config: RunConfig) -> JobSettings:
 
 
 def _paths_below(value: Any, key: str) -> list[tuple[str, Path]]:
-    """Return (key, path) of every path in a tree of dictionaries whose own key is ``key``."""
+    """Return (key, path) of every path in nested dictionaries. ``key`` is the key of ``value``."""
     if not isinstance(value, dict):
         return [(key, Path(value))] if _is_path(value, key) else []
 
@@ -117,7 +125,12 @@ def _paths_below(value: Any, key: str) -> list[tuple[str, Path]]:
 
 
 def describe_launch(config: RunConfig, cluster: ClusterConfig) -> str:
-    """Return what a launch would do, as text; nothing is written or asked of the cluster."""
+    """Return the text of a dry run. Does not write files and does not contact the cluster.
+
+    Args:
+        config: configuration of the run.
+        cluster: settings of the cluster.
+    """
     settings = job_settings(config)
     notes = []
     if cluster.kind == "local" and not cluster.gpus_per_node and config.dtype == "bfloat16":
@@ -150,7 +163,7 @@ def describe_launch(config: RunConfig, cluster: ClusterConfig) -> str:
 
 
 def _gpus_needed(settings: JobSettings) -> int:
-    """Return the GPUs of trainer and servers on one node."""
+    """Return the number of GPUs of trainer and servers if all run on one node."""
     servers = settings.rollout.engine.server_processes if settings.rollout is not None else None
     if servers is None or servers.share_trainer_gpus:
         return settings.parallel.world_size
@@ -158,7 +171,7 @@ def _gpus_needed(settings: JobSettings) -> int:
 
 
 def _hardware(cluster: ClusterConfig, configured: float | None) -> Hardware:
-    """Return the GPU of a cluster's nodes. ``configured``: ``parallel.gpu_memory``."""
+    """Return the GPU of a cluster's nodes. ``configured``: ``parallel.gpu_memory`` in GB."""
     if cluster.gpu_memory is not None:
         return Hardware(cluster.gpu_memory)
     if cluster.kind == "local":
@@ -167,7 +180,7 @@ def _hardware(cluster: ClusterConfig, configured: float | None) -> Hardware:
 
 
 def _describe_requirements(settings: JobSettings, cluster: ClusterConfig) -> str:
-    """Return the interpreters of a run, and the files that have to be there before it starts."""
+    """Return the interpreters of a run and the files that must exist before it starts."""
     lines = [("trainer", cluster.python, "cluster.python")]
     if settings.engine_python is not None:
         key = settings.engine_key(cluster)
@@ -179,19 +192,27 @@ def _describe_requirements(settings: JobSettings, cluster: ClusterConfig) -> str
 
 
 def start(config: RunConfig, cluster: ClusterConfig) -> Launch:
-    """Check everything that can be checked now, then start the run in the background.
+    """Run all possible checks, then start the run in the background.
 
-    Raises ConfigError."""
+    Args:
+        config: configuration of the run.
+        cluster: settings of the cluster.
+
+    Returns:
+        The registered launch.
+
+    Raises:
+        ConfigError: if a check fails.
+    """
     _check_name_is_free(config.name)
     make_files_private()
 
-    # The cheapest checks come first; ``place`` raises ConfigError if the run does not fit.
+    # Cheap checks come first. ``place`` raises ConfigError if the run does not fit.
     settings = job_settings(config)
     place(settings.parallel, settings.rollout, cluster)
     check_before_queue(settings, cluster)
     if cluster.login is None:
-        # Raises ConfigError if the configuration has changed in a way with which the run cannot go
-        # on.
+        # Raises ConfigError if the configuration has changed so that the run cannot resume.
         changes_since(RunDirectory(config.directory), config)
     if cluster.kind == "local":
         check_what_a_run_needs(config, has_own_ray=True)
@@ -234,21 +255,22 @@ def _submit_to_slurm(settings: JobSettings, cluster: ClusterConfig, stamp: str) 
     """Submit the run and return the number of its job."""
     from launch.slurm_job import SlurmJob  # imports nemo-run, which takes seconds
 
-    # nemo-run keeps a copy of what it submits: here if the run directory is on another machine.
+    # nemo-run keeps a copy of its submission. Keep it here if the run directory is remote.
     base = registry() / settings.name if cluster.login else settings.directory / "launch"
     return SlurmJob(settings, cluster, stamp).submit(base)
 
 
 def _start_here(settings: JobSettings, cluster: ClusterConfig, stamp: str) -> int:
-    """Start the program of a cluster's node on this machine, detached, and return its process id.
+    """Start the node program on this machine, detached, and return its process id.
 
-    It runs from the same kind of snapshot as on a cluster."""
+    It runs from a snapshot, as on a cluster.
+    """
     folder = settings.directory / "launch" / stamp
     code = folder / "code"
     code.mkdir(parents=True)
     files = {"run.yaml": settings.configuration, "cluster.yaml": dump_config(cluster)}
 
-    # Not from the checkout itself, whose files may change while the run goes on.
+    # Not from the checkout, whose files may change during the run.
     with tarfile.open(write_snapshot(folder / "code.tar.gz", files)) as archive:
         archive.extractall(code, filter="data")
 
@@ -267,6 +289,6 @@ def _start_here(settings: JobSettings, cluster: ClusterConfig, stamp: str) -> in
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            start_new_session=True,  # a closed terminal is none of its business
+            start_new_session=True,  # a closed terminal must not end the run
         )
     return process.pid
