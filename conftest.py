@@ -1,4 +1,4 @@
-"""Which tests share a process when several run at a time (`make test`: two), and that none leaves one behind."""
+"""Distribution of test files over processes (`make test`: 2), and checks for leftover processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.leftover_processes import (  # noqa: F401 (hooks of pytest)
 )
 from tests.support.load import pytest_sessionstart, pytest_unconfigure  # noqa: F401 (hooks of pytest)
 
-# Hypothesis would fail an example that takes 0.2 s, which on a busy machine any may.
+# On a busy machine any example may exceed Hypothesis's deadline of 0.2 s.
 settings.register_profile("without deadlines", deadline=None)
 settings.load_profile("without deadlines")
 
@@ -44,7 +44,10 @@ START_RAY = {
     "tests/rl_loop/trainer/test_shipment.py",
     "tests/test_forked_workers.py",
 }
-"""One after the other: on two cores, two clusters take turns at starving the sandbox and each other's workers."""
+"""Files that start Ray. They run in sequence in one process.
+
+On two cores, two Ray clusters would starve the sandbox and each other's workers.
+"""
 
 
 LONGEST = [
@@ -67,18 +70,21 @@ LONGEST = [
     "tests/megatron_gptoss/test_context_parallel_models.py",
     "tests/rl_loop/gateway/test_agents_sdk.py",
 ]
-"""Files that take 15 s or more, the longest first. Those with few tests would come last otherwise, and at the end one
-process would wait while the other is in the middle of such a file."""
+"""Files that take 15 s or more, the longest first.
+
+By default files with few tests come last. One process would then idle at the end while the other is
+in the middle of such a file.
+"""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file's tests stay together, for they share what is costly to start; Ray's come first, then LONGEST."""
+    """Keep a file's tests together: they share costly fixtures. Order: Ray, LONGEST, others."""
     from xdist.scheduler import (
         LoadFileScheduling,
-    )  # only here: without -n the tests do not need xdist
+    )  # a local import, because without -n the tests do not need xdist
 
-    # in the order of the collection, and not by the number of their tests
+    # Keep the order of the collection instead of the number of tests.
     config.option.loadscopereorder = False
 
     class Scheduling(LoadFileScheduling):
@@ -91,7 +97,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Bring what takes long to the front where several processes share the tests."""
+    """Move the longest files to the front if several processes share the tests."""
     if not hasattr(config, "workerinput"):
         return
     rank = {file: number for number, file in enumerate([*sorted(START_RAY), *LONGEST])}

@@ -1,21 +1,22 @@
-"""The ``gptoss`` script's entry: makes sure that the packages it imports are this project's.
+"""Entry point of the ``gptoss`` script, which makes sure that it imports this project's packages.
 
-A folder in PYTHONPATH comes before installed packages, so a user's ``launch.py`` there would hide the
-package ``launch``. This module lies beside the packages, and its own name is one that nobody else has."""
+Directories in PYTHONPATH precede installed packages, so a user's ``launch.py`` there would hide the
+package ``launch``. The name of this module is unlikely to be hidden.
+"""
 
 import importlib.util
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-"""Where the packages are: a checkout, or the environment's site-packages."""
+"""Parent directory of the packages: a checkout, or the environment's site-packages."""
 
 SHARED_PACKAGES = ("gptoss_kernels", "megatron_gptoss", "converters", "rl_loop")
-"""Also imported by the processes of a run, each of which looks through PYTHONPATH itself."""
+"""Packages that the processes of a run import, too. Each process searches PYTHONPATH itself."""
 
 
 def main() -> None:
-    """Run the command line. Exits with 1 and one line if something hides a package."""
+    """Run the command line. Exit with status 1 and an error in one line if a package is hidden."""
     for name in SHARED_PACKAGES:
         hidden_by = other_place(name)
         if hidden_by is not None:
@@ -26,7 +27,7 @@ def main() -> None:
             )
             sys.exit(1)
 
-    # Only the command itself imports this one, so it can be told which is meant.
+    # Only this process imports ``launch``, so it can be loaded from its file.
     if other_place("launch") is not None:
         _import_ours("launch")
 
@@ -36,7 +37,7 @@ def main() -> None:
 
 
 def other_place(name: str) -> Path | None:
-    """Return what Python would import as package ``name`` if it is not this project's."""
+    """Return the file that Python would import as a package; None if it is this project's."""
     found = importlib.util.find_spec(name)
     if found is None:
         return None
@@ -51,12 +52,12 @@ def other_place(name: str) -> Path | None:
 def _source_of(name: str) -> Path:
     parent = HERE
     if name == "gptoss_kernels" and (HERE / "kernels" / name).is_dir():
-        parent = HERE / "kernels"  # of a checkout
+        parent = HERE / "kernels"  # in a checkout
     return parent / name / "__init__.py"
 
 
 def _import_ours(name: str) -> None:
-    """Import the package from beside this file, whatever PYTHONPATH says."""
+    """Import the package next to this file, independent of PYTHONPATH."""
     source = _source_of(name)
     spec = importlib.util.spec_from_file_location(
         name, source, submodule_search_locations=[str(source.parent)]

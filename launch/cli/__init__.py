@@ -1,8 +1,8 @@
-"""The ``gptoss`` command, a module for each group of its commands.
+"""The ``gptoss`` command, with a module per group of commands.
 
-The shell imports these modules whenever the tab key is pressed, and arguments are checked before
-anything heavy is imported, so that a mistake is answered at once. That is why most imports of
-these modules are inside their functions, the schema of configurations included.
+The shell imports these modules when the tab key is pressed, and arguments are checked before heavy
+imports, so that errors appear at once. Therefore most imports of these modules are inside
+functions, including the schema of configurations.
 """
 
 from launch.cli.command_line import app, main

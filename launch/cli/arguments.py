@@ -1,4 +1,4 @@
-"""Arguments and options that several commands take, and their completion by the tab key."""
+"""Arguments and options that several commands share, and their shell completion."""
 
 from glob import glob
 from pathlib import Path
@@ -11,8 +11,7 @@ from rl_loop.config.shipped import shipped_names
 
 
 def complete_config(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return shipped configurations of the command, YAML files and directories that begin with what
-    was typed."""
+    """Return shipped configurations of the command, YAML files and directories with a prefix."""
     names = [name for name in shipped_names(_command_of(ctx)) if name.startswith(incomplete)]
     paths = []
     for path in sorted(glob(f"{incomplete}*")):
@@ -24,15 +23,15 @@ def complete_config(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def complete_override(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the keys that begin with what was typed, as ``KEY=``."""
-    # Imported here, because the schema of configurations takes half a second to load.
+    """Return the configuration keys with a prefix, as ``KEY=``."""
+    # A local import, because the schema of configurations takes 0.5 s to load.
     from rl_loop.config.load import keys_of_command
 
     return [f"{key}=" for key in keys_of_command(_command_of(ctx)) if key.startswith(incomplete)]
 
 
 def _command_of(ctx: typer.Context) -> str:
-    """Return the command, rl or sft, whose configuration is typed."""
+    """Return the command, rl or sft, whose configuration is being typed."""
     is_sft = ctx.info_name in ("sft", "preview") or bool(ctx.params.get("sft"))
     return "sft" if is_sft else "rl"
 

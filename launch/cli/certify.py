@@ -1,4 +1,4 @@
-"""``gptoss certify``: does a trainer or an engine compute GPT-OSS?"""
+"""``gptoss certify``: check that a trainer or an engine computes GPT-OSS."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Puts the commands of all groups together, and runs them."""
+"""The ``gptoss`` application with the commands of all groups."""
 
 import logging
 import warnings
@@ -19,7 +19,7 @@ app = typer.Typer(
 
 
 def print_version(wanted: bool) -> None:
-    """Print the installed version, and end."""
+    """Print the installed version and exit."""
     if wanted:
         from megatron_gptoss.package_version import package_version
 
@@ -37,7 +37,7 @@ def options_of_all_commands(
     pass
 
 
-# In the order in which --help lists them.
+# In the order of --help.
 app.command()(training.sft)
 app.command()(training.rl)
 app.command(name="eval")(training.evaluate)
@@ -54,9 +54,9 @@ app.add_typer(data.data, name="data")
 
 
 def main() -> None:
-    """Run the command line; the entry point of the ``gptoss`` script."""
-    # Megatron and torch announce at every import that Apex and CUDA are absent; `gptoss doctor`
-    # says it once.
+    """Run the command line. Entry point of the ``gptoss`` script."""
+    # Megatron and torch report on every import that Apex and CUDA are missing. `gptoss doctor`
+    # reports it instead.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     app()

@@ -1,4 +1,4 @@
-"""``gptoss convert``: Hugging Face <-> Megatron checkpoints."""
+"""``gptoss convert``: conversion between Hugging Face and Megatron checkpoints."""
 
 import shlex
 import sys
@@ -186,9 +186,9 @@ def convert_verify(
     hf_dir: Annotated[Path, Argument(help="The Hugging Face directory.")],
     megatron_dir: Annotated[Path, Argument(help="The torch_dist checkpoint.")],
 ) -> None:
-    """Compare two checkpoints, given in any order: all tensors bit for bit, and the outputs of every
-    layer."""
-    # Before the slow imports, and because `convert export` takes the two in the other order.
+    """Compare two checkpoints, given in any order: all tensors bit for bit, and the outputs of
+    every layer."""
+    # Check before the slow imports. `convert export` takes the two in the other order.
     if is_megatron(hf_dir) and not is_megatron(megatron_dir):
         hf_dir, megatron_dir = megatron_dir, hf_dir
     from converters.verify import verify
@@ -205,7 +205,14 @@ def is_megatron(directory: Path) -> bool:
 
 
 def refuse_direction(source: Path, kind: str, command: str, target: Path) -> NoReturn:
-    """Raise ConversionError for a source that the other command reads."""
+    """Raise ConversionError for a source that another command reads.
+
+    Args:
+        source: the source.
+        kind: kind of the source.
+        command: ``gptoss convert`` command that reads it.
+        target: directory to write.
+    """
     from converters.errors import ConversionError
 
     words = shlex.join(["gptoss", "convert", command, str(source), str(target)])
@@ -213,7 +220,7 @@ def refuse_direction(source: Path, kind: str, command: str, target: Path) -> NoR
 
 
 def _warn_without_tokenizer(directory: Path, remedy: str) -> None:
-    """Print that a new model has no tokenizer, if it has none."""
+    """Print a note if a new model has no tokenizer."""
     from converters.model_extras import read_extras
 
     if not read_extras(directory).has_tokenizer:
@@ -222,10 +229,11 @@ def _warn_without_tokenizer(directory: Path, remedy: str) -> None:
 
 @contextmanager
 def bytes_bars(*titles: str) -> Iterator[list[Callable[[int, int], None]]]:
-    """Show a progress bar with GB/s and the time left for each title, on a terminal.
+    """Show a progress bar with GB/s and remaining time per title, on a terminal.
 
-    Yields a function for each title, to be called with (bytes done, bytes in all). A bar appears
-    with its first call."""
+    Yields a function per title that takes (bytes done, total bytes). A bar appears at its first
+    call.
+    """
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -248,7 +256,7 @@ def bytes_bars(*titles: str) -> Iterator[list[Callable[[int, int], None]]]:
             task = bars.add_task(title, total=None, visible=False, start=False)
 
             def update(done: int, total: int) -> None:
-                # The speed counts from here: another bar may have been at work before.
+                # Measure the speed from the first call, because another bar may have run before.
                 if not bars.tasks[task].started:
                     bars.start_task(task)
                 bars.update(task, completed=done, total=total, visible=True)

@@ -1,4 +1,4 @@
-"""``gptoss data``: the conversations that are learned."""
+"""``gptoss data``: inspection of conversation data."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""How groups of commands behave: failures in one line, and a command that may be left out."""
+"""Typer groups: errors in one line, and a default command."""
 
 import inspect
 import os
@@ -17,7 +17,7 @@ from rl_loop.logs import configure_logging
 
 
 class UnbrokenHelp(typer.core.TyperGroup):
-    """Joins the lines of its commands' help, which --help of the group would break twice."""
+    """Joins the lines of the commands' help, because --help of the group would keep the breaks."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -29,7 +29,7 @@ class UnbrokenHelp(typer.core.TyperGroup):
 
 
 class ErrorsInOneLine(UnbrokenHelp):
-    """Ends every failure in one line; that of a bug of ours names the file with the traceback."""
+    """Prints every error in one line, with the traceback's file for unexpected errors."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -44,7 +44,7 @@ class ErrorsInOneLine(UnbrokenHelp):
                 raise typer.Exit(1) from None
             raise typer.Exit(128 + signal.SIGPIPE) from None
         except Exception as error:
-            # --help and wrong options are answered by typer itself, without waiting for torch.
+            # typer handles --help and invalid options itself, before torch is imported.
             if type(error).__module__.split(".")[0] in ("typer", "click"):
                 raise
             print_failure(error)
@@ -52,8 +52,10 @@ class ErrorsInOneLine(UnbrokenHelp):
 
 
 def drop_output_that_nobody_reads() -> bool:
-    """Tell whether the reader of standard output has gone, as ``head`` does when it has its lines. What is left
-    to print goes nowhere then."""
+    """Return True if the reader of standard output has exited, like ``head`` after its last line.
+
+    Further output is then discarded.
+    """
     output = sys.stdout.fileno()
     state = select.poll()
     state.register(output, 0)
@@ -64,7 +66,12 @@ def drop_output_that_nobody_reads() -> bool:
 
 
 def print_failure(error: Exception, directory: Path | None = None) -> None:
-    """Print one line on standard error; where a traceback helps, write it into ``directory``."""
+    """Print an error in one line on standard error.
+
+    Args:
+        error: error to print.
+        directory: directory for the traceback of an unexpected error.
+    """
     from launch.control_characters import show_control_characters
     from rl_loop.lifecycle.failures import explain
 
@@ -72,8 +79,10 @@ def print_failure(error: Exception, directory: Path | None = None) -> None:
 
 
 class GroupWithDefault(UnbrokenHelp):
-    """Runs the command that was added first if the first argument is no command: ``gptoss launch
-    CONFIG``."""
+    """Runs the group's first command if the first argument is not a command.
+
+    Example: ``gptoss launch CONFIG``.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] != "--help" and not self._is_meant_as_command(args[0]):
@@ -81,7 +90,7 @@ class GroupWithDefault(UnbrokenHelp):
         return super().parse_args(ctx, args)
 
     def _is_meant_as_command(self, word: str) -> bool:
-        """Whether ``word`` is a subcommand, or a misspelled one rather than a configuration."""
+        """Return True if ``word`` is a command, or a misspelled command and not a configuration."""
         if word in self.commands:
             return True
         is_config = any(find_config(Path(word), folder).exists() for folder in ("rl", "sft"))

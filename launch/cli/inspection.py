@@ -1,4 +1,4 @@
-"""Commands that train nothing: what a run did, what a configuration comes to, what a machine has."""
+"""Commands that inspect a run, a configuration or a machine."""
 
 from functools import partial
 from pathlib import Path

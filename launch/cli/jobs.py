@@ -1,4 +1,4 @@
-"""``gptoss launch``: runs in the background, here or on Slurm."""
+"""``gptoss launch``: runs in the background, on this machine or on Slurm."""
 
 from typing import Annotated
 

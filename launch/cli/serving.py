@@ -1,4 +1,4 @@
-"""The command that serves a checkpoint."""
+"""``gptoss serve``: the command that serves a checkpoint."""
 
 import logging
 import stat
@@ -82,8 +82,12 @@ def serve(
 
 
 def _say_which_weights(run: Path, source: Path | None) -> None:
-    """Log of which step weights are that come from the directory of a run, and how to have newer
-    ones. ``source``: where they are read."""
+    """Log the step of the weights of a run directory, and how to use newer weights.
+
+    Args:
+        run: run directory, or another argument of ``serve``.
+        source: weights that the server reads.
+    """
     from rl_loop.config.load import read_yaml
     from rl_loop.config.served_weights import served_weights
 
@@ -91,7 +95,7 @@ def _say_which_weights(run: Path, source: Path | None) -> None:
     if not file.exists():
         return
     served = served_weights(run)
-    if served.source != source:  # an override names others
+    if served.source != source:  # an override selects other weights
         return
 
     logger.info(served.description)
@@ -101,7 +105,7 @@ def _say_which_weights(run: Path, source: Path | None) -> None:
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """Return the API keys of a file, one per line.
+    """Return the API keys of a file with one key per line.
 
     Raises:
         ServeError: if the file cannot be read, has no key, or other users can read it.
@@ -124,7 +128,7 @@ def read_keys(path: Path) -> tuple[str, ...]:
 
 
 def _print_address(name: str, is_new: bool, base_url: str, keys: list[str]) -> None:
-    """Print where clients connect, and keys that were made for this server."""
+    """Print the address of the server, and keys that were created for it."""
     print(f"serving {name} at {base_url}; Ctrl-C stops", flush=True)
     if is_new:
         for key in keys:

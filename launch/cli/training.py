@@ -1,4 +1,4 @@
-"""Commands that train a policy or evaluate it: sft, rl, eval."""
+"""Commands that train or evaluate a policy: sft, rl, eval."""
 
 import shlex
 from collections.abc import Callable
@@ -26,11 +26,18 @@ def train(
     overrides: list[str] | None,
     **start_options: bool,
 ) -> Path:
-    """Run a training command with its progress display and write the report; returns the run
-    directory.
+    """Run a training command with its progress display, and write the report.
 
-    ``run`` does what the command says; ``start_options`` are its resume, resume_or_new and
-    overwrite."""
+    Args:
+        command: command whose configuration is loaded.
+        run: implementation of the command.
+        path: configuration file.
+        overrides: KEY=VALUE of the command line.
+        **start_options: resume, resume_or_new and overwrite of ``run``.
+
+    Returns:
+        Run directory.
+    """
     from launch.output import make_files_private, outlive_output
     from launch.progress import TrainingProgress, describe_outcome
     from rl_loop.config.load import load_run_config
@@ -43,7 +50,7 @@ def train(
     try:
         directory = run(config, TrainingProgress, **start_options)
     except Interrupted as stop:
-        # A run that was stopped before it began has left no directory, and nothing to go on from.
+        # Without a directory, the run was stopped before it began and cannot be resumed.
         print(stop)
         if config.directory.exists():
             resume = ["gptoss", command, str(path), *(overrides or []), "--resume"]
@@ -134,7 +141,7 @@ def evaluate(
     from rl_loop.lifecycle.start_checks import check_what_an_evaluation_needs
     from rl_loop.tasks.evaluation_records import read_evaluation
 
-    # What is wrong with the arguments is said before the slow imports below.
+    # Report invalid arguments before the slow imports below.
     baseline_episodes = [] if baseline is None else read_evaluation(baseline)
     check_what_an_evaluation_needs(config, weights, episodes_file)
 

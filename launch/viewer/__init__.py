@@ -1,1 +1,1 @@
-"""``gptoss view``: a local page on which runs are looked at while they go on."""
+"""``gptoss view``: a local web page that shows runs while they are running."""

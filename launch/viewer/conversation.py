@@ -1,7 +1,8 @@
-"""A recorded episode as the messages of a conversation.
+"""Conversion of a recorded episode to the messages of a conversation.
 
-Messages are found by their special tokens: what merely spells one, in a prompt or in a tool's
-output, is text like any other."""
+Messages are delimited by special tokens. Text that only looks like a special token, for example in
+a prompt or a tool's output, stays text.
+"""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -23,17 +24,17 @@ class Message:
     body_end: int
     end: int
     role: str
-    """Who speaks: "system", "developer", "user", "assistant" or the name of a tool."""
+    """Author: "system", "developer", "user", "assistant" or the name of a tool."""
     channel: str | None
-    """Which one: analysis, commentary or final."""
+    """Channel: analysis, commentary or final."""
     recipient: str | None
-    """The tool that is called, or who is answered."""
+    """Tool that is called, or the recipient of a tool's message."""
     content_type: str | None
-    """Such as "code" or "<|constrain|>json"."""
+    """Content type, such as "code" or "<|constrain|>json"."""
     ended_by: str | None
-    """The special token behind it; None if the episode was cut short there."""
+    """Special token that ended the message; None if the episode was truncated."""
     is_sampled: bool
-    """Whether the policy wrote it."""
+    """True if the policy sampled at least one token of the message."""
     text: str
 
     def to_json(self) -> dict[str, Any]:
@@ -41,10 +42,15 @@ class Message:
 
 
 def messages_of(texts: Sequence[str], mask: Sequence[bool]) -> list[Message]:
-    """Split an episode, of Harmony or ChatML, into messages.
+    """Split an episode in Harmony or ChatML into messages.
 
-    ``texts``: of every token; ``mask``: which ones the policy sampled. Tokens that are in no legal
-    message become one without a channel, so that nothing is hidden."""
+    Tokens outside of well-formed messages become messages without a channel, so that all tokens are
+    shown.
+
+    Args:
+        texts: text of every token.
+        mask: True for tokens that the policy sampled.
+    """
     if IM_START in texts:
         return chatml_messages(texts, mask)
 
@@ -54,7 +60,7 @@ def messages_of(texts: Sequence[str], mask: Sequence[bool]) -> list[Message]:
 
 def _message_of(span: MessageSpan, texts: Sequence[str], mask: Sequence[bool]) -> Message:
     if span.body is None:
-        # A header without a message: where sampling was cut short, or nonsense.
+        # A header without a message: sampling was truncated, or is malformed.
         header, body = Header("assistant", None, None, None), min(span.header, span.body_end)
     else:
         header, body = read_header("".join(texts[span.header : span.body - 1])), span.body
@@ -74,11 +80,16 @@ def _message_of(span: MessageSpan, texts: Sequence[str], mask: Sequence[bool]) -
 # -- ChatML ---------------------------------------------------------------------------------------
 
 RESPONSES = re.compile(r"\s*<tool_response>\n?(.*?)\n?</tool_response>\s*", re.DOTALL)
-"""What a tool answered: text of a message in the user's name."""
+"""Result of a tool, which ChatML sends as a message of the user."""
 
 
 def chatml_messages(texts: Sequence[str], mask: Sequence[bool]) -> list[Message]:
-    """Split an episode of ChatML into messages; a function call is one of its own."""
+    """Split an episode in ChatML into messages. Each function call is a separate message.
+
+    Args:
+        texts: text of every token.
+        mask: True for tokens that the policy sampled.
+    """
     starts = [i for i, text in enumerate(texts) if text == IM_START]
     cuts = sorted({0, *starts, len(texts)})
     return [
@@ -91,7 +102,7 @@ def chatml_messages(texts: Sequence[str], mask: Sequence[bool]) -> list[Message]
 def _chatml_parts(
     start: int, end: int, texts: Sequence[str], mask: Sequence[bool]
 ) -> Iterator[Message]:
-    """Split the tokens [start, end) from one ``<|im_start|>`` to the next, its calls apart."""
+    """Split the tokens [start, end) of one message, and separate its function calls."""
     tokens = list(texts[start:end])
     body_end = start + tokens.index(IM_END) if IM_END in tokens else end
     role, body = _chatml_header(start, body_end, texts)
@@ -102,7 +113,7 @@ def _chatml_parts(
     if not calls or "".join(texts[body : calls[0]]).strip():
         cuts = [start, *calls, end]
     else:
-        cuts = [start, *calls[1:], end]  # nothing was said before the call
+        cuts = [start, *calls[1:], end]  # no text precedes the first call
     for first, last in pairwise(cuts):
         is_last = last == end
         yield _chatml_message(
@@ -118,8 +129,10 @@ def _chatml_parts(
 
 
 def _chatml_header(start: int, body_end: int, texts: Sequence[str]) -> tuple[str, int]:
-    """Return the role and where the text begins; of a header without an end, the whole of it is
-    text of the assistant."""
+    """Return the role and the start of the text.
+
+    An incomplete header counts as text of the assistant.
+    """
     begin = start + 1 if texts[start] == IM_START else start
     for i in range(begin, body_end):
         if "\n" in texts[i]:
@@ -145,12 +158,12 @@ def _chatml_message(
 
     if role == "assistant" and TOOL_CALL in texts[body:body_end]:
         text = text.strip().removeprefix(TOOL_CALL).removesuffix(TOOL_CALL_END).strip()
-        # What was sampled need not be JSON.
+        # Sampled text may be invalid JSON, so search for the name instead of parsing.
         name = re.search(r'"name"\s*:\s*"([^"]*)"', text)
         recipient = name[1] if name else "a tool"
         content_type = "json"
     elif role == "user":
-        # ChatML brings what tools answer as a user's message of nothing else.
+        # ChatML sends tool results as a message of the user that contains nothing else.
         responses = RESPONSES.findall(text)
         if responses and not RESPONSES.sub("", text):
             role = "tool"

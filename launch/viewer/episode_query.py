@@ -1,4 +1,4 @@
-"""Filters, sorts and pages the table of recorded episodes."""
+"""Filtering, sorting and paging of the table of recorded episodes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from rl_loop.tracking.episode_reader import EpisodeReader
 from rl_loop.tracking.episode_table import FIGURES
 
 LONGEST_PAGE = 500
-"""Rows."""
+"""Maximum number of rows per page."""
 
 SEARCH_SECONDS = 0.4
-"""How long a text is looked for before what has been found is shown; the page asks again."""
+"""Time limit of one text search, in seconds. The page repeats the request until all is searched."""
 
 SORTABLE = tuple(
     field.name
@@ -26,31 +26,31 @@ SORTABLE = tuple(
 
 
 LARGEST_NUMBER = 2**63 - 1
-"""Arrow compares columns with numbers of 64 bits."""
+"""Largest 64-bit integer, because Arrow compares columns with 64-bit numbers."""
 
 
 class QueryError(UserError):
-    """A filter cannot be read; the message names it."""
+    """A filter is invalid. The message names it."""
 
 
 @dataclass(frozen=True)
 class EpisodeQuery:
-    """Which rows of the table are wanted. None and empty: whatever."""
+    """Filters, order and page of the requested rows. None and "" do not filter."""
 
     split: str = ""
     step_from: int | None = None
     step_to: int | None = None
     group: int | None = None
     task: str = ""
-    """Part of the task's id, without regard to case."""
+    """Part of the task's id, case-insensitive."""
     reward_from: float | None = None
     reward_to: float | None = None
     finish: str = ""
-    """A finish reason, or "invalid"."""
+    """Finish reason, or "invalid"."""
     tools: str = ""
-    """One of errors (with failed calls), calls (with calls), none (without)."""
+    """"errors" (with failed calls), "calls" (with calls) or "none" (without calls)."""
     text: str = ""
-    """What someone said in it, without regard to case."""
+    """Text that occurs in a message, case-insensitive."""
     sort: str = "id"
     descending: bool = True
     offset: int = 0
@@ -58,7 +58,11 @@ class EpisodeQuery:
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> "EpisodeQuery":
-        """Read the parameters of a request. Raises QueryError."""
+        """Parse the parameters of a request.
+
+        Raises:
+            QueryError: naming an unknown or invalid parameter.
+        """
         known = cls.__dataclass_fields__
         unknown = sorted(set(given) - set(known))
         if unknown:
@@ -107,25 +111,31 @@ class EpisodePage:
     """One page of the table."""
 
     rows: list[dict[str, Any]]
-    """Columns of FIGURES."""
+    """Rows with the columns of FIGURES."""
     total: int
-    """Episodes that match, as far as they have been looked through."""
+    """Number of matching episodes among those searched."""
     recorded: int
-    """Episodes of the run."""
+    """Number of episodes of the run."""
     searched: int
-    """Episodes whose text has been looked through; below ``recorded``, ask again."""
+    """Number of episodes whose text was searched. If less than ``recorded``, repeat the request."""
     damaged: list[str]
-    """What could not be read and is left out, with the reason."""
+    """Unreadable files that are left out, with the reason."""
     splits: list[str]
-    """Values that filters may choose from."""
+    """Splits that filters can select."""
     finish_reasons: list[str]
+    """Finish reasons that filters can select."""
 
     def to_json(self) -> dict[str, Any]:
         return dict(vars(self))
 
 
 def run_query(reader: EpisodeReader, query: EpisodeQuery) -> EpisodePage:
-    """Return the rows that are wanted."""
+    """Return the requested page.
+
+    Args:
+        reader: episodes of a run. New episodes are read first.
+        query: filters, order and page.
+    """
     reader.refresh()
     figures = reader.figures
     matches = _matches(figures, query)
@@ -155,11 +165,11 @@ def _choices(figures: pa.Table, name: str) -> list[str]:
 
 
 def _matches(figures: pa.Table, query: EpisodeQuery) -> np.ndarray:
-    """Say which rows match all filters but that of the text: bool [rows]."""
+    """Return which rows match all filters except the text, bool [rows]."""
     column = figures.column
     conditions: list[pa.ChunkedArray] = []
 
-    # where an episode comes from
+    # origin of the episode
     if query.split:
         conditions.append(pc.equal(column("split"), query.split))
     if query.step_from is not None:
@@ -171,7 +181,7 @@ def _matches(figures: pa.Table, query: EpisodeQuery) -> np.ndarray:
     if query.task:
         conditions.append(pc.match_substring(column("task_id"), query.task, ignore_case=True))
 
-    # what became of it
+    # result of the episode
     if query.reward_from is not None:
         conditions.append(pc.greater_equal(column("reward"), query.reward_from))
     if query.reward_to is not None:
@@ -190,13 +200,13 @@ def _matches(figures: pa.Table, query: EpisodeQuery) -> np.ndarray:
 
     matches = np.ones(figures.num_rows, dtype=np.bool_)
     for condition in conditions:
-        # A comparison with null, such as the reward of an invalid episode, is null: no match.
+        # A comparison with null, such as the reward of an invalid episode, gives null: no match.
         matches &= condition.fill_null(False).to_numpy()
     return matches
 
 
 def _sorted(figures: pa.Table, rows: np.ndarray, query: EpisodeQuery) -> np.ndarray:
-    """Sort row numbers by a column; rows that lack it come last, equal ones newest first."""
+    """Sort row indices by a column. Rows without a value come last, equal rows newest first."""
     newest_first = rows[::-1]
     if query.sort == "id":
         return newest_first if query.descending else rows

@@ -1,4 +1,4 @@
-"""What is wrong with a run, in words. Pure functions of its metrics."""
+"""Health checks of a run as pure functions of its metrics, with texts for the user."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -10,36 +10,39 @@ from rl_loop.tracking.signal_watch import explain_no_signal
 
 Level = Literal["good", "warning", "bad"]
 Records = Sequence[dict[str, Any]]
-"""Lines of metrics.jsonl; null stands for NaN and infinity."""
+"""Lines of metrics.jsonl, in which null represents NaN and infinity."""
 
 RECENT = 10
-"""Steps that are looked at for what happens now and then."""
+"""Number of latest steps that are checked for rare events."""
 
 FIRST = 10
-"""Steps that later ones are compared with."""
+"""Number of first steps with which later steps are compared."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One check and what came of it."""
+    """Result of one check."""
 
     level: Level
     check: str
-    """What was looked at, in a few words."""
+    """Short name of the check."""
     says: str
-    """What was found, and what to do about it."""
+    """Result, and a remedy if there is a problem."""
     metric: str | None = None
-    """The curve that shows it."""
+    """Metric whose curve shows the problem."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def find(records: Records, is_on_policy: bool) -> list[Finding]:
-    """Look at all that a run says of itself, the worst first.
+    """Run all checks and return their findings, the worst first.
 
-    ``is_on_policy``: the configuration says that every token is trained on once, by the weights
-    that sampled it."""
+    Args:
+        records: lines of metrics.jsonl.
+        is_on_policy: whether the configuration trains on every token once, with the weights that
+            sampled it.
+    """
     if not records:
         return []
     findings = [check(records) for check in CHECKS]
@@ -156,7 +159,7 @@ def _infrastructure(records: Records) -> Finding | None:
     newest = records[-RECENT:]
     prefix = "rollout/invalid/"
     found = {name for record in newest for name in record if name.startswith(prefix)}
-    # Causes of a component are shares of it.
+    # Metrics with a further "/" are parts of a component's share.
     names = sorted(name for name in found if "/" not in name.removeprefix(prefix))
     if not names:
         return None
@@ -208,10 +211,10 @@ CHECKS: tuple[Callable[[Records], Finding | None], ...] = (
     _endings,
     _speed,
 )
-"""Each looks at one thing; None if the run does not measure it."""
+"""All checks but ``_ratio``. A check returns None if the run does not record its metric."""
 
 
-# -- whether a run goes on ------------------------------------------------------------------------
+# -- state of a run -------------------------------------------------------------------------------
 
 State = Literal["waiting", "running", "stalled", "stopped", "finished"]
 
@@ -224,10 +227,16 @@ def state_of(
     is_finished: bool,
     holder_lives: bool | None,
 ) -> State:
-    """Say whether a run goes on.
+    """Return the state of a run.
 
-    ``now``: seconds since 1970; ``steps``: how many the run is to have; ``holder_lives``: whether
-    the process that holds its lock is there, None if it is on another machine."""
+    Args:
+        records: lines of metrics.jsonl.
+        now: current Unix time in seconds.
+        steps: planned number of steps; None if unknown.
+        is_finished: whether the run has a summary.
+        holder_lives: whether the process that holds the run's lock exists; None if it is unknown,
+            for example because it is on another machine.
+    """
     done = records[-1]["step"] if records else 0
     if is_finished and (steps is None or done >= steps):
         return "finished"

@@ -1,4 +1,4 @@
-"""One run as the viewer sees it: what was written since it last looked is read, and no more."""
+"""One run in the viewer. Each refresh reads only new data."""
 
 import json
 import os
@@ -24,17 +24,20 @@ from rl_loop.tracking.run_directory import RunDirectory
 from rl_loop.tracking.run_lock import LOCK_FILE
 
 HEADLINES = (Name.REWARD, Name.ACCURACY, Name.HELD_OUT_ACCURACY, Name.LOSS)
-"""Metrics whose newest value stands beside a run's name."""
+"""Metrics whose newest values are shown next to the name of a run."""
 
 
 def open_own_file(path: Path) -> BufferedReader:
-    """Open a regular file to read its bytes.
+    """Open a regular file for reading.
 
-    Raises OSError for a link, which could lead to any file of this user, and for a pipe or a
-    device, which could block."""
+    Raises:
+        OSError: for a link, which could point to any file of this user, or for a pipe or a device,
+            which could block.
+    """
     if path.is_symlink():
         raise OSError(f"{path} is a link; copy the file there")
-    # A link that appears just now is not followed. A pipe without a writer would block even here.
+    # O_NOFOLLOW: the path may have become a link since the check. O_NONBLOCK: a pipe without a
+    # writer would block.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -43,13 +46,13 @@ def open_own_file(path: Path) -> BufferedReader:
 
 
 def read_own_file(path: Path) -> bytes:
-    """Return the content of a regular file. Raises OSError as ``open_own_file`` does."""
+    """Return the content of a regular file. Raises OSError like ``open_own_file``."""
     with open_own_file(path) as file:
         return file.read()
 
 
 class MetricsTail:
-    """Follows metrics.jsonl: reads complete lines as they are added."""
+    """Follows metrics.jsonl and reads complete lines as they are added."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -57,19 +60,19 @@ class MetricsTail:
         self._position = 0
         self.records: list[dict[str, Any]] = []
         self.generation = 0
-        """Counts how often the records have begun anew, as when a run was resumed."""
+        """Number of times that the file was read from its start, such as after a resume."""
 
     def refresh(self) -> None:
-        """Read what is new. Lines that are no JSON are left out."""
+        """Read new lines. Lines that are not JSON are left out."""
         try:
             with open_own_file(self._path) as file:
                 status = os.fstat(file.fileno())
-                # A resume replaces the file, by another one or a shorter one.
+                # A resume replaces the file by a new or a shorter one.
                 if status.st_ino != self._inode or status.st_size < self._position:
                     self._begin_anew(status.st_ino)
                 file.seek(self._position)
                 data = file.read()
-        except OSError:  # not there, or a link
+        except OSError:  # missing, or a link
             if self.records:
                 self._begin_anew(-1)
             return
@@ -90,7 +93,7 @@ class MetricsTail:
 
 
 def _numbers_of(record: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what is no number and not null: a line may be of another program or version."""
+    """Keep numbers and null only. Another program or version may have written other values."""
     return {
         name: value
         for name, value in record.items()
@@ -99,7 +102,7 @@ def _numbers_of(record: dict[str, Any]) -> dict[str, Any]:
 
 
 class RunView:
-    """What there is to show of one run."""
+    """Data of one run for the viewer."""
 
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
@@ -111,7 +114,7 @@ class RunView:
         self._config_fault: str | None = None
 
     def overview(self) -> dict[str, Any]:
-        """Say how the run is: its state, newest figures and what was found wrong."""
+        """Return state, newest figures and findings of the run."""
         self.metrics.refresh()
         records = self.metrics.records
         config = self._read_config()
@@ -148,8 +151,13 @@ class RunView:
         }
 
     def curves(self, generation: int, after: int) -> dict[str, Any]:
-        """Return the records behind the first ``after``, as columns; all of them if the caller
-        knows another generation."""
+        """Return records as columns.
+
+        Args:
+            generation: generation that the caller knows. If it is another one, all records are
+                returned.
+            after: number of records that the caller has.
+        """
         self.metrics.refresh()
         if generation != self.metrics.generation:
             after = 0
@@ -173,7 +181,7 @@ class RunView:
         return ""
 
     def failure(self) -> str | None:
-        """Return the last line of error.log: the error that ended the run."""
+        """Return the last line of error.log, which is the error that ended the run."""
         with suppress(OSError):
             text = read_own_file(self.directory.path / "error.log").decode(errors="replace")
             lines = text.strip().splitlines()
@@ -187,10 +195,11 @@ class RunView:
         return {}
 
     def _read_config(self) -> dict[str, Any]:
-        """Read config.yaml, again whenever it has changed.
+        """Return config.yaml, parsed again if it has changed.
 
-        One that cannot be read is empty, and ``overview`` says so: a run may be damaged, and its
-        figures are worth a look all the same."""
+        An unreadable file gives {} and a warning in ``overview``, because the metrics of a damaged
+        run are still useful.
+        """
         file = self.directory.config
         try:
             stamp = file.lstat().st_mtime_ns
@@ -211,9 +220,10 @@ class RunView:
         return self._config
 
     def _holder_lives(self) -> bool | None:
-        """Whether the process that the lock names is there; None if that cannot be said.
+        """Return True if the process named in the run's lock exists; None if that is unknown.
 
-        The lock itself is not tried: that could turn away a run that begins just then."""
+        The lock itself is not acquired, because a run that starts at that moment would fail.
+        """
         try:
             text = read_own_file(self.directory.path / LOCK_FILE).decode(errors="replace")
         except OSError:
@@ -251,9 +261,10 @@ def _is_on_policy(config: dict[str, Any]) -> bool:
 
 
 def find_runs(paths: list[Path]) -> dict[str, Path]:
-    """Return name -> directory of the runs at ``paths``, or right below them.
+    """Return the run directories among ``paths`` and their direct children, by run name.
 
-    Runs of one name in several places are called by their paths."""
+    If several runs have the same name, their paths are used instead.
+    """
     directories: list[Path] = []
     for path in paths:
         if is_run(path):
@@ -272,5 +283,5 @@ def find_runs(paths: list[Path]) -> dict[str, Path]:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a directory holds a run, begun or finished."""
+    """Return True if a directory holds a run in any state."""
     return (path / "config.yaml").is_file() or (path / "metrics.jsonl").is_file()

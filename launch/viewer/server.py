@@ -1,7 +1,8 @@
-"""The viewer's web server: static files of this package and JSON read from run directories.
+"""Web server of the viewer: static files of this package, and JSON from run directories.
 
-It only reads. Everything that a model wrote reaches the page as JSON and becomes text there, never
-markup; the page may load its own scripts and styles and nothing else."""
+The server is read-only. Sampled text is sent as JSON and inserted as text, never as markup. The
+page may load only its own scripts and styles.
+"""
 
 import asyncio
 import hmac
@@ -49,19 +50,24 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Viewer:
-    """Serves the runs at some paths, new ones included as they appear."""
+    """Serves the runs at some paths. New runs appear automatically."""
 
     def __init__(self, paths: list[Path], token: str | None = None, loopback: bool = True) -> None:
-        """``paths``: run directories, or directories of them. ``token``: what a browser must
-        know. ``loopback``: requests must name this machine as localhost, so that no foreign page
-        reaches the server under a name of its own (DNS rebinding)."""
+        """Create a viewer.
+
+        Args:
+            paths: run directories, or directories that contain them.
+            token: token that browsers must send; None for no authentication.
+            loopback: whether the Host header must be a loopback name. It keeps other web pages from
+                reaching the server under their own host name (DNS rebinding).
+        """
         self._paths = paths
         self._token = token
         self._loopback = loopback
         self._runs: dict[str, RunView] = {}
 
     def application(self) -> web.Application:
-        """Make the application for aiohttp to run."""
+        """Create the aiohttp application."""
         app = web.Application(middlewares=[self._secured, _errors_as_json])
         app.router.add_get("/", self._index)
         app.router.add_get("/static/{name}", _static_file)
@@ -72,7 +78,7 @@ class Viewer:
         app.router.add_get("/api/runs/{run}/episodes/{id}", self._episode)
         return app
 
-    # -- who may ask ------------------------------------------------------------------------------
+    # -- access -----------------------------------------------------------------------------------
 
     @web.middleware
     async def _secured(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -98,13 +104,13 @@ class Viewer:
 
     async def _index(self, request: web.Request) -> web.StreamResponse:
         if "token" in request.query and self._token is not None:
-            # The token leaves the address, and with it history and screenshots.
+            # The redirect removes the token from the address bar, history and screenshots.
             redirect = web.Response(status=303, headers={"Location": "/"})
             redirect.set_cookie(COOKIE, self._token, httponly=True, samesite="Strict")
             return redirect
         return _file("index.html")
 
-    # -- what there is ----------------------------------------------------------------------------
+    # -- data -------------------------------------------------------------------------------------
 
     async def _list_runs(self, request: web.Request) -> web.Response:
         return _json({"runs": await asyncio.to_thread(self._overviews)})
@@ -152,7 +158,7 @@ class Viewer:
         return _json(episode)
 
     async def _run(self, request: web.Request) -> RunView:
-        """Return the run that the address names: one of those found, never a path."""
+        """Return the run in the address. Only names of found runs are accepted, no paths."""
         name = request.match_info["run"]
         if name not in self._runs:
             await asyncio.to_thread(self._find_runs)
@@ -170,11 +176,11 @@ def _read_episode(run: RunView, number: int) -> dict[str, Any] | None:
     return episode | {"messages": [message.to_json() for message in messages]}
 
 
-# -- answers --------------------------------------------------------------------------------------
+# -- responses ------------------------------------------------------------------------------------
 
 
 class _NotFound(UserError):
-    """What the address names is not there."""
+    """The requested object does not exist."""
 
 
 @web.middleware
@@ -196,7 +202,7 @@ def _error(status: int, message: str) -> web.Response:
 
 
 def _json(value: Any) -> web.Response:
-    """Answer with JSON; NaN and infinity, which it cannot write, become null."""
+    """Return a JSON response. NaN and infinity, which JSON does not have, become null."""
     response = web.json_response(text=json.dumps(_finite(value), separators=(",", ":")))
     response.headers["Cache-Control"] = "no-store"
     response.enable_compression()
@@ -218,20 +224,20 @@ async def _static_file(request: web.Request) -> web.Response:
 
 
 def _file(name: str) -> web.Response:
-    """Answer with one of the package's own files, by its name alone."""
+    """Return one of the package's files. ``name`` must be a file name without a path."""
     if name not in STATIC_FILES:
         raise _NotFound("there is no such file")
     suffix = Path(name).suffix
     response = web.Response(
         body=STATIC_FILES[name], content_type=CONTENT_TYPES[suffix], charset="utf-8"
     )
-    # A newer version of the package must not meet an older one's scripts.
+    # Without caching, pages of a new version never use scripts of an older one.
     response.headers["Cache-Control"] = "no-cache"
     return response
 
 
 def _read_static_files() -> dict[str, bytes]:
-    """Return the contents of our own files and of the vendored libraries, by name."""
+    """Return the contents of the viewer's files and of the vendored libraries by file name."""
     package = resources.files("launch.viewer")
     files = {}
     for folder in ("static", "third_party"):
@@ -245,7 +251,7 @@ STATIC_FILES = _read_static_files()
 
 
 def _names_loopback(host: str) -> bool:
-    """Whether the Host header of a request, port included, is a name of this machine alone."""
+    """Return True if a Host header (with or without port) is a loopback name."""
     name = host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
     return name in LOOPBACK
 
@@ -260,15 +266,15 @@ def _whole_number(request: web.Request, name: str, default: int) -> int:
 
 @dataclass(frozen=True)
 class ViewerServer:
-    """A viewer that listens already and begins to answer with ``serve``."""
+    """A viewer whose socket is open. ``serve`` starts to respond."""
 
     viewer: Viewer
     listener: socket.socket
     address: str
-    """What to open in a browser, the token included."""
+    """URL to open in a browser, including the token."""
 
     def serve(self) -> None:
-        """Answer until interrupted."""
+        """Respond to requests until interrupted."""
         web.run_app(
             self.viewer.application(),
             sock=self.listener,
@@ -279,10 +285,18 @@ class ViewerServer:
 
 
 def open_server(paths: list[Path], host: str, port: int, ask_for_token: bool) -> ViewerServer:
-    """Listen on ``host`` and ``port``, 0 for any that is free.
+    """Open the socket of a viewer.
 
-    There is a token if anyone but this machine can reach the address, or if it is asked for.
-    Raises UserError if the address is taken or a directory is missing."""
+    Args:
+        paths: run directories, or directories that contain them.
+        host: address to listen on.
+        port: port to listen on; 0 for a free port.
+        ask_for_token: whether to require a token on a loopback address. Other addresses always
+            require a token.
+
+    Raises:
+        UserError: if the address is in use, or a directory is missing.
+    """
     missing = [path for path in paths if not path.is_dir()]
     if missing:
         raise UserError(f"{missing[0]} is no directory; give run directories, or one that has them")
