@@ -1,10 +1,10 @@
-"""Runs the numeric tests with the kernels of other x86-64 processors, with one and two threads.
+"""Runs the numeric tests with the kernels of other x86-64 processors, with 1 and 2 threads.
 
-    python scripts/numeric_tests.py            # all numeric tests, all processors that this machine can emulate
-    python scripts/numeric_tests.py --sample   # a few files and two processors: CI
+    python scripts/numeric_tests.py            # all numeric tests on all supported processors
+    python scripts/numeric_tests.py --sample   # a few files and two processors, for CI
 
-Four libraries choose their kernels by the processor: OpenBLAS (numpy), ATen, MKL, and oneDNN
-(torch). A processor here is one choice for each. Further arguments go to pytest.
+Four libraries choose kernels by processor: OpenBLAS (numpy), ATen, MKL, and oneDNN (torch). A
+processor here is one choice for each. Other arguments are passed to pytest.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ print(name().decode(), torch.backends.cpu.get_cpu_capability().lower())
 
 @dataclass(frozen=True)
 class Processor:
-    """Kernels of one kind of processor."""
+    """Choice of the libraries' kernels for one kind of processor."""
 
     openblas: str
     """Value of OPENBLAS_CORETYPE, for products of numpy."""
@@ -63,7 +63,7 @@ class Processor:
     onednn: str
     """Value of ONEDNN_MAX_CPU_ISA, for torch's products in bf16."""
     flags: frozenset[str]
-    """Flags of /proc/cpuinfo that these kernels need."""
+    """Flags in /proc/cpuinfo that the kernels need."""
     reported: str | None = None
     """Name that OpenBLAS reports if it differs from ``openblas``."""
 
@@ -83,12 +83,12 @@ AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 PROCESSORS = [
     Processor("Sandybridge", "default", "COMPATIBLE", "AVX", frozenset({"avx"})),
     Processor("Haswell", "avx2", "AVX2", "AVX2", AVX2),
-    # OpenBLAS has no products of its own for Zen: it takes Haswell's.
+    # OpenBLAS has no separate GEMM kernels for Zen and uses Haswell's.
     Processor("Zen", "avx2", "AVX2", "AVX2", AVX2, reported="Haswell"),
     Processor("SkylakeX", "avx512", "AVX512", "AVX512_CORE", AVX512),
 ]
 SAMPLED = [("Sandybridge", 2), ("Haswell", 1)]
-"""Processors and threads of ``--sample``. ``make test`` has the kernels of its own processor."""
+"""Processors and threads of ``--sample``. ``make test`` uses this processor's own kernels."""
 
 
 def processor_flags() -> set[str]:
@@ -100,7 +100,7 @@ def processor_flags() -> set[str]:
 
 
 def check_kernels(processor: Processor, environment: dict[str, str]) -> None:
-    """Refuse to test with other kernels than those asked for: libraries ignore unknown names."""
+    """Exit if the libraries did not select the requested kernels: they ignore unknown names."""
     found = subprocess.run(
         [sys.executable, "-c", PROBE], env=environment, check=True, capture_output=True, text=True
     ).stdout.split()
@@ -113,7 +113,16 @@ def check_kernels(processor: Processor, environment: dict[str, str]) -> None:
 
 
 def run(processor: Processor, threads: int, arguments: list[str]) -> bool:
-    """Run pytest with the kernels of ``processor``. Return True if all tests passed."""
+    """Run pytest with the kernels of a processor.
+
+    Args:
+        processor: kernels to use.
+        threads: value of OMP_NUM_THREADS.
+        arguments: arguments of pytest.
+
+    Returns:
+        True if all tests passed.
+    """
     environment = os.environ | processor.environment | {"OMP_NUM_THREADS": str(threads)}
     check_kernels(processor, environment)
     name = f"{processor.openblas}, {threads} thread{'s' if threads > 1 else ''}"
@@ -126,7 +135,7 @@ def run(processor: Processor, threads: int, arguments: list[str]) -> bool:
 
 
 def chosen_runs(options: argparse.Namespace) -> list[tuple[Processor, int]]:
-    """Return the processors that this machine can emulate, each with numbers of threads."""
+    """Return (processor, threads) of each run. Unsupported processors are left out with a note."""
     has = processor_flags()
     runs = []
     for processor in PROCESSORS:

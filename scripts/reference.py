@@ -1,10 +1,10 @@
-"""Writes docs/reference: every key of a configuration, and what programs may import, from the docstrings.
+"""Writes docs/reference from docstrings: all configuration keys, and the public API.
 
     python scripts/reference.py            # write the pages
-    python scripts/reference.py --check    # exit code 1 if they are not what the code says
+    python scripts/reference.py --check    # exit with status 1 if the pages are outdated
 
-Docstrings of fields become the meaning of keys, so a key without one ends the program. Functions and classes are read
-with griffe, from the source and without importing it.
+Docstrings of fields become the descriptions of keys, so a key without a docstring is an error.
+Functions and classes are read from the source with griffe, without an import.
 """
 
 from __future__ import annotations
@@ -94,8 +94,7 @@ API: dict[str, dict[str, list[str]]] = {
         "rl_loop.weight_sync.source": ["WeightSource"],
     },
 }
-"""What is in the API reference, by chapter and module: the seams for other people's code, and what the rest of the
-project promises to keep."""
+"""Contents of the API reference, by chapter and module: extension points and stable functions."""
 
 
 # ---- configuration
@@ -103,14 +102,14 @@ project promises to keep."""
 
 @dataclass(frozen=True)
 class Section:
-    """A class of settings, and the first key under which it is found."""
+    """A class of settings, and the first key that has it."""
 
     key: str
     model: type[BaseModel]
 
 
 def configuration_page() -> str:
-    """Return every key of a configuration, by section, with type, default and meaning."""
+    """Return the page with every configuration key, by section, with type, default and meaning."""
     lines = [
         NOTICE,
         "# Configuration reference",
@@ -130,7 +129,7 @@ def configuration_page() -> str:
 
 
 def _all_sections() -> Iterator[Section]:
-    """Yield the sections of both kinds of files, each class once."""
+    """Yield the sections of both kinds of files. Each class appears once."""
     seen: set[type[BaseModel]] = set()
     waiting = [Section("gptoss rl", RlConfig), Section("gptoss sft", SftConfig)]
     while waiting:
@@ -145,13 +144,13 @@ def _all_sections() -> Iterator[Section]:
         for name, field in section.model.model_fields.items():
             key = name if is_top_level else f"{section.key}.{name}"
             inner += [Section(key, model) for model in _models_in(field.annotation)]
-        # The rest of the top level comes after all of it.
+        # The nested sections of the top level precede its other sections.
         position = len(waiting) if is_top_level else 0
         waiting[position:position] = inner
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    """Return the classes of settings that a type mentions, in order."""
+    """Return the classes of settings in a type annotation, in order."""
     if isinstance(annotation, TypeAliasType):
         return _models_in(annotation.__value__)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -180,7 +179,7 @@ def _key_row(section: Section, name: str, field: FieldInfo) -> str:
 
 
 def _type_text(annotation: Any) -> str:
-    """Say in words which values a key takes."""
+    """Describe the allowed values of a key."""
     if isinstance(annotation, TypeAliasType):
         return _type_text(annotation.__value__)
     if annotation is type(None):
@@ -211,7 +210,7 @@ def _type_text(annotation: Any) -> str:
 
 
 def _limits(metadata: list[Any]) -> list[str]:
-    """Say which bounds a number has."""
+    """Describe the bounds of a number."""
     limits = []
     for item in metadata:
         for kind, sign, name in (
@@ -231,7 +230,7 @@ def _default_text(field: FieldInfo) -> str:
         return "required"
     if isinstance(default, BaseModel):
         return "its defaults"
-    # Where that is differs from machine to machine, and the page must not.
+    # The page must not depend on the path of this machine's interpreter.
     if default == sys.executable:
         return "the interpreter that runs"
     texts = {None: "null", True: "true", False: "false", "": "empty"}
@@ -241,11 +240,11 @@ def _default_text(field: FieldInfo) -> str:
     return f"`{default}`"
 
 
-# ---- what programs import
+# ---- API
 
 
 def api_page() -> str:
-    """Return the functions and classes of API with signatures and docstrings."""
+    """Return the page with the functions and classes of API, their signatures and docstrings."""
     lines = [
         NOTICE,
         "# API reference",
@@ -266,7 +265,7 @@ def api_page() -> str:
 
 
 def _member_lines(member: Any) -> list[str]:
-    """Describe a function or a class."""
+    """Return the lines that describe a function or a class."""
     if not member.docstring:
         raise SystemExit(f"{member.path}: no docstring")
     if member.is_function:
@@ -294,7 +293,7 @@ def _member_lines(member: Any) -> list[str]:
 
 
 def _signature(function: Any) -> str:
-    """Return a function's head, each argument on a line of its own if it is long."""
+    """Return the signature of a function, with one argument per line if it is long."""
     arguments = []
     keyword_only = griffe.ParameterKind.keyword_only
     names_follow = False
@@ -331,7 +330,7 @@ def _summary_of(model: type[BaseModel]) -> str:
 
 
 def _paragraph(text: str) -> list[str]:
-    """Return a docstring as Markdown, arguments and errors as lists."""
+    """Convert a docstring to Markdown, with arguments and errors as lists."""
     lines = []
     is_list = False
     for line in text.replace("``", "`").splitlines():
@@ -348,12 +347,12 @@ def _paragraph(text: str) -> list[str]:
 
 
 def _cell(text: str) -> str:
-    """Return a docstring as the contents of one cell of a table."""
+    """Convert a docstring to the contents of one table cell."""
     return " ".join(text.replace("``", "`").split()).replace("|", "\\|")
 
 
 def _anchor(title: str) -> str:
-    """Return what GitHub calls the heading of this title."""
+    """Return GitHub's anchor of a heading."""
     kept = [letter for letter in title.lower() if letter.isalnum() or letter in " -_"]
     return "".join(kept).replace(" ", "-")
 

@@ -1,22 +1,22 @@
-"""Looks in compiled kernels for registers that are written while Hopper's tensor cores may still read them.
+"""Finds registers in compiled kernels that are written while Hopper's tensor cores may read them.
 
-    python scripts/register_hazards.py                      # all that Triton has compiled here
+    python scripts/register_hazards.py                      # all kernels in Triton's cache
     python scripts/register_hazards.py DIRECTORY FILE.cubin
 
-A matrix instruction of Hopper (``HGMMA`` in machine code) may have its first matrix in registers. It
-reads them after the program has gone on, and nothing but a wait for the instruction's group says that it
-has. Until CUDA 13.3 ptxas writes such registers before that wait, in the next turn of a loop: triton
-issue 9433 and pull request 11781. That of 13.5 does so in fewer kernels, but in some. Whether a wrong number
-comes of it is a matter of time, so that tests may pass.
+A matrix instruction of Hopper (``HGMMA`` in machine code) may have its first matrix in registers.
+It reads them asynchronously. Only a wait for the instruction's group guarantees that it has read
+them. ptxas before CUDA 13.3 writes such registers before that wait, in the next iteration of a loop
+(triton issue 9433 and pull request 11781). ptxas of CUDA 13.5 still does so in some kernels. Wrong
+results depend on timing, so tests may pass.
 
-Each loop is followed for some turns. A group of matrix instructions is pending from the instruction that
-closes it (``gsb0``) until a wait (``WARPGROUP.DEPBAR.LE gsb0, N``) leaves no more than N younger
-groups. Whatever writes a register from which a pending group reads is counted, with how many instructions lie
-between the two. Branches within a loop are followed as if none were taken, and code outside of loops is
-not looked at.
+The program follows each loop for a few iterations. A group of matrix instructions is pending from
+the instruction that closes it (``gsb0``) until a wait (``WARPGROUP.DEPBAR.LE gsb0, N``) leaves at
+most N younger groups. Every write to a register that a pending group reads is counted, with the
+number of instructions since the group. Branches within a loop count as not taken. Code outside of
+loops is ignored.
 
-Prints a line for each kernel that has such a loop; exits with 1 if a register is written too early. Reads
-machine code with the cuobjdump that comes with Triton; no GPU is needed.
+The program prints a line per kernel with such a loop. It exits with 1 if a register is written too
+early. It reads machine code with Triton's cuobjdump and needs no GPU.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TURNS = 3
-"""Of a loop: what is pending when the last one begins is what is always pending then."""
+"""Iterations to follow. All later ones would have the same pending groups as the last one."""
 REGISTERS_OF_MATRIX = 4
-"""That hold a thread's part of the first matrix."""
+"""Registers that hold a thread's part of the first matrix."""
 
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
 NAME = re.compile(r"^\s*Function : (\S+)", re.MULTILINE)
@@ -49,24 +49,24 @@ WRITES_NOTHING = [
     "LDGDEPBAR", "LDGSTS", "MEMBAR", "NOP", "PLOP3", "RED", "ST", "STG", "STL", "STS", "WARPGROUP", "WARPSYNC",
 ]
 # fmt: on
-"""Instructions whose first register is none that they write."""
+"""Instructions whose first register is not written."""
 
 
 @dataclass(frozen=True)
 class Instruction:
     address: int
     text: str
-    """Without its predicate."""
+    """Text without its predicate."""
 
     @property
     def written(self) -> range:
-        """Return the numbers of the registers that it writes."""
+        """Return the numbers of the registers that the instruction writes."""
         operation, _, operands = self.text.partition(" ")
         if operation.split(".")[0] in WRITES_NOTHING or operation.startswith("U"):
             return range(0)
 
         first, *others = operands.split(",")
-        # A predicate may come before the register.
+        # A predicate may precede the register.
         if PREDICATE_OPERAND.match(first) and others:
             first = others[0]
         found = FIRST_REGISTER.match(first)
@@ -83,35 +83,37 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Loop:
-    """What was found in one loop with matrix instructions that read registers."""
+    """Result for one loop with matrix instructions that read registers."""
 
     address: int
     instructions: int
     hazards: int
-    """Instructions of a turn that write a register too early."""
+    """Number of instructions per iteration that write a register too early."""
     nearest: int | None
-    """Fewest instructions between a group and one that writes its registers; None if there is none."""
+    """Smallest number of instructions between a group and such a write; None without hazards."""
 
 
 @dataclass
 class Group:
-    """Matrix instructions that are waited for together."""
+    """Matrix instructions with a common wait."""
 
     registers: set[int]
-    """From which they read."""
+    """Registers that they read."""
     issued: int
-    """The number of the instruction that closes it."""
+    """Number of the instruction that closes the group."""
 
 
 def read_instructions(machine_code: str) -> list[Instruction]:
-    """Read what ``cuobjdump -sass`` prints of one kernel."""
+    """Parse the output of ``cuobjdump -sass`` for one kernel."""
     found = (INSTRUCTION.match(line) for line in machine_code.splitlines())
     return [Instruction(int(one[1], 16), PREDICATE.sub("", one[2])) for one in found if one]
 
 
 def find_loops(instructions: list[Instruction]) -> list[list[Instruction]]:
-    """Return the bodies of loops that have matrix instructions with registers, from a backward branch's target
-    to the branch."""
+    """Return the bodies of loops with matrix instructions that read registers.
+
+    A loop extends from the target of a backward branch to the branch.
+    """
     bodies = []
     for branch in instructions:
         found = BRANCH.search(branch.text)
@@ -125,11 +127,12 @@ def find_loops(instructions: list[Instruction]) -> list[list[Instruction]]:
 
 
 def inspect_loop(body: list[Instruction]) -> Loop:
-    """Follow a loop, and count what its last turn writes too early."""
+    """Follow a loop, and count the writes of its last iteration that are too early."""
     pending: list[Group] = []
     open_registers: set[int] = set()
     number = 0
     distances: list[int] = []
+
     for turn in range(TURNS):
         for instruction in body:
             number += 1
@@ -140,13 +143,16 @@ def inspect_loop(body: list[Instruction]) -> Loop:
                 if "gsb0" in instruction.text:
                     pending.append(Group(open_registers, number))
                     open_registers = set()
+
             elif found := WAIT.search(instruction.text):
                 left = int(found[1], 16)
                 pending = pending[len(pending) - left :] if len(pending) > left else pending
+
             elif turn == TURNS - 1:
                 written = set(instruction.written)
                 too_early = [group for group in pending if written & group.registers]
                 distances += [number - group.issued for group in too_early]
+
     return Loop(body[0].address, len(body), len(distances), min(distances, default=None))
 
 
@@ -156,7 +162,7 @@ def inspect_kernel(machine_code: str) -> list[Loop]:
 
 
 def disassemble(cubin: Path) -> str:
-    """Return a kernel's machine code as text; SystemExit naming the file if it is none."""
+    """Return a kernel's machine code as text. Exit with an error if the file is invalid."""
     import triton
 
     program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -167,7 +173,7 @@ def disassemble(cubin: Path) -> str:
 
 
 def find_cubins(paths: Iterable[Path]) -> list[Path]:
-    """Return files, and those below directories that Triton has compiled."""
+    """Return the given files, and the compiled kernels below the given directories."""
     cubins: list[Path] = []
     for path in paths:
         cubins += sorted(path.rglob("*.cubin")) if path.is_dir() else [path]
