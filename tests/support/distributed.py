@@ -1,4 +1,4 @@
-"""Running a function on several local processes, as the ranks of one gloo job."""
+"""Runs a function on several local processes, as the ranks of one gloo job."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ PRELOADED = [
     "rl_loop.trainer.group",
     "tests.support.megatron_gptoss.reference",
 ]
-"""What modules with functions for ``run_distributed`` import: three seconds of processor time that
-every rank would spend."""
+"""Modules that ``run_distributed`` functions import.
+
+Without the fork server, every rank would spend 3 s of processor time on them.
+"""
 
 
 def run_distributed(
@@ -37,14 +39,14 @@ def run_distributed(
     timeout: float = 480,
     keeps_imports_frozen: bool = True,
 ) -> list[Any]:
-    """``[function(rank, *args) for rank in range(world_size)]``, each in a new process, at the same time.
+    """Return ``[function(rank, *args) for rank in range(world_size)]``, each in a new process.
 
-    ``function`` must be importable by name and joins whatever process group it wants by itself. When a rank raises,
-    all are stopped and the test fails with that rank's traceback; likewise when they are not done after ``timeout``
-    seconds. ``keeps_imports_frozen``: what was imported before is no concern of the garbage collector, whatever
-    ``function`` asks of it.
+    The processes run concurrently. ``function`` must be importable and creates its process group
+    itself. If a rank raises, all are stopped and the test fails with that rank's traceback. The
+    test also fails after ``timeout`` seconds. With ``keeps_imports_frozen``, imported objects stay
+    exempt from garbage collection.
     """
-    # A forkserver imports what takes seconds only once; a process with CUDA cannot be forked.
+    # A fork server imports slow modules only once. A process with CUDA cannot be forked.
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     context.set_forkserver_preload(PRELOADED)
     channels, processes = {}, []
@@ -107,7 +109,7 @@ def _child(
         message = (function(rank, *args), None)
     except BaseException:
         message = (None, traceback.format_exc())
-    # bytes, not tensors: a shared tensor would die with this process
+    # Bytes instead of tensors, because a shared tensor would end with this process.
     buffer = io.BytesIO()
     torch.save(message, buffer)
     sender.send_bytes(buffer.getvalue())
@@ -115,4 +117,4 @@ def _child(
     if message[1] is not None:
         os._exit(
             1
-        )  # a failed rank must not wait in the destructor of a process group for its peers
+        )  # a failed rank must not wait for its peers in the destructor of a process group

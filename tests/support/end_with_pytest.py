@@ -1,13 +1,13 @@
-"""Ends what a test run has started when pytest is killed: a program that waits for that beside it.
+"""Ends the processes of a test run if pytest is killed.
 
     python end_with_pytest.py PID ID
 
-PID is pytest's process, ID that of the run (``tests/support/leftover_processes.py``). A test whose process is
-killed cannot end anything, and what it has started in the background, such as a local launch, would
-go on for as long as it likes. pytest ends this program when it ends in order.
+PID is the process id of pytest, ID the id of the run (``tests/support/leftover_processes.py``). A
+killed test process cannot end its background processes, such as a local launch, which would
+continue to run. If pytest exits normally, it ends this program.
 
-A program by itself, and not the signal that Linux sends at a parent's death: the parent of what a
-launch starts is a command that has ended long ago.
+A separate program is needed: Linux can signal a process when its parent ends, but the parent of a
+launched process is a command that ended long before.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from contextlib import suppress
 from pathlib import Path
 
 RUN = "GPTOSS_TEST_RUN"
-"""In the environment of whatever the suite starts: the id of the run, a slash and the worker of pytest-xdist."""
+"""Environment variable of all processes of the suite: id of the run, "/", pytest-xdist worker."""
 
 SETTLE_SECONDS = 1.0
-"""Without a process of the run, after which none is about to start another."""
+"""Seconds without a process of the run, after which none can start another one."""
 
 
 def main() -> None:
     try:
         pytest = os.pidfd_open(int(sys.argv[1]))
     except ProcessLookupError:
-        pass  # it has ended already
+        pass  # pytest has already ended
     else:
         select.select([pytest], [], [])
     end_all(sys.argv[2])
@@ -49,11 +49,11 @@ def end_all(run: str) -> None:
 
 
 def processes_of(run: str) -> list[int]:
-    """Return the processes whose environment says that they are of this run."""
+    """Return the processes whose environment has the id of the run."""
     mark = f"{RUN}={run}/".encode()
     found = []
     for directory in Path("/proc").glob("[0-9]*"):
-        # It has ended, or it is another user's. Of a zombie the environment is empty.
+        # The process has ended, or belongs to another user. A zombie's environment is empty.
         with suppress(OSError):
             entries = (directory / "environ").read_bytes().split(b"\0")
             if any(entry.startswith(mark) for entry in entries):

@@ -1,4 +1,4 @@
-"""Keeping the garbage collector away from modules and collected tests."""
+"""Exempts modules and collected tests from garbage collection."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import gc
 
 
 def keep_frozen() -> None:
-    """Exempt all objects that there are from garbage collection for good.
+    """Exempt all existing objects from garbage collection permanently.
 
-    A trainer that leaves its process group has everything searched, after it has undone what it exempted itself
-    (megatron_gptoss/distributed.py). In the process of all tests, which has 800,000 objects before the first of them,
-    that takes 0.6 s each time. The first trainer would undo this too, so nothing else here freezes or unfreezes.
+    A trainer that leaves its process group collects all objects, after it has undone its own
+    exemption (megatron_gptoss/distributed.py). The process of all tests has 800,000 objects before
+    the first test, so that takes 0.6 s each time. The first trainer would also undo this exemption,
+    so no other code may freeze or unfreeze.
     """
     gc.collect()
     gc.freeze()

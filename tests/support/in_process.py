@@ -1,4 +1,4 @@
-"""A whole run in one process, without Ray: for experiments on small models and for tests."""
+"""A complete run in one process, without Ray, for tests and for experiments with small models."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -38,7 +38,7 @@ from rl_loop.weight_sync.source import WeightSource
 
 
 class LocalRank:
-    """What a TrainerGroup wants of its ranks, of one rank in this process."""
+    """A trainer rank in this process, with the interface that TrainerGroup needs."""
 
     def __init__(self, settings: TrainerConfig) -> None:
         self._worker = TrainerWorker(settings, 0, "127.0.0.1", 0, torch.get_num_threads())
@@ -64,17 +64,19 @@ class LocalRank:
 
 
 def local_trainer(settings: TrainerConfig) -> TrainerGroup:
-    """Make a trainer of one rank in this process."""
+    """Create a trainer with one rank in this process."""
     trainer = TrainerGroup(settings, LocalRank(settings))
     trainer.ready()
     return trainer
 
 
 class LocalRollouts:
-    """What ``RlLoop`` wants of a RolloutPool, of one worker in this process; around ``engine`` if
-    there is one. Episodes run on a thread of their own."""
+    """A rollout worker in this process, with the interface of RolloutPool that ``RlLoop`` needs.
 
-    # Trainer and engine have one process, and perhaps one GPU.
+    Uses ``engine`` if there is one. Episodes run in a separate thread.
+    """
+
+    # Trainer and engine share a process, and maybe a GPU.
     scores_beside_rollouts = False
 
     def __init__(self, config: RlConfig, engine: RolloutEngine | None = None) -> None:
@@ -121,7 +123,7 @@ class LocalRollouts:
         return GroupStream(self.begin)
 
     def begin(self, admitted: AdmittedGroup) -> None:
-        """Start a group; streams call it."""
+        """Start a group. Called by streams."""
         running = asyncio.run_coroutine_threadsafe(self._run_group(admitted), self._loop)
         self._running.add(running)
         running.add_done_callback(self._running.discard)
@@ -157,7 +159,7 @@ class LocalRollouts:
         return nullcontext()
 
     def close(self) -> None:
-        # What was begun ahead and is not needed any more.
+        # Groups that were started ahead and are no longer needed.
         for running in list(self._running):
             running.cancel()
         self._do(self._worker.close())
@@ -182,8 +184,7 @@ class Silent:
 def local_loop(
     config: RlConfig, rollouts: LocalRollouts | None = None, resume: bool = False
 ) -> Iterator[RlLoop]:
-    """Build a loop over one trainer rank and one rollout worker, or over ``rollouts`` of the same
-    model."""
+    """Build a loop with one trainer rank and one rollout worker, or with the given ``rollouts``."""
     with ExitStack() as stack:
         start = Start.RESUME if resume else Start.OVERWRITE
         run = start_run(config.directory, dump_config(config), start)

@@ -1,10 +1,11 @@
-"""No test leaves a process behind: a pytest plugin that looks for them at the end of the session, names them and the
-test that started them, ends them, and fails the run.
+"""A pytest plugin that finds processes left behind by tests.
 
-Where pytest is killed and can look for nothing, a program beside it ends them (``end_with_pytest``).
+At the end of the session it reports the processes and the tests that started them, ends them, and
+fails the run. If pytest is killed, a separate program ends them (``end_with_pytest``).
 
-Children inherit the environment, so a variable there says that a process is ours and not that of another run on the
-same machine, whoever its parent is by now; pytest's own PYTEST_CURRENT_TEST beside it says which test was running."""
+Child processes inherit the environment. A variable there identifies processes of this run, whoever
+their parent is. pytest's PYTEST_CURRENT_TEST in the same environment names the test.
+"""
 
 from __future__ import annotations
 
@@ -23,23 +24,23 @@ import pytest
 from tests.support.end_with_pytest import RUN
 
 GRACE_SECONDS = 20.0
-"""For processes that are ending, such as those of Ray after ``ray.shutdown``."""
+"""Time in seconds for processes that are ending, such as those of Ray after ``ray.shutdown``."""
 
 START_SECONDS = 5.0
-"""How long a process may take from fork to the first instruction of its program."""
+"""Maximum time in seconds from a fork to the first instruction of the new program."""
 
 KTHREADD = 2
-"""The parent of the kernel's threads, which have no command line either."""
+"""Process id of the parent of kernel threads, which have no command line either."""
 
 END_WITH_PARENT = (
     "multiprocessing.forkserver",
     "multiprocessing.resource_tracker",
-    "multiprocessing.spawn",  # Megatron's writer of checkpoints, which waits for the next one
+    "multiprocessing.spawn",  # Megatron's checkpoint writer, which waits for the next checkpoint
     "torch_shm_manager",
-    "rl_loop.forked_server",  # one for all answers of a process
+    "rl_loop.forked_server",  # one for all checked answers of a process
     "forked_workers/server.py",
 )
-"""Helpers that live as long as the process that started them; another process looks for those afterwards."""
+"""Helpers that end with the process that started them, so they are checked by another process."""
 
 
 @dataclass(frozen=True)
@@ -55,19 +56,19 @@ class Leftover:
 
 
 def leftovers(run: str, allow_helpers: bool) -> list[Leftover]:
-    """Living processes whose RUN begins with ``run``, but for this one."""
+    """Return the living processes whose RUN begins with ``run``, except this process."""
     found = []
     for process in psutil.process_iter():
         try:
             environment, command = process.environ(), process.cmdline()
-        except psutil.Error:  # it has ended, or it is another user's
+        except psutil.Error:  # the process has ended, or belongs to another user
             continue
         if process.pid == os.getpid() or not environment.get(RUN, "").startswith(run):
             continue
         text = " ".join(command)
         if allow_helpers and any(helper in text for helper in END_WITH_PARENT):
             continue
-        if command:  # a zombie has none
+        if command:  # a zombie has no command line
             found.append(
                 Leftover(process.pid, text[:200], environment.get("PYTEST_CURRENT_TEST", "no test"))
             )
@@ -75,14 +76,16 @@ def leftovers(run: str, allow_helpers: bool) -> list[Leftover]:
 
 
 def programs_begin() -> bool:
-    """Say whether a process is in the middle of starting a program: Popen returns before the
-    kernel has put command line and environment in their places, and a busy machine may leave it at
-    that for a while."""
+    """Return True if a process is in the middle of starting a program.
+
+    Popen returns before the kernel has stored command line and environment, and a busy machine may
+    delay that.
+    """
     for process in psutil.process_iter():
         try:
             is_kernel_thread = process.ppid() == KTHREADD or process.pid == KTHREADD
             is_nameless = not process.cmdline() and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.Error:  # it has ended
+        except psutil.Error:  # the process has ended
             continue
         if is_nameless and not is_kernel_thread:
             return True
@@ -90,7 +93,7 @@ def programs_begin() -> bool:
 
 
 def end_leftovers(run: str, *, allow_helpers: bool) -> list[Leftover]:
-    """Kill what is still there after GRACE_SECONDS and return it."""
+    """Kill the processes that exist after GRACE_SECONDS, and return them."""
     began = time.monotonic()
     while programs_begin() and time.monotonic() < began + START_SECONDS:
         time.sleep(0.05)
@@ -110,44 +113,44 @@ RUN_KEY = pytest.StashKey[str]()
 FOUND_KEY = pytest.StashKey[list[str]]()
 
 
-# -- hooks -----------------------------------------------------------------------------------------------------------
+# -- hooks -----------------------------------------------------------------------------------------
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Mark this process's future children. A worker has the id of the run from the controller that started it."""
+    """Mark this process's future children. A worker inherits the run's id from the controller."""
     worker = getattr(config, "workerinput", None)
     run = worker["leftover_run"] if worker else uuid.uuid4().hex
     config.stash[RUN_KEY] = run
     if not worker:
         guardian = _start_guardian(run)
-        # At the very end of pytest, which has looked for leftovers by then.
+        # At the very end of pytest, after the search for leftovers.
         config.add_cleanup(guardian.wait)
-        config.add_cleanup(guardian.kill)  # cleanups come last first
+        config.add_cleanup(guardian.kill)  # cleanups run in reverse order
     config.stash[FOUND_KEY] = []
     os.environ[RUN] = f"{run}/{worker['workerid'] if worker else 'main'}"
 
 
 def _start_guardian(run: str) -> subprocess.Popen[bytes]:
-    """Start what ends the processes of ``run`` when this process is killed. It is none of them."""
+    """Start the program that ends the processes of ``run`` if this process is killed."""
     environment = {name: value for name, value in os.environ.items() if name != RUN}
     program = Path(__file__).with_name("end_with_pytest.py")
     return subprocess.Popen(
         [sys.executable, "-I", str(program), str(os.getpid()), run],
         env=environment,
         stdin=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is for pytest, which ends it in order
+        start_new_session=True,  # Ctrl-C is for pytest, which then ends this program
     )
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Tell a worker of pytest-xdist the id of the run. It is itself no leftover: its own mark has no worker."""
+    """Send a worker of pytest-xdist the run's id. Its mark has no worker, so it is no leftover."""
     node.workerinput["leftover_run"] = node.config.stash[RUN_KEY]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: Any) -> None:
-    """Take over what a worker found; one that crashed has nothing to say."""
+    """Collect the findings of a worker. A crashed worker has none."""
     node.config.stash[FOUND_KEY] += getattr(node, "workeroutput", {}).get("leftovers", [])
 
 
@@ -159,7 +162,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         config.workeroutput["leftovers"] = [str(leftover) for leftover in found]
         return
 
-    # without workers this process has helpers of its own; with them, nothing of theirs may be left, crashed or not
+    # Without workers, this process has helpers. With workers, no process of theirs may be left.
     run = config.stash[RUN_KEY]
     distributed = bool(config.getoption("numprocesses", None))
     found = end_leftovers(

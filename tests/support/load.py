@@ -1,4 +1,4 @@
-"""Busy loops beside the tests: GPTOSS_TEST_LOAD=2 (``make test-busy``) shows which tests rely on an idle machine."""
+"""Busy loops that reveal timing assumptions of tests: ``make test-busy`` (GPTOSS_TEST_LOAD=2)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOOPS_KEY = pytest.StashKey[list[subprocess.Popen[bytes]]]()
 
 
 def start_busy_loops(count: int) -> list[subprocess.Popen[bytes]]:
-    """Processes that use a core each, at normal priority, until they are killed or this process ends."""
+    """Start processes that use a core each, until they are killed or this process ends."""
     environment = {name: value for name, value in os.environ.items() if name != RUN}
     command = [sys.executable, "-S", "-c", "while True: pass"]
     return [

@@ -1,8 +1,8 @@
-"""Lists what the processes of a run listen on, and tries each as another user and from the network.
+"""Lists the listening sockets of a run, and attacks each as another user and from the network.
 
-``findings`` runs this file as a program twice: once as a user without rights, once in a network
-namespace of its own, from which the machine is one hop away. Neither has the run's token. Each
-prints what it could do.
+``findings`` runs this file as a program twice: as a user without permissions, and in a network
+namespace from which this machine is one hop away. Neither has the run's token. Each program prints
+its successes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import Any
 import psutil
 
 ATTACKER = 65_534
-"""User id of nobody."""
+"""User id of ``nobody``."""
 SECONDS = 3.0
-"""Time limit of one try."""
+"""Time limit of one attempt, in seconds."""
 PEER = "10.231.{}.{}"
 """Addresses of the machine and of the attacker in the network namespace."""
 
@@ -56,7 +56,7 @@ PATHS = (
     "/api/runs",
 )
 PROGRAM_PATHS = ("/api/job_agent/jobs/", "/api/jobs/")
-"""Where Ray's dashboard and its agents take the command of a job."""
+"""Paths at which Ray's dashboard and its agents accept the command of a job."""
 POSTS = {
     "/get_or_create_runtime_env": b"",
     "/update_weights_from_disk": b'{"model_path": "/"}',
@@ -83,20 +83,20 @@ CALLS = (
     "LogService/ListLogs",
     "RayletDriver/KVList",
 )
-"""Methods of Ray's services; each reads the state of a run, or runs something."""
+"""Methods of Ray's services that read the state of a run or execute code."""
 CLOSED = ("UNAUTHENTICATED", "UNIMPLEMENTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
-"""Answers of gRPC that give nothing away. UNAVAILABLE: no gRPC listens there."""
+"""gRPC status codes that reveal nothing. UNAVAILABLE: the port has no gRPC service."""
 
 
 @dataclass(frozen=True)
 class Door:
-    """A socket that a process of a run listens on."""
+    """A listening socket of a run's process."""
 
     process: str
     kind: str
     """tcp, udp or unix."""
     host: str
-    """Address, or path of a Unix socket; a null byte in front stands for an abstract name."""
+    """Address, or path of a Unix socket. A leading null byte marks an abstract name."""
     port: int = 0
 
     @property
@@ -112,13 +112,13 @@ class Door:
 
 
 def process_tree(pid: int) -> list[psutil.Process]:
-    """Return a process and all that it has started."""
+    """Return a process and all its descendants."""
     parent = psutil.Process(pid)
     return [parent, *parent.children(recursive=True)]
 
 
 def doors(processes: Iterable[psutil.Process]) -> list[Door]:
-    """Return everything that processes listen on."""
+    """Return all listening sockets of the processes."""
     found = set()
     unix = _listening_unix_sockets()
     for process in processes:
@@ -138,7 +138,7 @@ def doors(processes: Iterable[psutil.Process]) -> list[Door]:
 
 
 def _listening_unix_sockets() -> dict[int, str]:
-    """Return the names of listening Unix sockets of this machine by inode."""
+    """Return the names of this machine's listening Unix sockets by inode."""
     names = {}
     for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
         fields = line.split(maxsplit=7)
@@ -160,7 +160,7 @@ def _socket_inodes(pid: int) -> set[int]:
 
 
 def missing_parts() -> str | None:
-    """Return why attackers cannot be tried on this machine, or None."""
+    """Return the reason why attacks cannot run on this machine, or None."""
     if os.getuid() != 0:
         return "another user and a network namespace need root"
     if shutil.which("ip") is None:
@@ -176,8 +176,8 @@ def findings(found: list[Door], loot: Path) -> list[str]:
     """Return the successes of attackers, one sentence each.
 
     Args:
-        found: doors of a run.
-        loot: directory in which everybody may write. A program that an attacker makes a run execute
+        found: sockets of a run.
+        loot: directory that all users can write to. An attacker's program that the run executes
             leaves a file there.
     """
     loot.mkdir(mode=0o777, parents=True)
@@ -212,9 +212,10 @@ def _run(command: list[str], described: str) -> list[str]:
 
 @contextmanager
 def _network_namespace() -> Iterator[tuple[list[str], str]]:
-    """Make a network namespace that reaches this machine.
+    """Create a network namespace that reaches this machine.
 
-    Yields the command that runs a program in it, and the machine's address."""
+    Yields the command that runs a program in it, and the machine's address.
+    """
     number = os.getpid() % 250 + 2
     name, outer, inner = (f"{part}{number}" for part in ("gptoss", "gpto", "gpti"))
     machine, attacker = (PEER.format(number, host) for host in (1, 2))
@@ -240,9 +241,9 @@ def _network_namespace() -> Iterator[tuple[list[str], str]]:
 
 
 def main() -> None:
-    """Try every door of the list on standard input, and print what succeeded."""
-    # Everything is imported before the rights are gone: the interpreter may lie where an attacker
-    # cannot read.
+    """Attack every socket of the list on standard input, and print the successes."""
+    # Import everything before the permissions are dropped, because an attacker may be unable to
+    # read the interpreter's directory.
     import grpc
 
     unused_port = "http://127.0.0.1:9/"
@@ -255,7 +256,7 @@ def main() -> None:
     os.setresuid(ATTACKER, ATTACKER, ATTACKER)
 
     found = [Door(**fields) for fields in json.load(sys.stdin)]
-    # Most of the time is waiting for doors that stay silent.
+    # Most of the time is spent waiting for sockets that do not respond.
     with ThreadPoolExecutor(32) as pool:
         results = list(pool.map(lambda door: _try_door(door, place, loot, grpc), found))
     prefix = "as another user" if place == "user" else "from the network"
@@ -263,13 +264,13 @@ def main() -> None:
 
 
 def _try_door(door: Door, place: str, loot: Path, grpc: Any) -> list[str]:
-    """Return the successes of an attacker at a door.
+    """Return the successes of an attack on a socket.
 
     Args:
-        door: the door.
-        place: "user" for another user of the machine; else the address of the machine as seen from
-            the network.
-        loot: directory in which programs of the attacker leave a file.
+        door: socket.
+        place: "user" for another user of the machine, else the machine's address as seen from the
+            network.
+        loot: directory in which an attacker's program leaves a file.
         grpc: the module.
     """
     is_user = place == "user"
@@ -278,7 +279,7 @@ def _try_door(door: Door, place: str, loot: Path, grpc: Any) -> list[str]:
     if door.kind == "udp":
         return [f"{door}: UDP is open"] if is_user else []
 
-    # From outside every port is tried, whatever address the door claims to have.
+    # From outside every port is attacked, whatever address the socket is bound to.
     host = place
     if is_user:
         host = "127.0.0.1" if door.is_everywhere else door.host.removeprefix("::ffff:")
@@ -330,7 +331,7 @@ def _try_http(door: Door, host: str, loot: Path) -> list[str]:
 
 
 def _status(url: str, body: bytes | None = None) -> int | None:
-    """Return the status of an answer, None if it is not HTTP."""
+    """Return the status of a response; None if it is not HTTP."""
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=SECONDS) as answer:

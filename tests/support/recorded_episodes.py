@@ -1,4 +1,4 @@
-"""Episodes as a run records them, without a run: whole Harmony turns of a made-up vocabulary."""
+"""Recorded episodes without a run: complete Harmony turns with a small vocabulary."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +42,7 @@ VOCABULARY = Words()
 
 
 def solved(task: str, *, reward: float = 1.0, version: int = 0, digit: int = 4) -> Trajectory:
-    """A prompt, a call of Python, its output and a final answer."""
+    """Return an episode with a prompt, a call of Python, its output and a final answer."""
     turns: list[tuple[str, list[str]]] = [
         ("prompt", ["<|start|>", "user", "<|message|>", "Compute ", "2", " + ", "2", "<|end|>"]),
         ("prompt", ["<|start|>", "assistant"]),
@@ -84,14 +84,14 @@ def solved(task: str, *, reward: float = 1.0, version: int = 0, digit: int = 4) 
 
 
 def failed(task: str) -> Trajectory:
-    """An episode that an infrastructure failure ended."""
+    """Return an episode that ended with an infrastructure failure."""
     episode = solved(task, reward=float("nan"))
     episode.invalid = InvalidReason("sandbox", "bwrap: no memory")
     return episode
 
 
 def groups_of_step(step: int, tasks: int = 2, samples: int = 2) -> list[TrajectoryGroup]:
-    """Groups in which the first episode of each succeeds and the others fail."""
+    """Return groups in which the first episode succeeds and the others fail."""
     groups = []
     for number in range(tasks):
         task = f"sum/{step}-{number}"
@@ -104,7 +104,7 @@ def groups_of_step(step: int, tasks: int = 2, samples: int = 2) -> list[Trajecto
 
 
 def samples_of(groups: Sequence[TrajectoryGroup]) -> TrainingSamples:
-    """The training samples of groups, whose advantage is the reward."""
+    """Return the training samples of groups. The advantage is the reward."""
     return TrainingSamples.join(
         [
             Sample(
@@ -121,7 +121,7 @@ def samples_of(groups: Sequence[TrajectoryGroup]) -> TrainingSamples:
 
 
 def train_split(groups: Sequence[TrajectoryGroup]) -> EpisodesOfSplit:
-    """What is recorded of groups that are trained on; the trainer differs by 0.25 nats."""
+    """Return the record of trained groups. The trainer's log-probs differ by 0.25 nats."""
     samples = samples_of(groups)
     assert samples.rollout_log_probs is not None
     trainer = np.where(samples.loss_mask, samples.rollout_log_probs - 0.25, 0).astype(np.float32)
@@ -130,7 +130,7 @@ def train_split(groups: Sequence[TrajectoryGroup]) -> EpisodesOfSplit:
 
 
 def record_steps(directory: Path, steps: Sequence[int], tasks: int = 2, samples: int = 2) -> None:
-    """Record whole steps, as the loop does."""
+    """Record complete steps, like the loop."""
     with EpisodeRecorder(directory, VOCABULARY, "all") as recorder:
         for step in steps:
             recorder.record(step, [train_split(groups_of_step(step, tasks, samples))])

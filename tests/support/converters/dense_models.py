@@ -22,7 +22,7 @@ def save_dense(
     weights: Weights | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Path:
-    """Write a directory with safetensors itself."""
+    """Write a directory with the safetensors library."""
     directory.mkdir()
     tensors = weights or dense_weights(config)
     save_file(

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def files_limited_to(size: int) -> Iterator[None]:
-    """A disk that is full after ``size`` bytes, as far as a process can tell."""
+    """Let writes of this process fail after ``size`` bytes per file, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

@@ -8,11 +8,11 @@ from converters.gathering import WeightGathering
 
 
 class OutOfMemory(RuntimeError):
-    """As torch raises it."""
+    """Same class name as torch's error."""
 
 
 def break_gathering(gathering: WeightGathering, fault: str) -> None:
-    """Let the next gathering fail on this rank, in one of the places where memory is needed."""
+    """Let the next gathering fail on this rank, at one of the places that allocate memory."""
     calls = 0
 
     def fail(original: Any, at: int) -> Any:

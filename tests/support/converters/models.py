@@ -1,4 +1,4 @@
-"""The tiny model of these tests and its directory, written by safetensors itself."""
+"""The tiny model of the converters' tests and its directory, written by the safetensors library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from converters.names import hf_shapes
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 
-# every dimension that could be mistaken for another is different from it
+# All dimensions differ, so that a mix-up changes a shape.
 TINY = GptOssModelConfig(
     num_layers=2,
     num_experts=4,
@@ -27,7 +27,7 @@ TINY = GptOssModelConfig(
 
 
 def tiny_weights() -> dict[str, torch.Tensor]:
-    """fp32, everything random, so that no tensor can be taken for another."""
+    """Random fp32 weights. All values differ, so that a mix-up of tensors is detected."""
     generator = torch.Generator().manual_seed(0)
     return {
         name: 0.2 * torch.randn(shape, generator=generator) + ("norm" in name)

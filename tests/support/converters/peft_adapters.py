@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format, written as PEFT writes them, without PEFT."""
+"""Adapters in PEFT's format, written without PEFT."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def write_adapter(
     settings: dict[str, Any] | None = None,
     scale: float = 0.2,
 ) -> Path:
-    """Write adapters of attention's projections.
+    """Write an adapter of attention projections.
 
     Args:
-        path: the new directory.
-        model: the base.
-        modules: projections that have tensors.
-        layers: their layers; all by default.
-        rank: of all adapters.
+        path: directory to create.
+        model: configuration of the base.
+        modules: projections with tensors.
+        layers: layers with tensors; None for all.
+        rank: rank of all adapters.
         settings: keys that replace those of adapter_config.json.
         scale: standard deviation of all values.
     """

@@ -29,7 +29,7 @@ def quantized_weights(
             weights[name].view(-1, 16)[0] = 0
             for code in range(
                 7
-            ):  # blocks that peak at this code, which a fresh choice of scale would not reproduce
+            ):  # the largest code of these blocks is not one that a newly chosen scale would give
                 weights[name].view(-1, 16)[1 + code] = code
         elif name.endswith("_scales"):
             weights[name] = torch.randint(*scales, shape, dtype=torch.uint8, generator=generator)

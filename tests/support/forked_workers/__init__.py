@@ -1,9 +1,9 @@
-"""Ray's workers, forked from a process that has imported what they import.
+"""Ray workers that are forked from a process with all imports done.
 
-A worker that is a rank or a rollout worker spends five seconds of processor time on imports, more than most tests let
-it work. So a local Ray of the tests starts ``ask_for_fork.py`` in the place of its worker program, which asks
-``server.py``, a process of this one, for a fork; the fork goes on as Ray's program. Workers of the ``gptoss`` commands
-that tests run start as users' do.
+A trainer rank or rollout worker spends 5 s of processor time on imports, more than it works in most
+tests. Therefore a local Ray of the tests starts ``ask_for_fork.py`` instead of its worker program.
+That program requests a fork from ``server.py``, a child of this process, and the fork continues as
+Ray's worker. Workers of ``gptoss`` commands in tests start normally.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from rl_loop.cluster.ray_session import local_environment, start_local_ray
 
 HERE = Path(__file__).parent
 ADDRESS = "GPTOSS_TEST_FORKED_WORKERS"
-"""In the environment of Ray: the abstract name of the server's socket, without the zero byte before it."""
+"""Environment variable of Ray: abstract name of the server's socket, without the zero byte."""
 
 _servers: list[subprocess.Popen[bytes]] = []
-"""The server, once a first Ray has started; the kernel ends it with this process."""
+"""The server, after the first Ray has started. The kernel ends it with this process."""
 
 
 @contextmanager
 def local_ray(num_cpus: int, object_store_bytes: int) -> Iterator[None]:
-    """Start a Ray on this machine whose workers are forked, and end it."""
+    """Run a local Ray whose workers are forked."""
     with forking_workers():
         start_local_ray(num_cpus=num_cpus, object_store_bytes=object_store_bytes)
     try:
@@ -45,7 +45,7 @@ def local_ray(num_cpus: int, object_store_bytes: int) -> Iterator[None]:
 
 @contextmanager
 def forking_workers() -> Iterator[None]:
-    """While inside, a Ray that starts in this process has forked workers."""
+    """Let Ray instances that start in this process fork their workers."""
     if torch.cuda.is_available():  # a process that has used CUDA cannot be forked
         yield
         return
@@ -68,22 +68,24 @@ def forking_workers() -> Iterator[None]:
 
 
 def _environment_of_server() -> dict[str, str]:
-    """Return what Ray gives a worker. OpenMP reads it when torch is loaded, which is in the server.
+    """Return the environment that Ray gives a worker.
 
-    Ours come last: Ray finds the place of a worker's title by the first variable, which must be one that a
-    worker keeps."""
+    OpenMP reads it when torch is loaded, which happens in the server. This process's variables come
+    last: Ray finds the memory of a worker's title by the first variable, which must be one that a
+    worker keeps.
+    """
     threads = os.environ.get("OMP_NUM_THREADS", "1")
     return {**os.environ, "OMP_NUM_THREADS": threads, **local_environment()}
 
 
 def _start_server() -> subprocess.Popen[bytes]:
-    """Start the server. Who asks it waits while it imports; when it ends, its socket refuses."""
+    """Start the server. Clients wait while it imports, and fail to connect after its end."""
     address = f"forked-workers-{uuid.uuid4().hex}"
     os.environ[ADDRESS] = address
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("\0" + address)
         listener.listen(64)
-        # In a session of its own: an interrupt that a test sends is meant for this process.
+        # A separate session: interrupts sent by a test are meant for this process only.
         return subprocess.Popen(
             [sys.executable, str(HERE / "server.py"), str(listener.fileno())],
             pass_fds=[listener.fileno()],

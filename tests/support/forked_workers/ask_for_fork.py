@@ -1,7 +1,10 @@
-"""Stands for a worker towards Ray's raylet: asks the server for a fork, hands it its own arguments, environment,
-directory and standard streams, and ends as it does. Without a server it becomes the worker as Ray would have it.
+"""Represents a worker towards Ray's raylet.
 
-    python ask_for_fork.py DEFAULT_WORKER ARGUMENT... --serialized-runtime-env-context=JSON --language=PYTHON
+    python ask_for_fork.py DEFAULT_WORKER ARGUMENT... \\
+        --serialized-runtime-env-context=JSON --language=PYTHON
+
+The program requests a fork from the server, passes its arguments, environment, directory and
+standard streams, and ends together with the fork. Without a server it becomes a normal worker.
 """
 
 import json
@@ -10,7 +13,7 @@ import socket
 import sys
 
 NOT_FOR_THE_WORKER = ("--serialized-runtime-env-context", "--language")
-"""Options of ``setup_worker.py`` in Ray, for which this program stands."""
+"""Options for Ray's ``setup_worker.py``, which this program replaces."""
 
 
 def main() -> None:
@@ -31,7 +34,7 @@ def main() -> None:
     sent = socket.send_fds(server, [message], [0, 1, 2])
     server.sendall(message[sent:])
 
-    # The status of the worker's end; nothing if the server ends.
+    # Exit status of the worker; empty if the server has ended.
     status = server.recv(16)
     sys.exit(int(status or 1))
 

@@ -1,9 +1,9 @@
-"""Imports what workers import, and forks a worker for each ``ask_for_fork.py`` that connects.
+"""Imports the modules of workers, and forks a worker per connection of ``ask_for_fork.py``.
 
     python server.py LISTENING_DESCRIPTOR
 
-A fork goes on as Ray's worker program, with the arguments, the environment, the directory and the standard streams of
-who asked. It is killed when who asked ends before: then Ray wants the worker to end.
+A fork continues as Ray's worker program, with the client's arguments, environment, directory and
+standard streams. It is killed if the client ends first, because Ray then wants the worker to end.
 """
 
 import importlib
@@ -31,16 +31,19 @@ IMPORTED = (
     "rl_loop.engines.embedded.engine",
     "transformers.models.gpt_oss.modeling_gpt_oss",
 )
-"""What takes long of what trainer ranks and rollout workers import. None of it imports Ray, which would keep the
-settings that are in the environment of this process: every worker has its own there."""
+"""Slow imports of trainer ranks and rollout workers.
+
+None of them imports Ray, which would read the settings in this process's environment. Every worker
+has its own settings.
+"""
 
 
 def main() -> None:
-    # The directory of this program: none of its modules is for workers.
+    # Remove the directory of this program, whose modules are not for workers.
     sys.path.remove(str(Path(__file__).parent))
     for module in IMPORTED:
         importlib.import_module(module)
-    # Every worker encodes by it, and nearly all have it from the same file.
+    # Every worker uses this encoding, nearly always from the same file.
     sys.modules["rl_loop.harmony.vocabulary"].harmony_encoding()
     if "ray" in sys.modules:
         sys.exit(f"one of {IMPORTED} imports Ray")
@@ -51,7 +54,7 @@ def main() -> None:
 
 
 def serve(listener: socket.socket) -> NoReturn:
-    """Fork workers and report their ends, until this process is killed."""
+    """Fork workers and report their exit status, until this process is killed."""
     events = selectors.DefaultSelector()
     events.register(listener, selectors.EVENT_READ, accept)
     while True:
@@ -64,7 +67,7 @@ def accept(events: selectors.BaseSelector, listener: socket.socket) -> None:
     message, streams, _, _ = socket.recv_fds(client, 1 << 20, maxfds=3)
     while not message.endswith(b"\n"):
         more = client.recv(1 << 20)
-        if not more:  # who asked has been killed
+        if not more:  # the client has been killed
             client.close()
             for stream in streams:
                 os.close(stream)
@@ -80,7 +83,7 @@ def accept(events: selectors.BaseSelector, listener: socket.socket) -> None:
     end_of_worker = os.pidfd_open(worker)
 
     def stop(events: selectors.BaseSelector, client: socket.socket) -> None:
-        if client.fileno() != -1:  # otherwise its end has just been reported
+        if client.fileno() != -1:  # otherwise the end was just reported
             events.unregister(client)
             os.kill(worker, signal.SIGKILL)
 
@@ -88,13 +91,13 @@ def accept(events: selectors.BaseSelector, listener: socket.socket) -> None:
         _, status = os.waitpid(worker, 0)
         if client in events.get_map():
             events.unregister(client)
-            with suppress(OSError):  # who asked may end at the same moment
+            with suppress(OSError):  # the client may end at the same moment
                 client.send(b"%d" % os.waitstatus_to_exitcode(status))
         client.close()
         events.unregister(end_of_worker)
         os.close(end_of_worker)
 
-    # It sends nothing more: it can be read from when it has ended.
+    # The client sends no more data, so its socket becomes readable when it ends.
     events.register(client, selectors.EVENT_READ, stop)
     events.register(end_of_worker, selectors.EVENT_READ, report)
 
@@ -105,7 +108,7 @@ def run_worker(
     streams: list[int],
     request: dict[str, Any],
 ) -> NoReturn:
-    """Become the worker in a process that has just been forked."""
+    """Become the worker, in a process that was just forked."""
     status = 1
     try:
         for key in list(events.get_map().values()):
@@ -118,7 +121,7 @@ def run_worker(
 
         become_environment(request["environment"])
         os.chdir(request["directory"])
-        # As the interpreter does when it starts.
+        # Same as the interpreter's start.
         folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         sys.path[:0] = [folder for folder in folders if folder and folder not in sys.path]
         program, *_ = sys.argv = request["arguments"]
@@ -136,8 +139,11 @@ def run_worker(
 
 
 def become_environment(environment: dict[str, str]) -> None:
-    """Change what differs only: Ray writes a worker's title over what the kernel shows of a process, which it finds
-    by the variables that a process was started with."""
+    """Change only variables that differ.
+
+    Ray writes a worker's title over the memory that the kernel shows for a process, which it finds
+    by the variables at the start of the process.
+    """
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     for name, value in environment.items():

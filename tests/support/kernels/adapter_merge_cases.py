@@ -1,4 +1,4 @@
-"""Weights in MXFP4 with updates, for the tests of the kernel that merges them."""
+"""MXFP4 weights with updates, for tests of the adapter-merge kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the kernel that merges adapters on the CPU: its source, compiled by the host's compiler, thread by thread."""
+"""Runs the adapter-merge kernel on the CPU: its source, compiled for the host, thread by thread."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ extern "C" void merge_on_host(int blocks, int threads, const void* base, const u
 
 
 def build(directory: Path, *, is_packed: bool, rank: int) -> ctypes.CDLL:
-    """Compile the kernel for this machine, as a GPU gets it for updates of this rank."""
+    """Compile the kernel for this machine, with the same definitions as for a GPU."""
     macros = adapter_merge.macros(is_packed=is_packed, rank=rank)
     program = directory / f"on_host_{macros['PACKED']}_{macros['ROWS']}.cpp"
     header = Path(__file__).with_name("cuda_on_host.h")
@@ -48,7 +48,7 @@ def run(
     scale: float,
     out: torch.Tensor,
 ) -> None:
-    """Call the kernel once for every thread that a GPU would start."""
+    """Call the kernel once per GPU thread."""
     arguments = adapter_merge.launch_arguments(base, scales, a, b, scale, out)
     library.merge_on_host(*[as_ctypes(argument) for argument in arguments])
 

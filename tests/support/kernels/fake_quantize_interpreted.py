@@ -1,9 +1,10 @@
-"""Runs the kernel that rounds to MXFP4 in Triton's interpreter, on the CPU, and compares all bits.
+"""Compares the MXFP4 rounding kernel in Triton's interpreter, on the CPU, with the codec.
 
 TRITON_INTERPRET=1 python -m tests.support.kernels.fake_quantize_interpreted
 
-Prints the cases that differ from the codec and exits with 1 if there was one. A process of its own, because Triton
-decides when a kernel is defined whether it is interpreted."""
+Compares all bits, prints the cases that differ and exits with 1 if there are any. Needs a separate
+process, because Triton decides at a kernel's definition whether to interpret it.
+"""
 
 import sys
 
@@ -13,7 +14,7 @@ from gptoss_kernels.mxfp4 import dequantize, gpu, quantize
 
 
 def finite_numbers(rows: int, columns: int, seed: int) -> torch.Tensor:
-    """Random bits: numbers of every exponent, subnormals, zeros of both signs."""
+    """Return random bits: finite numbers of every exponent, subnormals, zeros of both signs."""
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(-(1 << 15), 1 << 15, (rows, columns), generator=generator)
     x = bits.to(torch.int16).view(torch.bfloat16)
@@ -21,7 +22,7 @@ def finite_numbers(rows: int, columns: int, seed: int) -> torch.Tensor:
 
 
 def blocks_of_every_scale() -> torch.Tensor:
-    """For each exponent a block around every code and every tie: bf16 [exponents, 64]."""
+    """Return for each exponent a block around every code and every tie, bf16 [exponents, 64]."""
     halves = torch.arange(0, 25).repeat_interleave(2) / 4.0
     signed = halves * torch.tensor([1.0, -1.0]).repeat(25)
     values = torch.cat([signed, torch.full((14,), 6.0)])
@@ -30,7 +31,7 @@ def blocks_of_every_scale() -> torch.Tensor:
 
 
 def cases() -> list[list[torch.Tensor]]:
-    # rows that are no multiple of what a program takes; several matrices, which lie apart
+    # Rows that are not a multiple of a program's rows; several matrices at separate addresses.
     random = [finite_numbers(41, 160, seed) for seed in range(3)]
     normal = [torch.randn(300, 64).bfloat16() for _ in range(2)]
     return [random, normal, [blocks_of_every_scale()], [torch.zeros(3, 32).bfloat16()]]

@@ -1,9 +1,10 @@
-"""Uses the MXFP4 codec for the first time from eight threads at once, in many fresh processes.
+"""Tests the first use of the MXFP4 codec by eight threads at once, in many new processes.
 
 python tests/support/kernels/mxfp4_first_use.py [PROCESSES]
 
-Prints the processes in which a value was wrong and exits with 1 if there was one. Each process is a fork of this one,
-which has loaded torch but not the codec, so that two hundred of them take seconds."""
+Prints the number of processes with a wrong value and exits with 1 if there are any. Each process is
+a fork of this one, which has loaded torch but not the codec, so 200 of them take seconds.
+"""
 
 import os
 import sys
@@ -23,7 +24,7 @@ def main() -> None:
     if any(name.startswith("gptoss_kernels") for name in sys.modules):
         raise RuntimeError("the codec is loaded already: its first use would not be tested")
 
-    # A thread pool of torch's does not survive a fork.
+    # torch's thread pools do not survive a fork.
     torch.set_num_threads(1)
 
     wrong = [seed for seed in range(processes) if not runs_in_a_fork(seed)]
@@ -32,7 +33,7 @@ def main() -> None:
 
 
 def runs_in_a_fork(seed: int) -> bool:
-    """Whether a forked process got every value right."""
+    """Return True if a forked process computed all values correctly."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -44,18 +45,19 @@ def runs_in_a_fork(seed: int) -> bool:
 
 
 def threads_agree(seed: int) -> bool:
-    """Whether eight threads that begin together get what fp64 arithmetic gives, and the same bytes back."""
+    """Return True if eight concurrent threads match fp64 arithmetic and reproduce the bytes."""
     sys.setswitchinterval(1e-6)
     generator = torch.Generator().manual_seed(seed)
     blocks = torch.randint(0, 256, (64, 96, 16), dtype=torch.uint8, generator=generator)
     scales = torch.randint(100, 140, (64, 96), dtype=torch.uint8, generator=generator)
     values = dequantize_in_fp64(blocks, scales)
 
-    # Most processes import the codec before the threads start, so that its first use is what they do together.
+    # Most processes import the codec first, so that only its first use is concurrent.
     if seed % 4:
         import gptoss_kernels.mxfp4  # noqa: F401
 
-    # Each direction has tables of its own: which comes first decides which of them the threads make together.
+    # The two directions have separate tables. Their order decides which of them is built
+    # concurrently.
     round_trip = quantize_first if seed % 2 else dequantize_first
 
     barrier = threading.Barrier(THREADS)
@@ -97,7 +99,7 @@ def dequantize_is_right(blocks: torch.Tensor, scales: torch.Tensor, values: torc
 
 
 def dequantize_in_fp64(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """[..., n, 16] and [..., n] uint8 to [..., n * 32] bf16, without the codec."""
+    """Dequantize uint8 [..., n, 16] and [..., n] to bf16 [..., n * 32], without the codec."""
     low, high = VALUES[(blocks & 15).long()], VALUES[(blocks >> 4).long()]
     pairs = torch.stack((low, high), dim=-1).flatten(-2)
     return (pairs * torch.exp2(scales.double() - 127)[..., None]).to(torch.bfloat16).flatten(-2)

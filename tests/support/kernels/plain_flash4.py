@@ -1,6 +1,6 @@
-"""flash-attn-4 without its native sink, for the sink to be folded in.
+"""flash-attn-4 without its native sink, for tests of the sink correction.
 
-Tests and benchmarks use it in the place of FlashAttention-3, which need not be installed.
+Tests and benchmarks use it instead of FlashAttention-3, which may not be installed.
 """
 
 import functools

@@ -1,8 +1,8 @@
-"""``gptoss`` as many processes that need its imports, a second of processor time, only once.
+"""Runs ``gptoss`` in many processes that share its imports, which take 1 s of processor time.
 
     python -m tests.support.launch.forked_command
 
-Reads a request in a line, forks, and answers in a line when the fork has ended. What the command says is in files.
+Reads a request per line, forks, and writes a line when the fork has ended. Output goes to files.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ class Request:
 
 @dataclass(frozen=True)
 class Ended:
-    """A command that has ended."""
+    """Result of a command."""
 
     returncode: int
     seconds: float
-    """Of processor time, but for the imports of the command itself."""
+    """Processor time in seconds, without the imports of the command line."""
     stdout: str
     stderr: str
     heavy: list[str]
-    """What of HEAVY it has imported."""
+    """Modules of HEAVY that the command imported."""
 
 
 class ForkedCommand:
-    """Runs commands one after the other."""
+    """Runs commands in sequence."""
 
     def __init__(self, directory: Path) -> None:
-        """``directory``: an empty one, for what commands say."""
+        """Use ``directory``, which must be empty, for the output of commands."""
         self._directory = directory
         self._server = subprocess.Popen(
             [sys.executable, "-m", "tests.support.launch.forked_command"],
@@ -60,7 +60,7 @@ class ForkedCommand:
         )
 
     def run(self, *arguments: str, **environment: str) -> Ended:
-        """Run ``gptoss`` with these arguments, and with these variables besides this process's."""
+        """Run ``gptoss`` with these arguments and additional environment variables."""
         out, err, heavy = (self._directory / name for name in ("stdout", "stderr", "heavy"))
         request = Request(
             [*arguments], {**os.environ, **environment}, str(out), str(err), str(heavy)
@@ -99,7 +99,7 @@ def serve() -> None:
 
 
 def run_command(request: Request) -> NoReturn:
-    """Be the command in a process that has just been forked."""
+    """Run the command in a process that was just forked."""
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     for number, path in ((1, request.stdout), (2, request.stderr)):

@@ -1,4 +1,4 @@
-"""A program in a pseudo-terminal, as a person's shell runs it."""
+"""A program in a pseudo-terminal, started like from a user's shell."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ MARK = "GPTOSS_TEST_TERMINAL"
 
 
 def _take_terminal() -> None:
-    """Make standard input the controlling terminal of this new session, as a shell would."""
+    """Make standard input the controlling terminal of this new session, like a shell."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    # The tests may run under nohup, which has SIGHUP ignored in all children.
+    # The tests may run under nohup, whose children ignore SIGHUP.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 class Terminal:
-    """Runs ``command`` in the foreground of a terminal of its own. A context manager that leaves
-    no process."""
+    """Runs a command in the foreground of a new terminal. The context ends all its processes."""
 
     def __init__(self, command: list[str], directory: Path, **environment: str) -> None:
         self.said = ""
@@ -48,7 +47,7 @@ class Terminal:
         os.close(slave)
 
     def wait_for(self, pattern: str, seconds: float) -> None:
-        """Read until the program has said ``pattern``."""
+        """Read until the program has printed ``pattern``."""
         deadline = time.monotonic() + seconds
         while not re.search(pattern, self.said):
             assert time.monotonic() < deadline, (
@@ -59,19 +58,19 @@ class Terminal:
             )
 
     def press_ctrl_c(self) -> None:
-        """The terminal's driver sends SIGINT to every process in its foreground."""
+        """Send SIGINT to every process in the terminal's foreground, like the terminal driver."""
         os.write(self._master, b"\x03")
 
     def signal_group(self, number: int) -> None:
         os.killpg(self.process.pid, number)
 
     def hang_up(self) -> None:
-        """As when a window is closed or a connection breaks: what is written from now on fails."""
+        """Close the terminal, like a closed window or a lost connection. Later writes fail."""
         os.close(self._master)
         self._open = False
 
     def wait(self, seconds: float) -> int:
-        """Exit status."""
+        """Wait for the program and return its exit status."""
         deadline = time.monotonic() + seconds
         while self.process.poll() is None:
             assert time.monotonic() < deadline, (
@@ -86,27 +85,28 @@ class Terminal:
         return self.process.returncode
 
     def processes_left(self, seconds: float = 10) -> list[str]:
-        """Command lines of what the program has started and is still there after ``seconds``."""
+        """Return the command lines of started processes that still exist after ``seconds``."""
         deadline = time.monotonic() + seconds
         while (left := self._descendants()) and time.monotonic() < deadline:
             time.sleep(0.2)
         return list(left.values())
 
     def _read(self) -> bool:
-        """Take what was said, for half a second at most; False once the program has closed its
-        side."""
+        """Read output for up to 0.5 s. Return False after the program has closed its side."""
         if not select.select([self._master], [], [], 0.5)[0]:
             return True
         try:
             data = os.read(self._master, 1 << 16)
-        except OSError:  # EIO: nobody has the terminal open any more
+        except OSError:  # EIO: no process has the terminal open
             return False
         self.said += re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", data.decode(errors="replace"))
         return bool(data)
 
     def _descendants(self) -> dict[int, str]:
-        """By process id: everything that has inherited our mark in its environment, and is not a
-        zombie."""
+        """Return the command line of each process with the mark in its environment, by process id.
+
+        Zombies are left out.
+        """
         found = {}
         for entry in Path("/proc").iterdir():
             with suppress(OSError):

@@ -1,4 +1,4 @@
-"""A small model with adapters that change what it computes, the same in every layout."""
+"""A small model with nonzero adapters, equal in every layout."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from megatron_gptoss.layers.adapters import (
 from megatron_gptoss.model import build_model
 from tests.support.megatron_gptoss.reference import TINY, hf_model
 
-# rows of whole MXFP4 blocks, and two key/value groups on each of two tensor-parallel ranks
+# Rows of whole MXFP4 blocks, and two key/value groups on each of two tensor-parallel ranks.
 MODEL = TINY.model_copy(update={"num_layers": 2, "intermediate_size": 96, "num_key_value_heads": 4})
 TARGETS = ("q", "k", "v", "o", "experts", "router", "embedding", "head")
 ADAPTER = AdapterConfig(rank=8, alpha=16, targets=TARGETS)
 
 
 def base_weights(config: GptOssModelConfig = MODEL) -> dict[str, torch.Tensor]:
-    """Random weights by Hugging Face name, the experts' with values that MXFP4 can hold."""
+    """Return random weights by Hugging Face name. Experts have values that MXFP4 can represent."""
     weights = hf_model(config, std=0.1).state_dict()
     for name, tensor in weights.items():
         if name.endswith(("gate_up_proj", "down_proj")):
@@ -55,11 +55,11 @@ def adapted_model(
 
 @dataclass(frozen=True)
 class SingleAdapter:
-    """The adapter of one weight; of experts, one expert's part of those of all."""
+    """The adapter of one weight; for experts, the part of one expert."""
 
     whole: LowRank
     index: int | None
-    """Of the expert on this rank; None if it is not of experts."""
+    """Index of the expert on this rank; None if the weight is not of experts."""
 
     @property
     def scale(self) -> float:
@@ -75,7 +75,7 @@ class SingleAdapter:
 
     @property
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Of the last step, by factor."""
+        """Gradients of the last step, by factor."""
         return {name: self._part(p.main_grad) for name, p in self.whole.named_parameters()}
 
     def _part(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -83,7 +83,7 @@ class SingleAdapter:
 
 
 def single_adapters(model: torch.nn.Module) -> Iterator[tuple[str, SingleAdapter]]:
-    """Yield ``named_adapters``, those of experts one by one."""
+    """Yield ``named_adapters``, with the adapters of experts one by one."""
     for name, adapter in named_adapters(model):
         if adapter.experts is None:
             yield name, SingleAdapter(adapter, index=None)
@@ -94,7 +94,7 @@ def single_adapters(model: torch.nn.Module) -> Iterator[tuple[str, SingleAdapter
 
 @torch.no_grad()
 def draw_b(model: torch.nn.Module, std: float) -> None:
-    """B is 0 at first, and hides most mistakes."""
+    """Draw B at random: it is initialized with 0, which hides most mistakes."""
     for name, adapter in single_adapters(model):
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
         generator = torch.Generator().manual_seed(seed)

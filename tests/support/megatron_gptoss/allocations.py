@@ -1,4 +1,4 @@
-"""Counting on the CPU what a computation keeps in memory."""
+"""Counts the memory that a computation keeps, on the CPU."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class Allocations(TorchDispatchMode):
-    """``with Allocations() as counted``: bytes of all storages made inside that are alive, and
-    their ``peak``."""
+    """Counts the bytes of all living storages created in the context, and their ``peak``.
+
+    Use ``with Allocations() as counted``.
+    """
 
     def __init__(self) -> None:
         super().__init__()

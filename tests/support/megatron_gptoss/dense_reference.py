@@ -1,5 +1,4 @@
-"""The independent reference of dense decoders: transformers' LlamaForCausalLM and
-Qwen2ForCausalLM."""
+"""Independent reference of dense decoders: transformers' LlamaForCausalLM and Qwen2ForCausalLM."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megatron_gptoss.families.dense.config import DenseModelConfig
 from megatron_gptoss.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
 
-# every dimension that could be mistaken for another is different from it
+# All dimensions differ, so that a mix-up changes a shape.
 SIZES: dict[str, Any] = {
     "num_layers": 4,
     "hidden_size": 48,
@@ -45,7 +44,7 @@ MODELS: dict[str, DenseModelConfig] = {
 
 
 def dense_hf_model(config: DenseModelConfig, std: float = 0.15, seed: int = 0) -> Any:
-    """fp32, eager attention, all parameters random: biases too, or parity could not see them."""
+    """Return an fp32 model with eager attention and random parameters, including biases."""
     torch.manual_seed(seed)
     hf_config = AutoConfig.for_model(**config.to_hf_config())
     model = AutoModelForCausalLM.from_config(
@@ -60,7 +59,7 @@ def dense_hf_model(config: DenseModelConfig, std: float = 0.15, seed: int = 0) -
 
 
 def dense_weights(config: DenseModelConfig, std: float = 0.15) -> dict[str, torch.Tensor]:
-    """Return the tensors of a checkpoint: a tied output layer is not among them."""
+    """Return the tensors of a checkpoint, without a tied output layer."""
     weights = dict(dense_hf_model(config, std).state_dict())
     if config.tied_embeddings:
         del weights["lm_head.weight"]

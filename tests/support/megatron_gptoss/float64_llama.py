@@ -1,4 +1,4 @@
-"""transformers' Llama in float64 throughout."""
+"""transformers' Llama with all computations in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts of two ranks."""
+"""Parallel layouts with two ranks."""
 
 from __future__ import annotations
 

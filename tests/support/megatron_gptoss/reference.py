@@ -1,5 +1,4 @@
-"""The independent reference: transformers' GptOssForCausalLM on the same weights, one document
-at a time."""
+"""Independent reference: transformers' GptOssForCausalLM on the same weights, per document."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ from megatron_gptoss.scorer import alignment
 from megatron_gptoss.step_results import LossFunction, LossOutput
 from megatron_gptoss.trainer import PolicyTrainer
 
-# hidden != intermediate, more kv heads than ranks of any test, a window that is shorter than the
-# documents
+# hidden != intermediate, more key/value heads than ranks of any test, and a window that is shorter
+# than the documents.
 TINY = GptOssModelConfig(
     num_layers=4,
     num_experts=8,
@@ -44,8 +43,7 @@ TINY = GptOssModelConfig(
 def hf_model(
     config: GptOssModelConfig = TINY, std: float = 0.2, seed: int = 0
 ) -> GptOssForCausalLM:
-    """fp32, eager attention, all parameters random: biases and sinks too, or parity could not
-    see them."""
+    """Return an fp32 model with eager attention and all parameters random, sinks included."""
     torch.manual_seed(seed)
     model = (
         GptOssForCausalLM(GptOssConfig(**config.to_hf_config(), attn_implementation="eager"))
@@ -61,7 +59,7 @@ def hf_model(
 
 
 def documents(lengths: list[int], vocab_size: int = 128, seed: int = 1) -> TrainingSamples:
-    """Return random samples; all tokens but the first are in the loss."""
+    """Return random samples. All tokens but the first are in the loss."""
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for n in lengths:
@@ -73,7 +71,7 @@ def documents(lengths: list[int], vocab_size: int = 128, seed: int = 1) -> Train
 def local_batches(
     samples: TrainingSamples, max_tokens: int, parallel: ParallelConfig
 ) -> list[PackedBatch]:
-    """Pack for all data-parallel ranks and return this rank's micro-batches."""
+    """Pack for all data-parallel ranks, and return this rank's micro-batches."""
     per_rank = pack(
         samples, max_tokens, parallel.data, alignment(), multiple=parallel.micro_batch_multiple
     )
@@ -84,8 +82,8 @@ def unpack(values: torch.Tensor, batch: PackedBatch) -> dict[int, np.ndarray]:
     """Split per-token values [T] or [T, ...] by sequence.
 
     Returns:
-        {sample id: array of as many entries as the sequence has tokens}, with 0 for the first
-        token, which nothing predicts.
+        {sample id: array with one entry per token of the sequence}. The entry of the first token,
+        which is not predicted, is 0.
     """
     array = values.cpu().numpy()
     per_sample = {}
@@ -98,19 +96,19 @@ def unpack(values: torch.Tensor, batch: PackedBatch) -> dict[int, np.ndarray]:
 
 
 def hf_logits(model: GptOssForCausalLM, samples: TrainingSamples) -> torch.Tensor:
-    """[tokens, vocab_size] of the inputs of all samples, each run on its own."""
+    """Return the logits [tokens, vocab_size] of all samples, each computed separately."""
     inputs = [torch.tensor(row[None, :-1]).long() for row in samples.rows("token_ids")]
     return torch.cat([model(row).logits[0] for row in inputs])
 
 
 def hf_loss(model: GptOssForCausalLM, samples: TrainingSamples) -> torch.Tensor:
-    """Mean cross-entropy over all labels."""
+    """Return the mean cross-entropy over all labels."""
     labels = torch.cat([torch.tensor(row[1:]).long() for row in samples.rows("token_ids")])
     return torch.nn.functional.cross_entropy(hf_logits(model, samples), labels)
 
 
 def mean_cross_entropy(tokens: int) -> LossFunction:
-    """The same loss for the trainer."""
+    """Return the same loss for the trainer."""
 
     def loss(log_probs: torch.Tensor, entropy: torch.Tensor, batch: object) -> LossOutput:
         total = -torch.where(batch.loss_mask > 0, log_probs, 0.0).sum()
@@ -121,8 +119,7 @@ def mean_cross_entropy(tokens: int) -> LossFunction:
 
 @contextlib.contextmanager
 def hf_norms_in_full_precision() -> Iterator[None]:
-    """transformers computes RMSNorm in fp32 whatever the dtype; an fp64 comparison needs it in
-    fp64."""
+    """Compute RMSNorm in fp64 for fp64 comparisons. transformers always uses fp32."""
     original = modeling_gpt_oss.GptOssRMSNorm.forward
 
     def forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -139,7 +136,7 @@ def hf_norms_in_full_precision() -> Iterator[None]:
 
 @contextlib.contextmanager
 def float64_training() -> Iterator[None]:
-    """Let Megatron clip gradients in float64, whose type it refuses."""
+    """Let Megatron clip float64 gradients, whose type it rejects."""
     original = torch.Tensor.type
 
     def named_as_fp32(self: torch.Tensor, *arguments: Any, **options: Any) -> Any:
@@ -156,7 +153,7 @@ def float64_training() -> Iterator[None]:
 def save_checkpoint(
     root: Path, trainer: PolicyTrainer, step: int, state: dict[str, Any], keep: int = 2
 ) -> Path:
-    """Begin a checkpoint and wait for it."""
+    """Start a checkpoint and wait for it."""
     writer = CheckpointWriter(root, keep)
     path = writer.start(trainer, step, state)
     writer.finish()

@@ -1,4 +1,4 @@
-"""A GPU whose memory a test decides."""
+"""A GPU whose memory is controlled by a test."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from megatron_gptoss.gpu_memory import MemoryReading
 
 
 class ScriptedGpu:
-    """A GPU whose memory the test allocates by hand, with counters that behave as torch's."""
+    """A GPU with memory allocated by the test, and counters that behave like torch's."""
 
     def __init__(self) -> None:
         self.allocated = self.peak_allocated = 0
         self.reserved = self.peak_reserved = 0
         self.others = 500
-        """Held by other processes, and by this one outside of torch's allocator."""
+        """Bytes used by other processes, and by this one outside of torch's allocator."""
 
     def allocate(self, size: int) -> None:
         self.allocated += size

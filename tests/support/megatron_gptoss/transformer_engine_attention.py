@@ -1,4 +1,4 @@
-"""Transformer Engine's attention in place of ours: ``build_model(..., core_attention=...)``."""
+"""Transformer Engine's attention for ``build_model(..., core_attention=...)``."""
 
 from typing import Any
 
@@ -13,8 +13,9 @@ from megatron_gptoss.transformer_config import PolicyTransformerConfig, mark
 class TransformerEngineAttention(TEDotProductAttention):
     """Has SinkAttention's inputs, outputs and parameter, but no context parallelism.
 
-    A row of sequences of one length runs unpacked. Other rows, with the sink's gradient, are fused
-    by Transformer Engine from cuDNN 9.26 on; with an older one there may be no backend for them.
+    A row of sequences of equal length runs unpacked. Other rows, with the sink's gradient, use
+    fused kernels of Transformer Engine from cuDNN 9.26 on. Older versions may have no backend for
+    them.
     """
 
     def __init__(self, config: PolicyTransformerConfig, **settings: Any) -> None:
@@ -58,12 +59,12 @@ class TransformerEngineAttention(TEDotProductAttention):
                 "max_seqlen_kv": row.max_seqlen_q,
             }
 
-        # Past TEDotProductAttention's own forward, which would set the layout from Megatron's
+        # Skip TEDotProductAttention's forward, which would set the layout from Megatron's
         # parameters.
         out = super(TEDotProductAttention, self).forward(*inputs, **layout)
         return out.reshape(len(query), -1)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return what SinkAttention saves: nothing of Transformer Engine's extra state."""
+        """Return SinkAttention's state, without Transformer Engine's extra state."""
         state = super().sharded_state_dict(*args, **kwargs)
         return {name: entry for name, entry in state.items() if not name.endswith("_extra_state")}

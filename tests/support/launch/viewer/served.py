@@ -1,4 +1,4 @@
-"""A viewer that really listens, for tests to ask and to look at."""
+"""A listening viewer, for tests of its server and its pages."""
 
 import asyncio
 import http.client
@@ -31,7 +31,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Served:
-    """Where the viewer is."""
+    """Address and runs of the viewer."""
 
     address: str
     port: int
@@ -39,7 +39,7 @@ class Served:
     def get(
         self, path: str, headers: Mapping[str, str] | None = None, method: str = "GET"
     ) -> Answer:
-        """Ask for a path exactly as it is written."""
+        """Request a path without normalizing it."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         connection.request(method, path, headers=dict(headers or {}))
         response = connection.getresponse()
@@ -75,7 +75,7 @@ CONFIG = "training:\n  steps: {steps}\nalgorithm:\n  mini_batches: 1\n"
 
 
 class ExampleRun:
-    """A run that grows when a test says so."""
+    """A run that grows on request."""
 
     def __init__(self, path: Path, steps: int = 0, of: int = 100) -> None:
         self.directory: RunDirectory = start_run(path, CONFIG.format(steps=of))
@@ -84,7 +84,7 @@ class ExampleRun:
         self.add(steps)
 
     def add(self, steps: int, **values: float) -> None:
-        """Finish so many steps. ``values`` replace usual ones."""
+        """Add finished steps. ``values`` replace the default metrics."""
         first = self._step
         self._step += steps
         steps = range(first + 1, self._step + 1)
@@ -109,7 +109,7 @@ class ExampleRun:
             self._writer.write(metrics)
 
     def evaluate(self, **values: float) -> None:
-        """Record an evaluation after the steps so far."""
+        """Record an evaluation at the current step."""
         metrics = StepMetrics(self._step)
         for name, value in values.items():
             metrics.add(name, value, "last")
