@@ -5,8 +5,8 @@
 
 A matrix instruction of Hopper (``HGMMA`` in machine code) may have its first matrix in registers.
 It reads them asynchronously. Only a wait for the instruction's group guarantees that it has read
-them. ptxas before CUDA 13.3 writes such registers before that wait, in the next iteration of a loop
-(triton issue 9433 and pull request 11781). ptxas of CUDA 13.5 still does so in some kernels. Wrong
+them. Before CUDA 13.3, ptxas writes such registers before that wait, in the next iteration of a
+loop (triton issue 9433 and pull request 11781). Version 13.5 still does so in some kernels. Wrong
 results depend on timing, so tests may pass.
 
 The program follows each loop for a few iterations. A group of matrix instructions is pending from

@@ -3,8 +3,8 @@
 At the end of the session it reports the processes and the tests that started them, ends them, and
 fails the run. If pytest is killed, a separate program ends them (``end_with_pytest``).
 
-Child processes inherit the environment. A variable there identifies processes of this run, whoever
-their parent is. pytest's PYTEST_CURRENT_TEST in the same environment names the test.
+Child processes inherit the environment. A variable there identifies processes of this run, even if
+their parent has ended. The variable PYTEST_CURRENT_TEST of pytest names the test.
 """
 
 from __future__ import annotations

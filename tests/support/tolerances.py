@@ -6,7 +6,8 @@ every order. A tolerance that was read off one machine does not.
 
 - ``sum_error``, ``product_error``, ``log_prob_error`` and ``attention_error`` bound one operation
   before it runs.
-- ``rounding_error`` is for whole models and trainings, which amplify errors by an unknown factor. It
+- ``rounding_error`` is for whole models and trainings, which amplify errors by an unknown factor.
+It
   measures how far the reference itself is from float64.
 """
 
@@ -20,16 +21,20 @@ from torch import Tensor
 
 CONFIDENCE = 8.0
 """A sum of n rounding errors exceeds CONFIDENCE * sqrt(n) * u with a probability below 3e-14, if
-errors are independent with mean 0: 2 exp(-CONFIDENCE^2 / 2) (Higham and Mary, doi 10.1137/18M1226312)."""
+errors are independent with mean 0: 2 exp(-CONFIDENCE^2 / 2) (Higham and Mary, doi
+10.1137/18M1226312)."""
 
 FUNCTION_ROUNDINGS = 4
 """Unit roundoffs by which exp, log and their arguments' scaling may be off: vectorized functions of
 torch, numpy and Triton are correct to 2 units in the last place."""
 
 OTHER_ORDER = 8.0
-"""Ratio of the largest errors of two computations with as many roundings in another order. The
-largest of many independent errors is within a factor of 2 of its usual size. Two of them add up, and
-a partition over ranks or chunks adds at most as many roundings again."""
+"""Ratio of the largest errors of two computations with equally many roundings in different orders.
+
+The largest of many independent errors is within a factor of 2 of its usual size. The difference of
+two computations has the errors of both, and a partition over ranks or chunks adds at most the same
+number of roundings.
+"""
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
@@ -65,8 +70,8 @@ def log_prob_error(logits: Tensor, dtype: torch.dtype = torch.float32) -> Tensor
     u = unit_roundoff(dtype)
     largest = rows.amax(-1, keepdim=True)
 
-    # The difference to the largest logit has the roundings of both, and its own. Those of equal
-    # logits cancel.
+    # The difference to the largest logit has the roundings of both logits and its own. Roundings of
+    # equal logits cancel.
     sizes = torch.where(rows == largest, 0.0, rows.abs() + largest.abs() + (largest - rows))
     in_differences = u * sizes
     # The logarithm turns the relative error of the sum into an absolute one.
@@ -92,7 +97,7 @@ def attention_error(
         keys: [keys, head size].
         values: [keys, value size].
         scale: factor of the scores.
-        sink: logit of a further key without a value.
+        sink: logit of an additional key without a value.
         dtype: precision of scores, softmax and sums.
         weight_dtype: precision to which the kernel rounds weights and output; None for ``dtype``.
     """
@@ -108,7 +113,7 @@ def attention_error(
     in_scores = product_error(keys, query[:, None], dtype)[:, 0] * scale
     in_exponents = FUNCTION_ROUNDINGS * u * (1 + scores.abs() + (largest - scores))
     of_weight = in_scores + in_exponents
-    # All weights share the error of their sum, which is a mean of theirs, and of adding them up.
+    # All weights share the error of their sum: the mean of their errors, and the summation error.
     of_sum = (weights * of_weight).sum() + sum_error(dtype, len(keys) + 1, 1.0)
     relative = of_weight + of_sum + sum_error(dtype, len(keys), 1.0)
     if weight_dtype is not None:
@@ -140,7 +145,8 @@ def rounding_error(reference: Tensor | float, exact: Tensor | float) -> float:
         exact: the same from float64.
 
     Returns:
-        OTHER_ORDER times the largest difference, but no less than one rounding of the largest value.
+        OTHER_ORDER times the largest difference, but no less than one rounding of the largest
+        value.
     """
     found = torch.as_tensor(reference)
     wanted = torch.as_tensor(exact, dtype=torch.float64)
@@ -167,7 +173,7 @@ def assert_same_course(
         expected: the figure of all steps of the other training.
         exact: the same from float64.
         terms: number of terms that the figure sums.
-        name: what is compared.
+        name: name of the figure.
     """
     drift = 0.0
     of_sum = float(sum_error(torch.float32, terms, 1.0))

@@ -1,7 +1,8 @@
-"""Waiting for what a test needs, without a guess at how fast the machine is.
+"""Waiting for conditions in tests, independent of the machine's speed.
 
-A limit in a test is there to end a test that hangs, so it may be long: it costs nothing where all is well. What must be
-fast belongs into benchmarks/."""
+A time limit only ends a test that hangs. It may be long, because it costs no time if the test
+passes. Speed is measured in benchmarks/.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import time
 from collections.abc import Callable
 
 PATIENCE_SECONDS = 300.0
-"""Until then, whatever a test waits for has happened on a machine that is busy with something else."""
+"""Time limit in seconds. It is long enough for a machine that is busy with other work."""
 
 
 def wait_until(
@@ -20,7 +21,7 @@ def wait_until(
     seconds: float = PATIENCE_SECONDS,
     pause: float = 0.05,
 ) -> None:
-    """Return as soon as ``condition`` holds; fail with what ``explain`` returns if it does not within ``seconds``."""
+    """Wait until ``condition`` is true. Fail with the text of ``explain`` after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, explain()
@@ -30,7 +31,7 @@ def wait_until(
 async def wait_until_async(
     condition: Callable[[], object], *, seconds: float = PATIENCE_SECONDS
 ) -> None:
-    """``wait_until`` with the event loop running; raises TimeoutError."""
+    """Wait like ``wait_until``, with a running event loop. Raises TimeoutError."""
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.001)

@@ -1,4 +1,4 @@
-"""Samples and losses for the formulas of algorithms."""
+"""Samples and losses for tests of the algorithms' formulas."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def samples(lengths: tuple[int, ...] = (5, 9, 3, 6), seed: int = 0) -> list[Samp
 
 
 def batch_of(everyone: list[Sample], part: list[int] | None = None, align: int = 1) -> PackedBatch:
-    """One micro-batch of some of the samples, by default of all."""
+    """Return one micro-batch of some of the samples, by default of all."""
     return build_batch(TrainingSamples.join(everyone), part, align)
 
 

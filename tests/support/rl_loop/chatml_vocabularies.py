@@ -18,12 +18,12 @@ WORDS = arithmetic.vocabulary_text()
 
 
 def with_call_tokens() -> ChatMlVocabulary:
-    """As Qwen2.5 has them."""
+    """Return a vocabulary with call tokens, like Qwen2.5."""
     return tiny_vocabulary(1200, WORDS)
 
 
 def without_call_tokens() -> ChatMlVocabulary:
-    """As SmolLM2, whose digits are pieces of their own; calls are text."""
+    """Return a vocabulary without call tokens, like SmolLM2, whose digits are single tokens."""
     vocabulary = json.loads(byte_pair_tokenizer(tokens_of(WORDS)).to_str())["model"]
     merges = [tuple(pair) for pair in vocabulary["merges"]]
     tokenizer = Tokenizer(models.BPE(vocabulary["vocab"], merges))

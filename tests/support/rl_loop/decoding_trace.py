@@ -1,8 +1,8 @@
-"""A Chrome trace of three decoding steps, as torch 2.11's profiler writes it with GPU activities alone.
+"""A Chrome trace of three decoding steps, as torch 2.11's profiler writes it for GPU activities.
 
-A step lasts 100 microseconds. Its CUDA graph is one layer with MXFP4 experts and the output layer;
-sampling runs after it, on a second stream the next batch is prepared, on a third results are copied.
-The third step has begun when the trace ends.
+A step lasts 100 microseconds. Its CUDA graph has one layer with MXFP4 experts, and the output
+layer. Sampling follows it. A second stream prepares the next batch, a third one copies results. The
+third step is incomplete.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ GRAPH = [
         8,
         6,
     ),
-    # one microsecond of nothing
+    # 1 microsecond without a kernel
     ("void tinygemm_kernel<16, 8, 64, 16, 1, 2>(__nv_bfloat16*, __nv_bfloat16*)", 15, 2),
     ("_topk_forward", 17, 1),
     (ELEMENTWISE + "FillFunctor<int>, std::array<char*, 1ul>>(int)", 18, 1),
     (COPY, 19, 1),
     ("_matmul_ogs_NNT_bf16xbf16xmxfp4_16x256x128x1_swiglu", 20, 10),
-    # launched early: waits one microsecond for the one before
+    # launched early: waits 1 microsecond for the previous kernel
     ("_matmul_ogs_NNT_bf16xbf16xmxfp4_16x256x128x1", 29, 9),
     (ELEMENTWISE + "(anonymous namespace)::CompareEqFunctor<int>, std::array<char*, 2ul>>", 38, 1),
     ("_reduce", 39, 2),
@@ -53,7 +53,7 @@ def decoding_events() -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "ts": 0, "pid": 0, "tid": 0, "args": {"name": "GPU 0"}},
         {"ph": "X", "cat": "Trace", "name": "PyTorch Profiler (0)", "ts": 900, "dur": 500},
-        # Of a graph that was launched before the trace began.
+        # Belongs to a graph that was launched before the trace began.
         gpu_event("kernel", "_reduce", 970, 5, stream=7, correlation=11),
     ]
     for step in range(3):
@@ -64,7 +64,7 @@ def decoding_events() -> list[dict[str, Any]]:
         for name, start, duration in GRAPH:
             events.append(gpu_event("kernel", name, began + start, duration, 7, launch))
 
-        # A copy that began before the kernel beside it.
+        # A copy that began before the concurrent kernel.
         events.append(gpu_event("gpu_memcpy", HOST_TO_GPU, began + 53, 3, 13, launch + 4))
         events.append(runtime_event("cudaLaunchKernel", began + 5, launch + 1))
         events.append(gpu_event("kernel", SOFTMAX, began + 54, 6, 7, launch + 1))
@@ -107,7 +107,7 @@ def runtime_event(name: str, start: float, correlation: int) -> dict[str, Any]:
 
 
 def write_trace(path: Path, events: list[dict[str, Any]]) -> None:
-    """Write a gzipped trace as SGLang names it, ``*.trace.json.gz``."""
+    """Write a gzipped trace with SGLang's name, ``*.trace.json.gz``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with gzip.open(path, "wt") as file:
         json.dump({"schemaVersion": 1, "displayTimeUnit": "ms", "traceEvents": events}, file)

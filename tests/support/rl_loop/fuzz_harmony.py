@@ -1,10 +1,10 @@
-"""Fuzzing of sampled tokens for a given time.
+"""Fuzzing of sampled tokens for a limited time.
 
     python -m tests.support.rl_loop.fuzz_harmony SECONDS [SEED]
 
-Each round samples ids (random, assembled from pieces of Harmony, or turns that openai-harmony rendered, with mutations)
-and plays them through the agent loop. Whatever they are, an episode must end with a named reason and hold exactly the
-ids that were sampled, and no tool answer may hold a special token.
+Each round samples ids (random, assembled from pieces of Harmony, or mutations of turns rendered by
+openai-harmony) and plays them through the agent loop. Every episode must end with a known reason
+and hold exactly the sampled ids, and no tool result may hold a special token.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LIMITS = EpisodeLimits(
 
 
 def sampled_turn(harmony: Harmony, rng: random.Random) -> list[int]:
-    """Ids of one turn, ended as an engine ends it: by a stop token or by the limit."""
+    """Return the ids of one turn, ended like by an engine: by a stop token or by the limit."""
     vocabulary = harmony.vocabulary
     kind = rng.randrange(4)
     if kind == 0:
@@ -113,7 +113,7 @@ def play(harmony: Harmony, rng: random.Random) -> FinishReason:
 
 
 def fuzz(seconds: float, seed: int = 0, rounds: int | None = None) -> Counter[FinishReason]:
-    """Rounds until the time is over or ``rounds`` are done; how the episodes ended."""
+    """Run rounds until the time is over or ``rounds`` are done, and count the finish reasons."""
     short = PromptConfig(
         model_identity=None,
         knowledge_cutoff=None,

@@ -1,7 +1,8 @@
-"""openai-harmony as the reference for rendering and parsing: nothing here calls ``rl_loop.harmony.codec``'s own code.
+"""Reference for rendering and parsing, based on openai-harmony.
 
-Legal turns are rendered by openai-harmony, and what a sampled turn means is read from the text of its tokens with
-regular expressions and from openai-harmony's parser."""
+It does not call ``rl_loop.harmony.codec``. openai-harmony renders valid turns. Regular expressions
+on the text of the tokens, and openai-harmony's parser, give the meaning of a sampled turn.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +27,12 @@ START, CHANNEL, CONSTRAIN, MESSAGE, END, RETURN, CALL = (
     200_006, 200_005, 200_003, 200_008, 200_007, 200_002, 200_012,
 )  # fmt: skip
 
-# where a header names the recipient: as openai-harmony renders it, or as GPT-OSS samples it
+# Place of the recipient in a header: as openai-harmony renders it, or as GPT-OSS samples it.
 RecipientPlace = Literal["role", "channel"]
 
 
 def encode(text: str) -> list[int]:
-    """Ids of a text in which the names of special tokens are those tokens."""
+    """Return the ids of a text. Names of special tokens in it are encoded as these tokens."""
     return harmony_encoding().encode(text, allowed_special="all")
 
 
@@ -54,7 +55,7 @@ def user(text: str) -> Message:
 
 
 def render(messages: Sequence[Message]) -> list[int]:
-    """A conversation as openai-harmony renders it, nothing dropped."""
+    """Return a conversation as openai-harmony renders it, without omissions."""
     return harmony_encoding().render_conversation(
         Conversation.from_messages(messages), KEEP_ANALYSIS
     )
@@ -73,8 +74,10 @@ def render_for_training(messages: Sequence[Message]) -> list[int]:
 
 
 def sampled_turn(messages: Sequence[Message], place: RecipientPlace = "role") -> list[int]:
-    """Ids of an assistant turn after ``<|start|>assistant``, as an engine returns them: openai-harmony's own, with the
-    stop token that sampling ends with."""
+    """Return the ids of an assistant turn after ``<|start|>assistant``, as an engine returns them.
+
+    They are openai-harmony's, with the stop token that ends sampling.
+    """
     ids: list[int] = []
     for message in messages:
         ids += [*render([message])[:-1], END]
@@ -86,17 +89,17 @@ def sampled_turn(messages: Sequence[Message], place: RecipientPlace = "role") ->
 
 
 def with_recipient_after_channel(ids: Sequence[int]) -> list[int]:
-    """`` to=NAME<|channel|>CHANNEL`` becomes ``<|channel|>CHANNEL to=NAME`` in every header of the assistant."""
+    """Move the recipient in assistant headers: `` to=N<|channel|>C`` to ``<|channel|>C to=N``."""
     return _with_headers(ids, r"^(<\|start\|>assistant)( to=\S+)(<\|channel\|>\w+)", r"\1\3\2")
 
 
 def with_recipient_in_role(ids: Sequence[int]) -> list[int]:
-    """The reverse of ``with_recipient_after_channel``."""
+    """Invert ``with_recipient_after_channel``."""
     return _with_headers(ids, r"^(<\|start\|>assistant)(<\|channel\|>\w+)( to=\S+)", r"\1\3\2")
 
 
 def _with_headers(ids: Sequence[int], pattern: str, replacement: str) -> list[int]:
-    """Rewrite the text of every header, from ``<|start|>`` to ``<|message|>``; texts of messages stay as they are."""
+    """Rewrite the text of every header, from ``<|start|>`` to ``<|message|>``, not of messages."""
     out: list[int] = []
     position = 0
     while position < len(ids):
@@ -113,7 +116,7 @@ def _with_headers(ids: Sequence[int], pattern: str, replacement: str) -> list[in
 
 # ---- the meaning of a sampled turn
 
-# every special token as one character that no text has, and all reserved ones as another
+# A character per special token that does not occur in texts, and one for all reserved tokens.
 MARKS = {encode(name)[0]: chr(0x10F000 + number) for number, name in enumerate(SPECIAL_TOKENS)}
 RESERVED = chr(0x10F100)
 ANY = f"[^{''.join(MARKS.values())}{RESERVED}]*"
@@ -127,7 +130,7 @@ TURN = f"(?:{ANONYMOUS_HEADER}{ANY}{MARKS[END]}{MARKS[START]})*{ANONYMOUS_HEADER
 
 
 def marked(ids: Sequence[int]) -> str:
-    """The text of ids with every special token as one private character."""
+    """Return the text of ids, with every special token as one private character."""
     text, ordinary = "", list[int]()
     for token in [*ids, RETURN]:
         if token < 199_998:
@@ -139,15 +142,20 @@ def marked(ids: Sequence[int]) -> str:
 
 
 def meaning(ids: Sequence[int]) -> list[ParsedMessage] | None:
-    """What a sampled turn (Harmony's ids after ``<|start|>assistant``) says; None if it is not legal.
+    """Return the messages of a sampled turn; None if it is malformed.
 
-    Legal is what openai-harmony reads without an error, of the assistant, on a known channel, with special tokens where
-    the documented format has them, ended by the stop token that fits, and never a call beside a final answer."""
+    A valid turn is one that openai-harmony parses without an error, by the assistant, on a known
+    channel, with special tokens as documented, ended by the correct stop token, and without both a
+    call and a final answer.
+
+    Args:
+        ids: Harmony's ids after ``<|start|>assistant``.
+    """
     text = marked(ids)
     if re.fullmatch(TURN, text) is None:
         return None
     if any("<|" in header.group() for header in re.finditer(ANONYMOUS_HEADER, text)):
-        return None  # the name of a special token spelled in a header
+        return None  # a header contains the name of a special token as text
     try:
         parsed = harmony_encoding().parse_messages_from_completion_tokens(list(ids), Role.ASSISTANT)
     except HarmonyError:

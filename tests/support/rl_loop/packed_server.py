@@ -1,7 +1,7 @@
-"""The local server with MXFP4 experts, which the plugin's own code loads, reads and hashes.
+"""The local server with MXFP4 experts, which the plugin's code loads, reads and hashes.
 
-SGLang's layers are stood in for by objects with the same attributes, in main memory, whose layouts are
-those of ``triton_kernel`` (``sglang_own_loading.py`` has the real ones).
+Objects with the same attributes, in main memory, replace SGLang's layers. Their layouts are those
+of ``triton_kernel`` (``sglang_own_loading.py`` has the real ones).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from gptoss_synced_model import SyncedModel
 
 
 class HopperMXValueLayout:
-    """Named as triton_kernels' class."""
+    """Has the name of triton_kernels' class."""
 
 
 class HopperMXScaleLayout:
-    """Likewise."""
+    """Has the name of triton_kernels' class."""
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -41,7 +41,7 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def create_layer(model: ModelConfig, rank: int, ranks: int) -> tuple[Any, Any]:
-    """Make the experts of a layer and their quant method, as loaded from dummy weights."""
+    """Return the experts of a layer and their quantization method, as after a dummy load."""
     inner = round_up(model.intermediate_size // ranks, 64)
     matrices = {
         "w13": (2 * inner, model.hidden_size),
@@ -80,7 +80,7 @@ def parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
 
 
 class ServedModel(torch.nn.Module):
-    """Parameters under the names of SGLang's GPT-OSS, of one tensor-parallel rank."""
+    """Parameters of one tensor-parallel rank under the names of SGLang's GPT-OSS."""
 
     def __init__(self, model: ModelConfig, rank: int = 0, ranks: int = 1) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class ServedModel(torch.nn.Module):
 
 
 class PackedServer(LocalServer):
-    """Holds MXFP4 experts, on every rank what the plugin makes of what came."""
+    """A server with MXFP4 experts, on every rank as the plugin stores them."""
 
     def __init__(self, model: ModelConfig, ranks: int = 1, **options: Any) -> None:
         super().__init__(**options)
@@ -122,7 +122,7 @@ class PackedServer(LocalServer):
         except expert_storage.WrongWeights as error:
             message = f"Failed to update parameter online: {error}."
             return web.json_response({"success": False, "message": message}, status=400)
-        self.weights |= tensors  # of all of which the model's next token is a function
+        self.weights |= tensors  # the model's next token is a function of all of them
         self._digest = None
         return web.json_response({"success": True, "message": "Success"})
 

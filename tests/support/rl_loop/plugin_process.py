@@ -1,4 +1,4 @@
-"""Runs programs in processes that see the plugin of SGLang's servers, as a server does."""
+"""Runs programs in processes that see the plugin of SGLang's servers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def plugin_module(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def write_modules(directory: Path, sources: dict[str, str]) -> None:
-    """Write stand-ins for modules of SGLang or triton_kernels, by their files within ``directory``."""
+    """Write replacements for modules of SGLang or triton_kernels to files in ``directory``."""
     for name, source in sources.items():
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,12 +35,13 @@ def write_modules(directory: Path, sources: dict[str, str]) -> None:
 def run_with_plugin(
     *arguments: str, packages: Path | None = None, interpreted: bool = False
 ) -> str:
-    """Run Python with ``arguments``, which has to succeed. Returns what it prints.
+    """Run Python with ``arguments``, and return its output. The program must succeed.
 
     Args:
-        packages: a directory whose packages stand in for SGLang's.
-        interpreted: whether Triton's kernels run in its interpreter, without a GPU. The program may
-            import modules of the tests then.
+        arguments: arguments of the interpreter.
+        packages: directory whose packages replace SGLang's.
+        interpreted: whether Triton interprets kernels, without a GPU. The program may then import
+            modules of the tests.
     """
     path = [str(PLUGIN)] if packages is None else [str(PLUGIN), str(packages)]
     if interpreted:

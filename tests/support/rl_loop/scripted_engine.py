@@ -1,4 +1,4 @@
-"""An engine whose "policy" is a script, so that the agent loop can be watched token by token."""
+"""An engine with a scripted policy, for tests of the agent loop token by token."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from rl_loop.engines.protocol import GenerateRequest, GenerateResult
 
 
 def log_prob_at(position: int) -> float:
-    """A different number for every place in an episode."""
+    """Return a different number for every position in an episode."""
     return -(position + 1) / 1024
 
 
 class ScriptedEngine:
-    """Samples the scripted turns one after the other, with new weights for every request.
+    """Samples the scripted turns in sequence, with new weights for every request.
 
-    ``aborts``: in order of requests, after how many tokens a request is aborted; None or the end of the list: not.
-    ``hang``: a request waits for ``abort`` once it has sampled its tokens.
+    Args:
+        turns: ids of each turn.
+        aborts: number of tokens after which each request is aborted; None or the end: not aborted.
+        hang: whether a request waits for ``abort`` after it has sampled its tokens.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class ScriptedEngine:
             routes,
             cached_tokens=max(
                 0, len(self._processed) - 1
-            ),  # the last token was sampled and not an input yet
+            ),  # the last token was sampled and has not been an input yet
         )
         self._processed = request.input_ids + output
         self.results.append(result)

@@ -1,4 +1,4 @@
-"""A loop whose rollouts are scripted."""
+"""A loop with scripted rollouts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl_loop.trainer.checkpointer import Checkpointer, RunState
 
 
 def from_file(directory: Path, tasks: int) -> list[str]:
-    """Overrides that train on a file of so many tasks."""
+    """Return overrides that train on a file with ``tasks`` tasks."""
     questions = [
         {"problem": f"What is {i} + {i + 1}?", "answer": str(2 * i + 1)} for i in range(tasks)
     ]
@@ -32,7 +32,7 @@ def from_file(directory: Path, tasks: int) -> list[str]:
 
 
 def answered(request: GroupRequest, version: int, rewards: Sequence[float]) -> TrajectoryGroup:
-    """Episodes of one sampled token each, with these rewards."""
+    """Return episodes of one sampled token each, with these rewards."""
     episodes = [
         Trajectory(
             request.task.task_id,
@@ -49,7 +49,7 @@ def answered(request: GroupRequest, version: int, rewards: Sequence[float]) -> T
 
 
 class FakeRollouts:
-    """Remembers which tasks it was asked for; ``signal`` says which of them have one."""
+    """Records the requested tasks. ``signal`` returns True for tasks with a learning signal."""
 
     def __init__(self, signal: Callable[[str], bool]) -> None:
         self.signal, self.asked, self.version = signal, list[str](), 0
@@ -65,13 +65,13 @@ class FakeRollouts:
 
 
 class Silent:
-    """A display that shows nothing."""
+    """A progress display that shows nothing."""
 
     def episodes(self, ended: int, wanted: int) -> None: ...
 
 
 def loop_over(settings: RlConfig, rollouts: FakeRollouts, state: RunState) -> RlLoop:
-    """A loop with real tasks and no trainer."""
+    """Return a loop with real tasks and no trainer."""
     return RlLoop(
         settings,
         trainer=None,  # type: ignore[arg-type]

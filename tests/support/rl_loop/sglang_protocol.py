@@ -1,12 +1,17 @@
-"""A server that speaks SGLang 0.5.17's HTTP protocol, with a made-up model and faults on demand.
+"""A server with SGLang 0.5.17's HTTP protocol, an artificial model and faults on request.
 
-The formats, status codes and orders of events are those recorded from the real server: incremental streaming with
-cumulative ``completion_tokens``, the last token repeated when a waiting request is aborted, success for unknown tensor
-names, 400 from /flush_cache while requests run, requests that wait while generation is paused, checksums of parameters
-that are laid out as SGLang's own GPT-OSS does it.
+Formats, status codes and orders of events were recorded from the real server:
 
-The model: token n + 1 follows from a hash of tokens 0..n and of all weights, so a test knows every token, and tokens of
-half-loaded weights are no version's. ``sglang_process/sglang`` is a package that runs it in place of SGLang.
+* Streaming is incremental, with cumulative ``completion_tokens``.
+* If a waiting request is aborted, the last token is repeated.
+* Unknown tensor names are reported as a success.
+* /flush_cache returns 400 while requests run.
+* Requests wait while generation is paused.
+* Parameter checksums have the layout of SGLang's GPT-OSS.
+
+The model: token n + 1 follows from a hash of tokens 0..n and of all weights. A test therefore knows
+every token, and half-loaded weights give tokens of no version. ``sglang_process/sglang`` is a
+package that runs this server instead of SGLang.
 """
 
 from __future__ import annotations
@@ -43,7 +48,7 @@ SERVED_MODEL = GptOssModelConfig(
     num_layers=LAYERS, num_experts=EXPERTS, experts_per_token=TOP_K, hidden_size=32, intermediate_size=48,
     num_attention_heads=4, num_key_value_heads=2, head_size=16, vocab_size=VOCAB, max_length=1024,
 )  # fmt: skip
-"""What a LocalServer without weights answers as."""
+"""Model of a LocalServer without weights."""
 RANDOM_WEIGHTS = "random"
 
 
@@ -61,7 +66,7 @@ def next_token(state: int) -> int:
 
 
 def prefix_state(tokens: list[int], weights: str, state: int | None = None) -> int:
-    """Continues from ``state``, which belongs to what came before ``tokens``."""
+    """Continue the hash ``state`` of the tokens before ``tokens``."""
     value = zlib.crc32(weights.encode()) if state is None else state
     for token in tokens:
         value = (value * 1_000_003 + token + 1) % (2**61 - 1)
@@ -73,7 +78,7 @@ def log_prob(state: int) -> float:
 
 
 def sampled_of_turn(ids: list[int], header: list[int]) -> int:
-    """Count the tokens of a turn that a prompt has already: those behind the last header."""
+    """Return the number of a turn's tokens in a prompt: those after the last header."""
     for end in range(len(ids), 0, -1):
         if ids[end - len(header) : end] == header:
             return len(ids) - end
@@ -81,7 +86,14 @@ def sampled_of_turn(ids: list[int], header: list[int]) -> int:
 
 
 class LocalServer:
-    """``faults``: share of generate requests that meet one; ``token_seconds``: time per token."""
+    """The server.
+
+    Args:
+        faults: fraction of generate requests with a fault.
+        seed: seed of the faults.
+        token_seconds: time per token, in seconds.
+        chunk: tokens per chunk of a stream.
+    """
 
     def __init__(
         self, *, faults: float = 0.0, seed: int = 0, token_seconds: float = 0.0, chunk: int = 8
@@ -96,12 +108,12 @@ class LocalServer:
         self.version = "default"
         self.dtype = "bfloat16"
         self.drops = self.transposes = (
-            ""  # a tensor that is not loaded, or loaded wrongly, with "success"
+            ""  # name of a tensor that is not loaded, or loaded transposed, with "success"
         )
-        self.says: list[int] = []  # the tokens of every answer; none for those of the model
+        self.says: list[int] = []  # tokens of every response; empty for the model's tokens
         self.ranks = 1
         self.zero_routes = self.hangs = self.rejects = False
-        self.always = ""  # the fault of every answer
+        self.always = ""  # fault of every response
         self.fault_file: Path | None = None  # see _take_fault
         self.calls_before_fault = 0
         self.met: list[str] = []
@@ -112,9 +124,9 @@ class LocalServer:
         self.running: dict[str, asyncio.Event] = {}
         self.cache: set[int] = set()
         self.groups: dict[str, Any] = {}
-        self.profile: dict[str, Any] = {}  # what start_profile asked for
+        self.profile: dict[str, Any] = {}  # arguments of start_profile
         self.runner: web.AppRunner | None = None
-        self.api_key = ""  # asked for on every path but those of health, as SGLang does
+        self.api_key = ""  # required on all paths except health checks, as in SGLang
         self.url = ""
         self._digest: str | None = None
 
@@ -162,8 +174,11 @@ class LocalServer:
         return await handler(request)
 
     def _take_fault(self, path: str) -> str | None:
-        """The fault that ``fault_file`` orders: "die /path:n" ends the process at the n-th call of a path from when the
-        file appeared; also hang, cut and refuse. The process that comes first takes the file."""
+        """Return the fault that ``fault_file`` requests.
+
+        "die /path:n" ends the process at the n-th call of a path after the file was created. Other
+        faults are hang, cut and refuse. The first process that reads the file deletes it.
+        """
         try:
             kind, where = self.fault_file.read_text().split() if self.fault_file else ("", "")
         except (OSError, ValueError):
@@ -180,7 +195,7 @@ class LocalServer:
             return None
         try:
             self.fault_file.unlink()
-        except FileNotFoundError:  # another process was faster
+        except FileNotFoundError:  # another process was first
             return None
         return kind
 
@@ -206,7 +221,7 @@ class LocalServer:
             "attention_backend": "intel_amx",
             "tp_size": self.ranks,
         }
-        info |= {"groups": len(self.groups)}  # SGLang does not say
+        info |= {"groups": len(self.groups)}  # SGLang does not report it
         return web.json_response(
             info | {"ep_size": 1, "enable_dp_attention": False, "version": "0.5.17"}
         )
@@ -242,7 +257,13 @@ class LocalServer:
         self.met.append(fault)
 
     def sample(self, ids: list[int], body: dict[str, Any], state: int) -> int:
-        """The token that follows ``ids``, whose hash is ``state``, in the answer to the request ``body``."""
+        """Return the next token of a response.
+
+        Args:
+            ids: prompt and sampled tokens.
+            body: the request.
+            state: hash of ``ids``.
+        """
         if self.says:
             return self.says[len(ids) - len(body["input_ids"])]
         return next_token(state)
@@ -273,7 +294,7 @@ class LocalServer:
                     await asyncio.sleep(self.token_seconds)
                 while self.hangs:
                     await asyncio.sleep(1)
-                # Kept by a pause that aborts nothing.
+                # Not aborted: the request continues after a pause that keeps requests.
                 if not aborted.is_set():
                     await self.paused.wait()
                 if aborted.is_set():
@@ -308,7 +329,7 @@ class LocalServer:
             await self._send(answer, chunk, fault)
             await answer.write(b"data: [DONE]\n\n")
             return answer
-        except ConnectionResetError:  # the client has gone
+        except ConnectionResetError:  # the client has disconnected
             return answer
         finally:
             del self.running[rid]
@@ -427,8 +448,8 @@ class LocalServer:
             message = f"{self.ranks} ranks got {len(payloads)} payloads"
             return web.json_response({"success": False, "message": message}, status=400)
 
-        # Every rank opens its own, as SGLang's do, whose later ranks overwrite this bias before the
-        # first one may have read it.
+        # Each rank opens a separate tensor, as in SGLang, whose later ranks overwrite this bias
+        # before the first rank may have read it.
         of_ranks = [dict(pickle.loads(base64.b64decode(payload))) for payload in payloads]
         for opened in of_ranks[1:]:
             for name, tensor in opened.items():
@@ -448,7 +469,7 @@ class LocalServer:
         return self._load({name: directory.get(name) for name in directory.names()})
 
     def _load(self, tensors: dict[str, torch.Tensor]) -> web.Response:
-        """Names that the model does not have are ignored, as by SGLang."""
+        """Load tensors. Unknown names are ignored, as in SGLang."""
         tensors.pop(self.drops, None)
         self.weights |= {
             n: t.mT.contiguous() if n == self.transposes else t for n, t in tensors.items()
@@ -492,7 +513,7 @@ class LocalServer:
         }
 
     def _held(self, rank: int) -> dict[str, str]:
-        """Checksums of what a rank holds."""
+        """Return the checksums of a rank's parameters."""
         held = server_parameters(self.weights, rank, self.ranks, getattr(torch, self.dtype))
         return {name: _bytes_hash(tensor) for name, tensor in held.items()}
 
@@ -508,7 +529,14 @@ class LocalServer:
 def server_parameters(
     weights: dict[str, torch.Tensor], rank: int, ranks: int, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, torch.Tensor]:
-    """What SGLang's GptOssForCausalLM makes of Hugging Face tensors in ``dtype`` on one of ``ranks``."""
+    """Return the parameters that SGLang's GptOssForCausalLM has on one rank.
+
+    Args:
+        tensors: Hugging Face tensors.
+        dtype: dtype of the server.
+        rank: tensor-parallel rank.
+        ranks: tensor-parallel size.
+    """
 
     def shard(tensor: torch.Tensor, dim: int) -> torch.Tensor:
         size = tensor.shape[dim] // ranks
@@ -551,7 +579,7 @@ def _bytes_hash(tensor: torch.Tensor) -> str:
 
 
 def _change_first(chunk: dict[str, Any], log_prob: Any = 0.0, token: Any = None) -> None:
-    """Another log-prob, or another token, in the first place of a chunk."""
+    """Replace the log-prob or the token at the first position of a chunk."""
     entry = chunk["meta_info"]["output_token_logprobs"][0]
     if token is None:
         entry[0] = log_prob
@@ -564,7 +592,7 @@ def _drop_log_prob(chunk: dict[str, Any]) -> None:
 
 
 def _send_surplus(chunk: dict[str, Any]) -> None:
-    """A thousand more tokens than were asked for."""
+    """Add 1,000 more tokens than requested."""
     chunk["meta_info"]["output_token_logprobs"] += [[-1.0, 11, None]] * 1000
     chunk["meta_info"]["completion_tokens"] += 1000
     chunk["output_ids"] += [11] * 1000
@@ -585,7 +613,7 @@ LIES: dict[str, Callable[[dict[str, Any]], None]] = {
     "another's": lambda chunk: chunk["meta_info"].update(id="another turn"),
     "wrong shape": lambda chunk: chunk.update(meta_info=[]),
 }
-"""What a server may say that is well-formed JSON and cannot be true; done to the last chunk of an answer."""
+"""Changes of the last chunk of a response that give well-formed JSON with impossible contents."""
 
 FAULTS = ("500", "drop", "broken", "nonsense", "slow", "latency", *LIES)
 
@@ -594,7 +622,7 @@ def _join(body: dict[str, Any]) -> Any:
     timeout = timedelta(seconds=120)
     rank, world, name = body["rank_offset"], body["world_size"], body["group_name"]
     store: dist.Store
-    if body["master_address"] == "file.invalid":  # as the plugin of real servers does
+    if body["master_address"] == "file.invalid":  # same convention as the real servers' plugin
         file = Path(os.environ["GPTOSS_STORES"]) / f"store-{body['master_port']}"
         store = dist.FileStore(str(file), world)
         store.set_timeout(timeout)
@@ -619,7 +647,7 @@ async def _main(server: LocalServer, arguments: argparse.Namespace) -> None:
 
 
 def main(server: LocalServer | None = None) -> None:
-    """Serve as ``sglang.launch_server`` does, until the process is ended."""
+    """Serve like ``sglang.launch_server``, until the process is ended."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True)

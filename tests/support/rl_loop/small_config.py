@@ -1,4 +1,4 @@
-"""Configuration of small runs with the model of random weights."""
+"""Configuration of small runs with a randomly initialized model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SMALL = [
     "rollout.workers=1",
     "rollout.tasks_per_step=2",
     "rollout.samples_per_task=4",
-    # an untrained policy samples a stop token about every 300 tokens: some episodes end illegally, some at the limit,
-    # and the difference in reward gives the updates something to do
+    # An untrained policy samples a stop token about every 300 tokens. Some episodes end with a
+    # format error, some at the limit. Their rewards differ, so updates have a gradient.
     "rollout.max_new_tokens_per_turn=64",
     "rollout.routed_experts=true",
     "reward.format_error=-2",
@@ -40,4 +40,4 @@ NOTHING_ENDS = [
     "training.checkpoint_every=1",
     "seed=1",
 ]
-"""No episode gets as far as a stop token, with this seed."""
+"""With this seed, no episode reaches a stop token."""

@@ -1,7 +1,8 @@
-"""An engine whose tokens depend on the episode and the place of the token, and on nothing else.
+"""An engine whose tokens depend only on the episode and the position.
 
-Neither weights nor batches nor the moments at which requests are aborted change what it samples, so that episodes can
-be compared however they were scheduled."""
+Weights, batches and the times of aborts do not affect the sampled tokens, so episodes can be
+compared for any schedule.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +16,20 @@ from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult
 
 STOP_CHANCE = 1 / 64
-"""That a token ends the turn."""
+"""Probability that a token ends the turn."""
 
 
 class TimelessEngine:
-    """``seconds_of``: how long a request takes, by its episode; ``seconds`` if that is the same for all. One that is
-    aborted before, by new weights, has sampled half of its tokens. Requests that begin with weights before
-    ``ends_from`` end in no other way."""
+    """The engine.
+
+    A request that is aborted by new weights has sampled half of its tokens.
+
+    Args:
+        stop_token_ids: tokens that end a turn.
+        seconds_of: duration of a request by episode; None for ``seconds``.
+        seconds: duration of all requests.
+        ends_from: requests that start with an earlier weight version end only by an abort.
+    """
 
     def __init__(
         self,
@@ -37,11 +45,11 @@ class TimelessEngine:
         self.version = 0
         self.syncs: list[int] = []
         self.begun: list[tuple[str, int]] = []
-        """Episode of every request, and the version with which it began."""
+        """Episode of every request, and the weight version at its start."""
         self._aborted = asyncio.Event()
 
     def token_at(self, episode: str, position: int) -> tuple[int, float]:
-        """Id and log-prob of a token of an episode."""
+        """Return id and log-prob of a token of an episode."""
         chance = random.Random(f"{episode}/{position}")
         if chance.random() < STOP_CHANCE:
             return self.stop_token_ids[0], -3.0
@@ -76,7 +84,7 @@ class TimelessEngine:
         )
 
     def _whole_turn(self, request: GenerateRequest) -> list[tuple[int, float]]:
-        """What is sampled if nothing comes between."""
+        """Return the tokens of a request that is not aborted."""
         start = len(request.input_ids)
         turn: list[tuple[int, float]] = []
         for position in range(start, start + request.sampling.max_new_tokens):

@@ -1,4 +1,4 @@
-"""Overrides of tiny runs and their curves."""
+"""Overrides for tiny runs, and curves of their metrics."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ RL = [
     "rollout.workers=1",
     "rollout.tasks_per_step=2",
     "rollout.samples_per_task=4",
-    # an untrained policy samples a stop token about every 300 tokens: some episodes end illegally, some at the limit,
-    # and the difference in reward gives the updates something to do
+    # An untrained policy samples a stop token about every 300 tokens. Some episodes end with a
+    # format error, some at the limit. Their rewards differ, so updates have a gradient.
     "rollout.max_new_tokens_per_turn=150",
     "reward.format_error=-2",
     "tasks.held_out_tasks=4",
@@ -36,7 +36,9 @@ RL = [
 class Quiet:
     """A progress display that shows nothing.
 
-    ``on_step`` is called after every training step with the number of completed steps."""
+    Args:
+        on_step: called after every training step with the number of completed steps.
+    """
 
     def __init__(self, on_step: object = None) -> None:
         self.on_step, self.notes = on_step, []
@@ -58,7 +60,7 @@ class Quiet:
 
 
 def curve(path: Path) -> list[float]:
-    """Reward, loss and gradient norm of every step, one after the other."""
+    """Return reward, loss and gradient norm of every step, in sequence."""
     steps = [record for record in read_json_lines(path / "metrics.jsonl") if "reward" in record]
     assert all(step["grad_norm"] > 0 for step in steps), "no step had anything to learn from"
     return [step[name] for step in steps for name in ("reward", "loss", "grad_norm")]

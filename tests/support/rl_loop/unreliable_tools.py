@@ -1,4 +1,4 @@
-"""An environment whose tool server is away, for good or now and then, and some of whose prompts are too long."""
+"""An environment whose tool server is unreachable, always or sometimes, and with long prompts."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from rl_loop.environments.base import (
 
 class UnreliableOptions(EnvironmentOptions):
     failing: float = 1.0
-    """Share of the episodes that end illegally and whose checker cannot be reached."""
+    """Fraction of episodes that end with a format error and whose checker is unreachable."""
     long_prompts: float = 0.0
-    """Share of the tasks whose prompt is longer than any episode may be."""
+    """Fraction of tasks whose prompt exceeds the maximum length of an episode."""
 
 
 class UnreliableEnvironment(Environment):
@@ -41,7 +41,7 @@ class UnreliableEnvironment(Environment):
         return self.finished(0.0)
 
     def illegal(self, kind: str) -> StepResult:
-        """Of what an untrained policy samples, this is called most often."""
+        """Fail sometimes. Most turns of an untrained policy have format errors."""
         if random.random() < self.task.metadata["failing"]:
             raise ConnectionRefusedError(111, "Connection refused: http://tools:8080")
         return super().illegal(kind)

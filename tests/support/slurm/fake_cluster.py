@@ -1,8 +1,7 @@
-"""A real Slurm on one machine: controller, accounting and four node daemons on loopback, without
-systemd or cgroups.
+"""A real Slurm on one machine: controller, accounting and four node daemons on loopback.
 
-Needs root and the packages of ``install.sh``. Everything lies in one directory and ends with
-``stop``; several clusters can run side by side.
+It runs without systemd and cgroups. It needs root and the packages of ``install.sh``. All its files
+are in one directory, and it ends with ``stop``. Several clusters can run concurrently.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import psutil
 
 HERE = Path(__file__).parent
 GRACE_SECONDS = 40
-"""Between the notice of a preemption and its end."""
+"""Time from the notice of a preemption to its end, in seconds."""
 NODE_SHAPE = "CPUs=16 Boards=1 SocketsPerBoard=1 CoresPerSocket=16 ThreadsPerCore=1 RealMemory=4000 Gres=gpu:h200:8"
 
 SLURMDBD_CONF = """\
@@ -94,7 +93,7 @@ PartitionName=high PriorityTier=10 PreemptMode=OFF
 
 
 def missing_parts() -> str:
-    """What keeps this machine from running the cluster; empty if nothing does."""
+    """Return the reason why this machine cannot run the cluster, or ""."""
     if os.getuid() != 0:
         return "needs root"
     absent = [
@@ -106,10 +105,9 @@ def missing_parts() -> str:
 
 
 class FakeCluster:
-    """``nodes`` nodes n1, n2, ... with 16 CPUs, 8 GPUs of type h200 and their own loopback
-    addresses.
+    """A cluster of nodes n1, n2, ... with 16 CPUs, 8 GPUs of type h200 and a loopback address each.
 
-    Partitions: batch (default, preemptible with GRACE_SECONDS of notice) and high, which preempts
+    Partitions: batch (default, preemptible with GRACE_SECONDS of notice), and high, which preempts
     it. Account: team.
     """
 
@@ -153,8 +151,11 @@ class FakeCluster:
         self._daemon("slurmd", "-D", "-N", name)
 
     def kill_node(self, name: str) -> int:
-        """Kill the daemon of a node and all that runs on it, as if it had lost its power. Returns
-        how many processes there were."""
+        """Kill the daemon of a node and all processes on it, like a loss of power.
+
+        Returns:
+            Number of killed processes.
+        """
         killed = 0
         while processes := self._processes_on(name):
             for process in processes:
@@ -165,8 +166,7 @@ class FakeCluster:
         return killed
 
     def _processes_on(self, name: str) -> list[psutil.Process]:
-        """List the daemon of a node, the tasks that it has started, and the daemons of Slurm
-        between."""
+        """Return the daemon of a node, its tasks, and Slurm's daemons between them."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
@@ -193,7 +193,7 @@ class FakeCluster:
         shutil.rmtree(self.root, ignore_errors=True)
 
     def run(self, *command: str, timeout: float = 30, check: bool = True) -> str:
-        """Output of a Slurm command."""
+        """Run a Slurm command and return its output."""
         result = subprocess.run(
             command,
             env={**os.environ, **self.env},
@@ -208,9 +208,9 @@ class FakeCluster:
         return result.stdout.strip()
 
     def skip_requeue_delay(self) -> None:
-        """Start requeued jobs now, which otherwise wait for two minutes."""
-        # A node refuses a job that starts again before its old credential has expired:
-        # cred_expire, 2 s.
+        """Start requeued jobs immediately. They would otherwise wait for 2 minutes."""
+        # A node rejects a job that restarts before its old credential has expired (cred_expire,
+        # 2 s).
         time.sleep(3)
         for job in self.run("squeue", "-h", "-t", "PD", "-o", "%i").split():
             self.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
@@ -297,7 +297,7 @@ class FakeCluster:
         )
 
     def _write_configuration(self) -> None:
-        """Write everything that the daemons read, and build the plugin."""
+        """Write all files that the daemons read, and build the plugin."""
         self._write_nodes_files()
         values = {
             "root": self.root,
@@ -310,14 +310,13 @@ class FakeCluster:
         }
         (self.root / "etc/slurm.conf").write_text(SLURM_CONF.format(**values))
 
-        # slurmdbd refuses a file with a password that others may read.
+        # slurmdbd rejects a file with a password that other users can read.
         database = self.root / "etc/slurmdbd.conf"
         database.write_text(SLURMDBD_CONF.format(**values))
         database.chmod(0o600)
 
     def _write_nodes_files(self) -> None:
-        """Make what the nodes have: GPUs, host names, and the plugin that gives each node its
-        own."""
+        """Create the nodes' GPU files and host names, and the plugin that assigns them."""
         etc = self.root / "etc"
         for i in range(8):
             (self.root / f"dev/nvidia{i}").touch()
@@ -348,7 +347,7 @@ class FakeCluster:
 
 
 def _free_port_block(size: int) -> int:
-    """The first of ``size`` consecutive free ports."""
+    """Return the first of ``size`` consecutive free ports."""
     for base in range(16_800, 30_000, 100):
         try:
             for port in range(base, base + size):

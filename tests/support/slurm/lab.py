@@ -28,8 +28,8 @@ SMALL = [
     "rollout.workers=2",
     "rollout.tasks_per_step=2",
     "rollout.samples_per_task=4",
-    # untrained, it stops about every 300 tokens: some episodes end illegally, and the updates have
-    # something to do
+    # An untrained policy samples a stop token about every 300 tokens. Some episodes end with a
+    # format error, so updates have a gradient.
     "rollout.max_new_tokens_per_turn=150",
     "reward.format_error=-2",
     "tasks.held_out_tasks=2",
@@ -38,7 +38,7 @@ SMALL = [
 
 
 class Lab:
-    """A cluster, a shared directory, and the command line on them."""
+    """A cluster, a shared directory, and the command line for them."""
 
     def __init__(self, cluster: FakeCluster, folder: Path) -> None:
         self.cluster, self.folder = cluster, folder
@@ -106,8 +106,11 @@ class Lab:
         seconds: float = 180,
         run: RunDirectory | None = None,
     ) -> None:
-        """Wait for ``done``. A failure shows ``what`` was waited for and what ``run`` says; an
-        attempt of ``run`` that fails meanwhile ends the wait."""
+        """Wait for ``done``.
+
+        A failure of an attempt of ``run`` ends the wait. Errors show ``what`` was expected and the
+        status of ``run``.
+        """
         deadline = time.monotonic() + seconds
         while not done():
             failed = run and any(
@@ -127,8 +130,10 @@ class Lab:
 
     @contextmanager
     def frozen(self, run: RunDirectory) -> Iterator[None]:
-        """Within, no step of ``run`` ends, for its rollout workers stand still; until the head
-        node is told to stop."""
+        """Stop all rollout workers of ``run`` in the context, so that no step ends.
+
+        They continue when the head node is told to stop.
+        """
         workers = ray_actors("RolloutWorker", run)
         assert workers
         for worker in workers:
@@ -141,7 +146,7 @@ class Lab:
                 worker.resume()
 
     def notices(self, run: RunDirectory) -> list[str]:
-        """What the head nodes of all attempts wrote about signals of Slurm."""
+        """Return the head nodes' messages about Slurm's signals, of all attempts."""
         logs = [log.read_text() for log in run.path.glob("attempts/*/n1.log")]
         return [line for log in logs for line in log.splitlines() if "asked to stop" in line]
 
@@ -156,7 +161,7 @@ class Lab:
 
 
 def ray_actors(kind: str, run: RunDirectory, node: str | None = None) -> list[psutil.Process]:
-    """Processes of ``run`` that hold actors of this class, on all nodes or on one."""
+    """Return the processes of ``run`` with actors of a class, on all nodes or on one node."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         with suppress(psutil.NoSuchProcess):
@@ -170,7 +175,7 @@ def ray_actors(kind: str, run: RunDirectory, node: str | None = None) -> list[ps
 
 
 def processes_of(run: RunDirectory) -> list[psutil.Process]:
-    """Processes of the job of ``run`` on all nodes."""
+    """Return the processes of the job of ``run`` on all nodes."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):

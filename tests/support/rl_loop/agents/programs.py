@@ -1,6 +1,7 @@
-"""Agents as strangers write them: plain HTTP or OpenAI's client, and nothing of this project.
+"""Agents as users write them: plain HTTP or OpenAI's client, without imports of this project.
 
-Where a run has to remember something over several of its attempts, it does so in a file."""
+State that must survive several attempts of a run is kept in a file.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ async def with_openai(task: dict[str, Any], base_url: str, api_key: str) -> floa
 
 
 def branching(task: dict[str, Any], base_url: str, api_key: str) -> float:
-    """One conversation that is continued in two ways, and another one beside it."""
+    """Continue one conversation in two ways, and hold another one separately."""
     first = [user(task["prompt"])]
     said = ask(base_url, api_key, first)["choices"][0]["message"]["content"]
     first.append({"role": "assistant", "content": said})
@@ -62,7 +63,7 @@ def branching(task: dict[str, Any], base_url: str, api_key: str) -> float:
 
 
 def planned(task: dict[str, Any], base_url: str, api_key: str) -> float:
-    """Ask what the task's plan says: [number of the answer to go on from or None, max_tokens]."""
+    """Ask by the task's plan: [number of the response to continue from or None, max_tokens]."""
     talks: list[list[dict[str, Any]]] = []
     for number, (parent, max_tokens) in enumerate(task["plan"]):
         before = talks[parent] if parent is not None else []
@@ -76,7 +77,7 @@ def planned(task: dict[str, Any], base_url: str, api_key: str) -> float:
 def posting(task: dict[str, Any], base_url: str, api_key: str) -> None:
     answer = ask(base_url, api_key, [user(task["prompt"])])
     url = f"{base_url}/rewards"
-    # Said twice: the second one counts.
+    # Posted twice: the second value counts.
     post(url, api_key, {"reward": 0.1})
     post(url, api_key, {"reward": 0.5})
     post(url, api_key, {"reward": {"score": 0.25}, "response_id": answer["id"]})
@@ -122,7 +123,7 @@ def killed_once(task: dict[str, Any], base_url: str, api_key: str) -> float:
 
 
 def killed_by_an_answer(task: dict[str, Any], base_url: str, api_key: str) -> float:
-    """As by an answer that crashes a library of the agent."""
+    """Be killed, as by a response that crashes a library of the agent."""
     ask(base_url, api_key, [user(task["prompt"])])
     os.kill(os.getpid(), signal.SIGSEGV)
     return 1.0
@@ -151,7 +152,7 @@ async def sleeping(task: dict[str, Any], base_url: str, api_key: str) -> float:
 
 
 def talkative(task: dict[str, Any], base_url: str, api_key: str) -> float:
-    """Goes on until the policy is refused."""
+    """Continue until the policy is refused."""
     messages = [user(task["prompt"])]
     while True:
         said = ask(base_url, api_key, messages)["choices"][0]["message"]["content"]
@@ -159,7 +160,7 @@ def talkative(task: dict[str, Any], base_url: str, api_key: str) -> float:
 
 
 def two_talks(task: dict[str, Any], base_url: str, api_key: str) -> float:
-    """Two conversations; longer answers are better."""
+    """Hold two conversations. Longer responses are better."""
     said = ""
     for text in (task["prompt"], "Count"):
         message = ask(base_url, api_key, [user(text)])["choices"][0]["message"]
@@ -172,7 +173,7 @@ def exiting(task: dict[str, Any], base_url: str, api_key: str) -> float:
 
 
 def count(task: dict[str, Any]) -> int:
-    """Count how often an episode was begun."""
+    """Count how often an episode has started."""
     path = Path(task["file"])
     times = int(path.read_text()) + 1 if path.exists() else 1
     path.write_text(str(times))

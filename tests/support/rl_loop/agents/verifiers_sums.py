@@ -1,4 +1,4 @@
-"""A taskset of ``verifiers``, with a harness that asks once: imported by an interpreter that has that package."""
+"""A ``verifiers`` taskset with a harness that asks once, for an interpreter with that package."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""A server on this machine that speaks SGLang's /generate and OpenAI's completions, with a real model.
+"""A local server with SGLang's /generate and OpenAI's completions, and a real model.
 
-As a program it takes the command line of SGLang's server, so that ``benchmarks/sglang/certify.py`` can start it, and
-writes what it was started with into the file SEEN_BY_SERVER.
+As a program it accepts the command line of SGLang's server, so that
+``benchmarks/sglang/certify.py`` can start it, and writes its arguments to the file SEEN_BY_SERVER.
 
-The shapes of answers are those that ``sglang_protocol`` and ``rl_loop.engines.sglang`` know of the real
-server; completions are as vLLM documents them.
+Responses have the format that ``sglang_protocol`` and ``rl_loop.engines.sglang`` know from the real
+server. Completions follow vLLM's documentation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rl_loop.certify.subjects.transformers_model import TransformersModel
 
 
 class LoopbackServer:
-    """Answers with ``model``."""
+    """Responds with the outputs of ``model``."""
 
     def __init__(self, model: TransformersModel, zero_routes: bool = False) -> None:
         self.model = model
@@ -64,7 +64,7 @@ class LoopbackServer:
         (scored,) = self.model.score([ids])
         tokens = body["sampling_params"]["max_new_tokens"]
         generated = self.model.generate(ids, tokens)
-        # As SGLang 0.5.17, which never tells the last id of a vocabulary.
+        # Like SGLang 0.5.17, which never reports the last id of a vocabulary.
         told = [0 if i == self.model.model.config.vocab_size - 1 else i for i in ids]
         meta: dict[str, Any] = {
             "input_token_logprobs": [
@@ -76,7 +76,7 @@ class LoopbackServer:
         }
         if body.get("return_routed_experts"):
             assert scored.routes is not None
-            # Of all tokens but the one that was sampled: one more than of the prompt's inputs.
+            # All tokens but the sampled one: one more than the prompt's inputs.
             routes = np.concatenate([scored.routes, scored.routes[-1:]]).astype(np.int32)
             if self.zero_routes:
                 routes[:] = 0
@@ -110,7 +110,7 @@ class LoopbackServer:
 
 
 class Server(Protocol):
-    """This one, or the scripted one of ``sglang_protocol``."""
+    """This server, or the scripted one of ``sglang_protocol``."""
 
     async def start(self) -> str: ...
 

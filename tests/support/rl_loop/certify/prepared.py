@@ -1,4 +1,4 @@
-"""Both sets of a certificate's weights and summaries of check results."""
+"""Both sets of a certificate's weights, and summaries of check results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Prepared:
     memory: Memory = field(default_factory=Memory)
 
     def examine(self, subject: Subject, *only: str) -> dict[str, CheckResult]:
-        """Run the checks; the reference's answers are shared by all tests."""
+        """Run the checks. All tests share the reference's results."""
         words = vocabulary()
         texts = Texts(self.first.config, special_ids(words, self.first.config))
         exam = Examination(subject, self.first, self.second, self.precision, texts, words)

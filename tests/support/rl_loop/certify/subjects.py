@@ -1,4 +1,4 @@
-"""Subjects with faults on purpose."""
+"""Subjects with injected faults."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def no_sinks(subject: TransformersModel) -> None:
 
 
 class ClampBeforeBias(torch.nn.Module):
-    """Experts that clamp the products of weights and only then add the bias."""
+    """Experts that clamp the products of weights before they add the bias."""
 
     def __init__(self, experts: Any) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def positions_cut(subject: TransformersModel) -> None:
 
 
 def layer_types(*types: str) -> Plant:
-    """Repeat kinds of attention through all layers."""
+    """Repeat a sequence of attention kinds through all layers."""
 
     def plant(subject: TransformersModel) -> None:
         config = subject.model.config
@@ -114,7 +114,7 @@ def layer_types(*types: str) -> Plant:
 
 
 def rope(**changes: object) -> Plant:
-    """Make the rotary table with other parameters."""
+    """Build the rotary table with other parameters."""
 
     def plant(subject: TransformersModel) -> None:
         config = subject.model.config
@@ -141,7 +141,7 @@ def bf16_positions(subject: TransformersModel) -> None:
 
 
 def zero(*names: str) -> Plant:
-    """Leave out parameters by the ends of their names."""
+    """Set parameters to zero, by the ends of their names."""
 
     def plant(subject: TransformersModel) -> None:
         for name, parameter in subject.model.named_parameters():
@@ -167,7 +167,7 @@ def softmax_of_all(subject: TransformersModel) -> None:
 
 
 def activation(slope: float = 1.702, offset: float = 1.0, limit: float = 7.0) -> Plant:
-    """Put another activation into all experts."""
+    """Replace the activation of all experts."""
 
     def apply_gate(gate_up: Tensor) -> Tensor:
         gate = gate_up[..., 0::2].clamp(max=limit)
@@ -182,7 +182,7 @@ def activation(slope: float = 1.702, offset: float = 1.0, limit: float = 7.0) ->
 
 
 def halves(*names: str) -> Plant:
-    """Take the channels of gate and up for halves in parameters of the experts."""
+    """Interpret the interleaved gate and up channels of expert parameters as two halves."""
 
     def plant(subject: TransformersModel) -> None:
         for layer in layers(subject):
@@ -204,7 +204,7 @@ def swapped_gate_up(subject: TransformersModel) -> None:
 
 
 class StaleExpert(TransformersModel):
-    """One expert does not take part in updates."""
+    """Does not update one expert."""
 
     def update(self, directory: Path) -> None:
         experts = layers(self)[1].mlp.experts
@@ -216,7 +216,7 @@ class StaleExpert(TransformersModel):
 
 
 def keeping(part: str) -> type[TransformersModel]:
-    """Make a subject whose updates leave out all parameters with ``part`` in their names."""
+    """Return a subject whose updates skip all parameters with ``part`` in their names."""
 
     class Keeping(TransformersModel):
         def update(self, directory: Path) -> None:
@@ -246,7 +246,7 @@ class UpdatesOnce(TransformersModel):
 
 
 class RouterLearnsNothing(TransformersModel):
-    """Cuts the gradient at the weights of the experts."""
+    """Blocks the gradient through the experts' weights."""
 
     def gradients(self, texts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         def cut(router: Any, inputs: Any, output: Any) -> Any:
@@ -261,7 +261,7 @@ class RouterLearnsNothing(TransformersModel):
 
 
 class TransposingUpdate(TransformersModel):
-    """Loads square weights as the other side has them."""
+    """Loads square weights transposed."""
 
     def update(self, directory: Path) -> None:
         super().update(directory)
@@ -270,7 +270,7 @@ class TransposingUpdate(TransformersModel):
 
 
 class ZeroRoutes(TransformersModel):
-    """Returns routes that nobody wrote."""
+    """Returns zeros instead of routes."""
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
         scores = super().score(texts)
@@ -278,7 +278,7 @@ class ZeroRoutes(TransformersModel):
 
 
 class LateRoutes(TransformersModel):
-    """Returns the routes of a token for the next one."""
+    """Returns the routes of a token for the next token."""
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
         scores = super().score(texts)
@@ -286,7 +286,7 @@ class LateRoutes(TransformersModel):
 
 
 class EarlyRoutes(TransformersModel):
-    """Returns the routes of a token for the one before."""
+    """Returns the routes of a token for the previous token."""
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
         scores = super().score(texts)
@@ -302,7 +302,7 @@ class UpsideDownRoutes(TransformersModel):
 
 
 class IgnoresRoutes(TransformersModel):
-    """Lets its routers choose whatever it is given."""
+    """Ignores given routes and lets its routers choose."""
 
     def score_with_routes(
         self, texts: Sequence[Sequence[int]], routes: Sequence[np.ndarray]
@@ -324,7 +324,7 @@ class ConstrainAsText(TransformersModel):
 
 
 class QuotesAsTokens(TransformersModel):
-    """Renders what a tool says with special tokens."""
+    """Renders special tokens in a tool's output as tokens."""
 
     def render(self, messages: Sequence[HarmonyMessage]) -> list[int]:
         return self.tokenize("".join(message.text for message in messages))
@@ -340,8 +340,8 @@ class ShortDecodingWindow(TransformersModel):
         ids: list[int] = []
         log_probs = []
         for _ in range(max_new_tokens):
-            # The last token's query is computed with the short window if it was decoded; those
-            # before it as they were when it was their turn.
+            # The last token's query uses the short window if the token was decoded. Earlier tokens
+            # keep the window with which they were computed.
             tokens = torch.tensor([[*prompt, *ids]])
             mask = self._masks(tokens.shape[1], len(prompt))
             output = self.model(tokens, attention_mask=mask, use_cache=False)
@@ -370,8 +370,10 @@ class LongDecodingWindow(ShortDecodingWindow):
 
 
 class LeakyRows(TransformersModel):
-    """Packs as transformers 5.12 does when it is given position ids only: its GPT-OSS does not
-    hand them to its mask (huggingface/transformers#39997)."""
+    """Packs like transformers 5.12 with position ids only.
+
+    Its GPT-OSS does not pass them to its mask (huggingface/transformers#39997).
+    """
 
     starts_again = True
 
@@ -394,13 +396,13 @@ class LeakyRows(TransformersModel):
 
 
 class OneLongRow(LeakyRows):
-    """Takes a row for one sequence."""
+    """Treats a row as one sequence."""
 
     starts_again = False
 
 
 class Wavering(TransformersModel):
-    """Rounds otherwise from call to call."""
+    """Rounds differently at every call."""
 
     calls = 0
 
@@ -411,7 +413,7 @@ class Wavering(TransformersModel):
 
 
 def other_epsilon(subject: TransformersModel) -> None:
-    """A fault that nobody has listed."""
+    """A fault that is not in the list of known faults."""
     for module in subject.model.modules():
         if hasattr(module, "variance_epsilon"):
             module.variance_epsilon = 0.03

@@ -1,4 +1,4 @@
-"""Lines of files that are refused, and what the refusal says."""
+"""Invalid lines of data files, and the expected errors."""
 
 from __future__ import annotations
 

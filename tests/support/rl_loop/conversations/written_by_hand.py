@@ -1,8 +1,9 @@
-"""Conversations of all formats, and the samples that Harmony's documentation makes of them, written by hand
-(github.com/openai/harmony, docs/format.md).
+"""Conversations in all formats, and their expected samples.
 
-What is learned stands between « and »: what inference would sample. Prompts have no system message, unless a case says
-otherwise."""
+The samples were written by hand from Harmony's documentation (github.com/openai/harmony,
+docs/format.md). Tokens that have a loss are between « and »: those that inference would sample.
+Prompts have no system message unless a case says otherwise.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiles kernels of Triton for a Hopper GPU, on a machine without one."""
+"""Compiles Triton kernels for a Hopper GPU on a machine without one."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel takes, and which one it is."""
+    """Resource usage of a compiled kernel, and its variant."""
 
     registers: int
-    """Of a thread."""
+    """Registers per thread."""
     spilled: int
-    """Bytes of a thread's memory for what found no register."""
+    """Spilled memory per thread, in bytes."""
     shared: int
-    """Bytes of shared memory that its program takes."""
+    """Shared memory per program, in bytes."""
     variant: str
-    """The same for what is compiled once."""
+    """Key that is equal for arguments that share a compiled kernel."""
     loops: tuple[Loop, ...]
-    """In which matrix instructions read registers."""
+    """Loops whose matrix instructions read registers."""
 
 
 def compile_kernel(kernel: Any, *arguments: Any, **constants: Any) -> Resources:
-    """Compile a kernel as if it were started with these arguments, tensors of the host."""
+    """Compile a kernel for these arguments, which are CPU tensors."""
     driver.set_active(HopperDriver())
     compiled = kernel.run(*arguments, grid=(1,), warmup=True, **constants)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -60,7 +60,7 @@ def compile_kernel(kernel: Any, *arguments: Any, **constants: Any) -> Resources:
 
 
 class Compiling:
-    """Stands for a kernel: compiles it instead of starting it."""
+    """Replaces a kernel, and compiles it instead of launching it."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel

@@ -1,7 +1,7 @@
-"""A layer of experts of GPT-OSS's width on a GPU, as SGLang's servers compute it with triton_kernels.
+"""A layer of experts of GPT-OSS's width on a GPU, computed like SGLang's servers do.
 
-Its matrices lie as the plugin keeps them where the plugin makes their values, else as triton_kernels does.
-Needs triton_kernels, SGLang, and the plugin's modules on the path of imports.
+Matrices use the plugin's layout if the plugin converts their values, else triton_kernels' layout.
+Needs triton_kernels, SGLang, and the plugin's modules in the import path.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ EXPERTS, TOP_K, WIDTH = 32, 4, 2880
 
 
 OURS = "gptoss_expert_values"
-"""The module without which nothing reads the plugin's layouts."""
+"""Module that is required to read the plugin's layouts."""
 
 
 class Layer:
-    """Random experts and tokens, the same every time.
+    """Random experts and tokens, equal in every process.
 
     Args:
-        tokens: how many.
+        tokens: number of tokens.
         scales: lowest scale byte, and one above the highest.
-        is_ours: lays matrices out as the plugin does.
+        is_ours: whether matrices use the plugin's layout.
     """
 
     def __init__(self, tokens: int, *, scales: tuple[int, int], is_ours: bool) -> None:
@@ -41,11 +41,11 @@ class Layer:
         self.down = self._draw_matrices(WIDTH)
 
     def run(self) -> torch.Tensor:
-        """Return what the experts make of the tokens: bf16 [tokens, width]."""
+        """Return the experts' output for the tokens, bf16 [tokens, width]."""
         from triton_kernels.swiglu import swiglu_fn
 
         matmul_ogs: Any = importlib.import_module("triton_kernels.matmul_ogs")
-        # As ``triton_kernel_fused_experts_with_bias`` there calls it.
+        # Same call as in ``triton_kernel_fused_experts_with_bias``.
         sglang: Any = importlib.import_module(
             "sglang.srt.layers.moe.fused_moe_triton.triton_kernels_moe"
         )
@@ -54,7 +54,7 @@ class Layer:
             matmul_ogs.FnSpecs("swiglu", swiglu_fn, ("alpha", "limit"), reduction_n=2), (1.702, 7.0)
         )
         matrix, config = self.gate_up
-        # What is not written shows.
+        # NaN reveals values that are not written.
         hidden = self.rows.new_full((1, self.tokens * TOP_K, WIDTH), torch.nan)
         sglang.matmul_ogs(
             self.rows,
@@ -89,7 +89,7 @@ class Layer:
         )
 
     def _draw_matrices(self, rows: int) -> tuple[object, object]:
-        """Return matrices with so many rows as triton_kernels' tensor, and its configuration."""
+        """Return random matrices as triton_kernels' tensor, and their configuration."""
         from triton_kernels.numerics import InFlexData
 
         layers = importlib.import_module("gptoss_expert_layers")
@@ -115,7 +115,7 @@ class Layer:
 def laid_out_by_triton_kernels(
     packed: torch.Tensor, scales: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the storage of values and scales, scales padded as the plugin pads them."""
+    """Return the storage of values and scales, with scales padded like the plugin's."""
     hopper: Any = importlib.import_module("triton_kernels.tensor_details.layout")
     layout = importlib.import_module("gptoss_hopper_layout")
     values = hopper.HopperMXValueLayout(packed.mT.shape, mx_axis=1).swizzle_data(packed.mT)
@@ -128,7 +128,7 @@ def laid_out_by_triton_kernels(
 
 
 def _route(logits: torch.Tensor) -> tuple[Any, Any, Any]:
-    """Choose four experts for each token [tokens, experts], in what triton_kernels takes."""
+    """Choose 4 experts per token of logits [tokens, experts], in triton_kernels' format."""
     routing = importlib.import_module("gptoss_expert_routing")
     topk = importlib.import_module("sglang.srt.layers.moe.topk")
     if routing.fits(logits):
@@ -139,9 +139,11 @@ def _route(logits: torch.Tensor) -> tuple[Any, Any, Any]:
 
 
 def main() -> None:
-    """Print a hash of what the layer makes of every number of tokens in the arguments, and how many of further
-    runs made something else. Arguments before: names of modules of the plugin that are installed, with
-    commas in between, or "-", and how many further runs."""
+    """Print per number of tokens a hash of the layer's output, and how many more runs differ.
+
+    Arguments: names of the plugin's modules to install, separated by commas, or "-"; the number of
+    further runs; numbers of tokens.
+    """
     names, further, *numbers = sys.argv[1:]
     mends = [] if names == "-" else names.split(",")
     for mend in mends:

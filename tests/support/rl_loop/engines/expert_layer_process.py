@@ -18,18 +18,19 @@ NUMBERS_OF_TOKENS = (1, 8, 64, 100, 256, 4096)
 
 
 def hashes_of_products(*mends: str) -> list[str]:
-    """Return a hash for each number of tokens and choice of scales, after modules of the plugin have been
-    installed."""
+    """Return a hash per number of tokens and choice of scales, with modules of the plugin
+    installed.
+    """
     return [line.split()[-2] for line in _run(mends, 0, NUMBERS_OF_TOKENS)]
 
 
 def runs_that_differ(*mends: str, runs: int, tokens: Sequence[int]) -> list[int]:
-    """Return how many of so many more runs were otherwise than the first, likewise."""
+    """Return how many of ``runs`` further runs differ from the first, per tokens and scales."""
     return [int(line.split()[-1]) for line in _run(mends, runs, tokens)]
 
 
 def _run(mends: Sequence[str], runs: int, tokens: Sequence[int]) -> list[str]:
-    """Run ``expert_layer``. In a process of its own: a kernel that is compiled once in one stays as it is there."""
+    """Run ``expert_layer`` in a new process, because compiled kernels are cached in a process."""
     path = os.pathsep.join([str(PLUGIN), *filter(None, sys.path)])
     program = [sys.executable, "-m", "tests.support.rl_loop.engines.expert_layer"]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Compiles the plugin's products of few tokens for a Hopper GPU, at the size of GPT-OSS's layers:
+"""Compiles the plugin's small-batch expert GEMMs for a Hopper GPU, at the size of GPT-OSS's layers:
 
 PYTHONPATH=rl_loop/engines/sglang/plugin python -m tests.support.rl_loop.engines.expert_matmul_compiled
 """
@@ -16,11 +16,11 @@ from tests.support.rl_loop.engines.compiled_for_hopper import Compiling
 
 EXPERTS, TOP_K, WIDTH = 32, 4, 2880
 SPILLED = 16
-"""Bytes of memory that a thread may take: a few of what its loop does not need."""
+"""Limit of spilled memory per thread in bytes: a few values that the loop does not need."""
 
 
 def multiply(tokens: int, *, is_first: bool) -> None:
-    """Call a product on the host, of whose tensors only the shapes are read."""
+    """Call a GEMM on the CPU. It reads only the shapes of its tensors."""
     entries = tokens * TOP_K
     outputs = 2 * WIDTH if is_first else WIDTH
     integers = torch.zeros(entries, dtype=torch.int32)
@@ -57,10 +57,10 @@ def main() -> None:
             multiply(tokens, is_first=is_first)
             used = kernel.resources[-1]
             assert used.registers <= limit and used.spilled <= SPILLED, (tokens, is_first, used)
-            # Whichever assembler it was (docs/quantization.md).
+            # Holds for either assembler (docs/quantization.md).
             assert used.loops and not any(loop.hazards for loop in used.loops), used
 
-    # Numbers of tokens with other divisors have the same kernels.
+    # Numbers of tokens with other divisors use the same kernels.
     known = {used.variant for used in kernel.resources}
     assert len(known) == 4
     for tokens in (1, 7, 63, 65, 300):

@@ -1,5 +1,6 @@
-"""Multiplies tokens with MXFP4 experts by the plugin's kernel in Triton's interpreter, which has no inline
-assembly: its place is taken by the same operations in Triton.
+"""Multiplies tokens with MXFP4 experts by the plugin's kernel in Triton's interpreter.
+
+The interpreter has no inline assembly, so Triton operations replace it.
 
     TRITON_INTERPRET=1 PYTHONPATH=rl_loop/engines/sglang/plugin \\
         python -m tests.support.rl_loop.engines.expert_matmul_interpreted
@@ -26,7 +27,7 @@ BLOCK_SIZES = (16, 32, 64, 128)
 
 @triton.jit
 def interpreted_values(x, scale, mx_axis: tl.constexpr):
-    """Do what ``gptoss_expert_values.scaled_values`` does, in fp32: the interpreter multiplies no bf16."""
+    """Compute ``gptoss_expert_values.scaled_values`` in fp32: bf16 is not supported here."""
     rows: tl.constexpr = x.shape[0]
     words: tl.constexpr = x.shape[1] // 4
     low, high = tl.split(x.to(tl.uint32).reshape(rows, words, 2, 2).trans(0, 1, 3, 2))
@@ -38,11 +39,11 @@ def interpreted_values(x, scale, mx_axis: tl.constexpr):
     two = _pair((word << 4) & 0x81C081C0)
     three = _pair(((word << 10) | (word >> 22)) & 0x81C081C0)
     four = _pair(((word << 6) & 0x80C080C0) | ((word >> 2) & 0x01000100))
-    # [rows, words, number of the pair, place in it], then in the order of ``scaled_values``
+    # [rows, words, number of the pair, place in it], then in the order of ``scaled_values``.
     pairs = tl.join(tl.join(one, three), tl.join(two, four)).trans(0, 1, 3, 4, 2)
     numbers = _in_order(pairs.reshape(rows, words * 8))
 
-    # 2^(e - 1), of which the exponent is stored
+    # 2^(e - 1), stored as its exponent.
     factor = (scale.to(tl.uint32) << 23).to(tl.float32, bitcast=True)
     factor = factor.expand_dims(2).broadcast_to(scale.shape[0], scale.shape[1], 32)
     return numbers * factor.reshape(numbers.shape)
@@ -50,7 +51,7 @@ def interpreted_values(x, scale, mx_axis: tl.constexpr):
 
 @triton.jit
 def _pair(word):
-    """Return the bf16 numbers of a word's halves, in fp32, side by side."""
+    """Return the bf16 numbers in the halves of a word, in fp32, along a new dimension."""
     lower = (word << 16).to(tl.float32, bitcast=True)
     upper = (word & 0xFFFF0000).to(tl.float32, bitcast=True)
     return tl.join(lower, upper)
@@ -58,7 +59,7 @@ def _pair(word):
 
 @dataclass
 class Ragged:
-    """``RaggedTensorMetadata`` of triton_kernels, as far as the kernel goes."""
+    """The part of triton_kernels' ``RaggedTensorMetadata`` that the kernel uses."""
 
     routes: Routes
 
@@ -73,7 +74,7 @@ class Ragged:
 
 
 class Matrices:
-    """Random matrices in storage, and what they mean."""
+    """Random matrices in storage layout, and their values."""
 
     def __init__(self, outputs: int, inputs: int, generator: torch.Generator) -> None:
         def draw(low: int, high: int, *shape: int) -> torch.Tensor:
@@ -96,9 +97,12 @@ class Matrices:
 
 
 def check(tokens: int, favoured: list[float]) -> None:
-    """Compare both products of a layer with what they mean.
+    """Compare both GEMMs of a layer with their definition.
 
-    ``favoured``: added to the logits of each expert, so that experts get different numbers of tokens."""
+    Args:
+        tokens: number of tokens.
+        favoured: added to the logits of each expert, to give experts different numbers of tokens.
+    """
     width, hidden = 160, 288
     generator = torch.Generator().manual_seed(tokens)
     logits = torch.randn(tokens, EXPERTS, generator=generator) + torch.tensor(favoured)
@@ -141,7 +145,7 @@ def compare(found: torch.Tensor, expected: torch.Tensor, what: object) -> None:
 
 
 seen: set[tuple[int, int]] = set()
-"""Rows of a program's blocks and numbers of an expert's tokens that occurred."""
+"""Observed pairs of a program's block rows and an expert's number of tokens."""
 
 
 def main() -> None:

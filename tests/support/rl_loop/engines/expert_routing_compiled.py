@@ -1,4 +1,4 @@
-"""Compiles the plugin's kernels for a Hopper GPU, for every table that a program can have:
+"""Compiles the plugin's routing kernels for a Hopper GPU, for every table that a program can have:
 
 PYTHONPATH=rl_loop/engines/sglang/plugin python -m tests.support.rl_loop.engines.expert_routing_compiled
 """
@@ -20,7 +20,7 @@ TABLES = [
     (16, 128),
     (64, 128),
 ]
-"""Tokens and experts of logits in bf16."""
+"""Number of tokens and of experts, with bf16 logits."""
 FP32_TABLES = [(8, 32), (256, 32), (64, 128)]
 
 

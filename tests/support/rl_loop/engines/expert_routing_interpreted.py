@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.support.rl_loop.engines.routing_logits import KINDS, choose_experts, make_logits
 
 SHAPES = [(1, 32, 4), (5, 4, 2), (64, 32, 4), (100, 32, 4), (256, 32, 4), (37, 128, 4), (2, 5, 3)]
-"""Tokens, experts, experts of a token, with logits in bf16."""
+"""Number of tokens, of experts, and of experts per token, with bf16 logits."""
 FP32_SHAPES = [(5, 4, 2), (8, 32, 4), (100, 32, 4), (2, 5, 3)]
 SHAPES_OF_EVERY_KIND = [(8, 32, 4), (17, 12, 1)]
 
@@ -35,8 +35,8 @@ def compare_routes(logits: Tensor, top_k: int) -> None:
     assert torch.equal(routes.starts.long(), with_total(sizes))
 
     gates = logits.float().gather(1, chosen).softmax(1).flatten()[by_expert]
-    # The interpreter rounds to bf16 by cutting off: less than a unit in the last place. In fp32 it is
-    # the order of a sum and another exponential function.
+    # The interpreter truncates to bf16: less than 1 unit in the last place. In fp32, the order of
+    # the sum and the exponential function differ.
     allowed = 2**-7 if logits.dtype == torch.bfloat16 else 2**-20
     assert ((routes.gates.float() - gates).abs() <= allowed * gates).all()
 
@@ -54,13 +54,15 @@ def compare_routes(logits: Tensor, top_k: int) -> None:
 
 
 def with_total(counts: Tensor) -> Tensor:
-    """Return what precedes each count, and all of them."""
+    """Return the cumulative counts before each expert, and the total."""
     return torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
 
 
 def compare_order_of_a_gates_sum() -> None:
-    """With eight tokens two neighbours are added, then halves. Compared to the last bit, with so many
-    rows that another order is noticed."""
+    """Check the summation order for 8 tokens: neighbors first, then halves.
+
+    Sums are compared to the last bit. The number of rows is large enough to reveal another order.
+    """
     rows, experts = 256, 32
     raised = torch.rand(rows, experts)
     sums = raised[:, ::2] + raised[:, 1::2]
@@ -94,7 +96,7 @@ def compare_sums(tokens: int, top_k: int, width: int) -> None:
 
 
 def cut_off(numbers: Tensor) -> Tensor:
-    """Return the bits of fp32 numbers in bf16, as the interpreter rounds them."""
+    """Return the bits of fp32 numbers truncated to bf16, like the interpreter."""
     return (numbers.view(torch.int32) >> 16).to(torch.int16)
 
 

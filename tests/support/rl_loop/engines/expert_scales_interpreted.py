@@ -1,4 +1,4 @@
-"""Finds scales that lie in their storage, as a product of experts does, in Triton's interpreter:
+"""Reads scales from their storage layout like an expert GEMM, in Triton's interpreter:
 
     TRITON_INTERPRET=1 PYTHONPATH=rl_loop/engines/sglang/plugin \\
         python -m tests.support.rl_loop.engines.expert_scales_interpreted
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 BLOCKS = 4
-"""Of the inputs that a program takes at a time."""
+"""Number of blocks along the inputs that a program reads at a time."""
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Compiles what takes a block of an expert's matrix apart for a Hopper GPU:
+"""Compiles the unpacking of a block of an expert's matrix for a Hopper GPU:
 
 PYTHONPATH=rl_loop/engines/sglang/plugin python -m tests.support.rl_loop.engines.expert_values_compiled
 """
@@ -14,7 +14,7 @@ import triton.language as tl
 from tests.support.rl_loop.engines.compiled_for_hopper import compile_kernel
 
 BLOCKS = {(256, 128): 8, (256, 64): 4, (128, 128): 4}
-"""Rows and inputs of the blocks that products read at a time, and the warps of their programs."""
+"""Rows and inputs of the blocks that GEMMs read at a time, and the warps of their programs."""
 
 
 @triton.jit

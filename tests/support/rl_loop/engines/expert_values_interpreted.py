@@ -1,4 +1,4 @@
-"""Takes a matrix apart that lies in its storage, as a product of experts does, in Triton's interpreter:
+"""Unpacks a matrix from its storage layout like an expert GEMM, in Triton's interpreter:
 
     TRITON_INTERPRET=1 PYTHONPATH=rl_loop/engines/sglang/plugin \\
         python -m tests.support.rl_loop.engines.expert_values_interpreted
@@ -35,7 +35,7 @@ def main() -> None:
 
     words = storage[0].view(torch.int32).long() & 0xFFFFFFFF
     pairs = [as_bf16(pair) for pair in run_assembly(values.UNPACK.value, 4, [words])]
-    # bf16 numbers of the smallest exponents, which 2^126 makes values of
+    # bf16 numbers with the smallest exponents. A factor of 2^126 gives their values.
     numbers = torch.stack(pairs, -2).double() * 2.0**126
     stored = numbers.flatten(1).float().contiguous()
 

@@ -1,5 +1,6 @@
-"""Compiles a product for a Hopper GPU whose machine code writes registers too early, as Triton's own assembler
-and that of CUDA 13.5 make it:
+"""Compiles a GEMM for a Hopper GPU whose machine code writes registers too early.
+
+This happens with Triton's own assembler and with that of CUDA 13.5:
 
 python -m tests.support.rl_loop.engines.hazardous_product
 """
@@ -18,9 +19,10 @@ SIZE = 2880
 
 @triton.jit
 def hazardous_kernel(matrix, tokens, out, SIZE: tl.constexpr, INPUTS: tl.constexpr):
-    """Multiply a matrix of integers, int8 [128, SIZE], with bf16 tokens [16, SIZE] into fp32 [128, 16].
+    """Multiply int8 [128, SIZE] with bf16 tokens [16, SIZE] into fp32 [128, 16].
 
-    Its integers become numbers in registers, and nothing but their conversion comes between two steps."""
+    The integers are converted in registers, and only their conversion separates two steps.
+    """
     column = tl.arange(0, 128)
     row = tl.arange(0, 16)
     step = tl.arange(0, INPUTS)

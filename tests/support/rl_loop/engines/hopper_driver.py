@@ -1,10 +1,10 @@
-"""Lets Triton compile for a Hopper GPU on a machine without one."""
+"""A Triton driver that allows compilation for a Hopper GPU on a machine without one."""
 
 from triton.backends.compiler import GPUTarget
 
 
 class HopperDriver:
-    """Says that there is a Hopper GPU, which is all that compiling asks a driver for."""
+    """Reports a Hopper GPU, which is the only driver information that compilation needs."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)

@@ -10,7 +10,7 @@ SHAPES = [(2, 96, 80), (1, 33, 17)]
 
 
 def compare(experts: int, rows: int, row_bytes: int) -> None:
-    # A slice of longer rows, as a tensor-parallel rank takes it.
+    # A slice of longer rows, as a tensor-parallel rank has it.
     whole = torch.randint(0, 256, (experts, rows, 2 * row_bytes), dtype=torch.uint8)
     packed = whole[:, :, row_bytes:]
     shape = (experts, *layout.value_storage_shape(rows, row_bytes))

@@ -1,4 +1,4 @@
-"""A tiny GPT-OSS with every parameter random, and what a plain forward of it says."""
+"""A tiny GPT-OSS with random parameters, and the results of a plain forward pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYERS, TOP_K = 4, 3
 
 
 def tiny_config(intermediate_size: int = 24) -> GptOssConfig:
-    """A window of 8, far shorter than the texts; hidden != intermediate; YaRN, as in the released models."""
+    """Return a model with a window of 8 (shorter than texts), hidden != intermediate, and YaRN."""
     return GptOssConfig(
         num_hidden_layers=LAYERS,
         hidden_size=32,
@@ -42,7 +42,7 @@ def tiny_config(intermediate_size: int = 24) -> GptOssConfig:
 def reference_model(
     seed: int = 0, dtype: torch.dtype = torch.float32, intermediate_size: int = 24
 ) -> GptOssForCausalLM:
-    """Eager attention; biases and sinks random too, or equality could not see them."""
+    """Return a model with eager attention. Biases and sinks are random, so that tests see them."""
     torch.manual_seed(seed)
     model = GptOssForCausalLM(tiny_config(intermediate_size)).eval().requires_grad_(False)
     for name, parameter in model.named_parameters():
@@ -51,7 +51,7 @@ def reference_model(
 
 
 def engine_of(model: GptOssForCausalLM, **options: object) -> TransformersEngine:
-    """An engine with a copy of the model's weights."""
+    """Return an engine with a copy of the model's weights."""
     engine = TransformersEngine.from_config(model.config, dtype=model.dtype, **options)
     asyncio.run(engine.sync_weights(model.state_dict().items(), 1))
     return engine
@@ -73,7 +73,7 @@ def request(
 def plain_log_probs(
     model: GptOssForCausalLM, tokens: list[int], temperature: float = 1.0
 ) -> list[float]:
-    """Of tokens[1:], by one forward without any cache."""
+    """Return the log-probs of tokens[1:] from one forward pass without a cache."""
     logits = model(torch.tensor([tokens[:-1]]), use_cache=False).logits[0].double()
     return (
         torch.log_softmax(logits / temperature, -1)
@@ -83,7 +83,7 @@ def plain_log_probs(
 
 
 def plain_routes(model: GptOssForCausalLM, tokens: list[int]) -> np.ndarray:
-    """[len(tokens) - 1, layers, top_k], recorded from one forward without any cache."""
+    """Return routes [len(tokens) - 1, layers, top_k] from one forward pass without a cache."""
     seen: list[torch.Tensor] = []
     hooks = [
         layer.mlp.router.register_forward_hook(
@@ -99,7 +99,7 @@ def plain_routes(model: GptOssForCausalLM, tokens: list[int]) -> np.ndarray:
 
 @contextmanager
 def held(engine: TransformersEngine) -> Iterator[None]:
-    """The engine's thread is busy: requests that come meanwhile are all there when its next step begins."""
+    """Keep the engine's thread busy, so that requests during that time start in the same step."""
     release = threading.Event()
     engine._thread.submit(release.wait)
     try:

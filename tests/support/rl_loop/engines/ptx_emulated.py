@@ -1,4 +1,4 @@
-"""Runs the inline assembly of the plugin's kernels on whole tensors of registers, without a GPU."""
+"""Emulates the inline assembly of the plugin's kernels on tensors of registers, without a GPU."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def run_assembly(assembly: str, outputs: int, inputs: Sequence[Tensor]) -> list[
     """Run instructions on 32-bit registers.
 
     Args:
-        assembly: as ``tl.inline_asm_elementwise`` takes it: ``$0`` and on are outputs, behind them
-            inputs.
-        outputs: how many of these there are.
-        inputs: int64, from 0 to 2^32 - 1, of one shape: a register of many threads each.
+        assembly: text for ``tl.inline_asm_elementwise``. Operands from ``$0`` on are the outputs,
+            then the inputs.
+        outputs: number of outputs.
+        inputs: int64 tensors of equal shape, from 0 to 2^32 - 1: one register of many threads each.
 
     Returns:
-        The outputs, likewise.
+        The outputs in the format of the inputs.
     """
     registers = {f"${outputs + number}": value for number, value in enumerate(inputs)}
 
@@ -53,7 +53,7 @@ def _execute(name: str, values: list[Tensor]) -> Tensor:
         case "shr.u32":
             return values[0] >> values[1]
         case "shf.l.wrap.b32":
-            # The first operand's highest bits come in from below.
+            # The highest bits of the first operand are shifted in from below.
             return (values[1] << values[2]) | (values[0] >> (32 - values[2]))
         case "prmt.b32":
             return _permute(*values)
@@ -61,7 +61,7 @@ def _execute(name: str, values: list[Tensor]) -> Tensor:
 
 
 def _permute(low: Tensor, high: Tensor, selector: Tensor) -> Tensor:
-    """Make a register of four of the eight bytes of two, which four hexadecimal digits name."""
+    """Build a register from 4 of the 8 bytes of two registers, selected by 4 hexadecimal digits."""
     both = low | (high << 32)
     result = torch.zeros_like(low)
     for place in range(4):
@@ -71,7 +71,7 @@ def _permute(low: Tensor, high: Tensor, selector: Tensor) -> Tensor:
 
 
 def as_bf16(registers: Tensor) -> Tensor:
-    """Return the two bf16 numbers of every register, the lower one first: bf16 [..., 2]."""
+    """Return the two bf16 numbers of every register, the lower one first, bf16 [..., 2]."""
     halves = torch.stack([registers & 0xFFFF, registers >> 16], -1)
     signed = halves - ((halves >> 15) << 16)
     return signed.to(torch.int16).view(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Logits for tests of routing, with what a kernel could get wrong."""
+"""Logits for tests of routing, with cases that kernels may get wrong."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ KINDS = ("few values", "signed zeros", "negative", "all equal", "one token's")
 
 
 def make_logits(kind: str, tokens: int, experts: int, dtype: torch.dtype) -> Tensor:
-    """Make logits [tokens, experts] of one of ``KINDS``. A row's stride is three more than ``experts``."""
+    """Return logits [tokens, experts] of a kind in ``KINDS``. The row stride is ``experts`` + 3."""
     whole = torch.randn(tokens, experts + 3)
     if kind == "few values":
         # Half of the tokens have many equal logits.
@@ -21,7 +21,7 @@ def make_logits(kind: str, tokens: int, experts: int, dtype: torch.dtype) -> Ten
     elif kind == "all equal":
         whole = torch.full_like(whole, 0.5)
     elif kind == "one token's":
-        # All tokens choose the same experts, which are not the first.
+        # All tokens choose the same experts, which are not the first ones.
         whole[:] = torch.arange(experts + 3) % 7
     else:
         raise ValueError(f"logits of kind {kind}: have {KINDS}")
@@ -29,8 +29,11 @@ def make_logits(kind: str, tokens: int, experts: int, dtype: torch.dtype) -> Ten
 
 
 def choose_experts(logits: Tensor, top_k: int) -> Tensor:
-    """Return each token's experts [tokens, top_k], rising: those with the largest logits, of equal ones
-    the first; a negative zero is less than a positive one."""
+    """Return the experts of each token, increasing, [tokens, top_k].
+
+    They have the largest logits. Among equal logits the first ones count, and a negative zero is
+    less than a positive zero.
+    """
     by_sign = torch.argsort(logits.signbit().int(), dim=1, stable=True)
     values = logits.float().gather(1, by_sign)
     order = by_sign.gather(1, torch.argsort(values, dim=1, descending=True, stable=True))

@@ -10,7 +10,7 @@ from tests.support.rl_loop.engines.compiled_for_hopper import Compiling
 
 GPT_OSS = 201_088
 SHAPES = [(1, GPT_OSS), (2, GPT_OSS), (64, GPT_OSS), (256, GPT_OSS), (1000, GPT_OSS), (3, 1021)]
-"""Requests and vocabulary."""
+"""Number of requests, and size of the vocabulary."""
 
 if __name__ == "__main__":
     weigh = Compiling(sampling._weigh_slices_kernel)

@@ -24,7 +24,7 @@ INFINITY = float("inf")
 
 
 def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor, slice_logits: int) -> Tensor:
-    """Return the tokens, whose log-probs have to be those of float64."""
+    """Return sampled tokens, after a check of their log-probs against float64."""
     sampling.SLICE_LOGITS = slice_logits
     tokens, log_probs = sampling.sample(logits, temperatures, uniforms)
     assert tokens.dtype == torch.int32
@@ -39,7 +39,7 @@ def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor, slice_logits:
 
 
 def draw(requests: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logits that are a part of wider rows, temperatures that differ, and uniforms."""
+    """Return logits that are slices of wider rows, different temperatures, and uniforms."""
     wide = 4 * torch.randn(requests, vocabulary + 3)
     wide[:, vocabulary:] = 50.0
     logits = wide[:, :vocabulary]
@@ -48,7 +48,7 @@ def draw(requests: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def invert(logits: Tensor, temperatures: Tensor, uniforms: Tensor, slice_logits: int) -> Tensor:
-    """Return the tokens that float64 chooses: a slice, and a token of the slice."""
+    """Return the tokens that float64 arithmetic chooses: first a slice, then a token in it."""
     probabilities = (logits.double() / temperatures.double()[:, None]).softmax(-1)
     missing = -logits.shape[1] % slice_logits
     padded = torch.nn.functional.pad(probabilities, (0, missing))
@@ -75,7 +75,7 @@ def compare_with_float64() -> None:
 
 
 def check_distribution() -> None:
-    """Rows in turn have one of two temperatures; each has to have its own frequencies."""
+    """Check the frequencies of tokens for rows with two alternating temperatures."""
     requests, vocabulary = 240, 7
     logits = torch.linspace(-1, 1, vocabulary)[torch.randperm(vocabulary)]
     temperatures = torch.tensor([0.9, 3.0]).repeat(requests // 2)
@@ -88,7 +88,7 @@ def check_distribution() -> None:
 
 
 def check_frequencies(tokens: Tensor, probabilities: Tensor) -> None:
-    """Compare by a chi-square test, at four standard deviations of the statistic."""
+    """Compare with a chi-square test, at 4 standard deviations of the statistic."""
     counts = torch.bincount(tokens, minlength=len(probabilities))
     expected = len(tokens) * probabilities
     assert expected.min() > 4
@@ -98,11 +98,11 @@ def check_frequencies(tokens: Tensor, probabilities: Tensor) -> None:
 
 
 def check_rare_tokens() -> None:
-    """A token has exactly the uniforms of its interval, however short that is."""
+    """Check that a rare token has exactly the uniforms of its interval."""
     probability = 1e-12
     logits = torch.full((1, 20), -INFINITY)
     logits[0, 3] = 0.0
-    logits[0, 18] = math.log(probability)  # of slices of 16 in the second, of 32 in the first
+    logits[0, 18] = math.log(probability)  # the second slice of 16, the first slice of 32
     begins = 1 / (1 + probability)
     for slice_logits, column in ((16, 0), (32, 1)):
         uniforms = torch.full((2, 2), 0.5, dtype=torch.float64)
@@ -112,7 +112,7 @@ def check_rare_tokens() -> None:
 
 
 def check_peaked_rows() -> None:
-    """One token has all the probability, wherever the others are and however cold it is."""
+    """Check rows in which one token has all the probability, at several temperatures."""
     logits = torch.randn(3, 37)
     logits[:, 20] = 60.0
     temperatures = torch.tensor([1.0, 0.05, 1e-6])
@@ -121,18 +121,18 @@ def check_peaked_rows() -> None:
 
 
 def check_masked_tokens() -> None:
-    """Logits of -inf are not sampled by the smallest, the largest, or a larger number."""
+    """Check that logits of -inf are not sampled, even for extreme and excessive uniforms."""
     allowed = [5, 17, 18, 30]
-    logits = torch.full((2, 60), -INFINITY)  # the last slice has nothing else
+    logits = torch.full((2, 60), -INFINITY)  # the last slice has no other values
     logits[:, allowed] = torch.randn(2, 4)
     ends = torch.tensor([[0.0, 0.0], [LARGEST_UNIFORM, LARGEST_UNIFORM]], dtype=torch.float64)
     assert sample(logits, torch.ones(2), ends, 16).tolist() == [5, 30]
-    # As if sums had been rounded so that none exceeds the share.
+    # As if rounded sums never exceeded the uniform's share.
     assert sample(logits, torch.ones(2), torch.ones_like(ends), 16).tolist() == [30, 30]
 
 
 def check_rows_without_probabilities() -> None:
-    """They have tokens that exist and a log-prob that whoever reads it refuses."""
+    """Check that such rows give existing tokens and a log-prob that readers reject."""
     logits = torch.randn(3, 37)
     logits[0] = -INFINITY
     logits[1, 20] = float("nan")

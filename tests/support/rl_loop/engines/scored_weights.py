@@ -1,4 +1,4 @@
-"""Scores of a text under weights of the stand-in for SGLang."""
+"""Scores of a text under weights of the local server that replaces SGLang."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Compares what the plugin loads into SGLang's MXFP4 experts with what SGLang 0.5.17 itself loads.
+"""Compares the plugin's loading of MXFP4 experts with the loading code of SGLang 0.5.17.
 
-Run by a test where SGLang is installed. No GPU: its layouts for Hopper are chosen by hand, of scales the
-one that the plugin has.
+A test runs it if SGLang is installed. It needs no GPU: the Hopper layouts are selected explicitly,
+for scales the layout that the plugin has.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ Model = gpt_oss.GptOssForCausalLM
 
 
 def swizzle_whole_programs(self: layout.HopperMXScaleLayout, data: torch.Tensor) -> torch.Tensor:
-    """Lay out scales [experts, blocks, rows], padded as the plugin pads them."""
+    """Lay out scales [experts, blocks, rows], padded like the plugin's."""
     padding = -data.shape[-1] % SCALE_ROWS
     return original_swizzle(self, torch.nn.functional.pad(data, (0, padding)))
 
@@ -51,13 +51,13 @@ def choose_hopper() -> None:
 def load_into_parameter(
     parameter: Any, weight: torch.Tensor, weight_name: str, **options: Any
 ) -> None:
-    """Do what ``FusedMoE.weight_loader`` does with a rank's part of MXFP4 experts."""
+    """Load a rank's part of MXFP4 experts like ``FusedMoE.weight_loader``."""
     place = tuple(slice(0, size) for size in weight.shape)
     parameter.data[place].copy_(weight)
 
 
 def build(rank: int, ranks: int) -> tuple[Any, Any, Any]:
-    """Return a model of one layer of experts, the layer, and its quant method."""
+    """Return a model with one layer of experts, the layer, and its quantization method."""
     method = object.__new__(Method)
     method.use_marlin = method.use_deep_gemm = method.use_flashinfer = False
     method._fi_kernel = None
@@ -123,7 +123,7 @@ def load_by_sglang(
 
 
 def as_ours(name: str, storage: torch.Tensor) -> torch.Tensor:
-    """Return what of SGLang's storage ours would be."""
+    """Return the part of SGLang's storage that corresponds to the plugin's."""
     if name.endswith("_bias"):
         return storage.clone()
     if name.endswith("_scale"):
@@ -135,7 +135,7 @@ def check_ours(
     expected: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], rank: int, ranks: int
 ) -> None:
     model, layer, method = build(rank, ranks)
-    # Beside what the server computes with, and fp32 biases, there is nothing.
+    # No parameters other than those that the server computes with, and fp32 biases.
     assert {name for name, _ in layer.named_parameters()} == {"w13_weight_bias", "w2_weight_bias"}
     assert is_starting(model)
 
@@ -144,7 +144,7 @@ def check_ours(
     name = f"{PREFIX}down_proj_scales"
     too_large = weights | {name: torch.full_like(weights[name], LARGEST_SCALE + 1)}
     expect_refusal(f"{name} has the scale byte 129", model.load_weights, too_large.items())
-    # From a checkpoint, then by a sync, before which the memory was lost to sleep.
+    # Load from a checkpoint, then from a sync after the memory was released by sleep.
     for _ in range(2):
         assert list(model.load_weights(weights.items())) == []
         for name, tensor in method.gptoss_experts.storage.items():
@@ -157,7 +157,7 @@ def check_ours(
         assert known is not None
         known.begin_sync()
 
-    # A bucket of a sync has some, and the sync's end tells what is missing.
+    # A bucket of a sync has some tensors. The end of the sync reports missing ones.
     model.load_weights(lacking.items())
     expect_refusal(f"the first is {PREFIX}gate_up_proj_blocks", known.end_sync)
 
@@ -173,7 +173,7 @@ def expect_refusal(message: str, function: Callable[..., Any], *arguments: Any) 
 
 def main() -> None:
     choose_hopper()
-    # What SGLang loads beside the experts is not at stake: there is nothing.
+    # Tensors other than experts are not tested, and there are none.
     Model.load_weights = lambda self, named: list(named)
     weights = random_weights()
     places = [(rank, ranks) for ranks in (1, 2, 3) for rank in range(ranks)]

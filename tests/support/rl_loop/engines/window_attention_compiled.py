@@ -1,4 +1,4 @@
-"""Compiles the plugin's attention of windows for a Hopper GPU:
+"""Compiles the plugin's window attention for a Hopper GPU:
 
 PYTHONPATH=rl_loop/engines/sglang/plugin python -m tests.support.rl_loop.engines.window_attention_compiled
 """
@@ -11,17 +11,20 @@ import torch
 from tests.support.rl_loop.engines.compiled_for_hopper import Compiling
 
 SHARED_MEMORY = 227 * 1024
-"""Bytes of a processor of a Hopper GPU that programs can have."""
+"""Shared memory of a Hopper multiprocessor that is available to programs, in bytes."""
 REGISTERS = 65_536
 PROGRAMS = 6
-"""That have to fit on a processor: the window of each is 32 KB, so their keys and values are more than
-the memory delivers while a program waits for the first."""
+"""Programs that must fit on a multiprocessor.
+
+Each has a window of 32 KB. Together, their keys and values exceed the data that the memory delivers
+during its latency.
+"""
 
 
 def attend(
     requests: int, tokens: int, key_heads: int, group: int, head_size: int = 64, window: int = 128
 ) -> None:
-    """Call the kernel on the host, of whose tensors only the shapes are read."""
+    """Call the kernel on the CPU. It reads only the shapes of its tensors."""
     bf16 = {"dtype": torch.bfloat16}
     queries = torch.empty(requests, key_heads * group, head_size, **bf16)
     pool = torch.empty(64, key_heads, head_size, **bf16)
@@ -43,7 +46,7 @@ def main() -> None:
     kernel = Compiling(attention._attend_to_window_kernel)
     attention._attend_to_window_kernel = kernel
 
-    # GPT-OSS: the same kernel for all numbers of requests, and for ranks that have a part of the heads.
+    # GPT-OSS: the same kernel for all numbers of requests, and for ranks with a part of the heads.
     for requests, tokens, key_heads in (
         (256, 131_072, 8),
         (1, 641, 8),
@@ -57,7 +60,7 @@ def main() -> None:
         assert used.spilled == 0 and used.registers * threads <= REGISTERS, used
         assert PROGRAMS * (used.shared + 1024) <= SHARED_MEMORY, used
 
-    # The largest and the smallest that it takes.
+    # The largest and the smallest supported size.
     attend(2, 300, 2, group=16, head_size=128, window=attention.LARGEST_WINDOW)
     attend(2, 300, 1, group=1, head_size=16, window=1)
     for used in kernel.resources[4:]:

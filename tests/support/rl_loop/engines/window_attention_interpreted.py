@@ -1,4 +1,4 @@
-"""Compares the plugin's attention of windows with float64, in Triton's interpreter:
+"""Compares the plugin's window attention with float64, in Triton's interpreter:
 
 TRITON_INTERPRET=1 PYTHONPATH=rl_loop/engines/sglang/plugin:. python THIS_FILE
 """
@@ -26,20 +26,20 @@ SHAPES = [
 
 @dataclass
 class Pool:
-    """Keys and values of requests with ``LENGTHS``, and where they are."""
+    """Keys and values of requests with ``LENGTHS``, and their slots."""
 
     keys: Tensor
-    """[slots, key/value heads, head size]"""
+    """[slots, key/value heads, head size]."""
     values: Tensor
-    """The same."""
+    """[slots, key/value heads, head size]."""
     table: Tensor
-    """int32 [requests, more than the longest length]"""
+    """Slot of each token, int32 [requests, more than the longest length]."""
 
 
 def fill_pool(heads: int, head_size: int, window: int) -> Pool:
-    """Return a pool in which the slots in sight are shuffled.
+    """Return a pool in which the visible slots are shuffled.
 
-    All other slots are NaN, and the entries of all other tokens are numbers that no slot has.
+    All other slots are NaN, and the table entries of all other tokens are invalid slots.
     """
     seen = [min(length, window) for length in LENGTHS]
     slots = 3 * sum(seen)
@@ -90,7 +90,7 @@ def compare(queries: Tensor, pool: Pool, window: int, sinks: Tensor | None) -> N
 
 
 def attend_in_float64(query: Tensor, keys: Tensor, values: Tensor, sink: float | None) -> Tensor:
-    """Return the output of one query head, whose sink is a further key of value 0."""
+    """Return the output of one query head, whose sink is an additional key with value 0."""
     if len(keys) == 0:
         return torch.zeros(len(query), dtype=torch.float64)
     logits = keys.double() @ query.double() * SCALE
@@ -100,7 +100,7 @@ def attend_in_float64(query: Tensor, keys: Tensor, values: Tensor, sink: float |
 
 
 def compare_with_float64(heads: int, key_heads: int, head_size: int, window: int) -> None:
-    """Without sinks, and with some that are like none or take all the weight."""
+    """Compare without sinks, with negligible sinks, and with sinks that take all the weight."""
     pool = fill_pool(key_heads, head_size, window)
     queries = 2 * torch.randn(len(LENGTHS), heads, head_size)
     compare(queries, pool, window, None)
@@ -112,9 +112,10 @@ def compare_with_float64(heads: int, key_heads: int, head_size: int, window: int
 
 
 def compare_16_bits(window: int) -> None:
-    """Keys and values are parts of wider pools, and weights are rounded to the dtype of the values.
+    """Compare keys and values that are slices of wider pools, with 16-bit weights.
 
-    In fp16, as the interpreter multiplies the bits of bf16 as integers."""
+    The dtype is fp16, because the interpreter multiplies bf16 bits as integers.
+    """
     wider = fill_pool(3, 32, window)
     pool = Pool(wider.keys.half()[:, 1:], wider.values.half()[:, :2], wider.table)
     queries = torch.randn(len(LENGTHS), 6, 32).half()

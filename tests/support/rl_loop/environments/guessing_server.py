@@ -1,8 +1,9 @@
-"""A guessing game behind OpenEnv's protocol: by the real ``openenv`` package, or by what of the protocol is used.
+"""A guessing game as an OpenEnv server: by the ``openenv`` package, or by the used part of its
+protocol.
 
-python guessing_server.py 8000 openenv         # in an environment with openenv, which this project does not have
+python guessing_server.py 8000 openenv         # in an environment with openenv
 python guessing_server.py 8000 wire
-python guessing_server.py 8000 wire tools      # by the tools of the package's MCPEnvironment instead of steps
+python guessing_server.py 8000 wire tools      # tools of the package's MCPEnvironment, no steps
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from pathlib import Path
 from typing import Any
 
 SLOW = -100
-"""A guess that takes long."""
+"""A guess to which the server responds slowly."""
 ONCE = -200
-"""A guess at which the server dies, unless it has done so before."""
+"""A guess at which the server exits, unless it has done so before."""
 
 
 CUT = -300
-"""A guess at which the server, which is well otherwise, cuts the connection."""
+"""A guess at which the server, otherwise healthy, closes the connection."""
 
 
 def happens_once() -> bool:
-    """Whether this is the first time, of this process and those before it."""
+    """Return True if this is the first call, in this process and earlier ones."""
     trace = Path(os.environ["TRACE"])
     if trace.exists():
         return False
@@ -34,7 +35,7 @@ def happens_once() -> bool:
 
 
 class Game:
-    """The game, whoever serves it."""
+    """The game, independent of the server."""
 
     def __init__(self) -> None:
         self.secret = self.guesses = 0
@@ -105,7 +106,7 @@ def serve_by_openenv(port: int, interface: str) -> None:
 
 
 def _tool_environment() -> Any:
-    """The game as an ``MCPEnvironment``, whose steps are calls of its own MCP server's tools."""
+    """Return the game as an ``MCPEnvironment``, whose steps call tools of its MCP server."""
     from fastmcp import FastMCP
     from openenv.core.env_server import Observation
     from openenv.core.env_server.mcp_environment import MCPEnvironment
@@ -134,7 +135,7 @@ def _tool_environment() -> Any:
                 return str(self.seen["hint"])
 
             @mcp.tool
-            def rules():  # type: ignore[no-untyped-def]  # so that MCP gives it no structured content
+            def rules():  # type: ignore[no-untyped-def]  # without it MCP adds structured content
                 return RULES
 
             super().__init__(mcp)
@@ -167,7 +168,7 @@ def _tool_environment() -> Any:
 
 
 def serve_by_wire(port: int, interface: str) -> None:
-    """Serve what an adapter sees of it: messages as openenv 0.10.0 writes them."""
+    """Serve the part of the protocol that adapters use: messages of openenv 0.10.0."""
     from aiohttp import web
 
     sessions = 0
@@ -282,7 +283,7 @@ def _observed(observation: dict[str, Any], seen: dict[str, Any] | None = None) -
 
 
 def _refused(*keys: str) -> dict[str, Any]:
-    """``keys``: what is missing, and what is too much."""
+    """Return an error for missing and for surplus ``keys``."""
     error = {"message": "Invalid message", "code": "VALIDATION_ERROR"}
     return {"type": "error", "data": error | {"errors": [{"loc": [key]} for key in keys]}}
 

@@ -1,4 +1,4 @@
-"""A tool server with a state, by MCP: what is in an account. It can fail in every way that a server can.
+"""An MCP tool server with a balance as its state. It can fail in every possible way.
 
 python ledger_server.py           # on its standard streams
 python ledger_server.py 8000      # by streamable HTTP
@@ -18,18 +18,18 @@ from mcp.server.mcpserver import Image
 from pydantic import BaseModel
 
 REFUSED: list[int] = []
-"""What all servers of this process have refused."""
+"""Calls that the servers of this process rejected."""
 
 
 class Transfer(BaseModel):
-    """What is moved."""
+    """Order to transfer an amount."""
 
     to: str
     amount: int = 1
 
 
 def make(task: dict[str, Any]) -> MCPServer:
-    """Return a ledger of its own; ``task`` may say what is in it."""
+    """Return a server with a new balance, which ``task`` may set."""
     server = MCPServer("ledger", log_level="ERROR")
     entries: list[int] = [task.get("opening", 0)]
 
@@ -102,7 +102,7 @@ def make(task: dict[str, Any]) -> MCPServer:
 
 
 def other(task: dict[str, Any]) -> MCPServer:
-    """Return another server that has a ``balance``, too."""
+    """Return another server that also has a tool ``balance``."""
     server = MCPServer("other", log_level="ERROR")
 
     @server.tool()
@@ -114,7 +114,7 @@ def other(task: dict[str, Any]) -> MCPServer:
 
 
 def badly_named(task: dict[str, Any]) -> MCPServer:
-    """Return a server with a tool that no Harmony header can name."""
+    """Return a server with a tool whose name is invalid in a Harmony header."""
     server = MCPServer("bad", log_level="ERROR")
 
     @server.tool(name="to/do")

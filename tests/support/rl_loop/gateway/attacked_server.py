@@ -1,7 +1,9 @@
-"""A gateway of its own process, for attacks: ``python -m tests.support.rl_loop.gateway.attacked_server``.
+"""A gateway in a separate process, for attacks.
 
-It prints its port, and then, whenever it reads a line, the peak of its memory in bytes, its open files, and the longest
-time in seconds for which its event loop was held since the line before.
+    python -m tests.support.rl_loop.gateway.attacked_server
+
+It prints its port. For every line that it reads, it prints its peak memory in bytes, its number of
+open files, and the longest blocking of its event loop since the last line, in seconds.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ KEYS = ("sk-victim", "sk-attacker")
 
 
 class InstantPolicy:
-    """An engine that says "ok" at once."""
+    """An engine that immediately returns one turn."""
 
     def __init__(self, turn: list[int]) -> None:
         self._turn = turn
@@ -47,9 +49,9 @@ class InstantPolicy:
 
 
 class Heartbeat:
-    """Measures how long the event loop is held by what the process computes.
+    """Measures how long computation of this process blocks the event loop.
 
-    Not how long it waits for a processor: on a machine with other work that says nothing about the server.
+    Waiting for a processor does not count, because other programs of the machine may cause it.
     """
 
     def __init__(self) -> None:
@@ -73,7 +75,7 @@ async def serve() -> None:
         gateway.open_session(f"session-{number}", key)
     print(gateway.base_url.rpartition(":")[2].removesuffix("/v1"), flush=True)
 
-    # As ``gptoss serve`` does.
+    # Same as ``gptoss serve``.
     gc.collect()
     gc.freeze()
     heartbeat = Heartbeat()

@@ -1,7 +1,7 @@
 """Attacks on a gateway: ``python -m tests.support.rl_loop.gateway.attacks PORT NAME SECONDS``.
 
-An attack sends what it has for so many seconds at most, from a process of its own, and prints the statuses
-that it got. Everything goes to 127.0.0.1.
+An attack runs in a separate process, sends its requests for at most SECONDS, and prints the status
+codes that it receives. All requests go to 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def connect(port: int) -> socket.socket:
 
 
 def send(port: int, data: bytes) -> None:
-    """Send bytes and read the answer."""
+    """Send bytes and read the response."""
     status = "closed"
     with suppress(OSError), connect(port) as connection:
         with suppress(OSError):
@@ -79,7 +79,7 @@ def call(arguments: str) -> bytes:
 
 
 def calls(count: int, answered: int) -> bytes:
-    """Return a conversation with many calls of one turn, some of them answered in reverse order."""
+    """Return a conversation with many calls in one turn, some of them answered in reverse order."""
     entries = [
         {"id": f"c{i}", "type": "function", "function": {"name": "f", "arguments": "{}"}}
         for i in range(count)
@@ -182,7 +182,7 @@ BODIES: dict[str, Callable[[], bytes]] = {
     "long headers": lambda: b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * MEGABYTE,
 }
 CLIENTS = 8
-"""Connections at a time."""
+"""Number of concurrent connections."""
 
 
 def flood(port: int, data: bytes, end: float) -> None:

@@ -1,4 +1,4 @@
-"""Tools and requests of chats."""
+"""Tools and requests for chats."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ async def say(client: openai.AsyncOpenAI, messages: list[Any], **options: Any) -
 
 
 def echo(message: Any) -> Any:
-    """The message as agents send it back: what the client knows of it, without reasoning."""
+    """Return the message as agents send it back: the fields known to the client, no reasoning."""
     kept = message.model_dump(exclude_none=True, include={"role", "content", "tool_calls"})
     return kept

@@ -10,7 +10,10 @@ import pytest
 
 @pytest.fixture(scope="module", autouse=True)
 def no_client_is_left() -> Iterator[None]:
-    """Let OpenAI's clients that a test has not closed go now, when no event loop runs. Whatever loop runs when they go
-    would be told to close connections of a loop that is closed, and a test of another file would fail."""
+    """Release OpenAI's clients that a test has not closed, while no event loop runs.
+
+    Otherwise a later loop would close connections of a closed loop, and a test of another file
+    would fail.
+    """
     yield
     gc.collect()

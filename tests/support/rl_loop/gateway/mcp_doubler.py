@@ -1,4 +1,4 @@
-"""A tool server: doubles numbers, by MCP over its standard streams."""
+"""An MCP server on standard input and output whose tool doubles numbers."""
 
 from mcp.server import MCPServer
 

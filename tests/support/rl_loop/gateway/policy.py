@@ -1,4 +1,4 @@
-"""A tiny GPT-OSS that knows a few conversations by heart, so that real sampling gives known answers."""
+"""A tiny GPT-OSS that has memorized conversations, so that real sampling gives known responses."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ ADD = Tool(
 ARGUMENTS = '{"a": 1, "b": 1}'
 LONG = " ".join(str(number) for number in range(10, 40))
 GARBAGE = "nonsense"
-"""A channel that there is not."""
+"""An invalid channel."""
 
 
 @dataclass
 class Lesson:
-    """Tokens to learn by heart, and which of them are sampled."""
+    """Tokens to memorize, and which of them are sampled."""
 
     ids: list[int]
     mask: list[bool]
@@ -39,7 +39,7 @@ class Lesson:
 
 
 class Script:
-    """What the policy says, written with the renderer that demonstrations are made with."""
+    """The policy's turns, written by the renderer of demonstrations."""
 
     def __init__(self, harmony: Harmony) -> None:
         self.harmony = harmony
@@ -132,7 +132,7 @@ def tiny_config(vocabulary_size: int) -> GptOssConfig:
 
 
 def practise(model: Any, lesson: Lesson) -> tuple[torch.Tensor, int]:
-    """Return the cross-entropies of what a lesson samples, added up, and how many tokens the model would say itself."""
+    """Return the summed cross-entropy of a lesson's sampled tokens, and how many are correct."""
     ids = torch.tensor([lesson.ids])
     is_sampled = torch.tensor(lesson.mask[1:])
     hidden = model.model(ids[:, :-1], use_cache=False).last_hidden_state[0, is_sampled]
@@ -143,7 +143,7 @@ def practise(model: Any, lesson: Lesson) -> tuple[torch.Tensor, int]:
 
 
 def learned_model(config: PreTrainedConfig, lessons: list[Lesson], max_steps: int = 1500) -> Any:
-    """Train a model until it says every lesson by itself."""
+    """Train a model until it samples every lesson correctly."""
     torch.manual_seed(0)
     config._attn_implementation = "eager"
     model: Any = AutoModelForCausalLM.from_config(config)
@@ -155,7 +155,7 @@ def learned_model(config: PreTrainedConfig, lessons: list[Lesson], max_steps: in
     for _ in range(max_steps):
         optimizer.zero_grad()
         loss, right = 0.0, 0
-        # One by one: they differ so much in length that most of a batch would be padding.
+        # One at a time, because most of a batch would be padding.
         for lesson in lessons:
             part, correct = practise(model, lesson)
             (part / count).backward()
@@ -168,7 +168,7 @@ def learned_model(config: PreTrainedConfig, lessons: list[Lesson], max_steps: in
 
 
 async def engine_of(model: PreTrainedModel) -> TransformersEngine:
-    """Build an embedded engine with the model's weights, as version 1."""
+    """Build an embedded engine with the model's weights as version 1."""
     engine = TransformersEngine.from_config(model.config)
     await engine.sync_weights(model.named_parameters(), 1)
     return engine

@@ -1,4 +1,4 @@
-"""A gateway over real HTTP whose policy says what a script has for it."""
+"""A gateway over real HTTP with a scripted policy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rl_loop.harmony.vocabulary import harmony_encoding
 
 
 class ScriptedPolicy:
-    """An engine that answers requests with the turns of a script, in their order."""
+    """An engine that responds with the turns of a script, in order."""
 
     def __init__(self, turns: Sequence[list[int]], seconds: float = 0.0) -> None:
         self.turns = list(turns)
@@ -49,7 +49,7 @@ class ScriptedPolicy:
 
 @dataclass
 class Talk:
-    """A session of a gateway, and what its policy was shown."""
+    """A session of a gateway, and the prompts that its policy received."""
 
     gateway: Gateway
     session: Session
@@ -58,7 +58,7 @@ class Talk:
     codec: ChatCodec
 
     def shown(self, number: int = -1) -> str:
-        """Return the prompt of a request, special tokens written out."""
+        """Return the prompt of a request, with special tokens as text."""
         return self.codec.decode(self.policy.requests[number].input_ids)
 
 
@@ -66,7 +66,7 @@ class Talk:
 async def talking(
     codec: ChatCodec, turns: Sequence[str | list[int]], *, seconds: float = 0.0, **settings: Any
 ) -> AsyncIterator[Talk]:
-    """Serve a script. Turns of text have Harmony's special tokens written out."""
+    """Serve a script. Turns given as text contain Harmony's special tokens as text."""
     policy = ScriptedPolicy([_ids(codec, turn) for turn in turns], seconds)
     limits = EpisodeLimits(max_turns=50, max_tokens=8000, episode_seconds=300.0)
     session_settings = SessionSettings(limits, SamplingParams(max_new_tokens=400), **settings)

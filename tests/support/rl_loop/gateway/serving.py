@@ -1,4 +1,4 @@
-"""A gateway on the embedded engine, and an account of what that engine consumed and produced."""
+"""A gateway with the embedded engine, and a record of the engine's requests and results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SETTINGS = SessionSettings(LIMITS, GREEDY, routed_experts=True)
 
 @dataclass(frozen=True)
 class EngineCall:
-    """What the engine was given and what it answered."""
+    """A request to the engine and its result."""
 
     request: GenerateRequest
     result: GenerateResult
@@ -39,7 +39,7 @@ class EngineCall:
 
 @dataclass
 class RecordingEngine:
-    """An engine that writes down what it is asked, before anybody else sees it."""
+    """An engine that records its results before any other code receives them."""
 
     engine: TransformersEngine
     begun: list[GenerateRequest] = field(default_factory=list)
@@ -48,7 +48,7 @@ class RecordingEngine:
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         self.begun.append(request)
         result = await self.engine.generate(request)
-        # A copy: nothing that is done to the answer later may reach this account.
+        # A copy, so that later changes to the result do not affect the record.
         copied = replace(
             result,
             output_ids=list(result.output_ids),
@@ -76,7 +76,7 @@ class RecordingEngine:
 
 @dataclass
 class Served:
-    """A gateway that runs, with one open session."""
+    """A running gateway with one open session."""
 
     gateway: Gateway
     engine: RecordingEngine
@@ -126,10 +126,14 @@ def runs(mask: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def check_capture(served: Served, trajectories: list[Trajectory], *, lost: int = 0) -> None:
-    """Every span to be trained on is one answer of the engine, every answer is trained on once.
+    """Check that trained spans and the engine's results correspond one to one.
 
-    Compared with the engine's own account, and with a plain forward of the whole text. ``lost``: answers that
-    nobody waited for any more.
+    Compares with the engine's record and with a plain forward pass over the whole text.
+
+    Args:
+        served: gateway to check.
+        trajectories: trajectories of its sessions.
+        lost: number of results that no client waited for.
     """
     unclaimed = list(served.engine.answered)
     for trajectory in trajectories:
@@ -137,7 +141,7 @@ def check_capture(served: Served, trajectories: list[Trajectory], *, lost: int =
         ids = trajectory.token_ids.tolist()
         exact = [0.0, *plain_log_probs(served.model, ids)]
         for start, end in runs(trajectory.loss_mask):
-            # Two requests may be equal; each of their answers is claimed once.
+            # Two requests may be equal. Each of their results is claimed once.
             call, *_ = [
                 call
                 for call in unclaimed

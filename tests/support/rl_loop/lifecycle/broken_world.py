@@ -1,4 +1,4 @@
-"""ReTool in a world that is away from the third step on, until it is repaired."""
+"""ReTool with an environment that is unreachable from the third step on, until it is repaired."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rl_loop.environments.retool import ReToolEnvironment
 from rl_loop.infrastructure import InfrastructureFailure
 
 METRICS = "BROKEN_WORLD_METRICS"
-"""Environment variable with the path of the run's metrics; the world is repaired if it is unset."""
+"""Environment variable with the path of the run's metrics. Unset: the environment is repaired."""
 
 
 class BrokenWorld(ReToolEnvironment):

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[4]
 
 
 class Driver:
-    """A run in a process of its own, and all processes that it has ever been seen to start."""
+    """A run in a separate process, and all processes that it was seen to start."""
 
     def __init__(self, program: list[str], arguments: list[str]) -> None:
         environment = {
@@ -37,7 +37,7 @@ class Driver:
         self.started: set[psutil.Process] = set()
 
     def wait(self) -> int:
-        """Wait for the driver's end and return its status, as the shell has it for signals."""
+        """Wait for the driver's end, and return its status, for signals in the shell's format."""
 
         def has_ended() -> bool:
             with suppress(psutil.NoSuchProcess):
@@ -48,8 +48,10 @@ class Driver:
         return self.process.wait()
 
     def still_at_work(self) -> list[str]:
-        """Processes of the run itself that outlive their driver. Ray's agents, which see only by and by that their
-        node is gone, are none of them."""
+        """Return processes of the run that outlive their driver.
+
+        Ray's agents are excluded, because they take time to notice the loss of their node.
+        """
         lines = []
         for process in self.started:
             with suppress(psutil.NoSuchProcess):

@@ -1,6 +1,8 @@
-"""``gptoss`` whose process is killed at a chosen moment: ``python killed_driver.py MOMENT:STEP rl CONFIG ...``.
+"""``gptoss`` that is killed at a chosen moment: ``python killed_driver.py MOMENT:STEP rl CONFIG
+...``.
 
-The signal is SIGKILL, so nothing of the driver runs afterwards. What is patched here only looks for the moment."""
+The signal is SIGKILL, so no code of the driver runs afterwards. The patches only detect the moment.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ def kill() -> None:
 
 
 def while_rollouts_are_under_way(step: int) -> None:
-    """Shortly after the groups of a step have begun, while the loop waits for them."""
+    """Kill shortly after the groups of a step have started, while the loop waits for them."""
     collect = RolloutCollector.collect
 
     def killed_collect(self: RolloutCollector, at: int) -> Any:
@@ -37,7 +39,7 @@ def while_rollouts_are_under_way(step: int) -> None:
 
 
 def in_a_sync(step: int) -> None:
-    """When the first of the workers has the new weights, and the others have not."""
+    """Kill when the first worker has the new weights and the others do not."""
     call_all = RolloutPool._call_all
 
     def killed_call(self: RolloutPool, method: str, *arguments: Any) -> list[Any]:
@@ -50,7 +52,7 @@ def in_a_sync(step: int) -> None:
 
 
 def between_update_and_checkpoint(step: int) -> None:
-    """When the trainer has taken the step and the metrics are written, before it counts."""
+    """Kill after the update and its metrics, before the step counts as completed."""
     end_step = Checkpointer.end_step
 
     def killed_end(self: Checkpointer, **options: Any) -> bool:
@@ -62,7 +64,7 @@ def between_update_and_checkpoint(step: int) -> None:
 
 
 def while_a_checkpoint_is_written(step: int) -> None:
-    """When the ranks have been told to save after a step, and the episodes ahead lie on the disk."""
+    """Kill while ranks save a checkpoint and the episodes ahead are on the disk."""
     save = RlLoop.save_finished_groups
 
     def killed_save(self: RlLoop, steps: int) -> None:

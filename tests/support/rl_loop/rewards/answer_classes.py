@@ -1,8 +1,9 @@
-r"""Pairs of a given answer and the ground truth by the way in which they are alike or not, labelled by hand.
+r"""Pairs of an answer and a ground truth, labelled by hand, by kind of similarity.
 
-``labelled_answers`` says what equal mathematics is; here it is the same number, letter or expression in another
-notation, or something that looks like the ground truth and says another thing. Where people would disagree, a comment
-says who decides."""
+``labelled_answers`` covers mathematical equality. Here, the answer is the same number, letter or
+expression in another notation, or looks like the ground truth and differs. Where people would
+disagree, a comment names the decision.
+"""
 
 SAME = {
     "a full stop ends the sentence": r"""
@@ -225,7 +226,7 @@ True | \text{true}
 12:30 | 12:30
 10\text{:}30 | 10:30
 """,
-    # math-verify: a list may be meant for a point or a set, and one value is a set of one
+    # math-verify: a list may mean a point or a set, and a single value is a set with one element
     "lists": r"""
 1, 2 | 2, 1
 1,2 | (1,2)
@@ -236,7 +237,7 @@ x=5, x=3 | 3,5
 \{5\} | 5
 (5) | 5
 """,
-    # as math-verify: 5 % may be meant for 5 and for 0.05
+    # like math-verify: 5 % may mean 5 or 0.05
     "percent": r"""
 5\% | 5
 5\% | 0.05
@@ -244,7 +245,8 @@ x=5, x=3 | 3,5
 0.5\% | 0.005
 12.5\% | \frac{1}{8}
 """,
-    # a decimal of six places or more is rounded: what rounds to it is right, as math-verify has it
+    # like math-verify: a decimal with six or more places is rounded, so values that round to it
+    # match
     "a rounded ground truth": r"""
 \frac{1}{3} | 0.333333
 \pi | 3.141593
@@ -416,7 +418,7 @@ x \leqslant 5 | 5
 10:15 | 20:30
 1:2:3 | 1:2:4
 """,
-    # an exact ground truth wants an exact answer
+    # an exact ground truth requires an exact answer
     "decimals for exact answers": r"""
 3.141593 | \pi
 3.14159265358979 | \pi
@@ -552,7 +554,7 @@ x² | x^3
 \text{cm} | 5
 \$ | 5
 """,
-    # what a reader that takes the part it knows, or rounds, would take for the ground truth
+    # a parser that reads only a known part, or rounds, would accept these
     "read in part": r"""
 \frac{1}{2006!} | \frac{1}{2004!}
 x \equiv 3 \pmod 5 | x \equiv 2 \pmod 5
@@ -685,7 +687,7 @@ A(1,2) | (1,2)
 
 
 def classes() -> dict[str, list[tuple[str, str, bool]]]:
-    """(given, ground truth, whether they are equal) by class."""
+    """Return (given, ground truth, True if equal) by class."""
     found = {}
     for equal, groups in ((True, SAME), (False, OTHER)):
         for name, block in groups.items():

@@ -1,7 +1,8 @@
-r"""Composed answers: one answer, and ground truths of which at most one is what it says.
+r"""Generated answers, each with ground truths of which at most one equals the answer.
 
-Every kind of answer has slots for numbers. The truths are the answer itself with other numbers, one
-slot at a time, each number alone, and what a careless reader might take the answer for."""
+Every kind of answer has slots for numbers. The ground truths are the answer with another number in
+one slot, each number alone, and values that a careless parser might read.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +13,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Composed:
-    """An answer and the truths that it is compared with."""
+    """An answer and the ground truths to compare it with."""
 
     kind: str
     answer: str
     same: str
-    """The same in another notation."""
+    """The same answer in another notation."""
     others: tuple[str, ...]
-    """Other truths: the answer says none of them."""
+    """Ground truths that differ from the answer."""
     is_readable: bool
-    """Whether the answer is mathematics, so that it has to equal ``same``."""
+    """True if the answer is mathematics, so that it must equal ``same``."""
 
 
 SEPARATOR_TEXT = r"""
@@ -62,7 +63,7 @@ It is {a} but I first got {b}
 
 
 def composed(count: int, seed: int) -> Iterator[Composed]:
-    """Yield answers of all kinds in turn."""
+    """Yield answers, alternating over all kinds."""
     rng = random.Random(seed)
     kinds = list(KINDS.items())
     for i in range(count):
@@ -88,7 +89,7 @@ def _from_template(
     high: int = 40,
     spread: Callable[[random.Random, int], int] | None = None,
 ) -> Callable[[random.Random, str], Composed]:
-    """Make a kind whose numbers all matter: another number is another truth."""
+    """Return a kind in which every number matters: another number is another ground truth."""
 
     def make(rng: random.Random, name: str) -> Composed:
         numbers = _numbers(rng, slots, low, high)
@@ -117,7 +118,7 @@ def _separated(rng: random.Random, name: str) -> Composed:
     a, b = _numbers(rng, 2, 2, 60)
     space = rng.choice(("", " "))
     answer = f"{a}{space}{separator} {b}"
-    # What the separator computes, if it does, is none of its sides.
+    # The result of the separator's operation, if there is one, differs from both sides.
     return Composed(name, answer, answer, (str(a), str(b)), False)
 
 

@@ -1,4 +1,4 @@
-r"""Pairs of a given answer and the ground truth, labelled by hand: what a mathematician would say."""
+r"""Pairs of an answer and a ground truth, labelled by hand as mathematically equal or not."""
 
 EQUAL = r"""
 1 | 1
@@ -236,7 +236,7 @@ unknown | 7
 
 
 def pairs() -> list[tuple[str, str, bool]]:
-    """(given, ground truth, whether they are equal)."""
+    """Return (given, ground truth, True if equal)."""
     found = []
     for block, equal in ((EQUAL, True), (DIFFERENT, False)):
         for line in block.strip("\n").split("\n"):

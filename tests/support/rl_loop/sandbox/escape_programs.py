@@ -1,7 +1,8 @@
-"""Programs that try to end as a failure of the infrastructure, in pieces that can be combined.
+"""Pieces of programs that try to cause an infrastructure failure.
 
-``STEPS`` do something hostile and go on, ``ENDINGS`` end a program or never do. An exception of a
-step is caught, so that the next one runs in any case."""
+``STEPS`` do something hostile and continue, ``ENDINGS`` end a program or run forever. Exceptions of
+a step are caught, so that the next step runs.
+"""
 
 from __future__ import annotations
 
@@ -259,7 +260,7 @@ time.sleep(60)
 
 
 def program(*steps: str, ending: str = "") -> str:
-    """Return a program of these pieces of code."""
+    """Return a program with these pieces of code."""
     parts = [IMPORTS]
     for step in steps:
         parts.append(
@@ -287,4 +288,4 @@ OF_EACH_KIND = [
     *(f"limit: {name} {value}, then spins" for name, value in
       (("CPU", 1), ("AS", 0), ("NOFILE", 0), ("NPROC", 0), ("FSIZE", 0), ("STACK", 4096), ("DATA", 0))),
 ]  # fmt: skip
-"""Those that every test run tries."""
+"""Combinations that every test run tries."""

@@ -1,6 +1,7 @@
-"""Hostile programs that hold memory where a simple watcher does not look, or leave marks that other sandboxes see.
+"""Programs that hide memory from a simple monitor, or that affect other sandboxes.
 
-Each bounds itself: without the sandbox's defence none takes more than a gigabyte, or lasts longer than its call."""
+Each is bounded: without the sandbox, none takes more than 1 GB or lasts longer than its call.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ COLUMN = 0 if platform.machine() == "x86_64" else 1
 
 @dataclass(frozen=True)
 class Attack:
-    """A program and what must come of it. Absent expectations: ends by itself with exit code 0."""
+    """A program and its expected result. By default it ends with exit code 0."""
 
     code: str  # may be indented
     output: str = ""  # a regular expression for the whole output
@@ -30,13 +31,13 @@ LIBC = "import ctypes, errno, os\nlibc = ctypes.CDLL(None, use_errno=True)\nlibc
 
 
 def raw_call(numbers: tuple[int, int], *arguments: int) -> str:
-    """A program that makes one system call and prints its result and errno."""
+    """Return a program that makes one system call and prints its result and errno."""
     words = ", ".join(f"ctypes.c_long({argument})" for argument in (numbers[COLUMN], *arguments))
     return f"{LIBC}print(libc.syscall({words}), errno.errorcode.get(ctypes.get_errno()))"
 
 
 def file_control(command: int, path: str = "/usr/bin/env", argument: str = "0") -> Attack:
-    """A program that applies an ``fcntl`` to a file that all sandboxes share."""
+    """Return a program that applies an ``fcntl`` to a file that all sandboxes share."""
     return Attack(
         f"import fcntl, struct\nfile = open({path!r}, 'rb') if {path!r} != 'pipe' else None\n"
         "import os\ndescriptor = os.pipe()[1] if file is None else file.fileno()\n"

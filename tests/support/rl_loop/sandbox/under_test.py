@@ -1,4 +1,4 @@
-"""A running sandbox, called without await."""
+"""A running sandbox that is called without await."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rl_loop.sandbox import (
 )
 from tests.support.waiting import PATIENCE_SECONDS
 
-PROCESSES_PER_SERVER = 3  # bubblewrap outside, bubblewrap as process 1 inside, the server
+PROCESSES_PER_SERVER = 3  # outer bubblewrap, inner bubblewrap as process 1, server
 
 
 def descendants(root: int) -> set[int]:
-    """Process ids of all living descendants of root."""
+    """Return the process ids of all living descendants of root."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -41,7 +41,7 @@ def descendants(root: int) -> set[int]:
 
 
 class SandboxUnderTest:
-    """A sandbox, called without await, that knows how many processes it may have."""
+    """A sandbox that is called without await, and that knows its number of processes."""
 
     def __init__(self, config: SandboxConfig, limits: SandboxLimits) -> None:
         self._runner = asyncio.Runner()
@@ -52,7 +52,7 @@ class SandboxUnderTest:
         return self._runner.run(self.sandbox.run(code))
 
     def start(self, code: str) -> Future[ExecutionResult]:
-        """Begin a call, which goes on in a thread of its own."""
+        """Start a call in a separate thread."""
         future: Future[ExecutionResult] = Future()
         threading.Thread(target=self._run_alone, args=(code, future), daemon=True).start()
         return future
@@ -60,7 +60,7 @@ class SandboxUnderTest:
     def _run_alone(self, code: str, future: Future[ExecutionResult]) -> None:
         try:
             future.set_result(asyncio.run(self.sandbox.run(code)))
-        except SandboxFailure as failure:  # closed meanwhile
+        except SandboxFailure as failure:  # closed during the call
             future.set_exception(failure)
 
     def run_many(self, codes: list[str]) -> list[ExecutionResult]:
@@ -70,12 +70,12 @@ class SandboxUnderTest:
         return self._runner.run(gather())
 
     def processes(self) -> set[int]:
-        """Process ids that this sandbox has on the host now."""
+        """Return the ids of the sandbox's current processes on the host."""
         roots = {server._process.pid for server in self.sandbox._servers.values()}
         return roots.union(*(descendants(root) for root in roots))
 
     def processes_left(self) -> int:
-        """How many processes are left beyond the servers' own; waits a little for those that are just ending."""
+        """Return the number of processes beyond the servers', after a short wait for endings."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
             excess = len(self.processes()) - PROCESSES_PER_SERVER * self.sandbox.config.workers

@@ -1,4 +1,4 @@
-"""A plugin that teaches SGLang's torch_native attention the sinks: with it the stock server runs GPT-OSS on any CPU."""
+"""Plugin that adds sinks to SGLang's torch_native attention, to run GPT-OSS on any CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ def attend(
     window: int,
     sinks: torch.Tensor,
 ) -> torch.Tensor:
-    """query [n, heads, d], the last of key and value [m, groups, d] -> [n, heads, d]; window 0: none."""
+    """Attend with sinks.
+
+    Args are query [n, heads, d], whose positions are the last ones of key and value [m, groups, d].
+    A window of 0 means no window. Returns [n, heads, d].
+    """
     share = query.shape[1] // key.shape[1]
     key, value = (x.float().repeat_interleave(share, dim=1) for x in (key, value))
     scores = torch.einsum("nhd,mhd->hnm", query.float(), key) * scale
@@ -29,13 +33,13 @@ def attend(
 
 
 def register() -> None:
-    torch.cuda.synchronize = lambda *_: None  # which SGLang's weight checker calls on any device
+    torch.cuda.synchronize = lambda *_: None  # SGLang's weight checker calls it on any device
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.layers.attention.torch_native_backend import KVWriteLoc, TorchNativeAttnBackend
 
     @register_attention_backend(
         "intel_amx"
-    )  # what GPT-OSS asks for on CPUs, and what SGLang takes where there is no AMX
+    )  # GPT-OSS requests it on CPUs, and SGLang uses it if there is no AMX
     @register_attention_backend("torch_native")
     class SinkAttention(TorchNativeAttnBackend):  # type: ignore[misc, no-any-unimported]
         def forward_extend(
@@ -84,7 +88,7 @@ def register() -> None:
                 pool.get_key_buffer(layer.layer_id),
                 pool.get_value_buffer(layer.layer_id),
             )
-            windowed = layer.sliding_window_size > -1  # it counts the keys before the query
+            windowed = layer.sliding_window_size > -1  # the size excludes the query's own key
             queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim).split(new)
             done = []
             for query, request, length in zip(

@@ -1,4 +1,4 @@
-"""Episodes by the scripts of environments."""
+"""Episodes by the environments' scripted policies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHECKERS = ["punctuation:no_comma", "startend:quotation", "keywords:existence"]
 
 
 def scripted_episode(task: Task, seed: int) -> Episode:
-    """What the environment's own script writes, right on even seeds and faulty on odd ones."""
+    """Return an episode of the environment's script: correct for even seeds, else faulty."""
     environment = make_environment(task, arithmetic.interpret, RewardConfig())
     script = environment_class(task.environment).solve(task, Random(seed), faulty=bool(seed % 2))
     return asyncio.run(play(environment, script))

@@ -1,4 +1,4 @@
-"""A full disk."""
+"""A limit on file sizes that acts like a full disk."""
 
 import resource
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_file_beyond(size: int) -> Iterator[None]:
-    """The operating system refuses to let any file grow past ``size`` bytes: a real failed write, as on a full disk."""
+    """Let the operating system reject writes beyond ``size`` bytes of any file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

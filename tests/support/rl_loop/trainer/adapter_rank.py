@@ -34,7 +34,7 @@ Weights = dict[str, torch.Tensor]
 
 @contextmanager
 def trainer_of(directory: Path, *overrides: str) -> Iterator[tuple[TrainerGroup, LocalRank]]:
-    """A trainer of one rank in this process, of the run ``directory``."""
+    """Return a trainer with one rank in this process for the run ``directory``."""
     options = [*SMALL, f"output_dir={directory.parent}", f"name={directory.name}", *overrides]
     settings = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, options)
     rank = LocalRank(settings)
@@ -48,14 +48,14 @@ def trainer_of(directory: Path, *overrides: str) -> Iterator[tuple[TrainerGroup,
 
 @pytest.fixture(autouse=True)
 def no_group_is_left() -> Iterator[None]:
-    """A rank that fails while it is built is not closed."""
+    """Close process groups of ranks that failed during their construction."""
     yield
     if torch.distributed.is_initialized():
         distributed.shutdown()
 
 
 def packable(weights: Weights) -> Weights:
-    """Round experts to values that MXFP4 can hold."""
+    """Round experts to values that MXFP4 can represent."""
     rounded = dict(weights)
     for name, tensor in weights.items():
         if name.endswith(("gate_up_proj", "down_proj")):
@@ -66,7 +66,7 @@ def packable(weights: Weights) -> Weights:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face directory whose experts MXFP4 can hold, and a run that began with it."""
+    """Return a Hugging Face directory with experts that MXFP4 can represent, and start a run."""
     root = tmp_path_factory.mktemp("base")
     with trainer_of(root / "random", "initial_weights=null") as (group, rank):
         weights = packable(group.weights())

@@ -12,7 +12,7 @@ LIMIT = 64
 
 
 def settings_of(ranks: int, mini_batches: int = 1) -> Any:
-    """The part of TrainerConfig that shipping reads."""
+    """Return the part of TrainerConfig that data distribution reads."""
     return SimpleNamespace(
         model=MODEL,
         training=SimpleNamespace(max_tokens_per_micro_batch=LIMIT),

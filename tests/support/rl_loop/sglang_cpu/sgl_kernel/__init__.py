@@ -1,4 +1,4 @@
-"""In the place of SGLang's compiled kernels, which need AMX or a GPU: importable, and an error when one is called."""
+"""Replaces SGLang's compiled kernels, which need AMX or a GPU. Calls raise an error."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Takes the place of SGLang in the environment of a server process."""
+"""Replaces SGLang in the environment of a server process."""
