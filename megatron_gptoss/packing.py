@@ -1,8 +1,8 @@
 """Packed batches: the one layout of training, scoring and supervised fine-tuning.
 
-Sequences of different lengths lie end to end in one row of tokens ("THD"); ``cu_seqlens`` says
-where each begins. The only padding, which makes the row divisible among ranks, is a sequence of
-its own and never enters loss or metrics.
+Sequences of different lengths lie end to end in one row of tokens ("THD"). ``cu_seqlens`` holds
+the start of each sequence. The only padding makes the row divisible among ranks. It is a separate
+sequence and never enters loss or metrics.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,122 +16,82 @@ import torch
 from megatron_gptoss.context_parallel import ContextLayout, balanced_layout
 from megatron_gptoss.context_parallel.token_order import rank_tokens
 from megatron_gptoss.routes import unknown_route
-from megatron_gptoss.samples import (
-    INPUT_COLUMNS,
-    TOKEN_COLUMNS,
-    ColumnError,
-    TrainingSamples,
-    check_route_array,
-    with_fields_for,
-)
-
-ALWAYS_PACKED = (*INPUT_COLUMNS, "advantages", "rollout_log_probs")
-"""Columns that every batch has, filled with 0 if the samples do not have them."""
-
-OPTIONAL_COLUMNS = {
-    name: getattr(torch, dtype.name)
-    for name, dtype in TOKEN_COLUMNS.items()
-    if name not in ALWAYS_PACKED
-}
-"""Columns that a batch has if the samples have them, and their dtypes."""
+from megatron_gptoss.samples import TrainingSamples, check_route_array
+from megatron_gptoss.token_columns import TOKEN_COLUMNS, ColumnError, TokenColumns
 
 
 @dataclass(frozen=True)
 class RecordedRoutes:
-    """What the routers of one rank chose for its tokens of one micro-batch. It never leaves the
-    rank."""
+    """Experts that the routers of one rank chose for its tokens of one micro-batch. They never
+    leave the rank."""
 
     layers: list[torch.Tensor]
-    """int16 [tokens of this rank, top_k] for each of the rank's layers."""
+    """int16 [tokens of this rank, top_k] for each layer of the rank."""
 
 
-@with_fields_for([*OPTIONAL_COLUMNS, "loss_mask", "advantages", "rollout_log_probs"])
-@dataclass
-class PackedBatch:
+@dataclass(kw_only=True, eq=False)
+class PackedBatch(TokenColumns[torch.Tensor]):
     """One micro-batch of T input tokens.
 
     Its n sequences include the padding tail if there is one. A sequence of m tokens contributes
-    m - 1 inputs (all but its last) and m - 1 labels (all but its first).
+    m - 1 inputs (all but its last) and m - 1 labels (all but its first). Each column has the shape
+    [T] and the declared dtype, except ``token_ids``, which are int64 for the embedding. Entry i
+    describes input i or label i (``Column.belongs_to``).
     """
 
-    input_ids: torch.Tensor
-    """int64 [T]."""
     labels: torch.Tensor
     """int64 [T]: the next token of the same sequence."""
     position_ids: torch.Tensor
-    """int64 [T]: from 0 in each sequence."""
-    loss_mask: torch.Tensor
-    """float32 [T]: 1 where the label was sampled by the policy (RL) or is to be learned (SFT)."""
-    advantages: torch.Tensor
-    """float32 [T], 0 where unset."""
-    rollout_log_probs: torch.Tensor
-    """float32 [T], 0 where unset."""
+    """int64 [T]: position in the sequence, from 0."""
     sample_ids: torch.Tensor
-    """int64 [T]: the number of each token's sequence in its mini-batch, -1 in the padding tail."""
+    """int64 [T]: index of the token's sequence in its mini-batch, -1 in the padding tail."""
     cu_seqlens: torch.Tensor
-    """int32 [n + 1]: where each sequence begins, and T."""
+    """int32 [n + 1]: start of each sequence, and T."""
     max_seqlen: int
-    """Tokens of the longest sequence."""
-    old_log_probs: torch.Tensor | None = None
-    """float32 [T]: log-prob of the label before the update, in nats."""
-    reference_log_probs: torch.Tensor | None = None
-    """float32 [T]: log-prob of the label by the reference policy, in nats."""
-    values: torch.Tensor | None = None
-    """float32 [T]: value that the critic predicted before the update."""
-    returns: torch.Tensor | None = None
-    """float32 [T]: value that the critic learns to predict."""
-    staleness: torch.Tensor | None = None
-    """int32 [T]; None: all current."""
-    is_grafted: torch.Tensor | None = None
-    """bool [T]; None: none is."""
+    """Number of tokens of the longest sequence."""
     routed_experts: torch.Tensor | None = None
     """uint8 or int16 [T, layers, top_k], see ``megatron_gptoss.routes``."""
     recorded_routes: RecordedRoutes | None = None
-    """What this rank's routers chose for its tokens of this micro-batch, in place of
-    ``routed_experts``."""
+    """Routes that this rank recorded. They replace ``routed_experts``."""
     context_layout: ContextLayout | None = None
-    """Of the row of which this is one rank's shard; None for a whole row."""
+    """Layout of the row if this is the shard of a context-parallel rank. None for a whole row."""
 
     @property
     def tokens(self) -> int:
         """T."""
-        return len(self.input_ids)
+        return len(self.token_ids)
 
     def context_layout_over(self, size: int) -> ContextLayout:
-        """Return which of ``size`` context-parallel ranks holds which tokens of this row."""
+        """Return the layout of this row over ``size`` context-parallel ranks."""
         return balanced_layout(tuple(self.cu_seqlens.tolist()), size)
 
     def context_parallel_shard(self, rank: int, size: int) -> Self:
-        """Take the tokens that one of ``size`` context-parallel ranks holds.
+        """Return the tokens of one of ``size`` context-parallel ranks.
 
-        ``cu_seqlens`` stays that of the whole row. Values of all ranks' tokens, concatenated, come
-        back into the order of the row through ``inverse_order`` of ``context_layout``.
+        ``inverse_order`` of ``context_layout`` restores the order of the row in values that are
+        concatenated over the ranks.
         """
         if size == 1:
             return self
 
-        # cu_seqlens is the one tensor that is not per token. It stays whole, because a query's keys
-        # may be on other ranks: attention derives who needs what from the whole row.
+        # cu_seqlens is the only tensor that is not per token. It stays whole, because the keys of a
+        # query may be on other ranks, and attention derives the exchange from the whole row.
         layout = self.context_layout_over(size)
-        tokens = rank_tokens(layout, rank).to(self.input_ids.device)
+        tokens = rank_tokens(layout, rank).to(self.token_ids.device)
         per_token = self._tensors()
         del per_token["cu_seqlens"]
         shard = {name: column[tokens] for name, column in per_token.items()}
         return replace(self, context_layout=layout, **shard)
 
     def to(self, device: torch.device | str) -> Self:
-        """Copy all columns to a device."""
-        columns = self._tensors()
-        moved = {name: column.to(device, non_blocking=True) for name, column in columns.items()}
+        """Copy all tensors to a device."""
+        tensors = self._tensors()
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
         return replace(self, **moved)
 
     def _tensors(self) -> dict[str, Any]:
-        columns = {}
-        for field in fields(self):
-            column = getattr(self, field.name)
-            if isinstance(column, torch.Tensor):
-                columns[field.name] = column
-        return columns
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
 def build_batch(
@@ -143,15 +103,15 @@ def build_batch(
     """Lay sequences end to end and pad the row to a multiple of ``align`` tokens.
 
     Args:
-        samples: where they come from; the batch has the columns that these have.
-        sequences: which of them; by default all. For none of them the row is one token that passes
-            through the model for the sake of the other ranks, outside of every loss.
-        align: the row is padded to a multiple of so many tokens.
-        sample_ids: what the sequences are called in ``PackedBatch.sample_ids``; by default their
-            numbers in ``samples``.
+        samples: source of the sequences. The batch has the same columns.
+        sequences: indices of the sequences to pack; all by default. An empty list gives a row of
+            padding, which passes through the model because the other ranks wait for this rank.
+        align: the number of tokens of the row is a multiple of it.
+        sample_ids: values of ``PackedBatch.sample_ids`` for the sequences; by default their
+            indices in ``samples``.
 
     Raises:
-        ColumnError: naming the sequence that is too short, or whose routes do not fit.
+        ColumnError: a sequence is too short, or its routes do not fit. The message names it.
     """
     if sequences is None:
         sequences = range(len(samples))
@@ -159,33 +119,28 @@ def build_batch(
         sample_ids = sequences
     row = _Row(samples, sequences, align)
 
-    optional: dict[str, Any] = {}
-    for name, dtype in OPTIONAL_COLUMNS.items():
-        if getattr(samples, name) is not None:
-            optional[name] = row.column(name, dtype)
+    others = [name for name in samples.columns if name != "token_ids"]
+    columns: dict[str, Any] = {name: row.column(name) for name in others}
     return PackedBatch(
-        input_ids=row.column("token_ids", torch.int64, first=0),
-        labels=row.column("token_ids", torch.int64),
+        token_ids=row.fill("token_ids", torch.int64, first=0),
+        labels=row.fill("token_ids", torch.int64, first=1),
         position_ids=torch.from_numpy(np.concatenate([np.arange(n) for n in row.segments])),
-        loss_mask=row.column("loss_mask", torch.float32),
-        advantages=row.column("advantages", torch.float32),
-        rollout_log_probs=row.column("rollout_log_probs", torch.float32),
         sample_ids=row.numbered(sample_ids),
         cu_seqlens=torch.tensor([0, *np.cumsum(row.segments)], dtype=torch.int32),
         max_seqlen=max(row.segments),
         routed_experts=row.routes(),
-        **optional,
+        **columns,
     )
 
 
 class _Row:
-    """The places of sequences in a packed row."""
+    """Layout of sequences in a packed row."""
 
     def __init__(self, samples: TrainingSamples, sequences: Sequence[int], align: int) -> None:
         self.samples = samples
         self.sequences = sequences
 
-        # A sequence has one input less than it has tokens: nothing comes after its last one.
+        # The last token of a sequence is not an input, because it has no label.
         self.lengths: list[int] = []
         for i in sequences:
             tokens = int(samples.offsets[i + 1] - samples.offsets[i])
@@ -195,38 +150,46 @@ class _Row:
                 )
             self.lengths.append(tokens - 1)
 
-        # The padding is a sequence of its own, so that it attends to nothing and nothing to it. A
-        # row without any sequence is nothing but padding.
+        # The padding is a separate sequence, so that no other token attends to it. A row without
+        # sequences is all padding.
         filled = sum(self.lengths)
         self.padding = -filled % align if filled else align
         self.segments = self.lengths + ([self.padding] if self.padding else [])
         self.tokens = filled + self.padding
 
-    def column(self, name: str, dtype: torch.dtype, first: int = 1) -> torch.Tensor:
-        """Join the sequences' entries from ``first`` on (1: of labels, 0: of inputs), as many as
-        there are inputs. 0 in the padding, and everywhere if the samples have no such column."""
-        row = torch.zeros(self.tokens, dtype=dtype)
-        source = getattr(self.samples, name)
-        if source is None:
-            return row
+    def column(self, name: str) -> torch.Tensor:
+        """Return a column of the samples as a row of the declared dtype."""
+        declared = TOKEN_COLUMNS[name]
+        dtype = getattr(torch, declared.dtype_name)
+        return self.fill(name, dtype, first=1 if declared.belongs_to == "label" else 0)
 
-        # A view of the tensor's memory: numpy converts while it copies.
-        filled = row.numpy()
+    def fill(self, name: str, dtype: torch.dtype, first: int) -> torch.Tensor:
+        """Return the entries of a column in all sequences, and its default in the padding.
+
+        Args:
+            name: a column that the samples have.
+            dtype: dtype of the result.
+            first: first entry to take of each sequence: 0 for inputs, 1 for labels.
+        """
+        source = getattr(self.samples, name)
+        row = torch.empty(self.tokens, dtype=dtype)
+        filled = row.numpy()  # shares the memory; NumPy converts while it copies
         at = 0
         for i, length in zip(self.sequences, self.lengths, strict=True):
             start = self.samples.offsets[i] + first
             filled[at : at + length] = source[start : start + length]
             at += length
+        filled[at:] = TOKEN_COLUMNS[name].default
         return row
 
     def numbered(self, sample_ids: Sequence[int]) -> torch.Tensor:
-        """Give every token the number of its sequence, int64, and the padding -1."""
+        """Return the id of each token's sequence, int64 [tokens], and -1 in the padding."""
         numbers = [*sample_ids, -1] if self.padding else [*sample_ids]
         return torch.from_numpy(np.repeat(np.array(numbers, dtype=np.int64), self.segments))
 
     def routes(self) -> torch.Tensor | None:
-        """Join the sequences' routes; the trainer chooses for the padding."""
-        # A row of padding knows no shape: there the trainer chooses without being asked.
+        """Join the routes of the sequences. The trainer's routers choose for the padding."""
+        # Without sequences the shape of routes is unknown, and the routers choose.
         if self.samples.routed_experts is None or not self.lengths:
             return None
 

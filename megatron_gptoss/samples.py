@@ -1,150 +1,61 @@
-"""Sequences to train on or to score, as columns.
+"""Sequences to train on or to score, end to end.
 
-``TrainingSamples`` holds all tokens of all sequences end to end, one array per property, and where
-each sequence begins: a step of 16.8 million tokens is a dozen arrays and not as many Python
-numbers. ``Sample`` is one sequence by itself, for whoever writes some down.
+A step of 16.8 million tokens is a dozen arrays, not millions of Python numbers.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
 
 from megatron_gptoss.routes import ROUTE_DTYPES
+from megatron_gptoss.token_columns import (
+    INPUT_COLUMNS,
+    TOKEN_COLUMNS,
+    ColumnError,
+    TokenColumns,
+    as_column,
+    check_column,
+)
 
-TOKEN_COLUMNS: dict[str, np.dtype] = {
-    "token_ids": np.dtype(np.int32),
-    "loss_mask": np.dtype(np.bool_),
-    "advantages": np.dtype(np.float32),
-    "rollout_log_probs": np.dtype(np.float32),
-    "old_log_probs": np.dtype(np.float32),
-    "reference_log_probs": np.dtype(np.float32),
-    "values": np.dtype(np.float32),
-    "returns": np.dtype(np.float32),
-    "staleness": np.dtype(np.int32),
-    "is_grafted": np.dtype(np.bool_),
-}
-"""Columns with one entry per token, and their dtypes. All but the first two may be missing.
-
-This is the one declaration of a column. Classes that hold columns have a field for each, which is
-checked when they are defined; everything else loops over this dict. See "Adding a per-token
-column" in CONTRIBUTING.md.
-"""
+ROUTES = "routed_experts"
+"""Name of the routes where columns are chosen by name. They are not a per-token column: they have
+another shape and are loaded late."""
 
 
-INPUT_COLUMNS = ("token_ids", "loss_mask")
-"""What every pass needs; a pass without a loss needs no other but the routes that it replays."""
+@dataclass(eq=False)
+class TrainingSamples(TokenColumns[np.ndarray]):
+    """n sequences end to end: ``column[offsets[i] : offsets[i + 1]]`` belongs to sequence i.
 
+    Every column has the shape [tokens] and the declared dtype. ``with_columns`` replaces columns.
+    Do not assign to attributes, because only the constructor checks them.
 
-class ColumnError(ValueError):
-    """A column is wrong or missing. The message names the column and its owner."""
-
-
-def columns_of(record: type) -> tuple[str, ...]:
-    """Return the token columns that a dataclass has a field for."""
-    names = {field.name for field in fields(record)}
-    return tuple(name for name in TOKEN_COLUMNS if name in names)
-
-
-def with_fields_for[T](columns: Iterable[str]) -> Callable[[type[T]], type[T]]:
-    """Return a class decorator that checks that a dataclass has a field for each of ``columns``.
-
-    The decorator raises ColumnError naming class and column. Without a field the column would get
-    lost on its way, and a loss would find None.
-    """
-
-    def check(record: type[T]) -> type[T]:
-        missing = set(columns) - set(columns_of(record))
-        if missing:
-            raise ColumnError(
-                f"{record.__qualname__} has no field for column {', '.join(sorted(missing))} of "
-                "megatron_gptoss.samples.TOKEN_COLUMNS. Add it"
-            )
-        return record
-
-    return check
-
-
-@with_fields_for(TOKEN_COLUMNS)
-@dataclass
-class Sample:
-    """One sequence. Per-token columns have the length of ``token_ids``; entry i is about token i
-    as a *label*, and entry 0 is unused, as nothing predicts it.
-
-    Lists and arrays of any number type will do: ``TrainingSamples.join`` makes columns of them.
-    """
-
-    token_ids: Any
-    loss_mask: Any
-    advantages: Any = None
-    rollout_log_probs: Any = None
-    old_log_probs: Any = None
-    reference_log_probs: Any = None
-    values: Any = None
-    returns: Any = None
-    staleness: Any = None
-    is_grafted: Any = None
-    routed_experts: Any = None
-    name: str = ""
-    """What messages call it: the task, say. Empty: "sample" and its number."""
-
-
-@with_fields_for(TOKEN_COLUMNS)
-@dataclass(frozen=True)
-class TrainingSamples:
-    """n sequences end to end: ``column[offsets[i] : offsets[i + 1]]`` is that of sequence i.
-
-    Per-token columns have an entry for every token of every sequence. Entry t is about token t as
-    a label, so the first of a sequence is unused. A column is there for all sequences or, None,
-    for none. Raises ColumnError naming the column and the sequence if one has another length or
-    dtype than it should.
+    Raises:
+        ColumnError: a column has another length or dtype. The message names column and sequence.
     """
 
     offsets: np.ndarray
-    """int64 [n + 1], from 0 to the number of tokens."""
-    token_ids: np.ndarray
-    """int32 [tokens], as are the columns below."""
-    loss_mask: np.ndarray
-    """bool: whether the policy sampled the token (RL) or is to learn it (SFT)."""
-    advantages: np.ndarray | None = None
-    """float32."""
-    rollout_log_probs: np.ndarray | None = None
-    """float32, nats, of the engine that sampled the tokens."""
-    old_log_probs: np.ndarray | None = None
-    """float32, nats, of the trainer's policy when the batch was sampled; None when the batch is
-    used for one update only."""
-    reference_log_probs: np.ndarray | None = None
-    """float32, nats, of the frozen policy that a KL penalty refers to."""
-    values: np.ndarray | None = None
-    """float32, the critic's before the update."""
-    returns: np.ndarray | None = None
-    """float32: what the critic learns to predict."""
-    staleness: np.ndarray | None = None
-    """int32: how many weight versions before the current one a token was sampled with. None: all
-    are current."""
-    is_grafted: np.ndarray | None = None
-    """bool: whether the token was put here from another context. None: none was."""
+    """int64 [n + 1]: start of each sequence, and the number of tokens."""
     routed_experts: Sequence[Any] | None = None
     """Per sequence uint8 or int16 [its tokens - 1, layers, top_k] (``megatron_gptoss.routes``), or
-    what stands for such an array, with its shape and dtype, until it is loaded. Not joined: they
-    weigh ten times what the other columns do, and whoever packs them copies them once."""
+    a reference with shape and dtype. Not joined, because routes need ten times the memory of all
+    columns. Packing copies them once."""
     episodes: np.ndarray | None = None
-    """int64 [n]: number of the episode that each sequence belongs to. None: every sequence is one."""
+    """int64 [n]: index of the episode of each sequence. None if each sequence is an episode."""
     names: Sequence[str] = field(default=())
-    """What messages call the sequences; empty: "sample" and its number."""
+    """Names of the sequences in messages. Empty: "sample" and the index."""
 
     def __post_init__(self) -> None:
         self._check_offsets_and_names()
-        for name, dtype in TOKEN_COLUMNS.items():
+        for name in TOKEN_COLUMNS:
             column = getattr(self, name)
-            if column is not None:
-                self._check_column(name, column, dtype)
-
+            if column is not None or name in INPUT_COLUMNS:
+                check_column(name, column, self.tokens, self._whose)
         if self.routed_experts is not None:
             self._check_routes(self.routed_experts)
 
-    # -- what is there ----------------------------------------------------------------------------
+    # -- properties -------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         """Return n."""
@@ -152,60 +63,64 @@ class TrainingSamples:
 
     @property
     def tokens(self) -> int:
-        """Of all sequences together."""
+        """Number of tokens of all sequences."""
         return int(self.offsets[-1])
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of every sequence, int64 [n]."""
+        """int64 [n]: number of tokens of each sequence."""
         return np.diff(self.offsets)
 
     @property
     def loss_tokens(self) -> np.ndarray:
-        """Labels of every sequence that are in the loss, int64 [n]: those of the mask but for the
-        first token, which is nobody's label."""
-        # Row by row, because the mask's first entry is unused and may say anything.
+        """int64 [n]: number of labels in the loss of each sequence. The first token of a sequence
+        is not a label."""
+        # Row by row, because the first entry of the mask is unused and may have any value.
         labels = [np.count_nonzero(row[1:]) for row in self.rows("loss_mask")]
         return np.array(labels, dtype=np.int64)
 
     @property
-    def columns(self) -> dict[str, np.ndarray]:
-        """The per-token columns that are there, by name."""
-        present = {name: getattr(self, name) for name in TOKEN_COLUMNS}
-        return {name: column for name, column in present.items() if column is not None}
-
-    @property
     def bytes(self) -> int:
-        """Of all per-token columns, without routes."""
+        """Size of all per-token columns, without routes."""
         return sum(column.nbytes for column in self.columns.values())
 
     def name_of(self, sequence: int) -> str:
-        """Return what a message calls one of the sequences."""
+        """Return the name of a sequence in messages."""
         return self.names[sequence] if self.names else f"sample {sequence}"
 
     def rows(self, name: str) -> list[np.ndarray]:
         """Cut a per-token column into views, one per sequence."""
-        # np.split makes one piece of what is cut nowhere, also of nothing.
+        # Without sequences, np.split would return one empty piece.
         return np.split(getattr(self, name), self.offsets[1:-1]) if len(self) else []
 
-    # -- others made of them ----------------------------------------------------------------------
+    # -- construction and selection ---------------------------------------------------------------
 
     @classmethod
-    def join(cls, samples: Sequence[Sample]) -> Self:
+    def join(cls, sequences: Sequence[Mapping[str, Any]], names: Sequence[str] = ()) -> Self:
         """Lay sequences end to end.
 
-        A column that some have and others do not counts as 0 in the others; routes have all or
-        none. Raises ColumnError naming the column and the sequence.
+        Args:
+            sequences: columns of each sequence by name, as lists or arrays of numbers. An optional
+                column may be missing in all sequences. If it is missing in some, they get its
+                default. The name ROUTES stands for routes, which all sequences need, or none.
+            names: names of the sequences in messages.
+
+        Raises:
+            ColumnError: a column is unknown, missing or cannot hold its values. The message names
+                column and sequence.
         """
-        names = [sample.name or f"sample {i}" for i, sample in enumerate(samples)]
-        lengths = [len(sample.token_ids) for sample in samples]
+        names = names or [f"sample {i}" for i in range(len(sequences))]
+        for sequence, whose in zip(sequences, names, strict=True):
+            unknown = sequence.keys() - TOKEN_COLUMNS.keys() - {ROUTES}
+            if unknown:
+                raise ColumnError(f"column {min(unknown)} of {whose} is not declared")
+        lengths = [len(sequence.get("token_ids", ())) for sequence in sequences]
         columns: dict[str, Any] = {
-            name: _join_column(name, dtype, samples, names, lengths)
-            for name, dtype in TOKEN_COLUMNS.items()
+            name: _join_column(name, sequences, names, lengths) for name in TOKEN_COLUMNS
         }
 
-        # 0 would be an expert: routes that are missing cannot be filled up as other columns are.
-        routes = [sample.routed_experts for sample in samples]
+        # Routes have no default, because 0 is an expert.
+        routes = [sequence.get(ROUTES) for sequence in sequences]
         has_routes = [row is not None for row in routes]
         if any(has_routes) and not all(has_routes):
             without = names[has_routes.index(False)]
@@ -221,14 +136,17 @@ class TrainingSamples:
         )
 
     def take(self, sequences: Sequence[int], columns: Sequence[str] | None = None) -> Self:
-        """Return some of the sequences, in the order given: copies of the per-token columns, the
-        routes as they are.
+        """Return some sequences: copies of the per-token columns, and the same routes.
 
-        ``columns``: names of those to take, "routed_experts" among them; None takes all. Raises
-        ColumnError for a name that no column has.
+        Args:
+            sequences: indices of the sequences, in the order of the result.
+            columns: names of the columns to take, ROUTES among them; all by default.
+
+        Raises:
+            ColumnError: a name is not declared.
         """
         for name in columns or ():
-            if name not in TOKEN_COLUMNS and name != "routed_experts":
+            if name not in TOKEN_COLUMNS and name != ROUTES:
                 raise ColumnError(f"there is no column {name!r}")
 
         present = self.columns
@@ -236,7 +154,7 @@ class TrainingSamples:
         taken = {name: self.gather(name, sequences) for name in wanted}
 
         routes = None
-        if self.routed_experts is not None and (columns is None or "routed_experts" in columns):
+        if self.routed_experts is not None and (columns is None or ROUTES in columns):
             routes = [self.routed_experts[i] for i in sequences]
         lengths = self.lengths[list(sequences)]
         return type(self)(
@@ -248,23 +166,23 @@ class TrainingSamples:
         )
 
     def gather(self, name: str, sequences: Sequence[int]) -> np.ndarray:
-        """Copy what some of the sequences have of a per-token column behind one another."""
+        """Return a copy of a per-token column of some sequences, end to end."""
         column: np.ndarray = getattr(self, name)
         if len(sequences) == 0:
             return column[:0].copy()
         return np.concatenate([column[self.offsets[i] : self.offsets[i + 1]] for i in sequences])
 
     def with_columns(self, **columns: np.ndarray | None) -> Self:
-        """Return the same sequences with other or more columns; the others are shared."""
+        """Return the sequences with the given columns replaced. Other columns are shared."""
         changed: dict[str, Any] = dict(columns)
         return replace(self, **changed)
 
     def with_routes(self, routes: Sequence[Any]) -> Self:
-        """Return the same sequences with other routes."""
+        """Return the sequences with other routes."""
         return replace(self, routed_experts=routes)
 
     def without_routes(self) -> Self:
-        """Return the same sequences, whose experts the trainer chooses."""
+        """Return the sequences without routes: the routers of the trainer choose."""
         return replace(self, routed_experts=None)
 
     # -- checks -----------------------------------------------------------------------------------
@@ -283,19 +201,6 @@ class TrainingSamples:
         empty = np.diff(offsets) < 1
         if empty.any():
             raise ColumnError(f"{self.name_of(int(empty.argmax()))} has no tokens")
-
-    def _check_column(self, name: str, column: np.ndarray, dtype: np.dtype) -> None:
-        # Byte order is part of a dtype: big-endian numbers are not float32 here.
-        if not isinstance(column, np.ndarray) or column.dtype != dtype:
-            found = getattr(column, "dtype", type(column).__name__)
-            raise ColumnError(f"column {name} of {self._whose} holds {found}, expected {dtype}")
-        if column.shape != (self.tokens,):
-            raise ColumnError(
-                f"column {name} of {self._whose} has the shape {list(column.shape)}, "
-                f"expected [{self.tokens}]"
-            )
-        if not column.flags.c_contiguous:
-            raise ColumnError(f"column {name} of {self._whose} is not contiguous")
 
     def _check_routes(self, routes: Sequence[Any]) -> None:
         if len(routes) != len(self):
@@ -320,8 +225,16 @@ class TrainingSamples:
 
 
 def check_route_array(routes: Any, tokens: int, whose: str) -> None:
-    """Raise ColumnError unless ``routes``, an array or what stands for one, can be those of a
-    sequence of so many tokens."""
+    """Check the routes of a sequence.
+
+    Args:
+        routes: array, or a reference with shape and dtype.
+        tokens: number of tokens of the sequence.
+        whose: name of the sequence in messages.
+
+    Raises:
+        ColumnError: the dtype, the shape or the memory layout is wrong.
+    """
     if routes.dtype not in ROUTE_DTYPES or len(routes.shape) != 3:
         raise ColumnError(
             f"column routed_experts of {whose} holds {routes.dtype} {list(routes.shape)}, "
@@ -335,59 +248,24 @@ def check_route_array(routes: Any, tokens: int, whose: str) -> None:
         raise ColumnError(f"column routed_experts of {whose} is not contiguous")
 
 
-def as_column(name: str, values: Any, tokens: int, whose: str) -> np.ndarray:
-    """Return ``values`` as the column ``name`` of one sequence of so many tokens.
-
-    Raises ColumnError if they are not so many, or not of a kind that the column can hold: ids and
-    ages are whole numbers, masks hold 0 and 1.
-    """
-    dtype = TOKEN_COLUMNS[name]
-    array = np.asarray(values)
-    if array.ndim != 1:
-        raise ColumnError(
-            f"column {name} of {whose} has the shape {list(array.shape)}, expected [{tokens}]"
-        )
-    if len(array) != tokens:
-        raise ColumnError(f"column {name} of {whose} has {len(array)} entries for {tokens} tokens")
-    if array.dtype == dtype:
-        return np.ascontiguousarray(array)
-
-    # numpy's kinds: i and u are whole numbers, b truth values, f floats. It takes an empty list for
-    # floats, so the kind of no tokens says nothing.
-    is_whole = array.dtype.kind in "iub"
-    if tokens > 0 and dtype.kind != "f" and not is_whole:
-        raise ColumnError(f"column {name} of {whose} holds {array.dtype}, expected whole numbers")
-    if tokens > 0 and dtype.kind == "f" and not (is_whole or array.dtype.kind == "f"):
-        raise ColumnError(f"column {name} of {whose} holds {array.dtype}, expected numbers")
-    if dtype.kind == "b" and not np.isin(array, (0, 1)).all():
-        raise ColumnError(f"column {name} of {whose} holds values other than 0 and 1")
-    # astype would wrap around: id 2^32 would become token 0.
-    if dtype.kind == "i" and tokens > 0:
-        limits = np.iinfo(dtype)
-        if array.min() < limits.min or array.max() > limits.max:
-            raise ColumnError(f"column {name} of {whose} holds numbers that are no {dtype}")
-    return array.astype(dtype)
-
-
 def _join_column(
     name: str,
-    dtype: np.dtype,
-    samples: Sequence[Sample],
+    sequences: Sequence[Mapping[str, Any]],
     names: Sequence[str],
     lengths: Sequence[int],
 ) -> np.ndarray | None:
-    """Join what the sequences have of one column, with 0 where they have nothing; None if none
-    has anything."""
-    is_optional = name not in INPUT_COLUMNS
-    if is_optional and all(getattr(sample, name) is None for sample in samples):
+    """Join one column of all sequences. Returns None if the column is optional and no sequence has
+    it."""
+    is_required = name in INPUT_COLUMNS
+    if not is_required and all(sequence.get(name) is None for sequence in sequences):
         return None
 
-    # The empty row is for no sequences at all.
-    rows = [np.zeros(0, dtype)]
-    for sample, whose, length in zip(samples, names, lengths, strict=True):
-        values = getattr(sample, name)
-        if values is None and is_optional:
-            rows.append(np.zeros(length, dtype))
+    declared = TOKEN_COLUMNS[name]
+    rows = [np.zeros(0, declared.dtype)]  # concatenate needs at least one row
+    for sequence, whose, length in zip(sequences, names, lengths, strict=True):
+        values = sequence.get(name)
+        if values is None and not is_required:
+            rows.append(np.full(length, declared.default, declared.dtype))
         else:
             rows.append(as_column(name, values, length, whose))
     return np.concatenate(rows)

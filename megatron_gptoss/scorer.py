@@ -116,7 +116,7 @@ class Scorer:
 
             # Megatron needs a batch dimension. A packed row is a batch of size 1.
             output = model(
-                batch.input_ids[None],
+                batch.token_ids[None],
                 batch.position_ids[None],
                 None,
                 packed_seq_params=PackedSequence.of(batch),

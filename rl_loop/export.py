@@ -17,7 +17,7 @@ from converters.model_extras import EXTRAS_FOLDER, ModelExtras, read_extras
 from converters.mxfp4_tensors import Digests
 from megatron_gptoss.checkpoint.directory import latest_checkpoint
 from megatron_gptoss.config import Quantization
-from megatron_gptoss.samples import Sample, TrainingSamples
+from megatron_gptoss.samples import TrainingSamples
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.tasks.source import TaskSource
 from rl_loop.trainer.weight_export import WeightExport
@@ -200,7 +200,7 @@ def _load_with_transformers(directory: Path, dtype: str, quantization: Quantizat
 
 def _decode_greedily(model: Any, prompts: list[list[int]], stops: list[int]) -> TrainingSamples:
     """Return prompts with the answers of an export; the mask is 1 on the answers."""
-    samples = []
+    sequences = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
         generated = model.generate(
@@ -213,5 +213,5 @@ def _decode_greedily(model: Any, prompts: list[list[int]], stops: list[int]) -> 
         )
         token_ids = generated[0].tolist()
         mask = [0] * len(prompt) + [1] * (len(token_ids) - len(prompt))
-        samples.append(Sample(token_ids, mask))
-    return TrainingSamples.join(samples)
+        sequences.append({"token_ids": token_ids, "loss_mask": mask})
+    return TrainingSamples.join(sequences)

@@ -36,7 +36,8 @@ API: dict[str, dict[str, list[str]]] = {
     },
     "The policy on Megatron-Core": {
         "megatron_gptoss.model": ["build_model"],
-        "megatron_gptoss.samples": ["Sample", "TrainingSamples"],
+        "megatron_gptoss.token_columns": ["Column", "TokenColumns"],
+        "megatron_gptoss.samples": ["TrainingSamples"],
         "megatron_gptoss.packing": ["PackedBatch", "pack", "build_batch"],
         "megatron_gptoss.packed_sequence": ["PackedSequence"],
         "megatron_gptoss.scorer": ["Scorer"],

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from launch.report import build_report
-from megatron_gptoss.samples import Sample, TrainingSamples
+from megatron_gptoss.samples import TrainingSamples
 from rl_loop.data.trajectory import FinishReason, Trajectory, TrajectoryGroup, Turn
 from rl_loop.tracking.episode_recorder import EpisodeRecorder
 from rl_loop.tracking.episode_table import EpisodesOfSplit
@@ -69,9 +69,9 @@ def make_group(
         episodes.append(
             Trajectory(
                 task,
-                ids,
-                mask,
-                log_probs,
+                token_ids=ids,
+                loss_mask=mask,
+                rollout_log_probs=log_probs,
                 turns=turns,
                 reward=reward,
                 reward_parts={"correct": float(reward > 0), "format_error": 0.0},
@@ -95,12 +95,12 @@ def make_step(
     ]
     samples = TrainingSamples.join(
         [
-            Sample(
-                episode.token_ids,
-                episode.loss_mask,
-                advantages=np.where(episode.loss_mask, episode.reward, 0).astype(np.float32),
-                rollout_log_probs=episode.rollout_log_probs,
-            )
+            {
+                "token_ids": episode.token_ids,
+                "loss_mask": episode.loss_mask,
+                "advantages": np.where(episode.loss_mask, episode.reward, 0).astype(np.float32),
+                "rollout_log_probs": episode.rollout_log_probs,
+            }
             for group in groups
             for episode in group.trajectories
         ]

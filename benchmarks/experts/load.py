@@ -29,7 +29,7 @@ from megatron_gptoss.layers.router import GptOssRouter
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.planning.activation_memory import expert_load
-from megatron_gptoss.samples import Sample, TrainingSamples
+from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.scorer import Scorer
 from rl_loop.cluster.placement import free_port
 
@@ -64,7 +64,9 @@ def count_tokens(model: torch.nn.Module, sequences: int, length: int) -> Counts:
     generator = torch.Generator().manual_seed(1)
     for number in range(sequences):
         tokens = torch.randint(VOCABULARY, (length,), generator=generator).tolist()
-        batch = build_batch(TrainingSamples.join([Sample(tokens, [1] * length)]))
+        batch = build_batch(
+            TrainingSamples.join([{"token_ids": tokens, "loss_mask": [1] * length}])
+        )
         Scorer(model).score([batch])
         print(f"sequence {number + 1} of {sequences}", flush=True)
     return counts.tolist()

@@ -384,15 +384,17 @@ def pass_of_ours(source: Any, documents: Sequence[list[int]], dtype: Any) -> Pas
     from megatron_gptoss.model import build_model
     from megatron_gptoss.packed_sequence import PackedSequence
     from megatron_gptoss.packing import build_batch
-    from megatron_gptoss.samples import Sample, TrainingSamples
+    from megatron_gptoss.samples import TrainingSamples
 
     model = build_model(source.config, ParallelConfig(), dtype)
     load_hf_weights(model, source.config, source.get)
-    samples = TrainingSamples.join([Sample(ids, [0] + [1] * (len(ids) - 1)) for ids in documents])
+    samples = TrainingSamples.join(
+        [{"token_ids": ids, "loss_mask": [0] + [1] * (len(ids) - 1)} for ids in documents]
+    )
     batch = build_batch(samples)
     targets = targets_of(documents)
     logits = model(
-        batch.input_ids[None],
+        batch.token_ids[None],
         batch.position_ids[None],
         None,
         packed_seq_params=PackedSequence.of(batch),

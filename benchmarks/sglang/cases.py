@@ -55,7 +55,7 @@ from benchmarks.sglang.trainer import RandomTrainer
 from converters.hf_directory import write_hf_directory
 from megatron_gptoss.packing import pack
 from megatron_gptoss.routing_replay import RoutingReplay
-from megatron_gptoss.samples import Sample, TrainingSamples
+from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.scorer import Scorer, alignment
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
 from rl_loop.engines.sglang.client import SglangClient
@@ -362,12 +362,12 @@ class Bench:
             )
         self.scorer.replay = None
 
-    def gaps(self, samples: list[Sample]) -> np.ndarray:
+    def gaps(self, samples: list[dict[str, Any]]) -> np.ndarray:
         """Return |trainer's - engine's log-prob| of all sampled tokens."""
         (batches,) = pack(TrainingSamples.join(samples), 16_384, align=alignment())
         gaps = []
         for log_probs, batch in zip(self.scorer.score(batches), batches, strict=True):
-            is_sampled = batch.loss_mask > 0
+            is_sampled = batch.loss_mask
             gaps.append((log_probs.cpu() - batch.rollout_log_probs).abs()[is_sampled])
         return torch.cat(gaps).numpy()
 
@@ -576,15 +576,15 @@ def with_two_scales_swapped(named: NamedTensors, layer: str) -> Iterator[tuple[s
         del tensor
 
 
-def as_sample(request: GenerateRequest, result: GenerateResult) -> Sample:
-    """Make a training sample of a request and its answer."""
+def as_sample(request: GenerateRequest, result: GenerateResult) -> dict[str, Any]:
+    """Return the columns of a request and its answer."""
     prompt_length = len(request.input_ids)
-    return Sample(
-        request.input_ids + result.output_ids,
-        [0] * prompt_length + [1] * len(result.output_ids),
-        rollout_log_probs=[0.0] * prompt_length + result.output_log_probs,
-        routed_experts=result.routed_experts,
-    )
+    return {
+        "token_ids": request.input_ids + result.output_ids,
+        "loss_mask": [0] * prompt_length + [1] * len(result.output_ids),
+        "rollout_log_probs": [0.0] * prompt_length + result.output_log_probs,
+        "routed_experts": result.routed_experts,
+    }
 
 
 def first_difference(x: Sequence[float], y: Sequence[float]) -> tuple[int, float]:

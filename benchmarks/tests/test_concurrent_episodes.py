@@ -62,7 +62,13 @@ def episode(name: str, version: int = 0, began: float = 0.0, ended: float = 1.0)
     parts = {"correct": 1.0, "began": began, "ended": ended, "tool_failures": 0.0}
     spans = [WeightVersionSpan(1, 2, version)]
     return Trajectory(
-        "t", [1, 2], [0, 1], [0.0, -1.0], answer=name, reward_parts=parts, weight_versions=spans
+        "t",
+        token_ids=[1, 2],
+        loss_mask=[0, 1],
+        rollout_log_probs=[0.0, -1.0],
+        answer=name,
+        reward_parts=parts,
+        weight_versions=spans,
     )
 
 

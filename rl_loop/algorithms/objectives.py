@@ -43,7 +43,7 @@ def sft_objective(loss_tokens: int) -> LossFunction:
     """Make the cross-entropy in nats per loss token. ``loss_tokens``: of the global batch."""
 
     def loss(log_probs: torch.Tensor, entropy: torch.Tensor, batch: PackedBatch) -> LossOutput:
-        in_loss = batch.loss_mask > 0
+        in_loss = batch.loss_mask
         total = -torch.where(in_loss, log_probs, 0.0).sum()
         return LossOutput(total / loss_tokens, {"loss": total, "tokens": in_loss.sum()})
 
@@ -96,7 +96,7 @@ def policy_objective(
         total = _only(learns, terms * weight).sum()
 
         # Metrics are of all sampled tokens, also of those that are left out.
-        rollout_log_probs = batch.rollout_log_probs
+        rollout_log_probs = batch.column("rollout_log_probs")
         sums, maxima = mismatch_sums(
             trainer_log_probs, rollout_log_probs, roles.comparable, sequences
         )
@@ -128,7 +128,7 @@ class TokenRoles:
 
 def token_roles(batch: PackedBatch, max_staleness: int) -> TokenRoles:
     """Read the roles of tokens from the masks and the staleness of a micro-batch."""
-    sampled = batch.loss_mask > 0
+    sampled = batch.loss_mask
     stale = torch.zeros_like(sampled)
     if batch.staleness is not None:
         stale = sampled & (batch.staleness > max_staleness)
@@ -167,10 +167,10 @@ def _correct(
 
     return rollout_correction(
         config.correction,
-        log_rho=trainer_log_probs - batch.rollout_log_probs,
+        log_rho=trainer_log_probs - batch.column("rollout_log_probs"),
         mask=roles.comparable,
         sequences=sequences,
-        advantages=batch.advantages,
+        advantages=batch.column("advantages"),
         log_old_over_new=log_old_over_new,
         moved_mask=roles.fresh,
     )
@@ -197,9 +197,10 @@ def _policy_loss(
     inputs = LossInputs(
         log_probs=_only(learns, log_probs),
         old_log_probs=old_log_probs,
-        advantages=_only(learns, batch.advantages),
+        advantages=_only(learns, batch.column("advantages")),
         mask=learns,
         sequences=sequences,
+        columns=batch.columns,
     )
     # Resolved by name in this process: functions of the user are not sent from the driver.
     policy_loss = POLICY_LOSSES.resolve(config.policy_loss.type)
@@ -262,7 +263,7 @@ def _correction_sums(
     roles: TokenRoles,
 ) -> dict[str, torch.Tensor]:
     """Add up what was weighed and what was left out, by metric."""
-    rho = bounded_exp(trainer_log_probs - batch.rollout_log_probs)
+    rho = bounded_exp(trainer_log_probs - batch.column("rollout_log_probs"))
     sums = {
         "correction/weight": _only(roles.fresh, correction.weights).sum(),
         "correction/truncated": (roles.comparable & (rho > config.correction.cap)).sum(),
@@ -282,7 +283,9 @@ def _sums_by_age(
     if batch.staleness is not None:
         is_stale = batch.staleness > 0
 
-    log_rho = torch.where(roles.comparable, trainer_log_probs - batch.rollout_log_probs, 0.0)
+    log_rho = torch.where(
+        roles.comparable, trainer_log_probs - batch.column("rollout_log_probs"), 0.0
+    )
     rho = bounded_exp(log_rho)
     sums: dict[str, torch.Tensor] = {}
     for age, mask in (("fresh", ~is_stale), ("stale", is_stale)):
@@ -316,8 +319,7 @@ def value_objective(
     sample_weight = sample_weights(loss_tokens, config.aggregation, max_tokens, episodes)
 
     def loss(values: torch.Tensor, batch: PackedBatch) -> LossOutput:
-        if batch.values is None or batch.returns is None:
-            raise ValueError("the critic's batch has no values and returns")
+        batch_values, batch_returns = batch.column("values"), batch.column("returns")
         roles = token_roles(batch, config.max_staleness)
         sequences = _sequences(batch, len(loss_tokens), group)
         weight = sequences.spread(sample_weight.to(values.device))
@@ -328,18 +330,18 @@ def value_objective(
         if config.correction.rejects and batch.old_log_probs is not None:
             learns = learns & _correction_before_update(config, batch, roles, sequences).keeps
 
-        old_values = _only(learns, batch.values)
-        returns = _only(learns, batch.returns)
+        old_values = _only(learns, batch_values)
+        returns = _only(learns, batch_returns)
         token_losses, clipped = value_loss(
             _only(learns, values), old_values, returns, clip=value_clip
         )
         total = _only(learns, token_losses * weight).sum()
 
-        error = (batch.returns - values.detach()).square()
+        error = (batch_returns - values.detach()).square()
         sums = {
             "error": _only(roles.sampled, error).sum(),
-            "returns": _only(roles.sampled, batch.returns).sum(),
-            "returns_square": _only(roles.sampled, batch.returns.square()).sum(),
+            "returns": _only(roles.sampled, batch_returns).sum(),
+            "returns_square": _only(roles.sampled, batch_returns.square()).sum(),
             "loss": total,
             "tokens": roles.sampled.sum(),
             "clipped": (clipped & learns).sum(),
@@ -356,10 +358,10 @@ def _correction_before_update(
     assert batch.old_log_probs is not None
     return rollout_correction(
         config.correction,
-        log_rho=batch.old_log_probs - batch.rollout_log_probs,
+        log_rho=batch.old_log_probs - batch.column("rollout_log_probs"),
         mask=roles.comparable,
         sequences=sequences,
-        advantages=batch.advantages,
+        advantages=batch.column("advantages"),
     )
 
 

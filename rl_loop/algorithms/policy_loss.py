@@ -1,13 +1,16 @@
-"""Policy losses on tokens, to be minimised, of the ratio r = exp(log_probs - old_log_probs).
+"""Policy losses per token, to be minimized, of the ratio r = exp(log_probs - old_log_probs).
 
-The papers exponentiate as it is. Here the logarithm is clamped to +-20 first, as in verl, so that
-no ratio overflows: a token beyond has a ratio of e^20 or e^-20 and no gradient through it."""
+The papers exponentiate the logarithm as it is. Here it is clamped to +-20 first, as in verl, so
+that no ratio overflows. A token beyond has a ratio of e^20 or e^-20 and no gradient through it.
+"""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from megatron_gptoss.token_columns import require_column
 from rl_loop.algorithms.sequences import Sequences
 
 LOG_RATIO_LIMIT = 20.0
@@ -16,10 +19,11 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a policy loss may look at: the tokens of one micro-batch, packed.
+    """Inputs of a policy loss: the tokens of one micro-batch, packed.
 
-    Where ``mask`` is false, log-probs and advantages are 0 and carry no gradient; whatever a loss
-    says of such tokens is dropped."""
+    Where ``mask`` is False, log-probs and advantages are 0 and carry no gradient. The loss of such
+    tokens is dropped.
+    """
 
     log_probs: Tensor
     """[tokens]: log pi of the sampled tokens, with gradient."""
@@ -30,7 +34,19 @@ class LossInputs:
     mask: Tensor
     """bool [tokens]: the tokens that learn."""
     sequences: Sequences
-    """Which sequence every token belongs to, for sums and means over whole sequences."""
+    """Sequence of every token, for sums and means over whole sequences."""
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """All columns of the micro-batch by name (``TokenColumns``), [tokens] each, constant. Not masked:
+    a loss reads them with ``column``."""
+
+    def column(self, name: str) -> Tensor:
+        """Return a per-token column, with 0 where ``mask`` is False.
+
+        Raises:
+            ColumnError: no sequence of the step has the column.
+        """
+        column = require_column(self.columns, name)
+        return torch.where(self.mask, column, torch.zeros_like(column))
 
     def log_ratio(self) -> Tensor:
         """Compute log(pi / pi_old) [tokens] with a gradient to ``log_probs``.

@@ -251,11 +251,8 @@ class ConversationStream:
 
 def join_samples(samples: Sequence[DataSample]) -> TrainingSamples:
     """Lay samples end to end."""
-    lengths = [len(sample.token_ids) for sample in samples]
-    return TrainingSamples(
-        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        token_ids=np.concatenate([sample.token_ids for sample in samples]),
-        loss_mask=np.concatenate([sample.loss_mask for sample in samples]),
+    return TrainingSamples.join(
+        [{"token_ids": sample.token_ids, "loss_mask": sample.loss_mask} for sample in samples],
         names=[sample.name for sample in samples],
     )
 

@@ -1,21 +1,22 @@
-"""What an episode leaves behind: exactly the token ids that the engine consumed and produced.
+"""Episodes as the exact token ids that the engine consumed and produced.
 
-Nothing is ever tokenised a second time, so that position ``i`` means the same token for the
-engine, the trainer and the report."""
+Text is never tokenized a second time. Position ``i`` is the same token for the engine, the trainer
+and the report.
+"""
 
 import copy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
 
 import numpy as np
 
-from megatron_gptoss.samples import (
+from megatron_gptoss.samples import check_route_array
+from megatron_gptoss.token_columns import (
+    INPUT_COLUMNS,
     TOKEN_COLUMNS,
-    ColumnError,
+    TokenColumns,
     as_column,
-    check_route_array,
-    columns_of,
+    check_column,
 )
 from rl_loop.data.stored_routes import StoredRoutes
 
@@ -79,23 +80,20 @@ class Turn:
 
 
 @dataclass(eq=False)
-class Trajectory:
-    """One episode of one task; where an agent held several conversations, the first of them.
+class Trajectory(TokenColumns[np.ndarray]):
+    """One episode of one task. If an agent held several conversations, the first of them.
 
-    Its columns may be given as lists, of which arrays are made. Raises ColumnError naming the
-    column and the task if one has another length than ``token_ids``, or cannot hold what it is
-    given; an array must have the column's dtype already. ``validate`` checks the rest of what is
-    said here.
+    ``token_ids`` are the prompt, the turns of the policy, and the messages of tools and user, as
+    the engine had them. ``loss_mask`` is True exactly on sampled tokens. All columns are as long as
+    ``token_ids``. A column may be given as a list, which is converted. An array must already have
+    the declared dtype. ``validate`` checks the values.
+
+    Raises:
+        ColumnError: a column is missing or has another length, or cannot hold its values. The
+            message names column and task.
     """
 
     task_id: str
-    token_ids: np.ndarray
-    """int32: prompt, turns of the policy, and what tools and user said, as the engine had them."""
-    loss_mask: np.ndarray
-    """bool: True exactly on sampled tokens; as long as ``token_ids``."""
-    rollout_log_probs: np.ndarray
-    """float32, natural log, at the sampling temperature; 0.0 where the mask is False; as long as
-    ``token_ids``."""
     weight_versions: list[WeightVersionSpan] = field(default_factory=list)
     """Which weights sampled which tokens; covers all sampled ones, or none."""
     turns: list[Turn] = field(default_factory=list)
@@ -134,10 +132,16 @@ class Trajectory:
     beside this one, or that it branched off. They share the reward, and have no branches."""
 
     def __post_init__(self) -> None:
-        for name in EPISODE_COLUMNS:
+        for name in TOKEN_COLUMNS:
             values = getattr(self, name)
-            if values is not None or name in REQUIRED_COLUMNS:
-                setattr(self, name, self._column(name, values, len(self)))
+            if values is None and name not in (*INPUT_COLUMNS, "rollout_log_probs"):
+                continue
+            # An array comes from code that knows the dtype: conversion would hide a mistake, such
+            # as a byte order or a second dimension.
+            if isinstance(values, np.ndarray):
+                check_column(name, values, len(self), self._name)
+            else:
+                setattr(self, name, as_column(name, values, len(self), self._name))
         if self.routed_experts is not None:
             check_route_array(self.routed_experts, len(self), self._name)
 
@@ -176,12 +180,16 @@ class Trajectory:
         return sum(sequence.assistant_turns for sequence in self.sequences)
 
     def validate(self) -> None:
-        """Raise ValueError naming the task and the field if something cannot be trained on."""
+        """Check that the episode can be trained on.
+
+        Raises:
+            ValueError: it cannot. The message names the task and the field.
+        """
         if self.invalid is not None:
             raise self._error(f"is invalid ({self.invalid.component}: {self.invalid.reason})")
 
-        # Checked where the episode ends: in the trainer, NaN would be a loss without an origin.
-        log_probs = self.rollout_log_probs
+        # Checked where the episode ends, because a NaN in the loss would not name the episode.
+        log_probs = self.column("rollout_log_probs")
         finite = np.isfinite(log_probs)
         if not finite.all():
             raise self._error(f"rollout_log_probs holds {log_probs[finite.argmin()]}")
@@ -194,27 +202,6 @@ class Trajectory:
             raise self._error(
                 f"weight_versions cover {covered} tokens, {self.sampled_tokens} were sampled"
             )
-
-    def _column(self, name: str, values: Any, tokens: int) -> np.ndarray:
-        """Return ``values`` as a column of the trajectory. Raises ColumnError."""
-        if not isinstance(values, np.ndarray):
-            return as_column(name, values, tokens, self._name)
-
-        # An array comes from code that knows what a column is: conversion would hide a mistake,
-        # a byte order or a second dimension for instance.
-        dtype = TOKEN_COLUMNS[name]
-        if values.dtype != dtype:
-            raise ColumnError(
-                f"column {name} of {self._name} holds {values.dtype.str}, expected {dtype.str}"
-            )
-        if values.shape != (tokens,):
-            raise ColumnError(
-                f"column {name} of {self._name} has the shape {list(values.shape)}, "
-                f"expected [{tokens}]"
-            )
-        if not values.flags.c_contiguous:
-            raise ColumnError(f"column {name} of {self._name} is not contiguous")
-        return values
 
     def without_routes(self) -> "Trajectory":
         """Return a copy that shares everything but the routes, which it does not have."""
@@ -230,25 +217,6 @@ class Trajectory:
 
     def _error(self, what: str) -> ValueError:
         return ValueError(f"trajectory of task {self.task_id}: {what}")
-
-
-EPISODE_COLUMNS = columns_of(Trajectory)
-"""Token columns that an episode has. They go to the trainer, to the store of kept groups and back
-without being named there."""
-
-REQUIRED_COLUMNS = tuple(
-    field.name
-    for field in fields(Trajectory)
-    if field.name in EPISODE_COLUMNS and field.default is not None
-)
-"""Columns that may not be None."""
-
-for _field in fields(Trajectory):
-    if "ndarray" in str(_field.type) and _field.name not in (*EPISODE_COLUMNS, "routed_experts"):
-        raise ColumnError(
-            f"Trajectory.{_field.name} is an array, but megatron_gptoss.samples.TOKEN_COLUMNS has no "
-            "such column. Add it"
-        )
 
 
 @dataclass

@@ -10,6 +10,7 @@ Ray maps the store to a file in /dev/shm, whose pages take memory only once they
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,11 +19,10 @@ import psutil
 from megatron_gptoss import host_memory
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.routes import route_dtype
-from megatron_gptoss.samples import INPUT_COLUMNS, TOKEN_COLUMNS
+from megatron_gptoss.token_columns import INPUT_COLUMNS, TOKEN_COLUMNS, column_bytes
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.config.errors import CannotStart
 from rl_loop.config.rollout import RolloutConfig
-from rl_loop.data.trajectory import EPISODE_COLUMNS
 
 SMALLEST_STORE = 512 << 20
 """Bytes. Every machine has room for it; where /dev/shm is smaller still, as in a container, Ray
@@ -164,31 +164,35 @@ def store_bytes(need: StoreNeed) -> int:
 
 
 def _episode_bytes() -> int:
-    return _bytes_of(EPISODE_COLUMNS) + TEXT_BYTES
+    return column_bytes("episode") + TEXT_BYTES
 
 
 def _shipped_bytes(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> int:
-    """Add up what the ranks are sent of a token, in all passes over a step, and their answers."""
-    trained_on = [*EPISODE_COLUMNS, "advantages"]
-    answers = []
-    if algorithm.kl is not None:
-        trained_on.append("reference_log_probs")
-        answers.append("reference_log_probs")
-    if algorithm.critic is not None:
-        trained_on += ["values", "returns"]
-        answers.append("values")
-    if algorithm.old_log_probs_from != "detach":
-        trained_on.append("staleness")
-    if rollout.purification is not None:
-        trained_on.append("is_grafted")
+    """Return the bytes per token that the ranks are sent in all passes over a step, and that they
+    return."""
+    # Columns that the configuration does without. A column that is not named here counts.
+    unused: set[str] = set()
+    results = []
+    if algorithm.kl is None:
+        unused.add("reference_log_probs")
+    else:
+        results.append("reference_log_probs")
+    if algorithm.critic is None:
+        unused |= {"values", "returns"}
+    else:
+        results.append("values")
+    if algorithm.old_log_probs_from == "detach":
+        unused.add("staleness")
+    if rollout.purification is None:
+        unused.add("is_grafted")
 
-    # Episodes of a step with an evaluation are scored without replay, too.
+    # Episodes of a step with an evaluation are also scored without replay.
     if algorithm.routing_replay != "none":
-        answers.append("old_log_probs")
+        results.append("old_log_probs")
 
-    total = _bytes_of(trained_on) + _bytes_of(answers)
+    total = column_bytes("episode", "driver") - _bytes_of(unused) + _bytes_of(results)
     # Passes before an update in mini-batches give ranks other sequences than the update does.
-    if answers and algorithm.mini_batches > 1:
+    if results and algorithm.mini_batches > 1:
         total += _bytes_of(INPUT_COLUMNS)
     return total
 
@@ -204,8 +208,8 @@ def _weight_bytes(model: ModelConfig, dtype: str) -> int:
     return model.num_parameters * {"float32": 4, "bfloat16": 2}[dtype]
 
 
-def _bytes_of(columns: list[str] | tuple[str, ...]) -> int:
-    return sum(TOKEN_COLUMNS[name].itemsize for name in columns)
+def _bytes_of(columns: Collection[str]) -> int:
+    return sum(TOKEN_COLUMNS[name].dtype.itemsize for name in columns)
 
 
 # -- what there is --------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_gptoss.samples import as_column
+from megatron_gptoss.token_columns import as_column
 from rl_loop.data.trajectory import Trajectory, Turn, WeightVersionSpan
 from rl_loop.engines.protocol import GenerateResult
 from rl_loop.rollout.turn_sampler import shifted

@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any
 
-from megatron_gptoss.samples import Sample, TrainingSamples
+from megatron_gptoss.samples import TrainingSamples
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.config.tasks import PassRateConfig, SourceConfig, TaskConfig
 from rl_loop.config.training import DemonstrationConfig
@@ -151,13 +151,15 @@ class TaskSource:
         self, position: int, count: int, mixture: DemonstrationConfig
     ) -> TrainingSamples:
         """Return demonstrations on ``count`` training tasks, as samples to learn from."""
-        samples: list[Sample] = []
+        sequences = []
+        names = []
         for i, task in enumerate(self.train(position, count), start=position):
             seed = f"{self.config.seed}/{i}"
             for demonstration in demonstrations_of(task, self.codec, mixture, seed):
                 ids, mask = demonstration.token_ids, demonstration.loss_mask
-                samples.append(Sample(ids, mask, name=task.task_id))
-        return TrainingSamples.join(samples)
+                sequences.append({"token_ids": ids, "loss_mask": mask})
+                names.append(task.task_id)
+        return TrainingSamples.join(sequences, names)
 
     def _leave_out_unusable_prompts(self, max_tokens: int) -> None:
         """Leave out tasks whose prompt cannot be rendered or is too long, and say so."""

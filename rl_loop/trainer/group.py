@@ -10,8 +10,9 @@ import torch
 
 from converters.model_extras import ModelExtras
 from converters.mxfp4_tensors import Digests
-from megatron_gptoss.samples import INPUT_COLUMNS, TrainingSamples
+from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.step_results import StepStatistics
+from megatron_gptoss.token_columns import INPUT_COLUMNS
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.config.parts import TrainerConfig
 from rl_loop.data.rollout_batch import RlUpdates, TokenEstimates

@@ -15,11 +15,12 @@ import torch
 
 from megatron_gptoss.packing import PackedBatch, Schedule, build_batch, schedule
 from megatron_gptoss.planning.flops import forward_flops
-from megatron_gptoss.samples import INPUT_COLUMNS, TOKEN_COLUMNS, ColumnError, TrainingSamples
+from megatron_gptoss.samples import ROUTES, TrainingSamples
+from megatron_gptoss.token_columns import INPUT_COLUMNS, TOKEN_COLUMNS, ColumnError
 from rl_loop.config.parts import TrainerConfig
 from rl_loop.data.stored_routes import StoredRoutes
 
-SCORED_COLUMNS = (*INPUT_COLUMNS, "routed_experts")
+SCORED_COLUMNS = (*INPUT_COLUMNS, ROUTES)
 """What the policy's forward pass without a loss needs."""
 
 PARCEL_BYTES = 8 << 20
@@ -233,7 +234,7 @@ class Shipper:
             if name not in INPUT_COLUMNS and (columns is None or name in columns)
         ]
         routes = samples.routed_experts
-        if columns is not None and "routed_experts" not in columns:
+        if columns is not None and ROUTES not in columns:
             routes = None
 
         shipments = []
@@ -285,7 +286,7 @@ def _parcels(
     together: list[str] = []
     size = 0
     for name in names:
-        column_bytes = tokens * TOKEN_COLUMNS[name].itemsize
+        column_bytes = tokens * TOKEN_COLUMNS[name].dtype.itemsize
         if together and size + column_bytes > PARCEL_BYTES:
             yield {other: samples.gather(other, sequences) for other in together}
             together = []

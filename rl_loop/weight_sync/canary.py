@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from converters.mxfp4_tensors import Digests, first_difference
-from megatron_gptoss.samples import Sample, TrainingSamples
+from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.user_error import UserError
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 2e-2}
@@ -147,8 +147,8 @@ def check_canary(
             sent.
         CanaryError: the difference is too large.
     """
-    loss_mask = [0] + [1] * (len(token_ids) - 1)
-    text = TrainingSamples.join([Sample(token_ids, loss_mask, name="the canary")])
+    columns = {"token_ids": token_ids, "loss_mask": [0] + [1] * (len(token_ids) - 1)}
+    text = TrainingSamples.join([columns], names=["the canary"])
 
     # Both at the same time: no update begins until both have answered.
     with ThreadPoolExecutor(1, "canary") as thread:

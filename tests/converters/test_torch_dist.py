@@ -118,7 +118,7 @@ def test_megatron_loads_an_import_strictly_with_the_logits_of_transformers(
     batch = build_batch(samples)
     with torch.no_grad():
         logits = model(
-            batch.input_ids[None],
+            batch.token_ids[None],
             batch.position_ids[None],
             None,
             packed_seq_params=PackedSequence.of(batch),

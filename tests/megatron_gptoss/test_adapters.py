@@ -74,7 +74,7 @@ def test_a_call_without_log_probs_gives_the_logits_of_the_merged_weights() -> No
     model = adapted_model(ParallelConfig()).eval()
     merged = plain_model_with_merged_weights(model).eval()
     [batch, _] = batches()
-    inputs = (batch.input_ids[None], batch.position_ids[None], None)
+    inputs = (batch.token_ids[None], batch.position_ids[None], None)
     with torch.no_grad():
         logits, expected = (
             each(*inputs, packed_seq_params=PackedSequence.of(batch)) for each in (model, merged)

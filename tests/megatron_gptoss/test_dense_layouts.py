@@ -255,7 +255,7 @@ def test_an_import_loads_at_any_layout_and_what_that_saves_is_the_same_model(
 
 
 def value_loss(values: torch.Tensor, batch: Any) -> LossOutput:
-    loss = (values - 1).square().mul(batch.loss_mask > 0).sum() / TOKENS
+    loss = (values - 1).square().mul(batch.loss_mask).sum() / TOKENS
     return LossOutput(loss, {"loss": loss})
 
 

@@ -56,7 +56,7 @@ def logits(model: torch.nn.Module, samples: Any = SAMPLES) -> torch.Tensor:
     batch = build_batch(samples)
     with torch.no_grad():
         out = model(
-            batch.input_ids[None],
+            batch.token_ids[None],
             batch.position_ids[None],
             None,
             packed_seq_params=PackedSequence.of(batch),
@@ -132,7 +132,7 @@ def test_in_float64_logits_and_gradients_are_those_of_transformers(name: str) ->
     load_hf_weights(model, config, dense_weights(config).__getitem__)
     batch = build_batch(SAMPLES)
     out = model(
-        batch.input_ids[None],
+        batch.token_ids[None],
         batch.position_ids[None],
         None,
         packed_seq_params=PackedSequence.of(batch),

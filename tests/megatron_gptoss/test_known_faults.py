@@ -87,7 +87,7 @@ def test_the_fused_bias_activation_that_clamps_before_the_bias_is_off() -> None:
         load_hf_weights(model, TINY, reference.state_dict().__getitem__)
         with torch.no_grad():
             out = model(
-                batch.input_ids[None],
+                batch.token_ids[None],
                 batch.position_ids[None],
                 None,
                 packed_seq_params=PackedSequence.of(batch),

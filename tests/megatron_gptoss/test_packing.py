@@ -14,7 +14,7 @@ from megatron_gptoss.context_parallel.token_order import inverse_order
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.packing import PackedBatch, build_batch, pack, schedule
 from megatron_gptoss.planning.flops import forward_flops
-from megatron_gptoss.samples import Sample, TrainingSamples
+from megatron_gptoss.samples import TrainingSamples
 from tests.support.megatron_gptoss.reference import unpack
 
 MODEL = GptOssModelConfig(num_layers=24, num_experts=32)
@@ -26,13 +26,13 @@ def samples_of(lengths: list[int]) -> TrainingSamples:
     starts = np.cumsum([0, *lengths])
     return TrainingSamples.join(
         [
-            Sample(
-                token_ids=range(start, start + n),
-                loss_mask=[0] + [1] * (n - 1),
-                advantages=[float(start)] * n,
-                rollout_log_probs=[-float(t) for t in range(start, start + n)],
-                routed_experts=np.full((n - 1, 2, 3), start, dtype=np.int16),
-            )
+            {
+                "token_ids": range(start, start + n),
+                "loss_mask": [0] + [1] * (n - 1),
+                "advantages": [float(start)] * n,
+                "rollout_log_probs": [-float(t) for t in range(start, start + n)],
+                "routed_experts": np.full((n - 1, 2, 3), start, dtype=np.int16),
+            }
             for start, n in zip(starts, lengths, strict=False)
         ]
     )
@@ -43,9 +43,14 @@ def flops(length: int) -> float:
 
 
 def test_labels_are_the_next_tokens_of_the_same_sequence() -> None:
-    samples = TrainingSamples.join([Sample([5, 6, 7], [0, 1, 1]), Sample([8, 9], [0, 1])])
+    samples = TrainingSamples.join(
+        [
+            {"token_ids": [5, 6, 7], "loss_mask": [0, 1, 1]},
+            {"token_ids": [8, 9], "loss_mask": [0, 1]},
+        ]
+    )
     batch = build_batch(samples)
-    assert batch.input_ids.tolist() == [5, 6, 8]
+    assert batch.token_ids.tolist() == [5, 6, 8]
     assert batch.labels.tolist() == [6, 7, 9]
     assert batch.position_ids.tolist() == [0, 1, 0]
     assert batch.sample_ids.tolist() == [0, 0, 1]
@@ -54,7 +59,9 @@ def test_labels_are_the_next_tokens_of_the_same_sequence() -> None:
 
 
 def test_the_padding_tail_is_a_sequence_of_its_own_outside_the_loss() -> None:
-    batch = build_batch(TrainingSamples.join([Sample([5, 6, 7], [0, 1, 1])]), align=8)
+    batch = build_batch(
+        TrainingSamples.join([{"token_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}]), align=8
+    )
     assert batch.tokens == 8
     assert batch.cu_seqlens.tolist() == [0, 2, 8]
     assert batch.max_seqlen == 6
@@ -74,14 +81,17 @@ COLUMNS = {
 }
 
 
-def random_samples(lengths: list[int], columns: set[str], seed: int) -> list[Sample]:
+def random_samples(lengths: list[int], columns: set[str], seed: int) -> list[dict[str, Any]]:
     rng = np.random.default_rng(seed)
     samples = []
     for n in lengths:
-        sample = Sample(rng.integers(0, 1000, n).tolist(), rng.integers(0, 2, n).tolist())
+        sample = {
+            "token_ids": rng.integers(0, 1000, n).tolist(),
+            "loss_mask": rng.integers(0, 2, n).tolist(),
+        }
         for name in columns:
             is_float = COLUMNS[name].is_floating_point
-            setattr(sample, name, (rng.normal(size=n) if is_float else rng.integers(0, 2, n)))
+            sample[name] = rng.normal(size=n) if is_float else rng.integers(0, 2, n)
         samples.append(sample)
     return samples
 
@@ -104,21 +114,21 @@ def test_a_row_is_what_is_made_of_its_sequences_token_by_token(
     inputs, labels, positions, mask, numbers = [], [], [], [], []
     for i in chosen:
         for t in range(1, sizes[i]):
-            inputs.append(samples[i].token_ids[t - 1])
-            labels.append(samples[i].token_ids[t])
+            inputs.append(samples[i]["token_ids"][t - 1])
+            labels.append(samples[i]["token_ids"][t])
             positions.append(t - 1)
-            mask.append(samples[i].loss_mask[t])
+            mask.append(samples[i]["loss_mask"][t])
             numbers.append(i)
             for name in columns:
-                row[name].append(getattr(samples[i], name)[t])
+                row[name].append(samples[i][name][t])
     padding = -len(inputs) % align
 
     def filled(entries: list[Any], dtype: torch.dtype, fill: int = 0) -> torch.Tensor:
         return torch.tensor(entries + [fill] * padding, dtype=dtype)
 
-    assert torch.equal(batch.input_ids, filled(inputs, torch.int64))
+    assert torch.equal(batch.token_ids, filled(inputs, torch.int64))
     assert torch.equal(batch.labels, filled(labels, torch.int64))
-    assert torch.equal(batch.loss_mask, filled(mask, torch.float32))
+    assert torch.equal(batch.loss_mask, filled(mask, torch.bool))
     assert torch.equal(batch.sample_ids, filled(numbers, torch.int64, fill=-1))
     assert batch.position_ids.tolist() == positions + list(range(padding))
     for name, dtype in COLUMNS.items():
@@ -126,8 +136,6 @@ def test_a_row_is_what_is_made_of_its_sequences_token_by_token(
         if name in columns:
             assert column.dtype == dtype
             assert torch.equal(column, filled(row[name], dtype))
-        elif name in ("advantages", "rollout_log_probs"):
-            assert torch.equal(column, filled([0] * len(inputs), dtype))
         else:
             assert column is None
 
@@ -259,7 +267,7 @@ def test_a_rank_without_a_sequence_passes_a_row_of_padding_that_has_every_column
 
 def test_padding_has_the_unknown_route_of_the_dtype() -> None:
     routes = np.full((3, 2, 4), 7, np.uint8)
-    sample = Sample([5, 6, 7, 8], [0, 1, 1, 1], routed_experts=routes)
+    sample = {"token_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 1, 1], "routed_experts": routes}
     batch = build_batch(TrainingSamples.join([sample]), align=4)
     assert batch.routed_experts.dtype == torch.uint8
     assert (batch.routed_experts[:3] == 7).all()
@@ -318,7 +326,7 @@ def test_context_parallel_shards_come_back_into_the_order_of_the_row(
     shards = [batch.context_parallel_shard(rank, ranks) for rank in range(ranks)]
     inverse = inverse_order(batch.context_layout_over(ranks))
     for name in (
-        "input_ids",
+        "token_ids",
         "labels",
         "position_ids",
         "loss_mask",
@@ -336,18 +344,26 @@ def test_context_parallel_shards_come_back_into_the_order_of_the_row(
     ("samples", "limit", "data_parallel", "message"),
     [
         (
-            [Sample([1] * 12, [1] * 12)],
+            [{"token_ids": [1] * 12, "loss_mask": [1] * 12}],
             10,
             1,
             "sample 0 has 12 tokens, more than max_tokens_per_micro_batch.*11 or more",
         ),
         ([], 10, 2, "there are no samples to pack"),
-        ([Sample([1], [1])], 10, 1, "sample 0 has 1 tokens"),
-        ([Sample([1, 2], [1, 1]), Sample([1], [1], name="fib/3")], 10, 1, "fib/3 has 1 tokens"),
+        ([{"token_ids": [1], "loss_mask": [1]}], 10, 1, "sample 0 has 1 tokens"),
+        (
+            [
+                {"token_ids": [1, 2], "loss_mask": [1, 1]},
+                {"token_ids": [1], "loss_mask": [1]},
+            ],
+            10,
+            1,
+            "sample 1 has 1 tokens",
+        ),
     ],
 )
 def test_what_cannot_be_packed_is_named(
-    samples: list[Sample], limit: int, data_parallel: int, message: str
+    samples: list[dict[str, Any]], limit: int, data_parallel: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         pack(TrainingSamples.join(samples), limit, data_parallel)

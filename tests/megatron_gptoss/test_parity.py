@@ -59,7 +59,7 @@ def logits(model: torch.nn.Module, align: int = 1) -> torch.Tensor:
     batch = build_batch(SAMPLES, align=align)
     with torch.no_grad():
         out = model(
-            batch.input_ids[None],
+            batch.token_ids[None],
             batch.position_ids[None],
             None,
             packed_seq_params=PackedSequence.of(batch),
@@ -260,7 +260,7 @@ def test_parity_fails_when_documents_are_not_kept_apart(reference: torch.nn.Modu
     batch.max_seqlen = batch.tokens
     with torch.no_grad():
         out = model(
-            batch.input_ids[None],
+            batch.token_ids[None],
             batch.position_ids[None],
             None,
             packed_seq_params=PackedSequence.of(batch),

@@ -166,7 +166,7 @@ def test_it_computes_what_transformers_computes_with_the_exported_directory(tmp_
     batch = build_batch(SAMPLES)
     with torch.no_grad():
         logits = model.eval()(
-            batch.input_ids[None],
+            batch.token_ids[None],
             batch.position_ids[None],
             None,
             packed_seq_params=PackedSequence.of(batch),

@@ -75,7 +75,7 @@ def micro_batches(samples: TrainingSamples, parallel: ParallelConfig) -> list[Pa
 
 
 def square_error(values: torch.Tensor, batch: PackedBatch) -> LossOutput:
-    on = batch.loss_mask > 0
+    on = batch.loss_mask
     loss = (
         torch.where(on, (values - batch.labels.to(values.dtype) / 64).square(), 0.0).sum() / TOKENS
     )

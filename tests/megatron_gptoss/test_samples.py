@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_gptoss.samples import TOKEN_COLUMNS, ColumnError, Sample, TrainingSamples
+from megatron_gptoss.samples import TrainingSamples
+from megatron_gptoss.token_columns import TOKEN_COLUMNS, ColumnError
 
 EPSILON = np.float32(1e-7)
 ENTRIES: dict[str, st.SearchStrategy[Any]] = {
@@ -22,37 +23,37 @@ ENTRIES: dict[str, st.SearchStrategy[Any]] = {
 
 
 @st.composite
-def sequences(draw: st.DrawFn) -> list[Sample]:
+def sequences(draw: st.DrawFn) -> list[dict[str, Any]]:
     """Sequences of different lengths, each with some of the columns."""
     samples = []
     for length in draw(st.lists(st.integers(1, 6), min_size=1, max_size=6)):
         columns = {}
-        for name, dtype in TOKEN_COLUMNS.items():
+        for name, declared in TOKEN_COLUMNS.items():
             if name in ("token_ids", "loss_mask") or draw(st.booleans()):
-                entries = st.lists(ENTRIES[dtype.kind], min_size=length, max_size=length)
+                entries = st.lists(ENTRIES[declared.dtype.kind], min_size=length, max_size=length)
                 columns[name] = draw(entries)
-        samples.append(Sample(**columns))
+        samples.append(columns)
     return samples
 
 
-def entries_of(samples: list[Sample], name: str) -> list[list[Any]]:
+def entries_of(samples: list[dict[str, Any]], name: str) -> list[list[Any]]:
     """Return one column of every sequence, with 0 where a sequence has none."""
     rows = []
     for sample in samples:
-        values = getattr(sample, name)
-        rows.append([0] * len(sample.token_ids) if values is None else values)
+        values = sample.get(name)
+        rows.append([0] * len(sample["token_ids"]) if values is None else values)
     return rows
 
 
-def assert_holds(columns: TrainingSamples, samples: list[Sample]) -> None:
+def assert_holds(columns: TrainingSamples, samples: list[dict[str, Any]]) -> None:
     """Check that ``columns`` hold what the sequences do, of the right dtypes."""
     assert len(columns) == len(samples)
-    assert columns.lengths.tolist() == [len(sample.token_ids) for sample in samples]
-    assert columns.tokens == sum(len(sample.token_ids) for sample in samples)
-    for name, dtype in TOKEN_COLUMNS.items():
+    assert columns.lengths.tolist() == [len(sample["token_ids"]) for sample in samples]
+    assert columns.tokens == sum(len(sample["token_ids"]) for sample in samples)
+    for name, declared in TOKEN_COLUMNS.items():
         column = getattr(columns, name)
         if column is not None:
-            assert column.dtype == dtype
+            assert column.dtype == declared.dtype
             assert [row.tolist() for row in columns.rows(name)] == entries_of(samples, name)
 
 
@@ -61,31 +62,31 @@ def assert_holds(columns: TrainingSamples, samples: list[Sample]) -> None:
 
 @given(sequences())
 def test_columns_hold_the_sequences_end_to_end_and_0_where_one_has_no_entry(
-    samples: list[Sample],
+    samples: list[dict[str, Any]],
 ) -> None:
     joined = TrainingSamples.join(samples)
 
     assert_holds(joined, samples)
     for name in TOKEN_COLUMNS:
-        nobody_has_it = all(getattr(sample, name) is None for sample in samples)
+        nobody_has_it = all(name not in sample for sample in samples)
         assert (getattr(joined, name) is None) == nobody_has_it
     assert joined.bytes == sum(
-        joined.tokens * TOKEN_COLUMNS[name].itemsize for name in joined.columns
+        joined.tokens * TOKEN_COLUMNS[name].dtype.itemsize for name in joined.columns
     )
 
 
 @given(sequences())
 def test_the_loss_is_over_all_masked_tokens_but_the_first_of_a_sequence(
-    samples: list[Sample],
+    samples: list[dict[str, Any]],
 ) -> None:
     counts = TrainingSamples.join(samples).loss_tokens
     assert counts.dtype == np.int64
-    assert counts.tolist() == [sum(sample.loss_mask[1:]) for sample in samples]
+    assert counts.tolist() == [sum(sample["loss_mask"][1:]) for sample in samples]
 
 
 @given(sequences(), st.data())
 def test_sequences_are_taken_in_the_order_in_which_they_are_asked_for(
-    samples: list[Sample], data: st.DataObject
+    samples: list[dict[str, Any]], data: st.DataObject
 ) -> None:
     wanted = data.draw(st.lists(st.integers(0, len(samples) - 1)))
     joined = TrainingSamples.join(samples)
@@ -99,15 +100,15 @@ def test_sequences_are_taken_in_the_order_in_which_they_are_asked_for(
 def with_routes(lengths: list[int], dtype: type = np.uint8) -> TrainingSamples:
     return TrainingSamples.join(
         [
-            Sample(
-                token_ids=range(10 * i, 10 * i + length),
-                loss_mask=[True] * length,
-                advantages=[float(i)] * length,
-                routed_experts=np.full((length - 1, 2, 3), i, dtype),
-                name=f"task {i}",
-            )
+            {
+                "token_ids": range(10 * i, 10 * i + length),
+                "loss_mask": [True] * length,
+                "advantages": [float(i)] * length,
+                "routed_experts": np.full((length - 1, 2, 3), i, dtype),
+            }
             for i, length in enumerate(lengths)
-        ]
+        ],
+        names=[f"task {i}" for i in range(len(lengths))],
     )
 
 
@@ -232,23 +233,24 @@ def test_entries_of_a_sequence_that_no_column_can_hold_are_named_with_its_task(
     column: str, values: Any, message: str
 ) -> None:
     good = {"token_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}
-    others = [Sample([1, 2], [0, 1], name="fib/2"), Sample(**good, name="fib/4")]
-    TrainingSamples.join([*others, Sample(**good, name="fib/3")])
+    others = [{"token_ids": [1, 2], "loss_mask": [0, 1]}, good]
+    names = ["fib/2", "fib/4", "fib/3"]
+    TrainingSamples.join([*others, good], names)
 
-    sample = Sample(**good | {column: values}, name="fib/3")
+    sample = good | {column: values}
     with pytest.raises(ColumnError, match=re.escape(f"column {column} of fib/3 {message}")):
-        TrainingSamples.join([*others, sample])
+        TrainingSamples.join([*others, sample], names)
 
 
 def test_numbers_of_any_kind_become_a_column_if_it_can_hold_them() -> None:
-    sample = Sample(
-        token_ids=np.array([5, 6, 2**31 - 1], np.uint64),
-        loss_mask=np.array([0, 1, 1], np.int64),
-        advantages=[1, 2, 3],
-        rollout_log_probs=np.arange(6, dtype=">f8")[::2] + EPSILON,
-        staleness=np.array([0, 1, 2], np.uint8),
-        is_grafted=[0, 1, 0],
-    )
+    sample = {
+        "token_ids": np.array([5, 6, 2**31 - 1], np.uint64),
+        "loss_mask": np.array([0, 1, 1], np.int64),
+        "advantages": [1, 2, 3],
+        "rollout_log_probs": np.arange(6, dtype=">f8")[::2] + EPSILON,
+        "staleness": np.array([0, 1, 2], np.uint8),
+        "is_grafted": [0, 1, 0],
+    }
     joined = TrainingSamples.join([sample])
     assert joined.token_ids.tolist() == [5, 6, 2**31 - 1]
     assert joined.loss_mask.tolist() == [False, True, True]
@@ -258,9 +260,12 @@ def test_numbers_of_any_kind_become_a_column_if_it_can_hold_them() -> None:
 
 @pytest.mark.parametrize("token_ids", [[], np.zeros(0, np.int32)], ids=["list", "array"])
 def test_a_sequence_without_tokens_is_named(token_ids: Any) -> None:
-    samples = [Sample([1], [1]), Sample(token_ids, token_ids, name="fib/3")]
+    samples = [
+        {"token_ids": [1], "loss_mask": [1]},
+        {"token_ids": token_ids, "loss_mask": token_ids},
+    ]
     with pytest.raises(ColumnError, match="fib/3 has no tokens"):
-        TrainingSamples.join(samples)
+        TrainingSamples.join(samples, ["fib/2", "fib/3"])
 
 
 @pytest.mark.parametrize(
@@ -312,9 +317,17 @@ ROUTES_THAT_DO_NOT_FIT: dict[str, tuple[Callable[[], np.ndarray], str]] = {
 @pytest.mark.parametrize("case", ROUTES_THAT_DO_NOT_FIT)
 def test_routes_that_are_not_those_of_the_sequence_are_named_with_its_task(case: str) -> None:
     def join(routed_experts: np.ndarray) -> TrainingSamples:
-        first = Sample([1, 2], [0, 1], routed_experts=routes(1), name="fib/2")
-        second = Sample([5, 6, 7], [0, 1, 1], routed_experts=routed_experts, name="fib/3")
-        return TrainingSamples.join([first, second])
+        first = {
+            "token_ids": [1, 2],
+            "loss_mask": [0, 1],
+            "routed_experts": routes(1),
+        }
+        second = {
+            "token_ids": [5, 6, 7],
+            "loss_mask": [0, 1, 1],
+            "routed_experts": routed_experts,
+        }
+        return TrainingSamples.join([first, second], ["fib/2", "fib/3"])
 
     make, message = ROUTES_THAT_DO_NOT_FIT[case]
     join(routes(2))
@@ -323,10 +336,10 @@ def test_routes_that_are_not_those_of_the_sequence_are_named_with_its_task(case:
 
 
 def test_all_sequences_have_routes_or_none_has() -> None:
-    first = Sample([1, 2], [0, 1], routed_experts=routes(1), name="fib/2")
-    second = Sample([5, 6, 7], [0, 1, 1], name="fib/3")
+    first = {"token_ids": [1, 2], "loss_mask": [0, 1], "routed_experts": routes(1)}
+    second = {"token_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}
     with pytest.raises(ColumnError, match="fib/3 has no routed_experts and others have"):
-        TrainingSamples.join([first, second])
+        TrainingSamples.join([first, second], ["fib/2", "fib/3"])
 
     columns = columns_of_one() | {"routed_experts": [routes(2), routes(2)]}
     with pytest.raises(ColumnError, match="routed_experts of 2 sequences, expected 1"):
@@ -341,7 +354,7 @@ class RoutesElsewhere:
 
 
 def test_what_stands_for_routes_is_checked_like_them_and_so_is_what_is_loaded() -> None:
-    samples = TrainingSamples.join([Sample([1, 2, 3], [0, 1, 1], name="fib/3")])
+    samples = TrainingSamples.join([{"token_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}], ["fib/3"])
     elsewhere: list[Any] = [RoutesElsewhere()]
     unloaded = samples.with_routes(elsewhere)
     assert unloaded.take([0]).routed_experts == elsewhere
@@ -349,6 +362,8 @@ def test_what_stands_for_routes_is_checked_like_them_and_so_is_what_is_loaded() 
     assert unloaded.with_routes([routes(2)]).routed_experts is not None
     with pytest.raises(ColumnError, match="routed_experts of fib/3 has 3 rows, expected 2"):
         unloaded.with_routes([routes(3)])
-    longer = TrainingSamples.join([Sample([1, 2, 3, 4], [0, 1, 1, 1], name="fib/4")])
+    longer = TrainingSamples.join(
+        [{"token_ids": [1, 2, 3, 4], "loss_mask": [0, 1, 1, 1]}], ["fib/4"]
+    )
     with pytest.raises(ColumnError, match="routed_experts of fib/4 has 2 rows, expected 3"):
         longer.with_routes(elsewhere)

@@ -111,7 +111,7 @@ def test_bf16_is_as_close_to_fp32_as_transformers_own_bf16(recompute: tuple[str,
     batch = build_batch(SAMPLES).to("cuda")
     with torch.no_grad():
         ours = trainer.module(
-            batch.input_ids[None],
+            batch.token_ids[None],
             batch.position_ids[None],
             None,
             packed_seq_params=PackedSequence.of(batch),
@@ -163,7 +163,7 @@ def test_scores_are_those_of_the_logits() -> None:
     batch = build_batch(SAMPLES).to("cuda")
     with torch.no_grad():
         logits = trainer.module(
-            batch.input_ids[None],
+            batch.token_ids[None],
             batch.position_ids[None],
             None,
             packed_seq_params=PackedSequence.of(batch),

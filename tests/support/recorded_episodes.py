@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_gptoss.samples import Sample, TrainingSamples
+from megatron_gptoss.samples import TrainingSamples
 from rl_loop.data.trained_tokens import TrainedTokens
 from rl_loop.data.trajectory import (
     FinishReason,
@@ -68,9 +68,9 @@ def solved(task: str, *, reward: float = 1.0, version: int = 0, digit: int = 4) 
     ]
     return Trajectory(
         task,
-        ids,
-        mask,
-        [-0.125 * on for on in mask],
+        token_ids=ids,
+        loss_mask=mask,
+        rollout_log_probs=[-0.125 * on for on in mask],
         weight_versions=spans,
         turns=recorded,
         reward=reward,
@@ -105,18 +105,18 @@ def groups_of_step(step: int, tasks: int = 2, samples: int = 2) -> list[Trajecto
 
 def samples_of(groups: Sequence[TrajectoryGroup]) -> TrainingSamples:
     """Return the training samples of groups. The advantage is the reward."""
+    episodes = [episode for group in groups for episode in group.trajectories]
     return TrainingSamples.join(
         [
-            Sample(
-                episode.token_ids,
-                episode.loss_mask,
-                advantages=np.where(episode.loss_mask, episode.reward, 0).astype(np.float32),
-                rollout_log_probs=episode.rollout_log_probs,
-                name=episode.task_id,
-            )
-            for group in groups
-            for episode in group.trajectories
-        ]
+            {
+                "token_ids": episode.token_ids,
+                "loss_mask": episode.loss_mask,
+                "advantages": np.where(episode.loss_mask, episode.reward, 0).astype(np.float32),
+                "rollout_log_probs": episode.rollout_log_probs,
+            }
+            for episode in episodes
+        ],
+        names=[episode.task_id for episode in episodes],
     )
 
 

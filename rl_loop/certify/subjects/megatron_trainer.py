@@ -15,7 +15,7 @@ from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import PackedBatch, build_batch
 from megatron_gptoss.routing_replay import RoutingReplay
-from megatron_gptoss.samples import Sample, TrainingSamples
+from megatron_gptoss.samples import ROUTES, TrainingSamples
 from megatron_gptoss.step_results import LossOutput
 from megatron_gptoss.trainer import PolicyTrainer
 from rl_loop.certify.harmony_tokens import HarmonyMessage
@@ -138,13 +138,16 @@ def _samples(
     texts: Sequence[Sequence[int]], routes: Sequence[np.ndarray] | None = None
 ) -> TrainingSamples:
     """Make samples whose every token but the first is a label."""
-    samples = []
+    sequences = []
     for number, text in enumerate(texts):
-        sample = Sample(list(text), [0] + [1] * (len(text) - 1))
+        columns: dict[str, Any] = {
+            "token_ids": list(text),
+            "loss_mask": [0] + [1] * (len(text) - 1),
+        }
         if routes is not None:
-            sample.routed_experts = routes[number].astype(np.int16)
-        samples.append(sample)
-    return TrainingSamples.join(samples)
+            columns[ROUTES] = routes[number].astype(np.int16)
+        sequences.append(columns)
+    return TrainingSamples.join(sequences)
 
 
 def _render_message(harmony: Harmony, message: HarmonyMessage) -> list[int]:

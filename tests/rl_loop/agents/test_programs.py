@@ -292,7 +292,9 @@ def test_only_sequences_that_were_cut_off_are_masked(
 
 def group_of(episode: Trajectory) -> TrajectoryGroup:
     """The episode, and one of another reward in which nothing was sampled."""
-    other = Trajectory("task", [1], [0], [0.0], reward=episode.reward - 1)  # type: ignore[arg-type]
+    other = Trajectory(
+        "task", token_ids=[1], loss_mask=[0], rollout_log_probs=[0.0], reward=episode.reward - 1
+    )  # type: ignore[arg-type]
     return TrajectoryGroup("task", [episode, other])
 
 

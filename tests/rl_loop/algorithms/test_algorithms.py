@@ -6,13 +6,13 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_gptoss.samples import Sample
 from rl_loop.algorithms.advantages import (
     gdpo_advantages,
     generalized_advantages,
@@ -313,7 +313,7 @@ def test_sequences_of_an_episode_count_as_one_episode() -> None:
 
 
 def evaluate(
-    config: AlgorithmConfig, everyone: list[Sample], parts: list[list[int]]
+    config: AlgorithmConfig, everyone: list[dict[str, Any]], parts: list[list[int]]
 ) -> tuple[float, dict[str, float]]:
     objective = policy_objective(config, loss_tokens(everyone), 50)
     if config.critic:
@@ -336,7 +336,7 @@ def test_a_batch_without_loss_tokens_has_a_loss_and_a_gradient_of_zero(
     name: str, aggregation: str
 ) -> None:
     config = CONFIGS[name].model_copy(update={"aggregation": aggregation})
-    masked = [replace(sample, loss_mask=[0] * len(sample.token_ids)) for sample in samples()]
+    masked = [s | {"loss_mask": [0] * len(s["token_ids"])} for s in samples()]
     batch = in_fp64(batch_of(masked, align=4))
     predicted = (-0.1 * (batch.labels.double() + 1)).requires_grad_()
     if config.critic:
@@ -396,7 +396,7 @@ def test_nothing_outside_the_mask_changes_a_gradient(
 
 
 def test_on_policy_the_objective_reports_ratio_one_and_no_clipping() -> None:
-    everyone = [replace(s, old_log_probs=None) for s in samples()]
+    everyone = [s | {"old_log_probs": None} for s in samples()]
     config = AlgorithmConfig()
     batch = batch_of(everyone)
     output = policy_objective(config, loss_tokens(everyone))(

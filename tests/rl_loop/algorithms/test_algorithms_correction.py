@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_gptoss.samples import Sample
 from rl_loop.algorithms.config import AlgorithmConfig, CorrectionConfig
 from rl_loop.algorithms.correction import rollout_correction
 from rl_loop.algorithms.objectives import policy_objective
@@ -94,19 +93,21 @@ def test_weights_are_those_of_the_rule(
             assert got.weights[t].item() == pytest.approx(want[t], rel=1e-6, abs=1e-6)
 
 
-def sample(staleness: list[int] | None = None, is_grafted: list[bool] | None = None) -> Sample:
-    return Sample(
-        [1, 2, 3, 4],
-        [0, 1, 1, 1],
-        [1.0] * 4,
-        rollout_log_probs=[0.0, -1.0, -1.0, -1.0],
-        staleness=staleness,
-        is_grafted=is_grafted,
-    )
+def sample(
+    staleness: list[int] | None = None, is_grafted: list[bool] | None = None
+) -> dict[str, Any]:
+    return {
+        "token_ids": [1, 2, 3, 4],
+        "loss_mask": [0, 1, 1, 1],
+        "advantages": [1.0] * 4,
+        "rollout_log_probs": [0.0, -1.0, -1.0, -1.0],
+        "staleness": staleness,
+        "is_grafted": is_grafted,
+    }
 
 
 def run(
-    config: AlgorithmConfig, one: Sample, log_probs: list[float]
+    config: AlgorithmConfig, one: dict[str, Any], log_probs: list[float]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     values = torch.tensor(log_probs).requires_grad_()
     loss = policy_objective(config, loss_tokens([one]))
@@ -139,7 +140,7 @@ def test_tokens_older_than_allowed_are_left_out() -> None:
         {"max_staleness": 1, "old_log_probs": "rollout", "correction": {"weight": "none"}}
     )
     one = sample([0, 0, 1, 2])
-    one.old_log_probs = one.rollout_log_probs
+    one["old_log_probs"] = one["rollout_log_probs"]
     weights, sums = run(config, one, [-1.0, -1.0, -1.0])
     assert weights.tolist() == pytest.approx([1.0, 1.0, 0.0])
     assert sums["correction/dropped_stale"] == 1

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_gptoss.samples import Sample
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.algorithms.objectives import policy_objective
 from tests.support.rl_loop.algorithms import batch_of, in_fp64, loss_tokens
@@ -63,14 +62,14 @@ def gradient_of_objective(
         # The objective is a mean over samples and linear in the advantages.
         weight = len(EPISODES) * rollout.sum().exp().item()
         samples.append(
-            Sample(
-                [0, *episode],
-                [0, *[1] * LENGTH],
-                [weight * reward(episode)] * (1 + LENGTH),
-                rollout_log_probs=[0.0, *rollout.tolist()],
-                old_log_probs=[0.0, *log_probs_of(episode, logits).tolist()],
-                staleness=[0, *[2] * SWITCH, *[1] * (LENGTH - SWITCH)],
-            )
+            {
+                "token_ids": [0, *episode],
+                "loss_mask": [0, *[1] * LENGTH],
+                "advantages": [weight * reward(episode)] * (1 + LENGTH),
+                "rollout_log_probs": [0.0, *rollout.tolist()],
+                "old_log_probs": [0.0, *log_probs_of(episode, logits).tolist()],
+                "staleness": [0, *[2] * SWITCH, *[1] * (LENGTH - SWITCH)],
+            }
         )
     batch = in_fp64(batch_of(samples))
     log_probs = torch.cat([log_probs_of(episode, table) for episode in EPISODES])
@@ -125,14 +124,14 @@ def test_sums_by_age_add_up_to_those_of_all_tokens() -> None:
     for place, episode in enumerate(EPISODES):
         rollout = sampled_with((versions[0], versions[1]), episode).tolist()
         samples.append(
-            Sample(
-                [0, *episode],
-                [0, *[1] * LENGTH],
-                [1.0] * (1 + LENGTH),
-                rollout_log_probs=[0.0, *rollout],
-                old_log_probs=[0.0, *log_probs_of(episode, now).tolist()],
-                staleness=[0, place % 2, 0],
-            )
+            {
+                "token_ids": [0, *episode],
+                "loss_mask": [0, *[1] * LENGTH],
+                "advantages": [1.0] * (1 + LENGTH),
+                "rollout_log_probs": [0.0, *rollout],
+                "old_log_probs": [0.0, *log_probs_of(episode, now).tolist()],
+                "staleness": [0, place % 2, 0],
+            }
         )
     log_probs = torch.cat([log_probs_of(episode, now) for episode in EPISODES]).requires_grad_()
     objective = policy_objective(config(), loss_tokens(samples))

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_gptoss.packing import PackedBatch
-from megatron_gptoss.samples import Sample, TrainingSamples
+from megatron_gptoss.samples import TrainingSamples
 from rl_loop.algorithms.advantages import BatchRewards, group_advantages, sample_advantages, whiten
 from rl_loop.algorithms.config import AlgorithmConfig, CorrectionConfig, KlConfig
 from rl_loop.algorithms.correction import mismatch_sums, rollout_correction
@@ -72,9 +72,9 @@ def episode(reward: float, tokens: int = 5, task: str = "t", **fields: Any) -> T
     parts = {"correct": 0.0, "format_error": 0.0, "score": reward, "style": 3 * reward}
     return Trajectory(
         task,
-        list(range(tokens)),
-        [0] + [1] * (tokens - 1),
-        [0.0] + [-0.5] * (tokens - 1),
+        token_ids=list(range(tokens)),
+        loss_mask=[0] + [1] * (tokens - 1),
+        rollout_log_probs=[0.0] + [-0.5] * (tokens - 1),
         reward=reward,
         reward_parts=fields.pop("reward_parts", parts),
         **fields,
@@ -200,7 +200,7 @@ def test_a_reward_that_is_no_number_names_its_task(reward: float) -> None:
 EXCLUSIONS = ("masked", "excluded episode", "stale", *REJECTIONS)
 
 
-def exclusion(kind: str, loss: str) -> tuple[AlgorithmConfig, list[Sample], np.ndarray]:
+def exclusion(kind: str, loss: str) -> tuple[AlgorithmConfig, list[dict[str, Any]], np.ndarray]:
     """A configuration with every term, samples, and which tokens of the first sample are left out (by label)."""
     correction: dict[str, Any] = {"weight": "sequence_tis", "cap": 5.0}
     correction = REJECTIONS.get(kind, correction)
@@ -216,50 +216,50 @@ def exclusion(kind: str, loss: str) -> tuple[AlgorithmConfig, list[Sample], np.n
             "correction": {"weight": "token_tis"} | correction,
         }
     )
-    samples = []
+    samples: list[dict[str, Any]] = []
     for sign in (-1.0, 1.0):
         rollout = [-0.5, -0.5, -0.7, -0.9, -1.1, -1.3]
         samples.append(
-            Sample(
-                list(range(6)),
-                [0, 1, 1, 1, 1, 1],
-                advantages=[sign] * 6,
-                rollout_log_probs=rollout,
-                old_log_probs=[x + 0.01 for x in rollout],
-                reference_log_probs=[x - 0.2 for x in rollout],
-                values=[0.1 * i for i in range(6)],
-                returns=[1.0] * 6,
-                staleness=[0] * 6,
-            )
+            {
+                "token_ids": list(range(6)),
+                "loss_mask": [0, 1, 1, 1, 1, 1],
+                "advantages": [sign] * 6,
+                "rollout_log_probs": rollout,
+                "old_log_probs": [x + 0.01 for x in rollout],
+                "reference_log_probs": [x - 0.2 for x in rollout],
+                "values": [0.1 * i for i in range(6)],
+                "returns": [1.0] * 6,
+                "staleness": [0] * 6,
+            }
         )
     first = samples[0]
     out = np.array([0, 0, 0, 1, 1, 0], dtype=bool)
     if kind == "masked":
-        first.loss_mask = [0, 1, 1, 0, 0, 1]
+        first["loss_mask"] = [0, 1, 1, 0, 0, 1]
     elif kind == "excluded episode":
-        first.loss_mask, out = [0] * 6, np.array([1] * 6, dtype=bool)
+        first["loss_mask"], out = [0] * 6, np.array([1] * 6, dtype=bool)
     elif kind == "stale":
-        first.staleness = [0, 0, 1, 2, 3, 0]
+        first["staleness"] = [0, 0, 1, 2, 3, 0]
     elif kind == "icepop":
-        first.rollout_log_probs = [-0.5, -0.5, -0.7, -8.0, -8.0, -1.3]
+        first["rollout_log_probs"] = [-0.5, -0.5, -0.7, -8.0, -8.0, -1.3]
     elif kind == "off_policy_limit":
-        first.old_log_probs, out = [5.0] * 6, np.array([1] * 6, dtype=bool)
+        first["old_log_probs"], out = [5.0] * 6, np.array([1] * 6, dtype=bool)
     else:
         # one token that the trainer finds impossible drops its sequence
-        first.rollout_log_probs, out = (
+        first["rollout_log_probs"], out = (
             [-0.5, -0.5, -0.7, 9.0, 9.0, -1.3],
             np.array([1] * 6, dtype=bool),
         )
     return config, samples, out
 
 
-def packed(samples: list[Sample]) -> PackedBatch:
+def packed(samples: list[dict[str, Any]]) -> PackedBatch:
     return batch_of(samples, align=4)
 
 
 def gradients(
     config: AlgorithmConfig,
-    samples: list[Sample],
+    samples: list[dict[str, Any]],
     batch: PackedBatch,
     log_probs: torch.Tensor,
     entropy: torch.Tensor,
@@ -354,7 +354,13 @@ def test_equal_rewards_move_no_policy_whatever_loss_and_correction(
     )
     credit = credited([group([-0.8] * 8, "a"), group([-0.8] * 8, "b")], config)
     samples = [
-        Sample(ids, mask, advantages, log_probs, old_log_probs=log_probs + 0.1)
+        {
+            "token_ids": ids,
+            "loss_mask": mask,
+            "advantages": advantages,
+            "rollout_log_probs": log_probs,
+            "old_log_probs": log_probs + 0.1,
+        }
         for ids, mask, advantages, log_probs in zip(
             credit.rows("token_ids"),
             credit.rows("loss_mask"),
@@ -423,8 +429,13 @@ def test_neither_grafted_tokens_nor_other_sequences_change_the_verdict_on_a_sequ
 
 
 def test_a_sequence_that_is_dropped_alone_is_dropped_with_two_grafted_tokens() -> None:
-    one = Sample([1, 2, 3, 4], [0, 1, 1, 1], [1.0] * 4, rollout_log_probs=[0.0, -1.0, 0.0, 0.0])
-    one.is_grafted = [False, False, True, True]
+    one = {
+        "token_ids": [1, 2, 3, 4],
+        "loss_mask": [0, 1, 1, 1],
+        "advantages": [1.0] * 4,
+        "rollout_log_probs": [0.0, -1.0, 0.0, 0.0],
+    }
+    one["is_grafted"] = [False, False, True, True]
     config = AlgorithmConfig.model_validate({"correction": {"geometric_bounds": (0.8, 1.25)}})
     log_probs = torch.tensor(
         [-1.3, -0.1, -0.1], requires_grad=True
@@ -438,8 +449,8 @@ def test_a_sequence_that_is_dropped_alone_is_dropped_with_two_grafted_tokens() -
 
 def test_grafted_tokens_learn_whatever_the_engine_said_of_them() -> None:
     config, samples, _ = exclusion("masked", "ppo")
-    samples[0].loss_mask = [0, 1, 1, 1, 1, 1]
-    samples[0].is_grafted = [False, False, True, True, False, False]
+    samples[0]["loss_mask"] = [0, 1, 1, 1, 1, 1]
+    samples[0]["is_grafted"] = [False, False, True, True, False, False]
     batch = packed(samples)
     log_probs, entropy = batch.rollout_log_probs + 0.02, torch.ones_like(batch.rollout_log_probs)
     grafted = batch.is_grafted
@@ -525,9 +536,11 @@ def test_a_reward_part_that_an_episode_does_not_have_counts_as_zero() -> None:
 def test_the_penalty_on_length_counts_what_the_policy_sampled() -> None:
     config = algorithm("dr_grpo", overlong_buffer=4)
     terse = Trajectory(
-        "t", list(range(90)), [0] * 85 + [1] * 5, [0.0] * 90
+        "t", token_ids=list(range(90)), loss_mask=[0] * 85 + [1] * 5, rollout_log_probs=[0.0] * 90
     )  # a long prompt, or much tool output
-    wordy = Trajectory("t", list(range(12)), [0] * 2 + [1] * 10, [0.0] * 12)
+    wordy = Trajectory(
+        "t", token_ids=list(range(12)), loss_mask=[0] * 2 + [1] * 10, rollout_log_probs=[0.0] * 12
+    )
     got = credited([TrajectoryGroup("t", [terse, wordy])], config, limit=10)
     assert [row[-1] for row in got.rows("advantages")] == [0.5, -0.5]
 
@@ -536,7 +549,12 @@ def penalized(prompt: int, sampled: int, config: AlgorithmConfig) -> float:
     """The length penalty of an episode with so long a prompt, of at most 100 tokens."""
     columns = [0] * prompt + [1] * sampled
     episodes = [
-        Trajectory("t", list(range(len(mask))), mask, [0.0] * len(mask))  # type: ignore[arg-type]
+        Trajectory(
+            "t",
+            token_ids=list(range(len(mask))),
+            loss_mask=mask,
+            rollout_log_probs=[0.0] * len(mask),
+        )  # type: ignore[arg-type]
         for mask in (columns, [0, 1])
     ]
     groups = [TrajectoryGroup("t", episodes)]

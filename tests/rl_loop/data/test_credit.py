@@ -29,7 +29,13 @@ def batch(config: AlgorithmConfig, seed: int) -> tuple[list[TrajectoryGroup], To
         mask[-1] = number != len(LENGTHS) - 1
         log_probs = np.where(mask, -generator.exponential(1, length), 0).astype(np.float32)
         ids = generator.integers(0, 1000, length).astype(np.int32)
-        episode = Trajectory("t", ids, mask, log_probs, reward=float(generator.normal()))
+        episode = Trajectory(
+            "t",
+            token_ids=ids,
+            loss_mask=mask,
+            rollout_log_probs=log_probs,
+            reward=float(generator.normal()),
+        )
         groups.append(TrajectoryGroup("t", [episode]))
 
     tokens = sum(LENGTHS)
@@ -118,9 +124,28 @@ def test_the_recursion_over_blocks_of_time_has_the_bits_of_one_over_all_of_it() 
 def test_all_sampled_tokens_of_an_episode_have_its_advantage_and_others_none() -> None:
     config = AlgorithmConfig.model_validate({"advantage": "dr_grpo"})
     episodes = [
-        Trajectory("t", [1] * 4, [0, 1, 0, 1], [0.0, -1.0, 0.0, -1.0], reward=-1.0),  # type: ignore[arg-type]
-        Trajectory("t", [1] * 3, [0, 1, 1], [0.0, -1.0, -1.0], reward=1.0, excluded=True),  # type: ignore[arg-type]
-        Trajectory("t", [1] * 3, [0, 0, 1], [0.0, 0.0, -1.0], reward=3.0),  # type: ignore[arg-type]
+        Trajectory(
+            "t",
+            token_ids=[1] * 4,
+            loss_mask=[0, 1, 0, 1],
+            rollout_log_probs=[0.0, -1.0, 0.0, -1.0],
+            reward=-1.0,
+        ),  # type: ignore[arg-type]
+        Trajectory(
+            "t",
+            token_ids=[1] * 3,
+            loss_mask=[0, 1, 1],
+            rollout_log_probs=[0.0, -1.0, -1.0],
+            reward=1.0,
+            excluded=True,
+        ),  # type: ignore[arg-type]
+        Trajectory(
+            "t",
+            token_ids=[1] * 3,
+            loss_mask=[0, 0, 1],
+            rollout_log_probs=[0.0, 0.0, -1.0],
+            reward=3.0,
+        ),  # type: ignore[arg-type]
     ]
     groups = [TrajectoryGroup("t", episodes)]
     credited = assign_advantages(to_samples(groups, config, version=0), groups, config, 100)
@@ -150,9 +175,9 @@ def test_an_episode_of_several_sequences_counts_once_and_all_of_them_have_its_ad
         first, *others = [
             Trajectory(
                 "t",
-                [1, 2, 3],
-                [False, True, True],
-                [0.0, -0.5, -0.5],
+                token_ids=[1, 2, 3],
+                loss_mask=[False, True, True],
+                rollout_log_probs=[0.0, -0.5, -0.5],
                 reward=reward,
                 reward_parts={"score": reward},
             )

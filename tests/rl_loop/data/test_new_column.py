@@ -1,4 +1,4 @@
-"""A per-token column that someone adds reaches the loss, or is missed by name."""
+"""A new per-token column: one attribute of TokenColumns, and it arrives in the loss."""
 
 from __future__ import annotations
 
@@ -6,78 +6,112 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from megatron_gptoss.samples import TOKEN_COLUMNS, ColumnError, columns_of, with_fields_for
-
 ROOT = Path(__file__).parents[3]
 
-PLACES = {
-    "megatron_gptoss/samples.py": [
-        ('    "is_grafted": np.dtype(np.bool_),\n', '    "weighs": np.dtype(np.float32),\n'),
-        ("    is_grafted: Any = None\n", "    weighs: Any = None\n"),
-        ("    is_grafted: np.ndarray | None = None\n", "    weighs: np.ndarray | None = None\n"),
-    ],
-    "megatron_gptoss/packing.py": [
-        ("    is_grafted: torch.Tensor | None = None\n", "    weighs: torch.Tensor | None = None\n"),
-    ],
-    "rl_loop/data/trajectory.py": [
-        ("    turns: list[Turn] = field(default_factory=list)\n", "    weighs: np.ndarray | None = None\n"),
-    ],
-}  # fmt: skip
-"""Everything that someone writes for a column: text, and what goes in front of it."""
+DECLARED_IN = "megatron_gptoss/token_columns.py"
+BEFORE = "    advantages: Annotated["
+DECLARATION = '''    token_weight: Annotated[Array | None, Column("float32", default=1)] = None
+    """Weight of the token in the loss."""
+'''
+"""Everything that a developer writes besides the code that fills and reads the column."""
 
 PROGRAM = """
+import pickle
 import sys
 from pathlib import Path
+
 import numpy as np
-from megatron_gptoss.packing import build_batch
-from megatron_gptoss.samples import TOKEN_COLUMNS
+import torch
+
 from rl_loop.algorithms.config import AlgorithmConfig
+from rl_loop.algorithms.objectives import policy_objective
+from rl_loop.algorithms.policy_loss import LossInputs, PolicyLoss
+from rl_loop.data.credit import assign_advantages
 from rl_loop.data.samples import to_samples
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.rollout.group_store import GroupStore
 from rl_loop.trainer.shipment import Shipper, plan_step
 from tests.support.rl_loop.trainer.settings import settings_of
 
-assert "weighs" in TOKEN_COLUMNS
-weighs = np.arange(6, dtype=np.float32)
-episode = Trajectory("t", [1] * 6, [0, 0, 1, 1, 1, 1], [0, 0, -1, -1, -1, -1], weighs=weighs)
-plain = Trajectory("t", [1] * 6, [0, 0, 1, 1, 1, 1], [0, 0, -1, -1, -1, -1])
+read = []
 
+
+def weighted(inputs: LossInputs) -> PolicyLoss:
+    weight = inputs.column("token_weight")
+    read.append(weight)
+    ratio = inputs.ratio()
+    loss = -inputs.advantages * ratio * weight
+    return PolicyLoss(loss=loss, ratio=ratio.detach(), clipped=torch.zeros_like(inputs.mask))
+
+
+def episode(reward: float, **columns: object) -> Trajectory:
+    mask = [0, 0, 1, 1, 1, 1]
+    log_probs = [-0.5 * on for on in mask]
+    return Trajectory(
+        "t",
+        token_ids=range(6),
+        loss_mask=mask,
+        rollout_log_probs=log_probs,
+        reward=reward,
+        **columns,
+    )
+
+
+def send(value: object) -> object:
+    return pickle.loads(pickle.dumps(value, protocol=5))
+
+
+# The episode fills the column. A group of one episode with the column and one without is kept with
+# a checkpoint and restored.
+weight = np.arange(6, dtype=np.float32)
 store = GroupStore(Path(sys.argv[1]), 2, "settings")
-store.save(1, {0: (0, TrajectoryGroup("t", [episode, plain]))})
+store.save(1, {0: (0, TrajectoryGroup("t", [episode(1.0, token_weight=weight), episode(0.0)]))})
 _, group = store.load(1)[0]
-samples = to_samples([group], AlgorithmConfig(), 1)
-(shipment,) = Shipper(lambda value: value).ship(samples, plan_step(samples, settings_of(1)))
-(mini_batch,) = shipment.unpack(1)
-packed = [batch.weighs for batch in mini_batch.micro_batches]
-assert sorted(float(v) for row in packed for v in row) == [0, 0, 0, 0, 0, 1, 2, 3, 4, 5], packed
-sharded = build_batch(samples).context_parallel_shard(0, 2)
-assert len(sharded.weighs) == len(sharded.labels)
+
+# Driver: samples of the step, sent to the rank.
+config = AlgorithmConfig.model_validate({"policy_loss": {"type": "__main__:weighted"}})
+samples = assign_advantages(to_samples([group], config, 1), [group], config, 8)
+(shipment,) = Shipper(send).ship(samples, plan_step(samples, settings_of(1)))
+
+# Rank: packed micro-batches, each split over two context-parallel ranks, and the loss.
+(mini_batch,) = shipment.unpack(8)
+objective = policy_objective(config, mini_batch.loss_tokens)
+rows = {}
+for batch in mini_batch.micro_batches:
+    for part in (batch.context_parallel_shard(0, 2), batch.context_parallel_shard(1, 2)):
+        log_probs = part.column("rollout_log_probs").clone().requires_grad_()
+        output = objective(log_probs, log_probs.detach(), part)
+        output.loss.backward()
+        weight = read.pop()
+        for i in np.flatnonzero(part.loss_mask).tolist():
+            label = (int(part.sample_ids[i]), int(part.labels[i]))
+            advantage = part.column("advantages")[i]
+            assert torch.sign(log_probs.grad[i]) == -torch.sign(advantage), label
+            rows[label] = float(weight[i])
+        assert not weight[~part.loss_mask].any()
+with_column = {(0, token): float(token) for token in range(2, 6)}
+without = {(1, token): 1.0 for token in range(2, 6)}
+assert rows == with_column | without, rows
 """
 
 
-def project_with(places: dict[str, list[tuple[str, str]]], directory: Path) -> Path:
+def run_with(declaration: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    """Run PROGRAM with a copy of the project that has one more declaration."""
     for package in ("megatron_gptoss", "rl_loop", "converters"):
         shutil.copytree(ROOT / package, directory / package)
-    for file, additions in places.items():
-        path = directory / file
-        text = path.read_text()
-        for before, addition in additions:
-            assert before in text, (file, before)
-            text = text.replace(before, addition + before)
-        path.write_text(text)
-    return directory
+    path = directory / DECLARED_IN
+    text = path.read_text()
+    assert text.count(BEFORE) == 1
+    path.write_text(text.replace(BEFORE, declaration + BEFORE))
 
-
-def run(directory: Path) -> subprocess.CompletedProcess[str]:
+    (directory / "program.py").write_text(PROGRAM)
     paths = [directory, ROOT / "kernels", ROOT]
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(directory / "ahead")],
+        [sys.executable, "program.py", str(directory / "ahead")],
         cwd=directory,
         env={**os.environ, "PYTHONPATH": ":".join(map(str, paths))},
         capture_output=True,
@@ -86,35 +120,24 @@ def run(directory: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_new_column_reaches_the_micro_batch(tmp_path: Path) -> None:
-    """By way of the store of kept groups, samples, shipments and context-parallel shards."""
-    done = run(project_with(PLACES, tmp_path))
+def test_new_column_arrives_in_the_loss(tmp_path: Path) -> None:
+    """By way of kept groups, samples, a rank's data, packing and context parallelism."""
+    done = run_with(DECLARATION, tmp_path)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
-    ("file", "number", "named"),
+    ("declaration", "message"),
     [
-        ("megatron_gptoss/samples.py", 0, "Trajectory.weighs is an array, but"),
-        ("megatron_gptoss/samples.py", 1, "Sample has no field for column weighs"),
-        ("megatron_gptoss/samples.py", 2, "TrainingSamples has no field for column weighs"),
-        ("megatron_gptoss/packing.py", 0, "PackedBatch has no field for column weighs"),
-        ("rl_loop/data/trajectory.py", 0, "unexpected keyword argument 'weighs'"),
+        ("", "unexpected keyword argument 'token_weight'"),
+        (
+            DECLARATION.replace('"float32"', '"float64"'),
+            "column token_weight of task t holds float32, expected float64",
+        ),
     ],
+    ids=["not declared", "other dtype"],
 )
-def test_forgotten_place_is_named(file: str, number: int, named: str, tmp_path: Path) -> None:
-    places = {**PLACES, file: [a for i, a in enumerate(PLACES[file]) if i != number]}
-    done = run(project_with(places, tmp_path))
+def test_new_column_is_checked(declaration: str, message: str, tmp_path: Path) -> None:
+    done = run_with(declaration, tmp_path)
     assert done.returncode != 0
-    assert named in done.stderr, done.stderr
-
-
-def test_class_without_a_column_is_refused() -> None:
-    @dataclass
-    class Half:
-        token_ids: int
-        returns: int
-
-    assert columns_of(Half) == ("token_ids", "returns")
-    with pytest.raises(ColumnError, match=r"Half has no field for column advantages, .*values"):
-        with_fields_for(TOKEN_COLUMNS)(Half)
+    assert message in done.stderr, done.stderr

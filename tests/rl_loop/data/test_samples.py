@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_gptoss.samples import ColumnError
+from megatron_gptoss.token_columns import ColumnError
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.data.rollout_batch import TokenEstimates
 from rl_loop.data.samples import OffPolicyError, max_staleness, to_samples
@@ -24,7 +24,13 @@ def episode(task: str, tokens: int, version: int = 5, **fields: Any) -> Trajecto
     spans = [WeightVersionSpan(2, tokens, version)]
     first = 100 * tokens
     ids = list(range(first, first + tokens))
-    return Trajectory(task, ids, mask, log_probs, **{"weight_versions": spans} | fields)  # type: ignore[arg-type]
+    return Trajectory(
+        task,
+        token_ids=ids,
+        loss_mask=mask,
+        rollout_log_probs=log_probs,
+        **{"weight_versions": spans} | fields,
+    )  # type: ignore[arg-type]
 
 
 def groups(*episodes: Trajectory) -> list[TrajectoryGroup]:
@@ -110,7 +116,7 @@ def test_samples_know_the_episode_of_each_sequence() -> None:
     """The sequences of an episode stay together through a selection of samples."""
 
     def sequence() -> Trajectory:
-        return Trajectory("t", [1, 2], [0, 1], [0.0, -0.5])  # type: ignore[arg-type]
+        return Trajectory("t", token_ids=[1, 2], loss_mask=[0, 1], rollout_log_probs=[0.0, -0.5])  # type: ignore[arg-type]
 
     branched = sequence()
     branched.branches = [sequence(), sequence()]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_gptoss.samples import Sample, TrainingSamples
+from megatron_gptoss.samples import TrainingSamples
 from rl_loop.data import trained_tokens
 from rl_loop.data.trained_tokens import ForeignAnswer, TrainedTokens, check_sampled_by_policy
 
@@ -17,14 +17,14 @@ def batch() -> tuple[TrainingSamples, TrainedTokens]:
     chance = np.random.default_rng(0)
     samples = TrainingSamples.join(
         [
-            Sample(
-                list(range(1, 21)),
-                [0] * 8 + [1] * 12,
-                rollout_log_probs=chance.normal(-2, 1, 20).astype(np.float32),
-                name=f"task/{number}",
-            )
-            for number in range(3)
-        ]
+            {
+                "token_ids": list(range(1, 21)),
+                "loss_mask": [0] * 8 + [1] * 12,
+                "rollout_log_probs": chance.normal(-2, 1, 20).astype(np.float32),
+            }
+            for _ in range(3)
+        ],
+        names=[f"task/{i}" for i in range(3)],
     )
     assert samples.rollout_log_probs is not None
     log_probs = samples.rollout_log_probs + np.float32(1e-3)
@@ -64,9 +64,14 @@ def test_any_episode_is_named_however_its_tokens_are_cut_into_blocks(
     lengths = [9, 55, 64, 300, 10, 8, 128, 20]
     samples = TrainingSamples.join(
         [
-            Sample([5] * n, [1] * n, rollout_log_probs=np.zeros(n, np.float32), name=f"task/{i}")
-            for i, n in enumerate(lengths)
-        ]
+            {
+                "token_ids": [5] * n,
+                "loss_mask": [1] * n,
+                "rollout_log_probs": np.zeros(n, np.float32),
+            }
+            for n in lengths
+        ],
+        names=[f"task/{i}" for i in range(len(lengths))],
     )
     noise = chance.exponential(0.1, samples.tokens).astype(np.float32)
     for i, length in enumerate(lengths):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_gptoss.samples import ColumnError
+from megatron_gptoss.token_columns import ColumnError
 from rl_loop.data.stored_routes import StoredRoutes
 from rl_loop.data.trajectory import Trajectory, WeightVersionSpan
 
@@ -33,7 +33,9 @@ def episode(**others: Any) -> Trajectory:
 
 
 def test_lists_become_columns_and_columns_stay_what_they_are() -> None:
-    listed = Trajectory("t", [1, 2, 3], [0, 1, True], [0.0, -1.0, -0.25])  # type: ignore[arg-type]
+    listed = Trajectory(
+        "t", token_ids=[1, 2, 3], loss_mask=[0, 1, True], rollout_log_probs=[0.0, -1.0, -0.25]
+    )  # type: ignore[arg-type]
     assert listed.token_ids.dtype == np.int32
     assert listed.loss_mask.dtype == np.bool_
     assert listed.rollout_log_probs.dtype == np.float32

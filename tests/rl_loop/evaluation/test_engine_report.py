@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_gptoss.samples import Sample, TrainingSamples
+from megatron_gptoss.samples import TrainingSamples
 from rl_loop.engines.sglang.config import MOE_CONFIGS, PLUGIN, SglangConfig
 from rl_loop.evaluation.engine_comparison import gap_table
 from rl_loop.harmony.codec import Harmony
@@ -21,7 +21,11 @@ def test_gaps_are_shown_by_position_and_class_of_sampled_tokens_only(full: Harmo
     text = full.vocabulary.encode_text("The answer is 42")
     tokens = [text[0]] * 130 + text
     mask = [0] * 130 + [1] * len(text)
-    sample = Sample(tokens, mask, rollout_log_probs=[5.0] * 130 + [-1.0] * len(text))
+    sample = {
+        "token_ids": tokens,
+        "loss_mask": mask,
+        "rollout_log_probs": [5.0] * 130 + [-1.0] * len(text),
+    }
     scores = np.array([-1.5] * 130 + [-1.25] * (len(text) - 1) + [-2.0], np.float32)
     table = gap_table(TrainingSamples.join([sample]), scores, full)
     lines = {line[:26].strip(): line[26:].split() for line in table}

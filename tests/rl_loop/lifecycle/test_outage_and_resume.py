@@ -90,8 +90,22 @@ def episode(task: str, version: int, failed: bool = False) -> Trajectory:
     ids = np.arange(40, dtype=np.int32)
     if failed:
         reason = InvalidReason("sandbox", "the sandbox is gone")
-        return Trajectory(task, ids, mask, log_probs, reward=math.nan, invalid=reason)
-    return Trajectory(task, ids, mask, log_probs, [WeightVersionSpan(21, 40, version)], reward=1.0)
+        return Trajectory(
+            task,
+            token_ids=ids,
+            loss_mask=mask,
+            rollout_log_probs=log_probs,
+            reward=math.nan,
+            invalid=reason,
+        )
+    return Trajectory(
+        task,
+        token_ids=ids,
+        loss_mask=mask,
+        rollout_log_probs=log_probs,
+        weight_versions=[WeightVersionSpan(21, 40, version)],
+        reward=1.0,
+    )
 
 
 class Tasks:

@@ -306,10 +306,10 @@ class UnevenRunner:
 def group_of(admitted: AdmittedGroup, version: int) -> TrajectoryGroup:
     episode = Trajectory(
         admitted.request.task.task_id,
-        np.arange(4, dtype=np.int32),
-        np.array([False, False, True, True]),
-        np.array([0, 0, -1, -1], np.float32),
-        [WeightVersionSpan(2, 4, version)],
+        token_ids=np.arange(4, dtype=np.int32),
+        loss_mask=np.array([False, False, True, True]),
+        rollout_log_probs=np.array([0, 0, -1, -1], np.float32),
+        weight_versions=[WeightVersionSpan(2, 4, version)],
     )
     # Dynamic sampling replaces every fourth group, whose rewards are equal.
     has_signal = admitted.number % 4 > 0

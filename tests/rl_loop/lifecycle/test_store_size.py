@@ -199,16 +199,18 @@ import numpy as np
 from pathlib import Path
 from ray._private.internal_api import memory_summary
 from megatron_gptoss.routes import route_dtype
-from megatron_gptoss.samples import Sample, TrainingSamples
+from megatron_gptoss.samples import TrainingSamples
 from rl_loop.cluster.ray_session import start_local_ray
 from rl_loop.config.errors import CannotStart
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.lifecycle.start_checks import store_need
-from rl_loop.lifecycle.store_size import EPISODE_COLUMNS, check_running_store
+from rl_loop.lifecycle.store_size import check_running_store
 from rl_loop.trainer.shipment import SCORED_COLUMNS, Shipper, plan_step
 
-config = load_config(Path("configs/rl/tiny_retool.yaml"), RlConfig, ["initial_weights=null", *{STEP!r}])
+config = load_config(Path("configs/rl/tiny_retool.yaml"), RlConfig, ["initial_weights=null", *{
+    STEP!r
+}])
 need = store_need(config)
 tokens = config.rollout.max_tokens
 model = config.model
@@ -216,13 +218,17 @@ routes_shape = (tokens - 1, model.num_layers, model.experts_per_token)
 
 def episode():
     log_probs = np.zeros(tokens, np.float32)
-    return Sample(np.ones(tokens, np.int32), np.ones(tokens, bool), rollout_log_probs=log_probs)
+    return {
+    "token_ids": np.ones(tokens, np.int32),
+        "loss_mask": np.ones(tokens, bool),
+        "rollout_log_probs": log_probs,
+    }
 
 def hold_step():
     # 36 episodes to train on, with routes, and 8 held-out ones; what two passes send and one brings back
     held = []
     for number in range(44):
-        held.append(ray.put((vars(episode()), b"." * (5 * tokens))))
+        held.append(ray.put((episode(), b"." * (5 * tokens))))
         if number < 36:
             held.append(ray.put(np.ones(routes_shape, route_dtype(model.num_experts))))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_gptoss.samples import ColumnError
+from megatron_gptoss.token_columns import ColumnError
 from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
 from rl_loop.engines.protocol import GenerateResult
 from rl_loop.rollout.episode_draft import EpisodeDraft

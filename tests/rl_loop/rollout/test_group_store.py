@@ -42,7 +42,12 @@ EPISODE = Trajectory(
     answer="42",
 )
 FAILED = Trajectory(
-    "t-1", [5], [0], [0.0], reward=math.nan, invalid=InvalidReason("tool", "refused")
+    "t-1",
+    token_ids=[5],
+    loss_mask=[0],
+    rollout_log_probs=[0.0],
+    reward=math.nan,
+    invalid=InvalidReason("tool", "refused"),
 )
 BRANCHED = replace(EPISODE, branches=[replace(EPISODE, answer="43"), EPISODE])
 GROUPS = {

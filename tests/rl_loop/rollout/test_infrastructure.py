@@ -640,7 +640,12 @@ def test_retries_of_failed_calls_count_towards_the_limit(tiny: Harmony) -> None:
 
 def valid(reward: float) -> Trajectory:
     episode = Trajectory(
-        "t", [1, 2], [0, 1], [0.0, -1.0], reward=reward, reward_parts={"correct": 0.0}
+        "t",
+        token_ids=[1, 2],
+        loss_mask=[0, 1],
+        rollout_log_probs=[0.0, -1.0],
+        reward=reward,
+        reward_parts={"correct": 0.0},
     )
     episode.weight_versions = [WeightVersionSpan(1, 2, 0)]
     return episode
@@ -648,7 +653,12 @@ def valid(reward: float) -> Trajectory:
 
 def failed(component: str = "tool", reason: str = "Connection refused") -> Trajectory:
     return Trajectory(
-        "t", [1], [0], [0.0], reward=math.nan, invalid=InvalidReason(component, reason)
+        "t",
+        token_ids=[1],
+        loss_mask=[0],
+        rollout_log_probs=[0.0],
+        reward=math.nan,
+        invalid=InvalidReason(component, reason),
     )
 
 

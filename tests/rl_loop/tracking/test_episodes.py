@@ -128,7 +128,13 @@ def test_an_episode_that_no_update_took_has_no_figures_of_one() -> None:
 
 
 def test_text_that_is_no_unicode_is_recorded(tmp_path: Path) -> None:
-    trajectory = Trajectory("task", [0], [0], [0.0], turns=[Turn("prompt", 0, 1, "half \udc80")])
+    trajectory = Trajectory(
+        "task",
+        token_ids=[0],
+        loss_mask=[0],
+        rollout_log_probs=[0.0],
+        turns=[Turn("prompt", 0, 1, "half \udc80")],
+    )
     with EpisodeRecorder(tmp_path, VOCABULARY, "all") as recorder:
         recorder.record(0, [EpisodesOfSplit("train", [TrajectoryGroup("task", [trajectory])])])
     episode = reader_of(tmp_path).read(0)

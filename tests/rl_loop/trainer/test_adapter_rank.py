@@ -12,7 +12,7 @@ import torch
 from converters.adapter_checkpoint import export_adapter
 from converters.errors import ConversionError
 from megatron_gptoss.checkpoint.errors import CheckpointError
-from megatron_gptoss.samples import Sample, TrainingSamples
+from megatron_gptoss.samples import TrainingSamples
 from tests.support.rl_loop.trainer.adapter_rank import (
     ADAPTER,
     SAMPLES,
@@ -239,7 +239,13 @@ def with_random_routes(lengths: list[int]) -> TrainingSamples:
         scores = random.random((length - 1, 2, 4))
         routes = scores.argsort(axis=-1)[..., :2].astype(np.uint8)
         token_ids = random.integers(0, 128, length)
-        samples.append(Sample(token_ids, [0] + [1] * (length - 1), routed_experts=routes))
+        samples.append(
+            {
+                "token_ids": token_ids,
+                "loss_mask": [0] + [1] * (length - 1),
+                "routed_experts": routes,
+            }
+        )
     return TrainingSamples.join(samples)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_gptoss.samples import Sample, TrainingSamples
+from megatron_gptoss.samples import TrainingSamples
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.data.trained_tokens import ForeignAnswer, check_sampled_by_policy
@@ -36,7 +36,10 @@ def config_of(kind: type[RunConfig], directory: Path, *overrides: str) -> Any:
 def demonstrations() -> TrainingSamples:
     chance = np.random.default_rng(0)
     return TrainingSamples.join(
-        [Sample(chance.integers(0, 500, 40), [0] * 20 + [1] * 20) for _ in range(4)]
+        [
+            {"token_ids": chance.integers(0, 500, 40), "loss_mask": [0] * 20 + [1] * 20}
+            for _ in range(4)
+        ]
     )
 
 

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from converters.model_extras import ModelExtras
-from megatron_gptoss.samples import ColumnError, Sample, TrainingSamples
+from megatron_gptoss.samples import TrainingSamples
+from megatron_gptoss.token_columns import ColumnError
 from rl_loop.data.rollout_batch import RlUpdates
 from rl_loop.data.stored_routes import StoredRoutes
 from rl_loop.trainer import shipment as shipment_module
@@ -42,16 +43,15 @@ def samples_of(sizes: list[int], *, routes: bool = False) -> TrainingSamples:
         ids = np.arange(start, start + size)
         rows = np.full((size - 1, LAYERS, TOP_K), number, dtype=np.uint8)
         samples.append(
-            Sample(
-                ids,
-                ids % 3 > 0,
-                advantages=ids + 0.5,
-                rollout_log_probs=-ids,
-                routed_experts=rows if routes else None,
-                name=f"task {number}",
-            )
+            {
+                "token_ids": ids,
+                "loss_mask": ids % 3 > 0,
+                "advantages": ids + 0.5,
+                "rollout_log_probs": -ids,
+                "routed_experts": rows if routes else None,
+            }
         )
-    return TrainingSamples.join(samples)
+    return TrainingSamples.join(samples, names=[f"task {i}" for i in range(len(sizes))])
 
 
 def ship(

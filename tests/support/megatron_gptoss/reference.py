@@ -19,7 +19,7 @@ from megatron_gptoss.checkpoint.writer import CheckpointWriter
 from megatron_gptoss.config import ModelConfig, ParallelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.packing import PackedBatch, pack
-from megatron_gptoss.samples import Sample, TrainingSamples
+from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.scorer import alignment
 from megatron_gptoss.step_results import LossFunction, LossOutput
 from megatron_gptoss.trainer import PolicyTrainer
@@ -64,7 +64,7 @@ def documents(lengths: list[int], vocab_size: int = 128, seed: int = 1) -> Train
     samples = []
     for n in lengths:
         token_ids = torch.randint(0, vocab_size, (n,), generator=generator)
-        samples.append(Sample(token_ids.numpy(), [0] + [1] * (n - 1)))
+        samples.append({"token_ids": token_ids.numpy(), "loss_mask": [0] + [1] * (n - 1)})
     return TrainingSamples.join(samples)
 
 
@@ -111,7 +111,7 @@ def mean_cross_entropy(tokens: int) -> LossFunction:
     """Return the same loss for the trainer."""
 
     def loss(log_probs: torch.Tensor, entropy: torch.Tensor, batch: object) -> LossOutput:
-        total = -torch.where(batch.loss_mask > 0, log_probs, 0.0).sum()
+        total = -torch.where(batch.loss_mask, log_probs, 0.0).sum()
         return LossOutput(total / tokens, {"loss": total / tokens})
 
     return loss

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 
 from megatron_gptoss.packing import PackedBatch, build_batch
-from megatron_gptoss.samples import Sample, TrainingSamples
+from megatron_gptoss.samples import TrainingSamples
 from rl_loop.algorithms.choices import CispoLoss, GaeAdvantage, GspoLoss, PpoLoss
 from rl_loop.algorithms.config import AlgorithmConfig, CriticConfig, KlConfig
 
 
-def samples(lengths: tuple[int, ...] = (5, 9, 3, 6), seed: int = 0) -> list[Sample]:
+def samples(lengths: tuple[int, ...] = (5, 9, 3, 6), seed: int = 0) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(seed)
 
     def row(n: int) -> list[float]:
@@ -22,28 +23,30 @@ def samples(lengths: tuple[int, ...] = (5, 9, 3, 6), seed: int = 0) -> list[Samp
         return [-abs(x) for x in row(n)]
 
     return [
-        Sample(
-            list(range(n)),
-            [0, 0] + [1] * (n - 2),
-            advantages=[row(1)[0]] * n,
-            rollout_log_probs=below_zero(n),
-            old_log_probs=below_zero(n),
-            reference_log_probs=below_zero(n),
-            values=row(n),
-            returns=row(n),
-            staleness=[max(0, i % 3 - 1) for i in range(n)],
-            is_grafted=[i % 3 == 0 for i in range(n)],
-        )
+        {
+            "token_ids": list(range(n)),
+            "loss_mask": [0, 0] + [1] * (n - 2),
+            "advantages": [row(1)[0]] * n,
+            "rollout_log_probs": below_zero(n),
+            "old_log_probs": below_zero(n),
+            "reference_log_probs": below_zero(n),
+            "values": row(n),
+            "returns": row(n),
+            "staleness": [max(0, i % 3 - 1) for i in range(n)],
+            "is_grafted": [i % 3 == 0 for i in range(n)],
+        }
         for n in lengths
     ]
 
 
-def batch_of(everyone: list[Sample], part: list[int] | None = None, align: int = 1) -> PackedBatch:
+def batch_of(
+    everyone: list[dict[str, Any]], part: list[int] | None = None, align: int = 1
+) -> PackedBatch:
     """Return one micro-batch of some of the samples, by default of all."""
     return build_batch(TrainingSamples.join(everyone), part, align)
 
 
-def loss_tokens(everyone: list[Sample]) -> torch.Tensor:
+def loss_tokens(everyone: list[dict[str, Any]]) -> torch.Tensor:
     return torch.from_numpy(TrainingSamples.join(everyone).loss_tokens)
 
 

@@ -36,10 +36,10 @@ def answered(request: GroupRequest, version: int, rewards: Sequence[float]) -> T
     episodes = [
         Trajectory(
             request.task.task_id,
-            [10, 11, 12],
-            [0, 0, 1],
-            [0.0, 0.0, -1.0],
-            [WeightVersionSpan(2, 3, version)],
+            token_ids=[10, 11, 12],
+            loss_mask=[0, 0, 1],
+            rollout_log_probs=[0.0, 0.0, -1.0],
+            weight_versions=[WeightVersionSpan(2, 3, version)],
             reward=rewards[i % len(rewards)],
             reward_parts={"correct": 0.0, "format_error": 0.0, "score": rewards[i % len(rewards)]},
         )
