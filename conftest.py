@@ -41,7 +41,7 @@ START_RAY = {
     "tests/rl_loop/lifecycle/test_store_size.py",
     "tests/rl_loop/rollout/test_stored_routes.py",
     "benchmarks/tests/test_data_plane.py",
-    "tests/rl_loop/trainer/test_shipment.py",
+    "tests/rl_loop/trainer/test_rank_inputs.py",
     "tests/test_forked_workers.py",
 }
 """Files that start Ray. They run in sequence in one process.

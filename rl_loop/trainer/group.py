@@ -18,8 +18,8 @@ from rl_loop.config.parts import TrainerConfig
 from rl_loop.data.rollout_batch import RlUpdates, TokenEstimates
 from rl_loop.data.tensor_bytes import StoredTensors
 from rl_loop.trainer.rank_answers import RankPlace, Resumed
+from rl_loop.trainer.rank_inputs import SCORED_COLUMNS, Shipper, StepPlan, plan_step
 from rl_loop.trainer.returned_tokens import place_tokens
-from rl_loop.trainer.shipment import SCORED_COLUMNS, Shipper, StepPlan, plan_step
 from rl_loop.trainer.weight_export import WeightExport
 from rl_loop.weight_sync.source import WeightSender
 

@@ -12,7 +12,7 @@ from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.step_results import StepStatistics
 from rl_loop.algorithms.objectives import RETURNED_VALUES
 from rl_loop.data.trained_tokens import TrainedTokens
-from rl_loop.trainer.shipment import MiniBatch, Shipment, StepPlan
+from rl_loop.trainer.rank_inputs import MiniBatch, Shipment, StepPlan
 
 
 def take_tokens(

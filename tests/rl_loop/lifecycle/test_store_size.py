@@ -206,7 +206,7 @@ from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.lifecycle.start_checks import store_need
 from rl_loop.lifecycle.store_size import check_running_store
-from rl_loop.trainer.shipment import SCORED_COLUMNS, Shipper, plan_step
+from rl_loop.trainer.rank_inputs import SCORED_COLUMNS, Shipper, plan_step
 
 config = load_config(Path("configs/rl/tiny_retool.yaml"), RlConfig, ["initial_weights=null", *{
     STEP!r

@@ -21,10 +21,10 @@ from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.token_columns import ColumnError
 from rl_loop.data.rollout_batch import RlUpdates
 from rl_loop.data.stored_routes import StoredRoutes
-from rl_loop.trainer import shipment as shipment_module
+from rl_loop.trainer import rank_inputs as shipment_module
 from rl_loop.trainer.group import TrainerGroup
 from rl_loop.trainer.rank_answers import RankPlace
-from rl_loop.trainer.shipment import SCORED_COLUMNS, Shipment, Shipper, StepPlan, plan_step
+from rl_loop.trainer.rank_inputs import SCORED_COLUMNS, Shipment, Shipper, StepPlan, plan_step
 from rl_loop.trainer.weight_export import WeightExport
 from tests.support.forked_workers import local_ray
 from tests.support.rl_loop.trainer.settings import settings_of
