@@ -22,7 +22,7 @@ from converters.mxfp4_tensors import Digests
 from megatron_gptoss.samples import TrainingSamples
 from rl_loop.config.run import RlConfig
 from rl_loop.data.credit import assign_advantages
-from rl_loop.data.rollout_batch import RlUpdates, RolloutBatch, TokenEstimates
+from rl_loop.data.rollout_batch import RlUpdates, RolloutBatch
 from rl_loop.data.samples import to_samples
 from rl_loop.data.trained_tokens import check_sampled_by_policy
 from rl_loop.data.trajectory import TrajectoryGroup
@@ -51,7 +51,7 @@ class Trainer(WeightSource, Protocol):
 
     def compute_values_and_reference_log_probs(
         self, samples: TrainingSamples
-    ) -> TokenEstimates: ...
+    ) -> dict[str, np.ndarray]: ...
 
     def rl_step(self, samples: TrainingSamples, step: int) -> RlUpdates: ...
 
@@ -296,7 +296,7 @@ class RlLoop:
         with record.timed("estimate"):
             if self.algorithm.critic is not None or self.algorithm.kl is not None:
                 estimates = self.trainer.compute_values_and_reference_log_probs(samples)
-                samples = estimates.attach(samples)
+                samples = samples.with_columns(**estimates)
             if self._compares_routes(step):
                 scores = self.trainer.score(samples.without_routes())
                 add_mismatch_without_replay(record.metrics, samples, scores)

@@ -17,12 +17,12 @@ Per case one line of JSON, the median of ``--rounds``. The first rounds touch pa
 which costs more than what is written to them; a run does that once, too.
 
 - driver_seconds: wall time by stage. fetch: episodes out of the store; samples: columns of them; estimate: a pass for
-  values and reference log-probs, there and back; advantages; train: shipments and statistics; check: whether engine
+  values and reference log-probs, there and back; advantages; train: rank inputs and statistics; check: whether engine
   and trainer agree on every episode, which recorded log-probs make possible. Time in which the
   driver waits for ranks is left out, but their answers' way is in.
 - driver_cpu_seconds, rank_cpu_seconds: processor time, Ray's threads included, of the driver and of the slowest rank in
   all passes. together_seconds is their sum, share_of_step that of the 36 s that a step of 16.8 million tokens took.
-- wire_bytes_per_token: shipments of all passes; answer_bytes_per_token: what came back; route_bytes_per_token: what
+- wire_bytes_per_token: rank inputs of all passes; answer_bytes_per_token: what came back; route_bytes_per_token: what
   rollout workers put there and ranks read, which passes the driver by.
 - driver_peak: the most anonymous memory (RssAnon) that the driver had in all rounds, beyond what it had before the
   first, by the bytes of the columns. What it keeps from round to round, as a run does, is in it, and so are the
@@ -263,13 +263,13 @@ class DummyRank(TrainerWorker):
         )
 
     def call(
-        self, method: str, shipment: list[Any], is_asked: bool, arguments: Sequence[Any]
+        self, method: str, inputs: list[Any], is_asked: bool, arguments: Sequence[Any]
     ) -> tuple[Any, float]:
         """Return what a method returns, and its processor time in seconds.
 
-        ``shipment``: its reference, in a list so that Ray does not read it before."""
+        ``inputs``: reference of RankInputs, in a list so that Ray does not load it before."""
         started = time.process_time()
-        result = getattr(self, method)(ray.get(shipment[0]), *arguments)
+        result = getattr(self, method)(ray.get(inputs[0]), *arguments)
         seconds = time.process_time() - started
         return (result if is_asked else None), seconds
 
@@ -297,9 +297,9 @@ class DummyRanks:
         self, method: str, arguments: Sequence[tuple[Any, ...]], asked: Sequence[int]
     ) -> list[Any]:
         calls = []
-        for rank, (shipment, *others) in enumerate(arguments):
+        for rank, (inputs, *others) in enumerate(arguments):
             process = self.processes[rank % len(self.processes)]
-            calls.append(process.call.remote(method, [shipment], rank in asked, others))
+            calls.append(process.call.remote(method, [inputs], rank in asked, others))
         with self.waiting.measured():
             ray.wait(calls, num_returns=len(calls))
 
@@ -382,7 +382,7 @@ def run_step(
     if algorithm.critic is not None or algorithm.kl is not None:
         with stages["estimate"].measured():
             estimates = group.compute_values_and_reference_log_probs(samples)
-            samples = estimates.attach(samples)
+            samples = samples.with_columns(**estimates)
     with stages["advantages"].measured():
         rollout = config.rollout
         samples = assign_advantages(

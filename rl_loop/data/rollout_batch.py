@@ -2,9 +2,6 @@
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.step_results import StepStatistics
 from rl_loop.data.trained_tokens import TrainedTokens
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
@@ -45,25 +42,6 @@ class RolloutBatch:
     def sequences(self) -> list[Trajectory]:
         """All token sequences to train on: an episode has one or more."""
         return [sequence for group in self.train for sequence in group.sequences]
-
-
-@dataclass(frozen=True)
-class TokenEstimates:
-    """What advantages need besides rewards: float32 [tokens] of all samples end to end, 0 for the
-    first token of each."""
-
-    values: np.ndarray | None = None
-    """The critic's; None without a critic."""
-    reference_log_probs: np.ndarray | None = None
-    """The reference policy's, in nats; None without a KL penalty."""
-
-    def attach(self, samples: TrainingSamples) -> TrainingSamples:
-        """Return the samples with these columns.
-
-        Raises ColumnError naming one that has another length or dtype than the samples'."""
-        columns = {"values": self.values, "reference_log_probs": self.reference_log_probs}
-        estimated = {name: column for name, column in columns.items() if column is not None}
-        return samples.with_columns(**estimated)
 
 
 @dataclass

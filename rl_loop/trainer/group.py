@@ -12,14 +12,14 @@ from converters.model_extras import ModelExtras
 from converters.mxfp4_tensors import Digests
 from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.step_results import StepStatistics
-from megatron_gptoss.token_columns import INPUT_COLUMNS
+from megatron_gptoss.token_columns import INPUT_COLUMNS, TOKEN_COLUMNS
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.config.parts import TrainerConfig
-from rl_loop.data.rollout_batch import RlUpdates, TokenEstimates
+from rl_loop.data.rollout_batch import RlUpdates
 from rl_loop.data.tensor_bytes import StoredTensors
 from rl_loop.trainer.rank_answers import RankPlace, Resumed
-from rl_loop.trainer.rank_inputs import SCORED_COLUMNS, Shipper, StepPlan, plan_step
-from rl_loop.trainer.returned_tokens import place_tokens
+from rl_loop.trainer.rank_inputs import SCORED_COLUMNS, RankInputStore, StepPlan, plan_step
+from rl_loop.trainer.returned_tokens import gather_tokens
 from rl_loop.trainer.weight_export import WeightExport
 from rl_loop.weight_sync.source import WeightSender
 
@@ -52,7 +52,7 @@ class TrainerGroup:
         self.ranks = ranks
         self._settings = settings
         self._objective = settings.objective
-        self._shipper = Shipper(ranks.store)
+        self._inputs = RankInputStore(ranks.store)
         self._last_plan: StepPlan | None = None
         self._places: list[RankPlace] = []
         self._answering: list[int] = []
@@ -134,25 +134,27 @@ class TrainerGroup:
 
     def sft_step(self, samples: TrainingSamples, step: int) -> StepStatistics:
         """Take one optimizer step on demonstrations."""
-        shipments = self._shipper.ship(samples, self._plan(samples))
-        statistics = self._on_shipments("sft_step", shipments, [0], step)[0]
-        self._shipper.forget()
+        inputs = self._inputs.store(samples, self._plan(samples))
+        statistics = self._on_ranks("sft_step", inputs, [0], step)[0]
+        self._inputs.release()
         return statistics
 
-    def compute_values_and_reference_log_probs(self, samples: TrainingSamples) -> TokenEstimates:
-        """Compute what advantages need, as far as the algorithm has a use for it."""
+    def compute_values_and_reference_log_probs(
+        self, samples: TrainingSamples
+    ) -> dict[str, np.ndarray]:
+        """Compute the columns that advantages need, by name: ``values`` with a critic,
+        ``reference_log_probs`` with a KL penalty."""
         plan = self._plan(samples)
-        shipments = self._shipper.ship(samples, plan, self._estimated_from)
-        answers: list[TokenEstimates] = self._on_shipments(
-            "compute_values_and_reference_log_probs", shipments, self._answering
+        inputs = self._inputs.store(samples, plan, self._estimated_from)
+        results: list[dict[str, np.ndarray]] = self._on_ranks(
+            "compute_values_and_reference_log_probs", inputs, self._answering
         )
-
-        estimates = {}
-        for name in ("values", "reference_log_probs"):
-            columns = [getattr(answer, name) for answer in answers]
-            if columns[0] is not None:
-                estimates[name] = plan.place_answers(samples, columns, name, np.dtype(np.float32))
-        return TokenEstimates(**estimates)
+        return {
+            name: plan.gather_results(
+                samples, [result[name] for result in results], name, TOKEN_COLUMNS[name].dtype
+            )
+            for name in results[0]
+        }
 
     @property
     def _estimated_from(self) -> Sequence[str]:
@@ -168,33 +170,33 @@ class TrainerGroup:
     def rl_step(self, samples: TrainingSamples, step: int) -> RlUpdates:
         """Take ``algorithm.mini_batches`` optimizer steps of the critic and of the policy."""
         plan = self._plan(samples, self._objective.mini_batches)
-        shipments = self._shipper.ship(samples, plan)
+        inputs = self._inputs.store(samples, plan)
         asked = sorted({0, *self._answering})
-        answers = self._on_shipments("rl_step", shipments, asked, step)
+        answers = self._on_ranks("rl_step", inputs, asked, step)
         # An update is the last pass over its samples.
-        self._shipper.forget()
+        self._inputs.release()
 
         # Statistics are the same on every rank; tokens are those of the rank's own sequences.
         updates = answers[0]
         by_rank = dict(zip(asked, answers, strict=True))
         tokens = [by_rank[rank].tokens for rank in self._answering]
-        updates.tokens = place_tokens(samples, plan, tokens)
+        updates.tokens = gather_tokens(samples, plan, tokens)
         return updates
 
     def score(self, samples: TrainingSamples, temperature: float | None = None) -> np.ndarray:
         """Compute log-probs in nats: float32 [tokens], 0 for the first token of a sequence."""
         plan = self._plan(samples)
-        shipments = self._shipper.ship(samples, plan, SCORED_COLUMNS)
-        answers = self._on_shipments("score", shipments, self._answering, temperature)
-        return plan.place_answers(samples, answers, "log_probs", np.dtype(np.float32))
+        inputs = self._inputs.store(samples, plan, SCORED_COLUMNS)
+        answers = self._on_ranks("score", inputs, self._answering, temperature)
+        return plan.gather_results(samples, answers, "log_probs", np.dtype(np.float32))
 
     def greedy_tokens(self, samples: TrainingSamples) -> np.ndarray:
         """Compute what greedy decoding would have put in each place: int64 [tokens], 0 for the
         first token of a sequence."""
         plan = self._plan(samples)
-        shipments = self._shipper.ship(samples, plan, SCORED_COLUMNS)
-        answers = self._on_shipments("greedy_tokens", shipments, self._answering)
-        return plan.place_answers(samples, answers, "greedy_tokens", np.dtype(np.int64))
+        inputs = self._inputs.store(samples, plan, SCORED_COLUMNS)
+        answers = self._on_ranks("greedy_tokens", inputs, self._answering)
+        return plan.gather_results(samples, answers, "greedy_tokens", np.dtype(np.int64))
 
     def _plan(self, samples: TrainingSamples, mini_batches: int = 1) -> StepPlan:
         """Decide which rank takes which sequences: once for all passes of a step, unless its
@@ -204,12 +206,12 @@ class TrainerGroup:
             self._last_plan = plan_step(samples, self._settings, mini_batches)
         return self._last_plan
 
-    def _on_shipments(
-        self, method: str, shipments: Sequence[Any], asked: Sequence[int], *arguments: Any
+    def _on_ranks(
+        self, method: str, inputs: Sequence[Any], asked: Sequence[int], *arguments: Any
     ) -> list[Any]:
-        """Call a method with each rank's shipment. Returns what the ranks ``asked`` returned; of
-        the others nothing is sent."""
+        """Call a method with the inputs of each rank, and return the results of the ranks ``asked``.
+        Other results are not sent."""
         if not self._places:
             raise RuntimeError(f"{method}: TrainerGroup.ready has not been called")
-        calls = [(shipments[place.data], *arguments) for place in self._places]
+        calls = [(inputs[place.data], *arguments) for place in self._places]
         return self.ranks.call(method, calls, asked)

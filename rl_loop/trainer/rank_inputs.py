@@ -1,8 +1,9 @@
-"""What each data-parallel rank gets of a step's samples, and where its answers belong.
+"""Samples and schedule of each data-parallel rank in a step, and the order of its results.
 
 The driver decides once, from lengths, which rank takes which sequences in which micro-batches. It
-sends every data-parallel rank its own sequences, which the rank's tensor-, pipeline- and
-context-parallel neighbours share, and puts what comes back into the order of the samples."""
+stores the sequences of every data-parallel rank, whose tensor-, pipeline- and context-parallel
+ranks share them. Results of the ranks come back into the order of the samples.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,63 +22,66 @@ from rl_loop.config.parts import TrainerConfig
 from rl_loop.data.stored_routes import StoredRoutes
 
 SCORED_COLUMNS = (*INPUT_COLUMNS, ROUTES)
-"""What the policy's forward pass without a loss needs."""
+"""Columns that a forward pass of the policy without a loss needs."""
 
-PARCEL_BYTES = 8 << 20
-"""Columns of a rank are copied together, on their way into Ray's store, up to this size. So the
-driver needs little memory besides its own columns, however few ranks share them."""
+MAX_CHUNK_BYTES = 8 << 20
+"""Size up to which columns of a rank are copied together into Ray's store. The driver therefore
+needs little memory besides its own columns, however few ranks share them."""
 
 
-@dataclass
-class MiniBatch:
-    """One rank's part of the sequences of one optimizer step."""
+@dataclass(frozen=True)
+class RankMiniBatch:
+    """Schedule of one rank in an optimizer step."""
 
-    micro_batches: list[PackedBatch]
-    loss_tokens: torch.Tensor
-    """int64 [sequences of the mini-batch, on all ranks]: labels of each that are in the loss.
-    ``PackedBatch.sample_ids`` number these sequences."""
-    episodes: torch.Tensor | None = None
-    """int64 [sequences of the mini-batch]: number of the episode of each; None: each is one."""
+    micro_batches: list[range]
+    """Rows of ``RankInputs.samples`` in each micro-batch; empty if the rank has nothing to do."""
+    sample_ids: list[list[int]]
+    """Indices of these sequences in the mini-batch."""
+    loss_tokens: np.ndarray
+    """int64 [sequences of the mini-batch on all ranks]: number of labels in the loss of each.
+    ``PackedBatch.sample_ids`` index it."""
+    episodes: np.ndarray | None
+    """int64, the same shape: index of the episode of each. None if each sequence is an episode."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether no rank has a token to learn from; there is no mean over no tokens."""
-        return int(self.loss_tokens.sum()) == 0
+        """True if no rank has a token in the loss. There is no mean over no tokens."""
+        return not self.loss_tokens.any()
+
+    def pack(self, samples: TrainingSamples, align: int) -> list[PackedBatch]:
+        """Build the micro-batches, with rows padded to a multiple of ``align`` tokens."""
+        return [
+            build_batch(samples, rows, align, sample_ids)
+            for rows, sample_ids in zip(self.micro_batches, self.sample_ids, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
-class MiniBatchShare:
-    """Which of its sequences a rank takes in the micro-batches of a mini-batch."""
+class RankInputs:
+    """Schedule of one data-parallel rank for a pass, and references to its samples.
 
-    micro_batches: list[range]
-    """Rows of ``Shipment.samples``; none where the rank has nothing to do."""
-    sample_ids: list[list[int]]
-    """The numbers of these sequences in the mini-batch."""
-    loss_tokens: np.ndarray
-    episodes: np.ndarray | None
-    """See ``MiniBatch`` for both."""
-
-
-@dataclass(frozen=True)
-class Shipment:
-    """The sequences of one data-parallel rank, for one pass. Their columns are in Ray's store by
-    themselves: the next pass is sent where those are that do not change."""
+    The columns are separate objects in Ray's store. The next pass refers to the same objects for
+    columns that do not change.
+    """
 
     inputs: Any
-    """TrainingSamples with INPUT_COLUMNS, in the order in which the rank takes them, or the
-    ``ray.ObjectRef`` of such."""
-    parcels: list[Any]
-    """Other columns of the same sequences by name, dict[str, np.ndarray] each, or references."""
+    """TrainingSamples with INPUT_COLUMNS, in the order in which the rank takes the sequences, or
+    their ``ray.ObjectRef``."""
+    chunks: list[Any]
+    """Other columns of the sequences by name, dict[str, np.ndarray] each, or their references."""
     routed_experts: list[Any] | None
     """See ``TrainingSamples``."""
-    mini_batches: list[MiniBatchShare]
+    mini_batches: list[RankMiniBatch]
 
     @cached_property
     def samples(self) -> TrainingSamples:
-        """All of it, as views into the store; routes where they are. Raises ColumnError naming a
-        column that does not belong to these sequences."""
-        inputs, *parcels = _load([self.inputs, *self.parcels])
-        columns = {name: column for parcel in parcels for name, column in parcel.items()}
+        """All samples of the rank, as views into the store. Routes are not loaded.
+
+        Raises:
+            ColumnError: a column does not belong to these sequences.
+        """
+        inputs, *chunks = _load([self.inputs, *self.chunks])
+        columns = {name: column for chunk in chunks for name, column in chunk.items()}
         samples: TrainingSamples = inputs.with_columns(**columns)
         if self.routed_experts is None:
             return samples
@@ -85,32 +89,29 @@ class Shipment:
 
     @property
     def rows(self) -> Iterator[range]:
-        """The rows of ``samples`` in each micro-batch, one mini-batch after the other."""
-        for share in self.mini_batches:
-            yield from share.micro_batches
+        """Rows of ``samples`` in each micro-batch of all mini-batches."""
+        for mini_batch in self.mini_batches:
+            yield from mini_batch.micro_batches
 
-    def unpack(self, align: int) -> list[MiniBatch]:
-        """Build the rank's micro-batches, their rows padded to a multiple of ``align`` tokens."""
+    def pack(self, align: int) -> list[list[PackedBatch]]:
+        """Return the micro-batches of each mini-batch, see ``RankMiniBatch.pack``."""
         samples = self.samples
         if samples.routed_experts is not None:
             samples = samples.with_routes(load_routes(samples.routed_experts))
+        return [mini_batch.pack(samples, align) for mini_batch in self.mini_batches]
 
-        mini_batches = []
-        for share in self.mini_batches:
-            micro_batches = [
-                build_batch(samples, rows, align, sample_ids)
-                for rows, sample_ids in zip(share.micro_batches, share.sample_ids, strict=True)
-            ]
-            episodes = None if share.episodes is None else torch.from_numpy(share.episodes)
-            loss_tokens = torch.from_numpy(share.loss_tokens)
-            mini_batches.append(MiniBatch(micro_batches, loss_tokens, episodes))
-        return mini_batches
+    def to_column(self, values: Sequence[torch.Tensor], dtype: np.dtype) -> np.ndarray:
+        """Join values of the labels of all micro-batches.
 
-    def column_of(self, values: Sequence[torch.Tensor], dtype: np.dtype) -> np.ndarray:
-        """Put what was computed for the labels of every micro-batch, [T] each in the order of
-        ``rows``, behind one another: [tokens of ``samples``], 0 for the first of each sequence."""
-        # A row of m tokens has m - 1 labels, so each sequence's answers go one place to the right
-        # of its start. What follows the sequences in a row is padding, and is left out.
+        Args:
+            values: [T] for each micro-batch, in the order of ``rows``.
+            dtype: dtype of the result.
+
+        Returns:
+            [tokens of ``samples``], 0 for the first token of each sequence.
+        """
+        # A sequence of m tokens has m - 1 labels, which begin with its second token. The padding of
+        # a row follows its sequences and is left out.
         column = np.zeros(self.samples.tokens, dtype)
         offsets = self.samples.offsets
         for rows, row_values in zip(self.rows, values, strict=True):
@@ -125,50 +126,50 @@ class Shipment:
 
 @dataclass(frozen=True)
 class MiniBatchPlan:
-    """The sequences of an optimizer step, and who takes which."""
+    """Sequences of an optimizer step, and their distribution over the ranks."""
 
     sequences: range
-    """Their numbers in the step's samples."""
+    """Indices in the samples of the step."""
     schedule: Schedule
-    """Of their numbers in the mini-batch."""
+    """Distribution of the indices in the mini-batch."""
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Which data-parallel rank takes which sequences, in which mini-batch and micro-batch."""
+    """Distribution of sequences over data-parallel ranks, mini-batches and micro-batches."""
 
     offsets: np.ndarray
-    """Of the samples that it is a plan for."""
+    """Offsets of the samples to distribute."""
     ranks: int
-    """Data-parallel ranks."""
+    """Number of data-parallel ranks."""
     wanted_mini_batches: int
-    """More than there are in ``mini_batches`` if sequences are fewer."""
+    """Requested number of mini-batches. ``mini_batches`` has fewer if there are fewer sequences."""
     mini_batches: list[MiniBatchPlan]
 
     def is_for(self, samples: TrainingSamples, mini_batches: int) -> bool:
-        """Say whether samples of these lengths would get the same plan."""
+        """Return True if samples of these lengths would get the same plan."""
         is_same_number = self.wanted_mini_batches == mini_batches
         return is_same_number and np.array_equal(self.offsets, samples.offsets)
 
     def sequences_of(self, rank: int) -> list[int]:
-        """Return the numbers of a rank's sequences, in the order in which it takes them."""
+        """Return the indices of a rank's sequences, in the order in which it takes them."""
         return [
             plan.sequences[i]
             for plan in self.mini_batches
             for i in plan.schedule.sequences_of(rank)
         ]
 
-    def shares_of(
+    def mini_batches_of(
         self, rank: int, loss_tokens: np.ndarray, episodes: np.ndarray | None = None
-    ) -> list[MiniBatchShare]:
-        """Return the part of a rank in each mini-batch.
+    ) -> list[RankMiniBatch]:
+        """Return the schedule of a rank in each mini-batch.
 
         Args:
             rank: a data-parallel rank.
             loss_tokens: loss tokens of all samples.
             episodes: episodes of all samples, if they are known.
         """
-        shares = []
+        mini_batches = []
         taken = 0
         for plan in self.mini_batches:
             sample_ids = plan.schedule.micro_batches[rank]
@@ -178,56 +179,70 @@ class StepPlan:
                 taken += len(micro_batch)
             chosen = list(plan.sequences)
             own_episodes = None if episodes is None else episodes[chosen]
-            shares.append(MiniBatchShare(rows, sample_ids, loss_tokens[chosen], own_episodes))
-        return shares
+            mini_batches.append(RankMiniBatch(rows, sample_ids, loss_tokens[chosen], own_episodes))
+        return mini_batches
 
-    def place_answers(
-        self, samples: TrainingSamples, answers: Sequence[np.ndarray], name: str, dtype: np.dtype
+    def gather_results(
+        self, samples: TrainingSamples, results: Sequence[np.ndarray], name: str, dtype: np.dtype
     ) -> np.ndarray:
-        """Bring per-token answers of the data-parallel ranks into the order of the samples.
+        """Bring per-token results of the data-parallel ranks into the order of the samples.
 
-        ``answers``: of each rank, ``dtype`` [tokens of its sequences]. Returns ``dtype``
-        [tokens]. Raises ColumnError naming the column and the first sequence of a rank whose
-        answer is not that."""
-        # Not zeros: every sequence is some rank's, so every entry is written.
+        Args:
+            samples: all samples.
+            results: ``dtype`` [tokens of its sequences] of each rank.
+            name: name of the column in messages.
+            dtype: expected dtype.
+
+        Returns:
+            ``dtype`` [tokens].
+
+        Raises:
+            ColumnError: a result has another dtype or shape. The message names the column and the
+                first sequence of the rank.
+        """
+        # Not zeros, because a rank writes every entry.
         column = np.empty(samples.tokens, dtype)
-        for rank, answer in enumerate(answers):
+        for rank, result in enumerate(results):
             sequences = self.sequences_of(rank)
             lengths = samples.lengths[sequences]
-            if answer.dtype != dtype or answer.shape != (lengths.sum(),):
+            if result.dtype != dtype or result.shape != (lengths.sum(),):
                 whose = samples.name_of(sequences[0]) if sequences else "no sequences"
                 raise ColumnError(
                     f"column {name} of {whose} and what follows it on data-parallel rank {rank} "
-                    f"came back as {answer.dtype} {list(answer.shape)}, "
+                    f"came back as {result.dtype} {list(result.shape)}, "
                     f"expected {dtype} [{lengths.sum()}]"
                 )
             at = 0
             for i, length in zip(sequences, lengths, strict=True):
                 start = samples.offsets[i]
-                column[start : start + length] = answer[at : at + length]
+                column[start : start + length] = result[at : at + length]
                 at += length
         return column
 
 
-class Shipper:
-    """Puts what ranks need of samples where they read it.
+class RankInputStore:
+    """Stores the inputs of the ranks.
 
-    Ids and mask, which every pass over a step needs, are put there by its first pass only."""
+    The first pass of a step stores INPUT_COLUMNS. Later passes refer to them."""
 
     def __init__(self, store: Callable[[Any], Any]) -> None:
-        """``store`` puts a value where ranks read it, and returns what stands for it."""
+        """Store values with ``store``, which returns a reference for the ranks."""
         self._store = store
         self._last_samples: TrainingSamples | None = None
         self._last_plan: StepPlan | None = None
         self._last_inputs: list[Any] = []
 
-    def ship(
+    def store(
         self, samples: TrainingSamples, plan: StepPlan, columns: Sequence[str] | None = None
     ) -> list[Any]:
-        """Store a Shipment for each data-parallel rank; returns what stands for them.
+        """Store RankInputs for each data-parallel rank, and return their references.
 
-        ``columns``: names of those that are needed; None for all."""
-        inputs = self._ship_inputs(samples, plan)
+        Args:
+            samples: all samples.
+            plan: distribution of the samples.
+            columns: names of the columns that the pass needs; all by default.
+        """
+        inputs = self._store_inputs(samples, plan)
         others = [
             name
             for name in samples.columns
@@ -237,38 +252,38 @@ class Shipper:
         if columns is not None and ROUTES not in columns:
             routes = None
 
-        shipments = []
+        stored = []
         loss_tokens = samples.loss_tokens
         for rank in range(plan.ranks):
             sequences = plan.sequences_of(rank)
-            # ``map`` lets go of each parcel before the next is made.
-            parcels = list(map(self._store, _parcels(samples, sequences, others)))
-            shipment = Shipment(
+            # ``map`` frees each chunk before the next is made.
+            chunks = list(map(self._store, _chunks(samples, sequences, others)))
+            rank_inputs = RankInputs(
                 inputs=inputs[rank],
-                parcels=parcels,
+                chunks=chunks,
                 routed_experts=None if routes is None else [routes[i] for i in sequences],
-                mini_batches=plan.shares_of(rank, loss_tokens, samples.episodes),
+                mini_batches=plan.mini_batches_of(rank, loss_tokens, samples.episodes),
             )
-            shipments.append(self._store(shipment))
-        return shipments
+            stored.append(self._store(rank_inputs))
+        return stored
 
-    def forget(self) -> None:
-        """Let go of what was stored, as the next pass is over other samples."""
+    def release(self) -> None:
+        """Release the stored columns, because the next pass is over other samples."""
         self._last_samples = None
         self._last_plan = None
         self._last_inputs = []
 
-    def _ship_inputs(self, samples: TrainingSamples, plan: StepPlan) -> list[Any]:
-        """Store INPUT_COLUMNS of each rank's sequences, unless the last pass did."""
+    def _store_inputs(self, samples: TrainingSamples, plan: StepPlan) -> list[Any]:
+        """Store INPUT_COLUMNS of each rank's sequences, unless the last pass stored them."""
         last = self._last_samples
-        # The same arrays and not equal ones: comparing them would take as long as sending them.
-        is_there = (
+        # Compare identity, because comparing values would take as long as sending them.
+        is_stored = (
             last is not None
             and self._last_plan is plan
             and all(getattr(last, name) is getattr(samples, name) for name in INPUT_COLUMNS)
         )
-        if not is_there:
-            self.forget()
+        if not is_stored:
+            self.release()
             inputs = (
                 samples.take(plan.sequences_of(rank), INPUT_COLUMNS) for rank in range(plan.ranks)
             )
@@ -278,16 +293,16 @@ class Shipper:
         return self._last_inputs
 
 
-def _parcels(
+def _chunks(
     samples: TrainingSamples, sequences: Sequence[int], names: Sequence[str]
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Copy columns of some of the sequences, as many at a time as PARCEL_BYTES allow."""
+    """Copy columns of some sequences, as many at a time as MAX_CHUNK_BYTES allow."""
     tokens = int(samples.lengths[list(sequences)].sum())
     together: list[str] = []
     size = 0
     for name in names:
         column_bytes = tokens * TOKEN_COLUMNS[name].dtype.itemsize
-        if together and size + column_bytes > PARCEL_BYTES:
+        if together and size + column_bytes > MAX_CHUNK_BYTES:
             yield {other: samples.gather(other, sequences) for other in together}
             together = []
             size = 0
@@ -298,15 +313,15 @@ def _parcels(
 
 
 def _load(values: list[Any]) -> list[Any]:
-    """Return what is in Ray's store. Where the rank is the driver's process, nothing is."""
+    """Load references from Ray's store. If the rank is the driver's process, they are values."""
     if isinstance(values[0], ray.ObjectRef):
         return list(ray.get(values))
     return values
 
 
 def load_routes(rows: Sequence[Any]) -> list[np.ndarray]:
-    """Return the routes of sequences as arrays: views into Ray's store of those that are there."""
-    # All in one ``get``: one for each sequence would ask Ray's store thousands of times.
+    """Return the routes of sequences as arrays. Stored routes are views into Ray's store."""
+    # One ``get`` for all sequences, which may be thousands.
     references = [row.reference for row in rows if isinstance(row, StoredRoutes)]
     if not references:
         return list(rows)
@@ -316,14 +331,21 @@ def load_routes(rows: Sequence[Any]) -> list[np.ndarray]:
 
 
 def plan_step(samples: TrainingSamples, settings: TrainerConfig, mini_batches: int = 1) -> StepPlan:
-    """Decide which rank takes which sequences, in so many optimizer steps.
+    """Distribute the sequences over the ranks.
 
-    Raises ValueError naming a sequence that is longer than a micro-batch may be."""
-    # Many sequences have the same length, and counting goes through all layers.
+    Args:
+        samples: all samples of a step.
+        settings: settings of the trainer.
+        mini_batches: number of optimizer steps.
+
+    Raises:
+        ValueError: a sequence is longer than a micro-batch may be. The message names it.
+    """
+    # Cached, because many sequences have the same length and counting visits all layers.
     work = cache(lambda length: forward_flops(settings.model, [length]))
     plans = []
     for number in range(min(mini_batches, len(samples))):
-        # Every n-th sample, so that the samples of one task are spread over the mini-batches.
+        # Every n-th sample, which spreads the samples of a task over the mini-batches.
         sequences = range(number, len(samples), mini_batches)
         plan = schedule(
             samples.lengths[number::mini_batches],

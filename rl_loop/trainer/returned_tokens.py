@@ -1,6 +1,6 @@
-"""What updates compute of the tokens that they train on, on its way to the driver: a rank takes it
-out of its updates' statistics, and the driver brings that of all ranks into the order of its
-samples."""
+"""Per-token results of updates: a rank takes them from the statistics of its updates, and the driver
+gathers those of all ranks.
+"""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -8,19 +8,27 @@ from dataclasses import fields
 import numpy as np
 import torch
 
+from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.step_results import StepStatistics
 from rl_loop.algorithms.objectives import RETURNED_VALUES
 from rl_loop.data.trained_tokens import TrainedTokens
-from rl_loop.trainer.rank_inputs import MiniBatch, Shipment, StepPlan
+from rl_loop.trainer.rank_inputs import RankInputs, StepPlan
 
 
 def take_tokens(
-    updates: Sequence[StepStatistics], mini_batches: Sequence[MiniBatch], shipment: Shipment
+    updates: Sequence[StepStatistics], packed: Sequence[Sequence[PackedBatch]], inputs: RankInputs
 ) -> TrainedTokens | None:
-    """Take what the updates of this rank's mini-batches returned of tokens out of their
-    statistics, which all ranks have alike. None if there is nothing, as on pipeline stages before
-    the last."""
+    """Take the per-token results of this rank out of the statistics, which are equal on all ranks.
+
+    Args:
+        updates: statistics of each mini-batch that is not empty.
+        packed: micro-batches of each mini-batch of ``inputs``.
+        inputs: sequences of the rank.
+
+    Returns:
+        None if there are no results, as on pipeline stages before the last.
+    """
     taken = [update.token_values for update in updates]
     for update in updates:
         update.token_values = {}
@@ -31,27 +39,26 @@ def take_tokens(
     for name in RETURNED_VALUES:
         of_updates = iter(taken)
         rows: list[torch.Tensor] = []
-        for mini_batch in mini_batches:
+        for mini_batch, batches in zip(inputs.mini_batches, packed, strict=True):
             if mini_batch.is_empty:
-                rows += [torch.full((b.tokens,), torch.nan) for b in mini_batch.micro_batches]
+                rows += [torch.full((batch.tokens,), torch.nan) for batch in batches]
             else:
                 rows += next(of_updates)[name]
-        columns[name] = shipment.column_of(rows, np.dtype(np.float32))
+        columns[name] = inputs.to_column(rows, np.dtype(np.float32))
     return TrainedTokens(log_probs=columns["trainer_log_probs"], entropy=columns["entropy"])
 
 
-def place_tokens(
-    samples: TrainingSamples, plan: StepPlan, answers: Sequence[TrainedTokens | None]
+def gather_tokens(
+    samples: TrainingSamples, plan: StepPlan, results: Sequence[TrainedTokens | None]
 ) -> TrainedTokens | None:
-    """Join what the data-parallel ranks return of tokens; None if no update of the policy took
-    place."""
+    """Join the results of the data-parallel ranks. Returns None without an update of the policy."""
     # All ranks take the same mini-batches.
-    if answers[0] is None:
+    if results[0] is None:
         return None
     columns = {}
     for field in fields(TrainedTokens):
-        of_ranks = [getattr(answer, field.name) for answer in answers]
-        columns[field.name] = plan.place_answers(
+        of_ranks = [getattr(result, field.name) for result in results]
+        columns[field.name] = plan.gather_results(
             samples, of_ranks, field.name, np.dtype(np.float32)
         )
     return TrainedTokens(**columns)

@@ -30,14 +30,14 @@ from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.algorithms.objectives import policy_objective, sft_objective, value_objective
 from rl_loop.cluster.group_authentication import authenticate_groups
 from rl_loop.config.parts import TrainerConfig
-from rl_loop.data.rollout_batch import RlUpdates, TokenEstimates
+from rl_loop.data.rollout_batch import RlUpdates
 from rl_loop.data.tensor_bytes import TensorBytes
 from rl_loop.heap import exempt_from_collection
 from rl_loop.trainer.gathered_export import export_weights
 from rl_loop.trainer.initial_model import build_initial_model
 from rl_loop.trainer.memory_metrics import max_over_ranks, memory_metrics
 from rl_loop.trainer.rank_answers import RankPlace, Resumed
-from rl_loop.trainer.rank_inputs import MiniBatch, Shipment
+from rl_loop.trainer.rank_inputs import RankInputs, RankMiniBatch
 from rl_loop.trainer.returned_tokens import take_tokens
 from rl_loop.trainer.run_checkpoints import RunCheckpoints
 from rl_loop.trainer.weight_export import WeightExport
@@ -148,34 +148,37 @@ class TrainerWorker:
 
     # -- training ---------------------------------------------------------------------------------
 
-    def sft_step(self, shipment: Shipment, step: int) -> StepStatistics:
-        """Take one optimizer step on demonstrations. Raises ValueError if they have
-        no token to learn from."""
-        (mini_batch,) = shipment.unpack(alignment())
+    def sft_step(self, inputs: RankInputs, step: int) -> StepStatistics:
+        """Take one optimizer step on demonstrations.
+
+        Raises:
+            ValueError: no token is in the loss.
+        """
+        (mini_batch,) = inputs.mini_batches
+        (batches,) = inputs.pack(alignment())
         if mini_batch.is_empty:
             count = len(mini_batch.loss_tokens)
             raise ValueError(f"none of the {count} samples has a token to learn from")
         loss = sft_objective(int(mini_batch.loss_tokens.sum()))
-        return self._update(self.trainer, mini_batch.micro_batches, loss, step)
+        return self._update(self.trainer, batches, loss, step)
 
-    def compute_values_and_reference_log_probs(self, shipment: Shipment) -> TokenEstimates:
-        """Compute what advantages need of this rank's sequences, as far as the algorithm has a use
-        for it."""
-        values = None
+    def compute_values_and_reference_log_probs(self, inputs: RankInputs) -> dict[str, np.ndarray]:
+        """Compute the columns of this rank's sequences that advantages need, by name: ``values``
+        with a critic, ``reference_log_probs`` with a KL penalty."""
+        columns = {}
         if self.critic is not None:
-            values = self._score_with(self.critic, shipment)
-        reference = None
+            columns["values"] = self._score_with(self.critic, inputs)
         if self.algorithm.kl:
-            reference = self._reference_log_probs(shipment)
-        return TokenEstimates(values=values, reference_log_probs=reference)
+            columns["reference_log_probs"] = self._reference_log_probs(inputs)
+        return columns
 
-    def _reference_log_probs(self, shipment: Shipment) -> np.ndarray:
+    def _reference_log_probs(self, inputs: RankInputs) -> np.ndarray:
         """Score with the policy that the run began with, as ``score`` does."""
         if self.reference is not None:
-            return self._score_with(self.reference, shipment)
+            return self._score_with(self.reference, inputs)
 
         with self._reference_adapters():
-            log_probs = self._score_with(self.trainer, shipment)
+            log_probs = self._score_with(self.trainer, inputs)
         if self.trainer.replay is not None:
             self.trainer.replay.agreement()  # what is reported is that of the policy
         return log_probs
@@ -188,33 +191,37 @@ class TrainerWorker:
         gather_parameters(self.trainer.model)
         return replaced_factors(self.model, self._reference_factors)
 
-    def rl_step(self, shipment: Shipment, step: int) -> RlUpdates:
-        """Take an optimizer step of the critic and of the policy for every mini-batch of one batch
-        of episodes."""
-        # Every episode of a mini-batch may be masked.
-        unpacked = shipment.unpack(alignment())
-        mini_batches = [mini_batch for mini_batch in unpacked if not mini_batch.is_empty]
+    def rl_step(self, inputs: RankInputs, step: int) -> RlUpdates:
+        """Take an optimizer step of the critic and of the policy for every mini-batch of a step."""
+        packed = inputs.pack(alignment())
+        # Every episode of a mini-batch may be excluded.
+        mini_batches = [
+            (mini_batch, batches)
+            for mini_batch, batches in zip(inputs.mini_batches, packed, strict=True)
+            if not mini_batch.is_empty
+        ]
         updates = RlUpdates(skipped=self.algorithm.mini_batches - len(mini_batches))
 
-        # Before the first update, with the weights that the whole batch is compared with.
-        self._add_old_log_probs(mini_batches)
+        # Before the first update: all mini-batches are compared with the same weights.
+        self._add_old_log_probs([batch for _, batches in mini_batches for batch in batches])
         critic_only_steps = self.algorithm.critic.warmup_steps if self.algorithm.critic else 0
-        for mini_batch in mini_batches:
+        for mini_batch, batches in mini_batches:
             if self.critic is not None:
-                updates.critic.append(self._update_critic(mini_batch, step))
+                updates.critic.append(self._update_critic(mini_batch, batches, step))
             if step >= critic_only_steps:
-                updates.policy.append(self._update_policy(mini_batch, step, critic_only_steps))
+                updates.policy.append(
+                    self._update_policy(mini_batch, batches, step, critic_only_steps)
+                )
         self._make_room_for_engines()
-        updates.tokens = take_tokens(updates.policy, unpacked, shipment)
+        updates.tokens = take_tokens(updates.policy, packed, inputs)
         return updates
 
-    def _add_old_log_probs(self, mini_batches: Sequence[MiniBatch]) -> None:
-        """Give the micro-batches the denominators of their importance ratios, if the algorithm
-        needs any, and the routes of that pass if these are to be replayed.
+    def _add_old_log_probs(self, batches: Sequence[PackedBatch]) -> None:
+        """Fill the old log-probs of the micro-batches if the algorithm needs them, and record the
+        routes of their forward pass for routing replay.
 
-        They cost a forward pass only with ``old_log_probs: forward``."""
+        Only ``old_log_probs: forward`` costs a forward pass."""
         source = self.algorithm.old_log_probs_from
-        batches = [batch for mini_batch in mini_batches for batch in mini_batch.micro_batches]
         if source == "rollout":
             for batch in batches:
                 batch.old_log_probs = batch.rollout_log_probs
@@ -226,8 +233,7 @@ class TrainerWorker:
         if replay is not None and records_routes:
             replay.start_recording()
 
-        # The same micro-batches as in the updates: what this rank computes and records of them
-        # stays here.
+        # The updates take the same micro-batches, so the results stay on this rank.
         for batch, log_probs in zip(
             batches, self._score_batches(self.trainer, batches), strict=True
         ):
@@ -238,33 +244,34 @@ class TrainerWorker:
                 batch.recorded_routes = routes
 
         if replay is not None:
-            replay.agreement()  # start counting anew: what is reported is that of the updates
+            replay.agreement()  # resets the counts: those of the updates are reported
 
-    def _update_critic(self, mini_batch: MiniBatch, step: int) -> StepStatistics:
-        # The routes are the policy's; the critic chooses its own experts.
-        batches = [
-            replace(batch, routed_experts=None, recorded_routes=None)
-            for batch in mini_batch.micro_batches
-        ]
+    def _update_critic(
+        self, mini_batch: RankMiniBatch, batches: Sequence[PackedBatch], step: int
+    ) -> StepStatistics:
+        # The routes belong to the policy. The critic chooses its own experts.
+        batches = [replace(batch, routed_experts=None, recorded_routes=None) for batch in batches]
         objective = value_objective(
             self.algorithm,
-            mini_batch.loss_tokens,
+            torch.from_numpy(mini_batch.loss_tokens),
             self.settings.longest_episode,
             parallel_state.get_context_parallel_group(),
-            episodes=mini_batch.episodes,
+            episodes=_tensor(mini_batch.episodes),
         )
         assert self.critic is not None
         return self._update(self.critic, batches, objective, step)
 
-    def _update_policy(self, mini_batch: MiniBatch, step: int, first_step: int) -> StepStatistics:
+    def _update_policy(
+        self, mini_batch: RankMiniBatch, batches: Sequence[PackedBatch], step: int, first_step: int
+    ) -> StepStatistics:
         objective = policy_objective(
             self.algorithm,
-            mini_batch.loss_tokens,
+            torch.from_numpy(mini_batch.loss_tokens),
             self.settings.longest_episode,
             parallel_state.get_context_parallel_group(),
-            episodes=mini_batch.episodes,
+            episodes=_tensor(mini_batch.episodes),
         )
-        return self._update(self.trainer, mini_batch.micro_batches, objective, step, first_step)
+        return self._update(self.trainer, batches, objective, step, first_step)
 
     def _update(
         self,
@@ -293,17 +300,17 @@ class TrainerWorker:
 
     # -- scores -----------------------------------------------------------------------------------
 
-    def score(self, shipment: Shipment, temperature: float | None = None) -> np.ndarray:
+    def score(self, inputs: RankInputs, temperature: float | None = None) -> np.ndarray:
         """Compute the log-prob of each token of this rank's sequences, in nats: float32 [tokens],
         0 for the first token of each."""
         self.memory.observe()  # engines are awake when a canary is scored
-        return self._score_with(self.trainer, shipment, temperature)
+        return self._score_with(self.trainer, inputs, temperature)
 
-    def greedy_tokens(self, shipment: Shipment) -> np.ndarray:
+    def greedy_tokens(self, inputs: RankInputs) -> np.ndarray:
         """Compute the token that greedy decoding would have put in each place: int64 [tokens], 0
         for the first of each sequence."""
-        batches = _micro_batches(shipment)
-        return shipment.column_of(self.trainer.greedy_tokens(batches), np.dtype(np.int64))
+        batches = _micro_batches(inputs)
+        return inputs.to_column(self.trainer.greedy_tokens(batches), np.dtype(np.int64))
 
     def route_agreement(self) -> dict[str, float]:
         """Return ``RoutingReplay.agreement`` of all routes replayed since
@@ -312,10 +319,10 @@ class TrainerWorker:
         return self.trainer.replay.agreement()
 
     def _score_with(
-        self, scorer: Scorer, shipment: Shipment, temperature: float | None = None
+        self, scorer: Scorer, inputs: RankInputs, temperature: float | None = None
     ) -> np.ndarray:
-        values = self._score_batches(scorer, _micro_batches(shipment), temperature)
-        return shipment.column_of(values, np.dtype(np.float32))
+        values = self._score_batches(scorer, _micro_batches(inputs), temperature)
+        return inputs.to_column(values, np.dtype(np.float32))
 
     def _score_batches(
         self, scorer: Scorer, batches: Sequence[PackedBatch], temperature: float | None = None
@@ -402,7 +409,10 @@ class TrainerWorker:
         return self._checkpoints.resume()
 
 
-def _micro_batches(shipment: Shipment) -> list[PackedBatch]:
-    """Build all micro-batches of this rank, one mini-batch after the other."""
-    mini_batches = shipment.unpack(alignment())
-    return [batch for mini_batch in mini_batches for batch in mini_batch.micro_batches]
+def _micro_batches(inputs: RankInputs) -> list[PackedBatch]:
+    """Build all micro-batches of this rank, in the order of the mini-batches."""
+    return [batch for batches in inputs.pack(alignment()) for batch in batches]
+
+
+def _tensor(array: np.ndarray | None) -> torch.Tensor | None:
+    return None if array is None else torch.from_numpy(array)

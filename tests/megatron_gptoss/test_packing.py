@@ -192,11 +192,11 @@ def test_a_rank_packs_the_rows_that_it_was_sent_as_if_it_had_all(
 
     for rank in range(ranks):
         sent = plan.sequences_of(rank)
-        shipment = samples.take(sent)
+        own = samples.take(sent)
         place = {number: i for i, number in enumerate(sent)}
         for numbers, wanted in zip(plan.micro_batches[rank], everything[rank], strict=True):
             sequences = [place[number] for number in numbers]
-            batch = build_batch(shipment, sequences, align, sample_ids=numbers)
+            batch = build_batch(own, sequences, align, sample_ids=numbers)
             assert_equal(batch, wanted)
 
 

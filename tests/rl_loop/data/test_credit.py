@@ -12,14 +12,15 @@ from rl_loop.algorithms.advantages import TIME_BLOCK, generalized_advantages, wh
 from rl_loop.algorithms.choices import GaeAdvantage
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.data.credit import assign_advantages
-from rl_loop.data.rollout_batch import TokenEstimates
 from rl_loop.data.samples import to_samples
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 
 LENGTHS = [2, 3 * TIME_BLOCK + 7, TIME_BLOCK + 1, 40, 2 * TIME_BLOCK, 2]
 
 
-def batch(config: AlgorithmConfig, seed: int) -> tuple[list[TrajectoryGroup], TokenEstimates]:
+def batch(
+    config: AlgorithmConfig, seed: int
+) -> tuple[list[TrajectoryGroup], dict[str, np.ndarray]]:
     """Episodes whose policy was interrupted by tools, the last one without any sampled token."""
     generator = np.random.default_rng(seed)
     groups = []
@@ -40,15 +41,16 @@ def batch(config: AlgorithmConfig, seed: int) -> tuple[list[TrajectoryGroup], To
 
     tokens = sum(LENGTHS)
     values = generator.normal(size=tokens).astype(np.float32)
-    reference = generator.normal(size=tokens).astype(np.float32) if config.kl else None
-    return groups, TokenEstimates(values, reference)
+    estimates = {"values": values}
+    if config.kl:
+        estimates["reference_log_probs"] = generator.normal(size=tokens).astype(np.float32)
+    return groups, estimates
 
 
 def expected(
-    groups: list[TrajectoryGroup], estimates: TokenEstimates, config: AlgorithmConfig
+    groups: list[TrajectoryGroup], estimates: dict[str, np.ndarray], config: AlgorithmConfig
 ) -> tuple[list[float], list[float]]:
     """Advantages and returns of all tokens by the recursion of GAE, one token at a time."""
-    assert estimates.values is not None
     gae = config.advantage
     assert isinstance(gae, GaeAdvantage)
     advantages: list[float] = []
@@ -60,12 +62,12 @@ def expected(
         returns += [0.0] * len(episode)
         reward, next_value, running = episode.reward, 0.0, 0.0
         for i in reversed(np.flatnonzero(episode.loss_mask).tolist()):
-            value = float(estimates.values[first + i])
+            value = float(estimates["values"][first + i])
             penalty = 0.0
-            if estimates.reference_log_probs is not None:
+            if "reference_log_probs" in estimates:
                 assert config.kl is not None
                 log_ratio = float(episode.rollout_log_probs[i]) - float(
-                    estimates.reference_log_probs[first + i]
+                    estimates["reference_log_probs"][first + i]
                 )
                 penalty = config.kl.coefficient * log_ratio
             delta = reward - penalty + gae.gamma * next_value - value
@@ -89,7 +91,7 @@ def test_generalized_advantages_of_any_lengths_are_those_of_the_recursion(
         }
     )
     groups, estimates = batch(config, seed=1)
-    samples = estimates.attach(to_samples(groups, config, version=0))
+    samples = to_samples(groups, config, version=0).with_columns(**estimates)
     credited = assign_advantages(samples, groups, config, 10_000)
 
     advantages, returns = expected(groups, estimates, config)
@@ -101,7 +103,7 @@ def test_generalized_advantages_of_any_lengths_are_those_of_the_recursion(
     np.testing.assert_allclose(credited.advantages, wanted.astype(np.float32), rtol=1e-6, atol=1e-9)
     np.testing.assert_allclose(credited.returns, np.float32(returns), rtol=1e-6, atol=1e-9)
     assert not credited.advantages[~samples.loss_mask].any()
-    assert credited.values is estimates.values
+    assert credited.values is estimates["values"]
 
 
 def test_the_recursion_over_blocks_of_time_has_the_bits_of_one_over_all_of_it() -> None:

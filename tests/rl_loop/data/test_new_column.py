@@ -34,7 +34,7 @@ from rl_loop.data.credit import assign_advantages
 from rl_loop.data.samples import to_samples
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.rollout.group_store import GroupStore
-from rl_loop.trainer.rank_inputs import Shipper, plan_step
+from rl_loop.trainer.rank_inputs import RankInputStore, plan_step
 from tests.support.rl_loop.trainer.settings import settings_of
 
 read = []
@@ -75,13 +75,14 @@ _, group = store.load(1)[0]
 # Driver: samples of the step, sent to the rank.
 config = AlgorithmConfig.model_validate({"policy_loss": {"type": "__main__:weighted"}})
 samples = assign_advantages(to_samples([group], config, 1), [group], config, 8)
-(shipment,) = Shipper(send).ship(samples, plan_step(samples, settings_of(1)))
+(inputs,) = RankInputStore(send).store(samples, plan_step(samples, settings_of(1)))
 
 # Rank: packed micro-batches, each split over two context-parallel ranks, and the loss.
-(mini_batch,) = shipment.unpack(8)
-objective = policy_objective(config, mini_batch.loss_tokens)
+(mini_batch,) = inputs.mini_batches
+(batches,) = inputs.pack(8)
+objective = policy_objective(config, torch.from_numpy(mini_batch.loss_tokens))
 rows = {}
-for batch in mini_batch.micro_batches:
+for batch in batches:
     for part in (batch.context_parallel_shard(0, 2), batch.context_parallel_shard(1, 2)):
         log_probs = part.column("rollout_log_probs").clone().requires_grad_()
         output = objective(log_probs, log_probs.detach(), part)

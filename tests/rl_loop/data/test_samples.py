@@ -9,7 +9,6 @@ import pytest
 
 from megatron_gptoss.token_columns import ColumnError
 from rl_loop.algorithms.config import AlgorithmConfig
-from rl_loop.data.rollout_batch import TokenEstimates
 from rl_loop.data.samples import OffPolicyError, max_staleness, to_samples
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup, WeightVersionSpan
 
@@ -103,13 +102,12 @@ def test_routes_are_handed_on_as_they_are_and_missed_by_name() -> None:
 def test_estimates_become_columns_or_are_refused_by_name() -> None:
     samples = to_samples(groups(episode("a", 4), episode("b", 5)), ON_POLICY, version=5)
     values = np.arange(9, dtype=np.float32)
-    assert TokenEstimates(values).attach(samples).values is values
-    assert TokenEstimates(values).attach(samples).reference_log_probs is None
-    assert TokenEstimates().attach(samples).columns.keys() == samples.columns.keys()
+    assert samples.with_columns(values=values).values is values
+    assert samples.with_columns(values=values).reference_log_probs is None
     with pytest.raises(ColumnError, match=r"column values of a to b has the shape \[8\]"):
-        TokenEstimates(values[:8]).attach(samples)
+        samples.with_columns(values=values[:8])
     with pytest.raises(ColumnError, match="column reference_log_probs of a to b holds float64"):
-        TokenEstimates(reference_log_probs=values.astype(np.float64)).attach(samples)
+        samples.with_columns(reference_log_probs=values.astype(np.float64))
 
 
 def test_samples_know_the_episode_of_each_sequence() -> None:

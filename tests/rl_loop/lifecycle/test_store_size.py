@@ -206,7 +206,7 @@ from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.lifecycle.start_checks import store_need
 from rl_loop.lifecycle.store_size import check_running_store
-from rl_loop.trainer.rank_inputs import SCORED_COLUMNS, Shipper, plan_step
+from rl_loop.trainer.rank_inputs import SCORED_COLUMNS, RankInputStore, plan_step
 
 config = load_config(Path("configs/rl/tiny_retool.yaml"), RlConfig, ["initial_weights=null", *{
     STEP!r
@@ -235,10 +235,10 @@ def hold_step():
     samples = TrainingSamples.join([episode() for _ in range(36)])
     samples = samples.with_columns(advantages=np.zeros(samples.tokens, np.float32))
     plan = plan_step(samples, config)
-    shipper = Shipper(ray.put)
-    held += shipper.ship(samples, plan, SCORED_COLUMNS)
+    inputs = RankInputStore(ray.put)
+    held += inputs.store(samples, plan, SCORED_COLUMNS)
     held.append(ray.put(np.zeros(samples.tokens, np.float32)))
-    held += shipper.ship(samples, plan)
+    held += inputs.store(samples, plan)
     return held
 
 def is_spilled():

@@ -25,7 +25,7 @@ from rl_loop.config.parts import TrainerConfig
 from rl_loop.config.run import RlConfig
 from rl_loop.trainer import adapter_keeper
 from rl_loop.trainer.group import TrainerGroup
-from rl_loop.trainer.rank_inputs import Shipper, plan_step
+from rl_loop.trainer.rank_inputs import RankInputStore, plan_step
 from rl_loop.trainer.worker import TrainerWorker
 from tests.support.distributed import free_port, run_distributed
 from tests.support.in_process import LocalRank
@@ -203,9 +203,9 @@ def save_on_rank(rank: int, port: int, settings: TrainerConfig) -> list[str]:
     """Save twice, the second time on a disk that takes no adapters. Returns the error."""
     worker = TrainerWorker(settings, rank, "127.0.0.1", port, 1)
     try:
-        shipments = Shipper(lambda value: value).ship(SAMPLES, plan_step(SAMPLES, settings, 1))
-        shipment = shipments[worker.place().data]
-        worker.sft_step(shipment, 0)
+        plan = plan_step(SAMPLES, settings, 1)
+        inputs = RankInputStore(lambda value: value).store(SAMPLES, plan)
+        worker.sft_step(inputs[worker.place().data], 0)
         worker.save(1, {"step": 1}, True)
 
         def fail(*arguments: Any, **options: Any) -> None:

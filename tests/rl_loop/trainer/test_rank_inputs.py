@@ -21,10 +21,16 @@ from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.token_columns import ColumnError
 from rl_loop.data.rollout_batch import RlUpdates
 from rl_loop.data.stored_routes import StoredRoutes
-from rl_loop.trainer import rank_inputs as shipment_module
+from rl_loop.trainer import rank_inputs as rank_inputs_module
 from rl_loop.trainer.group import TrainerGroup
 from rl_loop.trainer.rank_answers import RankPlace
-from rl_loop.trainer.rank_inputs import SCORED_COLUMNS, Shipment, Shipper, StepPlan, plan_step
+from rl_loop.trainer.rank_inputs import (
+    SCORED_COLUMNS,
+    RankInputs,
+    RankInputStore,
+    StepPlan,
+    plan_step,
+)
 from rl_loop.trainer.weight_export import WeightExport
 from tests.support.forked_workers import local_ray
 from tests.support.rl_loop.trainer.settings import settings_of
@@ -54,11 +60,11 @@ def samples_of(sizes: list[int], *, routes: bool = False) -> TrainingSamples:
     return TrainingSamples.join(samples, names=[f"task {i}" for i in range(len(sizes))])
 
 
-def ship(
+def store(
     samples: TrainingSamples, plan: StepPlan, columns: Sequence[str] | None = None
-) -> list[Shipment]:
+) -> list[RankInputs]:
     """What each rank gets, without a store."""
-    return Shipper(lambda value: value).ship(samples, plan, columns)
+    return RankInputStore(lambda value: value).store(samples, plan, columns)
 
 
 @given(lengths, st.integers(1, 4), st.integers(1, 3))
@@ -67,21 +73,22 @@ def test_every_sequence_reaches_one_rank_with_what_belongs_to_it(
 ) -> None:
     samples = samples_of(sizes, routes=True)
     plan = plan_step(samples, settings_of(ranks), mini_batches)
-    shipments = ship(samples, plan)
+    stored = store(samples, plan)
 
     everyone = [i for rank in range(ranks) for i in plan.sequences_of(rank)]
     assert sorted(everyone) == list(range(len(sizes)))
-    assert sum(shipment.samples.bytes for shipment in shipments) == samples.bytes
+    assert sum(inputs.samples.bytes for inputs in stored) == samples.bytes
 
-    unpacked = [shipment.unpack(align=4) for shipment in shipments]
-    for number, of_ranks in enumerate(zip(*unpacked, strict=True)):
+    packed = [inputs.pack(align=4) for inputs in stored]
+    for number, of_ranks in enumerate(zip(*packed, strict=True)):
         in_mini_batch = samples.take(range(number, len(samples), mini_batches))
         # Weights of tokens follow from counts of the whole mini-batch, on every rank.
-        for mini_batch in of_ranks:
-            assert mini_batch.loss_tokens.tolist() == in_mini_batch.loss_tokens.tolist()
+        for inputs in stored:
+            loss_tokens = inputs.mini_batches[number].loss_tokens
+            assert loss_tokens.tolist() == in_mini_batch.loss_tokens.tolist()
 
-        batches = [batch for mini_batch in of_ranks for batch in mini_batch.micro_batches]
-        assert len({len(mini_batch.micro_batches) for mini_batch in of_ranks}) == 1
+        batches = [batch for of_rank in of_ranks for batch in of_rank]
+        assert len({len(of_rank) for of_rank in of_ranks}) == 1
         seen = []
         for batch in batches:
             real = batch.sample_ids >= 0
@@ -105,12 +112,12 @@ def test_answers_come_back_into_the_order_of_the_samples(
     samples = samples_of(sizes)
     plan = plan_step(samples, settings_of(ranks), mini_batches)
     answers = []
-    for shipment in ship(samples, plan, SCORED_COLUMNS):
-        batches = [b for mini_batch in shipment.unpack(4) for b in mini_batch.micro_batches]
+    for inputs in store(samples, plan, SCORED_COLUMNS):
+        batches = [batch for of_mini_batch in inputs.pack(4) for batch in of_mini_batch]
         values = [batch.labels.float() for batch in batches]
-        answers.append(shipment.column_of(values, np.dtype(np.float32)))
+        answers.append(inputs.to_column(values, np.dtype(np.float32)))
 
-    column = plan.place_answers(samples, answers, "values", np.dtype(np.float32))
+    column = plan.gather_results(samples, answers, "values", np.dtype(np.float32))
     expected = samples.token_ids.astype(np.float32)
     expected[samples.offsets[:-1]] = 0
     assert np.array_equal(column, expected)
@@ -131,7 +138,7 @@ def test_an_answer_of_the_wrong_form_is_refused_by_column_and_task(
     plan = plan_step(samples, settings_of(2))
     good = np.zeros(4, np.float32)
     with pytest.raises(ColumnError, match=f"column values of task 0 .*{found}, expected float32"):
-        plan.place_answers(samples, [answer, good], "values", np.dtype(np.float32))
+        plan.gather_results(samples, [answer, good], "values", np.dtype(np.float32))
 
 
 def test_a_sequence_that_is_too_long_is_named() -> None:
@@ -139,12 +146,12 @@ def test_a_sequence_that_is_too_long_is_named() -> None:
         plan_step(samples_of([5, 70]), settings_of(1))
 
 
-def test_a_pass_without_a_loss_ships_no_column_of_the_loss() -> None:
+def test_pass_without_loss_sends_no_column_of_the_loss() -> None:
     samples = samples_of([6, 4], routes=True)
-    (shipment,) = ship(samples, plan_step(samples, settings_of(1)), SCORED_COLUMNS)
-    assert set(shipment.samples.columns) == {"token_ids", "loss_mask"}
-    assert shipment.samples.routed_experts is not None
-    assert shipment.samples.bytes == 5 * samples.tokens
+    (inputs,) = store(samples, plan_step(samples, settings_of(1)), SCORED_COLUMNS)
+    assert set(inputs.samples.columns) == {"token_ids", "loss_mask"}
+    assert inputs.samples.routed_experts is not None
+    assert inputs.samples.bytes == 5 * samples.tokens
 
 
 class RecordingRanks:
@@ -156,8 +163,8 @@ class RecordingRanks:
         self.calls: list[tuple[str, list[Any], list[int]]] = []
 
     @property
-    def shipments(self) -> list[Shipment]:
-        return [value for value in self.stored if isinstance(value, Shipment)]
+    def inputs(self) -> list[RankInputs]:
+        return [value for value in self.stored if isinstance(value, RankInputs)]
 
     def ready(self) -> list[RankPlace]:
         return self.places
@@ -172,14 +179,14 @@ class RecordingRanks:
             return [RlUpdates(skipped=rank) for rank in asked]
         answers = []
         for rank in asked:
-            shipment = arguments[rank][0]
-            answers.append(shipment.samples.token_ids.astype(np.float32))
+            inputs = arguments[rank][0]
+            answers.append(inputs.samples.token_ids.astype(np.float32))
         return answers
 
     def close(self) -> None: ...
 
 
-def test_neighbours_share_a_shipment_and_only_owners_answer() -> None:
+def test_ranks_share_inputs_and_only_owners_return_results() -> None:
     # Two data-parallel ranks of two neighbours each, in Megatron's order.
     places = [RankPlace(data=rank // 2, answers=rank % 2 == 1) for rank in range(4)]
     ranks = RecordingRanks(places)
@@ -191,14 +198,14 @@ def test_neighbours_share_a_shipment_and_only_owners_answer() -> None:
     assert trainer.rl_step(samples, 3).skipped == 0, "the statistics of rank 0"
 
     scored, updated = ranks.calls
-    assert len(ranks.shipments) == 4, "one for each data-parallel rank and pass"
+    assert len(ranks.inputs) == 4, "one for each data-parallel rank and pass"
     assert scored[2] == [1, 3]
     assert updated[2] == [0, 1, 3], "statistics of rank 0, tokens of the ranks that answer"
     for _, arguments, _ in ranks.calls:
         assert arguments[0][0] is arguments[1][0]
         assert arguments[2][0] is arguments[3][0]
         assert arguments[0][0] is not arguments[2][0]
-    for first, second in zip(ranks.shipments[:2], ranks.shipments[2:], strict=True):
+    for first, second in zip(ranks.inputs[:2], ranks.inputs[2:], strict=True):
         assert first.samples.names == second.samples.names, "packing decides once"
 
 
@@ -209,7 +216,7 @@ def test_only_the_rank_that_writes_an_export_gets_its_files() -> None:
     )
     trainer_settings = settings_of(2)
     trainer_settings.parallel.world_size = 2
-    with contextlib.suppress(AttributeError):  # these ranks answer with shipments
+    with contextlib.suppress(AttributeError):  # these ranks answer with inputs
         TrainerGroup(trainer_settings, ranks).export(export)
     [(method, [(first,), (second,)], _)] = ranks.calls
     assert method == "export"
@@ -225,7 +232,7 @@ def test_only_updates_are_cut_into_mini_batches() -> None:
     samples = samples_of([6, 4, 9, 3])
     trainer.score(samples)
     trainer.rl_step(samples, 3)
-    scored, updated = ranks.shipments
+    scored, updated = ranks.inputs
     assert [len(share.loss_tokens) for share in scored.mini_batches] == [4]
     assert [len(share.loss_tokens) for share in updated.mini_batches] == [2, 2]
 
@@ -257,14 +264,14 @@ def test_ids_and_mask_are_sent_once_for_all_passes_of_a_step(
     sent = [value for value in ranks.stored if isinstance(value, TrainingSamples)]
     assert len(sent) == 2 * copies
     assert sum(inputs.tokens for inputs in sent) == copies * samples.tokens
-    last_pass = ranks.shipments[-2:]
-    for shipment in last_pass:
-        got = shipment.samples
+    last_pass = ranks.inputs[-2:]
+    for inputs in last_pass:
+        got = inputs.samples
         assert got.columns.keys() == estimated.columns.keys()
         assert np.array_equal(got.token_ids, got.advantages - 0.5)
         assert np.array_equal(got.values, values[got.token_ids])
         assert got.routed_experts is not None
-    assert sum(shipment.samples.tokens for shipment in last_pass) == samples.tokens
+    assert sum(inputs.samples.tokens for inputs in last_pass) == samples.tokens
 
 
 def test_other_samples_and_those_of_a_later_step_are_sent_anew() -> None:
@@ -274,25 +281,25 @@ def test_other_samples_and_those_of_a_later_step_are_sent_anew() -> None:
         sent.append(value)
         return value
 
-    def inputs() -> int:
+    def stored_inputs() -> int:
         return sum(isinstance(value, TrainingSamples) for value in sent)
 
-    shipper = Shipper(store)
+    input_store = RankInputStore(store)
     samples = samples_of([6, 4, 9])
     plan = plan_step(samples, settings_of(1))
-    shipper.ship(samples, plan)
-    shipper.ship(samples.with_columns(returns=samples.advantages), plan)
-    assert inputs() == 1
+    input_store.store(samples, plan)
+    input_store.store(samples.with_columns(returns=samples.advantages), plan)
+    assert stored_inputs() == 1
 
     # A mask that leaves more out, of sequences as long as before.
     stricter = samples.with_columns(loss_mask=samples.loss_mask & (samples.token_ids > 9))
-    (shipment,) = shipper.ship(stricter, plan)
-    assert inputs() == 2
-    assert shipment.samples.loss_mask.sum() == stricter.loss_mask.sum()
+    (inputs,) = input_store.store(stricter, plan)
+    assert stored_inputs() == 2
+    assert inputs.samples.loss_mask.sum() == stricter.loss_mask.sum()
 
-    shipper.forget()
-    shipper.ship(stricter, plan)
-    assert inputs() == 3
+    input_store.release()
+    input_store.store(stricter, plan)
+    assert stored_inputs() == 3
 
 
 def test_columns_are_copied_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,14 +307,14 @@ def test_columns_are_copied_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     numbers = np.zeros(samples.tokens, np.float32)
     samples = samples.with_columns(values=numbers, returns=numbers, reference_log_probs=numbers)
     plan = plan_step(samples, settings_of(1))
-    monkeypatch.setattr(shipment_module, "PARCEL_BYTES", 2 * numbers.nbytes)
-    (shipment,) = ship(samples, plan)
-    assert [len(parcel) for parcel in shipment.parcels] == [2, 2, 1]
+    monkeypatch.setattr(rank_inputs_module, "MAX_CHUNK_BYTES", 2 * numbers.nbytes)
+    (inputs,) = store(samples, plan)
+    assert [len(chunk) for chunk in inputs.chunks] == [2, 2, 1]
 
-    monkeypatch.setattr(shipment_module, "PARCEL_BYTES", 1)
-    (by_one,) = ship(samples, plan)
-    assert [len(parcel) for parcel in by_one.parcels] == [1] * 5
-    for name, column in shipment.samples.columns.items():
+    monkeypatch.setattr(rank_inputs_module, "MAX_CHUNK_BYTES", 1)
+    (by_one,) = store(samples, plan)
+    assert [len(chunk) for chunk in by_one.chunks] == [1] * 5
+    for name, column in inputs.samples.columns.items():
         assert np.array_equal(column, by_one.samples.columns[name])
 
 
@@ -318,14 +325,12 @@ def test_columns_are_copied_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
         (np.zeros(10, np.float64), "holds float64, expected float32"),
     ],
 )
-def test_a_parcel_of_other_sequences_is_refused_by_column_and_task(
-    column: np.ndarray, found: str
-) -> None:
+def test_chunk_of_other_sequences_is_refused(column: np.ndarray, found: str) -> None:
     samples = samples_of([6, 4])
-    (shipment,) = ship(samples, plan_step(samples, settings_of(1)))
-    wrong = replace(shipment, parcels=[{"values": column}])
+    (inputs,) = store(samples, plan_step(samples, settings_of(1)))
+    wrong = replace(inputs, chunks=[{"values": column}])
     with pytest.raises(ColumnError, match=f"column values of task 0 to task 1 {found}"):
-        wrong.unpack(align=1)
+        wrong.pack(align=1)
 
 
 @settings(deadline=None, max_examples=5)
@@ -334,9 +339,9 @@ def test_what_is_sent_is_arrays_and_no_number_by_itself(sizes: list[int]) -> Non
     samples = samples_of([size * 50 for size in sizes])
     big = settings_of(1)
     big.training.max_tokens_per_micro_batch = 4000
-    (shipment,) = ship(samples, plan_step(samples, big))
+    (inputs,) = store(samples, plan_step(samples, big))
     buffers: list[pickle.PickleBuffer] = []
-    in_band = pickle.dumps(shipment, protocol=5, buffer_callback=buffers.append)
+    in_band = pickle.dumps(inputs, protocol=5, buffer_callback=buffers.append)
     assert sum(len(buffer.raw()) for buffer in buffers) >= samples.bytes
     # What is left grows with the sequences and not with their tokens.
     assert len(in_band) < 3000 + 200 * len(sizes)
@@ -354,11 +359,11 @@ def test_ranks_read_routes_out_of_the_store(one_ray: Any, tmp_path: Path) -> Non
     stored = [
         StoredRoutes(ray.put(rows), rows.shape, rows.dtype) for rows in samples.routed_experts
     ]
-    shipped = samples.with_routes(stored)
-    plan = plan_step(shipped, settings_of(1))
-    (got,) = ship(shipped, plan)[0].unpack(align=1)
-    (want,) = ship(samples, plan)[0].unpack(align=1)
-    for got_batch, want_batch in zip(got.micro_batches, want.micro_batches, strict=True):
+    elsewhere = samples.with_routes(stored)
+    plan = plan_step(elsewhere, settings_of(1))
+    (got,) = store(elsewhere, plan)[0].pack(align=1)
+    (want,) = store(samples, plan)[0].pack(align=1)
+    for got_batch, want_batch in zip(got, want, strict=True):
         assert torch.equal(got_batch.routed_experts, want_batch.routed_experts)
 
     wrong = replace(stored[1], shape=(2, LAYERS, TOP_K))
@@ -369,10 +374,10 @@ def test_ranks_read_routes_out_of_the_store(one_ray: Any, tmp_path: Path) -> Non
 def test_ranks_read_columns_out_of_the_store(one_ray: Any) -> None:
     samples = samples_of([6, 4, 9])
     plan = plan_step(samples, settings_of(2))
-    shipper = Shipper(ray.put)
-    shipper.ship(samples, plan, SCORED_COLUMNS)
-    stored = ray.get(shipper.ship(samples, plan))
-    for got, want in zip(stored, ship(samples, plan), strict=True):
+    input_store = RankInputStore(ray.put)
+    input_store.store(samples, plan, SCORED_COLUMNS)
+    stored = ray.get(input_store.store(samples, plan))
+    for got, want in zip(stored, store(samples, plan), strict=True):
         assert isinstance(got.inputs, ray.ObjectRef)
         for name, column in want.samples.columns.items():
             assert np.array_equal(got.samples.columns[name], column)
@@ -385,8 +390,8 @@ def test_every_rank_knows_the_episodes_of_a_mini_batch(mini_batches: int) -> Non
     numbers = np.array([0, 0, 1, 2, 2, 2], dtype=np.int64)
     samples = replace(samples_of([5, 9, 3, 6, 4, 7]), episodes=numbers)
     plan = plan_step(samples, settings_of(2, mini_batches), mini_batches)
-    for shipment in ship(samples, plan):
-        for number, mini_batch in enumerate(shipment.unpack(align=1)):
+    for inputs in store(samples, plan):
+        for number, mini_batch in enumerate(inputs.mini_batches):
             assert mini_batch.episodes is not None
             assert mini_batch.episodes.tolist() == numbers[number::mini_batches].tolist()
             assert len(mini_batch.episodes) == len(mini_batch.loss_tokens)

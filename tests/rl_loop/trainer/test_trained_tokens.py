@@ -21,7 +21,7 @@ from rl_loop.config.run import RlConfig
 from rl_loop.data.rollout_batch import RlUpdates
 from rl_loop.trainer.group import TrainerGroup
 from rl_loop.trainer.rank_answers import RankPlace
-from rl_loop.trainer.rank_inputs import Shipper, plan_step
+from rl_loop.trainer.rank_inputs import RankInputStore, plan_step
 from rl_loop.trainer.worker import TrainerWorker
 from tests.support.distributed import free_port, run_distributed
 from tests.support.in_process import LocalRank
@@ -114,8 +114,8 @@ def update_on_rank(
     try:
         place = worker.place()
         plan = plan_step(samples, settings, settings.algorithm.mini_batches)
-        shipments = Shipper(lambda value: value).ship(samples, plan)
-        return place, worker.rl_step(shipments[place.data], 0)
+        inputs = RankInputStore(lambda value: value).store(samples, plan)
+        return place, worker.rl_step(inputs[place.data], 0)
     finally:
         distributed.shutdown()
 
