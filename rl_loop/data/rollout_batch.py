@@ -46,13 +46,14 @@ class RolloutBatch:
 
 @dataclass
 class RlUpdates:
-    """The optimizer steps of one training step; none of the policy while the critic warms up."""
+    """Optimizer steps of one training step. There are none of the policy while the critic warms
+    up."""
 
     policy: list[StepStatistics] = field(default_factory=list)
-    """One for every mini-batch that had a token to learn from."""
+    """Statistics of the policy for every mini-batch with a token in the loss."""
     critic: list[StepStatistics] = field(default_factory=list)
-    """The same of the critic, if there is one."""
+    """Statistics of the critic for the same mini-batches."""
     skipped: int = 0
-    """Mini-batches without a token to learn from: nothing was changed."""
+    """Number of mini-batches without a token in the loss, which change no weights."""
     tokens: TrainedTokens | None = None
-    """None without updates of the policy, and where nobody records them."""
+    """Per-token results. None without updates of the policy."""

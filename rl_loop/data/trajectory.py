@@ -39,21 +39,22 @@ class FinishReason(StrEnum):
     TIMEOUT = "timeout"
     """The wall-clock time of the episode ran out."""
     FORMAT_ERROR = "format_error"
-    """The sampled tokens are no legal turn of the chat format."""
+    """The sampled tokens are a malformed turn of the chat format."""
     ABORT = "abort"
-    """The caller stopped it; partial tokens are kept."""
+    """The caller stopped it. Tokens sampled so far are kept."""
 
 
 @dataclass(frozen=True)
 class InvalidReason:
-    """Why an episode says nothing about the policy: an infrastructure failure ended it."""
+    """Infrastructure failure that ended an episode, which therefore says nothing about the
+    policy."""
 
     component: str
     """One of ``rl_loop.infrastructure.COMPONENTS``."""
     reason: str
     """For people."""
     culprit: str = ""
-    """What of the component it was, where that is known: a server, an agent's function, an
+    """Failing part of the component if it is known: a server, a function of an agent, an
     environment."""
 
 
@@ -68,15 +69,16 @@ class WeightVersionSpan:
 
 @dataclass(frozen=True)
 class Turn:
-    """One contiguous piece of a trajectory: the prompt, or what policy, tools or user said."""
+    """One contiguous part of a trajectory: the prompt, or a message of policy, tools or user."""
 
     role: str
-    """Who said it: "prompt", "assistant", "tool" or "user"."""
+    """Author of the turn: "prompt", "assistant", "tool" or "user"."""
     start: int
     """First token of the range [start, end) in the trajectory."""
     end: int
+    """End of the range."""
     text: str
-    """Decoded for people; never fed back to a model."""
+    """Decoded text for people. It is never an input of a model."""
 
 
 @dataclass(eq=False)
@@ -95,11 +97,12 @@ class Trajectory(TokenColumns[np.ndarray]):
 
     task_id: str
     weight_versions: list[WeightVersionSpan] = field(default_factory=list)
-    """Which weights sampled which tokens; covers all sampled ones, or none."""
+    """Weight versions of the sampled tokens. Covers all sampled tokens, or none."""
     turns: list[Turn] = field(default_factory=list)
+    """Parts of the trajectory, in order."""
     routed_experts: np.ndarray | StoredRoutes | None = None
-    """uint8 or int16 [len - 1, layers, top_k] (``megatron_gptoss.routes``): the experts of every
-    token that was an input, so not of the last one. On the driver: where they are stored."""
+    """uint8 or int16 [len - 1, layers, top_k] (``megatron_gptoss.routes``): experts of every input
+    token, which excludes the last one. A reference on the driver."""
     finish_reason: FinishReason = FinishReason.STOP
     reward: float = 0.0
     """NaN if the episode is ``invalid``."""
@@ -107,29 +110,31 @@ class Trajectory(TokenColumns[np.ndarray]):
     tool_calls: int = 0
     tool_errors: int = 0
     format_error: str | None = None
-    """Which kind of illegal message ended the episode, see
+    """Kind of malformed message that ended the episode, see
     ``rl_loop.chat.messages.FormatError``."""
     excluded: bool = False
-    """Not to be trained on: a limit cut it short, and the configuration masks such episodes."""
+    """True if a limit truncated the episode and the configuration masks truncated episodes. It is
+    not trained on."""
     grafted: list[tuple[int, int]] = field(default_factory=list)
-    """Token ranges [start, end) that were sampled in another context and put here
+    """Token ranges [start, end) that were sampled in another context
     (``rollout.purification``)."""
     reusable_tokens: int = 0
-    """What the engine had processed for earlier turns, added up over the turns; ``cached_tokens``
-    of it were reused."""
+    """Tokens that the engine had processed for earlier turns, summed over the turns."""
     cached_tokens: int = 0
+    """Reusable tokens that the engine took from its cache."""
     prefilled_again: int = 0
-    """What the engine computed again because turns were interrupted, by a weight sync mostly."""
+    """Tokens that the engine processed again because a turn was interrupted, mostly by a weight
+    sync."""
     answer: str | None = None
-    """The final answer in a form in which equal answers are equal text."""
+    """Final answer in a normalized form: equal answers are equal text."""
     expected_answer: str | None = None
-    """What the task has as the right one; None if it has none."""
+    """Correct answer of the task; None if the task has no correct answer."""
     invalid: InvalidReason | None = None
-    """Set if an infrastructure failure ended it; it must not be trained on. Its tokens are those
-    from before."""
+    """Set if an infrastructure failure ended the episode, which must not be trained on. Its tokens
+    precede the failure."""
     branches: "list[Trajectory]" = field(default_factory=list)
-    """Further token sequences of the same episode: conversations that an agent of its own held
-    beside this one, or that it branched off. They share the reward, and have no branches."""
+    """Further token sequences of the same episode: concurrent or branched conversations of an
+    external agent. They share the reward, and have no branches."""
 
     def __post_init__(self) -> None:
         for name in TOKEN_COLUMNS:
@@ -156,7 +161,7 @@ class Trajectory(TokenColumns[np.ndarray]):
     @property
     def sampled_tokens(self) -> int:
         """Tokens that were sampled in this sequence."""
-        # Not sum(): Python's adds numbers of numpy in their own dtype, which may overflow.
+        # Not sum(), which adds NumPy numbers in their dtype and may overflow.
         return int(np.count_nonzero(self.loss_mask))
 
     @property
@@ -166,7 +171,7 @@ class Trajectory(TokenColumns[np.ndarray]):
 
     @property
     def truncated(self) -> bool:
-        """Whether a limit, not the agent, ended the episode."""
+        """True if a limit, not the agent, ended the episode."""
         return self.finish_reason not in (FinishReason.STOP, FinishReason.FORMAT_ERROR)
 
     @property
@@ -196,7 +201,7 @@ class Trajectory(TokenColumns[np.ndarray]):
         if ((log_probs != 0) & ~self.loss_mask).any():
             raise self._error("rollout_log_probs is non-zero outside the loss mask")
 
-        # Not every engine tells versions; one that does has to tell those of all tokens.
+        # Not every engine reports versions. If one does, it has to report them for all tokens.
         covered = sum(span.end - span.start for span in self.weight_versions)
         if self.weight_versions and covered != self.sampled_tokens:
             raise self._error(
@@ -204,7 +209,7 @@ class Trajectory(TokenColumns[np.ndarray]):
             )
 
     def without_routes(self) -> "Trajectory":
-        """Return a copy that shares everything but the routes, which it does not have."""
+        """Return a copy without routes that shares everything else."""
         # Not replace(), which would check all columns again.
         copied = copy.copy(self)
         copied.routed_experts = None
@@ -221,27 +226,28 @@ class Trajectory(TokenColumns[np.ndarray]):
 
 @dataclass
 class TrajectoryGroup:
-    """The samples of one task: the unit over which group-relative advantages are computed.
+    """The episodes of one task, over which group-relative advantages are computed.
 
-    A single trajectory has nothing to be compared with: its group-relative advantage is 0."""
+    The group-relative advantage of a single trajectory is 0.
+    """
 
     task_id: str
     trajectories: list[Trajectory]
-    """What is trained on and evaluated: fewer than were asked for, perhaps none, where
-    infrastructure failed or the prompt cannot be used."""
+    """Episodes to train on or to evaluate. Fewer than requested, possibly none, after
+    infrastructure failures or with an unusable prompt."""
     invalid: list[Trajectory] = field(default_factory=list)
     """Episodes that infrastructure failures ended."""
     skipped: str | None = None
-    """Why no episode of the task was run, if none was: its prompt is too long or cannot be
-    rendered."""
+    """Reason why no episode was run: the prompt is too long or cannot be rendered. None if episodes
+    were run."""
 
     @property
     def sequences(self) -> list[Trajectory]:
-        """The token sequences of all valid episodes, in order: what samples are made of."""
+        """Token sequences of all valid episodes, in order."""
         return [sequence for episode in self.trajectories for sequence in episode.sequences]
 
     def without_routes(self) -> "TrajectoryGroup":
-        """Return a copy without routes: these lie in Ray's store, and may go before it does."""
+        """Return a copy without routes, which stay in Ray's store and may be freed earlier."""
         return replace(
             self,
             trajectories=[trajectory.without_routes() for trajectory in self.trajectories],

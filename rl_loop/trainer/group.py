@@ -1,5 +1,4 @@
-"""The trainer's ranks as one object: what is asked of all of them, and how samples and answers are
-shared out."""
+"""All ranks of the trainer as one object, which distributes samples and gathers results."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +27,7 @@ SETTLED_AT_START = ("critic", "kl", "routing_replay")
 
 
 class Ranks(Protocol):
-    """The processes in which TrainerWorkers run: RayRanks."""
+    """Processes in which TrainerWorkers run: RayRanks."""
 
     def ready(self) -> list[RankPlace]: ...
 
@@ -44,11 +43,11 @@ class Ranks(Protocol):
 
 
 class TrainerGroup:
-    """All ranks do the same thing at the same time, each data-parallel rank with its own
-    sequences."""
+    """All ranks of the trainer. They run the same method at the same time, each data-parallel rank
+    with its own sequences."""
 
     def __init__(self, settings: TrainerConfig, ranks: Ranks) -> None:
-        """``ranks`` have been started; ``ready`` waits for them."""
+        """Build the group over ``ranks`` that are starting. ``ready`` waits for them."""
         self.ranks = ranks
         self._settings = settings
         self._objective = settings.objective
@@ -58,17 +57,17 @@ class TrainerGroup:
         self._answering: list[int] = []
 
     def ready(self) -> None:
-        """Wait until every rank has its weights; raises what went wrong in one."""
+        """Wait until every rank has its weights. Raises the error of a rank."""
         self._places = self.ranks.ready()
 
-        # By data-parallel rank: which rank returns what was computed of its sequences.
+        # Data-parallel rank -> rank that returns the results of its sequences.
         answering = {place.data: rank for rank, place in enumerate(self._places) if place.answers}
         self._answering = [answering[data] for data in range(self._settings.parallel.data)]
 
     def close(self) -> None:
         self.ranks.close()
 
-    # -- what all ranks do with the same arguments ------------------------------------------------
+    # -- calls with the same arguments on all ranks -----------------------------------------------
 
     def route_agreement(self) -> dict[str, float]:
         return self._all("route_agreement")
@@ -83,8 +82,8 @@ class TrainerGroup:
         return self._all("packed_digests")
 
     def export(self, export: WeightExport) -> None:
-        """Have all weights written to a Hugging Face directory, by rank 0."""
-        # A tokenizer of 28 MB would otherwise be in Ray's store once for every rank.
+        """Write all weights to a Hugging Face directory, from rank 0."""
+        # Without this, Ray's store would hold a tokenizer of 28 MB for every rank.
         gathered_only = replace(export, extras=ModelExtras(), packed_digests={})
         others = self._settings.parallel.world_size - 1
         arguments = [(export,), *[(gathered_only,)] * others]
@@ -106,9 +105,11 @@ class TrainerGroup:
         self._all("enter_phase", phase)
 
     def change_algorithm(self, algorithm: AlgorithmConfig) -> None:
-        """Go on with other settings of the algorithm from the next step on.
+        """Use other settings of the algorithm from the next step on.
 
-        Raises ValueError for those that decide which models there are, or how they are built."""
+        Raises:
+            ValueError: a setting decides which models are built, or how.
+        """
         for name in SETTLED_AT_START:
             before = getattr(self._objective, name)
             after = getattr(algorithm, name)
@@ -126,11 +127,11 @@ class TrainerGroup:
         return self._all("resume")
 
     def _all(self, method: str, *arguments: Any) -> Any:
-        """Call a method on every rank; what rank 0 returns is the result."""
+        """Call a method on every rank, and return the result of rank 0."""
         everyone = [arguments] * self._settings.parallel.world_size
         return self.ranks.call(method, everyone, asked=[0])[0]
 
-    # -- what every data-parallel rank does with its sequences ------------------------------------
+    # -- calls with the sequences of each data-parallel rank --------------------------------------
 
     def sft_step(self, samples: TrainingSamples, step: int) -> StepStatistics:
         """Take one optimizer step on demonstrations."""
@@ -158,12 +159,12 @@ class TrainerGroup:
 
     @property
     def _estimated_from(self) -> Sequence[str]:
-        """The columns that critic and reference policy read."""
+        """Columns that critic and reference policy read."""
         algorithm = self._objective
         is_own_base = self._settings.adapter is not None and algorithm.kl is not None
         if is_own_base and algorithm.routing_replay == "R3":
-            # A policy without its adapters takes the routes that it takes with them: until the first
-            # update both have the same log-probs. Other models choose their own experts.
+            # A policy without its adapters replays the routes of the policy with them, so both have
+            # the same log-probs until the first update. Other models choose their own experts.
             return SCORED_COLUMNS
         return INPUT_COLUMNS
 
@@ -172,13 +173,13 @@ class TrainerGroup:
         plan = self._plan(samples, self._objective.mini_batches)
         inputs = self._inputs.store(samples, plan)
         asked = sorted({0, *self._answering})
-        answers = self._on_ranks("rl_step", inputs, asked, step)
+        results = self._on_ranks("rl_step", inputs, asked, step)
         # An update is the last pass over its samples.
         self._inputs.release()
 
-        # Statistics are the same on every rank; tokens are those of the rank's own sequences.
-        updates = answers[0]
-        by_rank = dict(zip(asked, answers, strict=True))
+        # Statistics are the same on every rank. Per-token results cover the rank's own sequences.
+        updates = results[0]
+        by_rank = dict(zip(asked, results, strict=True))
         tokens = [by_rank[rank].tokens for rank in self._answering]
         updates.tokens = gather_tokens(samples, plan, tokens)
         return updates
@@ -187,21 +188,23 @@ class TrainerGroup:
         """Compute log-probs in nats: float32 [tokens], 0 for the first token of a sequence."""
         plan = self._plan(samples)
         inputs = self._inputs.store(samples, plan, SCORED_COLUMNS)
-        answers = self._on_ranks("score", inputs, self._answering, temperature)
-        return plan.gather_results(samples, answers, "log_probs", np.dtype(np.float32))
+        results = self._on_ranks("score", inputs, self._answering, temperature)
+        return plan.gather_results(samples, results, "log_probs", np.dtype(np.float32))
 
     def greedy_tokens(self, samples: TrainingSamples) -> np.ndarray:
-        """Compute what greedy decoding would have put in each place: int64 [tokens], 0 for the
+        """Compute the token that greedy decoding chooses at each place: int64 [tokens], 0 for the
         first token of a sequence."""
         plan = self._plan(samples)
         inputs = self._inputs.store(samples, plan, SCORED_COLUMNS)
-        answers = self._on_ranks("greedy_tokens", inputs, self._answering)
-        return plan.gather_results(samples, answers, "greedy_tokens", np.dtype(np.int64))
+        results = self._on_ranks("greedy_tokens", inputs, self._answering)
+        return plan.gather_results(samples, results, "greedy_tokens", np.dtype(np.int64))
 
     def _plan(self, samples: TrainingSamples, mini_batches: int = 1) -> StepPlan:
-        """Decide which rank takes which sequences: once for all passes of a step, unless its
-        update has several mini-batches. The others then still take all samples together, which
-        are fewer micro-batches, and what they compute does not depend on the updates."""
+        """Distribute the sequences over the ranks, once for all passes of a step.
+
+        An update in several mini-batches has a separate plan. Other passes take all samples
+        together, because this needs fewer micro-batches and gives the same results.
+        """
         if self._last_plan is None or not self._last_plan.is_for(samples, mini_batches):
             self._last_plan = plan_step(samples, self._settings, mini_batches)
         return self._last_plan
