@@ -142,8 +142,9 @@ class AgentProcess:
     async def _wait(self, answer: "asyncio.Future[Any]", session: Session) -> None:
         """Wait for the end of an episode, or of its time."""
         # The session's clock stands while it waits for the engine: it is asked again and again.
-        while not answer.done() and not session.clock.is_over:
-            await asyncio.wait({answer}, timeout=max(0.01, session.clock.left))
+        clock = session.episode.clock
+        while not answer.done() and not clock.is_over:
+            await asyncio.wait({answer}, timeout=max(0.01, clock.left))
 
     async def _cancel(self, number: int, answer: "asyncio.Future[Any]", session: Session) -> None:
         """End an episode whose time is over. Raises OutOfTime if it does not return even now."""

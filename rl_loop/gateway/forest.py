@@ -8,125 +8,20 @@ it differs.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
-from rl_loop.chat.open_calls import OpenCall, with_answers_in_order
-from rl_loop.data.trajectory import FinishReason, Trajectory
-from rl_loop.engines.protocol import GenerateResult
-from rl_loop.gateway.answer import Answer, ReadTurn
+from rl_loop.chat.open_calls import with_answers_in_order
+from rl_loop.data.trajectory import Trajectory
 from rl_loop.gateway.errors import ApiError, invalid_request
+from rl_loop.gateway.node import Node, Place
 from rl_loop.gateway.parameters import MAX_MESSAGES
-from rl_loop.gateway.request import MessageDigest, TurnRequest, digest_of_calls, extended_key
+from rl_loop.gateway.request import MessageDigest, TurnRequest, digest_of_calls
 from rl_loop.rollout.episode_draft import EpisodeDraft
 
 REMEMBERED_BYTES = 256 << 20
 """Memory of the turns of one session of which older ones are forgotten."""
-TOKEN_BYTES = 48
-"""Memory of one token: its id as an object of Python, and a log-prob or none."""
-CHARACTER_BYTES = 2
-"""Memory of one character: 1 to 4."""
 MAX_ORDERED = 16_384
 """Pairs of a result and an open call up to which results are put into the order of their calls here."""
-
-
-@dataclass(eq=False)
-class Node:
-    """One sampled turn, and the tokens between it and the turn before."""
-
-    response_id: str
-    parent: "Node | None"
-    """The turn whose tokens this one goes on from; None if nothing stored is before it."""
-    new_ids: list[int]
-    """What was rendered behind the parent's tokens: all of the prompt if there is no parent."""
-    new_role: str
-    """Who said ``new_ids``: "prompt", "tool" or "user"."""
-    sampled: GenerateResult
-    """The turn, without its routes."""
-    routes: np.ndarray | None
-    """uint8 or int16 [tokens, layers, top_k]: the experts of the tokens that were inputs of this
-    turn and of none before it."""
-    finish_reason: FinishReason
-    """Why the turn ended."""
-    answer: Answer
-    """What the client was given."""
-    format_error: str | None
-    """Why it was given nothing: the turn is not legal."""
-    messages: tuple[dict[str, Any], ...]
-    """The conversation up to this turn and with it, without instructions."""
-    digests: tuple[MessageDigest, ...]
-    """One for each of ``messages``."""
-    digest: MessageDigest
-    """Digest of the answer."""
-    reasoning_tokens: int
-    """Number of sampled tokens that are analysis."""
-    key: bytes
-    """Of the conversation with instructions and tools: ``TurnRequest.conversation_keys``."""
-    open_calls: list[OpenCall]
-    """Calls that no tool has answered yet, those of this turn included."""
-    closing: tuple[int, ...]
-    """Tokens that stand behind the turn when the conversation continues."""
-    dropped: int
-    """Number of tokens at the end of the turn that are left out when the conversation continues."""
-    fingerprint: bytes
-    """Of the request."""
-    text_characters: int = 0
-    """Characters of ``messages``."""
-    is_stored: bool = True
-    """Whether a request may go on from it by its id."""
-    delivered: bool | None = None
-    """True if a client has received the answer, False if its connection was lost; None while the
-    answer is sent."""
-    is_leaf: bool = True
-    """True if no turn continues from its tokens."""
-
-    def path(self) -> list["Node"]:
-        """Return the turns from the root to this one."""
-        nodes: list[Node] = []
-        node: Node | None = self
-        while node is not None:
-            nodes.append(node)
-            node = node.parent
-        return nodes[::-1]
-
-    @property
-    def memory_bytes(self) -> int:
-        """Estimate of the memory that this turn keeps, without the turns before it."""
-        tokens = len(self.new_ids) + len(self.sampled.output_ids)
-        return TOKEN_BYTES * tokens + CHARACTER_BYTES * self.text_characters
-
-    @property
-    def was_cut(self) -> bool:
-        """True if a limit, not the policy, ended the turn."""
-        return self.finish_reason not in (FinishReason.STOP, FinishReason.FORMAT_ERROR)
-
-    def token_ids(self) -> list[int]:
-        """Return all tokens up to the end of this turn."""
-        ids: list[int] = []
-        for node in self.path():
-            ids += node.new_ids
-            ids += node.sampled.output_ids
-        return ids
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a request goes on from."""
-
-    parent: Node | None
-    """The turn that is reused; None if nothing is."""
-    conversation: tuple[dict[str, Any], ...]
-    """All messages, without instructions."""
-    digests: tuple[MessageDigest, ...]
-    """One for each message of the conversation."""
-    keys: list[bytes]
-    """Of every beginning of instructions and conversation."""
-    new_messages: tuple[dict[str, Any], ...]
-    """Messages to render: those behind the parent, or all without one."""
-    first_number: int
-    """How many messages of the client's are before ``new_messages``."""
 
 
 class Forest:
@@ -321,31 +216,6 @@ def _continued(
     return (*previous.messages, *messages), (*previous.digests, *digests)
 
 
-def next_key(place: Place, turn: ReadTurn) -> bytes:
-    """Return the key of the conversation that continues with a turn."""
-    return extended_key(place.keys[-1], turn.digest)
-
-
-def new_routes(parent: Node | None, sampled: GenerateResult) -> np.ndarray | None:
-    """Return the routes of tokens that were no input of an earlier turn.
-
-    A copy: a view would keep those of the whole prefix alive, turn after turn.
-    """
-    if sampled.routed_experts is None:
-        return None
-    known = 0
-    if parent is not None:
-        # The last token of a turn is sampled, and first an input of the turn behind it.
-        known = len(parent.token_ids()) - 1
-    routes: np.ndarray = sampled.routed_experts[known:].copy()
-    return routes
-
-
-def without_routes(sampled: GenerateResult) -> GenerateResult:
-    """Return a result that holds no routes."""
-    return replace(sampled, routed_experts=None)
-
-
 def _draft(
     task_id: str,
     shared: Sequence[Node],
@@ -363,8 +233,7 @@ def _draft(
             prompt = [*context, *node.new_ids]
             draft.append("prompt", prompt, decode(prompt))
         else:
-            draft.reusable_tokens += len(draft)
-            draft.cached_tokens += min(len(draft), node.sampled.cached_tokens)
+            draft.note_reuse(node.sampled)
             draft.append(node.new_role, node.new_ids, decode(node.new_ids))
 
         sampled_ids = node.sampled.output_ids

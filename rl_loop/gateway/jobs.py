@@ -214,6 +214,41 @@ class RequestWorkers:
             task.exception()  # The client may have left, and asyncio warns of errors nobody reads.
 
 
+class SessionJobs:
+    """Runs the jobs of one session: short jobs here, one long job at a time in a process.
+
+    So the requests of a session do not take all processes from other sessions.
+    """
+
+    def __init__(self, codec: ChatCodec, workers: RequestWorkers | None) -> None:
+        """``workers``: processes for long jobs; None for processes of the session's own."""
+        self._codec = codec
+        self._workers = workers or RequestWorkers(codec)
+        self._owns_workers = workers is None
+        self._is_working = asyncio.Lock()
+        self._is_working_here = asyncio.Lock()
+
+    async def run[Result](self, job: Job[Result], *, is_short: bool) -> Result:
+        """Run a job. The next one begins when it is over, even if the client leaves.
+
+        Raises ApiError.
+        """
+        if is_short:
+            async with self._is_working_here:
+                # The event loop serves others between two jobs of a session.
+                await asyncio.sleep(0)
+                return job.run(self._codec)
+        await self._is_working.acquire()
+        task = self._workers.begin(job)
+        task.add_done_callback(lambda _: self._is_working.release())
+        return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """End the processes if they are the session's own."""
+        if self._owns_workers:
+            await self._workers.close()
+
+
 @dataclass(frozen=True)
 class Nothing:
     """A job that shows that processes run."""

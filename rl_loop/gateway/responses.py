@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rl_loop.chat.open_calls import with_answers_in_order
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.gateway.errors import ApiError, invalid_request
-from rl_loop.gateway.forest import Node
+from rl_loop.gateway.node import Node, Usage
 from rl_loop.gateway.parameters import (
     SamplingParameters,
     checked_parameters,
@@ -27,7 +27,6 @@ from rl_loop.gateway.parameters import (
     validated,
 )
 from rl_loop.gateway.request import TurnRequest
-from rl_loop.gateway.session import Usage
 
 ID_PREFIX = "resp_"
 

@@ -31,6 +31,28 @@ class GivenReward:
     """The response that earned it; None for the session as a whole."""
 
 
+class SessionRewards:
+    """The rewards of one session. A later reward of the same response replaces the earlier one."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str | None, dict[str, float]] = {}
+        """By response; None for the session as a whole."""
+
+    def add(self, reward: GivenReward) -> None:
+        """Add a reward."""
+        self._parts[reward.response_id] = reward.parts
+
+    def totals(self) -> dict[str, float] | None:
+        """Return the sums of all rewards, part by part; None if there are no rewards."""
+        if not self._parts:
+            return None
+        totals: dict[str, float] = {}
+        for parts in self._parts.values():
+            for name, value in parts.items():
+                totals[name] = totals.get(name, 0.0) + value
+        return totals
+
+
 def read_reward(body: Any) -> GivenReward:
     """Read ``{"reward": 0.5}`` or ``{"reward": {"score": 0.5, ...}, "response_id": "..."}``.
 

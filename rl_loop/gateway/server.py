@@ -18,12 +18,12 @@ from rl_loop.gateway.body import MAX_BODY_BYTES, SHORT_BODY_BYTES, parse_json, r
 from rl_loop.gateway.chat import ChatCall
 from rl_loop.gateway.connections import Connections, server_options
 from rl_loop.gateway.errors import ApiError, ErrorCode
-from rl_loop.gateway.forest import Node
 from rl_loop.gateway.jobs import ReadJob, RequestWorkers
+from rl_loop.gateway.node import Node, Usage
 from rl_loop.gateway.request import TurnRequest
 from rl_loop.gateway.responses import ResponsesCall
 from rl_loop.gateway.reward import read_reward
-from rl_loop.gateway.session import Session, SessionSettings, Usage
+from rl_loop.gateway.session import Session, SessionSettings
 from rl_loop.infrastructure import describe
 
 LOOPBACK = "127.0.0.1"
@@ -245,7 +245,7 @@ class Gateway:
             f"{call.id_prefix}{secrets.token_hex(16)}",
             is_retry=request.headers.get(RETRY_HEADER, "0") != "0",
         )
-        usage = session.usage_of(node)
+        usage = node.usage
         try:
             if call.stream:
                 response = await _send_events(request, call, node, usage)

@@ -18,7 +18,6 @@ class EpisodeDraft:
         self.task_id = task_id
         self.token_ids: list[int] = []
         """Prompt, turns of the policy, and what tools and user said."""
-        self.sampled_tokens = 0
         self.turns: list[Turn] = []
         self.grafted: list[tuple[int, int]] = []
         """Token ranges that were sampled in another context."""
@@ -52,7 +51,6 @@ class EpisodeDraft:
             self._log_probs += [0.0] * len(ids)
             return
 
-        self.sampled_tokens += len(ids)
         self._log_probs += sampled.output_log_probs
         self._weight_versions += shifted(sampled.weight_versions, start)
         if sampled.routed_experts is not None:
@@ -61,12 +59,20 @@ class EpisodeDraft:
             # prefix alive, turn after turn.
             self.append_routes(sampled.routed_experts[self._routed_tokens :].copy())
 
+    def note_reuse(self, sampled: GenerateResult) -> None:
+        """Count the tokens that the engine had processed before a turn, and those it reused.
+
+        To be called before the turn and the unread tokens before it are appended. All tokens so far
+        have been processed once.
+        """
+        self.reusable_tokens += len(self)
+        self.cached_tokens += min(len(self), sampled.cached_tokens)
+
     def remove_last_turn(self) -> None:
         """Set the episode back to what it was before its last turn, which the policy sampled."""
         turn = self.turns.pop()
         del self.token_ids[turn.start :]
         del self._log_probs[turn.start :]
-        self.sampled_tokens -= turn.end - turn.start
         self._weight_versions = [span for span in self._weight_versions if span.start < turn.start]
 
         # The token before the turn is first an input of the turn itself: no route of it is known

@@ -1,15 +1,18 @@
-"""Trajectory purification (CLEANER, arXiv 2601.15141): a failed tool call is retried, and the
-good one kept.
+"""Trajectory purification (CLEANER, arXiv 2601.15141): a failed tool call is retried, and a good call
+takes its place.
 
-The agent sees the error and writes the turn again. The new call replaces the old one in the
-context from before the error, behind the old reasoning if the calls are alike; the world is set
-back and the call executed. Tokens that moved are *grafted*: their log-probs are computed anew,
-and rollout correction and routing replay leave them out."""
+The agent reads the error and writes the turn again. The new call replaces the old one in the context from
+before the error, after the old reasoning if the calls are similar. The environment is set back and the new
+call is executed. Moved tokens are *grafted*: their log-probs are computed again, and rollout correction and
+routing replay leave them out.
+"""
 
-from collections.abc import Awaitable, Callable, Sequence
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -17,73 +20,111 @@ from megatron_gptoss.routes import unknown_route
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.chat.messages import FormatError, ParsedMessage
 from rl_loop.config.episode import PurificationConfig
-from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
+from rl_loop.data.trajectory import WeightVersionSpan
+from rl_loop.engines.protocol import GenerateResult
 from rl_loop.environments.base import Environment, StepResult
+from rl_loop.infrastructure import InfrastructureFailure
 from rl_loop.off_loop import off_loop
-
-if TYPE_CHECKING:
-    from rl_loop.engines.protocol import GenerateResult
+from rl_loop.rollout.agent import EpisodeRunner, RunnerFactory
+from rl_loop.rollout.episode import Episode, EpisodeOver
 
 MAX_RETRIES = 30
-"""Retries of a whole episode."""
+"""Largest number of retries of one episode."""
 SIMILARITY = 0.5
 """Least similarity of old and new call (difflib's ratio) that keeps the old reasoning."""
 COMPARED_CHARACTERS = 1024
-"""Of two calls that are compared. difflib may need the cube of their number: seconds for these."""
+"""Number of characters of two calls that are compared. difflib may need the cube of it: seconds for this
+number."""
 
 
 @dataclass
 class Attempt:
-    """A turn that the policy wrote, and what came of it."""
+    """A turn of the policy and its result."""
 
     prefix: list[int]
-    """The tokens before the turn."""
-    sampled: "GenerateResult"
+    """Token ids before the turn."""
+    sampled: GenerateResult
     messages: list[ParsedMessage]
-    """The turn, parsed."""
+    """The parsed turn."""
     result: StepResult
     kept: int
-    """Its first tokens, as many as were sampled behind ``prefix``; the others are grafted."""
+    """Number of tokens at the start of the turn that were sampled after ``prefix``. The others are
+    grafted."""
 
 
-Sample = Callable[[str, list[int]], Awaitable["GenerateResult | None"]]
-"""(name, ids) -> a sampled turn, None if there is no room for one."""
-Score = Callable[[list[int]], Awaitable[list[float]]]
-"""ids -> log-probs of all but the first."""
-Render = Callable[[StepResult], Awaitable[list[int]]]
-"""What a turn led to -> its ids, as the agent reads them."""
-Act = Callable[[Sequence[ParsedMessage]], Awaitable[StepResult]]
-"""A turn -> what it leads to."""
+def purifying(config: PurificationConfig) -> RunnerFactory:
+    """Return the runner that retries failed tool calls, for ``run_episode``."""
+    return partial(PurifyingRunner, config)
 
 
-@dataclass
-class Purifier:
-    """Retries failed tool calls within one episode."""
+class PurifyingRunner(EpisodeRunner):
+    """Plays an episode and retries its failed tool calls."""
 
-    config: PurificationConfig
-    environment: Environment
-    codec: ChatCodec
-    max_tokens: int
-    """Of the episode."""
-    sample: Sample
-    score: Score
-    act: Act
-    render: Render
-    attempts: int = 0
-    """Retries so far, of all turns."""
+    def __init__(
+        self,
+        config: PurificationConfig,
+        task_id: str,
+        environment: Environment,
+        codec: ChatCodec,
+        episode: Episode,
+    ) -> None:
+        super().__init__(task_id, environment, codec, episode)
+        self._config = config
+        self._turns = 0
+        """Number of executed turns."""
+        self._retries = 0
+        """Number of retries of all turns."""
 
-    async def purify(self, failed: Attempt, before: Any) -> Attempt | None:
-        """Find a turn to put in place of ``failed``. Returns None if the error stays.
+    async def take_step(self, sampled: GenerateResult, messages: list[ParsedMessage]) -> StepResult:
+        """Execute the turn that was sampled last, and retry it if a call fails."""
+        number = self._turns
+        self._turns += 1
+        before = self.environment.save_state()
+        result = await self.act(messages)
+        if result.tool_errors == 0 or result.done:
+            return result
+        # Drawn from episode and turn, so that an episode always retries the same turns.
+        chance = random.Random(f"{self.episode.name}/{number}").random()
+        if chance >= self._config.probability:
+            return result
+        if before is None:
+            reason = f"rollout.purification needs {self.guard.name}.save_state"
+            raise InfrastructureFailure("environment", reason)
 
-        ``before``: the environment's state before the failed turn. If time runs out meanwhile,
-        the environment is in the middle of a retry, and the episode ends."""
-        # If all retries fail, the episode goes on from behind the failed turn.
+        start = self.draft.turns[-1].start
+        failed = Attempt(
+            prefix=self.draft.token_ids[:start],
+            sampled=sampled,
+            messages=messages,
+            result=result,
+            kept=len(sampled.output_ids),
+        )
+        purified = await self._purify(failed, before)
+        if purified is None:
+            return result
+
+        self.draft.remove_last_turn()
+        self.append("assistant", purified.sampled.output_ids, purified.sampled)
+        self.draft.grafted.append((start + purified.kept, len(self.draft)))
+        self.episode.replace_turn(sampled, purified.sampled)
+        return purified.result
+
+    async def _purify(self, failed: Attempt, before: Any) -> Attempt | None:
+        """Return a turn to put in place of a failed one, or None if the error stays.
+
+        If the time is over meanwhile, the environment is in the middle of a retry, and the episode ends.
+
+        Args:
+            failed: the failed turn.
+            before: state of the environment before the turn.
+        """
+        # If all retries fail, the episode continues after the failed turn.
         after = self.environment.save_state()
         turn = failed
-        for _ in range(self.config.retries):
-            if self.attempts >= MAX_RETRIES:
+        for _ in range(self._config.retries):
+            if self._retries >= MAX_RETRIES:
                 break
-            self.attempts += 1
+            self._retries += 1
             retried = await self._write_again(turn)
             if retried is None:
                 break
@@ -98,27 +139,31 @@ class Purifier:
         return None
 
     async def _rescore(self, turn: Attempt, failed: Attempt) -> Attempt:
-        """Give grafted tokens the log-probs that they have where they now stand."""
-        scores = await self.score(turn.prefix + turn.sampled.output_ids)
+        """Give grafted tokens the log-probs of their new place."""
+        scores = await self.episode.sampler.score(turn.prefix + turn.sampled.output_ids)
         of_turn = scores[len(turn.prefix) - 1 :]
         log_probs = failed.sampled.output_log_probs[: turn.kept] + of_turn[turn.kept :]
         return replace(turn, sampled=replace(turn.sampled, output_log_probs=log_probs))
 
     async def _write_again(self, turn: Attempt) -> Attempt | None:
-        """Let the agent read the error and write the turn again.
-
-        Returns it in the failed one's place."""
+        """Let the agent read the error and write the turn again. Returns it in the failed one's place."""
         error = await self.render(turn.result)
-        prefix = turn.prefix + turn.sampled.output_ids + error
-        sampled = await self.sample(f"retry{self.attempts}", prefix)
-        if sampled is None or sampled.finish_reason is not FinishReason.STOP:
+        if self.calls_left == 0:
             return None
-        return await off_loop(self._merge, turn, sampled)
+        prefix = turn.prefix + turn.sampled.output_ids + error
+        try:
+            sampled = await self.episode.sample(f"retry{self._retries}", prefix)
+        except EpisodeOver:
+            return None
+        if sampled.cut_by is not None:
+            return None
+        return await off_loop(self._merge, turn, sampled.result)
 
-    def _merge(self, turn: Attempt, sampled: "GenerateResult") -> Attempt | None:
-        """Put the new turn where the failed one stood, behind its reasoning if calls are alike.
+    def _merge(self, turn: Attempt, sampled: GenerateResult) -> Attempt | None:
+        """Put the new turn in place of the failed one, after its reasoning if the calls are similar.
 
-        Returns None if it has no call, or there is no room for it."""
+        Returns None if the new turn has no call, or there is no room for it.
+        """
         messages = self.codec.parse(sampled.output_ids)
         if isinstance(messages, FormatError) or not _calls(messages):
             return None  # it gave up on the tool
@@ -131,9 +176,10 @@ class Purifier:
             kept = min(len(reasoning), turn.kept)
             ids = self.codec.join_with_calls(reasoning, call)
 
-        # Parsed anew: two halves of legal turns need not make a legal one.
+        # Parsed again, because two halves of legal turns may not be a legal turn.
         merged = self.codec.parse(ids)
-        if isinstance(merged, FormatError) or len(turn.prefix) + len(ids) > self.max_tokens:
+        has_room = len(turn.prefix) + len(ids) <= self.limits.max_tokens
+        if isinstance(merged, FormatError) or not has_room:
             return None
         return Attempt(turn.prefix, _graft(turn, sampled, ids, kept), merged, turn.result, kept)
 
@@ -144,17 +190,18 @@ def _calls(messages: Sequence[ParsedMessage]) -> str:
 
 
 def _similarity(old: str, new: str) -> float:
-    """Return difflib's ratio of two texts, of their beginnings if they are long."""
+    """Return difflib's ratio of two texts. Only the beginnings of long texts are compared."""
     old = old[:COMPARED_CHARACTERS]
     new = new[:COMPARED_CHARACTERS]
     return SequenceMatcher(None, old, new, autojunk=False).ratio()
 
 
-def _graft(turn: Attempt, sampled: "GenerateResult", ids: list[int], kept: int) -> "GenerateResult":
-    """Return ``ids`` as a result in place of the turn's own; the first ``kept`` are the same.
+def _graft(turn: Attempt, sampled: GenerateResult, ids: list[int], kept: int) -> GenerateResult:
+    """Return ``ids`` as a result in place of the turn's own. The first ``kept`` ids are equal.
 
-    Grafted tokens have log-probs of 0 until they are scored, and routes that are not known: the
-    trainer chooses for them."""
+    Grafted tokens have log-probs of 0 until they are scored. Their routes are unknown, and the trainer
+    chooses them.
+    """
     versions: list[WeightVersionSpan] = []
     if sampled.weight_versions:
         for span in turn.sampled.weight_versions:
@@ -164,7 +211,7 @@ def _graft(turn: Attempt, sampled: "GenerateResult", ids: list[int], kept: int) 
 
     routes = turn.sampled.routed_experts
     if routes is not None:
-        # Of the last token there is no route, as it was an input to nothing yet.
+        # The last token has no route, because it was not an input yet.
         rows = len(turn.prefix) + len(ids) - 1
         routes = routes[: min(rows, len(turn.prefix) + kept)]
         unknown = np.full(

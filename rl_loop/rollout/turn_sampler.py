@@ -52,15 +52,29 @@ class TurnSampler:
     prefilled_again: int = 0
     """Tokens of the episode that an engine computed again because a turn was interrupted."""
 
-    async def sample(self, turn: str, prefix: list[int], max_new_tokens: int) -> GenerateResult:
-        """Sample one turn after ``prefix``.
+    async def sample(
+        self,
+        turn: str,
+        prefix: list[int],
+        max_new_tokens: int,
+        sampling: SamplingParams | None = None,
+    ) -> GenerateResult:
+        """Sample one turn.
 
-        It goes on from its own tokens as often as the engine aborts it, to take new weights, say.
-        When the episode's time is over it ends with what there is, perhaps nothing, and
-        FinishReason.TIMEOUT.
+        If the engine aborts the turn, for instance to load new weights, it continues from its own
+        tokens. If the time of the episode is over, the turn ends with the tokens so far and
+        FinishReason.TIMEOUT. There may be no tokens.
 
-        Episode and turn seed it, so it is a function of these and of the weights. Raises
-        EngineFault."""
+        Args:
+            turn: name of the turn. The seed depends on the names of episode and turn, so the result
+                is a function of both names and the weights.
+            prefix: token ids before the turn.
+            max_new_tokens: limit of the turn.
+            sampling: sampling parameters of the turn. None for ``self.sampling``.
+
+        Raises:
+            EngineFault: the engine failed repeatedly.
+        """
         sampled = GenerateResult([], [], FinishReason.ABORT)
         idle_aborts = 0
         while sampled.finish_reason is FinishReason.ABORT:
@@ -71,7 +85,7 @@ class TurnSampler:
                 return replace(sampled, finish_reason=FinishReason.TIMEOUT)
 
             rest = await self._sample_rest(
-                f"{self.episode}/{turn}", prefix, sampled.output_ids, room
+                f"{self.episode}/{turn}", prefix, sampled.output_ids, room, sampling
             )
             if sampled.output_ids and rest.output_ids:
                 # All but the last token of what the turn goes on from had been an input before.
@@ -116,14 +130,19 @@ class TurnSampler:
                 raise EngineFault(name, fault)
 
     async def _sample_rest(
-        self, turn: str, prefix: list[int], done: list[int], room: int
+        self,
+        turn: str,
+        prefix: list[int],
+        done: list[int],
+        room: int,
+        sampling: SamplingParams | None,
     ) -> GenerateResult:
         """Sample at most ``room`` tokens after ``prefix`` and the tokens ``done`` of the turn."""
         name = f"{turn}/{len(done)}"
         # The name has the number of tokens in it: the rest of an aborted turn must not see the
         # random numbers of its beginning again.
-        sampling = replace(self.sampling, max_new_tokens=room, seed=_seed_of(name))
-        request = GenerateRequest(name, prefix + done, sampling, self.routed_experts)
+        seeded = replace(sampling or self.sampling, max_new_tokens=room, seed=_seed_of(name))
+        request = GenerateRequest(name, prefix + done, seeded, self.routed_experts)
 
         for attempt, pause in enumerate((*FAULT_PAUSES, None), start=1):
             try:
@@ -180,6 +199,8 @@ class TurnSampler:
         finally:
             await end_task(beginning)
             await end_task(running)
+            # A request that ends in the engine's queue has left the clock standing.
+            self.clock.start()
 
     async def _abort(self, request_id: str, running: "asyncio.Future[GenerateResult]") -> None:
         """Tell the engine to abort, and wait until the request has ended.

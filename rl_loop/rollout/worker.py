@@ -30,6 +30,7 @@ from rl_loop.heap import exempt_from_collection
 from rl_loop.infrastructure import InfrastructureFailure
 from rl_loop.rollout.agent import run_episode
 from rl_loop.rollout.episode_clock import running_clock
+from rl_loop.rollout.purification import purifying
 from rl_loop.sandbox import ExecutionResult, PythonSandbox, SandboxFailure
 from rl_loop.tasks.codec import codec_of
 from rl_loop.tasks.prompt_limit import UnusablePrompt
@@ -148,8 +149,8 @@ class RolloutWorker:
             SamplingParams(rollout.max_new_tokens_per_turn, temperature, rollout.top_p),
             seed=seed,
             routed_experts=rollout.routed_experts and with_routes,
-            purification=rollout.purification if purify else None,
             shape=self._shape,
+            runner=purifying(rollout.purification) if purify and rollout.purification else None,
         )
 
     async def _execute(self, code: str, history: Sequence[str] = ()) -> ExecutionResult:

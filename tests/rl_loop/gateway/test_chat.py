@@ -15,6 +15,7 @@ from rl_loop.engines.protocol import GenerateRequest, GenerateResult
 from rl_loop.harmony.codec import Harmony
 from rl_loop.harmony.history import History
 from rl_loop.rollout import turn_sampler
+from rl_loop.rollout.episode import Failed, IllegalTurn
 from tests.support.rl_loop.engines.models import held
 from tests.support.rl_loop.gateway.chats import TOOLS, echo, say
 from tests.support.rl_loop.gateway.policy import ADD, ARGUMENTS, LONG, Script
@@ -337,9 +338,8 @@ def test_an_illegal_turn_ends_the_session_as_a_format_error(
                 assert (refusal.value.type, refusal.value.code) == ("model_error", None)
             assert len(served.engine.begun) == 1
 
-            assert served.session.end is not None
+            assert served.session.end == IllegalTurn(kind)
             assert served.session.end.reason is FinishReason.FORMAT_ERROR
-            assert served.session.end.format_error == kind
             [trajectory] = served.trajectories()
             assert trajectory.finish_reason is FinishReason.FORMAT_ERROR
             check_capture(served, [trajectory])
@@ -406,17 +406,16 @@ def test_an_engine_that_fails_makes_the_session_invalid_after_retries_in_place(
     async def run() -> None:
         async with serving(tiny, model) as served:
             broken = BrokenEngine(served.engine.engine)
-            served.session._engine = broken
+            served.session.episode.sampler.engine = broken
             with pytest.raises(openai.InternalServerError) as failure:
                 await say(served.client(), HI)
             assert failure.value.code == "infrastructure_failure"
             # In place, and not by the client besides.
             assert len(broken.begun) == 3
 
-            assert served.session.end is not None
-            assert served.session.end.invalid is not None
-            assert served.session.end.invalid.component == "engine"
-            assert "out of memory" in served.session.end.invalid.reason
+            assert isinstance(served.session.end, Failed)
+            assert served.session.end.failure.component == "engine"
+            assert "out of memory" in served.session.end.failure.reason
 
     asyncio.run(run())
 
@@ -435,13 +434,13 @@ def test_sampling_stops_when_the_client_leaves(tiny: Harmony, model: GptOssForCa
             with held(served.engine.engine):
                 asking = asyncio.create_task(say(client, HI))
                 await eventually(lambda: len(served.engine.begun) == 1)
-                [[pending]] = served.session._pending.values()
+                [pending] = served.session._pending.all()
                 with pytest.raises(openai.APITimeoutError):
                     await asking
                 # The engine is held: only being cancelled ends the turn.
                 await eventually(pending.task.done)
                 assert pending.task.cancelled()
-                assert not served.session._pending
+                assert len(served.session._pending) == 0
             await _is_idle(served)
             assert served.engine.answered == []
             assert served.trajectories() == []
@@ -495,7 +494,7 @@ def test_equal_requests_get_turns_of_their_own(tiny: Harmony, model: GptOssForCa
 
 
 def _waiting(served: Served) -> int:
-    return sum(turn.waiting for equal in served.session._pending.values() for turn in equal)
+    return sum(turn.waiting for turn in served.session._pending.all())
 
 
 def test_an_answer_that_got_lost_is_given_again(tiny: Harmony, model: GptOssForCausalLM) -> None:

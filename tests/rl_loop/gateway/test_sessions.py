@@ -12,7 +12,7 @@ import pytest
 from rl_loop.config.episode import EpisodeLimits
 from rl_loop.engines.protocol import ModelShape, SamplingParams
 from rl_loop.gateway.errors import ApiError
-from rl_loop.gateway.forest import Node
+from rl_loop.gateway.node import Node
 from rl_loop.gateway.request import TurnRequest
 from rl_loop.gateway.reward import GivenReward
 from rl_loop.gateway.serve import ServeOptions, served_settings

@@ -204,7 +204,7 @@ def test_long_and_short_work_give_the_same(full: Harmony, monkeypatch: pytest.Mo
     async def prompts(*, is_long: bool) -> list[list[int]]:
         if is_long:
             monkeypatch.setattr("rl_loop.gateway.server.SHORT_BODY_BYTES", 0)
-            monkeypatch.setattr("rl_loop.gateway.session.SHORT_CHARACTERS", 0)
+            monkeypatch.setattr("rl_loop.gateway.prompts.SHORT_CHARACTERS", 0)
             monkeypatch.setattr("rl_loop.gateway.session.SHORT_TOKENS", 0)
         began: list[Any] = []
         begin = RequestWorkers.begin

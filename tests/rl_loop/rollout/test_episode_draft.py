@@ -45,7 +45,7 @@ def test_every_token_keeps_the_experts_that_it_was_first_processed_with() -> Non
     episode.validate()
     assert episode.token_ids.tolist() == [9] * 4 + [1] * 3 + [8] * 2 + [2] * 5
     assert episode.loss_mask.tolist() == [False] * 4 + [True] * 3 + [False] * 2 + [True] * 5
-    assert episode.sampled_tokens == draft.sampled_tokens == 8
+    assert episode.sampled_tokens == 8
     # The last token of a turn is first an input of the next turn.
     assert isinstance(episode.routed_experts, np.ndarray)
     assert episode.routed_experts[:, 0, 0].tolist() == [1] * 6 + [2] * 7
@@ -85,7 +85,7 @@ def test_a_turn_that_is_taken_back_leaves_nothing(turns: int) -> None:
     for name in ("token_ids", "loss_mask", "rollout_log_probs"):
         assert np.array_equal(getattr(one, name), getattr(other, name)), name
     assert (one.turns, one.weight_versions) == (other.turns, other.weight_versions)
-    assert plain.sampled_tokens == retried.sampled_tokens
+    assert one.sampled_tokens == other.sampled_tokens
 
     # What the turn read was processed with it; its own tokens, and the last that it read, which
     # was an input of its first, are known from the turn in its place.

@@ -43,6 +43,7 @@ from rl_loop.infrastructure import (
 from rl_loop.rollout import agent, turn_sampler
 from rl_loop.rollout.agent import run_episode
 from rl_loop.rollout.group_stream import GroupRequest, GroupStream, run_groups
+from rl_loop.rollout.purification import purifying
 from rl_loop.tracking.metrics import StepMetrics
 from rl_loop.tracking.step_metrics import add_rollout_metrics
 from tests.support.rl_loop.scripted_engine import ScriptedEngine
@@ -541,7 +542,7 @@ def test_a_failing_tool_during_purification_makes_the_episode_invalid(tiny: Harm
 
     environment = ReToolEnvironment(TASK, execute, RewardConfig())
     engine = ScriptedEngine([call(tiny, "print(1"), call(tiny, "print(1)"), answer(tiny)])
-    check_invalid(play(tiny, engine, environment, purification=PurificationConfig()), "tool")
+    check_invalid(play(tiny, engine, environment, runner=purifying(PurificationConfig())), "tool")
 
 
 def test_scores_that_are_no_log_probs_are_a_fault_of_the_engine(tiny: Harmony) -> None:
@@ -560,7 +561,9 @@ def test_scores_that_are_no_log_probs_are_a_fault_of_the_engine(tiny: Harmony) -
         engine = BadScores([call(tiny, "print(1"), call(tiny, "print(1)"), answer(tiny)])
         engine.scores = bad
         environment = ReToolEnvironment(TASK, execute, RewardConfig())
-        check_invalid(play(tiny, engine, environment, purification=PurificationConfig()), "engine")
+        check_invalid(
+            play(tiny, engine, environment, runner=purifying(PurificationConfig())), "engine"
+        )
 
 
 # ---- clocks
@@ -630,7 +633,9 @@ def test_retries_of_failed_calls_count_towards_the_limit(tiny: Harmony) -> None:
     limits = LIMITS.model_copy(update={"max_tool_calls": 3})
     environment = ReToolEnvironment(TASK, execute, RewardConfig())
     engine = ScriptedEngine([call(tiny, "x")] * 12)
-    episode = play(tiny, engine, environment, limits, purification=PurificationConfig(retries=9))
+    episode = play(
+        tiny, engine, environment, limits, runner=purifying(PurificationConfig(retries=9))
+    )
     assert len(run) == 3
     assert episode.finish_reason is FinishReason.MAX_TOOL_CALLS
 

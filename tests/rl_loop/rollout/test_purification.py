@@ -73,7 +73,7 @@ def episode(
             SamplingParams(500),
             seed=1,
             routed_experts=True,
-            purification=config,
+            runner=None if config is None else purification.purifying(config),
         )
     )
     return done, engine, programs

@@ -22,6 +22,7 @@ from rl_loop.harmony.codec import Harmony, ParsedMessage, ToolOutput
 from rl_loop.harmony.vocabulary import harmony_encoding
 from rl_loop.rollout.agent import run_episode
 from rl_loop.rollout.observation import cut_observation, cut_text, fair_share
+from rl_loop.rollout.purification import purifying
 from rl_loop.tasks.prompt_limit import Prompt, PromptLimit, UnusablePrompt
 from tests.support.rl_loop.scripted_engine import ScriptedEngine
 
@@ -143,7 +144,7 @@ def test_a_megabyte_of_error_costs_a_retried_call_no_more(full: Harmony, run: st
             limits,
             SamplingParams(20_000),
             seed=1,
-            purification=PurificationConfig(retries=1),
+            runner=purifying(PurificationConfig(retries=1)),
         )
 
     episode, lag = least_lag(play)

@@ -183,3 +183,26 @@ def count(task: dict[str, Any]) -> int:
 
 def tasks(split: str, seed: int, index: int) -> dict[str, Any]:
     return {"prompt": f"Hi {split} {index}", "answer": "Hello", "index": index}
+
+
+def adding(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    """Do what the agent loop does with ``tests.rl_loop.agents.test_same_episodes.Adding``."""
+    messages: list[dict[str, Any]] = [user(task["prompt"])]
+    follow_ups = list(task["follow_ups"])
+    while True:
+        body = {"model": "x", "messages": messages, "tools": [task["tool"]]}
+        choice = post(f"{base_url}/chat/completions", api_key, body)["choices"][0]
+        message = choice["message"]
+        messages.append(message)
+        if choice["finish_reason"] == "length":
+            return 0.0
+
+        calls = message.get("tool_calls") or ()
+        for call in calls:
+            total = sum(json.loads(call["function"]["arguments"])["terms"])
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": str(total)})
+        if calls:
+            continue
+        if not follow_ups:
+            return float(message["content"] == task["answer"])
+        messages.append(user(follow_ups.pop(0)))

@@ -1,0 +1,231 @@
+"""One sampled turn of a session, and the prompt it was sampled from."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from rl_loop.chat.open_calls import OpenCall
+from rl_loop.chat.tools import FUNCTIONS
+from rl_loop.data.trajectory import FinishReason
+from rl_loop.engines.protocol import GenerateResult
+from rl_loop.gateway.answer import Answer, ReadTurn
+from rl_loop.gateway.request import MessageDigest, TurnRequest, extended_key, text_size
+from rl_loop.rollout.episode import SampledTurn
+
+TOKEN_BYTES = 48
+"""Memory of one token: its id as an object of Python, and perhaps a log-prob."""
+CHARACTER_BYTES = 2
+"""Memory of one character: 1 to 4 bytes."""
+
+
+@dataclass(eq=False)
+class Node:
+    """One sampled turn, and the tokens between it and the turn before."""
+
+    response_id: str
+    parent: "Node | None"
+    """The turn whose tokens this one goes on from; None if nothing stored is before it."""
+    new_ids: list[int]
+    """What was rendered behind the parent's tokens: all of the prompt if there is no parent."""
+    new_role: str
+    """Who said ``new_ids``: "prompt", "tool" or "user"."""
+    sampled: GenerateResult
+    """The turn, without its routes."""
+    routes: np.ndarray | None
+    """uint8 or int16 [tokens, layers, top_k]: the experts of the tokens that were inputs of this
+    turn and of none before it."""
+    finish_reason: FinishReason
+    """Why the turn ended."""
+    answer: Answer
+    """What the client was given."""
+    format_error: str | None
+    """Why it was given nothing: the turn is not legal."""
+    messages: tuple[dict[str, Any], ...]
+    """The conversation up to this turn and with it, without instructions."""
+    digests: tuple[MessageDigest, ...]
+    """One for each of ``messages``."""
+    digest: MessageDigest
+    """Digest of the answer."""
+    reasoning_tokens: int
+    """Number of sampled tokens that are analysis."""
+    key: bytes
+    """Of the conversation with instructions and tools: ``TurnRequest.conversation_keys``."""
+    open_calls: list[OpenCall]
+    """Calls that no tool has answered yet, those of this turn included."""
+    closing: tuple[int, ...]
+    """Tokens that stand behind the turn when the conversation continues."""
+    dropped: int
+    """Number of tokens at the end of the turn that are left out when the conversation continues."""
+    fingerprint: bytes
+    """Of the request."""
+    text_characters: int = 0
+    """Characters of ``messages``."""
+    is_stored: bool = True
+    """Whether a request may go on from it by its id."""
+    delivered: bool | None = None
+    """True if a client has received the answer, False if its connection was lost; None while the
+    answer is sent."""
+    is_leaf: bool = True
+    """True if no turn continues from its tokens."""
+
+    def path(self) -> list["Node"]:
+        """Return the turns from the root to this one."""
+        nodes: list[Node] = []
+        node: Node | None = self
+        while node is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    @property
+    def memory_bytes(self) -> int:
+        """Estimate of the memory that this turn keeps, without the turns before it."""
+        tokens = len(self.new_ids) + len(self.sampled.output_ids)
+        return TOKEN_BYTES * tokens + CHARACTER_BYTES * self.text_characters
+
+    @property
+    def was_cut(self) -> bool:
+        """True if a limit, not the policy, ended the turn."""
+        return self.finish_reason not in (FinishReason.STOP, FinishReason.FORMAT_ERROR)
+
+    @property
+    def usage(self) -> "Usage":
+        """Token counts of the turn."""
+        sampled = self.sampled
+        return Usage(
+            prompt_tokens=len(self.token_ids()) - len(sampled.output_ids),
+            cached_tokens=sampled.cached_tokens,
+            sampled_tokens=len(sampled.output_ids),
+            reasoning_tokens=self.reasoning_tokens,
+        )
+
+    def token_ids(self) -> list[int]:
+        """Return all tokens up to the end of this turn."""
+        ids: list[int] = []
+        for node in self.path():
+            ids += node.new_ids
+            ids += node.sampled.output_ids
+        return ids
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts of one turn."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    """Number of prompt tokens in the engine's cache."""
+    sampled_tokens: int
+    reasoning_tokens: int
+    """Number of sampled tokens that are analysis."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a request goes on from."""
+
+    parent: Node | None
+    """The turn that is reused; None if nothing is."""
+    conversation: tuple[dict[str, Any], ...]
+    """All messages, without instructions."""
+    digests: tuple[MessageDigest, ...]
+    """One for each message of the conversation."""
+    keys: list[bytes]
+    """Of every beginning of instructions and conversation."""
+    new_messages: tuple[dict[str, Any], ...]
+    """Messages to render: those behind the parent, or all without one."""
+    first_number: int
+    """How many messages of the client's are before ``new_messages``."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The prompt of a turn."""
+
+    parent: Node | None
+    """The turn before ``new_ids``; None if ``new_ids`` is the whole prompt."""
+    new_ids: list[int]
+    open_calls: list[OpenCall]
+
+    @cached_property
+    def token_ids(self) -> list[int]:
+        """All tokens of the prompt."""
+        before = self.parent.token_ids() if self.parent is not None else []
+        return before + self.new_ids
+
+
+def new_node(
+    request: TurnRequest,
+    response_id: str,
+    place: Place,
+    prompt: Prompt,
+    sampled: SampledTurn,
+    turn: ReadTurn,
+) -> Node:
+    """Make the node of a sampled turn.
+
+    Args:
+        request: request of the client.
+        response_id: name of the turn.
+        place: place of the request in the forest.
+        prompt: prompt of the turn.
+        sampled: the sampled turn.
+        turn: the parsed turn.
+    """
+    finish_reason = sampled.reason
+    if turn.format_error is not None:
+        finish_reason = FinishReason.FORMAT_ERROR
+
+    calls = [
+        OpenCall(call.call_id, f"{FUNCTIONS}{call.name}", call.channel)
+        for call in turn.answer.calls
+    ]
+    # A turn that was cut off before it said anything is not a message to render.
+    message = turn.answer.as_message()
+    is_empty = finish_reason is not FinishReason.STOP and message.keys() == {"role", "content"}
+    said = () if is_empty and not message["content"] else (message,)
+    new_role = "prompt"
+    if prompt.parent is not None:
+        new_role = "tool" if place.new_messages[0]["role"] == "tool" else "user"
+
+    result = sampled.result
+    return Node(
+        response_id=response_id,
+        parent=prompt.parent,
+        new_ids=prompt.new_ids,
+        new_role=new_role,
+        # The routes of the whole prefix would be stored with every turn.
+        sampled=replace(result, routed_experts=None),
+        routes=_new_routes(prompt.parent, result),
+        finish_reason=finish_reason,
+        answer=turn.answer,
+        format_error=turn.format_error,
+        messages=(*place.conversation, *said),
+        digests=(*place.digests, *([turn.digest] if said else [])),
+        digest=turn.digest,
+        text_characters=text_size(place.conversation),
+        reasoning_tokens=turn.reasoning_tokens,
+        key=extended_key(place.keys[-1], turn.digest),
+        open_calls=prompt.open_calls + calls,
+        closing=turn.closing,
+        dropped=turn.dropped,
+        fingerprint=request.fingerprint,
+        is_stored=request.is_stored,
+    )
+
+
+def _new_routes(parent: Node | None, sampled: GenerateResult) -> np.ndarray | None:
+    """Return the routes of tokens that were not an input of an earlier turn.
+
+    A copy, because a view would keep the routes of the whole prefix alive for every turn.
+    """
+    if sampled.routed_experts is None:
+        return None
+    known = 0
+    if parent is not None:
+        # The last token of a turn is first an input of the next turn.
+        known = len(parent.token_ids()) - 1
+    routes: np.ndarray = sampled.routed_experts[known:].copy()
+    return routes

@@ -1,0 +1,136 @@
+"""Renders the prompt of a turn: the stored tokens of a conversation and its new messages."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from rl_loop.chat.codec import ChatCodec
+from rl_loop.gateway.errors import ApiError
+from rl_loop.gateway.jobs import Rendered, RenderJob, StoredTokens
+from rl_loop.gateway.node import Node, Place, Prompt
+from rl_loop.gateway.request import TurnRequest, text_bytes, text_size
+from rl_loop.tasks.prompt_limit import LONGEST_TOKEN
+
+SHORT_CHARACTERS = 4096
+"""Bytes of text that are rendered on the event loop. It takes a few milliseconds at most."""
+MESSAGE_CHARACTERS = 64
+"""Characters that take as long to render as the header of a message."""
+SHORT_HISTORY = 4096
+"""Tokens from which finished analysis is removed on the event loop."""
+
+History = Literal["append", "harmony"]
+
+
+class PromptTooLong(Exception):
+    """The prompt leaves no room for an answer."""
+
+    def __init__(self, tokens: str) -> None:
+        """``tokens``: number of tokens of the conversation, for people."""
+        super().__init__(tokens)
+        self.tokens = tokens
+
+
+@dataclass(frozen=True)
+class PromptRenderer:
+    """Renders the prompts of one session."""
+
+    codec: ChatCodec
+    history: History
+    """See ``SessionSettings.history``."""
+    max_tokens: int
+    """Limit of a conversation."""
+    run: Callable[[RenderJob, bool], Awaitable[Rendered]]
+    """Runs a job. The second argument tells whether it is short."""
+
+    async def render(self, request: TurnRequest, place: Place) -> Prompt:
+        """Render the prompt of a request.
+
+        Args:
+            request: request of the client.
+            place: place of the request in the forest.
+
+        Raises:
+            ApiError: the messages cannot be rendered.
+            PromptTooLong: the prompt leaves no room for an answer.
+        """
+        self._check_effort(request)
+        self._check_size(request, place)
+        job = self._job(request, place)
+        rendered = await self.run(job, _is_short(request, job))
+        if rendered.too_many is not None:
+            raise PromptTooLong(str(rendered.too_many))
+
+        prompt = _prompt_of(place, rendered)
+        tokens = len(prompt.token_ids)
+        if tokens >= self.max_tokens:
+            raise PromptTooLong(str(tokens))
+        return prompt
+
+    def _check_effort(self, request: TurnRequest) -> None:
+        """Raise ApiError for a reasoning effort that the chat format cannot express."""
+        if request.reasoning_effort is not None and not self.codec.knows_reasoning_effort:
+            raise ApiError(
+                400,
+                "unsupported_parameter",
+                "the chat format of this model has no reasoning effort",
+                parameter="reasoning_effort",
+            )
+
+    def _check_size(self, request: TurnRequest, place: Place) -> None:
+        """Raise PromptTooLong for a text that is certainly too long, before it is tokenized."""
+        size = text_size(place.new_messages)
+        if place.parent is None:
+            size += request.tools_size
+        if size > LONGEST_TOKEN * self.max_tokens:
+            raise PromptTooLong(f"at least {size // LONGEST_TOKEN}")
+        # Every message has a header of at least two tokens.
+        if 2 * len(place.new_messages) > self.max_tokens:
+            raise PromptTooLong(f"at least {2 * len(place.new_messages)}")
+
+    def _job(self, request: TurnRequest, place: Place) -> RenderJob:
+        """Return the job that renders the new messages of a conversation."""
+        stored = None
+        parent = place.parent
+        if parent is not None:
+            history = _kept_ids(parent) if self.history == "harmony" else None
+            stored = StoredTokens(parent.closing, tuple(parent.open_calls), history)
+        return RenderJob(
+            messages=place.new_messages,
+            first_number=place.first_number,
+            tools=request.tools,
+            reasoning_effort=request.reasoning_effort,
+            keys=place.keys,
+            stored=stored,
+            max_tokens=self.max_tokens,
+        )
+
+
+def _is_short(request: TurnRequest, job: RenderJob) -> bool:
+    """Return True if a job takes a few milliseconds at most. A process costs more than that."""
+    work = text_bytes(job.messages) + MESSAGE_CHARACTERS * len(job.messages)
+    if job.stored is None:
+        return work + request.tools_work <= SHORT_CHARACTERS
+    # Each message is compared with the open calls.
+    work += len(job.messages) * len(job.stored.open_calls)
+    return work <= SHORT_CHARACTERS and len(job.stored.history or ()) <= SHORT_HISTORY
+
+
+def _prompt_of(place: Place, rendered: Rendered) -> Prompt:
+    """Return the prompt of a turn."""
+    parent = place.parent
+    if parent is None:
+        return Prompt(None, rendered.new_ids, rendered.open_calls)
+    if rendered.history is None and not parent.dropped:
+        return Prompt(parent, rendered.new_ids, rendered.open_calls)
+
+    # The tokens before the new messages differ from the stored ones, so the stored sequence ends.
+    history = rendered.history
+    if history is None:
+        history = _kept_ids(parent)
+    return Prompt(None, history + rendered.new_ids, rendered.open_calls)
+
+
+def _kept_ids(parent: Node) -> list[int]:
+    """Return the tokens up to a turn, without the end that a continuation leaves out."""
+    ids = parent.token_ids()
+    return ids[: len(ids) - parent.dropped]

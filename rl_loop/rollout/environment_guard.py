@@ -1,0 +1,135 @@
+"""Calls the methods of an environment, which may raise anything and hang."""
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from numbers import Real
+from typing import assert_never
+
+from rl_loop.chat.messages import ParsedMessage
+from rl_loop.environments.base import Environment, StepResult
+from rl_loop.infrastructure import InfrastructureFailure, describe
+from rl_loop.off_loop import call_users_code
+from rl_loop.rollout.episode import Completed, Ending, Failed, IllegalTurn, LimitReached
+from rl_loop.rollout.episode_clock import EpisodeClock, OutOfTime
+
+OPEN_SECONDS = 300.0
+"""Time limit of ``Environment.open``. It exceeds the limits of environments, whose messages name the
+cause."""
+CLOSE_SECONDS = 30.0
+"""Time limit of ``Environment.close``."""
+
+logger = logging.getLogger(__name__)
+
+
+class EnvironmentGuard:
+    """The environment of one episode. Whatever it does wrong is an infrastructure failure."""
+
+    def __init__(self, environment: Environment, clock: EpisodeClock, seconds: float) -> None:
+        """Guard an environment.
+
+        Args:
+            environment: environment of the episode.
+            clock: clock of the episode, which limits ``step``.
+            seconds: time limit of each other method.
+        """
+        self.environment = environment
+        self._clock = clock
+        self._seconds = seconds
+
+    @property
+    def name(self) -> str:
+        """Name of the environment's class."""
+        return type(self.environment).__name__
+
+    async def open(self) -> None:
+        """Open the environment, with the clock stopped. Raises InfrastructureFailure."""
+        was_running = self._clock.is_running
+        self._clock.stop()
+        try:
+            await asyncio.wait_for(self.environment.open(), OPEN_SECONDS)
+        except InfrastructureFailure:
+            raise
+        except TimeoutError:
+            reason = f"open() did not return within {OPEN_SECONDS:g} s"
+            raise InfrastructureFailure("environment", reason) from None
+        except Exception as error:
+            raise InfrastructureFailure("environment", f"open(): {describe(error)}") from error
+        finally:
+            if was_running:
+                self._clock.start()
+
+    async def close(self, task_id: str) -> None:
+        """Close the environment. Errors are logged only, because the episode has ended."""
+        try:
+            await asyncio.wait_for(self.environment.close(), CLOSE_SECONDS)
+        except Exception as error:
+            logger.warning("%s.close() of %s: %s", self.name, task_id, describe(error))
+
+    async def step(self, messages: Sequence[ParsedMessage]) -> StepResult:
+        """Run ``Environment.step`` within the time of the episode.
+
+        Raises InfrastructureFailure and OutOfTime.
+        """
+        try:
+            result = await self._clock.limit(self.environment.step(messages))
+        except (InfrastructureFailure, OutOfTime):
+            raise
+        except Exception as error:
+            raise InfrastructureFailure("environment", f"step: {describe(error)}") from error
+
+        if isinstance(result, StepResult) and not result.done:
+            return result
+        return checked_end(result)
+
+    async def ask[**P, T](
+        self, method: Callable[P, T], *arguments: P.args, **options: P.kwargs
+    ) -> T:
+        """Call a method on a thread, so that a method that hangs does not block other episodes.
+
+        Raises InfrastructureFailure for whatever the method raises.
+        """
+        name = getattr(method, "__name__", "a method")
+        call = call_users_code(partial(method, *arguments, **options), f"{self.name}.{name}")
+        try:
+            return await asyncio.wait_for(call, self._seconds)
+        except InfrastructureFailure:
+            raise
+        except TimeoutError:
+            reason = f"{name}() did not return within {self._seconds:g} s"
+            raise InfrastructureFailure("environment", reason) from None
+        except Exception as error:
+            raise InfrastructureFailure("environment", f"{name}(): {describe(error)}") from error
+
+    async def outcome(self, ending: Ending) -> StepResult:
+        """Return the outcome of an episode without an answer. Raises InfrastructureFailure."""
+        match ending:
+            case IllegalTurn(kind):
+                result = await self.ask(self.environment.illegal, kind)
+            case LimitReached() | Completed():
+                result = await self.ask(self.environment.unfinished)
+            case Failed(failure):
+                raise failure
+            case _:
+                assert_never(ending)
+        return checked_end(result)
+
+
+def checked_end(result: StepResult) -> StepResult:
+    """Return the end of an episode.
+
+    Raises:
+        InfrastructureFailure: ``result`` is not an end, or its reward or a part of it is not a
+            finite number.
+    """
+    if not isinstance(result, StepResult):
+        reason = f"an episode ended with {type(result).__name__}, not a StepResult"
+        raise InfrastructureFailure("environment", reason)
+
+    for name, value in {"reward": result.reward, **result.reward_parts}.items():
+        if not isinstance(value, Real) or not math.isfinite(value):
+            reason = f"{name} is {value!r}, expected a finite number"
+            raise InfrastructureFailure("checker", reason)
+    return result

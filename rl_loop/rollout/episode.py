@@ -1,0 +1,291 @@
+"""The core of an episode: its limits, its clock, the sampling of its turns, and its ending.
+
+The agent loop (``rollout.agent``) and the sessions of the gateway (``gateway.session``) run on it. Every
+episode has one of four endings:
+
+    Completed       the agent or its environment ended it
+    IllegalTurn     the policy wrote a turn that is not legal
+    LimitReached    a limit ended it: the episode is truncated
+    Failed          infrastructure failed: the episode is invalid
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from rl_loop.chat.codec import ChatCodec
+from rl_loop.config.episode import EpisodeLimits
+from rl_loop.data.trajectory import FinishReason, InvalidReason, Trajectory
+from rl_loop.engines.protocol import GenerateResult, ModelShape, RolloutEngine, SamplingParams
+from rl_loop.environments.base import StepResult
+from rl_loop.infrastructure import InfrastructureFailure
+from rl_loop.rollout.episode_clock import EpisodeClock
+from rl_loop.rollout.turn_sampler import TurnSampler
+
+
+@dataclass(frozen=True)
+class Completed:
+    """The agent or its environment ended the episode."""
+
+    reason: FinishReason = FinishReason.STOP
+    """The limit that cut off the last turn of a conversation, if the agent accepted such a turn."""
+
+
+@dataclass(frozen=True)
+class IllegalTurn:
+    """The policy wrote a turn that is not legal."""
+
+    kind: str
+    """Kind of the error, such as ``rl_loop.chat.messages.FormatError.kind``."""
+    reason: ClassVar[FinishReason] = FinishReason.FORMAT_ERROR
+
+
+@dataclass(frozen=True)
+class LimitReached:
+    """A limit ended the episode."""
+
+    reason: FinishReason
+    allowed: str
+    """The limit with its unit, such as "4 turns"."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """An infrastructure failure ended the episode."""
+
+    failure: InfrastructureFailure
+    reason: ClassVar[FinishReason] = FinishReason.ABORT
+
+
+type Ending = Completed | IllegalTurn | LimitReached | Failed
+
+
+class EpisodeOver(Exception):
+    """The episode takes no more turns."""
+
+    def __init__(self, ending: Ending) -> None:
+        super().__init__(ending)
+        self.ending = ending
+
+
+@dataclass(frozen=True)
+class Room:
+    """Number of tokens that a turn may have."""
+
+    tokens: int
+    """0 or less if there is no room."""
+    limit: LimitReached
+    """The limit that sets the number."""
+
+
+@dataclass(frozen=True)
+class SampledTurn:
+    """A turn of the policy, of at least one token."""
+
+    result: GenerateResult
+    cut_by: LimitReached | None
+    """The limit that ended the turn; None if the policy did."""
+
+    @property
+    def reason(self) -> FinishReason:
+        """Reason for the end of the turn."""
+        return FinishReason.STOP if self.cut_by is None else self.cut_by.reason
+
+
+class Episode:
+    """One episode of the policy, in one or several conversations."""
+
+    def __init__(
+        self,
+        name: str,
+        engine: RolloutEngine,
+        codec: ChatCodec,
+        limits: EpisodeLimits,
+        sampling: SamplingParams,
+        *,
+        shape: ModelShape | None = None,
+        routed_experts: bool = False,
+    ) -> None:
+        """Begin an episode. Its clock stands until the first turn is sampled.
+
+        Args:
+            name: unique name of the episode; seeds the sampling.
+            engine: engine that samples the turns.
+            codec: chat format of the policy.
+            limits: limits of the episode.
+            sampling: temperature, top-p and the token limit of one turn. The stop ids are set here.
+            shape: shape of the model, to check the engine's results. None to check the vocabulary only.
+            routed_experts: whether the engine has to return the experts of every token.
+        """
+        self.name = name
+        self.limits = limits
+        self.sampling = replace(sampling, stop_token_ids=codec.stop_token_ids)
+        self.clock = EpisodeClock(limits.episode_seconds)
+        self.sampler = TurnSampler(
+            engine=engine,
+            episode=name,
+            sampling=self.sampling,
+            clock=self.clock,
+            shape=shape or ModelShape(codec.vocabulary.size),
+            routed_experts=routed_experts,
+        )
+        self.ending: Ending | None = None
+        """None while the episode takes turns."""
+        self.sampled_tokens = 0
+        """Number of sampled tokens of the turns that were kept."""
+        self._kept_turns = 0
+        self._turns_in_flight = 0
+        self._begun_turns = 0
+
+    # ---- turns
+
+    @contextmanager
+    def turn(self) -> Iterator[int]:
+        """Count a turn while it is sampled. It stays counted if it is kept.
+
+        Yields:
+            The number of the turn, from 0.
+
+        Raises:
+            EpisodeOver: the episode has ended, or has no turns or no time left.
+        """
+        if self.ending is not None:
+            raise EpisodeOver(self.ending)
+        limit = self.limits.max_turns
+        if self._kept_turns + self._turns_in_flight >= limit:
+            raise EpisodeOver(LimitReached(FinishReason.MAX_TURNS, f"{limit} turns"))
+        if self.clock.is_over:
+            raise EpisodeOver(self.out_of_time())
+
+        number = self._begun_turns
+        self._begun_turns += 1
+        self._turns_in_flight += 1
+        try:
+            yield number
+        finally:
+            self._turns_in_flight -= 1
+
+    async def sample(
+        self,
+        name: str,
+        prefix: list[int],
+        *,
+        max_new_tokens: int | None = None,
+        sampling: SamplingParams | None = None,
+    ) -> SampledTurn:
+        """Sample a turn. The turn is not kept yet.
+
+        Args:
+            name: name of the turn; seeds the sampling together with the name of the episode.
+            prefix: token ids before the turn.
+            max_new_tokens: limit of this turn in addition to the limits of the episode.
+            sampling: sampling parameters of this turn. None for the parameters of the episode.
+
+        Raises:
+            EpisodeOver: there is no room, or no time to sample a token.
+            EngineFault: the engine failed repeatedly.
+        """
+        room = self._room(len(prefix), max_new_tokens)
+        if room.tokens <= 0:
+            raise EpisodeOver(room.limit)
+
+        result = await self.sampler.sample(name, prefix, room.tokens, sampling)
+        if not result.output_ids:
+            raise EpisodeOver(self.out_of_time())
+        if result.finish_reason is FinishReason.LENGTH:
+            return SampledTurn(result, room.limit)
+        if result.finish_reason is FinishReason.TIMEOUT:
+            return SampledTurn(result, self.out_of_time())
+        return SampledTurn(result, None)
+
+    def keep(self, result: GenerateResult) -> None:
+        """Make a sampled turn a part of the episode."""
+        self._kept_turns += 1
+        self.sampled_tokens += len(result.output_ids)
+
+    def replace_turn(self, old: GenerateResult, new: GenerateResult) -> None:
+        """Count a turn in place of one that was kept."""
+        self.sampled_tokens += len(new.output_ids) - len(old.output_ids)
+
+    # ---- limits
+
+    def _room(self, used: int, max_new_tokens: int | None) -> Room:
+        """Return the room for a turn behind ``used`` tokens."""
+        limits = self.limits
+        of_turn = self.sampling.max_new_tokens
+        context = limits.max_tokens - used
+        rooms = [
+            _room_of(of_turn, FinishReason.LENGTH, f"{of_turn} tokens of a turn"),
+            _room_of(context, FinishReason.MAX_CONTEXT, f"{limits.max_tokens} tokens"),
+        ]
+        if max_new_tokens is not None:
+            allowed = f"{max_new_tokens} tokens of a turn"
+            rooms.append(_room_of(max_new_tokens, FinishReason.LENGTH, allowed))
+        if limits.max_sampled_tokens is not None:
+            left = limits.max_sampled_tokens - self.sampled_tokens
+            allowed = f"{limits.max_sampled_tokens} sampled tokens"
+            rooms.append(_room_of(left, FinishReason.MAX_SAMPLED_TOKENS, allowed))
+        return min(rooms, key=lambda room: room.tokens)
+
+    def out_of_time(self) -> LimitReached:
+        """Return the ending of an episode without time left."""
+        return LimitReached(FinishReason.TIMEOUT, f"{self.limits.episode_seconds:g} s")
+
+    # ---- the end
+
+    def end(self, ending: Ending) -> None:
+        """End the episode. The first ending counts."""
+        if self.ending is None:
+            self.ending = ending
+
+    def conclude(
+        self, sequences: Sequence[Trajectory], result: StepResult, ending: Ending
+    ) -> Trajectory:
+        """Return the trajectory of the episode, with its outcome.
+
+        Args:
+            sequences: token sequences of the episode. Each has the finish reason of its last turn.
+            result: reward of the episode.
+            ending: ending of the episode. All sequences get its reason.
+        """
+        is_truncated = isinstance(ending, LimitReached)
+        masks = self.limits.truncated_episodes == "mask"
+        for sequence in sequences:
+            sequence.excluded = masks and (is_truncated or sequence.truncated)
+            sequence.finish_reason = ending.reason
+            sequence.format_error = result.format_error
+            sequence.answer = result.answer
+            sequence.reward = result.reward
+            sequence.reward_parts = result.reward_parts
+            sequence.validate()
+
+        first, *branches = sequences
+        first.branches = branches
+        first.prefilled_again = self.sampler.prefilled_again
+        return first
+
+
+def invalidated(
+    sequence: Trajectory, failure: InfrastructureFailure, culprit: str = ""
+) -> Trajectory:
+    """Return the trajectory of an episode that infrastructure ended. It is not trained on.
+
+    Args:
+        sequence: tokens of the episode until the failure.
+        failure: the failure.
+        culprit: culprit to name if the failure names none.
+    """
+    sequence.finish_reason = FinishReason.ABORT
+    sequence.invalid = InvalidReason(failure.component, failure.reason, failure.culprit or culprit)
+    sequence.excluded = True
+    sequence.routed_experts = None
+    # NaN shows where the reward is used by mistake.
+    sequence.reward = math.nan
+    sequence.reward_parts = {}
+    return sequence
+
+
+def _room_of(tokens: int, reason: FinishReason, allowed: str) -> Room:
+    return Room(tokens, LimitReached(reason, allowed))
