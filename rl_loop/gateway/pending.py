@@ -89,6 +89,12 @@ class PendingTurns:
             if pending.waiting == 0:
                 self._remove(fingerprint, pending)
 
+    async def settle(self, seconds: float) -> None:
+        """Wait until all turns have ended, for this many seconds at most."""
+        tasks = [pending.task for pending in self.all()]
+        if tasks:
+            await asyncio.wait(tasks, timeout=seconds)
+
     async def close(self) -> None:
         """Cancel all turns and wait for their ends."""
         self._is_closed = True

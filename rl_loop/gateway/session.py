@@ -34,9 +34,13 @@ from rl_loop.rollout.episode import (
     IllegalTurn,
     LimitReached,
 )
+from rl_loop.rollout.turn_sampler import ABORT_SECONDS
 
 SHORT_TOKENS = 256
 """Tokens that are parsed on the event loop. It takes a millisecond or less."""
+
+SETTLE_SECONDS = 2 * ABORT_SECONDS
+"""Time for the turns in flight to end by themselves when the time of the session is over."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +188,9 @@ class Session:
 
     async def close(self) -> None:
         """Stop the turns in flight, and take no more requests."""
+        if self.episode.clock.is_over:
+            # The sampler ends these turns. Their tokens so far are a part of the episode.
+            await self._pending.settle(SETTLE_SECONDS)
         self.episode.end(Completed())
         await self._pending.close()
         await self._jobs.close()

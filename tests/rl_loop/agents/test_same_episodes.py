@@ -95,6 +95,13 @@ CASES = {
     "context_before_a_turn": Case(
         FinishReason.MAX_CONTEXT, ("3" * 20, "6"), limits={"max_tokens": 0}, excluded=True
     ),
+    "time": Case(
+        FinishReason.TIMEOUT,
+        ("3", "6"),
+        hang=True,
+        limits={"episode_seconds": 3.0},
+        excluded=True,
+    ),
     # The script has no third turn, so the engine fails there again and again.
     "engine": Case(FinishReason.ABORT, ("add", "3"), excluded=True),
 }
