@@ -28,7 +28,7 @@ from rl_loop.data.trained_tokens import check_sampled_by_policy
 from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.environments import Task
 from rl_loop.infrastructure import InfrastructureOutage
-from rl_loop.rollout.collector import RolloutCollector, held_out_requests
+from rl_loop.rollout.collector import RolloutCollector, TrainingRequests, held_out_requests
 from rl_loop.rollout.group_store import FinishedGroups, GroupStore
 from rl_loop.rollout.group_stream import GroupRequest, GroupStream, RolloutsAbandoned
 from rl_loop.tracking.metrics import StepMetrics
@@ -148,23 +148,26 @@ class RlLoop:
         self._checking = ThreadPoolExecutor(1, "canary")
 
         self._first_step = self.state.step
+        self.collector = self._make_collector(abort_rollouts)
+        checkpointer.before_save = self.save_finished_groups
+
+    def _make_collector(self, abort_rollouts: Callable[[], bool]) -> RolloutCollector:
+        """Return the collector of the steps that are left."""
+        config, step = self.config, self.state.step
         finished: FinishedGroups = {}
-        if group_store is not None:
-            finished = group_store.load(self.state.step)
-        self.collector = RolloutCollector(
-            rollouts,
-            tasks,
-            config.rollout,
+        if self.group_store is not None:
+            finished = self.group_store.load(step)
+        return RolloutCollector(
+            self.rollouts,
+            TrainingRequests(self.tasks, config.rollout, config.seed),
             config.algorithm,
             steps=config.training.steps,
-            seed=config.seed,
-            first_step=self.state.step,
+            first_step=step,
             first_task=self.state.next_task,
             finished=finished,
             abandon=lambda: abort_rollouts() or self._sync_check_has_failed(),
-            on_ended=recorder.progress.episodes,
+            on_ended=self.recorder.progress.episodes,
         )
-        checkpointer.before_save = self.save_finished_groups
 
     def train(self) -> int:
         """Run all steps that are left.

@@ -194,10 +194,8 @@ def run(load: Load, directory: Path) -> Outcome:
 
     faults = Faults()
     with ray_session(), started_pool(config) as pool:
-        collector = RolloutCollector(
-            pool, tasks, config.rollout, config.algorithm, steps=load.steps, seed=config.seed
-        )
         requests = TrainingRequests(tasks, config.rollout, config.seed)
+        collector = RolloutCollector(pool, requests, config.algorithm, steps=load.steps)
         ledger = Ledger(load, tasks, seeds_of=lambda number: requests.of(number, number).seeds)
         began, processor_began = time.time(), processor_seconds()
         for step in range(load.steps):

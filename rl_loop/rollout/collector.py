@@ -70,6 +70,7 @@ class TrainingRequests:
 
     tasks: TrainingTasks
     rollout: RolloutConfig
+    """Numbers of tasks and samples, and limits for invalid episodes."""
     seed: int
     """Seed of the run."""
 
@@ -174,12 +175,10 @@ class RolloutCollector:
     def __init__(
         self,
         runner: RunsGroups,
-        tasks: TrainingTasks,
-        rollout: RolloutConfig,
+        requests: TrainingRequests,
         algorithm: AlgorithmConfig,
         *,
         steps: int,
-        seed: int,
         first_step: int = 0,
         first_task: int = 0,
         finished: FinishedGroups | None = None,
@@ -190,11 +189,9 @@ class RolloutCollector:
 
         Args:
             runner: runs the groups.
-            tasks: source of the training tasks.
-            rollout: numbers of tasks and samples, and limits for invalid episodes.
+            requests: requests for training groups.
             algorithm: ``max_staleness``, ``dynamic_sampling_rounds`` and the advantage.
             steps: number of steps of the whole run. No group of a later step begins.
-            seed: seed of the run.
             first_step: step that is collected first.
             first_task: position of the first task of this step.
             finished: groups from a checkpoint that need not run again.
@@ -202,12 +199,12 @@ class RolloutCollector:
                 RolloutsAbandoned.
             on_ended: called while a step waits, with the numbers of ended and wanted episodes.
         """
-        self._rollout = rollout
+        self._requests = requests
+        self._rollout = requests.rollout
         self._max_staleness = algorithm.max_staleness
         self._max_rounds = algorithm.dynamic_sampling_rounds
         self._is_filtered = self._max_rounds > 1
         self._keep = lambda group: not self._is_filtered or has_signal(group, algorithm)
-        self._requests = TrainingRequests(tasks, rollout, seed)
         self._steps = steps
         self._abandon = abandon
         self._on_ended = on_ended

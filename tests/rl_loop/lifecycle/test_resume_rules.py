@@ -21,7 +21,7 @@ from rl_loop.lifecycle.inputs import to_json
 from rl_loop.lifecycle.resume import changes_since, inputs_of, places_of
 from rl_loop.lifecycle.resume_rules import RULES, Effect, rule_of
 from rl_loop.lifecycle.resume_rules import sampling_digest as digest_of_values
-from rl_loop.rollout.collector import RolloutCollector
+from rl_loop.rollout.collector import RolloutCollector, TrainingRequests
 from rl_loop.rollout.group_store import GroupStore
 from rl_loop.rollout.group_stream import AdmittedGroup, GroupStream
 from rl_loop.session import build_tasks, open_conversations
@@ -330,11 +330,9 @@ def train(
     runner = UnevenRunner(rounds * config.rollout.tasks_per_step)
     collector = RolloutCollector(
         runner,
-        tasks,
-        config.rollout,
+        TrainingRequests(tasks, config.rollout, config.seed),
         config.algorithm,
         steps=10**6,
-        seed=config.seed,
         first_step=state.step,
         first_task=state.next_task,
         finished=store.load(state.step),

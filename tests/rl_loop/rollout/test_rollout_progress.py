@@ -8,7 +8,7 @@ import pytest
 
 from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.environments import Task
-from rl_loop.rollout.collector import RolloutCollector, held_out_requests
+from rl_loop.rollout.collector import RolloutCollector, TrainingRequests, held_out_requests
 from rl_loop.rollout.group_stream import AdmittedGroup, GroupStream
 from tests.support.rl_loop.small_config import config
 
@@ -40,11 +40,9 @@ def collected(tmp_path: Path, *overrides: str) -> list[tuple[int, int]]:
     told: list[tuple[int, int]] = []
     collector = RolloutCollector(
         EndsAtOnce(),
-        AnyTasks(),
-        settings.rollout,
+        TrainingRequests(AnyTasks(), settings.rollout, seed=0),
         settings.algorithm,
         steps=3,
-        seed=0,
         on_ended=lambda ended, wanted: told.append((ended, wanted)),
     )
     collector.begin(0, held_out_requests(AnyTasks(), 1.0))

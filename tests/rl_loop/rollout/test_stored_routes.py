@@ -22,7 +22,7 @@ from rl_loop.data.stored_routes import StoredRoutes
 from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
 from rl_loop.engines.backend import BackendContext, EngineConfig, RolloutBackend
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult
-from rl_loop.rollout.collector import RolloutCollector, held_out_requests
+from rl_loop.rollout.collector import RolloutCollector, TrainingRequests, held_out_requests
 from rl_loop.rollout.pool import RolloutPool
 from rl_loop.session import build_tasks
 from rl_loop.trainer.rank_inputs import load_routes
@@ -122,9 +122,8 @@ def pool(config: RlConfig, tmp_path: Path) -> Iterator[RolloutPool]:
 
 
 def collector(pool: RolloutPool, config: RlConfig) -> RolloutCollector:
-    return RolloutCollector(
-        pool, build_tasks(config), config.rollout, config.algorithm, steps=4, seed=1
-    )
+    requests = TrainingRequests(build_tasks(config), config.rollout, seed=1)
+    return RolloutCollector(pool, requests, config.algorithm, steps=4)
 
 
 def collect_first(pool: RolloutPool, config: RlConfig) -> RolloutBatch:
