@@ -112,53 +112,35 @@ class AnswerReader:
         """Read one chunk of a stream.
 
         Args:
-            content: as the server sent it.
-            turn: with what came before.
-            start: tokens that the turn had when the stream began.
-            url: of the server.
-            min_version: of the weights that the tokens may be sampled with.
+            content: the chunk as the server sent it.
+            turn: the turn with the chunks before.
+            start: number of tokens that the turn had when the stream began.
+            url: address of the server.
+            min_version: earliest version of weights that may sample the tokens.
 
         Raises:
-            ServerFailed: for a chunk that cannot be true, or that makes no sense.
+            ServerFailed: the chunk is malformed, or its values are impossible.
         """
         with _nonsense_is_a_fault(url):
             meta = content["meta_info"]
-            version = str(meta.get("weight_version"))
-            if not version.isdigit() or int(version) < min_version:
-                raise ServerFailed(
-                    f"{url} answered with weights {version!r}, the policy is {min_version} or later"
-                )
-
-            if meta.get("id", turn.server_request_id) != turn.server_request_id:
-                raise ServerFailed(f"{url} sent the answer to request {meta['id']!r}")
-
-            # Checked in every chunk, also in one without tokens: ``end_turn`` looks the reason up.
-            finish = meta.get("finish_reason")
-            if finish is not None and finish["type"] not in FINISH_REASONS:
-                raise ServerFailed(
-                    f"{url}: the answer ended by {finish['type']!r}, which is no reason"
-                )
+            version = _checked_version(meta, turn, url, min_version)
+            # Checked in every chunk, because ``end_turn`` looks the reason up.
+            finish = _checked_finish(meta, url)
 
             ids = content["output_ids"]
             total = meta["completion_tokens"]
             received = len(turn.result.output_ids) - start
             if total == received:
                 # A request that is aborted while it waits repeats its last token.
-                return Chunk([], [], int(version), finish, meta)
+                return Chunk([], [], version, finish, meta)
 
-            # With --incremental-streaming-output a chunk has the new tokens only, and
-            # completion_tokens counts those of all chunks: a lost or repeated chunk shows here.
             entries = meta["output_token_logprobs"]
-            log_probs = [entry[0] for entry in entries]
-            if received + len(ids) != total or [entry[1] for entry in entries] != ids:
-                raise ServerFailed(
-                    f"{url}: {len(ids)} tokens and {len(entries)} log-probs after {received} "
-                    f"of {total} do not fit: does it run with --incremental-streaming-output?"
-                )
+            _check_counts(ids, entries, received, total, url)
             room = turn.request.sampling.max_new_tokens - len(turn.result.output_ids)
             if len(ids) > room:
                 raise ServerFailed(f"{url}: {len(ids)} tokens came back, {room} were asked for")
 
+            log_probs = [entry[0] for entry in entries]
             if ids:
                 fault = fault_in_ids(ids, self._vocab_size) or fault_in_log_probs(log_probs)
                 if fault is not None:
@@ -166,7 +148,7 @@ class AnswerReader:
             return Chunk(
                 ids=[int(token) for token in ids],
                 log_probs=[float(log_prob) for log_prob in log_probs],
-                version=int(version),
+                version=version,
                 finish=finish,
                 meta=meta,
             )
@@ -210,9 +192,51 @@ class AnswerReader:
         return check_routes(routes, self._num_experts).astype(route_dtype(self._num_experts))
 
 
+def _checked_version(meta: dict[str, Any], turn: Turn, url: str, min_version: int) -> int:
+    """Return the weight version of a chunk. Raises ServerFailed for a wrong version or request."""
+    version = str(meta.get("weight_version"))
+    if not version.isdigit() or int(version) < min_version:
+        raise ServerFailed(
+            f"{url} answered with weights {version!r}, the policy is {min_version} or later"
+        )
+    if meta.get("id", turn.server_request_id) != turn.server_request_id:
+        raise ServerFailed(f"{url} sent the answer to request {meta['id']!r}")
+    return int(version)
+
+
+def _checked_finish(meta: dict[str, Any], url: str) -> dict[str, Any] | None:
+    """Return the finish reason of a chunk; None if the stream continues. Raises ServerFailed."""
+    finish: dict[str, Any] | None = meta.get("finish_reason")
+    if finish is not None and finish["type"] not in FINISH_REASONS:
+        raise ServerFailed(f"{url}: the answer ended by {finish['type']!r}, which is no reason")
+    return finish
+
+
+def _check_counts(ids: list[int], entries: list[Any], received: int, total: int, url: str) -> None:
+    """Check that no chunk was lost or repeated.
+
+    With --incremental-streaming-output a chunk has the new tokens only.
+
+    Args:
+        ids: tokens of the chunk.
+        entries: log-probs and ids of the chunk.
+        received: number of tokens of all chunks before.
+        total: number of tokens of all chunks, as the server counts them.
+        url: address of the server.
+
+    Raises:
+        ServerFailed: the numbers do not fit.
+    """
+    if received + len(ids) != total or [entry[1] for entry in entries] != ids:
+        raise ServerFailed(
+            f"{url}: {len(ids)} tokens and {len(entries)} log-probs after {received} "
+            f"of {total} do not fit: does it run with --incremental-streaming-output?"
+        )
+
+
 @contextmanager
 def _nonsense_is_a_fault(url: str) -> Iterator[None]:
-    """Raise ServerFailed for whatever reading nonsense raises, which may fail anywhere."""
+    """Raise ServerFailed if reading a malformed chunk raises an error."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:
