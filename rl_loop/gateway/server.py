@@ -200,21 +200,15 @@ class Gateway:
         request: web.Request,
         handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
-        """Answer a request; every failure in the API's own shape."""
+        """Answer a request. Every failure has the shape of the API's errors."""
         try:
             return await handler(request)
-        except ApiError as error:
-            return _error_response(error)
-        except web.HTTPException as error:
-            message = f"{request.method} {request.path}: {error.reason}"
-            code: ErrorCode = "not_found" if error.status in (404, 405) else "invalid_request"
-            return _error_response(ApiError(error.status, code, message))
         except ConnectionResetError:
-            # The client has left while its answer was sent: nobody reads another one.
+            # The client left while its answer was sent, so it cannot read an error.
             raise
         except Exception as error:
-            logger.exception("%s %s failed", request.method, request.path)
-            return _error_response(ApiError(500, "internal_error", describe(error)))
+            return _error_response(_api_error(request, error))
+
         finally:
             session = request.get(SESSION)
             if session is not None:
@@ -233,31 +227,27 @@ class Gateway:
     ) -> web.StreamResponse:
         """Sample a turn and send it.
 
-        A stream begins when the turn is complete: what goes wrong before is an error with a
-        status, and a weight sync in the middle of a turn is not seen.
+        A stream begins when the turn is complete. Therefore earlier failures are errors with a status,
+        and clients do not notice a weight sync during the turn.
 
-        ``kind``: dialect of the request.
+        Args:
+            request: the request.
+            kind: dialect of the request.
         """
         session = self.session_of(request)
         call = await self._read_call(request, session, kind)
-        node = await session.respond(
-            call.request,
-            f"{call.id_prefix}{secrets.token_hex(16)}",
-            is_retry=request.headers.get(RETRY_HEADER, "0") != "0",
-        )
-        usage = node.usage
+
+        response_id = f"{call.id_prefix}{secrets.token_hex(16)}"
+        is_retry = request.headers.get(RETRY_HEADER, "0") != "0"
+        node = await session.respond(call.request, response_id, is_retry=is_retry)
+
+        send = _send_events if call.stream else _send_whole
         try:
-            if call.stream:
-                response = await _send_events(request, call, node, usage)
-            else:
-                body = call.written(call.answer(node, usage))
-                response = web.Response(body=body, content_type="application/json", charset="utf-8")
-                await response.prepare(request)
-                await response.write_eof()
+            response = await send(request, call, node)
             node.delivered = True
             return response
         finally:
-            # The connection was lost: whoever asks again gets this answer.
+            # The connection was lost: a repeated request gets this answer.
             if node.delivered is None:
                 node.delivered = False
 
@@ -310,9 +300,28 @@ def _count_body(request: web.Request, session: Session, size: int) -> None:
         raise ApiError(429, "too_many_requests", message)
 
 
-async def _send_events(
-    request: web.Request, call: Call, node: Node, usage: Usage
-) -> web.StreamResponse:
+def _api_error(request: web.Request, error: Exception) -> ApiError:
+    """Return the client's error for an exception of a handler. Unknown exceptions are logged."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, web.HTTPException):
+        message = f"{request.method} {request.path}: {error.reason}"
+        code: ErrorCode = "not_found" if error.status in (404, 405) else "invalid_request"
+        return ApiError(error.status, code, message)
+    logger.error("%s %s failed", request.method, request.path, exc_info=error)
+    return ApiError(500, "internal_error", describe(error))
+
+
+async def _send_whole(request: web.Request, call: Call, node: Node) -> web.StreamResponse:
+    """Send a turn as one JSON object."""
+    body = call.written(call.answer(node, node.usage))
+    response = web.Response(body=body, content_type="application/json", charset="utf-8")
+    await response.prepare(request)
+    await response.write_eof()
+    return response
+
+
+async def _send_events(request: web.Request, call: Call, node: Node) -> web.StreamResponse:
     """Send a turn as server-sent events."""
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -321,7 +330,7 @@ async def _send_events(
 
     lines: list[bytes] = []
     size = 0
-    for event in call.events(node, usage):
+    for event in call.events(node, node.usage):
         if "type" in event:
             lines.append(f"event: {event['type']}\n".encode())
         lines += [b"data: ", call.written(event), b"\n\n"]
