@@ -6,7 +6,7 @@ those that are cut short included. ``split_turn`` is strict, for sampled turns: 
 parser takes special tokens inside a text for text, and inside a header for a recipient.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -90,8 +90,8 @@ def split_messages(specials: Iterable[tuple[int, str]], length: int) -> list[Mes
 def split_turn(harmony_ids: Sequence[int]) -> list[MessageSpan] | None:
     """Return the messages of an assistant turn, or None if its special tokens are out of order.
 
-    A turn begins inside a header, behind <|start|>. All messages but the last end with <|end|>, the
-    last one with <|return|> or <|call|>.
+    A turn begins inside a header, after <|start|>. The last message ends with <|return|> or <|call|>,
+    all others with <|end|>.
     """
     names = {special_id(token): token for token in SPECIAL_TOKENS}
     # Reserved tokens have no name and are allowed nowhere.
@@ -100,21 +100,33 @@ def split_turn(harmony_ids: Sequence[int]) -> list[MessageSpan] | None:
         for place, token_id in enumerate(harmony_ids)
         if token_id >= FIRST_SPECIAL_ID
     ]
+
     named = dict(specials)
     messages = split_messages(specials, len(harmony_ids))
     for number, message in enumerate(messages):
         has_start = message.header > message.start
         ends = TURN_ENDS if number == len(messages) - 1 else ("<|end|>",)
-        if has_start != (number > 0) or message.body is None or message.ended_by not in ends:
+        if has_start != (number > 0) or message.ended_by not in ends:
             return None
-        in_header = [
-            named[place] for place in range(message.header, message.body - 1) if place in named
-        ]
-        if len(in_header) != len(set(in_header)) or not set(in_header) <= set(HEADER_TOKENS):
-            return None
-        if any(place in named for place in range(message.body, message.body_end)):
+        if not _has_legal_specials(message, named):
             return None
     return messages or None
+
+
+def _has_legal_specials(message: MessageSpan, specials: Mapping[int, str]) -> bool:
+    """Return True if a message has a body, and special tokens only where they are allowed.
+
+    Args:
+        message: the message.
+        specials: names of the special tokens by place.
+    """
+    if message.body is None:
+        return False
+    header = range(message.header, message.body - 1)
+    in_header = [specials[place] for place in header if place in specials]
+    if len(in_header) != len(set(in_header)) or not set(in_header) <= set(HEADER_TOKENS):
+        return False
+    return not any(place in specials for place in range(message.body, message.body_end))
 
 
 def read_header(text: str) -> Header:

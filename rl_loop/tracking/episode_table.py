@@ -198,9 +198,11 @@ def sample_rows(step: int, splits: Sequence[EpisodesOfSplit], at_most: int) -> l
 
 
 def _rows_of(step: int, split: EpisodesOfSplit) -> list[_Row]:
+    """Return a row for every sequence of a split. ``step``: used if the split names no step."""
     estimates = _estimates(split)
     if split.step is not None:
         step = split.step
+
     rows = []
     sequence = 0
     for number, group in enumerate(split.groups):
@@ -210,6 +212,7 @@ def _rows_of(step: int, split: EpisodesOfSplit) -> list[_Row]:
             for i, episode in enumerate([*group.trajectories, *group.invalid])
             for trajectory in episode.sequences
         ]
+
         for i, trajectory in numbered:
             tokens = None
             if split.samples is not None and trajectory.invalid is None:

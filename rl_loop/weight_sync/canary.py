@@ -176,27 +176,31 @@ def check_canary(
 def _describe_gap(
     gap: float, rounding: float | None, worker: int, tolerance: CanaryTolerance, version: int
 ) -> str:
-    """Describe a difference that is too large, with the causes that are possible."""
+    """Describe a difference that is too large, and its possible causes."""
     nats = tolerance.with_rounding(rounding)
     differ = (
         f"canary_tolerance: after syncing weights {version}, rollout worker {worker} and the trainer "
         f"differ by {gap:.2e} nats per token on the canary prompt (tolerance {nats:.2e})."
     )
+    cause = _possible_cause(rounding, tolerance.dtype)
+    return f"{differ} {cause} Nothing was trained on this version; the last checkpoint is good."
+
+
+def _possible_cause(rounding: float | None, dtype: str) -> str:
+    """Return the possible causes of a difference. ``rounding``: None if it was not measured."""
+    different = "They do not compute the same model"
     if rounding is not None:
-        cause = (
-            f"Rounding to {tolerance.dtype} changes the engine's log-probs by only {rounding:.2e}, so "
+        return (
+            f"Rounding to {dtype} changes the engine's log-probs by only {rounding:.2e}, so "
             "they do not compute the same model."
         )
-    elif tolerance.dtype == "float32":
-        cause = "They do not compute the same model."
-    else:
-        cause = (
-            "They do not compute the same model, or rounding to "
-            f"{tolerance.dtype} changes its log-probs by as much. Run `gptoss doctor --engine` with "
-            "dtype=float32: if the canary is within 1e-3 there, it is rounding, and "
-            "canary_tolerance has to be larger."
-        )
-    return f"{differ} {cause} Nothing was trained on this version; the last checkpoint is good."
+    if dtype == "float32":
+        return f"{different}."
+    return (
+        f"{different}, or rounding to {dtype} changes its log-probs by as much. Run `gptoss doctor "
+        "--engine` with dtype=float32: if the canary is within 1e-3 there, it is rounding, and "
+        "canary_tolerance has to be larger."
+    )
 
 
 def check_packed_experts(trainer: CheckedTrainer, engines: CheckedEngines, version: int) -> Digests:

@@ -349,12 +349,14 @@ class SglangConfig(EngineConfig):
             mends.append("triton_window")
         if self.colocated:
             mends.append("sleeping_cache")
+
         if self.packs_experts:
             mends += ["mxfp4_experts", "sound_assembler"]
             if not self.deterministic:
                 # Its gates can differ in the last bit from those of a prefill.
                 mends.append("quick_routing")
             mends += ["quick_products", "quick_few_tokens"]
+
         if not self.colocated:
             # Syncs of colocated servers find no request running.
             mends.append("quick_pause")
