@@ -1,5 +1,5 @@
 """Judging answers. Nothing here needs Ray, Megatron or torch."""
 
-from rl_loop.rewards.failure import CheckerFailure
+from rl_loop.rewards.checker_pool import CheckerFailure
 
 __all__ = ["CheckerFailure"]

@@ -4,7 +4,14 @@ import asyncio
 from typing import Any
 
 from rl_loop.forked_pool import ForkedPool, PoolFailure, TooExpensive
-from rl_loop.rewards.failure import CheckerFailure
+
+
+class CheckerFailure(RuntimeError):
+    """A checker could not run: it did not start, it died, or its data is missing.
+
+    The failure says nothing about the answer. An episode whose reward raises it has no reward, and must
+    not count as wrong.
+    """
 
 
 class CheckerPool(ForkedPool):
