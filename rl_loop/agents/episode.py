@@ -42,7 +42,7 @@ class AgentReturn:
     failure: InfrastructureFailure | None = None
     """Error of the function or its process."""
     is_cause: bool = True
-    """Whether the error is an infrastructure failure. False if the policy's turns ended the process."""
+    """True if the error is an infrastructure failure. False if the policy's turns ended the process."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class ProgramRunner:
         After an infrastructure failure the episode is played again. A persistent failure makes it invalid.
         So does a first failure of the engine, because its requests were repeated before.
 
-        If the process of the program ends, the last attempt has a process of its own. If that process
-        ends, too, the turns of the policy have ended it, and the episode is unfinished.
+        If the process of the program ends, the last attempt gets a separate process. If that process ends,
+        too, the turns of the policy have ended it, and the episode is unfinished.
 
         Args:
             task_id: name of the task.
@@ -104,7 +104,7 @@ class ProgramRunner:
         raise AssertionError("the last failure is returned")
 
     async def _play(self, program: AgentProgram, session: Session, is_alone: bool) -> AgentReturn:
-        """Play an episode once, and close its session.
+        """Run an episode once, and close its session.
 
         Args:
             program: program of the agent.

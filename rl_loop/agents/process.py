@@ -22,9 +22,9 @@ from rl_loop.rollout.episode_clock import OutOfTime
 START_SECONDS = 300.0
 """Importing an agent's libraries takes a while on a busy machine."""
 CANCEL_SECONDS = 5.0
-"""What an episode has to end once its time is over; its process then gets no new ones."""
+"""Time for an episode to end after its time limit. After that its process gets no new episodes."""
 LONGEST_LINE = 256 << 20
-"""Bytes of what an agent may return."""
+"""Largest number of bytes that an agent may return."""
 
 HOST = (
     "import os, sys; sys.path.append(os.environ['GPTOSS_HOST_PATH']);"
@@ -55,7 +55,7 @@ class AgentProcess:
         self.function = program.function
         self._program = program
         self.is_usable = True
-        """Whether it may be given further episodes."""
+        """True if it may get further episodes."""
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -66,7 +66,7 @@ class AgentProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process was there and is gone."""
+        """True if the process was started and has ended."""
         return self._reader is not None and self._reader.done()
 
     async def start(self) -> None:
@@ -100,10 +100,12 @@ class AgentProcess:
             raise self._error(self._failure)
 
     async def run(self, program: AgentProgram, base_url: str, session: Session) -> object:
-        """Run one episode, and return what the function returned.
+        """Run one episode and return the function's return value.
 
-        Raises InfrastructureFailure for what it raised, and OutOfTime when the session's time is
-        over and it does not end by itself."""
+        Raises:
+            InfrastructureFailure: the function raised an error.
+            OutOfTime: the time of the session is over and the function does not return.
+        """
         number = next(self._numbers)
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._calls[number] = answer
@@ -125,7 +127,7 @@ class AgentProcess:
             if answer.done() and not answer.cancelled():
                 answer.exception()  # looked at, or asyncio warns
             else:
-                # The episode itself was cancelled: nobody waits for what it comes to.
+                # The episode was cancelled, so no caller waits for its result.
                 with suppress(InfrastructureFailure):
                     self._send({"cancel": number})
 
@@ -148,7 +150,7 @@ class AgentProcess:
 
     async def _cancel(self, number: int, answer: "asyncio.Future[Any]", session: Session) -> None:
         """End an episode whose time is over. Raises OutOfTime if it does not return even now."""
-        # Whatever it asks the policy from now on is refused, so that most agents end by themselves.
+        # Further requests to the policy are rejected, and most agents end because of that.
         await session.close()
         self._send({"cancel": number})
         await asyncio.wait({answer}, timeout=CANCEL_SECONDS)
@@ -172,7 +174,7 @@ class AgentProcess:
             while text := await self._process.stdout.readline():
                 self._note(json.loads(text))
         except ValueError as error:
-            # A line that is too long, or none of ours: what follows cannot be told apart.
+            # The line is too long or malformed, so the lines after it cannot be read.
             self._failure = f"its process wrote what is no answer: {error}"
             self.kill()
         status = await self._process.wait()
@@ -211,7 +213,7 @@ class AgentProcess:
 
 
 ProgramKey = tuple[str, str | None, int, int]
-"""What two programs have in common whose episodes run in one process."""
+"""Programs with the same key run their episodes in one process."""
 
 
 def _key_of(program: AgentProgram) -> ProgramKey:
@@ -229,7 +231,7 @@ class AgentProcesses:
         self._is_closed = False
 
     def vacancy(self, program: AgentProgram) -> asyncio.Semaphore:
-        """Return what bounds the episodes of a program that run at the same time."""
+        """Return the semaphore that limits the concurrent episodes of a program."""
         key = _key_of(program)
         return self._vacancies.setdefault(key, asyncio.Semaphore(program.concurrency))
 

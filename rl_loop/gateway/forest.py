@@ -1,10 +1,9 @@
 """The turns of one session as a forest. A turn is found by the conversation that its client repeats.
 
-A client sends its whole conversation with every request, as text. The longest beginning of it that
-is already here is taken as the tokens that are stored; only messages behind it are rendered. So no
-sampled token is ever tokenized a second time. A conversation that differs anywhere (other tools,
-an edited or summarised history, a sub-agent's prompt) begins another tree, or branches off where
-it differs.
+A client sends its whole conversation with every request, as text. Stored tokens replace the longest
+beginning that was sampled or rendered before. Only the messages after it are rendered. Therefore no sampled
+token is tokenized again. A conversation that differs (other tools, an edited or summarized history, a
+sub-agent's prompt) begins another tree, or a branch at the difference.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +38,7 @@ class Forest:
         self._nodes: dict[str, Node] = {}
         """By response id, in the order in which they were added."""
         self._by_key: dict[bytes, Node] = {}
-        """The newest turn of every conversation that can go on."""
+        """The newest turn of every conversation that can continue."""
         self._by_fingerprint: dict[bytes, list[Node]] = {}
         """The answers to equal requests, the newest last."""
         self._by_call: dict[str, Node] = {}
@@ -72,7 +71,7 @@ class Forest:
         return node
 
     def has_response(self, response_id: str) -> bool:
-        """Whether one of the turns is the response of that id."""
+        """Return True if one of the turns is the response of this id."""
         return response_id in self._nodes
 
     def answers(self, fingerprint: bytes) -> Sequence[Node]:
@@ -123,8 +122,8 @@ class Forest:
     def _with_thinking(self, message: dict[str, Any], digest: MessageDigest) -> dict[str, Any]:
         """Return a message with the stored thinking if it is a turn with calls of this session.
 
-        Clients need not repeat thinking, and the policy needs it until its calls have led to an
-        answer, whatever else of the conversation is rendered anew.
+        Clients need not repeat thinking. The policy needs it until its calls have led to an answer, also
+        if the conversation is rendered again.
         """
         calls = message.get("tool_calls") if message["role"] == "assistant" else None
         node = self._by_call.get(calls[0].get("id")) if calls else None
@@ -154,7 +153,7 @@ class Forest:
             self._forget(next(iter(self._nodes.values())))
 
     def _forget(self, node: Node) -> None:
-        """Forget that a turn can be gone on from; turns that do go on from it keep its tokens."""
+        """Drop a turn, so that no request can continue it. Later turns keep its tokens."""
         del self._nodes[node.response_id]
         self._memory_bytes -= node.memory_bytes
         if self._by_key.get(node.key) is node:
@@ -167,7 +166,7 @@ class Forest:
         if not equal:
             self._by_fingerprint.pop(node.fingerprint, None)
 
-    # ---- what is trained on
+    # ---- for training
 
     def trajectories(
         self, task_id: str, decode: Callable[[Sequence[int]], str]

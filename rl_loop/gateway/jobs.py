@@ -97,7 +97,7 @@ class RenderJob:
     """Limit of a conversation."""
 
     def run(self, codec: ChatCodec) -> "Rendered":
-        """Return the tokens. Raises ApiError for what cannot be rendered."""
+        """Return the tokens. Raises ApiError if the messages cannot be rendered."""
         rendered = self._rendered(codec)
         count = len(rendered.new_ids)
         if count > self.max_tokens:
@@ -156,7 +156,7 @@ class TurnJob:
     """Functions that the client offered."""
 
     def run(self, codec: ChatCodec) -> ReadTurn:
-        """Return what the turn says."""
+        """Return the parsed turn."""
         return read_turn(codec, GenerateResult(self.ids, [], self.finish_reason), self.tools)
 
 
@@ -211,17 +211,17 @@ class RequestWorkers:
     def _note_end(self, task: "asyncio.Task[Any]") -> None:
         self._running.discard(task)
         if not task.cancelled():
-            task.exception()  # The client may have left, and asyncio warns of errors nobody reads.
+            task.exception()  # Read, because the client may have left and asyncio warns of unread errors.
 
 
 class SessionJobs:
     """Runs the jobs of one session: short jobs here, one long job at a time in a process.
 
-    So the requests of a session do not take all processes from other sessions.
+    Otherwise one session could use all processes.
     """
 
     def __init__(self, codec: ChatCodec, workers: RequestWorkers | None) -> None:
-        """``workers``: processes for long jobs; None for processes of the session's own."""
+        """``workers``: processes for long jobs; None to start processes for this session."""
         self._codec = codec
         self._workers = workers or RequestWorkers(codec)
         self._owns_workers = workers is None
@@ -244,7 +244,7 @@ class SessionJobs:
         return await asyncio.shield(task)
 
     async def close(self) -> None:
-        """End the processes if they are the session's own."""
+        """End the processes that were started for this session."""
         if self._owns_workers:
             await self._workers.close()
 
@@ -264,7 +264,7 @@ _codec: ChatCodec | None = None
 
 
 def prepare(codec: ChatCodec) -> None:
-    """Load what jobs need, before workers are forked."""
+    """Load the tables that jobs need, before workers are forked."""
     global _codec
     _codec = codec
     codec.render_continuation([{"role": "user", "content": "Hi"}], [], 0)

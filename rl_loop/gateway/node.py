@@ -26,22 +26,22 @@ class Node:
 
     response_id: str
     parent: "Node | None"
-    """The turn whose tokens this one goes on from; None if nothing stored is before it."""
+    """The turn whose tokens this one continues; None if it is the first one of its sequence."""
     new_ids: list[int]
-    """What was rendered behind the parent's tokens: all of the prompt if there is no parent."""
+    """Rendered tokens after the parent's tokens; the whole prompt if there is no parent."""
     new_role: str
-    """Who said ``new_ids``: "prompt", "tool" or "user"."""
+    """Author of ``new_ids``: "prompt", "tool" or "user"."""
     sampled: GenerateResult
     """The turn, without its routes."""
     routes: np.ndarray | None
-    """uint8 or int16 [tokens, layers, top_k]: the experts of the tokens that were inputs of this
-    turn and of none before it."""
+    """uint8 or int16 [tokens, layers, top_k]: experts of the tokens that were first an input of this turn.
+    """
     finish_reason: FinishReason
     """Why the turn ended."""
     answer: Answer
-    """What the client was given."""
+    """Answer to the client."""
     format_error: str | None
-    """Why it was given nothing: the turn is not legal."""
+    """Kind of the error if the turn is not legal. The client then gets no answer."""
     messages: tuple[dict[str, Any], ...]
     """The conversation up to this turn and with it, without instructions."""
     digests: tuple[MessageDigest, ...]
@@ -51,19 +51,19 @@ class Node:
     reasoning_tokens: int
     """Number of sampled tokens that are analysis."""
     key: bytes
-    """Of the conversation with instructions and tools: ``TurnRequest.conversation_keys``."""
+    """Key of the conversation with instructions and tools: ``TurnRequest.conversation_keys``."""
     open_calls: list[OpenCall]
     """Calls that no tool has answered yet, those of this turn included."""
     closing: tuple[int, ...]
-    """Tokens that stand behind the turn when the conversation continues."""
+    """Tokens after the turn when the conversation continues."""
     dropped: int
     """Number of tokens at the end of the turn that are left out when the conversation continues."""
     fingerprint: bytes
-    """Of the request."""
+    """Fingerprint of the request."""
     text_characters: int = 0
     """Characters of ``messages``."""
     is_stored: bool = True
-    """Whether a request may go on from it by its id."""
+    """True if a request may name the response to continue it."""
     delivered: bool | None = None
     """True if a client has received the answer, False if its connection was lost; None while the
     answer is sent."""
@@ -124,20 +124,20 @@ class Usage:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a request goes on from."""
+    """Place of a request in the forest."""
 
     parent: Node | None
-    """The turn that is reused; None if nothing is."""
+    """The turn to continue; None for a new sequence."""
     conversation: tuple[dict[str, Any], ...]
     """All messages, without instructions."""
     digests: tuple[MessageDigest, ...]
     """One for each message of the conversation."""
     keys: list[bytes]
-    """Of every beginning of instructions and conversation."""
+    """Keys of all beginnings of instructions and conversation."""
     new_messages: tuple[dict[str, Any], ...]
-    """Messages to render: those behind the parent, or all without one."""
+    """Messages to render: the messages after the parent, or all messages."""
     first_number: int
-    """How many messages of the client's are before ``new_messages``."""
+    """Number of the client's messages before ``new_messages``."""
 
 
 @dataclass(frozen=True)

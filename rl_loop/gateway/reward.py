@@ -1,4 +1,4 @@
-"""What an agent, or whoever judges it, says that a session earned: ``POST /v1/rewards``."""
+"""Rewards that an agent or a judge posts to ``/v1/rewards``."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ from rl_loop.gateway.errors import ApiError
 from rl_loop.gateway.parameters import validated
 
 SCORE = "score"
-"""The reward part that a plain number stands for."""
+"""Name of the reward part for a plain number."""
 
 
 class _RewardBody(BaseModel):
@@ -26,9 +26,9 @@ class GivenReward:
     """A reward of a session, or of one of its responses."""
 
     parts: dict[str, float]
-    """What it is made of; "score" among them is 1 for perfect, 0 for what doing nothing earns."""
+    """Parts of the reward. The part "score" is 1 for perfect and 0 for doing nothing."""
     response_id: str | None = None
-    """The response that earned it; None for the session as a whole."""
+    """Response that is rewarded; None for the session as a whole."""
 
 
 class SessionRewards:

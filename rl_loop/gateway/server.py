@@ -1,6 +1,7 @@
 """The HTTP server: sessions by API key, two dialects of OpenAI's API, and rewards.
 
-It runs on the event loop of whoever starts it, beside the engine's."""
+The server runs on the event loop of its caller, next to the engine.
+"""
 
 import asyncio
 import logging
@@ -36,9 +37,9 @@ MAX_BODIES_BYTES = 32 * MAX_BODY_BYTES
 LONG_ANSWER_BYTES = 65_536
 """Bytes of a stream that are sent at a time, unless one event is longer."""
 STOP_SECONDS = 5.0
-"""What requests have to end when the server stops."""
+"""Time for requests to end when the server stops."""
 RETRY_HEADER = "x-stainless-retry-count"
-"""In which OpenAI's clients say how often they have sent a request before."""
+"""Header with the number of times that a client of OpenAI has sent a request before."""
 
 SESSION = web.RequestKey("session", Session)
 """Session of a request whose key is valid."""
@@ -67,7 +68,7 @@ class Call(Protocol):
 
 @dataclass(frozen=True)
 class GatewaySettings:
-    """Where a gateway listens and what it says of itself."""
+    """Address and name of a gateway, and the settings of its sessions."""
 
     session: SessionSettings
     model: str = "policy"
@@ -89,7 +90,7 @@ class Gateway:
         shape: ModelShape,
         settings: GatewaySettings,
     ) -> None:
-        """``shape``: what the engine's answers are checked against."""
+        """``shape``: shape of the model, to check the engine's results."""
         self._engine = engine
         self._codec = codec
         self._shape = shape
@@ -109,10 +110,15 @@ class Gateway:
         api_key: str | None = None,
         settings: SessionSettings | None = None,
     ) -> Session:
-        """Begin a session; its ``api_key`` is what the client needs.
+        """Begin a session. The client needs its ``api_key``.
 
-        ``name``: unique among all sessions of the engine. ``settings``: other ones than the
-        gateway's. Raises ValueError if the key is in use.
+        Args:
+            name: name that is unique among all sessions of the engine.
+            api_key: key of the client; None to make one.
+            settings: settings of the session; None for the settings of the gateway.
+
+        Raises:
+            ValueError: the key is in use.
         """
         session = Session(
             name,
@@ -129,7 +135,7 @@ class Gateway:
         return session
 
     async def close_session(self, session: Session) -> None:
-        """End a session: its key is not known any more, what is being sampled is stopped."""
+        """End a session. Its key becomes invalid and its turns in flight are stopped."""
         self._sessions.pop(session.api_key, None)
         await session.close()
 
@@ -152,7 +158,7 @@ class Gateway:
 
     @property
     def base_url(self) -> str:
-        """What clients call ``base_url``, such as ``http://127.0.0.1:40123/v1``."""
+        """The ``base_url`` of clients, such as ``http://127.0.0.1:40123/v1``."""
         return f"{self._url}/v1"
 
     async def start(self) -> None:
@@ -164,7 +170,7 @@ class Gateway:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{name:.+}", self._model)
 
-        # A client that leaves cancels its handler, and with it what is sampled for it alone.
+        # A client that leaves cancels its handler, and with it a turn that no other client waits for.
         self._runner = web.AppRunner(
             app,
             handler_cancellation=True,
@@ -349,7 +355,7 @@ async def _send_events(request: web.Request, call: Call, node: Node) -> web.Stre
 
 
 def _error_response(error: ApiError) -> web.Response:
-    # What has failed was tried again already: a client that does so, too, only takes longer.
+    # The request was repeated already. Another repetition by the client only takes longer.
     headers = {"x-should-retry": "false"}
     response = web.json_response(error.body(), status=error.status, headers=headers)
     if error.status in CLOSING_STATUSES:

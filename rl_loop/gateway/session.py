@@ -40,7 +40,7 @@ SHORT_TOKENS = 256
 """Tokens that are parsed on the event loop. It takes a millisecond or less."""
 
 SETTLE_SECONDS = 2 * ABORT_SECONDS
-"""Time for the turns in flight to end by themselves when the time of the session is over."""
+"""Seconds for the turns in flight to end when the time of the session is over."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class SessionSettings:
     """Tokens before a turn that follows a final answer. "append": all tokens so far. "harmony": the tokens
     that the format keeps (``ChatCodec.without_finished_analysis``), which begin another sequence."""
     clients_choose_sampling: bool = False
-    """Whether to use a request's temperature and top-p. Not in training, because the trainer computes
-    log-probs at the temperature of the run."""
+    """Use the temperature and top-p of requests. Not in training, because the trainer computes log-probs
+    at the temperature of the run."""
     routed_experts: bool = False
-    """Whether to capture the experts of every token."""
+    """Capture the experts of every token."""
     is_episode: bool = True
-    """Whether errors end the session, as they end an episode. Otherwise only the request fails, and the
+    """True if errors end the session, as they end an episode. Otherwise only the request fails, and the
     client may try again."""
     remembered_turns: int | None = None
     """Number of turns that are remembered; None to remember all, for training."""
@@ -82,13 +82,13 @@ class Session:
         """Open a session.
 
         Args:
-            name: unique; with the number of a turn it seeds what is sampled.
-            engine: samples the turns.
+            name: unique name. Together with the number of a turn it seeds the sampling.
+            engine: engine that samples the turns.
             codec: chat format of the policy.
-            shape: shape of the model that the engine's answers are checked against.
+            shape: shape of the model, to check the engine's results.
             settings: limits and sampling.
             api_key: key of the client; None to make one.
-            workers: processes for long requests; None for processes of the session's own.
+            workers: processes for long requests; None to start processes for this session.
         """
         self.name = name
         self.api_key = api_key or f"sk-{secrets.token_urlsafe(24)}"
@@ -130,7 +130,7 @@ class Session:
     ) -> Node:
         """Return the policy's turn.
 
-        Each request gets a sample of its own, also if equal requests are in flight. Only a request that
+        Each request gets a separate sample, also if equal requests are in flight. Only a request that
         is repeated gets an earlier turn: if the answer could not be delivered, or if the client marks
         the request as a retry. If no client waits any more, sampling stops and nothing is kept.
 
@@ -232,7 +232,7 @@ class Session:
         turn = await self._read_turn(sampled.result, request)
         node = new_node(request, response_id, place, prompt, sampled, turn)
         self.episode.keep(sampled.result)
-        # A concurrent turn may have ended the session meanwhile.
+        # A concurrent turn may have ended the session.
         if self.end is not None:
             raise EpisodeOver(self.end)
         self.forest.add(node)

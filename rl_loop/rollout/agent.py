@@ -1,8 +1,8 @@
 """The agent loop: one episode, token in and token out.
 
     ids = prompt
-    repeat: sample a turn from ids; append exactly what was sampled; let the environment act on it;
-            append what tools answered or the user said
+    repeat: sample a turn from ids; append exactly the sampled ids; let the environment execute the
+            turn; append tool results or the user message
 
 Text is never rendered twice. The loss mask is 1 exactly on sampled tokens. Mistakes of the policy end
 an episode with a reward. Infrastructure failures end it as invalid (``rl_loop.infrastructure``).
@@ -66,7 +66,7 @@ async def run_episode(
         seed: seed of the episode.
         routed_experts: whether to record the experts of every token.
         shape: shape of the model, to check the engine's results. None to check the vocabulary only.
-        runner: plays the episode. None for ``EpisodeRunner``.
+        runner: runs the episode. None for ``EpisodeRunner``.
 
     Raises:
         UnusablePrompt: the prompt leaves no room for an answer.
@@ -79,7 +79,7 @@ async def run_episode(
 
 
 class EpisodeRunner:
-    """Plays one episode."""
+    """Runs one episode."""
 
     def __init__(
         self, task_id: str, environment: Environment, codec: ChatCodec, episode: Episode
@@ -100,7 +100,7 @@ class EpisodeRunner:
         """Number of executed tool calls, including the calls of replaced turns."""
 
     async def run(self) -> Trajectory:
-        """Play the episode. A persistent infrastructure failure makes it invalid."""
+        """Run the episode. A persistent infrastructure failure makes it invalid."""
         try:
             await self.begin()
             return await self.play()

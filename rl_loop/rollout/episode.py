@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.config.episode import EpisodeLimits
@@ -71,13 +71,18 @@ class EpisodeOver(Exception):
 
 
 @dataclass(frozen=True)
-class Room:
+class TokenBudget:
     """Number of tokens that a turn may have."""
 
     tokens: int
-    """0 or less if there is no room."""
+    """0 or less if no tokens are left."""
     limit: LimitReached
     """The limit that sets the number."""
+
+    @classmethod
+    def of(cls, tokens: int, reason: FinishReason, allowed: str) -> Self:
+        """Return the budget of a limit. See ``LimitReached`` for ``reason`` and ``allowed``."""
+        return cls(tokens, LimitReached(reason, allowed))
 
 
 @dataclass(frozen=True)
@@ -184,18 +189,18 @@ class Episode:
             sampling: sampling parameters of this turn. None for the parameters of the episode.
 
         Raises:
-            EpisodeOver: there is no room, or no time to sample a token.
+            EpisodeOver: no tokens are left, or no time to sample a token.
             EngineFault: the engine failed repeatedly.
         """
-        room = self._room(len(prefix), max_new_tokens)
-        if room.tokens <= 0:
-            raise EpisodeOver(room.limit)
+        budget = self._budget(len(prefix), max_new_tokens)
+        if budget.tokens <= 0:
+            raise EpisodeOver(budget.limit)
 
-        result = await self.sampler.sample(name, prefix, room.tokens, sampling)
+        result = await self.sampler.sample(name, prefix, budget.tokens, sampling)
         if not result.output_ids:
             raise EpisodeOver(self.out_of_time())
         if result.finish_reason is FinishReason.LENGTH:
-            return SampledTurn(result, room.limit)
+            return SampledTurn(result, budget.limit)
         if result.finish_reason is FinishReason.TIMEOUT:
             return SampledTurn(result, self.out_of_time())
         return SampledTurn(result, None)
@@ -211,23 +216,24 @@ class Episode:
 
     # ---- limits
 
-    def _room(self, used: int, max_new_tokens: int | None) -> Room:
-        """Return the room for a turn behind ``used`` tokens."""
+    def _budget(self, used: int, max_new_tokens: int | None) -> TokenBudget:
+        """Return the budget of a turn after ``used`` tokens: the smallest of all limits."""
         limits = self.limits
         of_turn = self.sampling.max_new_tokens
-        context = limits.max_tokens - used
-        rooms = [
-            _room_of(of_turn, FinishReason.LENGTH, f"{of_turn} tokens of a turn"),
-            _room_of(context, FinishReason.MAX_CONTEXT, f"{limits.max_tokens} tokens"),
+        budgets = [
+            TokenBudget.of(of_turn, FinishReason.LENGTH, f"{of_turn} tokens of a turn"),
+            TokenBudget.of(
+                limits.max_tokens - used, FinishReason.MAX_CONTEXT, f"{limits.max_tokens} tokens"
+            ),
         ]
         if max_new_tokens is not None:
             allowed = f"{max_new_tokens} tokens of a turn"
-            rooms.append(_room_of(max_new_tokens, FinishReason.LENGTH, allowed))
+            budgets.append(TokenBudget.of(max_new_tokens, FinishReason.LENGTH, allowed))
         if limits.max_sampled_tokens is not None:
             left = limits.max_sampled_tokens - self.sampled_tokens
             allowed = f"{limits.max_sampled_tokens} sampled tokens"
-            rooms.append(_room_of(left, FinishReason.MAX_SAMPLED_TOKENS, allowed))
-        return min(rooms, key=lambda room: room.tokens)
+            budgets.append(TokenBudget.of(left, FinishReason.MAX_SAMPLED_TOKENS, allowed))
+        return min(budgets, key=lambda budget: budget.tokens)
 
     def out_of_time(self) -> LimitReached:
         """Return the ending of an episode without time left."""
@@ -285,7 +291,3 @@ def invalidated(
     sequence.reward = math.nan
     sequence.reward_parts = {}
     return sequence
-
-
-def _room_of(tokens: int, reason: FinishReason, allowed: str) -> Room:
-    return Room(tokens, LimitReached(reason, allowed))

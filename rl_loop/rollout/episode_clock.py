@@ -10,7 +10,7 @@ from typing import Any
 from rl_loop.infrastructure import InfrastructureFailure
 
 CANCEL_SECONDS = 1.0
-"""How long a cancelled call is waited for. One that goes on nevertheless is left behind."""
+"""Time for a cancelled call to end. A call that takes longer is abandoned."""
 
 _running_clock: ContextVar["EpisodeClock"] = ContextVar("running_clock")
 
@@ -22,8 +22,9 @@ class OutOfTime(Exception):
 class EpisodeClock:
     """Measures how long an episode has run.
 
-    It is stopped while the episode waits for what is not its own doing: in an engine's queue, or
-    before another attempt at what failed. It begins stopped."""
+    The clock stops while the episode waits in an engine's queue, or before it retries a failed call. It
+    begins stopped.
+    """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -48,7 +49,7 @@ class EpisodeClock:
 
     @property
     def is_running(self) -> bool:
-        """Whether the time runs."""
+        """True if the time runs."""
         return self._running_since is not None
 
     @property
@@ -80,7 +81,7 @@ class EpisodeClock:
         task = asyncio.ensure_future(call)
         try:
             await asyncio.wait({task}, timeout=max(0.0, self.left))
-            # The clock may have been stopped meanwhile: then there is time left.
+            # If the clock was stopped during the call, there is time left.
             while not task.done() and not self.is_over:
                 await asyncio.wait({task}, timeout=max(0.001, self.left))
 
@@ -106,7 +107,7 @@ async def end_task(task: "asyncio.Future[Any]") -> None:
         task.cancel()
         await asyncio.wait({task}, timeout=CANCEL_SECONDS)
 
-    # asyncio warns of exceptions that nobody has looked at.
+    # asyncio warns of exceptions that no code has read.
     if task.done():
         with suppress(asyncio.CancelledError):
             task.exception()

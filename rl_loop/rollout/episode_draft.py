@@ -1,5 +1,4 @@
-"""An episode while it is played: lists that grow turn by turn, of which a Trajectory is made at
-the end."""
+"""An episode in progress: lists that grow turn by turn, and become a Trajectory at the end."""
 
 from collections.abc import Sequence
 
@@ -12,12 +11,12 @@ from rl_loop.rollout.turn_sampler import shifted
 
 
 class EpisodeDraft:
-    """The tokens of one episode so far, and what is counted of it meanwhile."""
+    """The tokens and counters of one episode so far."""
 
     def __init__(self, task_id: str) -> None:
         self.task_id = task_id
         self.token_ids: list[int] = []
-        """Prompt, turns of the policy, and what tools and user said."""
+        """Prompt, turns of the policy, tool results and user messages."""
         self.turns: list[Turn] = []
         self.grafted: list[tuple[int, int]] = []
         """Token ranges that were sampled in another context."""
@@ -32,7 +31,7 @@ class EpisodeDraft:
         self._routes: list[np.ndarray] = []
         """Pieces of the routes of the tokens so far: they weigh most, and are joined once."""
         self._routed_tokens = 0
-        """Of all pieces."""
+        """Number of tokens in all pieces."""
 
     def __len__(self) -> int:
         """Return the number of tokens so far."""
@@ -41,9 +40,14 @@ class EpisodeDraft:
     def append(
         self, role: str, ids: Sequence[int], text: str, sampled: GenerateResult | None = None
     ) -> None:
-        """Append a turn: what the policy ``sampled``, or what others said.
+        """Append a turn.
 
-        ``text``: of ``ids``, for people."""
+        Args:
+            role: author of the turn: "prompt", "assistant", "tool" or "user".
+            ids: token ids of the turn.
+            text: text of the turn, for people.
+            sampled: result of the engine; None if the policy is not the author.
+        """
         start = len(self)
         self.token_ids += ids
         self.turns.append(Turn(role, start, len(self), text))
@@ -69,7 +73,7 @@ class EpisodeDraft:
         self.cached_tokens += min(len(self), sampled.cached_tokens)
 
     def remove_last_turn(self) -> None:
-        """Set the episode back to what it was before its last turn, which the policy sampled."""
+        """Remove the last turn, which the policy sampled."""
         turn = self.turns.pop()
         del self.token_ids[turn.start :]
         del self._log_probs[turn.start :]

@@ -58,7 +58,7 @@ def purifying(config: PurificationConfig) -> RunnerFactory:
 
 
 class PurifyingRunner(EpisodeRunner):
-    """Plays an episode and retries its failed tool calls."""
+    """Runs an episode and retries its failed tool calls."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class PurifyingRunner(EpisodeRunner):
     async def _purify(self, failed: Attempt, before: Any) -> Attempt | None:
         """Return a turn to put in place of a failed one, or None if the error stays.
 
-        If the time is over meanwhile, the environment is in the middle of a retry, and the episode ends.
+        If the time is over during a retry, the environment is in an intermediate state, and the episode ends.
 
         Args:
             failed: the failed turn.

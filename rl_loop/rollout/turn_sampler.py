@@ -1,5 +1,5 @@
-"""Samples the turns of one episode from an engine that is not trusted: answers are checked,
-faults retried."""
+"""Samples the turns of one episode from an engine that is not trusted: results are checked, and faults are
+retried."""
 
 import asyncio
 import hashlib
@@ -25,11 +25,11 @@ from rl_loop.rollout.episode_clock import EpisodeClock, end_task
 FAULT_PAUSES = (0.1, 1.0, 4.0)
 """Seconds before a request that met a fault is sent again; after the last one the fault stays."""
 ABORT_PAUSES = (0.0, 0.02, 0.1, 0.5, 2.0, 5.0, 5.0, 5.0)
-"""Seconds before a request goes on that was aborted without a token: once, twice and so on in a
-row. A weight sync aborts once, so the first time costs nothing; an engine that does nothing else
-is not asked thousands of times a second."""
+"""Seconds before a request that was aborted without a token is sent again, by the number of such aborts in
+sequence. The first pause is 0, because a weight sync aborts once. The later ones keep an engine that always
+aborts from getting thousands of requests per second."""
 ABORT_SECONDS = 10.0
-"""How long an engine may take to end a request that it was told to abort."""
+"""Time limit of an engine for ending an aborted request."""
 
 
 QUEUE_SECONDS = 3600.0
@@ -46,9 +46,9 @@ class TurnSampler:
     sampling: SamplingParams
     clock: EpisodeClock
     shape: ModelShape
-    """What the engine's answers are checked against."""
+    """Shape of the model, to check the engine's results."""
     routed_experts: bool = False
-    """Whether the engine has to return the experts of every token."""
+    """True if the engine has to return the experts of every token."""
     prefilled_again: int = 0
     """Tokens of the episode that an engine computed again because a turn was interrupted."""
 
@@ -88,7 +88,7 @@ class TurnSampler:
                 f"{self.episode}/{turn}", prefix, sampled.output_ids, room, sampling
             )
             if sampled.output_ids and rest.output_ids:
-                # All but the last token of what the turn goes on from had been an input before.
+                # All tokens before the last one had been an input before the abort.
                 processed = len(prefix) + len(sampled.output_ids) - 1
                 self.prefilled_again += max(0, processed - rest.cached_tokens)
 
@@ -121,7 +121,7 @@ class TurnSampler:
 
     @staticmethod
     def _check_scores(name: str, log_probs: list[float], tokens: int) -> None:
-        """Raise EngineFault if these cannot be the log-probs of so many tokens."""
+        """Raise EngineFault if these cannot be the log-probs of ``tokens`` tokens."""
         if len(log_probs) != tokens - 1:
             raise EngineFault(name, f"{len(log_probs)} log-probs came back for {tokens} tokens")
         if log_probs:
@@ -208,7 +208,7 @@ class TurnSampler:
         Raises EngineFault if it does not."""
 
         async def ask() -> None:
-            # An error here does not matter: what counts is whether the request ends.
+            # An error here does not matter if the request ends.
             with suppress(Exception):
                 await self.engine.abort(request_id)
 
@@ -229,7 +229,7 @@ def _joined(begin: GenerateResult, rest: GenerateResult) -> GenerateResult:
         finish_reason=rest.finish_reason,
         weight_versions=begin.weight_versions + shifted(rest.weight_versions, done),
         routed_experts=first_routes(begin.routed_experts, rest.routed_experts),
-        # Of a turn that goes on, the cache also holds what the turn itself had just made.
+        # After an abort the cache also holds the tokens of this turn.
         cached_tokens=begin.cached_tokens if done else rest.cached_tokens,
     )
 
@@ -247,7 +247,7 @@ def first_routes(earlier: np.ndarray | None, latest: np.ndarray | None) -> np.nd
 
 
 def shifted(spans: list[WeightVersionSpan], by: int) -> list[WeightVersionSpan]:
-    """Return the spans ``by`` tokens further on."""
+    """Return the spans, shifted by ``by`` tokens."""
     return [WeightVersionSpan(span.start + by, span.end + by, span.version) for span in spans]
 
 
