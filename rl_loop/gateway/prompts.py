@@ -1,12 +1,11 @@
 """Renders the prompt of a turn: the stored tokens of a conversation and its new messages."""
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.gateway.errors import ApiError
-from rl_loop.gateway.jobs import Rendered, RenderJob, StoredTokens
+from rl_loop.gateway.jobs import Rendered, RenderJob, SessionJobs, StoredTokens
 from rl_loop.gateway.node import Node, Place, Prompt
 from rl_loop.gateway.request import TurnRequest, text_bytes, text_size
 from rl_loop.tasks.prompt_limit import LONGEST_TOKEN
@@ -39,8 +38,7 @@ class PromptRenderer:
     """See ``SessionSettings.history``."""
     max_tokens: int
     """Limit of a conversation."""
-    run: Callable[[RenderJob, bool], Awaitable[Rendered]]
-    """Runs a job. The second argument tells whether it is short."""
+    jobs: SessionJobs
 
     async def render(self, request: TurnRequest, place: Place) -> Prompt:
         """Render the prompt of a request.
@@ -56,7 +54,7 @@ class PromptRenderer:
         self._check_effort(request)
         self._check_size(request, place)
         job = self._job(request, place)
-        rendered = await self.run(job, _is_short(request, job))
+        rendered = await self.jobs.run(job, is_short=_is_short(request, job))
         if rendered.too_many is not None:
             raise PromptTooLong(str(rendered.too_many))
 

@@ -17,7 +17,7 @@ from rl_loop.engines.protocol import GenerateResult, ModelShape, RolloutEngine, 
 from rl_loop.gateway.answer import ReadTurn, read_turn
 from rl_loop.gateway.errors import ApiError, invalid_content
 from rl_loop.gateway.forest import Forest
-from rl_loop.gateway.jobs import Job, Rendered, RenderJob, RequestWorkers, SessionJobs, TurnJob
+from rl_loop.gateway.jobs import Job, RequestWorkers, SessionJobs, TurnJob
 from rl_loop.gateway.node import Node, new_node
 from rl_loop.gateway.pending import PendingTurns, TurnsClosed
 from rl_loop.gateway.prompts import History, PromptRenderer, PromptTooLong
@@ -117,7 +117,7 @@ class Session:
         self._jobs = SessionJobs(codec, workers)
         self._pending = PendingTurns()
         self._prompts = PromptRenderer(
-            codec, settings.history, settings.limits.max_tokens, self._run_render
+            codec, settings.history, settings.limits.max_tokens, self._jobs
         )
 
     @property
@@ -253,9 +253,6 @@ class Session:
         except ApiError:
             # The client did not cause the error, and must get its turn.
             return await off_loop(read_turn, self._codec, sampled, request.tools)
-
-    async def _run_render(self, job: RenderJob, is_short: bool) -> Rendered:
-        return await self.run(job, is_short=is_short)
 
     def _sampling(self, request: TurnRequest) -> SamplingParams:
         """Return the sampling parameters of a turn."""
