@@ -43,7 +43,8 @@ def build_model(
     ``distributed.initialize`` must have run. All parameters have ``dtype`` but the routers'
     biases, which are fp32 at least. With an ``adapter`` everything else is frozen;
     ``initialize_adapters`` gives adapters their values. With ``quantization`` the experts are trained
-    through that format. ``overrides`` replace fields of the TransformerConfig.
+    through that format, or frozen in it if there is an ``adapter``. ``overrides`` replace fields of
+    the TransformerConfig.
 
     Returns:
         A GPTModel, or with ``parallel.virtual_pipeline`` above 1 a ModuleList of so many: the
@@ -56,7 +57,7 @@ def build_model(
         MissingPackageError: when Transformer Engine or DeepEP is needed and missing.
     """
     parallel.check_layout(model, adapter)
-    check_quantization(quantization, model, adapter)
+    check_quantization("quantization", quantization, model)
     if adapter is not None:
         adapter.check_ranks(model)
 

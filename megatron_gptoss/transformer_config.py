@@ -1,7 +1,7 @@
 """Megatron's TransformerConfig with what our modules read besides."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -38,10 +38,8 @@ class PolicyTransformerConfig(TransformerConfig):
 
     adapter: AdapterConfig | None = None
     """What is trained; None: all parameters."""
-    base: Literal["bf16", "mxfp4"] = "bf16"
-    """How experts' frozen weights are held."""
     quantization: Quantization | None = None
-    """What experts are trained through; None for their weights as they are."""
+    """Format of the experts, or with an adapter of their frozen base; None for ``params_dtype``."""
 
     # Faults on purpose, for ablations.
     router_noise: float = 0.0
@@ -52,6 +50,16 @@ class PolicyTransformerConfig(TransformerConfig):
     """False: the sinks get a gradient of zero."""
     sink_backward: bool = True
     """False: the backward pass is that of attention without sinks."""
+
+    @property
+    def trained_quantization(self) -> Quantization | None:
+        """Format that experts are trained through; None if their weights are used as they are."""
+        return self.quantization if self.adapter is None else None
+
+    @property
+    def has_packed_base(self) -> bool:
+        """True if the frozen experts below adapters are held in MXFP4."""
+        return self.quantization is not None and self.adapter is not None
 
 
 def mark(parameter: torch.nn.Parameter, **attributes: Any) -> None:

@@ -92,7 +92,6 @@ def _parallel_settings(parallel: ParallelConfig) -> dict[str, Any]:
         "context_parallel_size": parallel.context,
         "context_scheme_full": parallel.context_scheme_full,
         "context_scheme_window": parallel.context_scheme_window,
-        "base": parallel.base,
     }
 
 

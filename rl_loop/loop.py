@@ -233,7 +233,7 @@ class RlLoop:
                 self.tasks.canary(),
                 tolerance=self.canary_tolerance,
                 version=version,
-                is_quantized=self.config.quantization is not None,
+                is_quantized=self.config.trained_quantization is not None,
             )
             if self.rollouts.scores_beside_rollouts:
                 self._sync_check = self._checking.submit(check)

@@ -271,14 +271,14 @@ def _export(
         session.run.export,
         tokenizer_source=config.tokenizer or config.initial_weights,
         settings_source=config.initial_weights,
-        quantization=config.quantization,
+        quantization=config.trained_quantization,
         sampled=sampled_bits,
     )
     if config.adapter is not None:
         export_trained_adapter(
             session.run.checkpoints, session.run.adapter, base=config.initial_weights
         )
-    return {} if config.quantization is None else {"packed_experts_equal": packed_experts}
+    return {} if config.trained_quantization is None else {"packed_experts_equal": packed_experts}
 
 
 def _compare_answers(config: RlConfig, session: RlSession) -> dict[str, int]:
@@ -296,7 +296,11 @@ def _compare_answers(config: RlConfig, session: RlSession) -> dict[str, int]:
         return {}
 
     agreement = greedy_agreement(
-        session.trainer, session.tasks, session.run.export, config.dtype, config.quantization
+        session.trainer,
+        session.tasks,
+        session.run.export,
+        config.dtype,
+        config.trained_quantization,
     )
     return {
         "greedy_answers_equal": agreement.equal,

@@ -463,7 +463,7 @@ def backend_context(config: RunConfig) -> BackendContext:
         seed=config.seed,
         directory=config.directory.absolute() / "engine",
         routed_experts=config.rollout.routed_experts,
-        quantization=config.quantization,
+        quantization=config.trained_quantization,
     )
 
 

@@ -46,7 +46,7 @@ CONFIG = Path(__file__).parents[2] / "configs/rl/tiny_retool.yaml"
 VARIANTS = {
     "none": [],
     "trained": ["quantization=mxfp4"],
-    "sampled": ["ablation.engine_quantization=mxfp4", "canary_tolerance=100"],
+    "sampled": ["rollout.engine.quantization=mxfp4", "canary_tolerance=100"],
 }
 
 

@@ -211,7 +211,7 @@ def write_weights(config: RlConfig, turn_tokens: int) -> None:
     following = next_tokens(codec_of(config), turn_tokens)
     dtype = getattr(torch, config.dtype)
     tensors = policy_weights(config.model, following, dtype, device, config.seed)
-    packed = config.parallel.base == "mxfp4"
+    packed = config.adapter is not None and config.quantization is not None
     if packed:
         tensors = packed_experts(tensors)
     on_host = ((name, tensor.cpu()) for name, tensor in tensors)

@@ -258,7 +258,7 @@ def test_experts_of_a_packed_base_are_written_as_their_blocks(
 ) -> None:
     """What is read from the directory are the drawn weights, rounded to MXFP4."""
     options = ["model.num_layers=2", "model.hidden_size=64", "model.intermediate_size=96"]
-    options += ["dtype=bfloat16", f"initial_weights={tmp_path / 'weights'}", "parallel.base=mxfp4"]
+    options += ["dtype=bfloat16", f"initial_weights={tmp_path / 'weights'}", "quantization=mxfp4"]
     config = load_rl_config(ROOT / "configs/rl/tiny_retool_adapter.yaml", options)
     loop.write_weights(config, TURN_TOKENS)
 

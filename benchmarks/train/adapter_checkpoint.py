@@ -83,7 +83,9 @@ def build_trainer(args: argparse.Namespace) -> PolicyTrainer:
     sizes = TINY if args.tiny else {}
     model_config = GptOssModelConfig(num_layers=args.layers, num_experts=args.experts, **sizes)
     adapter = AdapterConfig(rank=args.rank, alpha=32, expert_rank=args.expert_rank)
-    model = build_model(model_config, ParallelConfig(base="mxfp4"), torch.bfloat16, adapter=adapter)
+    model = build_model(
+        model_config, ParallelConfig(), torch.bfloat16, adapter=adapter, quantization="mxfp4"
+    )
     initialize_adapters(model, seed=0)
     trainer = PolicyTrainer(model, OptimizerConfig())
 

@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,7 +48,7 @@ from benchmarks.train.release import release
 from gptoss_kernels import mxfp4
 from gptoss_kernels.adapter_merge import KERNEL_NAME
 from megatron_gptoss import distributed
-from megatron_gptoss.config import AdapterConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.config import AdapterConfig, OptimizerConfig, ParallelConfig, Quantization
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.layers import grouped_products
 from megatron_gptoss.layers.merge import merge, merge_packed
@@ -70,7 +70,6 @@ TINY = {
     "sliding_window": 8,
 }
 """Sizes of ``--tiny``."""
-Base = Literal["bf16", "mxfp4"]
 """How the frozen weights of the experts are kept."""
 
 
@@ -123,12 +122,11 @@ def main() -> None:
         print(table(results))
 
 
-def parallel_config(args: argparse.Namespace, base: Base = "bf16") -> ParallelConfig:
+def parallel_config(args: argparse.Namespace) -> ParallelConfig:
     """Return the layout: every rank has rows of its own, and its share of the experts."""
     return ParallelConfig(
         world_size=int(os.environ.get("WORLD_SIZE", 1)),
         expert=args.expert,
-        base=base,
         recompute=tuple(args.recompute),
     )
 
@@ -193,21 +191,30 @@ def build_trainer(args: argparse.Namespace, case: str) -> PolicyTrainer:
     sizes = TINY if args.tiny else {}
     model_config = GptOssModelConfig(num_layers=args.layers, num_experts=args.experts, **sizes)
     on_gpu = torch.cuda.is_available()
-    adapter, base = adapter_and_base(args, case)
-    parallel = parallel_config(args, base)
+    adapter, quantization = adapter_and_base(args, case)
+    parallel = parallel_config(args)
     # GPUs group products by themselves; on a CPU the same code is asked for.
     overrides = {} if on_gpu or adapter is None else {"moe_grouped_gemm": True}
-    model = build_model(model_config, parallel, torch.bfloat16, adapter=adapter, **overrides)
+    model = build_model(
+        model_config,
+        parallel,
+        torch.bfloat16,
+        adapter=adapter,
+        quantization=quantization,
+        **overrides,
+    )
     draw_adapted_model(model)
     return PolicyTrainer(model, OptimizerConfig())
 
 
-def adapter_and_base(args: argparse.Namespace, case: str) -> tuple[AdapterConfig | None, Base]:
-    """Return what is trained in a case, None for all weights, and how the base is kept."""
+def adapter_and_base(
+    args: argparse.Namespace, case: str
+) -> tuple[AdapterConfig | None, Quantization | None]:
+    """Return the adapters of a case, None to train all weights, and the format of the base."""
     if case == "full":
-        return None, "bf16"
+        return None, None
     adapter = AdapterConfig(rank=args.rank, alpha=32, expert_rank=args.expert_rank)
-    return adapter, "mxfp4" if case == "mxfp4" else "bf16"
+    return adapter, "mxfp4" if case == "mxfp4" else None
 
 
 def predicted_peak(
@@ -217,14 +224,15 @@ def predicted_peak(
     batches: list[PackedBatch],
 ) -> float:
     """Return what `gptoss plan` counts of the trainer's tensors in an update, in GB."""
-    adapter, base = adapter_and_base(args, case)
+    adapter, quantization = adapter_and_base(args, case)
     inputs = MemoryInputs(
         trainer.chunks[0].config.architecture,
-        parallel_config(args, base),
+        parallel_config(args),
         trainer.config,
         max(batch.tokens for batch in batches),
         micro_batches=len(batches),
         adapter=adapter,
+        quantization=quantization,
     )
     phases = {phase.name: phase for phase in account(inputs, gigabytes=1e3).phases}
     return phases["update"].trainer / 1e9

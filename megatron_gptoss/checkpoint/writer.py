@@ -110,7 +110,7 @@ class CheckpointWriter:
         save = _PendingSave(
             final=final,
             model_config=trainer.chunks[0].config.architecture,
-            quantization=trainer.chunks[0].config.quantization,
+            quantization=trainer.chunks[0].config.trained_quantization,
             adapters=describe_adapters(trainer.module) if has_adapters(trainer.module) else None,
             training_state=training_state,
         )

@@ -15,7 +15,7 @@ from megatron_gptoss.config.model import (
 )
 from megatron_gptoss.config.optimizer import OptimizerConfig
 from megatron_gptoss.config.parallel import ParallelConfig
-from megatron_gptoss.config.quantization import check_blocks, check_quantization
+from megatron_gptoss.config.quantization import check_quantization
 from megatron_gptoss.config.strict_model import StrictModel
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "ParallelConfig",
     "Quantization",
     "StrictModel",
-    "check_blocks",
     "check_layer_types",
     "check_quantization",
     "derived_head_size",

@@ -7,7 +7,6 @@ from pydantic import Field
 
 from megatron_gptoss.config.adapter import PART_OF_TARGET, AdapterConfig
 from megatron_gptoss.config.model import ModelConfig
-from megatron_gptoss.config.quantization import check_blocks
 from megatron_gptoss.config.strict_model import StrictModel
 
 
@@ -50,10 +49,6 @@ class ParallelConfig(StrictModel):
     """Communication of tokens to experts and back. deepep (https://github.com/deepseek-ai/DeepEP,
     not installed by default) permutes and sends in one kernel. It needs GPUs and is meant for
     experts on several nodes.
-    """
-    base: Literal["bf16", "mxfp4"] = "bf16"
-    """Number format of frozen expert weights while adapters are trained. mxfp4 needs a quarter of
-    the memory and dequantizes weights for every product.
     """
     recompute: tuple[Literal["moe_act", "layernorm", "core_attn", "moe"], ...] = ()
     """On GPUs: parts of layers that the backward pass computes again. moe_act (the expert
@@ -128,7 +123,6 @@ class ParallelConfig(StrictModel):
                 f"parallel.virtual_pipeline ({self.virtual_pipeline}) needs parallel.pipeline above 1"
             )
         self._check_context_schemes(model)
-        self._check_base(model, adapter)
         self._check_stages(adapter, frozen)
 
     def _check_ranks(self) -> None:
@@ -255,20 +249,6 @@ class ParallelConfig(StrictModel):
             f"(parallel.pipeline {self.pipeline}). Set parallel.pipeline to {usable}, or train "
             "another part of the layers"
         )
-
-    def _check_base(self, model: ModelConfig, adapter: AdapterConfig | None) -> None:
-        """Raise ValueError if an MXFP4 base is requested but not possible."""
-        # Trained weights change by less than the distance of MXFP4 values, so only frozen weights
-        # can be packed.
-        if self.base == "bf16":
-            return
-        if adapter is None:
-            raise ValueError(
-                f"parallel.base {self.base} needs an adapter: weights in four bits are frozen, and "
-                "without an adapter all weights are trained (quantization: mxfp4 trains them through "
-                "four bits)"
-            )
-        check_blocks("parallel.base", self.base, model)
 
 
 def _check_divides(key: str, size: int, name: str, count: int) -> None:

@@ -68,7 +68,7 @@ class AdaptedExpertLinear(AdaptedLinear):
         device = parameter_device(config)
 
         # A packed weight is not a parameter: it has no gradient and is not in checkpoints.
-        if config.base == "mxfp4":
+        if config.has_packed_base:
             self.weight = PackedWeight(output_size, input_size, device)
         else:
             weight = torch.empty(output_size, input_size, dtype=dtype, device=device)
@@ -113,7 +113,7 @@ ADAPTED_EXPERT_LINEARS = MLPSubmodules(
 def has_adapted_experts(config: PolicyTransformerConfig) -> bool:
     """Return True if experts have adapters or an MXFP4 base."""
     has_adapters = config.adapter is not None and "experts" in config.adapter.targets
-    return has_adapters or config.base == "mxfp4"
+    return has_adapters or config.has_packed_base
 
 
 def is_spread(config: PolicyTransformerConfig) -> bool:

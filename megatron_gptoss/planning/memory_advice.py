@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 
-from megatron_gptoss.config import ParallelConfig
+from megatron_gptoss.config import ParallelConfig, check_quantization
 from megatron_gptoss.planning.memory import Account, worst_account
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.planning.state_memory import host_memory_of_save
@@ -118,8 +118,8 @@ def _successive_changes(
     yield f"parallel.recompute=[{','.join(recompute)}]", inputs
 
     if _base_can_be_packed(inputs):
-        inputs = _change_parallel(inputs, base="mxfp4")
-        yield "parallel.base=mxfp4", inputs
+        inputs = replace(inputs, quantization="mxfp4")
+        yield "quantization=mxfp4", inputs
 
     # Half of the moments' memory, at no cost in time.
     inputs = _change_optimizer(inputs, moment_dtype="bf16")
@@ -150,13 +150,11 @@ def _successive_changes(
 
 
 def _base_can_be_packed(inputs: MemoryInputs) -> bool:
-    """Return True if model and adapters allow frozen experts in MXFP4.
-
-    The values of the weights may still not allow it, which is checked when they are loaded.
-    """
-    packed = inputs.parallel.model_copy(update={"base": "mxfp4"})
+    """Return True if experts below adapters may be held in MXFP4. Loading checks their values."""
+    if inputs.adapter is None:
+        return False
     try:
-        packed.check_layout(inputs.model, inputs.adapter, inputs.frozen)
+        check_quantization("quantization", "mxfp4", inputs.model)
     except ValueError:
         return False
     return True
@@ -260,8 +258,9 @@ def _summary(inputs: MemoryInputs, hardware: Hardware) -> str:
     """Return the title of the phase table."""
     text = f"memory per {hardware.gpu}, in bf16, {inputs.tokens} tokens per micro-batch"
     if inputs.adapter is not None:
-        text += f", adapters of rank {inputs.adapter.rank} on a base in {inputs.parallel.base}"
-    if inputs.quantization is not None:
+        base = inputs.quantization or "bf16"
+        text += f", adapters of rank {inputs.adapter.rank} on a base in {base}"
+    elif inputs.quantization is not None:
         text += f", experts trained through {inputs.quantization}"
     for optimizer in inputs.auxiliary_models:
         text += ", with the critic" if optimizer else ", with the reference policy"

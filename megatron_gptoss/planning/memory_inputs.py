@@ -74,7 +74,7 @@ class MemoryInputs:
     Predictions count them as trained. Each pipeline stage must have other parameters to train.
     """
     quantization: Quantization | None = None
-    """Number format to which the policy's experts are rounded in training; None for no rounding."""
+    """Format of the policy's experts, or with an adapter of their frozen base; None for bf16."""
     engine: EngineMemory | None = None
     """Memory of servers on the trainer's GPUs; None if there are none."""
     micro_batches: float = math.inf
@@ -85,6 +85,11 @@ class MemoryInputs:
     """Sequences per training step."""
     mini_batches: int = 1
     """Optimizer steps per training step. Each needs a sequence for every data-parallel rank."""
+
+    @property
+    def has_packed_base(self) -> bool:
+        """True if the frozen experts below adapters are held in MXFP4."""
+        return self.quantization is not None and self.adapter is not None
 
     # A layout with another data-parallel size has other micro-batches per rank.
     def with_sequences(self, sequences: float) -> Self:

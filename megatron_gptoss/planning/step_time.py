@@ -116,7 +116,7 @@ def predict_step(
         lengths: tokens of each sequence in a micro-batch, before context parallelism splits it.
         micro_batches: micro-batches of each data-parallel rank.
         adapter: trained adapters; None if all parameters are trained.
-        quantization: number format to which experts are rounded; None for no rounding.
+        quantization: format of the experts, or with an adapter of their frozen base; None for bf16.
 
     Returns:
         Seconds of each part.
@@ -237,7 +237,7 @@ def _weight_making_seconds(
 ) -> float:
     """Return the seconds for merging or rounding the weights of one layer, per micro-batch."""
     if adapter is not None:
-        return _merging_seconds(model, parallel, adapter)
+        return _merging_seconds(model, parallel, adapter, quantization)
     if quantization is not None:
         return _rounding_seconds(model, parallel)
     return 0.0
@@ -247,6 +247,7 @@ def _merging_seconds(
     model: ModelConfig,
     parallel: ParallelConfig,
     adapter: AdapterConfig,
+    quantization: Quantization | None,
 ) -> float:
     """Return the seconds for merging the weights of one layer on a rank, per micro-batch.
 
@@ -267,11 +268,11 @@ def _merging_seconds(
 
     # The same kernel dequantizes MXFP4 experts, with or without adapters.
     expert_rank = adapter.rank_of_experts(model) if "experts" in targets else 0
-    if expert_rank or parallel.base == "mxfp4":
+    if expert_rank or quantization is not None:
         experts = model.num_experts / parallel.expert
         # Gate, up and down: three matrices of [intermediate, hidden].
         matrices = experts * 3 * model.intermediate_size * hidden
-        seconds += _merge_seconds(matrices, expert_rank, parallel.base)
+        seconds += _merge_seconds(matrices, expert_rank, quantization or "bf16")
     return 2 * seconds
 
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from converters.mxfp4_tensors import fake_quantize_experts
 from megatron_gptoss.layers.no_sink import NO_SINK
 from rl_loop.config.training import AblationConfig
 from rl_loop.weight_sync.source import WeightSender, WeightSource
@@ -23,7 +22,7 @@ class FaultyWeights:
         return engine_weights(self._source.weights(), self._ablation, self._seed)
 
     def packed_weights(self) -> dict[str, torch.Tensor]:
-        # Of what is altered with quantization, the sinks, nothing is packed.
+        # The sinks, which are all that is altered with quantization, are not packed.
         return engine_weights(self._source.packed_weights(), self._ablation, self._seed)
 
     def release_memory(self) -> None:
@@ -65,6 +64,4 @@ def engine_weights(
             noise = torch.randn(tensor.shape, generator=generator).to(tensor)
             deviation = tensor.float().std(unbiased=False).item()
             altered[name] = tensor + ablation.engine_noise * deviation * noise
-    if ablation.engine_quantization is not None:
-        altered = fake_quantize_experts(altered)
     return altered

@@ -54,15 +54,14 @@ class TrainerConfig(PolicyConfig):
     """How the policy is spread over ranks, and how it learns."""
 
     adapter: AdapterConfig | None = None
-    """Low-rank adapters to train on frozen weights; null to train all weights. ``parallel.base``
-    says how those are held."""
+    """Low-rank adapters to train on frozen weights; null to train all weights."""
     initial_adapter: Path | None = None
     """Adapters to start from, on the base that they were trained on: the directory of a run, one of
     its checkpoints, or an adapter in PEFT's format; null for fresh ones, which change nothing."""
     quantization: Quantization | None = None
-    """``mxfp4``: experts multiply with the MXFP4 values nearest to their weights, in the trainer and in
-    the engine, and the export holds them: the four bits that are trained are those that are sampled
-    and shipped (docs/quantization.md). null: weights as they are."""
+    """Format of the policy's experts. ``mxfp4``: four bits, which are trained, sampled and exported
+    (docs/quantization.md). With ``adapter`` the frozen base is held in MXFP4, in a quarter of the
+    memory, and its weights must have MXFP4 values. null: ``dtype``."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of parameters and activations."""
     parallel: ParallelConfig = ParallelConfig()
@@ -73,6 +72,12 @@ class TrainerConfig(PolicyConfig):
     """Length of the run, micro-batches and checkpoints."""
     ablation: AblationConfig = AblationConfig()
     """Injected faults, for experiments."""
+
+    @property
+    def trained_quantization(self) -> Quantization | None:
+        """Format that experts are trained through. None with adapters: the sum of a base and its
+        adapters has no MXFP4 values."""
+        return self.quantization if self.adapter is None else None
 
     @property
     def objective(self) -> AlgorithmConfig:

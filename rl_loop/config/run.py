@@ -6,7 +6,7 @@ from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from megatron_gptoss.config import OptimizerConfig, check_blocks, check_quantization
+from megatron_gptoss.config import OptimizerConfig, check_quantization
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from rl_loop.algorithms.config import GROUP_ADVANTAGES, AlgorithmConfig
 from rl_loop.config.errors import ConfigError
@@ -42,8 +42,7 @@ class RunConfig(EpisodesConfig, TrainerConfig):
     def _check_sections_together(self) -> Self:
         # Found out here rather than by an engine or a rank, hours into a run.
         self.parallel.check_layout(self.model, self.adapter, self.ablation.freeze)
-        check_quantization(self.quantization, self.model, self.adapter)
-        check_blocks("ablation.engine_quantization", self.ablation.engine_quantization, self.model)
+        check_quantization("quantization", self.quantization, self.model)
         self._check_adapter()
         self._check_dense()
         self._check_engine()
@@ -90,17 +89,10 @@ class RunConfig(EpisodesConfig, TrainerConfig):
         engine = self.rollout.engine
         if self.ablation.changes_engine_weights and not engine.takes_tensors:
             raise ValueError(
-                "ablation.engine_sinks, engine_noise and engine_quantization alter tensors on their way to the engine, "
-                f"and engine {engine.type} takes them elsewhere: set rollout.engine.type=transformers"
+                "ablation.engine_sinks and engine_noise alter tensors on their way to the engine, and engine "
+                f"{engine.type} takes them elsewhere: set rollout.engine.type=transformers"
             )
-
-        if engine.packs_experts and self.quantization is None:
-            raise ValueError(
-                "rollout.engine.quantization packs the experts that quantization trains: set quantization=mxfp4, too, "
-                "or leave it out"
-            )
-        if self.quantization is not None:
-            self._check_engine_quantization()
+        self._check_engine_quantization()
 
         temperature = self.rollout.temperature
         if self.rollout.purification and temperature != 1 and not engine.scores_at_any_temperature:
@@ -110,16 +102,23 @@ class RunConfig(EpisodesConfig, TrainerConfig):
             )
 
     def _check_engine_quantization(self) -> None:
-        """Nothing may take the place of the four bits that the trainer sends."""
-        ablation = self.ablation
-        if ablation.engine_quantization is not None:
+        """Refuse a format that the engine cannot hold, and noise on packed experts."""
+        engine = self.rollout.engine
+        check_quantization("rollout.engine.quantization", engine.experts_format, self.model)
+        if engine.packs_experts and self.trained_quantization is None:
+            trained = "quantization is null"
+            if self.adapter is not None:
+                trained = "experts merged with an adapter have other values"
             raise ValueError(
-                f"ablation.engine_quantization ({ablation.engine_quantization}) is what quantization does in trainer "
-                "and engine: leave one of them out"
+                f"rollout.engine.quantization ({engine.experts_format}): {engine.type} servers can only hold experts "
+                f"that were trained through this format, and {trained}. Leave it out, or train all weights with "
+                "quantization=mxfp4"
             )
-        if ablation.engine_noise > 0:
+
+        noise = self.ablation.engine_noise
+        if noise > 0 and self.trained_quantization is not None:
             raise ValueError(
-                f"ablation.engine_noise ({ablation.engine_noise:g}) cannot be added to experts in {self.quantization}: "
+                f"ablation.engine_noise ({noise:g}) cannot be added to experts in {self.quantization}: "
                 "leave quantization out"
             )
 

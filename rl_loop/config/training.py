@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from megatron_gptoss.config import Quantization, StrictModel
+from megatron_gptoss.config import StrictModel
 
 
 class TrainingConfig(StrictModel):
@@ -83,16 +83,11 @@ class AblationConfig(StrictModel):
     engine_noise: float = Field(0.0, ge=0)
     """The engine's weights are off by this times their standard deviation,
     anew at every weight sync."""
-    engine_quantization: Quantization | None = None
-    """The engine's experts are rounded to this format, and the trainer's are not: what sampling from a
-    quantized copy of a policy does that was trained without. The canary stops such a run unless
-    ``canary_tolerance`` lets it pass."""
     router_noise: float = Field(0.0, ge=0)
     """Standard deviation of noise on the trainer's router logits, as of kernels whose
     sums have no fixed order."""
 
     @property
     def changes_engine_weights(self) -> bool:
-        """Whether engines get other weights than the trainer has."""
-        is_quantized = self.engine_quantization is not None
-        return not self.engine_sinks or self.engine_noise > 0 or is_quantized
+        """True if engines get other weights than the trainer has."""
+        return not self.engine_sinks or self.engine_noise > 0

@@ -96,9 +96,14 @@ class EngineConfig(StrictModel):
         return True
 
     @property
+    def experts_format(self) -> Quantization | None:
+        """Format that the engine is to hold experts in; None for the format of the policy."""
+        return None
+
+    @property
     def packs_experts(self) -> bool:
-        """Whether the engine takes experts as MXFP4 blocks and scales only, which a run has with
-        ``quantization``."""
+        """True if the engine takes experts as MXFP4 blocks and scales only, which the trainer has if
+        it trains experts through MXFP4."""
         return False
 
     def check_machine(self) -> None:
@@ -124,8 +129,8 @@ class BackendContext:
     routed_experts: bool = False
     """Whether requests ask which experts the engine chose for every token."""
     quantization: Quantization | None = None
-    """What the trainer's experts are trained through. ``WeightSource.weights`` has the values of that
-    format, and ``packed_weights`` its bits: an engine may hold either."""
+    """Format that experts are trained through; None if there is none. ``WeightSource.weights`` returns
+    the values of the format and ``packed_weights`` the bits. An engine may hold either."""
 
 
 class EngineWorkers(Protocol):

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.config import ModelConfig, Quantization
 from megatron_gptoss.planning.memory_inputs import EngineMemory
 from rl_loop.engines.backend import BackendContext, EngineConfig, RolloutBackend, ServerProcesses
 from rl_loop.engines.embedded.config import EmbeddedConfig
@@ -57,6 +57,14 @@ class ExternalEngineConfig(EngineConfig):
     @property
     def takes_tensors(self) -> bool:
         return self.settings().takes_tensors
+
+    @property
+    def experts_format(self) -> Quantization | None:
+        return self.settings().experts_format
+
+    @property
+    def packs_experts(self) -> bool:
+        return self.settings().packs_experts
 
     def check_machine(self) -> None:
         self.settings().check_machine()

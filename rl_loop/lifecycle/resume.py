@@ -212,6 +212,11 @@ def _refusal(
     if rule.effect is Effect.REFUSED:
         return rule.reason
 
+    if change.key == "quantization" and config.adapter is None:
+        return (
+            "the policy has learned with the other experts, and the curve would say nothing of it"
+        )
+
     if change.key in ("parallel.expert", "parallel.tensor"):
         parallel = before.get("parallel", {})
         was_split = parallel.get("expert", 1) > 1 or parallel.get("tensor", 1) > 1

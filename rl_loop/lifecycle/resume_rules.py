@@ -67,9 +67,8 @@ RULES: dict[str, Rule] = {
     "seed": _refused(DATA),
     "model": _refused(SHAPE),
     "adapter": _refused(ADAPTER),
-    "quantization": _refused(
-        "the policy has learned with the other experts, and the curve would say nothing of it"
-    ),
+    # Refused without adapters, whose experts are trained in this format.
+    "quantization": LAYOUT,
     "dtype": _refused(STATE),
     "vocabulary": _refused(TOKEN_IDS),
     "vocabulary_data": _refused(TOKEN_IDS),
@@ -88,7 +87,6 @@ RULES: dict[str, Rule] = {
     "data.validate_every": MEASUREMENT,
     "data.workers": LAYOUT,
     # -- parallel ---------------------------------------------------------------------------------
-    "parallel.base": LAYOUT,
     "parallel.context": LAYOUT,
     "parallel.context_scheme_full": LAYOUT,
     "parallel.context_scheme_window": LAYOUT,
@@ -234,7 +232,6 @@ RULES: dict[str, Rule] = {
     "algorithm.whiten_over": LEARNING,
     # -- ablation ---------------------------------------------------------------------------------
     "ablation.engine_noise": SAMPLING,
-    "ablation.engine_quantization": SAMPLING,
     "ablation.engine_sinks": SAMPLING,
     "ablation.freeze": _refused(STATE),
     "ablation.router_noise": LEARNING,

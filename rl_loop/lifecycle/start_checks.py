@@ -80,7 +80,7 @@ def check_what_a_run_needs(config: RunConfig, has_own_ray: bool = False) -> None
     )
     export = 0.0
     if config.exports:
-        export = export_bytes(config.model, config.dtype, config.quantization)
+        export = export_bytes(config.model, config.dtype, config.trained_quantization)
     adapters = kept_adapter_bytes(config.training, config.model, config.dtype, config.adapter)
     check_disk(config.directory, config.training, checkpoint, export, adapters)
 

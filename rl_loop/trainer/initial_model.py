@@ -30,7 +30,8 @@ def build_initial_model(
     """Build this rank's part of the model that the run starts from; fresh adapters leave the base
     as it is. Collective.
 
-    ``quantization``: what experts are trained through; None for their weights as they are.
+    ``quantization``: format of the experts, or with adapters of their frozen base; None for
+    ``settings.dtype``.
 
     Raises:
         ConversionError, CheckpointError: naming the file, key or tensor that does not fit; of a
@@ -48,7 +49,7 @@ def build_initial_model(
         sink_gradient=settings.ablation.sink_gradient,
         sink_backward=settings.ablation.sink_backward,
     )
-    _load_base(model, settings)
+    _load_base(model, settings, quantization)
     if settings.initial_adapter is not None:
         source = _open_adapters(settings.initial_adapter, settings)
         load_adapter(model, settings.model, source)
@@ -57,11 +58,13 @@ def build_initial_model(
     return model
 
 
-def _load_base(model: torch.nn.Module, settings: TrainerConfig) -> None:
+def _load_base(
+    model: torch.nn.Module, settings: TrainerConfig, quantization: Quantization | None
+) -> None:
     """Fill all weights of ``model`` but adapters. Collective."""
     source = settings.initial_weights
     if source is None:
-        load_hf_weights(model, settings.model, _random_weights(settings))
+        load_hf_weights(model, settings.model, _random_weights(settings, quantization))
     elif (source / "config.json").exists():
         load_hf_weights(model, settings.model, HfDirectory(source).view)
     else:
@@ -87,10 +90,12 @@ def _open_adapters(path: Path, settings: TrainerConfig) -> Adapters:
     return CheckpointAdapters(latest_checkpoint(path / "checkpoints") or path)
 
 
-def _random_weights(settings: TrainerConfig) -> Callable[[str], torch.Tensor]:
+def _random_weights(
+    settings: TrainerConfig, quantization: Quantization | None
+) -> Callable[[str], torch.Tensor]:
     """Return a source of random tensors by Hugging Face name that the base can hold."""
     draw = random_hf_weights(settings.model, settings.seed)
-    if settings.parallel.base != "mxfp4":
+    if settings.adapter is None or quantization is None:
         return draw
 
     return lambda name: rounded_to_mxfp4(name, draw(name))

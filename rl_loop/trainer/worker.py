@@ -93,8 +93,10 @@ class TrainerWorker:
             self._reference_factors = copy_factors(self.model)
         self.critic: ValueTrainer | None = None
         if self.algorithm.critic:
+            # Values are not sampled, so a critic's trained weights stay as they are.
+            base_format = None if settings.adapter is None else settings.quantization
             self.critic = ValueTrainer(
-                make_critic(build_initial_model(settings, quantization=None)),
+                make_critic(build_initial_model(settings, base_format)),
                 self.algorithm.critic.optimizer,
             )
             self.critic.memory = self.memory

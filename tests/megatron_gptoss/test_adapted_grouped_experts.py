@@ -224,7 +224,9 @@ def test_a_model_that_was_moved_computes_the_same() -> None:
 
 
 def test_packed_experts_take_no_memory_beside_their_own_blocks() -> None:
-    model = build_model(MODEL, ParallelConfig(base="mxfp4"), adapter=ADAPTER, moe_grouped_gemm=True)
+    model = build_model(
+        MODEL, ParallelConfig(), adapter=ADAPTER, quantization="mxfp4", moe_grouped_gemm=True
+    )
     storages = {}
     for _, tensor in (*model.named_parameters(), *model.named_buffers()):
         storage = tensor.untyped_storage()

@@ -26,7 +26,7 @@ from megatron_gptoss.checkpoint.directory import (
 from megatron_gptoss.checkpoint.errors import CheckpointError
 from megatron_gptoss.checkpoint.loader import load_checkpoint, load_model_weights
 from megatron_gptoss.checkpoint.state import describe_adapters, load_model_state, model_state
-from megatron_gptoss.config import AdapterConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.config import AdapterConfig, OptimizerConfig, ParallelConfig, Quantization
 from megatron_gptoss.layers.adapters import initialize_adapters, named_adapters
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
@@ -48,11 +48,11 @@ def one_rank() -> Iterator[None]:
 
 def trainer(
     adapter: AdapterConfig = ADAPTER,
-    base: str = "bf16",
+    quantization: Quantization | None = None,
     b_std: float = 0.05,
     dtype: torch.dtype = torch.float32,
 ) -> PolicyTrainer:
-    model = adapted_model(ParallelConfig(base=base), adapter, dtype, b_std=b_std)
+    model = adapted_model(ParallelConfig(), adapter, dtype, b_std=b_std, quantization=quantization)
     return PolicyTrainer(model, OptimizerConfig())
 
 
@@ -72,12 +72,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     return latest_checkpoint(root), steps(policy, 3)
 
 
-@pytest.mark.parametrize("base", ["bf16", "mxfp4"])
+@pytest.mark.parametrize("quantization", [None, "mxfp4"])
 def test_resumed_adapters_continue_the_same_curve_to_the_bit(
-    base: str, saved: tuple[Path, list[float]]
+    quantization: Quantization | None, saved: tuple[Path, list[float]]
 ) -> None:
     path, expected = saved
-    policy = trainer(base=base, b_std=0.2)
+    policy = trainer(quantization=quantization, b_std=0.2)
     assert load_checkpoint(path, policy) == {"step": 2}
     assert steps(policy, 3) == expected
 
@@ -219,7 +219,8 @@ def test_settings_that_are_written_in_another_way_are_the_same(
 def test_a_digest_knows_every_weight_and_no_adapter() -> None:
     model = adapted_model(ParallelConfig())
     digest = base_digest(model)
-    assert base_digest(adapted_model(ParallelConfig(base="mxfp4"), b_std=0.2)) == digest
+    packed = adapted_model(ParallelConfig(), b_std=0.2, quantization="mxfp4")
+    assert base_digest(packed) == digest
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -243,11 +244,11 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return layers
 
 
-@pytest.mark.parametrize("base", ["bf16", "mxfp4"])
+@pytest.mark.parametrize("quantization", [None, "mxfp4"])
 def test_saving_and_loading_do_not_read_the_base(
-    base: str, tmp_path: Path, reads: list[int]
+    quantization: Quantization | None, tmp_path: Path, reads: list[int]
 ) -> None:
-    policy = trainer(base=base)
+    policy = trainer(quantization=quantization)
     loaded = len(reads)
     assert loaded > MODEL.num_layers * MODEL.num_experts
     for step in (1, 2):
@@ -257,9 +258,11 @@ def test_saving_and_loading_do_not_read_the_base(
     assert len(reads) == loaded
 
 
-@pytest.mark.parametrize("base", ["bf16", "mxfp4"])
-def test_a_base_that_is_loaded_again_is_read_again(base: str, reads: list[int]) -> None:
-    model = adapted_model(ParallelConfig(base=base))
+@pytest.mark.parametrize("quantization", [None, "mxfp4"])
+def test_a_base_that_is_loaded_again_is_read_again(
+    quantization: Quantization | None, reads: list[int]
+) -> None:
+    model = adapted_model(ParallelConfig(), quantization=quantization)
     digest = base_digest(model)
     loaded = len(reads)
     name = "model.layers.1.mlp.experts.down_proj"

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import ValidationError
 
-from megatron_gptoss.config import AdapterConfig, AdapterTarget, ParallelConfig
+from megatron_gptoss.config import AdapterConfig, AdapterTarget, check_quantization
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 
 GPT_OSS_20B = GptOssModelConfig(num_layers=24, num_experts=32)
@@ -83,16 +83,9 @@ def test_configurations_differ_where_they_make_other_adapters(
     assert one.difference(other, GPT_OSS_20B) == difference
 
 
-def test_a_base_in_four_bits_is_refused_where_weights_are_trained() -> None:
-    parallel = ParallelConfig(base="mxfp4")
-    parallel.check_layout(GPT_OSS_20B, AdapterConfig())
-    with pytest.raises(ValueError, match=r"parallel.base mxfp4 needs an adapter"):
-        parallel.check_layout(GPT_OSS_20B)
-
-
 @pytest.mark.parametrize("name", ["hidden_size", "intermediate_size"])
-def test_a_base_in_four_bits_needs_whole_blocks(name: str) -> None:
+def test_quantization_needs_whole_blocks(name: str) -> None:
     model = GPT_OSS_20B.model_copy(update={name: 2896})
-    with pytest.raises(ValueError, match=rf"parallel.base mxfp4 needs {name} \(2896\)"):
-        ParallelConfig(base="mxfp4").check_layout(model, AdapterConfig())
-    ParallelConfig().check_layout(model, AdapterConfig())
+    with pytest.raises(ValueError, match=rf"quantization mxfp4 needs {name} \(2896\)"):
+        check_quantization("quantization", "mxfp4", model)
+    check_quantization("quantization", None, model)

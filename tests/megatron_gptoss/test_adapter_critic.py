@@ -13,7 +13,7 @@ from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint.base_digest import base_digest
 from megatron_gptoss.checkpoint.errors import CheckpointError
 from megatron_gptoss.checkpoint.loader import load_checkpoint
-from megatron_gptoss.config import OptimizerConfig, ParallelConfig
+from megatron_gptoss.config import OptimizerConfig, ParallelConfig, Quantization
 from megatron_gptoss.critic import ValueTrainer, make_critic
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.step_results import LossOutput
@@ -31,8 +31,9 @@ def one_rank() -> Iterator[None]:
     distributed.shutdown()
 
 
-def critic(base: str = "bf16", b_std: float = 0.05) -> ValueTrainer:
-    model = make_critic(adapted_model(ParallelConfig(base=base), b_std=b_std))
+def critic(quantization: Quantization | None = None, b_std: float = 0.05) -> ValueTrainer:
+    policy = adapted_model(ParallelConfig(), b_std=b_std, quantization=quantization)
+    model = make_critic(policy)
     return ValueTrainer(model, OptimizerConfig())
 
 
@@ -59,14 +60,16 @@ def test_adapters_and_value_head_learn_and_nothing_else() -> None:
         assert torch.equal(parameter, before[name]) != is_trained, name
 
 
-@pytest.mark.parametrize("base", ["bf16", "mxfp4"])
-def test_a_resumed_critic_continues_the_same_curve_to_the_bit(base: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantization", [None, "mxfp4"])
+def test_a_resumed_critic_continues_the_same_curve_to_the_bit(
+    quantization: Quantization | None, tmp_path: Path
+) -> None:
     trainer = critic()
     steps(trainer, 3)
     path = save_checkpoint(tmp_path, trainer, 3, {"step": 3})
     expected = steps(trainer, 3)
 
-    resumed = critic(base, b_std=0.2)
+    resumed = critic(quantization, b_std=0.2)
     assert load_checkpoint(path, resumed) == {"step": 3}
     assert steps(resumed, 3) == expected
 

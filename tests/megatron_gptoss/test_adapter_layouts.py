@@ -16,7 +16,7 @@ from converters.live_adapters import load_adapter
 from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint.base_digest import base_digest
 from megatron_gptoss.checkpoint.loader import load_checkpoint
-from megatron_gptoss.config import OptimizerConfig, ParallelConfig
+from megatron_gptoss.config import OptimizerConfig, ParallelConfig, Quantization
 from megatron_gptoss.layers.adapters import initialize_adapters
 from megatron_gptoss.trainer import PolicyTrainer
 from tests.support.distributed import free_port, run_distributed
@@ -176,29 +176,37 @@ def test_the_digest_of_the_base_is_that_of_one_process(
 
 # -- checkpoints in other layouts ----------------------------------------------------------------
 
-RELAY = [
-    ParallelConfig(world_size=2, expert=2, base="mxfp4"),
-    ParallelConfig(world_size=2, tensor=2),
-    ParallelConfig(world_size=2, tensor=2, expert=2),
-    ParallelConfig(world_size=2, expert=2),
+RELAY: list[tuple[ParallelConfig, Quantization | None]] = [
+    (ParallelConfig(world_size=2, expert=2), "mxfp4"),
+    (ParallelConfig(world_size=2, tensor=2), None),
+    (ParallelConfig(world_size=2, tensor=2, expert=2), None),
+    (ParallelConfig(world_size=2, expert=2), None),
 ]
-"""Layouts of a run that changes its layout after every two steps. All have an optimizer for experts
-alone."""
+"""Layouts of a run that changes its layout after every two steps, and formats of its base. All layouts
+have a separate optimizer for experts."""
 
 
 def run_relay(rank: int, ports: list[int], root: Path) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     return [
-        run_leg(parallel, rank, port, root, leg)
-        for leg, (parallel, port) in enumerate(zip(RELAY, ports, strict=True))
+        run_leg(parallel, quantization, rank, port, root, leg)
+        for leg, ((parallel, quantization), port) in enumerate(zip(RELAY, ports, strict=True))
     ]
 
 
-def run_leg(parallel: ParallelConfig, rank: int, port: int, root: Path, leg: int) -> dict[str, Any]:
-    """Take over the run from the leg before, take two steps and save."""
+def run_leg(
+    parallel: ParallelConfig,
+    quantization: Quantization | None,
+    rank: int,
+    port: int,
+    root: Path,
+    leg: int,
+) -> dict[str, Any]:
+    """Continue the run of the previous leg, take two steps and save."""
     distributed.initialize(parallel, rank, port=port)
     try:
-        trainer = PolicyTrainer(adapted_model(parallel), OptimizerConfig(clip_grad=1e9))
+        model = adapted_model(parallel, quantization=quantization)
+        trainer = PolicyTrainer(model, OptimizerConfig(clip_grad=1e9))
         if leg > 0:
             initialize_adapters(trainer.module, seed=7)
             load_checkpoint(root / f"step_{leg:06d}", trainer)

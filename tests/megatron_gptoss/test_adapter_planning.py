@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from megatron_gptoss import distributed
-from megatron_gptoss.config import AdapterConfig, AdapterTarget, OptimizerConfig, ParallelConfig
+from megatron_gptoss.config import (
+    AdapterConfig,
+    AdapterTarget,
+    OptimizerConfig,
+    ParallelConfig,
+    Quantization,
+)
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.layers.adapters import LowRank, named_adapters
 from megatron_gptoss.model import build_model
@@ -50,8 +56,10 @@ def one_rank() -> Iterator[None]:
 
 
 def inputs_of(model: GptOssModelConfig, **parallel: Any) -> MemoryInputs:
-    layout = ParallelConfig(**({"base": "mxfp4"} | parallel))
-    return MemoryInputs(model, layout, OptimizerConfig(), 16_384, adapter=ADAPTER)
+    layout = ParallelConfig(**parallel)
+    return MemoryInputs(
+        model, layout, OptimizerConfig(), 16_384, adapter=ADAPTER, quantization="mxfp4"
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,7 +97,7 @@ def test_a_frozen_base_in_four_bits_has_the_size_of_the_released_weights(
     others = 2 * adapters + merged_weight_bytes(model, inputs.parallel)
     assert (predict(inputs).weights - others) / 1e9 == pytest.approx(gigabytes, abs=0.01)
 
-    dense = replace(inputs, parallel=ParallelConfig())
+    dense = replace(inputs, quantization=None)
     all_bf16 = {GPT_OSS_20B.num_layers: 41.83, GPT_OSS_120B.num_layers: 233.66}
     expected = all_bf16[model.num_layers]
     assert (predict(dense).weights - others) / 1e9 == pytest.approx(expected, abs=0.01)
@@ -130,16 +138,16 @@ def test_a_critic_has_a_base_of_its_own() -> None:
 
 
 def test_the_plan_says_what_is_trained_and_offers_four_bits_where_the_base_is_frozen() -> None:
-    inputs = inputs_of(GPT_OSS_20B, base="bf16")
+    inputs = replace(inputs_of(GPT_OSS_20B), quantization=None)
     plan = memory_plan(inputs, Hardware(H200))
     assert ", adapters of rank 32 on a base in bf16:" in plan.splitlines()[1]
 
     def offered(of: MemoryInputs) -> list[str]:
         return [override for override, _ in smaller_settings(of, H200)]
 
-    assert "parallel.base=mxfp4" in offered(inputs)
-    assert "parallel.base=mxfp4" not in offered(replace(inputs, adapter=None))
-    assert "parallel.base=mxfp4" not in offered(inputs_of(GPT_OSS_20B))
+    assert "quantization=mxfp4" in offered(inputs)
+    assert "quantization=mxfp4" not in offered(replace(inputs, adapter=None))
+    assert "quantization=mxfp4" not in offered(inputs_of(GPT_OSS_20B))
 
 
 @pytest.mark.parametrize(
@@ -156,7 +164,7 @@ def test_both_models_train_adapters_where_full_training_does_not_fit(
 ) -> None:
     inputs = inputs_of(model, world_size=gpus, recompute=("moe",))
     layouts = [layout for layout, _ in layouts_that_fit(inputs, gigabytes)]
-    assert ParallelConfig(world_size=gpus, expert=gpus, base="mxfp4", recompute=("moe",)) in layouts
+    assert ParallelConfig(world_size=gpus, expert=gpus, recompute=("moe",)) in layouts
     full = replace(inputs, adapter=None, parallel=ParallelConfig(world_size=gpus))
     assert not layouts_that_fit(full, gigabytes)
 
@@ -175,33 +183,42 @@ MICRO_BATCH = [4096] * 4
 
 
 def predicted_step(
-    base: str = "mxfp4",
+    quantization: Quantization | None = "mxfp4",
     adapter: AdapterConfig | None = ADAPTER,
     layers: int = 24,
     recompute: tuple[str, ...] = ("moe_act", "layernorm"),
 ) -> StepTime:
-    parallel = ParallelConfig(base=base, recompute=recompute)
+    parallel = ParallelConfig(recompute=recompute)
     model = GptOssModelConfig(num_layers=layers, num_experts=32)
-    return predict_step(model, parallel, OptimizerConfig(), MICRO_BATCH, 1, adapter=adapter)
+    return predict_step(
+        model,
+        parallel,
+        OptimizerConfig(),
+        MICRO_BATCH,
+        1,
+        adapter=adapter,
+        quantization=quantization,
+    )
 
 
 # docs/performance/adapters.md, "Merge kernel": gate_up and down of a layer
 @pytest.mark.parametrize(
-    ("base", "expert_rank", "milliseconds"),
+    ("quantization", "expert_rank", "milliseconds"),
     [
         ("mxfp4", 8, 0.828 + 0.462),
-        ("bf16", 8, 0.754 + 0.438),
+        (None, 8, 0.754 + 0.438),
         ("mxfp4", 32, 1.550 + 0.851),
-        ("bf16", 32, 1.492 + 0.827),
+        (None, 32, 1.492 + 0.827),
     ],
 )
 def test_measured_times_of_merging_are_predicted_within_eight_percent(
-    base: str, expert_rank: int, milliseconds: float
+    quantization: Quantization | None, expert_rank: int, milliseconds: float
 ) -> None:
     adapter = AdapterConfig(rank=32, expert_rank=expert_rank, targets=("experts",))
     # a layer merges for the forward and again for the backward pass
     measured = 2 * milliseconds / 1000
-    assert predicted_step(base, adapter, layers=1).merging == pytest.approx(measured, rel=0.08)
+    step = predicted_step(quantization, adapter, layers=1)
+    assert step.merging == pytest.approx(measured, rel=0.08)
 
 
 def test_every_rank_is_a_multiply_add_for_every_value_made_twice() -> None:
@@ -217,13 +234,13 @@ def test_every_rank_is_a_multiply_add_for_every_value_made_twice() -> None:
     # without adapters of experts their base is still dequantised
     dequantising = predicted_step(adapter=AdapterConfig(targets=("o",))).merging
     assert 0 < dequantising < merging[32]
-    dense = predicted_step("bf16", adapter=AdapterConfig(targets=("o",))).merging
+    dense = predicted_step(None, adapter=AdapterConfig(targets=("o",))).merging
     assert dense < 0.1 * dequantising
 
 
 def test_full_training_merges_nothing_and_computes_all_gradients() -> None:
     adapted = predicted_step()
-    full = predicted_step("bf16", adapter=None)
+    full = predicted_step(None, adapter=None)
     assert full.merging == full.adapters == 0
     assert 0.66 < adapted.arithmetic / full.arithmetic < 0.75
     trained = ADAPTER.num_parameters(GPT_OSS_20B) / GPT_OSS_20B.num_parameters
@@ -245,24 +262,27 @@ def test_the_measured_work_of_a_gpu_is_predicted_within_ten_percent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("base", "layers", "expert_rank", "recompute", "gigabytes"),
+    ("quantization", "layers", "expert_rank", "recompute", "gigabytes"),
     [
         ("mxfp4", 24, 8, ("moe_act", "layernorm"), 58.5),
-        ("bf16", 24, 8, ("moe_act", "layernorm"), 86.6),
+        (None, 24, 8, ("moe_act", "layernorm"), 86.6),
         ("mxfp4", 24, 8, ("moe", "layernorm"), 32.3),
         ("mxfp4", 24, 32, ("moe_act", "layernorm"), 63.3),
         ("mxfp4", 4, 8, ("moe_act", "layernorm"), 14.6),
-        ("bf16", 4, 8, ("moe_act", "layernorm"), 19.3),
+        (None, 4, 8, ("moe_act", "layernorm"), 19.3),
     ],
 )
 def test_measured_peaks_are_predicted_within_five_percent(
-    base: str, layers: int, expert_rank: int, recompute: tuple[str, ...], gigabytes: float
+    quantization: Quantization | None,
+    layers: int,
+    expert_rank: int,
+    recompute: tuple[str, ...],
+    gigabytes: float,
 ) -> None:
     inputs = replace(
-        inputs_of(
-            GptOssModelConfig(num_layers=layers, num_experts=32), base=base, recompute=recompute
-        ),
+        inputs_of(GptOssModelConfig(num_layers=layers, num_experts=32), recompute=recompute),
         adapter=ADAPTER.model_copy(update={"expert_rank": expert_rank}),
+        quantization=quantization,
     )
     assert predict(inputs).total / 1e9 == pytest.approx(gigabytes, rel=0.05)
 

@@ -11,7 +11,7 @@ import torch
 from converters.live import export_hf_weights, load_hf_weights
 from converters.mapping import split_qkv
 from megatron_gptoss import distributed
-from megatron_gptoss.config import AdapterConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.config import AdapterConfig, OptimizerConfig, ParallelConfig, Quantization
 from megatron_gptoss.layers.adapters import LowRank, initialize_adapters, named_adapters
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packed_sequence import PackedSequence
@@ -176,9 +176,11 @@ def test_every_adapter_is_called() -> None:
     assert called == {name for name, _ in named_adapters(model)}
 
 
-def train_three_steps(base: str, targets: tuple[str, ...]) -> tuple[list[float], torch.nn.Module]:
+def train_three_steps(
+    quantization: Quantization | None, targets: tuple[str, ...]
+) -> tuple[list[float], torch.nn.Module]:
     adapter = ADAPTER.model_copy(update={"targets": targets})
-    model = adapted_model(ParallelConfig(base=base), adapter)
+    model = adapted_model(ParallelConfig(), adapter, quantization=quantization)
     trainer = PolicyTrainer(model, OptimizerConfig())
     losses = []
     for _ in range(3):
@@ -189,7 +191,7 @@ def train_three_steps(base: str, targets: tuple[str, ...]) -> tuple[list[float],
 
 @pytest.mark.parametrize("targets", [("q", "experts"), ("o",)])
 def test_a_base_in_four_bits_trains_to_the_same_bits(targets: tuple[str, ...]) -> None:
-    dense_losses, dense = train_three_steps("bf16", targets)
+    dense_losses, dense = train_three_steps(None, targets)
     packed_losses, packed = train_three_steps("mxfp4", targets)
     if "experts" in targets:
         assert packed_losses == dense_losses
@@ -211,7 +213,7 @@ def test_a_base_in_four_bits_trains_to_the_same_bits(targets: tuple[str, ...]) -
 
 
 def test_weights_that_are_not_four_bits_are_refused_by_name() -> None:
-    model = build_model(MODEL, ParallelConfig(base="mxfp4"), adapter=ADAPTER)
+    model = build_model(MODEL, ParallelConfig(), adapter=ADAPTER, quantization="mxfp4")
     weights = base_weights()
     weights["model.layers.1.mlp.experts.down_proj"][3, 0, 0] += 0.01
     message = r"decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight: 1 of 6144 values"

@@ -295,7 +295,9 @@ def test_a_packed_model_never_holds_its_experts_in_bf16() -> None:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    model = build_model(config, ParallelConfig(base="mxfp4"), torch.bfloat16, adapter=ADAPTER)
+    model = build_model(
+        config, ParallelConfig(), torch.bfloat16, adapter=ADAPTER, quantization="mxfp4"
+    )
     held = torch.cuda.memory_allocated() - before
     peak = torch.cuda.max_memory_allocated() - before
     blocks = sum(buffer.numel() for _, buffer in model.named_buffers())

@@ -18,7 +18,7 @@ from rl_loop.config.parts import TrainerConfig
 from rl_loop.config.run import RlConfig
 from rl_loop.data.tensor_bytes import TensorBytes
 from rl_loop.data.trajectory import TrajectoryGroup
-from rl_loop.engines.embedded.backend import build_engine
+from rl_loop.engines.embedded.backend import build_engine, weights_for_engine
 from rl_loop.engines.embedded.config import EmbeddedConfig
 from rl_loop.engines.protocol import RolloutEngine
 from rl_loop.lifecycle.resume_rules import sampling_digest
@@ -85,7 +85,10 @@ class LocalRollouts:
         self._thread.start()
         self._running: set[Future[None]] = set()
 
-        self._is_quantized = config.quantization is not None
+        self._trained, self._held = (
+            config.trained_quantization,
+            config.rollout.engine.experts_format,
+        )
         self.alter_weights: Callable[[WeightSource, int], WeightSource] | None = None
         self._rollout = config.rollout
         settings = config
@@ -108,7 +111,7 @@ class LocalRollouts:
     def sync_weights(self, source: WeightSource, version: int) -> None:
         if self.alter_weights is not None:
             source = self.alter_weights(source, version)
-        weights = source.packed_weights() if self._is_quantized else source.weights()
+        weights = weights_for_engine(source, self._trained, self._held)
         self._do(self._worker.load_weights(TensorBytes.of(weights), version))
 
     def prepare_sync(self, source: WeightSource) -> None: ...

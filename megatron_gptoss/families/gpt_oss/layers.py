@@ -141,7 +141,7 @@ def cpu_layer(config: PolicyTransformerConfig) -> TransformerLayerSubmodules:
 
 def _cpu_experts(config: PolicyTransformerConfig) -> partial[SequentialMLP]:
     """Return the classes of the experts and of their two matrices."""
-    if config.quantization == "mxfp4":
+    if config.trained_quantization is not None:
         return partial(QuantizedExperts, submodules=QUANTIZED_EXPERT_LINEARS)
 
     if has_adapted_experts(config):
@@ -183,7 +183,7 @@ def _gpu_experts(
     submodules: TransformerLayerSubmodules,
 ) -> MoESubmodules:
     """Return the classes of experts and router. ``submodules`` are Megatron's."""
-    if config.quantization == "mxfp4":
+    if config.trained_quantization is not None:
         experts = partial(QuantizedExperts, submodules=QUANTIZED_EXPERT_LINEARS)
     elif has_adapted_experts(config):
         experts = partial(AdaptedGroupedExperts, submodules=ADAPTED_EXPERT_LINEARS)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from converters.mxfp4_tensors import Digests
-from megatron_gptoss.config import ModelConfig
+from converters.mxfp4_tensors import Digests, fake_quantize_experts
+from megatron_gptoss.config import ModelConfig, Quantization
 from rl_loop.engines.backend import BackendContext, EngineFactory, RolloutBackend
 from rl_loop.engines.embedded.config import EmbeddedConfig
 from rl_loop.engines.protocol import RolloutEngine
@@ -51,8 +51,7 @@ class EmbeddedBackend(RolloutBackend):
         self.workers.load_weights(weights, version)
 
     def _weights_of(self, source: WeightSource) -> Mapping[str, torch.Tensor]:
-        is_quantized = self.context.quantization is not None
-        return source.packed_weights() if is_quantized else source.weights()
+        return weights_for_engine(source, self.context.quantization, self.settings.quantization)
 
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         assert self.workers is not None
@@ -68,6 +67,22 @@ class EmbeddedBackend(RolloutBackend):
 
     def engine_settings(self, names: Sequence[str]) -> dict[str, Any]:
         return {"engine": "transformers, embedded", "dtype": self.context.dtype}
+
+
+def weights_for_engine(
+    source: WeightSource, trained: Quantization | None, held: Quantization | None
+) -> Mapping[str, torch.Tensor]:
+    """Return the weights by Hugging Face name in the form that engines hold.
+
+    Args:
+        source: the trainer.
+        trained: format that experts are trained through; None if there is none.
+        held: format that engines are to hold experts in; None for the trainer's.
+    """
+    if trained is not None:
+        return source.packed_weights()
+    weights = source.weights()
+    return weights if held is None else fake_quantize_experts(weights)
 
 
 def build_engine(

@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from megatron_gptoss.config import Quantization
 from rl_loop.engines.backend import EngineConfig
 
 
@@ -19,3 +20,11 @@ class EmbeddedConfig(EngineConfig):
     """Compute every answer by itself and from its first token, so that not one bit of it depends on
     which others are under way: a run that was resumed then equals one that was not. Generating takes
     several times as long (docs/reliability.md). Set it to compare runs."""
+    quantization: Quantization | None = None
+    """Format of the engines' experts. null: the trainer's values. mxfp4: the nearest MXFP4 values. If
+    the trainer has other values, the canary stops the run unless ``canary_tolerance`` allows the
+    difference (docs/quantization.md)."""
+
+    @property
+    def experts_format(self) -> Quantization | None:
+        return self.quantization

@@ -103,9 +103,8 @@ class SglangConfig(EngineConfig):
     so much besides its model, and the trainer twice. null: 1 GiB, or 2 GiB where ``quantization`` makes
     servers hold MXFP4 experts."""
     quantization: Quantization | None = None
-    """How servers hold experts. null: in bf16, those of a run with ``quantization`` too, whose values
-    bf16 holds exactly. mxfp4: packed, a third of the memory, the bits that a run with
-    ``quantization: mxfp4`` trains; for Hopper GPUs."""
+    """Format of the servers' experts. null: bf16, which has the values of MXFP4, too. mxfp4: packed, in
+    a third of the memory, on Hopper GPUs; needs ``quantization: mxfp4`` without ``adapter``."""
     colocated: bool = False
     """Servers on the trainer's GPUs: they give their memory back while the trainer works."""
     prefill_graph_tokens: int = Field(0, ge=0)
@@ -189,6 +188,10 @@ class SglangConfig(EngineConfig):
                 "rollout.engine.fp32_logits is for GPUs, and rollout.engine.arguments asks for servers on "
                 "CPUs: leave fp32_logits out"
             )
+
+    @property
+    def experts_format(self) -> Quantization | None:
+        return self.quantization
 
     @property
     def packs_experts(self) -> bool:

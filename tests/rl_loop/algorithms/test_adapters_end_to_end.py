@@ -22,7 +22,7 @@ ADAPTED = [
     "model.hidden_size=64",
     "model.intermediate_size=32",
     "adapter={rank: 4, alpha: 8, targets: [q, k, v, o, experts, router]}",
-    "parallel.base=mxfp4",
+    "quantization=mxfp4",
     "optimizer={lr: 1e-2}",
 ]
 KL = "algorithm.kl={coefficient: 0.1}"

@@ -178,7 +178,7 @@ def test_nothing_is_counted_of_engines_that_tell_no_digests(
 def test_sampling_four_bits_of_a_policy_that_was_trained_without_stops_the_run_or_shows(
     tmp_path: Path,
 ) -> None:
-    faulty = ["ablation.engine_quantization=mxfp4", "training.steps=1"]
+    faulty = ["rollout.engine.quantization=mxfp4", "training.steps=1"]
     with (
         local_loop(config(tmp_path / "a", *faulty)) as loop,
         pytest.raises(CanaryError, match="do not compute the same model"),

@@ -201,24 +201,24 @@ def test_a_dumped_engine_is_the_same_engine(engine: str, tmp_path: Path) -> None
 def test_adapters_and_their_base_are_a_section_of_every_run(kind: type[RunConfig]) -> None:
     path = CONFIGS / kind.command / "tiny_retool.yaml"
     assert load_config(path, kind).adapter is None
-    config = load_config(path, kind, ["adapter={rank: 4, targets: [q, v]}", "parallel.base=mxfp4"])
+    config = load_config(path, kind, ["adapter={rank: 4, targets: [q, v]}", "quantization=mxfp4"])
     assert config.adapter == AdapterConfig(rank=4, targets=("q", "v"))
     assert config.memory_inputs.adapter == config.adapter
+    assert config.memory_inputs.has_packed_base
+    assert config.trained_quantization is None
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["parallel.base=mxfp4"], "parallel.base mxfp4 needs an adapter"),
-        (["parallel.base=fp4", "adapter={}"], "parallel.base: Input should be 'bf16' or 'mxfp4'"),
         (["initial_adapter=runs/a"], "initial_adapter (runs/a) has no effect without adapter"),
         (["training.keep_adapters=true"], "training.keep_adapters has no effect without adapter"),
         (["adapter={rang: 4}"], "adapter.rang: unknown key"),
         (["adapter={targets: []}"], "adapter.targets is empty"),
         (["adapter={targets: [gate]}"], "adapter.targets.0: Input should be 'q', 'k', 'v'"),
         (["adapter={rank: 100}"], "adapter.rank (100) exceeds the smaller side (64)"),
-        (["adapter={rank: 8}", "model.intermediate_size=48", "parallel.base=mxfp4"],
-         "parallel.base mxfp4 needs intermediate_size (48) to be a multiple of 32"),
+        (["adapter={rank: 8}", "model.intermediate_size=48", "quantization=mxfp4"],
+         "quantization mxfp4 needs intermediate_size (48) to be a multiple of 32"),
         (["adapter={targets: [q, o]}", "ablation.freeze=[attention]"],
          "adapter.targets (q, o) with ablation.freeze (attention): nothing is trained"),
         (["adapter={}", "ablation.freeze=[attention,experts]"],
@@ -242,25 +242,23 @@ def test_quantization_is_a_key_of_every_run(kind: type[RunConfig]) -> None:
     path = CONFIGS / kind.command / "tiny_retool.yaml"
     assert load_config(path, kind).quantization is None
     config = load_config(path, kind, ["quantization=mxfp4"])
-    assert config.quantization == config.memory_inputs.quantization == "mxfp4"
+    assert config.trained_quantization == config.memory_inputs.quantization == "mxfp4"
+    assert not config.memory_inputs.has_packed_base
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["quantization=fp8"], "quantization: Input should be 'mxfp4'"),
-        (["quantization=mxfp4", "adapter={rank: 4}"], "quantization mxfp4 trains all weights, and adapter freezes"),
         (["quantization=mxfp4", "model.hidden_size=144"],
          "quantization mxfp4 needs hidden_size (144) to be a multiple of 32"),
-        (["quantization=mxfp4", "ablation.engine_quantization=mxfp4"],
-         "ablation.engine_quantization (mxfp4) is what quantization does"),
         (["quantization=mxfp4", "ablation.engine_noise=0.1"], "cannot be added to experts in mxfp4"),
-        (["ablation.engine_quantization=mxfp4", "model.intermediate_size=48"],
-         "ablation.engine_quantization mxfp4 needs intermediate_size (48)"),
-        (["ablation.engine_quantization=mxfp4", "rollout.engine={type: sglang}"],
-         "engine sglang takes them elsewhere"),
+        (["rollout.engine.quantization=mxfp4", "model.intermediate_size=48"],
+         "rollout.engine.quantization mxfp4 needs intermediate_size (48)"),
         (["rollout.engine={type: sglang, quantization: mxfp4}"],
-         "rollout.engine.quantization packs the experts that quantization trains"),
+         "only hold experts that were trained through this format, and quantization is null"),
+        (["rollout.engine={type: sglang, quantization: mxfp4}", "quantization=mxfp4", "adapter={rank: 4}"],
+         "and experts merged with an adapter have other values. Leave it out"),
         (["rollout.engine={type: sglang, arguments: [--quantization=mxfp4]}"],
          "rollout.engine.arguments: --quantization makes a server that loses"),
     ],
@@ -275,7 +273,16 @@ def test_quantization_that_cannot_work_is_refused_with_its_key(
 def test_bf16_servers_may_hold_the_values_of_a_run_with_quantization() -> None:
     overrides = ["quantization=mxfp4", "rollout.engine={type: sglang}"]
     config = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, overrides)
-    assert config.quantization == "mxfp4"
+    assert config.trained_quantization == "mxfp4"
+
+
+@pytest.mark.parametrize(
+    "overrides", [[], ["quantization=mxfp4"], ["quantization=mxfp4", "adapter={rank: 4}"]]
+)
+def test_embedded_engines_may_round_any_policy(overrides: list[str]) -> None:
+    rounded = [*overrides, "rollout.engine.quantization=mxfp4"]
+    config = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, rounded)
+    assert config.rollout.engine.experts_format == "mxfp4"
 
 
 def test_a_part_that_is_frozen_may_have_adapters_beside_others_that_learn() -> None:

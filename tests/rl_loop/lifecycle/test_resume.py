@@ -103,9 +103,13 @@ def test_the_base_of_adapters_may_have_moved_and_be_packed(tmp_path: Path) -> No
     """That it is the same base, its digest in the checkpoint tells."""
     options = ["adapter={rank: 4}", "algorithm.kl={coefficient: 0.1}"]
     run = run_of(config(tmp_path, *options))
-    moved = config(tmp_path, *options, "initial_weights=/elsewhere", "parallel.base=mxfp4")
+    moved = config(tmp_path, *options, "initial_weights=/elsewhere", "quantization=mxfp4")
     changes = {change.key for change in changes_since(run, moved)}
-    assert changes == {"initial_weights", "parallel.base"}
+    assert changes == {"initial_weights", "quantization"}
+
+    whole = run_of(config(tmp_path, "name=whole"))
+    with pytest.raises(ConfigError, match="has learned with the other experts"):
+        changes_since(whole, config(tmp_path, "name=whole", "quantization=mxfp4"))
 
 
 def test_the_adapters_that_a_run_started_from_may_move_unless_they_are_its_reference(

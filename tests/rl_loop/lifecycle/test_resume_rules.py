@@ -70,7 +70,6 @@ VALUES: dict[str, list[str]] = {
     "parallel.last_stage_layers": [
         "parallel.world_size=2", "parallel.pipeline=2", "parallel.last_stage_layers=1",
     ],
-    "parallel.base": ["parallel.base=mxfp4"],
     "rollout.engine.type": ["rollout.engine={type: sglang}"],
     "rollout.max_tokens": ["rollout.max_tokens=900"],
     "algorithm.advantage.type": ["algorithm.advantage=reinforce"],

@@ -31,7 +31,7 @@ def scores(directory: Path, *overrides: str) -> np.ndarray:
         return group.score(SAMPLES)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "mxfp4"])
+@pytest.mark.parametrize("precision", ["null", "mxfp4"])
 @pytest.mark.parametrize("source", ["hf", "run"])
 def test_adapters_begin_as_their_base(
     source: str, precision: str, base: Path, tmp_path: Path
@@ -39,7 +39,7 @@ def test_adapters_begin_as_their_base(
     initial = f"initial_weights={base}/{source}"
     with trainer_of(tmp_path / "plain", initial) as (group, _):
         expected = group.weights()
-    with trainer_of(tmp_path / "x", initial, ADAPTER, f"parallel.base={precision}") as (group, _):
+    with trainer_of(tmp_path / "x", initial, ADAPTER, f"quantization={precision}") as (group, _):
         found = group.weights()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -49,7 +49,7 @@ def test_a_random_base_in_four_bits_is_rounded_to_it(tmp_path: Path) -> None:
     options = ["initial_weights=null", ADAPTER]
     with trainer_of(tmp_path / "a", *options) as (group, _):
         dense = group.weights()
-    with trainer_of(tmp_path / "b", *options, "parallel.base=mxfp4") as (group, _):
+    with trainer_of(tmp_path / "b", *options, "quantization=mxfp4") as (group, _):
         packed = group.weights()
     expected = packable(dense)
     assert all(torch.equal(packed[name], tensor) for name, tensor in expected.items())
@@ -58,7 +58,7 @@ def test_a_random_base_in_four_bits_is_rounded_to_it(tmp_path: Path) -> None:
 def test_a_base_that_is_not_in_four_bits_is_refused_by_name(base: Path, tmp_path: Path) -> None:
     with trainer_of(tmp_path / "random", "initial_weights=null") as (group, _):
         group.save(1, {"step": 1}, True)
-    options = [f"initial_weights={tmp_path}/random", ADAPTER, "parallel.base=mxfp4"]
+    options = [f"initial_weights={tmp_path}/random", ADAPTER, "quantization=mxfp4"]
     message = r"linear_fc1.weight: \d+ of \d+ values are not MXFP4 values"
     with pytest.raises(ConversionError, match=message), trainer_of(tmp_path / "x", *options):
         pass
@@ -67,7 +67,7 @@ def test_a_base_that_is_not_in_four_bits_is_refused_by_name(base: Path, tmp_path
 def test_the_reference_policy_is_the_base_and_no_second_model(base: Path, tmp_path: Path) -> None:
     initial = f"initial_weights={base}/hf"
     expected = scores(tmp_path / "plain", initial)
-    with trainer_of(tmp_path / "x", initial, ADAPTER, "parallel.base=mxfp4", KL) as (group, rank):
+    with trainer_of(tmp_path / "x", initial, ADAPTER, "quantization=mxfp4", KL) as (group, rank):
         before = group.compute_values_and_reference_log_probs(SAMPLES)["reference_log_probs"]
         assert np.array_equal(before, group.score(SAMPLES)), "B is zero"
         for step in range(2):
@@ -111,7 +111,7 @@ def test_a_resumed_trainer_continues_to_the_bit(base: Path, tmp_path: Path) -> N
         expected = [group.sft_step(SAMPLES, step).sums["loss"] for step in (2, 3)]
         weights = group.weights()
 
-    moved = [f"initial_weights={base}/run", ADAPTER, "parallel.base=mxfp4"]
+    moved = [f"initial_weights={base}/run", ADAPTER, "quantization=mxfp4"]
     for again in (options, moved):
         with trainer_of(tmp_path / "x", *again) as (group, _):
             assert group.resume().state == {"step": 2}
@@ -134,7 +134,7 @@ def adapted(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     return directory, weights
 
 
-@pytest.mark.parametrize("precision", ["bf16", "mxfp4"])
+@pytest.mark.parametrize("precision", ["null", "mxfp4"])
 @pytest.mark.parametrize("source", [".", "checkpoints/step_000002", "adapter"])
 def test_a_run_starts_from_the_adapters_of_another(
     source: str, precision: str, base: Path, adapted: tuple[Path, Weights], tmp_path: Path
@@ -143,7 +143,7 @@ def test_a_run_starts_from_the_adapters_of_another(
     options = [
         f"initial_weights={base}/hf",
         f"initial_adapter={directory / source}",
-        f"parallel.base={precision}",
+        f"quantization={precision}",
         ADAPTER,
     ]
     with trainer_of(tmp_path / "x", *options) as (group, _):
@@ -186,7 +186,7 @@ def test_the_reference_of_a_run_that_starts_from_adapters_is_what_it_started_fro
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["initial_weights=null", "parallel.base=bf16"], "was trained on another base"),
+        (["initial_weights=null", "quantization=null"], "was trained on another base"),
         (["adapter.alpha=9"], "adapter.alpha of the model is 9.0, and of this adapter 8.0"),
     ],
 )
