@@ -323,14 +323,9 @@ def _read_model_config(directory: Path) -> tuple[ModelConfig, dict[str, Any]]:
     try:
         # A missing file gives {} here; read_hf_config below raises the error.
         raw = read_object(path)
-        is_openai = "num_experts" in raw and "model_type" not in raw
-        if is_openai:
-            return read_hf_config(hf_layouts.openai_config(raw)), raw
         return read_hf_config(directory), raw
     except ConversionError:
         raise
-    except KeyError as error:
-        raise ConversionError(f"{path}: key {error} is missing") from None
     except (ValueError, OSError) as error:
         message = str(error)
         if str(path) not in message:

@@ -11,7 +11,6 @@ github.com/openai/gpt-oss, gpt_oss/torch/{weights,model}.py.
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 from converters.mapping import Shape
 from converters.names import hf_shapes
@@ -158,30 +157,3 @@ def openai_name(name: str) -> str:
         if count:
             return renamed
     return name
-
-
-def openai_config(raw: dict[str, Any]) -> dict[str, Any]:
-    """Convert OpenAI's config.json to Hugging Face's keys.
-
-    Raises:
-        KeyError: naming a missing key.
-    """
-    original_length = raw["initial_context_length"]
-    factor = raw["rope_scaling_factor"]
-    rope_keys = ("rope_theta", "rope_scaling_factor", "rope_ntk_alpha", "rope_ntk_beta")
-    return {
-        **{key: value for key, value in raw.items() if key not in rope_keys},
-        "model_type": "gpt_oss",
-        "num_local_experts": raw["num_experts"],
-        "num_experts_per_tok": raw["experts_per_token"],
-        "rope_theta": raw["rope_theta"],
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": factor,
-            "beta_slow": raw["rope_ntk_alpha"],
-            "beta_fast": raw["rope_ntk_beta"],
-            "original_max_position_embeddings": original_length,
-            "truncate": False,
-        },
-        "max_position_embeddings": int(original_length * factor),
-    }

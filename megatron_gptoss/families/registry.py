@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, SerializeAsAny, TypeAdapter, ValidationErr
 
 from megatron_gptoss.config import ModelConfig, load_hf_config
 from megatron_gptoss.families.dense.config import DenseModelConfig
-from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig, openai_config
 
 FAMILIES: tuple[type[ModelConfig], ...] = (GptOssModelConfig, DenseModelConfig)
 """All families. Register the layers of a new family in ``layer_registry``, and its tensors in
@@ -48,10 +48,14 @@ def read_hf_config(source: Path | str | dict[str, Any]) -> ModelConfig:
     Args:
         source: a file, its directory, or the parsed content.
 
+    OpenAI's original releases of GPT-OSS have keys of their own and no model_type.
+
     Raises:
         ValueError: a key is missing or unsupported. The message names file and key.
     """
     raw, where = load_hf_config(source)
+    if "num_experts" in raw and "model_type" not in raw:
+        raw = openai_config(raw, where)
     return family_of(raw.get("model_type"), where).from_hf_dict(raw, where)
 
 

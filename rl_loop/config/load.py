@@ -33,7 +33,8 @@ def load_config[Config: RunConfig](
     """Read a YAML file, apply ``key.sub=value`` overrides and validate.
 
     ``model: NAME`` and ``algorithm: NAME`` stand for NAME.yaml in a folder of that name beside the
-    file's own, or among the shipped ones. A name of a shipped configuration stands for its file.
+    file's own, or among the shipped ones. ``model: PATH`` stands for the architecture in a Hugging
+    Face directory or ``config.json``. A name of a shipped configuration stands for its file.
     ``policy_loss: NAME`` and ``advantage: NAME`` stand for ``{type: NAME}``; an override of the type
     drops the keys of the other type.
 
@@ -177,8 +178,7 @@ def value_origins(
 
     for change in overrides or []:
         key, _, value = change.partition("=")
-        is_section = key in ("model", "algorithm") and find_section(path, key, value) is not None
-        if is_section:
+        if key in ("model", "algorithm"):
             tree[key] = value
         below = [known for known in origins if known == key or known.startswith(f"{key}.")]
         for known in below:
@@ -190,8 +190,7 @@ def value_origins(
     for key in ("model", "algorithm"):
         if isinstance(tree.get(key), str):
             origins.pop(key, None)
-            file = _section_file(path, key, tree[key])
-            section = OmegaConf.to_container(read_yaml(file))
+            file, section = _named_section(path, key, tree[key])
             for name in _leaf_keys(section):
                 full = f"{key}.{name}"
                 choice = next((c for c in CHOICES if full == c or full.startswith(f"{c}.")), None)
@@ -305,7 +304,7 @@ def _insert_named_section(path: Path, tree: Any, key: str, changes: list[str]) -
     names = [change.removeprefix(prefix) for change in changes if change.startswith(prefix)]
     name = names[-1] if names else tree.get(key)
     if isinstance(name, str):
-        tree[key] = read_yaml(_section_file(path, key, name))
+        _, tree[key] = _named_section(path, key, name)
     return [change for change in changes if not change.startswith(prefix)]
 
 
@@ -343,16 +342,34 @@ def _type_of(section: Any) -> Any:
     return section.get("type") if isinstance(section, dict) else None
 
 
-def _section_file(path: Path, key: str, name: str) -> Path:
-    """Return the file that ``key: NAME`` of the configuration ``path`` stands for. Raises ConfigError."""
+def _named_section(path: Path, key: str, name: str) -> tuple[Path, Any]:
+    """Return the file that ``key: NAME`` of the configuration ``path`` stands for, and its values.
+
+    Raises:
+        ConfigError: naming the file and the key that is wrong, or the names that are known.
+    """
     file = find_section(path, key, name)
-    if file is None:
-        known = ", ".join(section_names(path, key))
-        raise ConfigError(
-            f"{path}: {key}: there is no {name}.yaml in {path.parent.parent / key}, nor among the "
-            f"shipped ones: {known}"
-        )
-    return file
+    if file is not None:
+        return file, OmegaConf.to_container(read_yaml(file))
+    if key == "model" and Path(name).exists():
+        return _hf_section(path, Path(name))
+
+    known = ", ".join(section_names(path, key))
+    other = ", and no Hugging Face directory or config.json has this path" if key == "model" else ""
+    raise ConfigError(
+        f"{path}: {key}: there is no {name}.yaml in {path.parent.parent / key}, nor among the "
+        f"shipped ones: {known}{other}"
+    )
+
+
+def _hf_section(path: Path, source: Path) -> tuple[Path, Any]:
+    """Return the ``config.json`` of a Hugging Face model, and its architecture as ``model``."""
+    try:
+        model = read_hf_config(source)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{path}: model: {error}") from None
+    file = source / "config.json" if source.is_dir() else source
+    return file, model.model_dump(mode="json", exclude_unset=True)
 
 
 def validated[Model: StrictModel](path: Path, kind: type[Model], raw: Any) -> Model:

@@ -39,7 +39,8 @@ class PolicyConfig(StrictModel):
     seed: int = 0
     """Seed of everything random: initial weights, data order, sampling."""
     model: AnyModelConfig
-    """The architecture; a string names a file of ``configs/model``."""
+    """The architecture. A string is a name in ``configs/model``, or the path of a Hugging Face
+    directory or its ``config.json``."""
     initial_weights: Path | None = None
     """A Hugging Face directory, a Megatron checkpoint or a run directory to start from;
     null for random weights. With an adapter they are its base, and stay as they are."""

@@ -10,10 +10,7 @@ HUB_NAMES = {
     "gpt-oss-20b": "openai/gpt-oss-20b",
     "gpt-oss-120b": "openai/gpt-oss-120b",
     "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
-    **{
-        f"qwen2.5-{size}": f"Qwen/Qwen2.5-{size.upper()}-Instruct"
-        for size in ("0.5b", "1.5b", "3b", "7b", "14b", "32b")
-    },
+    "qwen2.5-32b": "Qwen/Qwen2.5-32B-Instruct",
 }
 """Directory names in shipped configurations, and the names of their models on the hub."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -44,24 +45,59 @@ LAYOUTS: dict[str, dict[str, int]] = {
 }
 
 
-def config_of(size: str, *overrides: str) -> SftConfig:
-    return load_config(CONFIG, SftConfig, [f"model=qwen2.5-{size}", *overrides])
+SIZES = {
+    "0.5b": (24, 896, 4864, 14, 2, 151_936),
+    "1.5b": (28, 1536, 8960, 12, 2, 151_936),
+    "3b": (36, 2048, 11_008, 16, 2, 151_936),
+    "7b": (28, 3584, 18_944, 28, 4, 152_064),
+    "14b": (48, 5120, 13_824, 40, 8, 152_064),
+}
+"""Layers, widths, heads and vocabulary. The 32B is a shipped file."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Values of ``model`` by size: directories with the config.json of the releases."""
+    found = {"32b": "qwen2.5-32b"}
+    keys = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
+            "num_key_value_heads", "vocab_size")  # fmt: skip
+    for size, values in SIZES.items():
+        directory = tmp_path_factory.mktemp(size)
+        content = dict(zip(keys, values, strict=True)) | {
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "hidden_act": "silu",
+            "max_position_embeddings": 32_768,
+            "max_window_layers": 21,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1_000_000.0,
+            "sliding_window": 32_768,
+            "tie_word_embeddings": values[1] < 3000,
+            "use_sliding_window": False,
+        }
+        (directory / "config.json").write_text(json.dumps(content))
+        found[size] = str(directory)
+    return found
+
+
+def config_of(model: str, *overrides: str) -> SftConfig:
+    return load_config(CONFIG, SftConfig, [f"model={model}", *overrides])
 
 
 @pytest.mark.parametrize("size", PUBLISHED)
-def test_published_sizes_have_their_number_of_parameters(size: str) -> None:
-    model = config_of(size).model
+def test_published_sizes_have_their_number_of_parameters(size: str, models: dict[str, str]) -> None:
+    model = config_of(models[size]).model
     assert isinstance(model, DenseModelConfig)
     assert model.num_parameters == PUBLISHED[size]
     assert sum(math.prod(shape) for shape in hf_shapes(model).values()) == PUBLISHED[size]
 
 
 @pytest.mark.parametrize("size", PUBLISHED)
-def test_published_sizes_can_be_planned(size: str) -> None:
+def test_published_sizes_can_be_planned(size: str, models: dict[str, str]) -> None:
     overrides = [f"parallel.{key}={value}" for key, value in LAYOUTS[size].items()]
     overrides.append("training.max_tokens_per_micro_batch=8192")
-    arguments = ["plan", str(CONFIG), "--sft", f"model=qwen2.5-{size}", "--gpu", "h200", *overrides]
-    result = CliRunner().invoke(app, [*arguments, "dtype=bfloat16"])
+    overrides += [f"model={models[size]}", "dtype=bfloat16"]
+    result = CliRunner().invoke(app, ["plan", str(CONFIG), "--sft", "--gpu", "h200", *overrides])
     assert result.exit_code == 0, result.output
     assert "tensors of the update, GB: weights" in result.output
     assert "an update at the rates of H200s" in result.output
@@ -73,10 +109,10 @@ def test_published_sizes_can_be_planned(size: str) -> None:
     "layout", [{}, {"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2}]
 )
 def test_the_parameters_of_a_gpu_are_those_of_the_model_that_is_built(
-    size: str, layout: dict[str, int]
+    size: str, layout: dict[str, int], models: dict[str, str]
 ) -> None:
     """Counted from the name table: every rank has its share of each parameter."""
-    model = config_of(size).model
+    model = config_of(models[size]).model
     parallel = ParallelConfig(world_size=4, **layout)
     stages = [parameters_per_gpu(model, parallel, stage) for stage in range(parallel.pipeline)]
     assert all(expert == 0 for _, expert in stages)
@@ -119,7 +155,7 @@ def test_arithmetic_is_two_operations_for_each_weight_and_those_of_attention() -
 
 
 def test_a_dumped_configuration_loads_to_the_same(tmp_path: Path) -> None:
-    config = config_of("7b", "model.rope_scaling={rope_type: yarn, factor: 4, "
+    config = config_of("qwen2.5-32b", "model.rope_scaling={rope_type: yarn, factor: 4, "
                        "original_max_position_embeddings: 32768}")  # fmt: skip
     (tmp_path / "config.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "config.yaml", SftConfig) == config
@@ -131,7 +167,7 @@ def test_a_dumped_configuration_loads_to_the_same(tmp_path: Path) -> None:
     [
         ("model.num_expert=4", "model.num_expert: unknown key"),
         ("model.model_type=mamba", "model: model_type is 'mamba', expected one of gpt_oss, llama"),
-        ("model.num_key_value_heads=5", r"num_attention_heads \(28\) must be a multiple"),
+        ("model.num_key_value_heads=7", r"num_attention_heads \(40\) must be a multiple"),
         ("model.num_experts=4", "model.num_experts: Input should be 0"),
         ("quantization=mxfp4", "quantization mxfp4: a qwen2 model has no experts"),
         ("adapter={rank: 4}", "adapter.targets: q of a qwen2 model cannot be adapted"),
@@ -139,9 +175,9 @@ def test_a_dumped_configuration_loads_to_the_same(tmp_path: Path) -> None:
 )
 def test_mistakes_are_named_by_key(override: str, message: Any) -> None:
     with pytest.raises(ConfigError, match=message):
-        config_of("7b", override)
+        config_of("qwen2.5-32b", override)
 
 
 def test_a_run_without_the_tokenizer_of_its_model_is_refused_before_anything_starts() -> None:
     with pytest.raises(CannotStart, match="vocabulary gptoss is not that of a qwen2 model"):
-        check_what_a_run_needs(config_of("0.5b", "vocabulary=gptoss"))
+        check_what_a_run_needs(config_of("qwen2.5-32b", "vocabulary=gptoss"))

@@ -274,3 +274,43 @@ def _check_quantization(settings: Any, where: str) -> None:
                 f"{where}: quantization_config.modules_to_not_convert names experts ({module!r}), and "
                 "all experts are converted or none. Remove it"
             )
+
+
+def openai_config(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return OpenAI's original ``config.json`` in Hugging Face's keys.
+
+    Raises:
+        ValueError: naming the key that is missing.
+    """
+    needed = (
+        "num_experts",
+        "experts_per_token",
+        "initial_context_length",
+        "rope_theta",
+        "rope_scaling_factor",
+        "rope_ntk_alpha",
+        "rope_ntk_beta",
+    )
+    missing = [key for key in needed if key not in raw]
+    if missing:
+        raise ValueError(f"{where}: key {missing[0]!r} is missing")
+
+    original_length = raw["initial_context_length"]
+    factor = raw["rope_scaling_factor"]
+    rope_keys = ("rope_theta", "rope_scaling_factor", "rope_ntk_alpha", "rope_ntk_beta")
+    return {
+        **{key: value for key, value in raw.items() if key not in rope_keys},
+        "model_type": "gpt_oss",
+        "num_local_experts": raw["num_experts"],
+        "num_experts_per_tok": raw["experts_per_token"],
+        "rope_theta": raw["rope_theta"],
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": factor,
+            "beta_slow": raw["rope_ntk_alpha"],
+            "beta_fast": raw["rope_ntk_beta"],
+            "original_max_position_embeddings": original_length,
+            "truncate": False,
+        },
+        "max_position_embeddings": int(original_length * factor),
+    }

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron_gptoss.config import AdapterConfig, ParallelConfig
+from megatron_gptoss.families.dense.config import DenseModelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
+from megatron_gptoss.rope_scaling import YarnScaling
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import dump_config, load_config, load_served_config, value_origins
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
@@ -311,6 +313,60 @@ def test_a_copied_configuration_finds_shipped_models_and_prefers_those_beside_it
 
     with pytest.raises(ConfigError, match=r"no tinny.yaml in .*/model, nor .* ones: gpt-oss-120b"):
         load_config(copy, RlConfig, ["model=tinny"])
+
+
+HF_CONFIGS = {
+    "gpt_oss": GptOssModelConfig(num_layers=2, num_experts=4, hidden_size=64, max_length=4096),
+    "qwen2": DenseModelConfig(
+        model_type="qwen2", num_layers=2, hidden_size=64, intermediate_size=96,
+        num_attention_heads=4, num_key_value_heads=2, head_size=16, vocab_size=512,
+        rope_theta=1e6, max_length=2048,
+        rope_scaling=YarnScaling(factor=4, original_max_position_embeddings=512),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", HF_CONFIGS)
+@pytest.mark.parametrize("name", ["model", "model/config.json"])
+def test_model_may_be_a_hugging_face_directory(
+    family: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paths begin in the working directory. Values below the key and its origin are known."""
+    expected = HF_CONFIGS[family]
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(expected.to_hf_config()))
+    monkeypatch.chdir(tmp_path)
+    file = CONFIGS / "sft/tiny_retool.yaml"
+    chosen = [f"model={name}"]
+    assert load_config(file, SftConfig, chosen).model == expected
+    assert load_config(file, SftConfig, [*chosen, "model.num_layers=4"]).model.num_layers == 4
+    origins = value_origins(file, SftConfig, chosen)
+    assert origins["model.hidden_size"] == "model/config.json"
+    assert "model" not in origins
+
+    copy = tmp_path / "mine.yaml"
+    copy.write_text(file.read_text().replace("model: tiny", f"model: {name}"))
+    assert load_config(copy, SftConfig).model == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"model_type": "qwen2"}', "model: M/config.json: key 'num_hidden_layers' is missing"),
+        ('{"model_type": "mamba"}', "model: M/config.json: model_type is 'mamba', expected one of"),
+        ('{"num_experts": 4}', "model: M/config.json: key 'experts_per_token' is missing"),
+        ("layers: 4", "M/config.json"),
+        (None, "model: M/config.json: no such file; expected a Hugging Face model directory"),
+    ],
+)
+def test_model_names_file_and_key_when_it_is_wrong(
+    content: str | None, message: str, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=re.escape(message.replace("M/", f"{tmp_path}/"))):
+        load_config(CONFIGS / "sft/tiny_retool.yaml", SftConfig, [f"model={tmp_path}"])
 
 
 def test_what_is_served_may_be_named_as_the_shipped_ones_are() -> None:

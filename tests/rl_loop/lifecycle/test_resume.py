@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,19 @@ def test_what_is_refused_names_a_start_that_another_run_can_make(tmp_path: Path)
     adapters.export.mkdir()
     (adapters.export / "config.json").write_text("{}")
     assert offered(adapters, *others) == f"initial_weights={adapters.export}"
+
+
+def test_model_is_compared_by_values_when_a_run_resumes(tmp_path: Path) -> None:
+    model = config(tmp_path).model
+    for name, layers in (("first", model.num_layers), ("moved", model.num_layers), ("other", 1)):
+        (tmp_path / name).mkdir()
+        content = model.model_copy(update={"num_layers": layers}).to_hf_config()
+        (tmp_path / name / "config.json").write_text(json.dumps(content))
+
+    run = run_of(config(tmp_path, f"model={tmp_path}/first"))
+    assert changes_since(run, config(tmp_path, f"model={tmp_path}/moved")) == []
+    with pytest.raises(ConfigError, match=r"model\.num_layers: "):
+        changes_since(run, config(tmp_path, f"model={tmp_path}/other"))
 
 
 def test_the_base_of_adapters_may_have_moved_and_be_packed(tmp_path: Path) -> None:
