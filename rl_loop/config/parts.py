@@ -122,9 +122,9 @@ class EpisodesConfig(PolicyConfig):
     """Where vocabulary ``tokenizer`` is: a directory with tokenizer.json, or a run with an export.
     null: in ``initial_weights``."""
     prompt: PromptConfig = PromptConfig()
-    """The Harmony system message."""
+    """The Harmony system message. Vocabulary ``tiny`` has an empty one by default."""
     chatml: ChatMlConfig = ChatMlConfig()
-    """The ChatML system message, of dense models."""
+    """The ChatML system message, of dense models. Vocabulary ``tiny`` has none by default."""
     tasks: TaskConfig = TaskConfig()
     """Training and held-out tasks."""
     rollout: RolloutConfig = RolloutConfig()

@@ -35,7 +35,8 @@ class RolloutConfig(EpisodeLimits, StrictModel):
     purification: PurificationConfig | None = None
     """Retry failed tool calls and keep the good one (CLEANER); null for episodes as they come."""
     routed_experts: bool = False
-    """Record which experts the engine chose for every token."""
+    """Record which experts the engine chose for every token. Default: true with
+    ``algorithm.routing_replay: R3``, else false."""
     max_invalid_share: float = Field(0.2, ge=0, lt=1)
     """Largest share of a step's episodes that infrastructure failures (engine, sandbox, tool,
     checker) may end. Such episodes are left out of everything. Above this share, and after 64 of

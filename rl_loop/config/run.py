@@ -2,11 +2,12 @@
 ``gptoss`` commands override."""
 
 from dataclasses import replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from megatron_gptoss.config import OptimizerConfig, check_quantization
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from rl_loop.algorithms.config import GROUP_ADVANTAGES, AlgorithmConfig
 from rl_loop.config.errors import ConfigError
@@ -14,6 +15,23 @@ from rl_loop.config.parts import EpisodesConfig, TrainerConfig
 from rl_loop.config.training import DemonstrationConfig, EvaluationConfig, TrackingConfig
 from rl_loop.conversations.config import CorpusConfig, DataConfig
 from rl_loop.environments.registry import environment_class
+
+SHORTEST_PROMPT = {
+    "model_identity": None,
+    "knowledge_cutoff": None,
+    "reasoning_effort": None,
+    "channels": False,
+    "python_tool": False,
+}
+SHORTEST_CHATML = {"system": None, "describe_tools": False}
+"""Values that leave out the system message. They are the defaults of a tiny vocabulary, because its
+policies have learned nothing about system messages."""
+
+
+def _shorten[Section: BaseModel](section: Section, shortest: dict[str, Any]) -> Section:
+    """Return a section with the values of ``shortest`` for keys that are not set."""
+    unset = {key: value for key, value in shortest.items() if key not in section.model_fields_set}
+    return section.model_copy(update=unset)
 
 
 class RunConfig(EpisodesConfig, TrainerConfig):
@@ -36,6 +54,17 @@ class RunConfig(EpisodesConfig, TrainerConfig):
     def _choose_vocabulary(self) -> Self:
         if "vocabulary" not in self.model_fields_set:
             self.vocabulary = self.model.default_vocabulary
+        if self.vocabulary == "tiny" and isinstance(self.model, GptOssModelConfig):
+            self.prompt = _shorten(self.prompt, SHORTEST_PROMPT)
+        elif self.vocabulary == "tiny":
+            self.chatml = _shorten(self.chatml, SHORTEST_CHATML)
+        return self
+
+    @model_validator(mode="after")
+    def _choose_for_model(self) -> Self:
+        engine = self.rollout.engine.for_model(self.model)
+        if engine is not self.rollout.engine:
+            self.rollout = self.rollout.model_copy(update={"engine": engine})
         return self
 
     @model_validator(mode="after")
@@ -179,6 +208,13 @@ class RlConfig(RunConfig):
             mini_batches=self.algorithm.mini_batches,
         )
         return inputs.with_sequences(self.rollout.tasks_per_step * self.rollout.samples_per_task)
+
+    @model_validator(mode="after")
+    def _record_replayed_routes(self) -> Self:
+        replays = self.algorithm.routing_replay == "R3"
+        if replays and "routed_experts" not in self.rollout.model_fields_set:
+            self.rollout = self.rollout.model_copy(update={"routed_experts": True})
+        return self
 
     @model_validator(mode="after")
     def _check_rl_sections_together(self) -> Self:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from megatron_gptoss.config import ModelConfig, Quantization, StrictModel
 from megatron_gptoss.planning.memory_inputs import EngineMemory
@@ -83,6 +83,10 @@ class EngineConfig(StrictModel):
         None if it shares none.
         """
         return None
+
+    def for_model(self, model: ModelConfig) -> Self:
+        """Return the settings with defaults that depend on the model."""
+        return self
 
     @property
     def scores_at_any_temperature(self) -> bool:

@@ -43,6 +43,8 @@ BUCKET_BYTES = 1 << 30
 PACKED_BUCKET_BYTES = 2 << 30
 """With MXFP4 experts. How long their sync takes goes by the number of requests: 11 for the whole 20B
 instead of 20 (docs/quantization.md)."""
+PREFILL_GRAPH_TOKENS = 512
+"""Tokens of the largest prefill that colocated servers of GPT-OSS capture, unless it is configured."""
 SMALLEST_PREFILL_GRAPH = 8
 """Tokens; shorter prefills than half of it are rare."""
 ASLEEP_BYTES = 1_650_000_000
@@ -95,8 +97,9 @@ class SglangConfig(EngineConfig):
     """Keep logits in fp32, as the trainer does, instead of rounding them to bf16 (docs/sglang.md).
     null: on GPUs without ``deterministic``."""
     weight_sync: Literal["nccl", "cuda_ipc", "gloo", "shared_memory", "disk"] = "nccl"
-    """How weights arrive: NCCL between GPUs, CUDA IPC within a GPU, gloo and shared_memory on
-    CPUs, disk if the trainer can reach the servers by nothing but the run's directory."""
+    """Transport of weights: NCCL between GPUs, CUDA IPC within a GPU, gloo and shared_memory on CPUs,
+    disk if trainer and servers share only the run's directory. Default: cuda_ipc with
+    ``colocated``, else nccl."""
     bucket_bytes: int | None = Field(None, gt=0)
     """Most weights under way at a time, if no tensor is larger: gate and up projections of a layer go as a
     whole (bf16, 20B: 1.06 GB, 120B: 4.2). A bucket goes when it is more than half full. A server holds up to
@@ -108,9 +111,9 @@ class SglangConfig(EngineConfig):
     colocated: bool = False
     """Servers on the trainer's GPUs: they give their memory back while the trainer works."""
     prefill_graph_tokens: int = Field(0, ge=0)
-    """Prefills of up to so many tokens, such as a tool's answer, run as CUDA graphs in colocated servers
-    with fa3; with 0 none do. With 512, multi-turn rollouts of the 20B are 1.44 times as fast. Other
-    servers have SGLang's own graphs."""
+    """Largest prefill, in tokens, that colocated servers with fa3 run as a CUDA graph, such as the
+    answer of a tool. 0: none. Default for GPT-OSS: 512, which makes multi-turn rollouts of the 20B
+    1.44x as fast. Other servers have SGLang's own graphs."""
     start_seconds: float = Field(1200.0, gt=0)
     """Until then a started server must be healthy."""
     health_seconds: float = Field(30.0, gt=0)
@@ -118,6 +121,12 @@ class SglangConfig(EngineConfig):
     sync_seconds: float = Field(40.0, gt=0)
     """Longest that servers may take for one bucket, to sleep or to wake; weight_sync disk, which
     has one bucket, gets fifteen times as long. Then the sync failed and is tried again."""
+
+    @model_validator(mode="after")
+    def _choose_weight_sync(self) -> Self:
+        if self.colocated and "weight_sync" not in self.model_fields_set:
+            self.weight_sync = "cuda_ipc"
+        return self
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -188,6 +197,19 @@ class SglangConfig(EngineConfig):
                 "rollout.engine.fp32_logits is for GPUs, and rollout.engine.arguments asks for servers on "
                 "CPUs: leave fp32_logits out"
             )
+
+    def for_model(self, model: ModelConfig) -> Self:
+        # Graphs of prefills ran with GPT-OSS only.
+        captures_prefills = (
+            self.colocated
+            and self.weight_sync == "cuda_ipc"
+            and self.attention_backend == "fa3"
+            and not self.deterministic
+            and model.model_type == "gpt_oss"
+        )
+        if captures_prefills and "prefill_graph_tokens" not in self.model_fields_set:
+            return self.model_copy(update={"prefill_graph_tokens": PREFILL_GRAPH_TOKENS})
+        return self
 
     @property
     def experts_format(self) -> Quantization | None:

@@ -47,7 +47,6 @@ def test_every_named_algorithm_loads(path: Path) -> None:
         (["old_log_probs=substitute"], "substitute is called detach now"),
         (["advantage=gdpo"], "gdpo needs algorithm.advantage.reward_weights"),
         (["routing_replay=R2"], "R2 replays the routes of the forward pass"),
-        (["routing_replay=R3"], "set rollout.routed_experts"),
         (["kl.estimator=k1"], "kl.estimator k1 does nothing in the loss"),
         (["correction.off_policy_limit=1e-4"], "which is 1 with old_log_probs detach"),
         (["correction.bounds=[0.5,2]"], "bounds belong to sequence_mis and icepop"),

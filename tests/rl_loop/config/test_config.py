@@ -287,6 +287,24 @@ def test_embedded_engines_may_round_any_policy(overrides: list[str]) -> None:
     assert config.rollout.engine.experts_format == "mxfp4"
 
 
+def test_routed_experts_follow_routing_replay_unless_set() -> None:
+    file = CONFIGS / "rl/tiny_retool.yaml"
+    replay = "algorithm.routing_replay=R3"
+    assert load_config(file, RlConfig, [replay]).rollout.routed_experts
+    assert not load_config(file, RlConfig).rollout.routed_experts
+    with pytest.raises(ConfigError, match=r"set rollout\.routed_experts"):
+        load_config(file, RlConfig, [replay, "rollout.routed_experts=false"])
+
+
+def test_tiny_vocabulary_has_no_system_message_unless_set() -> None:
+    prompt = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, ["prompt.channels=true"]).prompt
+    assert (prompt.model_identity, prompt.channels, prompt.python_tool) == (None, True, False)
+    dense = load_config(CONFIGS / "rl/tiny_dense.yaml", RlConfig, ["chatml.describe_tools=true"])
+    assert (dense.chatml.system, dense.chatml.describe_tools) == (None, True)
+    released = load_config(CONFIGS / "rl/gpt-oss-20b_1x2.yaml", RlConfig)
+    assert released.prompt.python_tool
+
+
 def test_a_part_that_is_frozen_may_have_adapters_beside_others_that_learn() -> None:
     overrides = ["adapter={rank: 8}", "ablation.freeze=[experts]"]
     load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, overrides)

@@ -8,10 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.samples import TrainingSamples
 from rl_loop.engines.sglang.config import MOE_CONFIGS, PLUGIN, SglangConfig
 from rl_loop.evaluation.engine_comparison import gap_table
 from rl_loop.harmony.codec import Harmony
+from tests.support.megatron_gptoss.dense_reference import QWEN2
 
 MOE = {"SGLANG_MOE_CONFIG_DIR": str(MOE_CONFIGS)}
 """What every server is told."""
@@ -43,9 +46,9 @@ def test_a_server_is_told_what_its_configuration_says() -> None:
         python="/opt/python",
         tensor_parallel=2,
         colocated=True,
-        weight_sync="cuda_ipc",
         arguments=["--log-level", "info"],
     )
+    assert settings.weight_sync == "cuda_ipc"
     words = settings.command(1, Path("/model"), "bfloat16", routed_experts=True, seed=7)(
         "10.0.0.1", 3100
     )
@@ -74,7 +77,7 @@ def test_a_server_is_told_what_its_configuration_says() -> None:
     expected = "hidden_key,bound_store,quick_pause,quick_sampling,quick_window,fp32_logits"
     assert apart["GPTOSS_SGLANG_MENDS"] == expected
     with pytest.raises(ValueError, match="colocated needs weight_sync cuda_ipc"):
-        SglangConfig(colocated=True)
+        SglangConfig(colocated=True, weight_sync="nccl")
 
 
 @pytest.mark.parametrize(
@@ -82,13 +85,13 @@ def test_a_server_is_told_what_its_configuration_says() -> None:
     [
         {"tensor_parallel": 1},
         {"tensor_parallel": 2, "arguments": ["--flashinfer-allreduce-fusion-backend", "auto"]},
-        {"tensor_parallel": 2, "colocated": False, "weight_sync": "nccl"},
+        {"tensor_parallel": 2, "colocated": False},
     ],
 )
 def test_fused_sums_over_ranks_are_left_to_sglang_where_they_can_be(
     settings: dict[str, object],
 ) -> None:
-    colocated = {"colocated": True, "weight_sync": "cuda_ipc"}
+    colocated = {"colocated": True}
     build = SglangConfig.model_validate(colocated | settings).command(
         0, Path("/model"), "bfloat16", routed_experts=True, seed=0
     )
@@ -96,9 +99,7 @@ def test_fused_sums_over_ranks_are_left_to_sglang_where_they_can_be(
 
 
 def options_of_prefill_graphs(tokens: int) -> list[str]:
-    settings = SglangConfig(
-        colocated=True, weight_sync="cuda_ipc", prefill_graph_tokens=tokens, arguments=["--last"]
-    )
+    settings = SglangConfig(colocated=True, prefill_graph_tokens=tokens, arguments=["--last"])
     build = settings.command(0, Path("/model"), "bfloat16", routed_experts=True, seed=0)
     words = build("host", 1)
     assert "--disable-prefill-cuda-graph" not in words
@@ -119,6 +120,26 @@ def test_small_prefills_of_colocated_servers_may_be_graphs() -> None:
             assert min(size for size in sizes if size >= length) <= 2 * length
 
 
+def test_colocated_servers_of_gpt_oss_capture_prefills_by_default() -> None:
+    def tokens(model: ModelConfig, **settings: object) -> int:
+        config = SglangConfig.model_validate({"colocated": True} | settings)
+        return config.for_model(model).prefill_graph_tokens
+
+    gpt_oss = GptOssModelConfig(num_layers=24, num_experts=32)
+    assert tokens(gpt_oss) == 512
+    assert tokens(gpt_oss, prefill_graph_tokens=64) == 64
+    assert tokens(gpt_oss, prefill_graph_tokens=0) == 0
+    assert tokens(QWEN2) == 0
+    without: list[dict[str, object]] = [
+        {"colocated": False},
+        {"attention_backend": "triton"},
+        {"deterministic": True},
+        {"weight_sync": "shared_memory"},
+    ]
+    for settings in without:
+        assert tokens(gpt_oss, **settings) == 0, settings
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -130,7 +151,7 @@ def test_small_prefills_of_colocated_servers_may_be_graphs() -> None:
 def test_graphs_of_prefills_are_refused_where_there_are_none(
     settings: dict[str, object], message: str
 ) -> None:
-    colocated = {"colocated": True, "weight_sync": "cuda_ipc", "prefill_graph_tokens": 512}
+    colocated = {"colocated": True, "prefill_graph_tokens": 512}
     SglangConfig.model_validate(colocated)
     with pytest.raises(ValueError, match=message):
         SglangConfig.model_validate(colocated | settings)
