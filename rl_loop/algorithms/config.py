@@ -100,13 +100,18 @@ class KlConfig(StrictModel):
 class CriticConfig(StrictModel):
     """The value model of GAE: the policy's architecture and layout, with a scalar head."""
 
-    optimizer: OptimizerConfig = OptimizerConfig(lr=2e-6)
-    """Usually twice the policy's learning rate."""
+    lr: float = Field(2e-6, gt=0)
+    """Learning rate, which stays constant; usually twice that of the policy. Other settings are those
+    of ``optimizer``."""
     warmup_steps: int = Field(20, ge=0)
     """Steps at the start in which only the critic learns. The policy's learning-rate schedule
     begins after them."""
     value_clip: float = Field(0.5, gt=0)
     """A value may leave its estimate before the step by at most this much with profit."""
+
+    def optimizer(self, policy: OptimizerConfig) -> OptimizerConfig:
+        """Return the settings of the critic's AdamW, given those of the policy's."""
+        return policy.model_copy(update={"lr": self.lr, "warmup_steps": 0, "schedule": "constant"})
 
 
 class AlgorithmConfig(StrictModel):

@@ -196,7 +196,7 @@ class RlConfig(RunConfig):
         # adapters the reference policy is the policy's own base.
         auxiliary_models: list[OptimizerConfig | None] = []
         if self.algorithm.critic:
-            auxiliary_models.append(self.algorithm.critic.optimizer)
+            auxiliary_models.append(self.algorithm.critic.optimizer(self.optimizer))
         if self.algorithm.kl and self.adapter is None:
             auxiliary_models.append(None)  # the reference policy, which does not learn
 

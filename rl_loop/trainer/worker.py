@@ -97,7 +97,7 @@ class TrainerWorker:
             base_format = None if settings.adapter is None else settings.quantization
             self.critic = ValueTrainer(
                 make_critic(build_initial_model(settings, base_format)),
-                self.algorithm.critic.optimizer,
+                self.algorithm.critic.optimizer(settings.optimizer),
             )
             self.critic.memory = self.memory
 

@@ -73,7 +73,10 @@ def test_a_scheme_set_by_the_user_is_the_one_taken() -> None:
 
 def test_the_memory_of_a_run_is_that_of_all_its_models() -> None:
     config = load_config(CONFIG, RlConfig, ["algorithm=ppo", "algorithm.kl.coefficient=0.1"])
-    assert config.memory_inputs.auxiliary_models == [config.algorithm.critic.optimizer, None]
+    assert config.memory_inputs.auxiliary_models == [
+        config.algorithm.critic.optimizer(config.optimizer),
+        None,
+    ]
     assert load_config(CONFIG, RlConfig, []).memory_inputs.auxiliary_models == []
 
 
@@ -81,7 +84,9 @@ def test_the_reference_policy_of_adapters_takes_no_memory() -> None:
     overrides = ["algorithm=ppo", "algorithm.kl.coefficient=0.1", "adapter={rank: 4}"]
     config = load_config(CONFIG, RlConfig, overrides)
     assert config.memory_inputs.adapter == config.adapter
-    assert config.memory_inputs.auxiliary_models == [config.algorithm.critic.optimizer]
+    assert config.memory_inputs.auxiliary_models == [
+        config.algorithm.critic.optimizer(config.optimizer)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ ADAPTED = [
     "optimizer={lr: 1e-2}",
 ]
 KL = "algorithm.kl={coefficient: 0.1}"
-PPO = ["algorithm=ppo", "algorithm.critic={warmup_steps: 1, optimizer: {lr: 1e-2}}"]
+PPO = ["algorithm=ppo", "algorithm.critic={warmup_steps: 1, lr: 1e-2}"]
 
 
 def config(directory: Path, *overrides: str) -> RlConfig:

@@ -21,7 +21,7 @@ from tests.support.waiting import PATIENCE_SECONDS, wait_until_async
 
 STEPS = 12
 ALGORITHMS: dict[str, list[str]] = {
-    "ppo": ["algorithm.critic.warmup_steps=2", "algorithm.critic.optimizer.lr=1e-3"],
+    "ppo": ["algorithm.critic.warmup_steps=2", "algorithm.critic.lr=1e-3"],
     "grpo": ["algorithm.kl.coefficient=0.01", "algorithm.correction.weight=sequence_mis"],
     "dr_grpo": ["algorithm.correction.weight=icepop", "algorithm.correction.veto=1e-4"],
     "dapo": ["algorithm.overlong_buffer=100", "algorithm.mini_batches=2"],
@@ -136,7 +136,7 @@ def test_a_resumed_critic_continues_the_same_curve(tmp_path: Path, rollouts: Loc
     options = [
         "algorithm=ppo",
         "algorithm.critic.warmup_steps=1",
-        "algorithm.critic.optimizer.lr=1e-3",
+        "algorithm.critic.lr=1e-3",
     ]
     once = ["optimizer.schedule=constant", *options]
     whole = train(config(tmp_path / "whole", *once, "training.steps=4"), rollouts)

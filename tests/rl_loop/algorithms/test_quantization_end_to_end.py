@@ -51,7 +51,7 @@ def steps_of(settings: RlConfig) -> list[dict[str, Any]]:
     [
         [],
         ["algorithm.kl={coefficient: 0.1}", "algorithm.routing_replay=R3"],
-        ["algorithm=ppo", "algorithm.critic={warmup_steps: 1, optimizer: {lr: 1e-2}}"],
+        ["algorithm=ppo", "algorithm.critic={warmup_steps: 1, lr: 1e-2}"],
     ],
     ids=["plain", "kl, R3", "ppo"],
 )

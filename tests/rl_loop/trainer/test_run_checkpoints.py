@@ -28,7 +28,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerGroup]:
         *RL,
         f"output_dir={tmp_path_factory.mktemp('run')}",
         "algorithm.advantage=gae",
-        "algorithm.critic={optimizer: {lr: 1.0e-3}, warmup_steps: 0}",
+        "algorithm.critic={lr: 1.0e-3, warmup_steps: 0}",
         "training.keep_checkpoints=3",
     ]
     config = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, settings)
