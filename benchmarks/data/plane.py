@@ -89,7 +89,7 @@ PASSES = {
     "R2": ["algorithm.routing_replay=R2", "algorithm.old_log_probs=forward"],
     "estimates": [
         "algorithm=ppo",
-        "algorithm.whiten_advantages=false",
+        "algorithm.whiten_advantages=null",
         "algorithm.critic.warmup_steps=0",
         "algorithm.kl.coefficient=0.001",
     ],

@@ -218,7 +218,6 @@ RULES: dict[str, Rule] = {
     "algorithm.routing_replay": SAMPLING,
     "algorithm.standard_deviation": LEARNING,
     "algorithm.whiten_advantages": LEARNING,
-    "algorithm.whiten_over": LEARNING,
     # -- ablation ---------------------------------------------------------------------------------
     "ablation.engine_noise": SAMPLING,
     "ablation.engine_sinks": SAMPLING,

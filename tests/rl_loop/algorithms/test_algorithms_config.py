@@ -64,10 +64,9 @@ def test_every_named_algorithm_loads(path: Path) -> None:
             ["advantage=gae", "critic={}", "dynamic_sampling_rounds=2"],
             "advantage gae learns from them",
         ),
-        (["whiten_over=samples"], "whiten_over belongs to whiten_advantages"),
         (
-            ["advantage=gae", "critic={}", "whiten_advantages=true", "whiten_over=samples"],
-            "one advantage per token: use tokens",
+            ["advantage=gae", "critic={}", "whiten_advantages=samples"],
+            "gae has one advantage per token. Use tokens",
         ),
         (
             ["advantage=gae", "critic={}", "correction.weight=sequence_mis"],

@@ -106,9 +106,7 @@ def every_advantage() -> Iterator[AlgorithmConfig]:
         yield algorithm(name, standard_deviation=deviation)
         for over in ("tokens", "samples"):
             if (name, over) != ("gae", "samples"):
-                yield algorithm(
-                    name, standard_deviation=deviation, whiten_advantages=True, whiten_over=over
-                )
+                yield algorithm(name, standard_deviation=deviation, whiten_advantages=over)
 
 
 finite = st.floats(-1e30, 1e30)
@@ -510,7 +508,7 @@ def test_gdpo_takes_the_penalty_on_length_as_one_more_reward() -> None:
         reward_weights={"score": 1.0},
         overlong_buffer=4,
         overlong_penalty=0.5,
-        whiten_over="samples",
+        whiten_advantages="samples",
     )
     got = [
         float(max(row, key=abs))

@@ -77,7 +77,6 @@ VALUES: dict[str, list[str]] = {
         "algorithm.advantage={type: gdpo, reward_weights: {score: 2}}",
     ],
     "algorithm.policy_loss.type": ["algorithm.policy_loss=cispo"],
-    "algorithm.whiten_over": ["algorithm.whiten_advantages=true", "algorithm.whiten_over=samples"],
     "algorithm.correction.bounds": ["algorithm.correction={weight: icepop, bounds: [0.3, 3.0]}"],
     "algorithm.critic": ["algorithm=ppo"],
     "training.max_tokens_per_micro_batch": ["training.max_tokens_per_micro_batch=512"],
