@@ -51,7 +51,7 @@ from tests.support.in_process import LocalRollouts, local_loop, local_trainer
 
 NO_CORRECTION = ["algorithm.correction.weight=none"]
 SEQUENCE = ["algorithm.correction.weight=sequence_tis", "algorithm.correction.veto=1e-4"]
-NO_SINKS = ["ablation.engine_sinks=false"]
+NO_SINKS = ["ablation.without=[engine_sinks]"]
 ROUTER_NOISE = ["ablation.router_noise=0.5"]
 ENGINE_NOISE = ["ablation.engine_noise=0.03", "rollout.routed_experts=true"]
 VARIANTS: dict[str, list[str]] = {
@@ -65,10 +65,10 @@ VARIANTS: dict[str, list[str]] = {
         "ablation.freeze=[attention]",
     ],
     "engine without sinks, sequence correction": [*NO_SINKS, *SEQUENCE],
-    "trainer without sinks": ["ablation.trainer_sinks=false", *NO_CORRECTION],
-    "trainer without sinks, sequence correction": ["ablation.trainer_sinks=false", *SEQUENCE],
-    "trainer without gradient of sinks": ["ablation.sink_gradient=false"],
-    "backward pass without sinks": ["ablation.sink_backward=false"],
+    "trainer without sinks": ["ablation.without=[trainer_sinks]", *NO_CORRECTION],
+    "trainer without sinks, sequence correction": ["ablation.without=[trainer_sinks]", *SEQUENCE],
+    "trainer without gradient of sinks": ["ablation.without=[sink_gradient]"],
+    "backward pass without sinks": ["ablation.without=[sink_backward]"],
     "engine noise": [*ENGINE_NOISE, *NO_CORRECTION],
     "engine noise, R3": [*ENGINE_NOISE, *NO_CORRECTION, "algorithm.routing_replay=R3"],
 }

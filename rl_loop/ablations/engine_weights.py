@@ -53,7 +53,7 @@ def engine_weights(
     faults."""
     # The trainer's own tensors stay as they are.
     altered = dict(weights)
-    if not ablation.engine_sinks:
+    if "engine_sinks" in ablation.without:
         for name, tensor in weights.items():
             if name.endswith(".sinks"):
                 altered[name] = torch.full_like(tensor, NO_SINK)

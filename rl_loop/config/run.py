@@ -105,21 +105,15 @@ class RunConfig(EpisodesConfig, TrainerConfig):
         if ablation.router_noise > 0:
             raise ValueError(f"ablation.router_noise: a {family} model has no router")
 
-        has_all_sinks = (
-            ablation.engine_sinks
-            and ablation.trainer_sinks
-            and ablation.sink_gradient
-            and ablation.sink_backward
-        )
-        if not has_all_sinks:
-            raise ValueError(f"ablation: a {family} model has no attention sinks to switch off")
+        if ablation.without:
+            raise ValueError(f"ablation.without: a {family} model has no attention sinks")
 
     def _check_engine(self) -> None:
         engine = self.rollout.engine
         if self.ablation.changes_engine_weights and not engine.takes_tensors:
             raise ValueError(
-                "ablation.engine_sinks and engine_noise alter tensors on their way to the engine, and engine "
-                f"{engine.type} takes them elsewhere: set rollout.engine.type=transformers"
+                "ablation.without=[engine_sinks] and engine_noise alter tensors on their way to the engine, and "
+                f"engine {engine.type} takes them elsewhere: set rollout.engine.type=transformers"
             )
         self._check_engine_quantization()
 

@@ -64,30 +64,29 @@ class DemonstrationConfig(BaseModel):
     their analysis and with <|end|> in place of <|return|>."""
 
 
+SinkPart = Literal["engine_sinks", "trainer_sinks", "sink_backward", "sink_gradient"]
+"""Parts of attention's sinks that an ablation can leave out."""
+
+
 class AblationConfig(StrictModel):
-    """Faults on purpose, for experiments that show what they do. Leave everything at its default
-    to train a model."""
+    """Injected faults, for experiments that measure their effect. To train a model, leave all keys at
+    their defaults."""
 
     freeze: tuple[Literal["attention", "experts"], ...] = ()
     """Parts that do not learn: attention with its sinks and norm, or the experts with
     their router and norm."""
-    sink_gradient: bool = True
-    """Whether the sinks get a gradient in the trainer."""
-    sink_backward: bool = True
-    """Whether the backward pass of the trainer's attention has sinks, if the forward pass has;
-    false is what comes of kernels that were made for attention without sinks."""
-    trainer_sinks: bool = True
-    """Whether the trainer's attention has sinks."""
-    engine_sinks: bool = True
-    """Whether the engine's attention has sinks."""
+    without: tuple[SinkPart, ...] = ()
+    """Parts of attention's sinks to leave out. engine_sinks, trainer_sinks: the sinks of this side.
+    sink_backward: the sinks in the trainer's backward pass, as in kernels for attention without
+    sinks. sink_gradient: the gradient of the sinks."""
     engine_noise: float = Field(0.0, ge=0)
-    """The engine's weights are off by this times their standard deviation,
-    anew at every weight sync."""
+    """Standard deviation of noise on the engine's weights, relative to theirs. Every weight sync
+    draws new noise."""
     router_noise: float = Field(0.0, ge=0)
-    """Standard deviation of noise on the trainer's router logits, as of kernels whose
-    sums have no fixed order."""
+    """Standard deviation of noise on the trainer's router logits, as of kernels whose sums have no
+    fixed order."""
 
     @property
     def changes_engine_weights(self) -> bool:
         """True if engines get other weights than the trainer has."""
-        return not self.engine_sinks or self.engine_noise > 0
+        return "engine_sinks" in self.without or self.engine_noise > 0

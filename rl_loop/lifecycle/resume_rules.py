@@ -220,12 +220,9 @@ RULES: dict[str, Rule] = {
     "algorithm.whiten_advantages": LEARNING,
     # -- ablation ---------------------------------------------------------------------------------
     "ablation.engine_noise": SAMPLING,
-    "ablation.engine_sinks": SAMPLING,
     "ablation.freeze": _refused(STATE),
     "ablation.router_noise": LEARNING,
-    "ablation.sink_backward": LEARNING,
-    "ablation.sink_gradient": LEARNING,
-    "ablation.trainer_sinks": LEARNING,
+    "ablation.without": SAMPLING,
 }
 """Rules by key."""
 

@@ -38,6 +38,7 @@ def build_initial_model(
             base in MXFP4 also the tensor with a value that MXFP4 does not have; of adapters to
             start from also the setting that differs, or the base that is another one.
     """
+    absent = settings.ablation.without
     model = build_model(
         settings.model,
         settings.parallel,
@@ -45,9 +46,9 @@ def build_initial_model(
         adapter=settings.adapter,
         quantization=quantization,
         router_noise=settings.ablation.router_noise,
-        sinks=settings.ablation.trainer_sinks,
-        sink_gradient=settings.ablation.sink_gradient,
-        sink_backward=settings.ablation.sink_backward,
+        sinks="trainer_sinks" not in absent,
+        sink_gradient="sink_gradient" not in absent,
+        sink_backward="sink_backward" not in absent,
     )
     _load_base(model, settings, quantization)
     if settings.initial_adapter is not None:

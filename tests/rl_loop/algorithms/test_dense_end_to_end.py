@@ -141,7 +141,7 @@ def test_a_run_reads_the_tokenizer_of_an_export(tmp_path: Path) -> None:
             ["algorithm.routing_replay=R2", "algorithm.old_log_probs=forward"],
             r"routing_replay R2: a qwen2 model has no experts",
         ),
-        (["ablation.trainer_sinks=false"], "a qwen2 model has no attention sinks"),
+        (["ablation.without=[trainer_sinks]"], "a qwen2 model has no attention sinks"),
         (["ablation.router_noise=0.1"], "a qwen2 model has no router"),
     ],
 )
