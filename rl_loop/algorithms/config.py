@@ -6,7 +6,7 @@ Ray."""
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from megatron_gptoss.config import OptimizerConfig, StrictModel
 from rl_loop.algorithms.choices import (
@@ -205,15 +205,6 @@ class AlgorithmConfig(StrictModel):
         if isinstance(self.advantage, GdpoAdvantage | CustomAdvantage):
             return self.advantage.reward_weights
         return {}
-
-    @field_validator("old_log_probs", mode="before")
-    @classmethod
-    def _name_the_successor(cls, value: Any) -> Any:
-        if value == "substitute":
-            raise ValueError(
-                "old_log_probs substitute is called detach now: set old_log_probs to detach"
-            )
-        return value
 
     @model_validator(mode="after")
     def _check(self) -> Self:

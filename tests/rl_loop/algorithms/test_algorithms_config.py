@@ -44,7 +44,6 @@ def test_every_named_algorithm_loads(path: Path) -> None:
         (["max_staleness=1", "old_log_probs=detach"], "detach calls stale tokens on-policy"),
         (["max_staleness=1", "correction.weight=none"], "ignores how far the policy has moved"),
         (["mini_batches=2", "old_log_probs=detach"], "only the first is on-policy"),
-        (["old_log_probs=substitute"], "substitute is called detach now"),
         (["advantage=gdpo"], "gdpo needs algorithm.advantage.reward_weights"),
         (["routing_replay=R2"], "R2 replays the routes of the forward pass"),
         (["kl.estimator=k1"], "kl.estimator k1 does nothing in the loss"),
