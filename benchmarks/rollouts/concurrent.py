@@ -145,7 +145,7 @@ def configuration(load: Load, directory: Path) -> RlConfig:
         "OMP_NUM_THREADS": "1",
     }
     engine = config.rollout.engine.model_copy(
-        update={"python": sys.executable, "env": environment_of_servers, "health_seconds": 60.0}
+        update={"python": sys.executable, "env": environment_of_servers}
     )
     rollout = config.rollout.model_copy(update={"engine": engine})
     return config.model_copy(update={"rollout": rollout})

@@ -118,7 +118,6 @@ class Bench:
             command,
             environment,
             self.log,
-            health_seconds=60,
             memory_fault=partial(memory_fault, fraction=self.settings.memory_fraction),
         )
 

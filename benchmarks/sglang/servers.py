@@ -134,7 +134,7 @@ def make_server(
     if variation.without_mends:
         mends = environment[MENDS].split(",")
         environment[MENDS] = ",".join(mend for mend in mends if mend not in variation.without_mends)
-    return SglangServer(command, environment, log, health_seconds=60)
+    return SglangServer(command, environment, log)
 
 
 def make_engine(server: SglangServer, config: GptOssModelConfig) -> SglangEngine:

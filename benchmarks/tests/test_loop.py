@@ -89,7 +89,6 @@ def scripted_engine(config: RlConfig, servers: int) -> dict[str, Any]:
         "python": sys.executable,
         "env": environment,
         # On a busy machine a process is slow, not dead.
-        "health_seconds": 60.0,
         "sync_seconds": 120.0,
     }
 

@@ -156,7 +156,6 @@ RULES: dict[str, Rule] = {
     "rollout.engine.deterministic": SAMPLING,
     "rollout.engine.env": SAMPLING,
     "rollout.engine.fp32_logits": SAMPLING,
-    "rollout.engine.health_seconds": LAYOUT,
     "rollout.engine.max_batch_size": LAYOUT,
     "rollout.engine.max_running_requests": LAYOUT,
     "rollout.engine.memory_fraction": LAYOUT,

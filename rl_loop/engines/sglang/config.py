@@ -116,8 +116,6 @@ class SglangConfig(EngineConfig):
     1.44x as fast. Other servers have SGLang's own graphs."""
     start_seconds: float = Field(1200.0, gt=0)
     """Until then a started server must be healthy."""
-    health_seconds: float = Field(30.0, gt=0)
-    """Between two health checks, and the longest that one may take."""
     sync_seconds: float = Field(40.0, gt=0)
     """Longest that servers may take for one bucket, to sleep or to wake; weight_sync disk, which
     has one bucket, gets fifteen times as long. Then the sync failed and is tried again."""

@@ -143,7 +143,6 @@ class SglangFleet:
                 settings.environment,
                 self._directory / f"server_{index}.log",
                 start_seconds=settings.start_seconds,
-                health_seconds=settings.health_seconds,
                 memory_fault=partial(memory_fault, fraction=settings.memory_fraction),
                 api_key=self.api_key,
             )

@@ -38,6 +38,9 @@ MAX_BACK_OFF = 60.0
 """Longest pause in seconds before another start; the pause doubles with each failure."""
 STOP_SECONDS = 10.0
 """How long the kernel may take to end a killed process."""
+HEALTH_SECONDS = 60.0
+"""Time between two health checks of a running server, and time limit of one. A busy machine is slow
+to answer; a process that ends is noticed at once."""
 LOG_BYTES = 2000
 LOG_LINES = 3
 """How much of the end of a server's log an error quotes."""
@@ -91,7 +94,7 @@ class SglangServer:
         env: dict[str, str],
         log: Path,
         start_seconds: float = 1200,
-        health_seconds: float = 30,
+        health_seconds: float = HEALTH_SECONDS,
         memory_fault: Callable[[str], str | None] = lambda log: None,
         api_key: str | None = None,
     ) -> None:

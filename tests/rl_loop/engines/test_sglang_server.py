@@ -73,7 +73,6 @@ def make_server(tmp_path: Path, *starts: str) -> SglangServer:
         command,
         {},
         tmp_path / "log",
-        health_seconds=60,
         memory_fault=partial(memory_fault, fraction=0.4),
     )
 

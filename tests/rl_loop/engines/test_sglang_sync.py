@@ -388,8 +388,6 @@ def config(tmp_path: Path, one_ray: None) -> RlConfig:
                 "FAULT_FILE": str(tmp_path / "fault"),
                 "OMP_NUM_THREADS": "1",
             },
-            # a process that dies is noticed at once; one that is slow on a busy machine is not to be killed for it
-            "health_seconds": 60.0,
             "sync_seconds": 120.0,
             "bucket_bytes": 20_000,
         }

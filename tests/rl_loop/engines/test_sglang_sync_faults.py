@@ -159,7 +159,6 @@ def make_run(tmp_path: Path, transport: str) -> Run:
                 "FAULT_FILE": str(tmp_path / "fault"),
                 "OMP_NUM_THREADS": "1",
             },
-            "health_seconds": 60.0,
             "sync_seconds": HANG_SECONDS,
             "bucket_bytes": 10_000,
         }
