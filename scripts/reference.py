@@ -254,12 +254,15 @@ def api_page() -> str:
         "",
     ]
     lines += [f"- [{chapter}](#{_anchor(chapter)})" for chapter in API]
+    loader = griffe.GriffeLoader(search_paths=[ROOT, ROOT / "kernels"], allow_inspection=False)
     for chapter, modules in API.items():
         lines += ["", f"## {chapter}"]
         for path, names in modules.items():
-            module = griffe.load(
-                path, search_paths=[ROOT, ROOT / "kernels"], allow_inspection=False
-            )
+            package = path.partition(".")[0]
+            # It reads all modules of the package, so read each package once.
+            if package not in loader.modules_collection:
+                loader.load(package)
+            module = loader.modules_collection[path]
             for name in names:
                 lines += ["", f"### `{path}.{name}`", "", *_member_lines(module[name])]
     return "\n".join(lines) + "\n"
