@@ -29,6 +29,7 @@ from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.lifecycle.store_size import StoreNeed
 from rl_loop.tracking.run_directory import read_json
 from tests.support.launch.forked_command import ForkedCommand
+from tests.support.rl_loop.tiny_runs import SMALL
 from tests.support.waiting import PATIENCE_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -51,12 +52,12 @@ def gptoss(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 
 @pytest.mark.parametrize(("config", "cluster", "more"), EXAMPLES)
 def test_a_dry_run_of_each_example_is_as_reviewed(
-    config: str, cluster: str, more: tuple[str, ...], command: ForkedCommand, tmp_path: Path
+    config: str, cluster: str, more: tuple[str, ...], slurm_command: ForkedCommand, tmp_path: Path
 ) -> None:
     """After a wanted change: ``UPDATE_GOLDEN=1 pytest tests/launch/test_launch.py`` and read the
     difference."""
     options = ["--cluster", cluster, *more, "--dry-run"]
-    done = command.run("launch", config, *options, XDG_STATE_HOME=str(tmp_path))
+    done = slurm_command.run("launch", config, *options, XDG_STATE_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert list(tmp_path.iterdir()) == []
     launching, _, configuration = done.stdout.partition("# configuration\n")
@@ -111,7 +112,7 @@ def test_a_local_launch_runs_in_the_background_and_goes_on_after_a_cancel(
         "name=background",
         f"output_dir={tmp_path}",
         "training.max_tokens_per_micro_batch=512",
-        "model.num_layers=2",
+        *SMALL,
     ]
     # Ray's dashboard, a dozen processes, runs in the tests against Slurm.
     cluster = tmp_path / "local.yaml"

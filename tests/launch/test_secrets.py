@@ -20,6 +20,7 @@ from launch.cluster import ClusterConfig, load_cluster
 from rl_loop.config.errors import ConfigError
 from rl_loop.gateway.serve import ServeError
 from rl_loop.tracking.run_directory import make_run_directory
+from tests.support.launch.forked_command import Ended, ForkedCommand
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs/rl/tiny_retool.yaml"
@@ -92,23 +93,17 @@ def slurm_cluster(tmp_path: Path, **changes: object) -> ClusterConfig:
     return load_cluster(str(file))
 
 
-def dry_run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+def dry_run(command: ForkedCommand, folder: Path, *overrides: str) -> Ended:
     """Run ``gptoss launch --dry-run`` with the cluster of ``slurm_cluster``."""
-    command = [sys.executable, "-m", "launch", "launch", str(CONFIG), "initial_weights=null"]
-    return subprocess.run(
-        [*command, *overrides, "--cluster", str(folder / "cluster.yaml"), "--dry-run"],
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    cluster = ["--cluster", str(folder / "cluster.yaml")]
+    weights = "initial_weights=null"
+    return command.run("launch", str(CONFIG), weights, *overrides, *cluster, "--dry-run")
 
 
-def test_dry_run_and_script_hide_variables(tmp_path: Path) -> None:
+def test_dry_run_and_script_hide_variables(slurm_command: ForkedCommand, tmp_path: Path) -> None:
     """bash prints every line of the script into the job's log, too."""
     slurm_cluster(tmp_path, env={"WANDB_API_KEY": SECRET})
-    done = dry_run(tmp_path)
+    done = dry_run(slurm_command, tmp_path)
     assert "#SBATCH" in done.stdout, done.stderr
     assert SECRET not in done.stdout + done.stderr
     assert "WANDB_API_KEY=***" in done.stdout
@@ -157,7 +152,9 @@ def test_path_of_a_cluster_stays_one_word(key: str, bad: str, tmp_path: Path) ->
         slurm_cluster(tmp_path, **value)
 
 
-def test_every_value_of_a_cluster_in_the_script_is_checked(tmp_path: Path) -> None:
+def test_every_value_of_a_cluster_in_the_script_is_checked(
+    slurm_command: ForkedCommand, tmp_path: Path
+) -> None:
     """A field that is added to the script later has to be checked, too."""
     marked = {
         name: "XX" + name.replace("_", "")
@@ -167,7 +164,7 @@ def test_every_value_of_a_cluster_in_the_script_is_checked(tmp_path: Path) -> No
     }
     marked["memory_per_node"] = "XXmemorypernode"
     slurm_cluster(tmp_path, gpus_per_node=1, **marked)
-    done = dry_run(tmp_path)
+    done = dry_run(slurm_command, tmp_path)
     assert "#SBATCH" in done.stdout, done.stderr
     script = done.stdout.partition("# sbatch script")[2].partition("# configuration")[0]
     for name, value in marked.items():
@@ -176,9 +173,9 @@ def test_every_value_of_a_cluster_in_the_script_is_checked(tmp_path: Path) -> No
             slurm_cluster(tmp_path, gpus_per_node=1, **{**marked, name: f"{value}\nid"})
 
 
-def test_directory_of_a_run_stays_one_word(tmp_path: Path) -> None:
+def test_directory_of_a_run_stays_one_word(slurm_command: ForkedCommand, tmp_path: Path) -> None:
     slurm_cluster(tmp_path)
-    done = dry_run(tmp_path, "output_dir=/shared/my runs")
+    done = dry_run(slurm_command, tmp_path, "output_dir=/shared/my runs")
     assert done.returncode != 0
     assert "the directory of the run ('/shared/my runs/tiny_retool') has ' '" in done.stderr
 

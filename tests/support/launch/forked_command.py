@@ -1,19 +1,21 @@
-"""Runs ``gptoss`` in many processes that share its imports, which take 1 s of processor time.
+"""Runs ``gptoss`` in forks of a process that has imported it once, which takes a second of processor time.
 
-    python -m tests.support.launch.forked_command
+    python -m tests.support.launch.forked_command [MODULE...]
 
-Reads a request per line, forks, and writes a line when the fork has ended. Output goes to files.
+Reads a request in a line, forks, and answers in a line when the fork has ended. The output of the command is in files.
+MODULE: imported before the forks, besides the command line.
 """
 
 from __future__ import annotations
 
 import atexit
+import importlib
 import json
 import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -48,11 +50,16 @@ class Ended:
 class ForkedCommand:
     """Runs commands in sequence."""
 
-    def __init__(self, directory: Path) -> None:
-        """Use ``directory``, which must be empty, for the output of commands."""
+    def __init__(self, directory: Path, modules: Sequence[str] = ()) -> None:
+        """Start the server.
+
+        Args:
+            directory: an empty directory for the output of commands.
+            modules: modules that the server imports. ``Ended.heavy`` then contains their imports.
+        """
         self._directory = directory
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.launch.forked_command"],
+            [sys.executable, "-m", "tests.support.launch.forked_command", *modules],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -77,8 +84,8 @@ class ForkedCommand:
 
 
 @contextmanager
-def forked_command(directory: Path) -> Iterator[ForkedCommand]:
-    command = ForkedCommand(directory)
+def forked_command(directory: Path, modules: Sequence[str] = ()) -> Iterator[ForkedCommand]:
+    command = ForkedCommand(directory, modules)
     try:
         yield command
     finally:
@@ -86,7 +93,8 @@ def forked_command(directory: Path) -> Iterator[ForkedCommand]:
 
 
 def serve() -> None:
-    from launch import cli  # noqa: F401 (for the forks)
+    for module in ("launch.cli", *sys.argv[1:]):
+        importlib.import_module(module)
 
     for line in sys.stdin:
         request = Request(**json.loads(line))
