@@ -23,10 +23,9 @@ import torch
 
 from rl_loop.cluster.placement import end_with_parent
 from rl_loop.cluster.ray_session import local_environment, start_local_ray
+from tests.support.forked_workers.ask_for_fork import ADDRESS
 
 HERE = Path(__file__).parent
-ADDRESS = "GPTOSS_TEST_FORKED_WORKERS"
-"""Environment variable of Ray: abstract name of the server's socket, without the zero byte."""
 
 _servers: list[subprocess.Popen[bytes]] = []
 """The server, after the first Ray has started. The kernel ends it with this process."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 IMPORTED = (
+    "aiohttp.web",
     "megatron_gptoss.checkpoint.writer",
     "megatron_gptoss.trainer",
     "converters.gathering",
