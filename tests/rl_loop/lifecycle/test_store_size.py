@@ -218,11 +218,11 @@ routes_shape = (tokens - 1, model.num_layers, model.experts_per_token)
 
 def episode():
     log_probs = np.zeros(tokens, np.float32)
-    return {
-    "token_ids": np.ones(tokens, np.int32),
+    return {{
+        "token_ids": np.ones(tokens, np.int32),
         "loss_mask": np.ones(tokens, bool),
         "rollout_log_probs": log_probs,
-    }
+    }}
 
 def hold_step():
     # 36 episodes to train on, with routes, and 8 held-out ones; what two passes send and one brings back
