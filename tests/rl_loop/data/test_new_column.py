@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megatron_gptoss.token_columns import column_bytes
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.algorithms.objectives import policy_objective
 from rl_loop.algorithms.policy_loss import LossInputs, PolicyLoss
@@ -94,6 +95,7 @@ for batch in batches:
             assert torch.sign(log_probs.grad[i]) == -torch.sign(advantage), label
             rows[label] = float(weight[i])
         assert not weight[~part.loss_mask].any()
+assert column_bytes("episode") == 13, "token_ids 4, loss_mask 1, log-probs 4, and the new column 4"
 with_column = {(0, token): float(token) for token in range(2, 6)}
 without = {(1, token): 1.0 for token in range(2, 6)}
 assert rows == with_column | without, rows
