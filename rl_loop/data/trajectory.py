@@ -194,10 +194,10 @@ class Trajectory(TokenColumns[np.ndarray]):
             raise self._error(f"is invalid ({self.invalid.component}: {self.invalid.reason})")
 
         # Checked where the episode ends, because a NaN in the loss would not name the episode.
+        for name, column in self.columns.items():
+            if column.dtype.kind == "f" and not (finite := np.isfinite(column)).all():
+                raise self._error(f"{name} holds {column[finite.argmin()]}")
         log_probs = self.column("rollout_log_probs")
-        finite = np.isfinite(log_probs)
-        if not finite.all():
-            raise self._error(f"rollout_log_probs holds {log_probs[finite.argmin()]}")
         if ((log_probs != 0) & ~self.loss_mask).any():
             raise self._error("rollout_log_probs is non-zero outside the loss mask")
 

@@ -102,6 +102,7 @@ def test_what_cannot_be_trained_on_is_refused_naming_the_task() -> None:
     nan = columns()["rollout_log_probs"].copy()
     nan[7] = np.nan
     refused("rollout_log_probs holds nan", rollout_log_probs=nan)
+    refused("values holds nan", values=nan)
     outside = columns()["rollout_log_probs"].copy()
     outside[0] = -0.5
     refused("rollout_log_probs is non-zero outside the loss mask", rollout_log_probs=outside)
