@@ -166,8 +166,12 @@ def _change_parallel(inputs: MemoryInputs, **update: object) -> MemoryInputs:
 
 
 def _change_optimizer(inputs: MemoryInputs, **update: object) -> MemoryInputs:
-    """Return a copy with other fields of the policy's optimizer."""
-    return replace(inputs, optimizer=inputs.optimizer.model_copy(update=update))
+    """Return a copy with other fields of the optimizer, which a critic shares."""
+    changed = replace(inputs, optimizer=inputs.optimizer.model_copy(update=update))
+    if not any(inputs.auxiliary_models):
+        return changed
+    auxiliary = [each and each.model_copy(update=update) for each in inputs.auxiliary_models]
+    return replace(changed, auxiliary_models=auxiliary)
 
 
 def memory_plan(inputs: MemoryInputs, hardware: Hardware) -> str:

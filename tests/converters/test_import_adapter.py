@@ -26,7 +26,7 @@ from converters.peft_format import PREFIX, WEIGHTS_FILE
 from launch.cli import app
 from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint.state import load_model_state, model_state
-from megatron_gptoss.config import OptimizerConfig, ParallelConfig
+from megatron_gptoss.config import OptimizerConfig, ParallelConfig, Quantization
 from megatron_gptoss.layers.adapters import initialize_adapters, named_adapters
 from megatron_gptoss.new_directory import DirectoryError
 from megatron_gptoss.trainer import PolicyTrainer
@@ -69,10 +69,12 @@ def test_an_adapter_survives_the_way_there_and_back_byte_for_byte(
     assert CheckpointAdapters(root / "imported").adapter.difference(ADAPTER, MODEL) is None
 
 
-@pytest.mark.parametrize("base", ["bf16", "mxfp4"])
-def test_a_training_starts_from_an_imported_adapter(base: str, root: Path) -> None:
+@pytest.mark.parametrize("quantization", [None, "mxfp4"])
+def test_a_training_starts_from_an_imported_adapter(
+    quantization: Quantization | None, root: Path
+) -> None:
     expected = dict(named_adapters(adapted_model(ParallelConfig())))
-    model = adapted_model(ParallelConfig(base=base), b_std=0.3)
+    model = adapted_model(ParallelConfig(), b_std=0.3, quantization=quantization)
     load_adapter(model, MODEL, CheckpointAdapters(root / "imported"))
     for name, adapter in named_adapters(model):
         assert torch.equal(adapter.a, expected[name].a), name

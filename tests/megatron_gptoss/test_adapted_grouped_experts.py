@@ -14,7 +14,7 @@ from converters.live import export_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint.base_digest import base_digest
 from megatron_gptoss.checkpoint.state import model_state
-from megatron_gptoss.config import OptimizerConfig, ParallelConfig
+from megatron_gptoss.config import OptimizerConfig, ParallelConfig, Quantization
 from megatron_gptoss.gpu_memory import give_back_cache
 from megatron_gptoss.layers import adapted_grouped_experts, grouped_products
 from megatron_gptoss.layers.adapted_grouped_experts import AdaptedGroupedExperts
@@ -42,24 +42,26 @@ def batches() -> list[PackedBatch]:
 
 
 def grouped_and_sequential(
-    base: str = "bf16", **settings: Any
+    quantization: Quantization | None = None, **settings: Any
 ) -> tuple[torch.nn.Module, torch.nn.Module]:
     """The same model twice."""
     adapter = ADAPTER.model_copy(update=settings)
-    parallel = ParallelConfig(base=base)
-    grouped = adapted_model(parallel, adapter, moe_grouped_gemm=True)
+    sequential = adapted_model(ParallelConfig(), adapter, quantization=quantization)
+    grouped = adapted_model(
+        ParallelConfig(), adapter, quantization=quantization, moe_grouped_gemm=True
+    )
     assert isinstance(grouped.decoder.layers[0].mlp.experts, AdaptedGroupedExperts)
-    return grouped, adapted_model(parallel, adapter)
+    return grouped, sequential
 
 
 # ranks of experts that are, and are not, a multiple of 8
-@pytest.mark.parametrize(("base", "expert_rank"), [("bf16", 8), ("mxfp4", 3)])
+@pytest.mark.parametrize(("quantization", "expert_rank"), [(None, 8), ("mxfp4", 3)])
 def test_losses_gradients_and_two_steps_are_those_of_one_expert_after_the_other(
-    base: str, expert_rank: int
+    quantization: Quantization | None, expert_rank: int
 ) -> None:
     trainers = [
         PolicyTrainer(model, OptimizerConfig(clip_grad=1e9))
-        for model in grouped_and_sequential(base, expert_rank=expert_rank)
+        for model in grouped_and_sequential(quantization, expert_rank=expert_rank)
     ]
     gradients: list[dict[str, torch.Tensor]] = [{}, {}]
     for step in range(2):
@@ -82,8 +84,9 @@ def test_losses_gradients_and_two_steps_are_those_of_one_expert_after_the_other(
 
 
 def test_names_checkpoints_exports_and_digest_are_the_same() -> None:
-    for base in ("bf16", "mxfp4"):
-        grouped, sequential = grouped_and_sequential(base)
+    formats: tuple[Quantization | None, ...] = (None, "mxfp4")
+    for quantization in formats:
+        grouped, sequential = grouped_and_sequential(quantization)
         for names in ("named_parameters", "named_buffers"):
             found = [(name, x.shape) for name, x in getattr(grouped, names)()]
             assert found == [(name, x.shape) for name, x in getattr(sequential, names)()]

@@ -16,7 +16,7 @@ from converters.mapping import split_qkv
 from gptoss_kernels import mxfp4
 from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint.loader import load_checkpoint
-from megatron_gptoss.config import AdapterConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.config import AdapterConfig, OptimizerConfig, ParallelConfig, Quantization
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.layers import grouped_products
 from megatron_gptoss.layers.adapters import initialize_adapters, named_adapters
@@ -68,13 +68,15 @@ def base() -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def adapted(
     base: dict[str, torch.Tensor],
-    kind: str = "mxfp4",
+    quantization: Quantization | None = "mxfp4",
     recompute: tuple[str, ...] = (),
     adapter: AdapterConfig = ADAPTER,
     **overrides: Any,
 ) -> torch.nn.Module:
-    parallel = ParallelConfig(base=kind, recompute=recompute)
-    model = build_model(WIDE, parallel, torch.bfloat16, adapter=adapter, **overrides)
+    parallel = ParallelConfig(recompute=recompute)
+    model = build_model(
+        WIDE, parallel, torch.bfloat16, adapter=adapter, quantization=quantization, **overrides
+    )
     load_hf_weights(model, WIDE, base.__getitem__)
     initialize_adapters(model, seed=0)
     generator = torch.Generator("cuda").manual_seed(0)
@@ -180,8 +182,10 @@ def test_grouped_products_are_those_of_each_expert(rows: list[int], rank: int) -
             assert (found[name][expert].abs().max() > 0) == (count > 0), name
 
 
-@pytest.mark.parametrize("kind", ["mxfp4", "bf16"])
-def test_scores_are_those_of_the_exported_weights(kind: str, base: dict[str, torch.Tensor]) -> None:
+@pytest.mark.parametrize("kind", ["mxfp4", None])
+def test_scores_are_those_of_the_exported_weights(
+    kind: Quantization | None, base: dict[str, torch.Tensor]
+) -> None:
     model = adapted(base, kind)
     weights = exported(model)
     batch = build_batch(SAMPLES).to("cuda")
@@ -196,10 +200,10 @@ def test_scores_are_those_of_the_exported_weights(kind: str, base: dict[str, tor
 
 @pytest.mark.parametrize(
     ("kind", "recompute"),
-    [("mxfp4", ()), ("bf16", ()), ("mxfp4", ("moe", "layernorm")), ("mxfp4", ("moe_act",))],
+    [("mxfp4", ()), (None, ()), ("mxfp4", ("moe", "layernorm")), ("mxfp4", ("moe_act",))],
 )
 def test_gradients_are_those_of_the_explicit_merged_weights(
-    kind: str, recompute: tuple[str, ...], base: dict[str, torch.Tensor]
+    kind: Quantization | None, recompute: tuple[str, ...], base: dict[str, torch.Tensor]
 ) -> None:
     model = adapted(base, kind, recompute)
     weights = exported(model)
@@ -251,12 +255,13 @@ def expected_gradients(
 def test_both_bases_and_all_recomputation_train_alike(base: dict[str, torch.Tensor]) -> None:
     batch = build_batch(SAMPLES).to("cuda")
     losses = {}
-    for kind, recompute in (
-        ("bf16", ()),
+    cases: list[tuple[Quantization | None, tuple[str, ...]]] = [
+        (None, ()),
         ("mxfp4", ()),
         ("mxfp4", ("moe", "layernorm")),
         ("mxfp4", ("moe_act", "layernorm", "core_attn")),
-    ):
+    ]
+    for kind, recompute in cases:
         model = adapted(base, kind, recompute)
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         ours = trainer(model)
@@ -271,7 +276,7 @@ def test_both_bases_and_all_recomputation_train_alike(base: dict[str, torch.Tens
             changed = not torch.equal(parameter, before[name])
             assert changed == (".adapters." in name), name
 
-    first = losses["bf16", ()]
+    first = losses[None, ()]
     assert first[1][0] < first[0][0]
     for steps in losses.values():
         for got, want in zip(steps, first, strict=True):
@@ -323,7 +328,7 @@ def test_a_resumed_trainer_continues(base: dict[str, torch.Tensor], tmp_path: Pa
     save_checkpoint(tmp_path, first, 2, {"step": 2})
     expected = steps(first)
     # the same base, dense, and other adapters
-    model = adapted(base, "bf16")
+    model = adapted(base, None)
     initialize_adapters(model, seed=1)
     other = trainer(model)
     load_checkpoint(tmp_path / "step_000002", other)

@@ -9,7 +9,7 @@ import torch
 
 from converters.live import load_hf_weights
 from megatron_gptoss import distributed
-from megatron_gptoss.config import OptimizerConfig, ParallelConfig
+from megatron_gptoss.config import OptimizerConfig, ParallelConfig, Quantization
 from megatron_gptoss.layers.adapters import initialize_adapters, without_adapters
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
@@ -38,14 +38,13 @@ def scores_of_base(dtype: torch.dtype) -> torch.Tensor:
     return torch.cat(Scorer(model).score(BATCHES))
 
 
-@pytest.mark.parametrize("base", ["bf16", "mxfp4"])
+@pytest.mark.parametrize("quantization", [None, "mxfp4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_trained_model_without_its_adapters_scores_as_its_base(
-    dtype: torch.dtype, base: str
+    dtype: torch.dtype, quantization: Quantization | None
 ) -> None:
-    trainer = PolicyTrainer(
-        adapted_model(ParallelConfig(base=base), dtype=dtype), OptimizerConfig()
-    )
+    model = adapted_model(ParallelConfig(), dtype=dtype, quantization=quantization)
+    trainer = PolicyTrainer(model, OptimizerConfig())
     trainer.train_step(BATCHES, mean_cross_entropy(TOKENS), learning_rate=1e-2)
     with_adapters = torch.cat(trainer.score(BATCHES))
     with without_adapters(trainer.module):
@@ -78,10 +77,12 @@ def test_gradients_after_a_reference_pass_are_those_without_one() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("base", ["bf16", "mxfp4"])
-def test_on_a_gpu_a_model_without_its_adapters_is_one_whose_adapters_are_zero(base: str) -> None:
+@pytest.mark.parametrize("quantization", [None, "mxfp4"])
+def test_on_a_gpu_a_model_without_its_adapters_is_one_whose_adapters_are_zero(
+    quantization: Quantization | None,
+) -> None:
     """A plain model has other layers there, and other last bits."""
-    model = adapted_model(ParallelConfig(base=base), dtype=torch.bfloat16)
+    model = adapted_model(ParallelConfig(), dtype=torch.bfloat16, quantization=quantization)
     scorer = Scorer(model)
     with_adapters = torch.cat(scorer.score(BATCHES))
     with without_adapters(model):
