@@ -1,4 +1,4 @@
-"""The GPT-OSS policy on Megatron-Core, and one optimizer step on a packed batch."""
+"""Policy model on Megatron-Core: layers, trainer, checkpoints, predictions of memory and time."""
 
 from megatron_gptoss.uncompiled import compile_only_on_gpus
 

@@ -1,13 +1,16 @@
-"""Sizes of what is computed a block at a time, which the plan of a run's memory counts.
+"""Block sizes of computations, used by the trainer and by memory predictions.
 
-Nothing is imported here, so that a plan is made without torch."""
+This module imports nothing, so that ``gptoss plan`` does not load torch.
+"""
 
+# A block of fp32 logits takes 0.4 GB. Larger blocks would need more memory. In smaller ones,
+# accumulating the gradients of hidden states and weights would cost more next to the products.
 CHUNK_TOKENS = 8192
+"""Rows of a block of logits."""
 CHUNK_COLUMNS = 12_800
-"""Of a block of logits: large enough that adding to the gradients of hidden states and weights costs
-little beside the products, small enough for 0.4 GB in fp32."""
+"""Columns of a block of logits."""
 
+# bf16 moments and the lower halves of master weights take 1.6 GB. That is large enough for
+# efficient copies over PCIe and smaller than the activations, whose memory it reuses.
 PART_ELEMENTS = 1 << 28
-"""Parameters whose offloaded state is on the GPU at a time, or one parameter if it has more. Their
-bf16 moments and 16 bits of the master weight are 1.6 GB: long enough copies for the bus, and short
-of what activations need."""
+"""Parameters whose offloaded state is on the GPU at the same time. One parameter may exceed it."""

@@ -1,10 +1,10 @@
-"""The scoped shim with which Megatron runs without CUDA.
+"""Replacement of CUDA calls in Megatron, for machines without a GPU.
 
-Eleven modules of megatron-core 0.19.2 (schedules, data parallelism, optimizer, checkpointing) call
-``torch.cuda`` unconditionally. ``enable_cpu_runtime`` gives exactly those modules another object
-under the name ``torch``: the same library, but its streams and synchronisation do nothing and
-device "cuda" means the CPU. Two Tensor methods look at who calls them. Nothing outside
-megatron-core notices, and where CUDA is available nothing happens at all.
+11 modules of megatron-core 0.19.2 (schedules, data parallelism, optimizer, checkpointing) call
+``torch.cuda`` unconditionally. ``enable_cpu_runtime`` replaces the name ``torch`` in these modules
+by a proxy. Its streams and synchronization do nothing, and its device "cuda" is the CPU. Two
+methods of Tensor check their caller. Code outside of megatron-core is not affected. Nothing changes
+on machines with CUDA.
 """
 
 import importlib
@@ -28,16 +28,16 @@ PATCHED_MODULES = (
     "dist_checkpointing.strategies.state_dict_saver",
     "dist_checkpointing.strategies.filesystem_async",
 )
-"""Modules below megatron.core."""
+"""Modules of megatron.core whose ``torch`` is replaced."""
 
 FACTORIES = ("zeros", "ones", "empty", "tensor", "full", "arange")
-"""Functions of torch that those modules call with a CUDA device."""
+"""Functions of torch that these modules call with a CUDA device."""
 
 _CPU = torch.device("cpu")
 
 
 class _NullStream:
-    """A CUDA stream or event on which everything has already happened."""
+    """CUDA stream or event without pending work. All methods do nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., Self]:
         return lambda *args, **kwargs: self
@@ -49,7 +49,7 @@ class _NullStream:
 
 
 class _Proxy(types.ModuleType):
-    """A module that has the attributes of ``target``, but for those that are set on it."""
+    """Module with the attributes of ``target``, except those that are set on the proxy."""
 
     def __init__(self, target: types.ModuleType) -> None:
         super().__init__(target.__name__)
@@ -60,6 +60,8 @@ class _Proxy(types.ModuleType):
 
 
 def _create_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return ``factory`` with CUDA devices replaced by the CPU."""
+
     def create(*args: Any, **kwargs: Any) -> torch.Tensor:
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = _CPU
@@ -69,7 +71,7 @@ def _create_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.
 
 
 def _torch_without_cuda() -> _Proxy:
-    """Build the object that Megatron's modules get as ``torch``."""
+    """Return the proxy for ``torch``."""
     stream = _NullStream()
     cuda = _Proxy(torch.cuda)
     for name in ("synchronize", "empty_cache"):
@@ -78,7 +80,7 @@ def _torch_without_cuda() -> _Proxy:
         setattr(cuda, name, lambda *args, **kwargs: stream)
     cuda.current_device = lambda: _CPU  # type: ignore[attr-defined]
 
-    # Only the modules that get this object see it: torch itself stays as it is.
+    # Attributes are set on the proxy, so torch itself does not change.
     proxy = _Proxy(torch)
     proxy.cuda = cuda  # type: ignore[attr-defined]
     for name in FACTORIES:
@@ -87,7 +89,7 @@ def _torch_without_cuda() -> _Proxy:
 
 
 def _called_from(path: str) -> bool:
-    """Return whether the function that called this one's caller is in a file below ``path``."""
+    """Return True if the caller of the calling function is in a file below ``path``."""
     return path in sys._getframe(2).f_code.co_filename
 
 
@@ -96,17 +98,15 @@ _original_type = torch.Tensor.type
 
 
 def _cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Replace Tensor.cuda: the identity for Megatron, an error as before for everyone else."""
+    """Replacement of Tensor.cuda: the identity for Megatron, the original for other callers."""
     if _called_from("/megatron/core/"):
         return self
     return _original_cuda(self, *args, **kwargs)
 
 
 def _type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Replace Tensor.type: for Megatron's optimizers, tensors have the types of CUDA tensors.
-
-    They compare with "torch.cuda.FloatTensor" to tell parameters apart.
-    """
+    """Replacement of Tensor.type that returns CUDA types to Megatron's optimizers."""
+    # The optimizers sort parameters by comparing with names such as "torch.cuda.FloatTensor".
     result = _original_type(self, *args, **kwargs)
     if args or kwargs or not _called_from("/megatron/core/optimizer/"):
         return result
@@ -114,11 +114,11 @@ def _type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def enable_cpu_runtime() -> None:
-    """Install the shim; does nothing where CUDA is available or when called again."""
+    """Install the replacements. Does nothing if CUDA is available, or when called again."""
     if torch.cuda.is_available() or torch.Tensor.cuda is _cuda:
         return
 
-    # Modules have looked torch up by its name when they were imported; that name is replaced.
+    # Each module has its own global name ``torch``, which can be replaced for this module only.
     proxy = _torch_without_cuda()
     for name in PATCHED_MODULES:
         module = importlib.import_module(f"megatron.core.{name}")

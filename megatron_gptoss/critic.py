@@ -1,4 +1,4 @@
-"""The value model of PPO: the policy with a scalar in place of the vocabulary."""
+"""Value model of PPO: the policy with a value head instead of the output layer."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,11 +16,12 @@ from megatron_gptoss.trainer import PolicyTrainer
 
 
 class ValueHead(torch.nn.Module):
-    """One weight per hidden unit, the same on every tensor-parallel rank, zero at first."""
+    """Linear value head [1, hidden_size], the same on every tensor-parallel rank."""
 
     def __init__(self, model: GPTModel) -> None:
+        """Create the head for the last chunk ``model``."""
         super().__init__()
-        # Values begin at zero, whatever the hidden states are.
+        # With zeros all initial values are 0, whatever the hidden states are.
         zeros = torch.zeros(
             1,
             model.config.hidden_size,
@@ -29,16 +30,20 @@ class ValueHead(torch.nn.Module):
         )
         self.weight = torch.nn.Parameter(zeros)
 
-        # What ``gather_hidden_states`` reads of an output layer.
+        # ``gather_hidden_states`` reads these attributes of an output layer.
         self.sequence_parallel = model.config.sequence_parallel
         self.tp_group = parallel_state.get_tensor_model_parallel_group()
 
 
 def make_critic(policy: torch.nn.Module) -> torch.nn.Module:
-    """Replace the output layer of a model that holds the policy's weights by a value head."""
-    # Only the last stage's last chunk has an output layer.
+    """Replace the output layer of a copy of the policy by a value head, in place.
+
+    Returns:
+        The same model.
+    """
+    # Only the last chunk of the last stage has an output layer.
     for chunk in chunks_of(policy):
-        # The embedding is no output layer any more: its copies need not agree.
+        # Without an output layer, Megatron need not keep copies of a tied embedding equal.
         chunk.share_embeddings_and_output_weights = False
         if chunk.post_process:
             chunk.output_layer = ValueHead(chunk)
@@ -46,29 +51,39 @@ def make_critic(policy: torch.nn.Module) -> torch.nn.Module:
 
 
 class ValueTrainer(PolicyTrainer):
-    """Trains a critic: ``train_step`` takes a loss of (values [tokens], batch).
+    """Trainer of a critic. Its loss function takes (values [tokens], batch).
 
-    The value at a token is that of the state before it: the expected return when the tokens up to
-    the one before are known, in the order in which PackedBatch has labels.
+    The value of a token is that of the state before it: the expected return given all earlier
+    tokens. Values are in the order of the labels of PackedBatch.
     """
 
     def _training_head(self, temperature: float) -> Head:
+        """Return the function that computes values as [1, tokens]. Values have no temperature."""
+
         def head(hidden: Tensor, weight: Tensor, group: dist.ProcessGroup, batch: Any) -> Tensor:
             return _values(hidden, weight, group, batch)[None]
 
         return head
 
     def score(self, batches: Sequence[PackedBatch], temperature: float = 1.0) -> list[Tensor]:
-        """Compute the values of every micro-batch, fp32 [tokens] each. Collective."""
+        """Compute the values of every micro-batch. Collective.
+
+        Args:
+            batches: micro-batches of this data-parallel rank.
+            temperature: unused.
+
+        Returns:
+            [tokens] fp32 per micro-batch (fp64 for an fp64 model).
+        """
         return self._evaluate(batches, _values)
 
 
 def _values(hidden: Tensor, weight: Tensor, group: dist.ProcessGroup, batch: Any) -> Tensor:
-    """Compute values [tokens] from hidden states [tokens, hidden_size], in fp32 at least."""
+    """Compute values [tokens] from hidden states [tokens, hidden_size], in fp32 or wider."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
 
-    # Every tensor-parallel rank computes the same value, and Megatron adds up the gradients that
-    # they send back: each sends its share of the gradient.
+    # Every tensor-parallel rank computes the same values, and Megatron sums the gradients of all
+    # ranks. Divide the gradient by the number of ranks, and leave the value unchanged.
     size = group.size()
     if size > 1:
         hidden = hidden / size + hidden.detach() * (1 - 1 / size)

@@ -1,4 +1,4 @@
-"""Starting and stopping the process groups of one trainer rank."""
+"""Creation and destruction of the process groups of a trainer rank."""
 
 import gc
 import os
@@ -17,7 +17,7 @@ from megatron_gptoss.cpu_runtime import enable_cpu_runtime
 from megatron_gptoss.rendezvous import rank_store
 
 TIMEOUT = timedelta(minutes=10)
-"""For joining, and for every collective call."""
+"""Time limit for joining and for every collective call."""
 
 
 def initialize(
@@ -27,19 +27,20 @@ def initialize(
     port: int = 29500,
     store_file: Path | None = None,
 ) -> None:
-    """Join ``parallel.world_size`` ranks and lay Megatron's groups over them. Collective.
+    """Join the ranks of a run and create Megatron's process groups. Collective.
 
-    Uses NCCL on GPUs (the local rank comes from LOCAL_RANK), gloo on CPUs.
+    The backend is NCCL on GPUs and gloo on CPUs. LOCAL_RANK selects the GPU.
 
     Args:
         parallel: layout of the ranks.
         rank: index of this rank.
-        master: address of rank 0, where ranks on several machines meet.
-        port: free port there.
-        store_file: path where ranks on one machine meet instead. Other users cannot reach it.
+        master: address of rank 0, for ranks on several machines.
+        port: free port at that address.
+        store_file: path of a file for ranks on one machine, used instead of the address. Other
+            users cannot access it.
 
     Raises:
-        RuntimeError: if another layout is active in this process.
+        RuntimeError: this process already has process groups.
     """
     enable_cpu_runtime()
     if dist.is_initialized():
@@ -50,8 +51,8 @@ def initialize(
     _join_ranks(parallel.world_size, rank, master, port, store_file)
     _create_groups(parallel)
 
-    # The model has no dropout, but Megatron asks that its tracker of random states exists. The one
-    # for inference needs no CUDA.
+    # The model has no dropout, but Megatron requires its tracker of random states. The tracker for
+    # inference works without CUDA.
     model_parallel_cuda_manual_seed(
         0,
         inference_rng_tracker=not torch.cuda.is_available(),
@@ -62,13 +63,14 @@ def initialize(
 def _join_ranks(
     world_size: int, rank: int, master: str, port: int, store_file: Path | None
 ) -> None:
+    """Create the default process group."""
     backend = "gloo"
     if torch.cuda.is_available():
         backend = "nccl"
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
 
-    # With a tcp:// address instead of a store, torchrun's environment would make every rank a
-    # client of a store that nobody serves.
+    # Pass a store instead of a tcp:// address: in torchrun's environment, every rank would
+    # otherwise connect to a store without a server.
     store = rank_store(world_size, rank, master, port, store_file, TIMEOUT)
     with _gloo_on_loopback() if world_size == 1 else nullcontext():
         dist.init_process_group(
@@ -82,7 +84,7 @@ def _join_ranks(
 
 @contextmanager
 def _gloo_on_loopback() -> Iterator[None]:
-    """Let groups of gloo that this process makes listen on loopback, as no other process joins."""
+    """Make gloo listen on the loopback interface in the block, for groups of a single process."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
         yield
         return
@@ -90,12 +92,13 @@ def _gloo_on_loopback() -> Iterator[None]:
     try:
         yield
     finally:
-        # Later groups of this process may reach servers on other machines.
+        # Later groups of this process may have members on other machines.
         del os.environ["GLOO_SOCKET_IFNAME"]
 
 
 def _create_groups(parallel: ParallelConfig) -> None:
-    # Megatron takes any number of chunks, even 1, for an interleaved schedule.
+    """Create Megatron's process groups."""
+    # Megatron uses the interleaved schedule for any number of chunks, even for 1.
     virtual_pipeline = None
     if parallel.virtual_pipeline > 1:
         virtual_pipeline = parallel.virtual_pipeline
@@ -105,19 +108,19 @@ def _create_groups(parallel: ParallelConfig) -> None:
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=virtual_pipeline,
         context_parallel_size=parallel.context,
-        # Experts are spread over ranks whole; each one's products are small already.
+        # Ranks hold whole experts, because the products of one expert are small.
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=1,
     )
 
 
 def shutdown() -> None:
-    """Leave all groups, so that the process may initialize again."""
+    """Destroy all groups, so that the process can initialize again."""
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
 
-    # Megatron's models refer to their groups and, in circles, to themselves; each group of gloo
-    # has threads until it is collected. What a trainer exempted from collection is part of it.
+    # Megatron's models hold references to groups, and have reference cycles. A gloo group keeps its
+    # threads until it is collected. unfreeze() includes objects that a trainer has frozen.
     gc.unfreeze()
     gc.collect()

@@ -1,7 +1,7 @@
-"""What must be on the disk before a name says that it is there.
+"""Syncing of files and directories to the disk, and atomic exchange of names.
 
-A rename may reach the disk before the contents of the files that it makes visible. After a power
-cut the new name then stands for empty or shortened files, and nothing says so.
+A rename may reach the disk before the contents of the renamed files. After a power cut the new name
+then refers to empty or truncated files.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ def sync_directory(directory: Path) -> None:
     Call it before the rename that makes the directory visible.
 
     Raises:
-        OSError: naming the file that could not be written.
+        OSError: a file cannot be written. ``filename`` names it.
     """
     for folder, _, files in os.walk(directory, onerror=_raise):
         for file in files:
@@ -30,13 +30,13 @@ def sync_directory(directory: Path) -> None:
 
 @contextmanager
 def directory_syncing(directory: Path) -> Iterator[Callable[[], float]]:
-    """Run ``sync_directory`` in a thread beside the block; it has ended when the block is left.
+    """Run ``sync_directory`` in a thread during the block, and wait for it at the end.
 
     Yields:
-        A function that waits for the end and returns when that was (``time.perf_counter``).
+        Function that waits for the thread and returns its end time by ``time.perf_counter``.
 
     Raises:
-        OSError: naming the file that could not be written.
+        OSError: a file cannot be written. ``filename`` names it.
     """
 
     def sync() -> float:
@@ -50,30 +50,36 @@ def directory_syncing(directory: Path) -> Iterator[Callable[[], float]]:
 
 
 def sync_names(directory: Path) -> None:
-    """Wait until the names in ``directory`` are on the disk; call it after a rename.
+    """Wait until the names in ``directory`` are on the disk. Call it after a rename.
 
     Raises:
-        OSError: naming the directory.
+        OSError: the directory cannot be written. ``filename`` names it.
     """
     _sync(directory)
 
 
 AT_FDCWD = -100
+"""Value of linux/fcntl.h: paths are relative to the working directory."""
 RENAME_EXCHANGE = 2
-"""Of renameat2(2), in linux/fcntl.h and linux/fs.h."""
+"""Flag of renameat2(2), from linux/fs.h."""
 NOT_SUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
-"""What a kernel or a file system says that cannot exchange names, NFS among them."""
+"""Errors of kernels and file systems that cannot exchange names, such as NFS."""
 
 
 def exchange_names(a: Path, b: Path) -> bool:
-    """Let two files or directories have each other's names, in one step that no crash can cut.
+    """Exchange the names of two files or directories atomically.
+
+    Args:
+        a: existing path.
+        b: existing path on the same file system.
 
     Returns:
-        False, with nothing changed, where the file system cannot do that.
+        True on success, False if the file system does not support it. Nothing has changed then.
 
     Raises:
-        OSError: naming ``a``.
+        OSError: the exchange fails for another reason. ``filename`` is ``a``.
     """
+    # Python has no function for renameat2. A C library without it is older than glibc 2.28.
     library = ctypes.CDLL(None, use_errno=True)
     if not hasattr(library, "renameat2"):
         return False
@@ -90,11 +96,12 @@ def exchange_names(a: Path, b: Path) -> bool:
 
 
 def _sync(path: Path) -> None:
+    """Wait until a file or directory is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # fsync knows no name.
+        # Errors of fsync have no file name.
         error.filename = str(path)
         raise
     finally:
@@ -102,4 +109,5 @@ def _sync(path: Path) -> None:
 
 
 def _raise(error: OSError) -> None:
+    """Raise the error. os.walk ignores errors by default."""
     raise error

@@ -1,8 +1,7 @@
-"""What a GPU holds in each phase of a step, measured by the process that trains on it.
+"""Measurement of GPU memory in each phase of a step, by the trainer process.
 
-``PhaseMemory`` is told when a phase begins. It reads counters then and nothing in between, so it
-costs next to nothing; without a GPU it measures nothing. What is asked of CUDA is in ``CudaMemory``
-and ``give_back_cache``.
+``PhaseMemory`` reads counters only when a phase starts, which costs almost no time. Without a GPU
+it does not measure. ``CudaMemory`` and ``give_back_cache`` contain all calls of CUDA.
 """
 
 from dataclasses import dataclass
@@ -15,36 +14,39 @@ from megatron_gptoss.layers.shared_memory import release_shared_memory
 
 @dataclass(frozen=True)
 class MemoryReading:
-    """Counters of one moment, in bytes."""
+    """Memory counters at one time, in bytes."""
 
     allocated: int
-    """Of this process's tensors."""
+    """Memory of this process's tensors."""
     peak_allocated: int
-    """The most of it since the peaks were reset."""
+    """Maximum of ``allocated`` since the last reset."""
     reserved: int
-    """What torch's allocator holds: tensors, and what it keeps for the next ones."""
+    """Memory of torch's allocator: tensors and cached blocks."""
     peak_reserved: int
-    """The most of it since the peaks were reset."""
+    """Maximum of ``reserved`` since the last reset."""
     gpu_used: int
-    """Of the whole GPU, by all processes: servers and contexts count, too."""
+    """Used memory of the whole GPU, including other processes and CUDA contexts."""
     gpu_total: int
-    """What the GPU has."""
+    """Total memory of the GPU."""
 
 
 @dataclass(frozen=True)
 class PhasePeak:
-    """The most that a GPU held in one phase, in bytes."""
+    """Peak memory in one phase, in bytes."""
 
     allocated: int
-    """Of this process's tensors."""
+    """Peak of this process's tensors."""
     reserved: int
-    """By torch's allocator."""
+    """Peak of torch's allocator."""
     gpu: int
-    """Of the whole GPU, by all processes. Others are looked at when the phase begins, ends and is
-    observed, so what they hold in between only is missed."""
+    """Peak of the whole GPU.
+
+    Other processes are measured at the start, at the end and at observations of the phase. Peaks of
+    other processes between these times are missed.
+    """
 
     def merged(self, other: "PhasePeak") -> "PhasePeak":
-        """Return the larger of each figure."""
+        """Return the maximum of each value."""
         return PhasePeak(
             allocated=max(self.allocated, other.allocated),
             reserved=max(self.reserved, other.reserved),
@@ -54,30 +56,31 @@ class PhasePeak:
 
 @dataclass(frozen=True)
 class PhasePeaks:
-    """What ``PhaseMemory.take`` returns."""
+    """Peaks of all phases."""
 
     peaks: dict[str, PhasePeak]
-    """By phase."""
+    """Peak by phase."""
     gpu_total: int
-    """Bytes that the GPU has."""
+    """Total memory of the GPU in bytes."""
 
 
 class MemoryCounters(Protocol):
-    """Where ``PhaseMemory`` reads: a CudaMemory, or what a test puts in its place."""
+    """Source of memory counters. ``CudaMemory`` is the implementation; tests have others."""
 
     def read(self) -> MemoryReading:
-        """Return all counters as they are now."""
+        """Return the current counters."""
         ...
 
     def reset_peaks(self) -> None:
-        """Let peaks begin at what is held now."""
+        """Reset the peaks to the current values."""
         ...
 
 
 class CudaMemory:
-    """The counters of torch's allocator and of this process's GPU."""
+    """Counters of torch's allocator and of this process's GPU."""
 
     def read(self) -> MemoryReading:
+        """Return the current counters."""
         free, total = torch.cuda.mem_get_info()
         return MemoryReading(
             allocated=torch.cuda.memory_allocated(),
@@ -89,23 +92,28 @@ class CudaMemory:
         )
 
     def reset_peaks(self) -> None:
+        """Reset the peaks to the current values."""
         torch.cuda.reset_peak_memory_stats()
 
 
 class PhaseMemory:
-    """Keeps the peak of every phase since the last ``take``. Phases follow one another without
-    gaps; one that comes again adds to its peak."""
+    """Meter of the peak memory of every phase since the last ``take``.
+
+    Phases follow each other without gaps. A phase that occurs again keeps the larger peak.
+    """
 
     def __init__(self, counters: MemoryCounters | None) -> None:
-        """``counters``: None measures nothing."""
+        """Create a meter. ``counters`` is None for a meter that does not measure."""
         self._counters = counters
         self._phase: str | None = None
+        """Current phase; None before the first."""
         self._others_at_begin = 0
-        """Bytes that are not of torch's allocator in this process."""
+        """Bytes outside of this process's torch allocator at the start of the phase."""
         self._peaks: dict[str, PhasePeak] = {}
+        """Peaks by phase."""
 
     def enter(self, phase: str) -> None:
-        """End the present phase and begin ``phase``."""
+        """End the current phase and start ``phase``."""
         if self._counters is None:
             return
 
@@ -116,22 +124,26 @@ class PhaseMemory:
         self._others_at_begin = reading.gpu_used - reading.reserved
 
     def observe(self) -> None:
-        """Count what the whole GPU holds now towards the present phase, for what others hold in
-        the middle of it only."""
+        """Add the current memory to the current phase, to detect peaks of other processes."""
         if self._counters is not None:
             self._add_to_present_phase(self._counters.read())
 
     def split(self) -> None:
-        """Measure the rest of the present phase apart from what was until now.
+        """Measure the rest of the current phase separately.
 
-        For the moment in which this process has given memory back: others may take it before the
-        phase ends, and it would be counted twice."""
+        Call it after this process has released memory.
+        """
+        # Another process may allocate the released memory before the phase ends. It would be
+        # counted twice.
         if self._phase is not None:
             self.enter(self._phase)
 
     def take(self) -> PhasePeaks | None:
-        """Return the peaks by phase, the present one until now, and begin anew with it; None where
-        nothing is measured."""
+        """Return the peaks and reset them. The current phase continues.
+
+        Returns:
+            Peaks by phase; None if nothing is measured.
+        """
         if self._counters is None or self._phase is None:
             return None
 
@@ -141,11 +153,12 @@ class PhaseMemory:
         return PhasePeaks(peaks, self._counters.read().gpu_total)
 
     def _add_to_present_phase(self, reading: MemoryReading) -> None:
+        """Update the peak of the current phase with a reading."""
         if self._phase is None:
             return
 
-        # What others hold is read at both ends: a server that went to sleep in between counts with
-        # what it held before.
+        # Use the larger value of start and end for other processes, because a server may have
+        # released its memory during the phase.
         others = max(self._others_at_begin, reading.gpu_used - reading.reserved)
         peak = PhasePeak(
             allocated=reading.peak_allocated,
@@ -157,18 +170,17 @@ class PhaseMemory:
 
 
 def phase_memory() -> PhaseMemory:
-    """Return what measures this process's GPU; on a CPU, what measures nothing."""
+    """Return a meter for this process's GPU. On a CPU it does not measure."""
     return PhaseMemory(CudaMemory() if torch.cuda.is_available() else None)
 
 
 def give_back_cache() -> None:
-    """Return to the GPU what torch's allocator keeps for its next tensors.
+    """Release the cached memory of torch's allocator, so that other processes can use it.
 
-    Other processes on the GPU cannot use it otherwise. Memory that layers share for what they make
-    anew is given back, too. Blocks that were lent to another process by CUDA IPC, and that it has
-    closed, are collected first.
+    The memory that layers share for temporary weights is released, too.
     """
     release_shared_memory()
+    # ipc_collect first: it frees blocks that another process has opened by CUDA IPC and closed.
     if torch.cuda.is_available():
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()

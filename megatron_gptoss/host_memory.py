@@ -1,4 +1,4 @@
-"""Main memory of this machine, or of the container or Slurm job that this process runs in."""
+"""Main memory of this machine, or of the container or Slurm job of this process."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,23 +6,25 @@ from pathlib import Path
 import psutil
 
 CGROUPS = Path("/sys/fs/cgroup")
+"""Mount point of the cgroup hierarchy."""
 PROCESS = Path("/proc/self/cgroup")
+"""File with the cgroups of this process."""
 
 
 def total_bytes() -> int:
-    """Return the physical memory, or the smallest limit of a cgroup if that is lower."""
+    """Return the physical memory, or the smallest cgroup limit if that is lower."""
     limits = [limit for limit, _ in _limits()]
     return min([psutil.virtual_memory().total, *limits])
 
 
 def available_bytes() -> int:
-    """Return the memory that programs can still get, on the machine and within cgroup limits."""
+    """Return the memory that this process can still allocate, considering cgroup limits."""
     rest = [max(0, limit - used) for limit, used in _limits()]
     return min([psutil.virtual_memory().available, *rest])
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """Yield limit and use, in bytes, of every limited cgroup (v1 or v2) of this process."""
+    """Yield limit and usage in bytes of every cgroup (v1 or v2) of this process with a limit."""
     for group in _groups(CGROUPS, ""):
         yield from _limit_of(group, "memory.max", "memory.current")
     for group in _groups(CGROUPS / "memory", "memory"):
@@ -30,15 +32,14 @@ def _limits() -> Iterator[tuple[int, int]]:
 
 
 def _groups(mount: Path, controller: str) -> list[Path]:
-    """List the cgroup of this process under ``mount`` and those that contain it.
-
-    In a container the mount itself is the container's group, and the path of the process may lie
-    outside of it.
+    """Return the cgroup of this process under ``mount`` and its parent groups.
 
     Args:
         mount: directory of the hierarchy.
         controller: name of the hierarchy in /proc/self/cgroup; empty for cgroup v2.
     """
+    # In a container, ``mount`` is the group of the container, and the path of the process may not
+    # exist below it. Reading such a group finds no limit.
     try:
         lines = [line.split(":", 2) for line in PROCESS.read_text().splitlines()]
     except OSError:
@@ -49,7 +50,7 @@ def _groups(mount: Path, controller: str) -> list[Path]:
 
 
 def _limit_of(group: Path, limit_file: str, use_file: str) -> Iterator[tuple[int, int]]:
-    """Yield limit and use of one group; nothing if it has no limit or no memory controller."""
+    """Yield limit and usage of one group; nothing without a limit or a memory controller."""
     try:
         limit = (group / limit_file).read_text().strip()
         used = int((group / use_file).read_text())
@@ -57,5 +58,5 @@ def _limit_of(group: Path, limit_file: str, use_file: str) -> Iterator[tuple[int
     except (OSError, ValueError):
         return
     if limit != "max":
-        # The kernel drops page cache before it refuses memory.
+        # Inactive page cache counts as free, because the kernel drops it before memory runs out.
         yield int(limit), used - int(stat.get("inactive_file", 0))

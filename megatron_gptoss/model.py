@@ -1,4 +1,4 @@
-"""Building the policy."""
+"""Construction of the policy model."""
 
 import warnings
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ PARAMETER_GROUPS = {
     "attention": ("self_attention.", ".input_layernorm."),
     "experts": (".mlp.", ".pre_mlp_layernorm."),
 }
-"""What ``freeze`` can freeze: pieces of the names of its parameters."""
+"""Groups of parameters for ``freeze``, by parts of their names."""
 
 
 def build_model(
@@ -38,23 +38,29 @@ def build_model(
     quantization: Quantization | None = None,
     **overrides: Any,
 ) -> torch.nn.Module:
-    """Build this rank's share of a model with uninitialised weights, on its GPU or else the CPU.
+    """Build this rank's part of a model with uninitialized weights, on its GPU or else the CPU.
 
-    ``distributed.initialize`` must have run. All parameters have ``dtype`` but the routers'
-    biases, which are fp32 at least. With an ``adapter`` everything else is frozen;
-    ``initialize_adapters`` gives adapters their values. With ``quantization`` the experts are trained
-    through that format, or frozen in it if there is an ``adapter``. ``overrides`` replace fields of
-    the TransformerConfig.
+    ``distributed.initialize`` must have run.
+
+    Args:
+        model: architecture.
+        parallel: layout.
+        dtype: data type of all parameters. Router biases are fp32 or wider.
+        adapter: adapters to train; all other parameters are frozen. ``initialize_adapters`` sets
+            their initial values. None to train all parameters.
+        quantization: format through which experts are trained, or with an adapter the format of the frozen
+            base; None for none.
+        overrides: fields of the TransformerConfig to replace.
 
     Returns:
-        A GPTModel, or with ``parallel.virtual_pipeline`` above 1 a ModuleList of so many: the
-        chunks of this rank in the order of their layers. Called with ``input_ids`` and
-        ``position_ids`` [1, tokens] and ``packed_seq_params``, ``PackedSequence.of`` a PackedBatch,
-        it returns logits [1, tokens, vocab_size / tensor].
+        A GPTModel. With ``parallel.virtual_pipeline`` above 1 a ModuleList of GPTModels: the chunks
+        of this rank in the order of their layers. The arguments of a chunk are ``input_ids`` and
+        ``position_ids`` [1, tokens] and ``packed_seq_params`` (see ``PackedSequence.of``). The last
+        stage returns logits [1, tokens, vocab_size / tensor].
 
     Raises:
-        ValueError: when layout, adapters or quantization are impossible for the model.
-        MissingPackageError: when Transformer Engine or DeepEP is needed and missing.
+        ValueError: layout, adapters or quantization are impossible for the model.
+        MissingPackageError: Transformer Engine or DeepEP is needed and not installed.
     """
     parallel.check_layout(model, adapter)
     check_quantization("quantization", quantization, model)
@@ -71,7 +77,7 @@ def build_model(
         **overrides,
     )
     with warnings.catch_warnings():
-        # megatron-core 0.19.2 announces that GPTModel will move into HybridModel.
+        # megatron-core 0.19.2 warns that GPTModel will move into HybridModel.
         warnings.simplefilter("ignore")
         chunks = [_build_chunk(config, i) for i in range(parallel.virtual_pipeline)]
 
@@ -87,17 +93,15 @@ def build_model(
 
 
 def _require_gradient(module: torch.nn.Module, inputs: Any, embeddings: torch.Tensor) -> None:
-    """Give what a frozen embedding returns a gradient that nobody needs.
-
-    A part of a layer that is computed again in the backward pass, and whose input has no gradient,
-    would never get there: its adapters would silently not be trained.
-    """
+    """Make the output of a frozen embedding require a gradient."""
+    # Activation recomputation runs only for inputs that require a gradient. Without this, adapters
+    # in a recomputed part of the first layer would silently not be trained.
     if torch.is_grad_enabled():
         embeddings.requires_grad_()
 
 
 def _build_chunk(config: PolicyTransformerConfig, index: int) -> GPTModel:
-    """Build one of the model chunks of this pipeline rank."""
+    """Build the model chunk ``index`` of this pipeline rank."""
     model = config.architecture
     layers = layers_of(model)
     if torch.cuda.is_available():
@@ -117,7 +121,7 @@ def _build_chunk(config: PolicyTransformerConfig, index: int) -> GPTModel:
         # SinkAttention rotates queries and keys at explicit positions.
         position_embedding_type="none",
         share_embeddings_and_output_weights=model.tied_embeddings,
-        # Every tensor-parallel rank keeps the logits of its share of the vocabulary.
+        # Every tensor-parallel rank keeps the logits of one part of the vocabulary.
         parallel_output=True,
         vp_stage=index,
     )
@@ -127,16 +131,21 @@ def _build_chunk(config: PolicyTransformerConfig, index: int) -> GPTModel:
 
 
 def chunks_of(model: torch.nn.Module) -> list[GPTModel]:
-    """Return what ``build_model`` built as a list in the order of the layers."""
+    """Return the chunks of a model of ``build_model`` in the order of their layers."""
     if isinstance(model, torch.nn.ModuleList):
         return list(model)
     return [model]
 
 
 def freeze(model: torch.nn.Module, groups: Sequence[str]) -> None:
-    """Exclude the named PARAMETER_GROUPS of every layer from training.
+    """Freeze groups of parameters in every layer.
 
-    Must run before the trainer is built: Megatron's gradient buffers hold what is trained.
+    Call it before building the trainer, because Megatron's gradient buffers contain only parameters
+    that require gradients.
+
+    Args:
+        model: model of this rank.
+        groups: keys of PARAMETER_GROUPS.
     """
     for name, parameter in model.named_parameters():
         for group in groups:

@@ -1,4 +1,4 @@
-"""Random numbers that depend on a seed and a tensor's name, not on the parallel layout."""
+"""Random numbers that depend on a seed and the name of a tensor, not on the parallel layout."""
 
 import hashlib
 
@@ -6,7 +6,12 @@ import torch
 
 
 def named_generator(seed: int, name: str) -> torch.Generator:
-    """Return the generator of the initial values of tensor ``name`` in a run with ``seed``."""
+    """Return a generator for the initial values of a tensor.
+
+    Args:
+        seed: seed of the run.
+        name: name of the tensor in the whole model.
+    """
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    # manual_seed takes 63 bits.
+    # manual_seed accepts 63 bits.
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

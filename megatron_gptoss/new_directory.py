@@ -1,8 +1,8 @@
-"""Directories that appear complete or not at all: checkpoints, conversions and exports.
+"""Atomic creation of directories: checkpoints, conversions and exports.
 
 A directory is written as ``NAME.partial`` and renamed when it is complete. If NAME exists already,
-the two names are exchanged in one step. File systems that cannot exchange names (NFS) take two
-renames; the earlier directory is called ``NAME.old`` between them.
+the two names are exchanged atomically. File systems that cannot exchange names (NFS) need two
+renames, between which the earlier directory has the name ``NAME.old``.
 """
 
 import shutil
@@ -20,18 +20,21 @@ OLD = ".old"
 
 
 class DirectoryError(UserError, RuntimeError):
-    """A directory could not be written; the message names it and what to do."""
+    """Directory that cannot be written. The message names it and the remedy."""
 
 
 @contextmanager
 def new_directory(final: Path, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a directory to fill, which is published as ``final`` afterwards, or deleted on an error.
+    """Yield a directory to fill, and publish it as ``final`` afterwards. Delete it on an error.
 
-    With ``overwrite``, an earlier ``final`` stays until the new one is complete.
+    Args:
+        final: path of the complete directory.
+        overwrite: whether to replace an existing ``final``, which stays until the new directory is
+            complete.
 
     Raises:
-        DirectoryError: if ``final`` exists and ``overwrite`` is false; in place of an OSError from
-            inside, with the file and the free space.
+        DirectoryError: ``final`` exists and ``overwrite`` is False, or the block raises OSError. In
+            the second case the message has the file and the free space.
     """
     if final.exists() and not overwrite:
         raise DirectoryError(f"{final}: exists already; delete it or choose another name")
@@ -50,19 +53,20 @@ def new_directory(final: Path, overwrite: bool = False) -> Iterator[Path]:
 
 
 def publish(final: Path) -> None:
-    """Give the complete directory ``partial_name(final)`` its name, and delete an earlier ``final``.
+    """Rename the complete directory ``partial_name(final)`` to ``final``, replacing an earlier one.
 
-    All files of the new directory are on the disk before it has its name. A crash at any point
-    leaves a complete ``final``, or a complete ``old_name(final)`` for ``restore``.
+    A crash at any point leaves a complete ``final``, or a complete ``old_name(final)`` for
+    ``restore``.
 
     Raises:
-        OSError: if the disk refuses; an earlier ``final`` then has its name again.
+        OSError: syncing or renaming fails. An earlier ``final`` then has its name again.
     """
     partial, old = partial_name(final), old_name(final)
-    # A rename may reach the disk before the contents of the files that it makes visible.
+    # Without this a power cut could leave the new name with empty files, because a rename may reach
+    # the disk before the contents.
     sync_directory(partial)
     if not (final.exists() and exchange_names(partial, final)):
-        # A directory cannot be renamed onto another that is not empty.
+        # A directory cannot be renamed onto a directory that is not empty.
         if final.exists():
             shutil.rmtree(old, ignore_errors=True)
             final.rename(old)
@@ -72,13 +76,13 @@ def publish(final: Path) -> None:
             restore(final)
             raise
     sync_names(final.absolute().parent)
-    # After an exchange, the earlier directory has the name of the partial one.
+    # After an exchange the earlier directory has the name of the partial directory.
     for earlier in (old, partial):
         shutil.rmtree(earlier, ignore_errors=True)
 
 
 def restore(final: Path) -> None:
-    """Give an earlier directory its name back if a process ended while it replaced it."""
+    """Rename an earlier directory back if a process ended while replacing it."""
     old = old_name(final)
     if old.exists() and not final.exists():
         old.rename(final)
@@ -90,21 +94,22 @@ def partial_name(final: Path) -> Path:
 
 
 def old_name(final: Path) -> Path:
-    """Return the path of the earlier ``final`` while it is replaced by two renames."""
+    """Return the path of the earlier directory between two renames."""
     return final.with_name(final.name + OLD)
 
 
 def final_name(path: Path) -> Path:
-    """Return the path of a complete directory from its partial or old one; others unchanged."""
+    """Return ``path`` without the suffix of a partial or old directory."""
     return path.with_name(path.name.removesuffix(PARTIAL).removesuffix(OLD))
 
 
 def is_partial(path: Path) -> bool:
-    """Return True if ``path`` has the name of a directory that is not complete."""
+    """Return True if ``path`` has the suffix of an incomplete directory."""
     return path.name.endswith(PARTIAL)
 
 
 def _cannot_be_written(final: Path, error: OSError) -> DirectoryError:
+    """Return the error for a directory, with the free space of its file system."""
     parent = next(path for path in final.absolute().parents if path.exists())
     free_mib = shutil.disk_usage(parent).free >> 20
     return DirectoryError(

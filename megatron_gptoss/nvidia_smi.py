@@ -1,30 +1,35 @@
-"""GPUs of this machine as nvidia-smi reports them."""
+"""GPUs of this machine as reported by nvidia-smi."""
 
 import shutil
 import subprocess
 
 TIMEOUT_SECONDS = 60
+"""Time limit of a call."""
 NO_GPU = "No devices were found"
+"""Output of nvidia-smi on a machine without GPUs."""
 
 
 class NvidiaSmiMissing(OSError):
-    """The machine has no nvidia-smi, and therefore no NVIDIA driver."""
+    """Missing nvidia-smi, which means that there is no NVIDIA driver."""
 
 
 class NvidiaSmiFailed(OSError):
-    """nvidia-smi fails, or its output does not have the fields that were asked for."""
+    """Failed call of nvidia-smi, or output without the requested fields."""
 
 
 def query_gpus(*fields: str) -> list[dict[str, str]]:
-    """Return the named fields of every GPU, in nvidia-smi's order.
+    """Return fields of every GPU, in the order of nvidia-smi.
 
     Args:
-        fields: names of ``nvidia-smi --help-query-gpu``. Only the first may have values with a
-            comma, such as a name.
+        fields: names from ``nvidia-smi --help-query-gpu``. Only values of the first field may
+            contain a comma.
+
+    Returns:
+        Values by field, one dict per GPU.
 
     Raises:
-        NvidiaSmiMissing: if there is no such program.
-        NvidiaSmiFailed: if the program fails or its lines do not have these fields.
+        NvidiaSmiMissing: the program is not installed.
+        NvidiaSmiFailed: the program fails, or its output does not have these fields.
     """
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -41,6 +46,7 @@ def query_gpus(*fields: str) -> list[dict[str, str]]:
     for line in answer.stdout.splitlines():
         if line.strip() == NO_GPU:
             return []
+        # Split from the right, because names of GPUs may contain commas.
         values = [value.strip() for value in line.rsplit(",", len(fields) - 1)]
         if len(values) != len(fields):
             raise NvidiaSmiFailed(f"nvidia-smi does not report {', '.join(fields)}, but {line!r}")
@@ -49,5 +55,5 @@ def query_gpus(*fields: str) -> list[dict[str, str]]:
 
 
 def memory_bytes(value: str) -> int | None:
-    """Return bytes of a memory field, which is in MiB; None for "[N/A]" and the like."""
+    """Return the bytes of a memory field in MiB; None for values such as "[N/A]"."""
     return int(value) << 20 if value.isdecimal() else None

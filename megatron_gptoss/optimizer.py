@@ -1,4 +1,4 @@
-"""Megatron's data-parallel wrapper and optimizer, set up for GPT-OSS."""
+"""Set-up of Megatron's data-parallel wrapper and optimizer."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,10 +28,14 @@ def wrap_data_parallel(
     model_config: Any,
     config: OptimizerConfig,
 ) -> list[DistributedDataParallel]:
-    """Wrap the chunks of a model, so that their gradients are summed over data-parallel ranks.
+    """Wrap the chunks of a model in Megatron's data parallelism. Collective.
 
-    On a GPU what is trained moves into Megatron's buffers. Where optimizer state is offloaded it
-    is never there twice.
+    On a GPU, trained parameters move into Megatron's buffers.
+
+    Args:
+        chunks: chunks of the model.
+        model_config: configuration of the model, in which a hook is set.
+        config: settings of the optimizer.
     """
     on_gpu = torch.cuda.is_available()
     reduction = DistributedDataParallelConfig(
@@ -39,9 +43,9 @@ def wrap_data_parallel(
         overlap_grad_reduce=on_gpu,
         overlap_param_gather=on_gpu,
         grad_reduce_in_fp32=_sums_gradients_in_fp32(model_config.params_dtype, config),
-        # The trainer checks by itself, and then skips the step or names the parameters.
+        # The trainer checks gradients, and skips the step or names the parameters.
         check_for_nan_in_grad=False,
-        # Losses are normalised over the global batch already: gradients are summed.
+        # Losses are normalized over the global batch, so gradients are summed.
         average_in_collective=False,
     )
     if config.offload:
@@ -53,20 +57,19 @@ def wrap_data_parallel(
             DistributedDataParallel(model_config, reduction, chunk, full_param_layout=layout)
         )
 
-    # Gradients are reduced after the last micro-batch only: Megatron's schedules enter this context
-    # for all others. The interleaved one takes a list, those of one chunk a function.
+    # Gradients are reduced after the last micro-batch only. Megatron's schedules enter this context
+    # for all others. The interleaved schedule needs a list, the other schedules a function.
     no_sync = [chunk.no_sync for chunk in wrapped]
     model_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return wrapped
 
 
 def _cut_into_buckets(chunk: torch.nn.Module, reduction: DistributedDataParallelConfig) -> Any:
-    """Lay out the buckets of what is trained of a chunk, on every pipeline stage alike.
-
-    By itself Megatron cuts on the first stage only, as the reductions of others are not on the
-    critical path. But it also gathers optimizer state for a checkpoint a bucket at a time, in fp32
-    on the GPU: 57 GB of the 120B on two stages of eight ranks, if its experts are one bucket.
-    """
+    """Return a layout of gradient buckets for a chunk, on every pipeline stage."""
+    # Megatron uses several buckets on the first stage only, because the reductions of other stages
+    # are not on the critical path. But it also gathers optimizer state for a checkpoint one bucket
+    # at a time, in fp32 on the GPU. For the 120B model on two stages of eight ranks, a single
+    # bucket of experts would need 57 GB.
     return DistributedOptimizer.compute_full_param_layout(
         [parameter for parameter in chunk.parameters() if parameter.requires_grad],
         bucket_size=bucket_parameters(parallel_state.get_data_parallel_world_size()),
@@ -79,14 +82,13 @@ def _cut_into_buckets(chunk: torch.nn.Module, reduction: DistributedDataParallel
 
 
 def _move_to_host(chunks: Sequence[torch.nn.Module]) -> None:
-    """Move the parameters that are trained to host memory.
-
-    Megatron makes its buffers first, and then copies one parameter after the other into them. The
-    host has room: optimizer state that takes more comes with the first step.
-    """
+    """Move trained parameters to host memory."""
+    # Megatron allocates its buffers first and then copies the parameters into them, so parameters
+    # would exist twice on the GPU. The host has memory for them: offloaded optimizer state, which
+    # needs more, is created in the first step.
     for chunk in chunks:
         for parameter in chunk.parameters():
-            # What is frozen gets no buffer and stays.
+            # Frozen parameters are not copied into a buffer.
             if parameter.requires_grad:
                 parameter.data = parameter.data.cpu()
     give_back_cache()
@@ -97,7 +99,13 @@ def build_optimizer(
     dtype: torch.dtype,
     config: OptimizerConfig,
 ) -> Any:
-    """Build Megatron's Adam over wrapped chunks whose parameters have ``dtype``."""
+    """Build Megatron's Adam.
+
+    Args:
+        wrapped: result of ``wrap_data_parallel``.
+        dtype: data type of the parameters.
+        config: settings of the optimizer.
+    """
     on_gpu = torch.cuda.is_available()
     settings = MegatronOptimizerConfig(
         optimizer="adam",
@@ -113,24 +121,25 @@ def build_optimizer(
         **(precision_settings(config) if on_gpu and dtype == torch.bfloat16 else {}),
     )
 
-    # The fp32 biases of the routers get a group of their own: Megatron confuses the order of a
-    # group of two dtypes when it saves the optimizer. ``start_wd`` only tells the groups apart.
+    # The fp32 router biases need a separate group, because Megatron confuses the order of a group
+    # with two dtypes when it saves the optimizer. ``start_wd`` only distinguishes the groups.
     router_biases = {
         ParamKey(name="*.router.bias"): ParamGroupOverride(start_wd=config.weight_decay)
     }
     overrides = get_standard_config_overrides(settings) | router_biases
     optimizer = get_megatron_optimizer(settings, wrapped, config_overrides=overrides)
 
-    # Gradients then keep their parameters' dtypes. Megatron looks this function up when it clips.
+    # Without fp32 gradients, gradients have several dtypes. Megatron calls this function to clip.
     if not _sums_gradients_in_fp32(dtype, config):
         clip_grads.multi_tensor_applier = one_dtype_at_a_time
     return optimizer
 
 
 def precision_settings(config: OptimizerConfig) -> dict[str, Any]:
-    """Return the dtypes of gradients and moments for bf16 weights on a GPU.
+    """Return Megatron's options for the dtypes of gradients and moments, for bf16 weights on a GPU.
 
-    Transformer Engine's Adam keeps fp32 master weights as the 16 bits that the bf16 weights lack.
+    Transformer Engine's Adam stores the lower 16 bits of fp32 master weights. The bf16 weights are
+    the upper bits.
     """
     moments = torch.bfloat16 if config.moment_dtype == "bf16" else torch.float32
     gradients = torch.bfloat16 if config.gradient_dtype == "bf16" else torch.float32
@@ -143,6 +152,7 @@ def precision_settings(config: OptimizerConfig) -> dict[str, Any]:
 
 
 def _sums_gradients_in_fp32(dtype: torch.dtype, config: OptimizerConfig) -> bool:
+    """Return True if gradients are accumulated in fp32, False for the dtype of the parameter."""
     if dtype == torch.float64:
         return False
     return not (torch.cuda.is_available() and config.gradient_dtype == "bf16")
@@ -154,18 +164,27 @@ def one_dtype_at_a_time(
     lists: list[list[torch.Tensor]],
     *options: Any,
 ) -> Any:
-    """Apply Megatron's ``multi_tensor_applier`` to the tensors of each dtype by themselves.
+    """Apply Megatron's ``multi_tensor_applier`` to the tensors of each dtype separately.
 
-    Transformer Engine takes all tensors of a list for the dtype of the first, and gradients have
-    several dtypes: those of bf16 weights and of the routers' fp32 biases. Megatron calls it for
-    norms, which are combined here, and for scaling in place.
+    Megatron calls it to compute norms, which are combined here, and to scale tensors in place.
+
+    Args:
+        operation: operation of Megatron or Transformer Engine.
+        overflow: [1] int flag for overflow.
+        lists: lists of tensors [...], with one tensor per parameter in each list.
+        options: further arguments of the operation.
+
+    Returns:
+        (norm [1], None), or None if the operation returns nothing.
     """
+    # Transformer Engine assumes that all tensors of a list have the dtype of the first. Gradients
+    # of bf16 weights and of fp32 router biases differ.
     results = []
     for dtype in dict.fromkeys(tensor.dtype for tensor in lists[0]):
         same_dtype = [[tensor for tensor in tensors if tensor.dtype == dtype] for tensors in lists]
         results.append(_megatron_applier(operation, overflow, same_dtype, *options))
 
-    # None: scaled in place, or no elements.
+    # The result is None after scaling, and for empty lists.
     norms = [result[0] for result in results if result is not None]
     if not norms:
         return None

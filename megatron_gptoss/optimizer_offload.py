@@ -1,8 +1,7 @@
-"""Optimizer state that rests in host memory between steps. Its update stays on the GPU.
+"""Offloading of optimizer state to host memory between steps. Updates run on the GPU.
 
-The state of a few parameters at a time is made or fetched, updated and sent back, so that offloaded
-state is never on the GPU as a whole: neither in the first step, which makes it, nor later, nor
-while a checkpoint is saved or loaded.
+The state of a few parameters at a time is created or fetched, updated and sent back. The whole
+offloaded state is never on the GPU: neither in a step, nor while a checkpoint is saved or loaded.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,10 +14,9 @@ from megatron_gptoss.block_sizes import PART_ELEMENTS
 
 
 class OffloadedState:
-    """Keeps ``fraction`` of the state of Megatron's ``optimizer`` in host memory.
+    """Part of an optimizer's state that is kept in host memory.
 
-    Whole parameters are offloaded, the first ones of each chained optimizer. From the construction
-    on, a step of the optimizer fetches their state part by part.
+    The state of whole parameters is offloaded: the first parameters of each chained optimizer.
     """
 
     def __init__(
@@ -27,13 +25,20 @@ class OffloadedState:
         fraction: float,
         part_elements: int = PART_ELEMENTS,
     ) -> None:
-        """``part_elements``: see PART_ELEMENTS."""
+        """Change the optimizer, so that its steps fetch offloaded state in parts.
+
+        Args:
+            optimizer: chain of Megatron optimizers.
+            fraction: fraction of the parameters whose state is offloaded, from 0 to 1.
+            part_elements: maximum elements per part, see PART_ELEMENTS.
+        """
         self._host: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
+        """Pinned memory by parameter and name of the state."""
         self._optimizer_of: dict[torch.Tensor, Any] = {}
-        """Of every offloaded parameter."""
+        """Optimizer of every offloaded parameter."""
 
         for chained in optimizer.chained_optimizers:
-            # A rank may have no parameter of some kind.
+            # A rank may have no parameters for one of the optimizers.
             inner = chained.optimizer
             if inner is None:
                 continue
@@ -43,7 +48,7 @@ class OffloadedState:
                 self._step_in_parts(inner, _split(offloaded, part_elements))
 
     def rest(self, parameter: torch.Tensor) -> None:
-        """Bring a parameter's state to host memory if that is its place."""
+        """Move the state of a parameter [...] to the host if it is offloaded."""
         inner = self._optimizer_of.get(parameter)
         if inner is None:
             return
@@ -52,7 +57,7 @@ class OffloadedState:
         for name in _tensor_names(state):
             key = (parameter, name)
             if key not in self._host:
-                # The same pinned memory after every step.
+                # Allocate pinned memory once, because pinning is slow.
                 self._host[key] = torch.empty_like(
                     state[name],
                     device="cpu",
@@ -62,20 +67,20 @@ class OffloadedState:
                 state[name] = self._host[key].copy_(state[name], non_blocking=True)
 
     def rest_all(self) -> None:
-        """Bring to host memory all state whose place that is, as after a checkpoint was loaded."""
+        """Move all offloaded state to the host, for example after loading a checkpoint."""
         for parameter in self._optimizer_of:
             self.rest(parameter)
 
     def wait(self) -> None:
-        """Wait until the host's copies are complete, as before a checkpoint reads them."""
+        """Wait until the copies to the host are complete. Call it before reading the state."""
         if self._host and torch.cuda.is_available():
             torch.cuda.synchronize()
 
     @contextmanager
     def _on_device(self, part: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Keep the state of ``part`` beside its parameters in the block."""
-        # Copies and the update share a stream, so each waits for the one before. In the first step
-        # there is nothing to fetch: the block makes the state.
+        """Keep the state of ``part`` on the device of its parameters in the block."""
+        # Copies and updates use the same stream, so they run in order. In the first step there is
+        # no state to fetch; the block creates it.
         for parameter in part:
             state = self._optimizer_of[parameter].state.get(parameter, {})
             for name in _tensor_names(state):
@@ -87,10 +92,8 @@ class OffloadedState:
             self.rest(parameter)
 
     def _step_in_parts(self, inner: Any, parts: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Let ``inner.step`` update what stays on the GPU, then one part after the other.
-
-        Covers the method of the class by an attribute of the instance.
-        """
+        """Change ``inner.step`` to update the state on the GPU first, and then each part."""
+        # An attribute of the instance hides the method of the class.
         step = inner.step
 
         def step_in_parts() -> None:
@@ -108,13 +111,15 @@ class OffloadedState:
 def _restored_groups(
     inner: Any,
 ) -> Iterator[Callable[[Callable[[], Any], Callable[[torch.Tensor], bool]], None]]:
-    """Yield ``update(step, is_chosen)``, which steps some of the parameters; all updates in the
-    block are one step. Afterwards the groups have all their parameters again."""
+    """Yield a function ``update(step, is_chosen)`` that steps some of the parameters.
+
+    All updates in the block count as one step. Afterwards the groups have all parameters again.
+    """
     groups = inner.param_groups
     parameters = [group["params"] for group in groups]
 
-    # Transformer Engine's Adam counts steps by group, those without parameters in some versions
-    # only. Every part begins with the count of before, and the groups keep what it became.
+    # Transformer Engine's Adam counts steps per group. Only some versions count a step for groups
+    # without parameters. Every part starts with the previous count, and groups keep the new one.
     counts_before = [group.get("step") for group in groups]
     counts_after = list(counts_before)
 
@@ -123,8 +128,8 @@ def _restored_groups(
             group["params"] = [parameter for parameter in everything if is_chosen(parameter)]
             _set_count(group, count)
         step()
-        # A group that has parameters but none in this part keeps the count of a part that had some:
-        # this step may have counted it, or not.
+        # If a group has no parameters in this part, its count may be wrong. Keep the count from a
+        # part that contains some of its parameters.
         for number, group in enumerate(groups):
             if group["params"] or not parameters[number]:
                 counts_after[number] = group.get("step")
@@ -138,7 +143,7 @@ def _restored_groups(
 
 
 def _set_count(group: dict[str, Any], count: Any) -> None:
-    """Set the count of steps of a group, which has none before its first."""
+    """Set the step count of a group. None removes it, as before the first step."""
     if count is None:
         group.pop("step", None)
     else:
@@ -146,12 +151,12 @@ def _set_count(group: dict[str, Any], count: Any) -> None:
 
 
 def _first_parameters(inner: Any, fraction: float) -> list[torch.Tensor]:
-    """Return the first parameters, as many as hold ``fraction`` of all elements."""
+    """Return the first parameters that together have ``fraction`` of all elements."""
     parameters: list[torch.Tensor] = []
     for group in inner.param_groups:
         parameters += group["params"]
 
-    # Of the distributed optimizer these are the shards that this rank updates, not whole weights.
+    # With the distributed optimizer these are the parts of weights that this rank updates.
     elements_left = fraction * sum(parameter.numel() for parameter in parameters)
     first = []
     for parameter in parameters:
@@ -163,7 +168,7 @@ def _first_parameters(inner: Any, fraction: float) -> list[torch.Tensor]:
 
 
 def _split(parameters: Sequence[torch.Tensor], elements: int) -> list[list[torch.Tensor]]:
-    """Split parameters into parts of at most ``elements`` elements, or of one parameter."""
+    """Divide parameters into parts of at most ``elements`` elements, or of one larger parameter."""
     parts: list[list[torch.Tensor]] = []
     size = 0
     for parameter in parameters:
@@ -176,7 +181,7 @@ def _split(parameters: Sequence[torch.Tensor], elements: int) -> list[list[torch
 
 
 def _tensor_names(state: dict[str, Any]) -> list[str]:
-    """Return the names of a parameter's tensors; counters of steps are none of them."""
+    """Return the names of the tensors in a parameter's state, without step counters."""
     # A list, because the caller replaces the tensors.
     return [
         name for name, value in state.items() if isinstance(value, torch.Tensor) and value.dim()

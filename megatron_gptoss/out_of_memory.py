@@ -1,4 +1,4 @@
-"""What a run that has no memory left is told."""
+"""Explanation of out-of-memory errors by the memory prediction of the run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,11 +11,19 @@ from megatron_gptoss.planning.memory_inputs import MemoryInputs
 
 @contextmanager
 def out_of_memory_explained(inputs: MemoryInputs) -> Iterator[None]:
-    """Add to an OutOfMemoryError from inside what was predicted and what to set next."""
+    """Add the memory plan of the run to an OutOfMemoryError raised in the block.
+
+    Args:
+        inputs: models, layout and batch of the run.
+
+    Raises:
+        torch.OutOfMemoryError: the block raised one. The message has the prediction and settings
+            that need less memory.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
-        # The advice needs the GPU's size; without a GPU nothing fits.
+        # The advice needs the size of the GPU. Without a GPU it lists all settings.
         gigabytes = 0.0
         if torch.cuda.is_available():
             _, total = torch.cuda.mem_get_info()

@@ -1,11 +1,11 @@
-"""Which version of this project runs."""
+"""Version of this project."""
 
 from importlib.metadata import PackageNotFoundError, version
 
 
 def package_version() -> str:
-    """Return the installed version; ``unknown`` in a checkout that is on the path but not
-    installed, where a run is no worse for it."""
+    """Return the installed version; "unknown" for a checkout that is not installed."""
+    # The version is only for logs and files, so a missing one must not stop a run.
     try:
         return version("megatron-gptoss")
     except PackageNotFoundError:

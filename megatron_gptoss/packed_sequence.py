@@ -1,4 +1,4 @@
-"""Packed rows as Megatron's layers get them."""
+"""Description of a packed row for Megatron's layers."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -12,16 +12,16 @@ from megatron_gptoss.packing import PackedBatch
 
 @dataclass
 class PackedSequence(PackedSeqParams):
-    """Megatron's description of a packed row, and what our attention needs besides."""
+    """Megatron's description of a packed row, with further fields for SinkAttention."""
 
     position_ids: torch.Tensor | None = None
-    """Of every local token in its own sequence."""
+    """[tokens] int64 position of each local token in its sequence."""
     context_layout: ContextLayout | None = None
-    """None without context parallelism."""
+    """The rank of each token; None without context parallelism."""
 
     @classmethod
     def of(cls, batch: PackedBatch) -> Self:
-        """Describe the row of ``batch``."""
+        """Return the description of the row of ``batch``."""
         return cls(
             qkv_format="thd",
             cu_seqlens_q=batch.cu_seqlens,

@@ -1,21 +1,21 @@
-"""The experts of tokens as numbers in an array: as many bytes as they need, and a number for
-"not known".
+"""Number format of routes: the experts of each token as an integer array.
 
-Routes weigh more than everything else that is known of a token: 36 layers of 4 experts are 144
-bytes of uint8, next to 4 of the token's id."""
+Routes are the largest data of a token: 144 bytes of uint8 for 36 layers with 4 experts each,
+compared with 4 bytes for its id. Therefore the format is the smallest possible.
+"""
 
 import numpy as np
 
 ROUTE_DTYPES = (np.dtype(np.uint8), np.dtype(np.int16))
-"""In which routes are held: uint8 holds 255 experts, and 255 is none of them."""
+"""Data types of routes. uint8 can represent 255 experts and the value 255 for "unknown"."""
 
 
 def route_dtype(num_experts: int) -> np.dtype:
-    """Return the smaller dtype that holds the numbers of so many experts, and "not known"."""
+    """Return the smallest dtype for routes of a model with this number of experts."""
     smallest, largest = ROUTE_DTYPES
     return smallest if num_experts <= unknown_route(smallest) else largest
 
 
 def unknown_route(dtype: np.dtype) -> int:
-    """Return the number in place of an expert where the trainer is to choose for itself."""
+    """Return the value that means "unknown": the trainer's router selects the experts."""
     return 255 if dtype == np.uint8 else -1

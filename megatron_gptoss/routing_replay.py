@@ -1,12 +1,12 @@
-"""Routing replay: the trainer uses experts that were chosen elsewhere, with its own gate values.
+"""Routing replay: the trainer uses prescribed experts with its own gate values.
 
     g_i = I_i exp(s_i) / sum_j I_j exp(s_j)
 
-I is 1 for the chosen experts and constant to autograd; the gradient goes through the scores s.
+I is 1 for the prescribed experts and constant for autograd. The gradient reaches the scores s.
 
-Megatron-Core has a RouterReplay of its own, but one list of routers for all models of a process (a
-critic's would be among them) and one switch between forward pass and recomputation for all of
-them, which a pipeline that does both in turn cannot use.
+Megatron-Core's RouterReplay is not used for two reasons. It has one list of routers for all models
+of a process, which would include those of a critic. And it has one switch between forward pass and
+recomputation for all routers, but a pipeline alternates between both.
 """
 
 from collections import deque
@@ -23,40 +23,51 @@ from megatron_gptoss.routes import ROUTE_DTYPES, unknown_route
 
 
 class LayerReplay:
-    """The routes of one router: [tokens of this rank, top_k] per micro-batch, each used once.
+    """Queue of the routes of one router: [tokens of this rank, top_k] per micro-batch, used once.
 
-    A recomputed layer routes twice: first without gradients, then with gradients in the backward
-    pass. Backward passes come in the order of the forward passes, so a second queue serves them.
+    A recomputed layer routes twice: without gradients in the forward pass and with gradients in the
+    backward pass. Backward passes have the order of the forward passes, so a second queue suffices.
     """
 
     def __init__(self, router: Any, layer: int) -> None:
+        """Create empty queues.
+
+        Args:
+            router: router of the layer.
+            layer: number of the layer in the whole model, from 0.
+        """
         self.router = router
+        """Router of the layer."""
         self.layer = layer
-        """Its number in the whole model, from 0."""
+        """Number of the layer in the whole model, from 0."""
 
         config = router.config
         modules = config.recompute_modules or []
         self.is_recomputed = config.recompute_granularity == "selective" and "moe" in modules
+        """True if layers are recomputed in training."""
         self.is_recomputing = False
-        """Whether the call that goes on is the second of its micro-batch."""
+        """True while the router is called for the second time with a micro-batch."""
 
         self.pending: deque[Tensor | None] = deque()
-        """Routes of the micro-batches to come; None where the router chooses."""
+        """Routes of the next micro-batches; None if the router selects the experts."""
         self.pending_recompute: deque[Tensor | None] = deque()
-        """The same for their recomputation."""
+        """Routes of the next recomputations."""
 
         self.recorded: list[Tensor] | None = None
-        """int16 [tokens, top_k] of every micro-batch since recording began."""
+        """[tokens, top_k] int16 of every micro-batch since recording started; None if off."""
         self.agreeing: Tensor | float = 0.0
-        """Prescribed routes that the router would have chosen itself."""
+        """Number of prescribed routes that equal the router's own selection."""
         self.compared: Tensor | float = 0.0
-        """Prescribed routes."""
+        """Number of prescribed routes."""
 
     def take(self) -> Tensor | None:
-        """Return the routes of the micro-batch that now passes; None: the router chooses."""
-        # Megatron's checkpointing runs the layer without gradients first, and with them when the
-        # backward pass needs what it threw away: that tells the two calls apart. In evaluation
-        # nothing is checkpointed.
+        """Return the routes [tokens, top_k] of the current micro-batch; None if it has none.
+
+        Raises:
+            RuntimeError: no routes are left, because a micro-batch was routed too often.
+        """
+        # Megatron's recomputation calls the layer first without gradients, and again with gradients
+        # in the backward pass. In evaluation layers are not recomputed.
         runs_twice = self.is_recomputed and self.router.training
         self.is_recomputing = runs_twice and torch.is_grad_enabled()
 
@@ -66,23 +77,28 @@ class LayerReplay:
                 f"routing replay: the router of layer {self.layer} routes a micro-batch twice"
             )
 
-        # The recomputation must take the same experts, or its activations would not be those whose
-        # gradients come back. Where the router chose by itself it does so again, from the same
-        # scores.
+        # The recomputation must use the same experts. Otherwise its activations would not match the
+        # gradients. If the router selected them, it selects the same again from the same scores.
         routes = queue.popleft()
         if runs_twice and not self.is_recomputing:
             self.pending_recompute.append(routes)
         return routes
 
     def replace_routes(self, chosen: Tensor, prescribed: Tensor | None) -> Tensor:
-        """Replace the router's choice where another is prescribed.
+        """Replace the router's selection by prescribed experts.
 
-        Counts how often both are the same set, and records the result; neither a second time in
-        recomputation.
+        Also counts agreement and records the result, once per micro-batch.
 
         Args:
-            chosen: int64 [tokens, top_k], the router's own choice.
-            prescribed: the same shape; rows of -1 leave the router's choice. None: all of it.
+            chosen: [tokens, top_k] int64 selection of the router.
+            prescribed: [tokens, top_k] int64 experts. Rows of -1 keep the router's selection. None
+                keeps all rows.
+
+        Returns:
+            [tokens, top_k] int64 experts to use.
+
+        Raises:
+            ValueError: the shapes differ.
         """
         routes = chosen
         if prescribed is not None:
@@ -96,14 +112,15 @@ class LayerReplay:
             if not self.is_recomputing:
                 self._count_agreement(chosen, prescribed, is_prescribed[:, 0])
 
-        # What was used, not what the router would have chosen.
+        # Record the experts in use instead of the router's own selection.
         if self.recorded is not None and not self.is_recomputing:
             self.recorded.append(routes.to(torch.int16))
         return routes
 
     def _count_agreement(self, chosen: Tensor, prescribed: Tensor, is_prescribed: Tensor) -> None:
-        # As sets, since experts come in the order of their scores and the order changes no output.
-        # Counters stay on the GPU; reading one here would make every layer wait.
+        """Count the tokens for which both select the same set of experts."""
+        # Compare sorted experts, because their order does not change the output. Counters stay on
+        # the GPU, because reading a counter would make every layer wait.
         chosen_sets = chosen.sort(dim=-1).values
         prescribed_sets = prescribed.sort(dim=-1).values
         is_same = (chosen_sets == prescribed_sets).all(dim=-1)
@@ -112,34 +129,38 @@ class LayerReplay:
 
 
 class RoutingReplay:
-    """Prescribes the routes of one rank's model, records what is chosen and counts agreement."""
+    """Routing replay of all layers of one rank: prescription, recording and agreement."""
 
     def __init__(self, model: torch.nn.Module) -> None:
+        """Attach a ``LayerReplay`` to each router of ``model``."""
         self.layers: list[LayerReplay] = []
-        # In the order of the layers. On a pipeline rank these are some of the model's layers, which
-        # is why each knows its number in the whole model.
+        """Replays in the order of the layers."""
+        # A pipeline rank has some of the layers, so each replay stores its number in the model.
         for module in model.modules():
             if isinstance(module, TopKRouter):
                 module.replay = LayerReplay(module, module.layer_number - 1)
                 self.layers.append(module.replay)
 
     def prescribe(self, batch: PackedBatch) -> None:
-        """Queue the routes of the next micro-batch: those that the batch has, be it from an engine
-        or as this rank recorded them; without any the routers choose.
+        """Queue the routes of the next micro-batch.
 
-        batch: this context-parallel rank's tokens; its ``routed_experts`` are of the layers of the
-            whole model.
+        Routes come from an engine or from a recording of this rank. If the batch has neither, the
+        routers select the experts.
+
+        Args:
+            batch: tokens of this context-parallel rank. ``routed_experts`` has the layers of the
+                whole model.
         """
         if batch.recorded_routes is not None:
-            # Padding is routed anew, as it is with an engine's routes.
+            # Routers select the experts of padding, as with routes from an engine.
             is_padding = _share_of_tokens(batch.sample_ids < 0)[:, None]
             for layer, recorded in zip(self.layers, batch.recorded_routes.layers, strict=True):
                 recorded = recorded.to(is_padding.device).long()
                 layer.pending.append(torch.where(is_padding, -1, recorded))
             return
 
-        # [tokens of this context-parallel rank, layers, top_k] -> those that this tensor-parallel
-        # rank routes; the padding's entries say -1.
+        # [tokens of this context-parallel rank, layers, top_k] -> the tokens that this
+        # tensor-parallel rank routes. Entries of padding are -1.
         routes = batch.routed_experts
         if routes is not None:
             routes = expert_numbers(_share_of_tokens(routes))
@@ -147,7 +168,7 @@ class RoutingReplay:
             layer.pending.append(None if routes is None else routes[:, layer.layer])
 
     def check_consumed(self) -> None:
-        """Raise RuntimeError if a route that was prescribed has not been used."""
+        """Raise RuntimeError if prescribed routes have not been used."""
         for layer in self.layers:
             if layer.pending or layer.pending_recompute:
                 raise RuntimeError(
@@ -157,12 +178,13 @@ class RoutingReplay:
                 )
 
     def agreement(self) -> dict[str, float]:
-        """Return counts since the last call, over all ranks. Collective.
+        """Return the counts since the last call, summed over all ranks. Collective.
 
-        ``routes_compared``: prescribed (token, layer) routes; ``routes_agreeing``: those that the
-        router would have chosen itself.
+        Returns:
+            ``routes_compared``, the number of prescribed (token, layer) routes, and
+            ``routes_agreeing``, the number of routes that equal the router's own selection.
         """
-        # Reading the counters waits for the GPU, which adding to them does not.
+        # Reading counters waits for the GPU, so it happens once per step.
         agreeing = float(sum(layer.agreeing for layer in self.layers))
         compared = float(sum(layer.compared for layer in self.layers))
         for layer in self.layers:
@@ -174,13 +196,12 @@ class RoutingReplay:
         return {"routes_agreeing": float(counts[0]), "routes_compared": float(counts[1])}
 
     def start_recording(self) -> None:
-        """Record the routes of all micro-batches from now on."""
+        """Start to record the routes of all micro-batches."""
         for layer in self.layers:
             layer.recorded = []
 
     def recorded(self) -> list[RecordedRoutes]:
-        """Return what this rank's routers chose for every micro-batch since ``start_recording``,
-        and stop."""
+        """Stop recording, and return the routes of every micro-batch on this rank."""
         # [layer][micro-batch] -> [micro-batch][layer]
         by_layer = [layer.recorded or [] for layer in self.layers]
         for layer in self.layers:
@@ -189,21 +210,26 @@ class RoutingReplay:
 
     @property
     def _device(self) -> torch.device:
+        """Device of the routers."""
         device: torch.device = next(self.layers[0].router.parameters()).device
         return device
 
 
 def _share_of_tokens(per_token: Tensor) -> Tensor:
-    """Cut out this tensor-parallel rank's tokens: with sequence parallelism each routes a share of
-    them."""
+    """Return the tokens [tokens / tensor, ...] that this tensor-parallel rank routes.
+
+    Sequence parallelism splits the tokens over tensor-parallel ranks.
+    """
     size = parallel_state.get_tensor_model_parallel_world_size()
     rank = parallel_state.get_tensor_model_parallel_rank()
     return per_token.tensor_split(size)[rank]
 
 
 def expert_numbers(routes: Tensor) -> Tensor:
-    """Widen routes of either dtype (``megatron_gptoss.routes``) to int64, with -1 where no expert
-    is known."""
+    """Return routes [...] of any dtype of ``megatron_gptoss.routes`` as int64 [...].
+
+    Unknown experts become -1.
+    """
     wide = routes.long()
     if routes.dtype != torch.uint8:
         return wide

@@ -1,4 +1,4 @@
-"""Messages between pipeline stages without asking for their shapes."""
+"""Communication between pipeline stages with shapes that are known in advance."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,25 +9,26 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
 Shape = list[int]
+"""Shape of a message."""
 
 
 class StaticShapeP2P(P2PCommunicator):
-    """Megatron's messages between stages, with shapes that every stage knows beforehand.
+    """Megatron's communicator between stages, with shapes that every stage computes itself.
 
-    Rows have different lengths, and Megatron would send each message's shape first and wait for
-    all work on the GPU with it. But every stage has the micro-batches, and the schedule says in
-    which order they come.
+    Rows have different lengths. Megatron would therefore send the shape before each message, and
+    wait for all GPU work to do so. But every stage has the micro-batches, and the schedule defines
+    their order.
     """
 
     def __init__(self, chunks: Sequence[GPTModel], tokens: Sequence[int]) -> None:
         """Prepare one pass over all micro-batches.
 
         Args:
-            chunks: the model chunks of this stage.
-            tokens: of every micro-batch, as many as this rank holds of it.
+            chunks: model chunks of this stage.
+            tokens: number of this rank's tokens in every micro-batch.
         """
-        # Megatron asks ``_communicate_shapes`` for every message as long as the configuration says
-        # ``variable_seq_lengths``: that is the one method that is replaced here.
+        # With ``variable_seq_lengths``, Megatron calls ``_communicate_shapes`` for every message.
+        # It is the only method that is replaced here.
         config = chunks[0].config
         super().__init__(parallel_state.get_pipeline_model_parallel_group(), config)
         table = get_schedule_table(
@@ -37,20 +38,21 @@ class StaticShapeP2P(P2PCommunicator):
         )
 
         def message_shapes(starts_pass: bool) -> Iterator[Shape]:
-            """Yield the shapes of what arrives in a pass, forward or backward.
+            """Yield the shapes of received messages in forward or backward passes.
 
-            Where the pass starts, nothing arrives for the first chunk of the schedule's table;
-            for a further one arrives what the pass's last stage made of the chunk before it.
+            On the stage where the pass starts, the first chunk of the schedule's table receives
+            nothing. Each other chunk receives the output of the previous chunk from the last stage
+            of the pass.
             """
             for micro_batch, chunk in table:
                 if chunk > 0 or not starts_pass:
                     yield [tokens[micro_batch], 1, config.hidden_size]
 
-        # Forward passes begin on the first stage and come from the previous one; backward passes
-        # begin on the last stage and come from the next one. Both take the micro-batches in the
-        # same order. Of a stage's chunks a backward pass takes the last one first; Megatron counts
-        # them from there then (get_model_chunk_id), so the table's chunk 0 is still the one that
-        # the pass starts with.
+        # Forward passes start on the first stage and arrive from the previous stage. Backward
+        # passes start on the last stage and arrive from the next stage. Both process micro-batches
+        # in the same order. A backward pass starts with the last chunk of a stage. Megatron then
+        # counts chunks from the end (get_model_chunk_id), so chunk 0 of the table is the first in
+        # both cases.
         self._shapes_from_previous = message_shapes(starts_pass=self.is_pp_first_stage)
         self._shapes_from_next = message_shapes(starts_pass=self.is_pp_last_stage)
 
@@ -61,7 +63,7 @@ class StaticShapeP2P(P2PCommunicator):
         recv_prev: bool,
         recv_next: bool,
     ) -> tuple[Shape | None, Shape | None]:
-        """Return the shapes of what comes from the previous and the next stage, if anything."""
+        """Return the shapes of the messages from the previous and the next stage, or None."""
         from_previous = next(self._shapes_from_previous) if recv_prev else None
         from_next = next(self._shapes_from_next) if recv_next else None
         return from_previous, from_next

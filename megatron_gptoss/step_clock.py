@@ -1,7 +1,7 @@
-"""Where the time of a training step goes, without making the step wait for it.
+"""Timing of the parts of a training step, without synchronization during the step.
 
-On a GPU, marks are CUDA events on the stream that computes, read when the step is over:
-communication is what that stream waits for, not what other work hides.
+On a GPU, marks are CUDA events on the compute stream, read at the end of the step. Communication is
+the time for which this stream waits. Overlapped communication does not count.
 """
 
 import time
@@ -14,64 +14,70 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 PARTS = ("forward", "backward", "optimizer", "communication", "other")
+"""Parts of a training step."""
 
 ALL_TO_ALL = "all-to-all"
-"""Name of the timer around what sends tokens to their experts and back."""
+"""Name of the timer for sending tokens to experts and back."""
 
 PART_OF_TIMER = {
     "forward-compute": "forward",
     "backward-compute": "backward",
     "forward-backward": "other",
 }
-"""Names of Megatron's timers. All others are communication: messages between pipeline stages,
-gradients that are summed."""
+"""Part of each of Megatron's timers.
+
+All other timers are communication: messages between pipeline stages and reduction of gradients.
+"""
 
 
 class StepClock:
-    """Times the parts of a step; is what Megatron takes for ``timers``.
+    """Clock for the parts of a step. Megatron uses it as ``timers``.
 
-    A part that begins within another interrupts it.
+    A part that starts within another part interrupts it.
     """
 
     parts: tuple[str, ...] = PARTS
-    """What a step is divided into."""
+    """Names of the parts."""
 
     def __init__(self) -> None:
         self._marks: list[tuple[Any, str]] | None = None
-        """(when, part that begins then) in order; None outside of steps."""
+        """(time or CUDA event, part that starts then) in order; None outside of steps."""
         self._parts: list[str] = []
-        """Those that have begun, the innermost last."""
+        """Running parts, innermost last."""
 
     def __call__(self, name: str, log_level: int = 0) -> Any:
         """Return a timer for Megatron.
 
-        It does without the barrier that Megatron asks for, which would make the step slower.
+        Args:
+            name: name of the timer.
+            log_level: Megatron's log level; unused.
         """
+        # Megatron requests a barrier for some timers. It would slow the step down.
         part = PART_OF_TIMER.get(name, "communication")
         return SimpleNamespace(start=lambda barrier=False: self.enter(part), stop=self.leave)
 
     def begin(self) -> None:
-        """Begin a step; outside of steps nothing is timed."""
+        """Start a step. Parts outside of steps are not timed."""
         self._marks = []
         self._parts = []
         self.enter("other")
 
     def enter(self, part: str) -> None:
-        """Begin a part, one of ``parts``."""
+        """Start a part, one of ``parts``."""
         self._parts.append(part)
         self._mark()
 
     def leave(self) -> None:
-        """End the innermost part; the one around it goes on."""
+        """End the innermost part. The part around it continues."""
         self._parts.pop()
         self._mark()
 
     def end(self) -> dict[str, float]:
-        """End the step and return the seconds of every part. Waits for the GPU."""
+        """End the step and return the seconds by part. Waits for the GPU."""
         self._mark()
         marks = self._marks or []
         self._marks = None
-        # The times of events are known only when the GPU has passed them.
+        # Events have a time only after the GPU has reached them.
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
@@ -84,11 +90,12 @@ class StepClock:
         return seconds
 
     def _mark(self) -> None:
+        """Store the time at which the innermost part starts or continues."""
         if self._marks is None:
             return
 
         now: Any = time.perf_counter()
-        # The event says when the GPU gets here; the host does not wait for it.
+        # The GPU records the time of the event. The host does not wait.
         if torch.cuda.is_available():
             now = torch.cuda.Event(enable_timing=True)
             now.record()
@@ -96,50 +103,68 @@ class StepClock:
 
 
 OF_ONE_FORWARD_PASS = ("probs", "routing_map", "reversed_local_input_permutation_mapping")
-"""Tensors of all tokens that Megatron's all-to-all dispatcher holds from one forward pass of its
-layer to the next."""
+"""Attributes of Megatron's all-to-all dispatcher that keep tensors until the next forward pass."""
 
 
 class TimedMoELayer(MoELayer):
-    """Counts sending tokens to their experts and back, and their gradients, as communication.
+    """MoE layer that counts the exchange of tokens and their gradients as communication.
 
-    Unlike its parent it keeps neither graph nor tensors when the forward pass is over.
+    Unlike Megatron's layer, it keeps no graph and no tensors after the forward pass.
     """
 
     clock: StepClock | None = None
-    """Set by the trainer."""
+    """Clock of the trainer, which sets it; None to measure nothing."""
 
     def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Send tokens to their experts.
+
+        Args:
+            hidden_states: [tokens, hidden_size].
+            probs: [tokens, experts] gate values.
+
+        Returns:
+            Received tokens [rows, hidden_size] and their gate values.
+        """
         tokens, probs = super().dispatch(self._start_timer(hidden_states), probs)
         return self._stop_timer(tokens), probs
 
     def combine(self, output: Tensor) -> Tensor:
+        """Send the experts' output [rows, hidden_size] back to the ranks of the tokens."""
         return self._stop_timer(super().combine(self._start_timer(output)))
 
     def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
+        """Return the output of the layer, [tokens, 1, hidden_size], and release its tensors.
+
+        Args:
+            output: combined output of the experts.
+            shared_expert_output: [tokens, 1, hidden_size]; None without shared experts.
+        """
         result: Tensor = super().postprocess(output, shared_expert_output)
-        # The dispatcher would keep the gates until the next micro-batch, and with them the graph of
-        # all layers below. That graph refers to the model by ways that Python's garbage collector
-        # does not see: the model would never be freed. It would keep the order of the tokens, too,
-        # 4 MB for 16,384 of them: torch can give back no block that such a tensor was cut out of.
+        # Otherwise the dispatcher would keep the gates, and with them the graph of all earlier
+        # layers, until the next micro-batch. The graph refers to the model in ways that Python's
+        # garbage collector cannot see, so the model would never be freed. The dispatcher would also
+        # keep the order of tokens: 4 MB for 16,384 tokens, which keep a whole block of torch's
+        # allocator in use.
         for name in OF_ONE_FORWARD_PASS:
             if hasattr(self.token_dispatcher, name):
                 setattr(self.token_dispatcher, name, None)
         return result
 
     def _start_timer(self, x: Tensor) -> Tensor:
+        """Return x. Start the timer in the forward pass and stop it in the backward pass."""
         if self.clock is None:
             return x
         return _StartTimer.apply(x, self.clock(ALL_TO_ALL))
 
     def _stop_timer(self, x: Tensor) -> Tensor:
+        """Return x. Stop the timer in the forward pass and start it in the backward pass."""
         if self.clock is None:
             return x
         return _StopTimer.apply(x, self.clock(ALL_TO_ALL))
 
 
 class _StartTimer(torch.autograd.Function):
-    """The identity; starts a timer in the forward pass and stops it in the backward pass."""
+    """Identity that starts a timer in the forward pass and stops it in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, timer: Any) -> Tensor:
@@ -154,7 +179,7 @@ class _StartTimer(torch.autograd.Function):
 
 
 class _StopTimer(torch.autograd.Function):
-    """The identity; stops a timer in the forward pass and starts it in the backward pass."""
+    """Identity that stops a timer in the forward pass and starts it in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, timer: Any) -> Tensor:

@@ -1,5 +1,7 @@
-"""What a loss function returns, and what an optimizer step returns. Plain data, which processes
-without Megatron read, too."""
+"""Results of a loss function and of an optimizer step.
+
+They are plain data, which processes without Megatron can read.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,53 +11,68 @@ from torch import Tensor
 
 @dataclass
 class LossOutput:
-    """What a loss function returns for one micro-batch."""
+    """Result of a loss function for one micro-batch."""
 
     loss: Tensor
-    """A *sum* over the tokens of the micro-batch, already divided by whatever the loss is
-    normalised with over the global batch, so that adding up micro-batches and ranks gives the
-    loss."""
+    """Loss [], *summed* over the tokens of the micro-batch and normalized over the global batch.
+
+    The sum over micro-batches and ranks is the loss of the step.
+    """
     sums: dict[str, Tensor] = field(default_factory=dict)
-    """Scalars that are summed over micro-batches and ranks, with the same names in every
-    micro-batch."""
+    """Scalars [] to sum over micro-batches and ranks. All micro-batches need the same names."""
     maxima: dict[str, Tensor] = field(default_factory=dict)
-    """Scalars of which the largest of all micro-batches and ranks is taken."""
+    """Scalars [] of which the maximum over micro-batches and ranks is taken."""
     token_values: dict[str, Tensor] = field(default_factory=dict)
-    """What the caller of ``train_step`` gets back of every token of this rank's shard, [tokens]
-    each, without a gradient."""
+    """Values [tokens] of this rank's tokens to return from ``train_step``, without gradient."""
 
 
 LossFunction = Callable[..., LossOutput]
-"""(log_probs [tokens], entropy [tokens], batch) -> LossOutput; of a critic
-(values [tokens], batch) -> LossOutput"""
+"""Loss function of a policy: (log_probs [tokens], entropy [tokens], batch) -> LossOutput.
+
+For a critic: (values [tokens], batch) -> LossOutput.
+"""
 
 
 @dataclass
 class StepStatistics:
-    """One optimizer step, the same on every rank but for ``token_values``."""
+    """Statistics of one optimizer step, the same on every rank except ``token_values``."""
 
     sums: dict[str, float]
+    """``LossOutput.sums`` over all micro-batches and ranks."""
     maxima: dict[str, float]
+    """``LossOutput.maxima`` over all micro-batches and ranks."""
     grad_norm: float
-    """Global L2 norm before clipping."""
+    """Global L2 norm of the gradient before clipping."""
     learning_rate: float
+    """Learning rate of the step."""
     parameters_updated: bool
+    """True if the step was not skipped."""
     not_finite: str | None = None
-    """Which parameters have a gradient that is not finite, if any; the step was skipped."""
+    """Message that names the parameters with a gradient that is not finite; None if there are none.
+
+    If it is set, the step was skipped.
+    """
     seconds: float = 0.0
-    """Wall-clock time of the step, of the slowest rank."""
+    """Wall-clock time of the step on the slowest rank."""
     seconds_of: dict[str, float] = field(default_factory=dict)
-    """The mean rank's forward, backward, optimizer, communication (experts' all-to-all, pipeline
-    stages, gradients, as far as nothing hides it; that of tensor and context parallelism counts as
-    forward and backward) and other."""
+    """Seconds by part, averaged over ranks: forward, backward, optimizer, communication, other.
+
+    Communication is the exposed time of the experts' all-to-all, of pipeline messages and of the
+    reduction of gradients. Messages of tensor and context parallelism count as forward or backward.
+    """
     tokens_per_second_per_gpu: float = 0.0
+    """Trained tokens per second and GPU."""
     tflops_per_gpu: float = 0.0
-    """Of the model's arithmetic, ``training_flops``; nothing is counted twice."""
+    """TFLOP/s per GPU by ``training_flops``, which does not count recomputation."""
     mfu: float | None = None
-    """The same as a share of a large bf16 matrix product on this machine; None on CPUs."""
+    """``tflops_per_gpu`` relative to a large bf16 matrix product on this machine; None on CPUs."""
     memory: dict[str, float] = field(default_factory=dict)
-    """GB of the fullest GPU in every phase since the last step, measured and predicted, by
-    PHASE/FIGURE; empty on CPUs."""
+    """GB of the fullest GPU by PHASE/FIGURE since the last step, measured and predicted.
+
+    Empty on CPUs.
+    """
     token_values: dict[str, list[Tensor]] = field(default_factory=dict)
-    """``LossOutput.token_values`` of every micro-batch, [T] each in the order of its row; on the
-    last pipeline stage, of whose ranks each has all of it."""
+    """``LossOutput.token_values`` of every micro-batch, [T] in the order of its row.
+
+    Every rank of the last pipeline stage has the values of the whole row. Other stages have none.
+    """

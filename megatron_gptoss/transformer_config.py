@@ -1,4 +1,4 @@
-"""Megatron's TransformerConfig with what our modules read besides."""
+"""Megatron's TransformerConfig with further fields for the modules of this package."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,22 +11,22 @@ from megatron_gptoss.user_error import UserError
 
 
 class MissingPackageError(UserError, RuntimeError):
-    """The configuration needs a package that is not installed; the message names it."""
+    """Missing package that the configuration needs. The message names it."""
 
 
 @dataclass
 class PolicyTransformerConfig(TransformerConfig):
-    """Megatron's configuration plus what our modules read."""
+    """Megatron's configuration with further fields for the modules of this package."""
 
     architecture: ModelConfig = field(kw_only=True)
-    """The model, of any family."""
+    """Architecture of the model, of any family."""
 
     attention_backend_name: str = "auto"
     """Backend of ``gptoss_kernels.sink_attention``."""
     core_attention: type[torch.nn.Module] | None = None
-    """On GPUs: attention module in place of SinkAttention."""
+    """On GPUs: attention module that replaces SinkAttention; None for SinkAttention."""
     position_embedding_type: str = "none"
-    """GPTModel reads it. Positions enter in SinkAttention, not there."""
+    """Position embedding of GPTModel. It has none, because SinkAttention rotates by position."""
 
     context_scheme_full: str = "auto"
     """Context-parallel scheme of full-attention layers."""
@@ -34,22 +34,23 @@ class PolicyTransformerConfig(TransformerConfig):
     """Context-parallel scheme of sliding-window layers."""
 
     recompute_layers: int | None = None
-    """The first layers of a chunk, which recompute; None: all."""
+    """Number of layers, from the first of a chunk, that recompute activations; None for all."""
 
     adapter: AdapterConfig | None = None
-    """What is trained; None: all parameters."""
+    """Trained adapters; None if all parameters are trained."""
     quantization: Quantization | None = None
-    """Format of the experts, or with an adapter of their frozen base; None for ``params_dtype``."""
+    """Number format of the experts, or with an adapter of their frozen base; None for
+    ``params_dtype``."""
 
-    # Faults on purpose, for ablations.
+    # Deliberate faults for ablations.
     router_noise: float = 0.0
     """Standard deviation of noise on the routers' logits."""
     sinks: bool = True
-    """False: attention without sinks."""
+    """False disables the sinks of attention."""
     sink_gradient: bool = True
-    """False: the sinks get a gradient of zero."""
+    """False sets the gradient of the sinks to 0."""
     sink_backward: bool = True
-    """False: the backward pass is that of attention without sinks."""
+    """False replaces the backward pass by that of attention without sinks."""
 
     @property
     def trained_quantization(self) -> Quantization | None:
@@ -63,13 +64,18 @@ class PolicyTransformerConfig(TransformerConfig):
 
 
 def mark(parameter: torch.nn.Parameter, **attributes: Any) -> None:
-    """Set the attributes by which Megatron knows how a parameter is spread over ranks."""
+    """Set attributes that tell Megatron how a parameter is distributed over ranks.
+
+    Args:
+        parameter: parameter to mark, of any shape [...].
+        attributes: names and values, for example ``allreduce`` or ``sequence_parallel``.
+    """
     for name, value in attributes.items():
         setattr(parameter, name, value)
 
 
 def parameter_device(config: TransformerConfig) -> torch.device:
-    """Return where Megatron's layers allocate their parameters."""
+    """Return the device on which Megatron's layers allocate their parameters."""
     if config.use_cpu_initialization:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

@@ -1,4 +1,4 @@
-"""A model and a layout as a Megatron TransformerConfig: the one builder for all families and sizes."""
+"""Construction of Megatron's TransformerConfig from a model and a layout, for all families."""
 
 from typing import Any
 
@@ -18,10 +18,14 @@ def build_transformer_config(
 ) -> PolicyTransformerConfig:
     """Build the configuration of one trainer rank.
 
-    ``overrides`` replace single fields, as negative controls and benchmarks do.
+    Args:
+        model: architecture.
+        parallel: layout.
+        dtype: data type of the parameters.
+        overrides: fields to replace, for ablations and benchmarks.
 
     Raises:
-        MissingPackageError: where ``parallel`` asks for a dispatcher that is not installed.
+        MissingPackageError: the dispatcher of ``parallel`` is not installed.
     """
     if parallel.expert_dispatcher == "deepep" and not (HAVE_DEEP_EP and torch.cuda.is_available()):
         raise MissingPackageError(
@@ -41,6 +45,7 @@ def build_transformer_config(
 
 
 def _shape_settings(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields that describe the architecture."""
     return {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
@@ -57,37 +62,39 @@ def _shape_settings(model: ModelConfig) -> dict[str, Any]:
 
 
 def _training_settings(model: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the fields of the training step."""
     return {
-        # Losses come in normalised over the global batch; Megatron only adds gradients up.
+        # Losses are normalized over the global batch, so Megatron must only sum gradients.
         "calculate_per_token_loss": True,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "init_method_std": model.initializer_std,
-        # Rows differ in length, and with them the messages between stages.
+        # Rows have different lengths, and so do the messages between stages.
         "variable_seq_lengths": True,
     }
 
 
 def _parallel_settings(parallel: ParallelConfig) -> dict[str, Any]:
-    # Megatron takes any number of chunks, even 1, for an interleaved schedule.
+    """Return the fields of the layout."""
+    # Megatron uses the interleaved schedule for any number of chunks, even for 1.
     is_interleaved = parallel.virtual_pipeline > 1
     virtual_pipeline = parallel.virtual_pipeline if is_interleaved else None
 
     return {
         "tensor_model_parallel_size": parallel.tensor,
-        # Megatron requires it for mixtures of experts; it saves memory for all.
+        # Megatron requires it for mixtures of experts. Dense models need less memory with it.
         "sequence_parallel": parallel.tensor > 1,
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": 1,
         "pipeline_model_parallel_size": parallel.pipeline,
         "num_layers_in_last_pipeline_stage": parallel.last_stage_layers,
         "virtual_pipeline_model_parallel_size": virtual_pipeline,
-        # In one batch, two ranks would take the interleaved schedule's messages of one direction
-        # for those of the other.
+        # With batched messages, two ranks would confuse the two directions of the interleaved
+        # schedule.
         "overlap_p2p_comm": is_interleaved,
         "batch_p2p_comm": not is_interleaved,
-        # PyTorch keeps alive what is being sent: nothing has to wait for the GPU after a message.
+        # PyTorch keeps tensors alive while they are sent, so no synchronization is necessary.
         "batch_p2p_sync": False,
         "context_parallel_size": parallel.context,
         "context_scheme_full": parallel.context_scheme_full,
@@ -96,11 +103,12 @@ def _parallel_settings(parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def _device_settings(parallel: ParallelConfig) -> dict[str, Any]:
+    """Return the fields that depend on the device, and recomputation, which needs a GPU."""
     if not torch.cuda.is_available():
         return {
             "transformer_impl": "local",
             "use_cpu_initialization": True,
-            # Batching groups the messages of NCCL; gloo gains nothing from it.
+            # Batching is an optimization for NCCL, which gloo does not need.
             "batch_p2p_comm": False,
         }
 

@@ -1,8 +1,9 @@
-"""Megatron's functions without torch's compiler, where there is no GPU to fuse them for.
+"""Import of Megatron-core without torch.compile on machines without a GPU.
 
-Megatron-core decorates some 30 functions with ``torch.compile`` when it is imported. That imports
-the compiler, which takes a quarter of the processor time of a trainer's start. On a CPU the functions
-give the same bits as they are."""
+Megatron-core decorates about 30 functions with ``torch.compile`` at import. That imports the
+compiler, which takes 25% of the CPU time of a trainer's start. On a CPU the functions give the same
+bits without it.
+"""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -12,27 +13,29 @@ from types import ModuleType
 from typing import Any
 
 PACKAGE = "megatron.core"
-"""Which imports what it decorates."""
+"""Package whose import imports all decorated functions."""
 
 
 def _leave_as_it_is(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Stand for ``torch.compile``, as a decorator with or without options."""
+    """Replacement of ``torch.compile`` that returns the function, with or without options."""
     if function is None:
         return _leave_as_it_is
     return function
 
 
 class _UncompiledLoader(Loader):
-    """Imports that package while nothing is compiled."""
+    """Loader that executes PACKAGE with ``torch.compile`` replaced."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Create the module as usual."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # Megatron imports it anyway, but this file is read where nothing needs torch.
+        """Execute the module, without a GPU with ``torch.compile`` replaced."""
+        # Import torch here: this file is also imported by code that does not need torch.
         import torch
 
         if torch.cuda.is_available():
@@ -47,11 +50,12 @@ class _UncompiledLoader(Loader):
 
 
 class _PackageFinder(MetaPathFinder):
-    """Finds that package, and nothing else."""
+    """Import finder for PACKAGE only."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """Return the specification of PACKAGE with the special loader; None for other modules."""
         if fullname != PACKAGE:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
@@ -61,7 +65,9 @@ class _PackageFinder(MetaPathFinder):
 
 
 def compile_only_on_gpus() -> None:
-    """See to it that Megatron-core, imported later, uses torch's compiler only where CUDA is
-    available. Does nothing when called again."""
+    """Disable torch.compile for a later import of Megatron-core, if CUDA is not available.
+
+    Does nothing when called again.
+    """
     if not any(isinstance(finder, _PackageFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _PackageFinder())

@@ -1,7 +1,7 @@
-"""Checked reading of files that someone else may have written.
+"""Safe reading of untrusted files.
 
-A path may be a FIFO that blocks for ever, a device without end, or JSON that is larger or nested
-deeper than any real file. ``read_bytes`` and ``read_json`` reject these with one sentence.
+A path may be a FIFO that blocks, a device without end, or JSON that is larger or nested deeper than
+any real file. ``read_bytes`` and ``read_json`` reject these.
 """
 
 import json
@@ -19,11 +19,11 @@ MAX_LISTING_BYTES = 256 << 20
 
 
 class UntrustedFileError(UserError, ValueError):
-    """A file was rejected. The message begins with its path."""
+    """Rejected file. The message begins with its path."""
 
 
 def is_plain_name(name: object) -> bool:
-    """Return whether ``name`` is that of a file in a directory, without a way out of it."""
+    """Return True if ``name`` is a file name without a path."""
     if not isinstance(name, str) or name in ("", ".", ".."):
         return False
     return os.path.basename(name) == name and "\0" not in name
@@ -33,9 +33,9 @@ def check_regular(path: Path) -> int:
     """Return the size in bytes of a regular file. Symbolic links are followed.
 
     Raises:
-        FileNotFoundError: if ``path`` does not exist.
-        OSError: if it cannot be accessed.
-        UntrustedFileError: if it is a FIFO, a device, a socket or a directory.
+        FileNotFoundError: ``path`` does not exist.
+        OSError: it cannot be accessed.
+        UntrustedFileError: it is a FIFO, a device, a socket or a directory.
     """
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
@@ -47,9 +47,14 @@ def check_regular(path: Path) -> int:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading, unbuffered. Raises as ``check_regular`` does."""
+    """Open a regular file for reading, unbuffered.
+
+    Raises:
+        OSError: the file cannot be accessed.
+        UntrustedFileError: it is not a regular file.
+    """
     check_regular(path)
-    # The file may have been replaced by a FIFO: opening that would block without O_NONBLOCK.
+    # The file may be replaced by a FIFO after the check. O_NONBLOCK keeps open() from blocking.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         mode = os.fstat(descriptor).st_mode
@@ -62,12 +67,22 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_bytes(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> bytes:
-    """Read a regular file of at most ``max_bytes``. Raises as ``check_regular`` does."""
+    """Return the content of a regular file.
+
+    Args:
+        path: path of the file.
+        max_bytes: size limit.
+
+    Raises:
+        OSError: the file cannot be accessed.
+        UntrustedFileError: it is not a regular file, or too large.
+    """
     size = check_regular(path)
     if size <= max_bytes:
         with open_regular(path) as file:
             content = bytearray()
-            # A file may grow, and those of /proc have size 0. A read allocates what it asks for.
+            # Do not rely on the size: a file may grow, and files in /proc have size 0. Small reads
+            # bound the memory, because read() allocates the requested size.
             while len(content) <= max_bytes:
                 piece = file.read(max(size + 1 - len(content), 1 << 16))
                 if not piece:
@@ -81,19 +96,31 @@ def read_bytes(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> bytes:
 
 
 def read_json(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> Any:
-    """Read a JSON file of at most ``max_bytes``.
+    """Return the content of a JSON file.
+
+    Args:
+        path: path of the file.
+        max_bytes: size limit.
 
     Raises:
-        FileNotFoundError: if ``path`` does not exist.
-        OSError: if it cannot be accessed.
-        UntrustedFileError: if it is not a regular file, too large, not JSON, nested too deep, or
-            has a key twice in one object.
+        FileNotFoundError: ``path`` does not exist.
+        OSError: it cannot be accessed.
+        UntrustedFileError: it is not a regular file, too large, not JSON, nested too deep, or has a
+            key twice in one object.
     """
     return parse_json(read_bytes(path, max_bytes), path)
 
 
 def parse_json(content: bytes | str, path: Path) -> Any:
-    """Parse JSON. ``path`` names it in errors. Raises UntrustedFileError."""
+    """Parse JSON.
+
+    Args:
+        content: text to parse.
+        path: name of the source in errors.
+
+    Raises:
+        UntrustedFileError: it is not JSON, nested too deep, or has a key twice in one object.
+    """
     try:
         return json.loads(content, object_pairs_hook=_without_duplicates)
     except RecursionError:
@@ -107,16 +134,18 @@ def parse_json(content: bytes | str, path: Path) -> Any:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of a JSON file; raise ValueError if a key appears twice."""
     result = dict(pairs)
     if len(result) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        # Python takes the last value, other parsers the first one.
+        # Parsers disagree about the value: Python uses the last, others use the first.
         raise ValueError(f"the key {twice!r} is there twice in one object")
     return result
 
 
 def _kind(mode: int) -> str:
+    """Return the kind of a file in words."""
     kinds = {
         stat.S_IFIFO: "a FIFO",
         stat.S_IFCHR: "a device",

@@ -1,5 +1,5 @@
-"""The base class of errors that the user can mend."""
+"""Base class of errors that the user can correct."""
 
 
 class UserError(Exception):
-    """An error that the user can mend; its message says how."""
+    """Error that the user can correct. The message names the remedy."""

@@ -74,7 +74,7 @@ class DenseModelConfig(ModelConfig):
     rope_scaling: DenseRopeScaling | None = None
     """Scaling of the rotary frequencies for contexts beyond pretraining; null for no scaling."""
     tie_word_embeddings: bool = False
-    """Whether the output layer uses the weights of the embedding."""
+    """Use the weights of the embedding for the output layer, too."""
 
     @property
     def has_qkv_bias(self) -> bool:
