@@ -45,7 +45,7 @@ def initialize(
     enable_cpu_runtime()
     if dist.is_initialized():
         raise RuntimeError(
-            "torch.distributed is initialised already in this process; call shutdown() first"
+            "torch.distributed is already initialized in this process. Call shutdown() first"
         )
 
     _join_ranks(parallel.world_size, rank, master, port, store_file)

@@ -40,7 +40,7 @@ def query_gpus(*fields: str) -> list[dict[str, str]]:
             command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise NvidiaSmiFailed(f"nvidia-smi does not work: {error}") from error
+        raise NvidiaSmiFailed(f"nvidia-smi failed: {error}") from error
 
     gpus = []
     for line in answer.stdout.splitlines():

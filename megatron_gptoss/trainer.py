@@ -349,8 +349,8 @@ def reduce_scalars(
         differing = sorted(set(names) ^ set(scalars))
         if differing:
             raise ValueError(
-                f"metrics of a loss: {', '.join(differing)} missing in some micro-batches. Return the "
-                "same names for every micro-batch, 0 where there is nothing to sum"
+                f"metrics of a loss: {', '.join(differing)} missing in some micro-batches. Return "
+                "the same names for every micro-batch, with 0 if there is nothing to sum"
             )
     if not names:
         return {}

@@ -29,7 +29,8 @@ def build_transformer_config(
     """
     if parallel.expert_dispatcher == "deepep" and not (HAVE_DEEP_EP and torch.cuda.is_available()):
         raise MissingPackageError(
-            "parallel.expert_dispatcher deepep: install DeepEP on a machine with GPUs, or use alltoall"
+            "parallel.expert_dispatcher deepep: DeepEP is not available. Install it on a machine "
+            "with GPUs, or use alltoall"
         )
 
     settings = {

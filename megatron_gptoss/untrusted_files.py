@@ -41,7 +41,7 @@ def check_regular(path: Path) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise UntrustedFileError(
             f"{path}: is {_kind(status.st_mode)}, not a regular file. Replace it by a copy of the "
-            "file that is meant"
+            "intended file"
         )
     return status.st_size
 
@@ -90,8 +90,8 @@ def read_bytes(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> bytes:
                 content += piece
         size = len(content)
     raise UntrustedFileError(
-        f"{path}: has {size:,} bytes or more, and such a file has at most {max_bytes:,}. Check what "
-        "the file is"
+        f"{path}: has {size:,} bytes or more, but the limit is {max_bytes:,}. Check that it is the "
+        "intended file"
     )
 
 
@@ -140,7 +140,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         # Parsers disagree about the value: Python uses the last, others use the first.
-        raise ValueError(f"the key {twice!r} is there twice in one object")
+        raise ValueError(f"the key {twice!r} appears twice in an object")
     return result
 
 

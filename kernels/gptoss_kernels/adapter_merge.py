@@ -177,8 +177,9 @@ def _check_update(a: Tensor, b: Tensor, out: Tensor) -> None:
     is_placed = out.is_contiguous() and out.data_ptr() % ALIGNMENT == 0
     if out.dtype != torch.bfloat16 or not is_placed or out.shape[-1] % COLUMNS:
         raise ValueError(
-            f"out must be a contiguous bf16 tensor of rows of a multiple of {COLUMNS} columns, at an address that is "
-            f"a multiple of {ALIGNMENT}, got {out.dtype} {list(out.shape)}"
+            f"out must be a contiguous bf16 tensor with a multiple of {COLUMNS} columns, at an "
+            "address "
+            f"that is a multiple of {ALIGNMENT}, got {out.dtype} {list(out.shape)}"
         )
     rank = a.shape[-2]
     batch = out.shape[:-2]

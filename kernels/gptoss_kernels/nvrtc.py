@@ -260,7 +260,8 @@ def _nvrtc() -> ctypes.CDLL:
     cuda = torch.version.cuda
     if cuda is None:
         raise RuntimeError(
-            "this torch is built without CUDA: the window kernels need NVRTC, use backend='reference'"
+            "torch is built without CUDA, but the window kernels need NVRTC. "
+            "Use backend='reference'"
         )
 
     # The loader finds the library by name if torch has loaded it. Otherwise it is in one of the

@@ -130,7 +130,7 @@ def _parse(content: Any) -> dict[str, FileChecksum]:
     for name in checksums:
         # The file may be untrusted. A name such as ../x would read outside of the checkpoint.
         if not is_plain_name(name):
-            raise ValueError(f"{name!r} is no name of a file in this directory")
+            raise ValueError(f"{name!r} is not the name of a file in this directory")
     return checksums
 
 

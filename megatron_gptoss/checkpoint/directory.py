@@ -68,7 +68,7 @@ def latest_checkpoint(root: Path) -> Path | None:
     path = find_checkpoint(root, name)
     if path is None:
         raise CheckpointError(
-            f"{pointer} names {name}, which is missing or incomplete; correct or delete the file"
+            f"{pointer} names {name}, which is missing or incomplete. Correct or delete the file"
         )
     return path
 

@@ -64,8 +64,8 @@ def separate_tensors(state: dict[str, Any]) -> None:
             continue
         if sharded.data.is_meta and is_main_replica(sharded.replica_id):
             raise RuntimeError(
-                f"{sharded.key} is to be written by rank {dist.get_rank()}, which has not gathered "
-                "it: it is not the first of its data-parallel group"
+                f"{sharded.key}: rank {dist.get_rank()} must write it but has not gathered it, "
+                "because it is not the first rank of its data-parallel group"
             )
 
 

@@ -152,9 +152,9 @@ def _check_same_optimizers(path: Path, trainer: PolicyTrainer, saved_apart: bool
     needed_size = "above 1" if saved_apart else "1"
     raise CheckpointError(
         f"checkpoint {path} was saved {saved_with} expert or tensor parallelism, "
-        "and its optimizer cannot be split or joined: "
-        f"go on with parallel.expert or parallel.tensor {needed_size}, "
-        "or start a new run whose initial_weights are this run"
+        "and its optimizer cannot be split or joined. "
+        f"Resume with parallel.expert or parallel.tensor {needed_size}, "
+        "or start a new run with this run as initial_weights"
     )
 
 
@@ -172,13 +172,14 @@ def load_model_weights(path: Path, model: torch.nn.Module) -> None:
     # These checks precede the checksums, because they give clearer messages.
     if is_partial(path):
         raise CheckpointError(
-            f"{path} is unfinished; the process that wrote it was killed, or is still writing"
+            f"{path} is incomplete: the process that writes it was killed, or is still running"
         )
     if not (path / "metadata.json").exists():
         raise CheckpointError(f"{path} is not a torch_dist checkpoint: metadata.json is missing")
     if has_adapters(model):
         raise CheckpointError(
-            f"{path}: the base of adapters is loaded from a Hugging Face directory so far"
+            f"{path}: the base of adapters cannot be loaded from a checkpoint. Use a Hugging Face "
+            "directory"
         )
     check_adapters(path, model)
     refuse_damaged(path)

@@ -66,8 +66,8 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise pickle.UnpicklingError(
-            f"it names {module}.{name}, which no checkpoint needs: it was not loaded, because it "
-            "could run a program of whoever wrote the file"
+            f"it names {module}.{name}, which no checkpoint needs. It was not loaded, because it "
+            "could execute code of an untrusted author"
         )
 
 

@@ -107,13 +107,13 @@ def check_adapters(path: Path, model: torch.nn.Module) -> None:
         if saved is None:
             return
         raise CheckpointError(
-            f"checkpoint {path} holds adapters, and all parameters of this model are trained: "
-            "load it with the settings of the adapters"
+            f"checkpoint {path} holds adapters, but all parameters of this model are trained. "
+            "Load it with the same adapter settings"
         )
     if saved is None:
         raise CheckpointError(
-            f"checkpoint {path} holds a whole model, and this one trains adapters: load it as the "
-            "base, with initial_weights"
+            f"checkpoint {path} holds a whole model, but this model trains adapters. Load it as "
+            "the base by initial_weights"
         )
 
     # The settings first: comparing them is instant, and the digest reads the whole base.
@@ -121,9 +121,9 @@ def check_adapters(path: Path, model: torch.nn.Module) -> None:
     digest = base_digest(model)
     if saved["base"] != digest:
         raise CheckpointError(
-            f"checkpoint {path} holds adapters of another base: its weights' digest was "
-            f"{saved['base']}, and this model's is {digest}; load the weights that the adapters "
-            "were trained on"
+            f"checkpoint {path} holds adapters of another base: the digest of its weights is "
+            f"{saved['base']}, that of this model is {digest}. Load the weights with which the "
+            "adapters were trained"
         )
 
 
@@ -137,7 +137,9 @@ def _check_settings(path: Path, saved: dict[str, Any], model: torch.nn.Module) -
     difference = config.adapter.difference(settings, config.architecture)
     if difference is not None:
         key, own, theirs = difference
-        raise CheckpointError(f"checkpoint {path}: {key} was {theirs}, and is {own}")
+        raise CheckpointError(
+            f"checkpoint {path} was saved with {key}={theirs}, but the configuration has {own}"
+        )
 
 
 def trainer_state(trainer: PolicyTrainer, is_loading: bool) -> dict[str, Any]:

@@ -148,8 +148,8 @@ class AdapterConfig(StrictModel):
             if target not in model.adapter_targets:
                 available = ", ".join(model.adapter_targets) or "none"
                 raise ValueError(
-                    f"adapter.targets: {target} of a {model.model_type} model cannot be adapted; "
-                    f"available: {available}"
+                    f"adapter.targets: {target} of a {model.model_type} model cannot be adapted. "
+                    f"Available: {available}"
                 )
 
             key, rank = "adapter.rank", self.rank
@@ -159,8 +159,8 @@ class AdapterConfig(StrictModel):
             smaller_side = _smaller_side(target, model)
             if rank > smaller_side:
                 raise ValueError(
-                    f"{key} ({rank}) exceeds the smaller side ({smaller_side}) of what "
-                    f"target {target} adapts: use a smaller rank or leave the target out"
+                    f"{key} ({rank}) exceeds the smaller dimension ({smaller_side}) of "
+                    f"target {target}. Use a smaller rank or remove the target"
                 )
 
 

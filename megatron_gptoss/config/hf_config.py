@@ -117,7 +117,8 @@ class HfKeys:
                 _check_fixed(key, value, fixed[key], where)
             elif key not in known and value is not None:
                 raise ValueError(
-                    f"{where}: {key} is unknown ({value!r}) and may change what the model computes. "
+                    f"{where}: {key} is unknown ({value!r}) and may change what the model "
+                    "computes. "
                     "Remove the key if it does not"
                 )
 
@@ -184,8 +185,8 @@ def _check_fixed(key: str, value: Any, allowed: tuple[Any, ...], where: str) -> 
         return
     expected = " or ".join(repr(one) for one in allowed) or "no value"
     raise ValueError(
-        f"{where}: {key} must be {expected}, got {value!r}. Other values are other models, which are "
-        "not built"
+        f"{where}: {key} must be {expected}, got {value!r}. Models with other values are not "
+        "supported"
     )
 
 
@@ -212,7 +213,7 @@ def load_hf_config(source: Path | str | dict[str, Any]) -> tuple[dict[str, Any],
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file; expected a Hugging Face model directory") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: holds no JSON object. Copy or download it again")
+        raise ValueError(f"{path}: is not a JSON object. Copy or download it again")
     return content, str(path)
 
 
@@ -267,9 +268,11 @@ class RopeSettings:
             given = math.nan
         if not math.isclose(given, expected, rel_tol=1e-9):
             raise ValueError(
-                f"{where}: {self.section}.attention_factor must be {expected}, which follows from the "
-                f"factor, or absent; got {self.scaling['attention_factor']!r}. Other values are not "
-                "built"
+                f"{where}: {self.section}.attention_factor must be {expected}, which follows from "
+                "the "
+                f"factor, or absent, got {self.scaling['attention_factor']!r}. Other values are "
+                "not "
+                "supported"
             )
 
 
@@ -324,13 +327,15 @@ def _read_section(name: str, section: dict[str, Any], where: str) -> dict[str, A
     types = [section[key] for key in ("rope_type", "type") if section.get(key) is not None]
     if len(types) == 2 and types[0] != types[1]:
         raise ValueError(
-            f"{where}: {name}.rope_type ({types[0]!r}) and {name}.type ({types[1]!r}) differ. Remove "
+            f"{where}: {name}.rope_type ({types[0]!r}) and {name}.type ({types[1]!r}) differ. "
+            "Remove "
             "the one that is wrong"
         )
     rope_type = types[0] if types else "default"
     if not isinstance(rope_type, str) or rope_type not in _ROPE_KEYS:
         raise ValueError(
-            f"{where}: {name}.rope_type {rope_type!r} is not built; known: {', '.join(_ROPE_KEYS)}"
+            f"{where}: {name}.rope_type {rope_type!r} is not supported. "
+            f"Supported: {', '.join(_ROPE_KEYS)}"
         )
 
     scaling: dict[str, Any] = {"rope_type": rope_type}
@@ -344,8 +349,8 @@ def _read_section(name: str, section: dict[str, Any], where: str) -> dict[str, A
             raise ValueError(f"{where}: {name}.truncate must be true or false, got {value!r}")
         elif value is not None and key not in _ROPE_KEYS[rope_type]:
             raise ValueError(
-                f"{where}: {name}.{key} is not built for rope_type {rope_type!r} (its value is "
-                f"{value!r}). Remove the key if the model was trained without it"
+                f"{where}: {name}.{key} ({value!r}) is not supported for rope_type {rope_type!r}. "
+                "Remove the key if the model was trained without it"
             )
         elif value is not None:
             scaling[key] = value

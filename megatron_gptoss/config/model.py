@@ -90,7 +90,7 @@ class ModelConfig(StrictModel, ABC):
         """Reject values above UPPER_BOUNDS."""
         bound = UPPER_BOUNDS.get(info.field_name or "")
         if bound is not None and value > bound:
-            raise ValueError(f"exceeds {bound:,}, the largest value that is accepted")
+            raise ValueError(f"exceeds {bound:,}, the maximum")
         return value
 
     @model_validator(mode="after")

@@ -120,7 +120,8 @@ class ParallelConfig(StrictModel):
         self._check_experts(model)
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             raise ValueError(
-                f"parallel.virtual_pipeline ({self.virtual_pipeline}) needs parallel.pipeline above 1"
+                f"parallel.virtual_pipeline ({self.virtual_pipeline}) needs parallel.pipeline "
+                "above 1"
             )
         self._check_context_schemes(model)
         self._check_stages(adapter, frozen)
@@ -134,7 +135,7 @@ class ParallelConfig(StrictModel):
                 f"parallel.world_size ({self.world_size}) must be a multiple of "
                 f"tensor x pipeline x context "
                 f"({self.tensor} x {self.pipeline} x {self.context} = {dense_ranks}): use "
-                f"{usable_ranks} ranks, or another context; any context size can be split"
+                f"{usable_ranks} ranks, or another context"
             )
 
         # Experts are split over all ranks of a stage, across tensor, context and data parallelism.
@@ -152,25 +153,29 @@ class ParallelConfig(StrictModel):
 
         if self.expert > 1:
             raise ValueError(
-                f"parallel.expert ({self.expert}) must be 1: a {model.model_type} model has no experts"
+                f"parallel.expert ({self.expert}) must be 1: a {model.model_type} model has no "
+                "experts"
             )
         # core_attn is the only part to recompute that dense layers have, too.
         without_effect = [part for part in self.recompute if part != "core_attn"]
         if without_effect:
             raise ValueError(
                 f"parallel.recompute {', '.join(without_effect)} has no effect: a "
-                f"{model.model_type} model has no experts, and its norms are part of its linear layers"
+                f"{model.model_type} model has no experts, and its norms are part of its linear "
+                "layers"
             )
 
     def _check_options(self, model: ModelConfig) -> None:
         """Raise ValueError for options that have no effect."""
         if self.recompute_layers is not None and not self.recompute:
             raise ValueError(
-                "parallel.recompute_layers has no effect: parallel.recompute does not say what they do"
+                "parallel.recompute_layers has no effect, because parallel.recompute is empty. Set "
+                "parallel.recompute, or remove parallel.recompute_layers"
             )
         if self.expert_dispatcher == "deepep" and self.expert == 1:
             raise ValueError(
-                "parallel.expert_dispatcher deepep has nobody to send to: parallel.expert is 1"
+                "parallel.expert_dispatcher deepep has no effect, because parallel.expert is 1. "
+                "Use alltoall"
             )
 
         last = self.last_stage_layers

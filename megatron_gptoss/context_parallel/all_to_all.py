@@ -54,7 +54,7 @@ def all_to_all_attention(
     kv_heads = k.shape[1]
     if heads % size:
         raise ValueError(
-            f"all-to-all needs heads that divide: {heads} heads over {size} context-parallel ranks"
+            f"all_to_all cannot divide {heads} heads over {size} context-parallel ranks"
         )
 
     # Every rank needs whole kv heads, so copy them if there are fewer heads than ranks. Copies are

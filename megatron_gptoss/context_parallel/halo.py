@@ -93,7 +93,7 @@ class HaloAttention(torch.autograd.Function):
             ValueError: there is no window.
         """
         if settings.window is None:
-            raise ValueError("the halo scheme serves layers with a window only")
+            raise ValueError("the halo scheme supports only layers with a window")
         plan = _cached_plan(layout, group.rank(), settings.window, q.device)
 
         # [tokens, 2, kv_heads, head_size]: keys and values in one message. Received tokens are

@@ -121,8 +121,8 @@ def balanced_layout(offsets: tuple[int, ...], size: int) -> ContextLayout:
     tokens = offsets[-1]
     if tokens % size:
         raise ValueError(
-            f"{tokens} packed tokens cannot be shared out equally over {size} context-parallel "
-            f"ranks; pad the row to {-(-tokens // size) * size} tokens (align={size}) or use a "
+            f"{tokens} packed tokens cannot be split evenly over {size} context-parallel "
+            f"ranks. Pad the row to {-(-tokens // size) * size} tokens (align={size}) or use a "
             f"context-parallel size that divides {tokens}"
         )
 

@@ -104,7 +104,7 @@ class SinkAttention(DotProductAttention):
         """
         row = packed_seq_params
         if not isinstance(row, PackedSequence) or row.position_ids is None:
-            raise ValueError("attention takes packed sequences only: pass PackedSequence.of(batch)")
+            raise ValueError("attention needs packed sequences: pass PackedSequence.of(batch)")
 
         # Rotate in fp32 at least: cosines rounded to bf16 would differ from those of the engines.
         compute_dtype = torch.promote_types(query.dtype, torch.float32)
@@ -160,8 +160,8 @@ class SinkAttention(DotProductAttention):
 
         if row.context_layout is None:
             raise ValueError(
-                f"this rank shares its tokens with {self.cp_group.size() - 1} others "
-                "(context parallelism): pass its part of the row, "
+                f"this rank splits the row with {self.cp_group.size() - 1} other ranks "
+                "(context parallelism). Pass its part of the row, "
                 "PackedBatch.context_parallel_shard(rank, size)"
             )
         return context_parallel_attention(

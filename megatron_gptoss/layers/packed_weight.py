@@ -63,8 +63,8 @@ class PackedWeight(torch.nn.Module):
         is_wrong = packed.to(weight.dtype) != weight
         if is_wrong.any():
             raise ValueError(
-                f"{int(is_wrong.sum())} of {is_wrong.numel()} values are not MXFP4 values: a base in "
-                "four bits takes the released MXFP4 weights, or what `convert export` wrote as MXFP4"
+                f"{int(is_wrong.sum())} of {is_wrong.numel()} values are not MXFP4 values. Use the "
+                "released MXFP4 weights, or an MXFP4 export of `gptoss convert export`"
             )
         self.blocks.copy_(blocks)
         self.scales.copy_(scales)

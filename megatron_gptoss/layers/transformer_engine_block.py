@@ -32,7 +32,8 @@ def require_transformer_engine() -> None:
     """Raise MissingPackageError if Transformer Engine is not installed."""
     if not HAVE_TE:
         raise MissingPackageError(
-            "training on GPUs needs Transformer Engine 2.x (pip install transformer-engine[pytorch])"
+            "training on GPUs needs Transformer Engine 2.x. "
+            "Run pip install transformer-engine[pytorch]"
         )
 
 

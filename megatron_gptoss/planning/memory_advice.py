@@ -299,7 +299,8 @@ def _host_line(inputs: MemoryInputs, account: Account, hardware: Hardware) -> st
     """Return the line about host memory for offloaded optimizer state."""
     needed = account.host * _ranks_of_node(inputs, hardware) / 1e9
     return (
-        f"host memory: {needed:.1f} GB, pinned, for the optimizer state of {_node_in_words(inputs, hardware)}, "
+        f"host memory: {needed:.1f} GB, pinned, for the optimizer state of "
+        f"{_node_in_words(inputs, hardware)}, "
         "besides what the run needs"
     )
 
@@ -309,7 +310,8 @@ def _save_line(inputs: MemoryInputs, account: Account, hardware: Hardware) -> st
     needed = host_memory_of_save(inputs, hardware.gpus_per_node) / 1e9
     more = " more" if account.host else ""
     text = (
-        f"host memory while a checkpoint is saved: {needed:.1f} GB{more} on the fullest node, for the "
+        f"host memory while a checkpoint is saved: {needed:.1f} GB{more} on the fullest node, for "
+        "the "
         "weights, and the optimizer's state in fp32, that its ranks write"
     )
     if hardware.host_gigabytes is None:

@@ -118,7 +118,7 @@ def test_json_key_that_is_there_twice_is_refused(
     path = sharded(tmp_path / "hf", weights) / file
     path.write_text(path.read_text().replace("{", '{"vocab_size": 1, "vocab_size": 2,', 1))
     with pytest.raises(
-        ConversionError, match=f"{file}: not valid JSON .*'vocab_size' is there twice"
+        ConversionError, match=f"{file}: not valid JSON .*'vocab_size' appears twice"
     ):
         HfDirectory(tmp_path / "hf")
 

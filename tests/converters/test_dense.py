@@ -234,7 +234,7 @@ def _without(key: str) -> Any:
         (
             "qwen2",
             lambda w, c: c.update(rope_scaling={"type": "dynamic", "factor": 2.0}),
-            "rope_scaling.rope_type 'dynamic' is not built",
+            "rope_scaling.rope_type 'dynamic' is not supported",
         ),
         (
             "qwen2",

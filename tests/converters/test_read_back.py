@@ -433,7 +433,7 @@ def test_what_a_killed_conversion_left_is_not_loaded(tmp_path: Path, quantized: 
         HfDirectory(tmp_path / "hf.partial")
     with pytest.raises(ConversionError, match=r"megatron\.partial: unfinished"):
         MegatronCheckpoint(tmp_path / "megatron.partial")
-    with pytest.raises(CheckpointError, match=r"megatron\.partial is unfinished"):
+    with pytest.raises(CheckpointError, match=r"megatron\.partial is incomplete"):
         load_model_weights(tmp_path / "megatron.partial", torch.nn.Linear(1, 1))
 
 

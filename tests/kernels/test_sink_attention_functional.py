@@ -171,9 +171,21 @@ def test_both_passes_run_the_backend_that_is_named(
     ("backend", "width", "message"),
     [
         ("flash5", None, "backend must be one of auto, reference, window, short, flash3, flash4"),
-        ("short", None, "backend 'short' cannot take this: short needs a CUDA device"),
-        ("window", 16, "backend 'window' cannot take this: window needs a CUDA device"),
-        ("flash4", None, "backend 'flash4' cannot take this: flash4 needs a CUDA device"),
+        (
+            "short",
+            None,
+            "backend 'short' does not support these arguments: short needs a CUDA device",
+        ),
+        (
+            "window",
+            16,
+            "backend 'window' does not support these arguments: window needs a CUDA device",
+        ),
+        (
+            "flash4",
+            None,
+            "backend 'flash4' does not support these arguments: flash4 needs a CUDA device",
+        ),
     ],
 )
 def test_a_backend_that_cannot_compute_is_refused(

@@ -175,8 +175,8 @@ def test_adapters_of_another_base_are_refused(saved: tuple[Path, list[float]]) -
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rank": 4}, "adapter.rank was 8, and is 4"),
-        ({"alpha": 8.0}, "adapter.alpha was 16.0, and is 8.0"),
+        ({"rank": 4}, "adapter.rank=8, but the configuration has 4"),
+        ({"alpha": 8.0}, "adapter.alpha=16.0, but the configuration has 8.0"),
         ({"targets": ("q", "o")}, "adapter.targets was"),
     ],
 )
@@ -190,9 +190,9 @@ def test_other_adapters_are_refused(
 
 def test_a_model_without_adapters_refuses_them(saved: tuple[Path, list[float]]) -> None:
     model = build_model(MODEL, ParallelConfig())
-    with pytest.raises(CheckpointError, match="holds adapters, and all parameters of this model"):
+    with pytest.raises(CheckpointError, match="holds adapters, but all parameters of this model"):
         load_checkpoint(saved[0], PolicyTrainer(model, OptimizerConfig()))
-    with pytest.raises(CheckpointError, match="holds adapters, and all parameters of this model"):
+    with pytest.raises(CheckpointError, match="holds adapters, but all parameters of this model"):
         load_model_weights(saved[0], model)
 
 
@@ -201,7 +201,9 @@ def test_a_whole_model_is_not_taken_for_adapters(tmp_path: Path) -> None:
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.1)
     path = save_checkpoint(tmp_path, PolicyTrainer(model, OptimizerConfig()), 1, {})
-    with pytest.raises(CheckpointError, match="holds a whole model, and this one trains adapters"):
+    with pytest.raises(
+        CheckpointError, match="holds a whole model, but this model trains adapters"
+    ):
         load_checkpoint(path, trainer())
 
 

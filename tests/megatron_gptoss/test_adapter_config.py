@@ -38,7 +38,7 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], messa
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rank": 513}, r"adapter.rank \(513\) exceeds the smaller side \(512\).*target k"),
+        ({"rank": 513}, r"adapter.rank \(513\) exceeds the smaller dimension \(512\).*target k"),
         ({"expert_rank": 2881}, r"adapter.expert_rank \(2881\) exceeds .*\(2880\).*target experts"),
         ({"rank": 33, "targets": ("router",)}, r"adapter.rank \(33\) .*\(32\).*target router"),
         ({"rank": 2881, "targets": ("embedding",)}, r"\(2881\) .*\(2880\).*target embedding"),

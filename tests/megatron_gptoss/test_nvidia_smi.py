@@ -31,7 +31,7 @@ def test_query_gpus_is_empty_when_driver_finds_none(program: Path, fields: tuple
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        ("exit 9", "does not work: .*exit status 9"),
+        ("exit 9", "failed: .*exit status 9"),
         ("echo 'Field is not valid'", "does not report name, index, but 'Field is not valid'"),
     ],
 )

@@ -118,7 +118,8 @@ def quantize(x: Tensor, scale_hint: Tensor | None, blocks: Tensor, scales: Tenso
     if bad_block >= 0:
         first = bad_block * 32
         raise ValueError(
-            f"x holds NaN or Inf in block {bad_block} (values {first} to {first + 31} in memory order)"
+            f"x holds NaN or Inf in block {bad_block} "
+            f"(values {first} to {first + 31} in memory order)"
         )
 
 
@@ -190,7 +191,7 @@ def _build(command: list[str], path: Path) -> None:
             )
         except FileNotFoundError:
             raise RuntimeError(
-                f"MXFP4 on the CPU needs a C compiler: {compiler!r} not found, set CC"
+                f"MXFP4 on the CPU needs a C compiler: {compiler!r} not found. Install it or set CC"
             ) from None
         except subprocess.CalledProcessError as error:
             message = f"{compiler} could not build {SOURCE.name}:\n{error.stderr}"

@@ -73,7 +73,7 @@ def resolve_backend(backend: str, shape: ShapeClass, short: bool) -> str:
 
     reason = unsupported_reason(backend, shape)
     if reason is not None:
-        raise ValueError(f"backend {backend!r} cannot take this: {reason}")
+        raise ValueError(f"backend {backend!r} does not support these arguments: {reason}")
     return backend
 
 
@@ -102,9 +102,9 @@ def choose_backend(shape: ShapeClass, short: bool) -> str:
     # The reference is expected on CPUs and in fp32. In bf16 on a GPU it means a missing package or
     # an unsupported shape, and a much slower training run.
     if chosen == "reference" and shape.device.type == "cuda" and shape.dtype == torch.bfloat16:
-        logger.warning("sink attention for %s takes the slow reference: %s", text, reasons)
+        logger.warning("sink attention for %s uses the slow reference: %s", text, reasons)
     else:
-        logger.info("sink attention for %s takes %s", text, chosen)
+        logger.info("sink attention for %s uses %s", text, chosen)
     return chosen
 
 
@@ -116,7 +116,7 @@ def unsupported_reason(backend: str, shape: ShapeClass) -> str | None:
     if shape.device.type != "cuda":
         return f"{backend} needs a CUDA device, the tensors are on {shape.device}"
     if shape.dtype != torch.bfloat16:
-        return f"{backend} takes bf16, q is {shape.dtype}"
+        return f"{backend} supports only bf16, q is {shape.dtype}"
 
     # Both names share their kernels. They are separate backends so that "auto" can put them at
     # different places of its order.
@@ -125,7 +125,7 @@ def unsupported_reason(backend: str, shape: ShapeClass) -> str | None:
         has_window = shape.window is not None
         if takes_windows != has_window:
             return (
-                f"window is {shape.window}: backend window takes windows, backend short takes None"
+                f"window is {shape.window}: backend window needs a window, backend short needs None"
             )
         heads_per_kv = shape.heads // shape.kv_heads
         return window.unsupported_reason(shape.device, heads_per_kv, shape.head_size, shape.window)
@@ -137,7 +137,7 @@ def unsupported_reason(backend: str, shape: ShapeClass) -> str | None:
     if major < 9:
         return f"{backend} needs compute capability 9.0, this is {major}.{minor}"
     if shape.head_size not in FLASH_HEAD_SIZES:
-        return f"{backend} takes head sizes 64, 96 and 128, q has {shape.head_size}"
+        return f"{backend} supports head sizes 64, 96 and 128, q has {shape.head_size}"
     return None
 
 

@@ -154,7 +154,8 @@ def _read(cu_seqlens: Tensor) -> PackedLayout:
     # The copy below waits for the stream, which CUDA forbids during a graph capture.
     if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError(
-            "cu_seqlens is new to this process: call once with this tensor before capturing a CUDA graph"
+            "cu_seqlens has not been read yet: call once with this tensor before capturing a CUDA "
+            "graph"
         )
 
     offsets = cu_seqlens.detach().to("cpu", torch.int64)

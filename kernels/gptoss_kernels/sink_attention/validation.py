@@ -52,7 +52,8 @@ def check_arguments(
         raise ValueError(f"cu_seqlens ends at {layout.tokens}, q has {tokens} tokens")
     if max_seqlen < layout.longest:
         raise ValueError(
-            f"max_seqlen is {max_seqlen}, the longest sequence in cu_seqlens has {layout.longest} tokens"
+            f"max_seqlen is {max_seqlen}, the longest sequence in cu_seqlens has "
+            f"{layout.longest} tokens"
         )
     return layout
 

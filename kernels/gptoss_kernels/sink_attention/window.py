@@ -133,11 +133,14 @@ def unsupported_reason(
     """
     capability = torch.cuda.get_device_capability(device)
     if capability != (9, 0):
-        return f"our own kernels are for Hopper (compute capability 9.0), {device} has {capability}"
+        return f"the kernels need compute capability 9.0 (Hopper), {device} has {capability}"
     if head_size != HEAD_SIZE:
-        return f"q has head size {head_size}, our own kernels take {HEAD_SIZE}"
+        return f"q has head size {head_size}, the kernels support only {HEAD_SIZE}"
     if window is not None and KernelShape(heads_per_kv, window).key_steps > MAX_KEY_STEPS:
-        return f"window {window} is too long for the window kernels with {heads_per_kv} query heads per kv head"
+        return (
+            f"window {window} is too long for the window kernels with {heads_per_kv} query heads "
+            "per kv head"
+        )
     return None
 
 

@@ -169,8 +169,9 @@ def _check_of_type(raw: dict[str, Any], where: str) -> None:
     architectures = raw.get("architectures")
     if architectures not in (None, [_ARCHITECTURES[model_type]]):
         raise ValueError(
-            f"{where}: architectures must be {[_ARCHITECTURES[model_type]]}, got {architectures!r}. "
-            "Other architectures are not built"
+            f"{where}: architectures must be {[_ARCHITECTURES[model_type]]}, got "
+            f"{architectures!r}. "
+            "Other architectures are not supported"
         )
     # The default of transformers for Qwen2 is 32, whatever the number of query heads.
     if model_type == "qwen2" and "num_key_value_heads" not in raw:
@@ -178,5 +179,5 @@ def _check_of_type(raw: dict[str, Any], where: str) -> None:
     if model_type == "llama" and raw.get("sliding_window") is not None:
         raise ValueError(
             f"{where}: sliding_window must be null, got {raw['sliding_window']!r}. Layers with a "
-            "window are not built for llama"
+            "window are not supported for llama"
         )

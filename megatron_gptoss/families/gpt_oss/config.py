@@ -118,9 +118,8 @@ class GptOssModelConfig(ModelConfig):
         # transformers ignores the value and SGLang uses it, so they would compute two models.
         if limit != SWIGLU_LIMIT:
             raise ValueError(
-                f"swiglu_limit must be {SWIGLU_LIMIT:g}: transformers 5.12 computes with that whatever "
-                "config.json says, and SGLang with the value of the file, so one directory would be two "
-                "models"
+                f"swiglu_limit must be {SWIGLU_LIMIT:g}. For other values transformers 5.12, which "
+                "ignores the key, and SGLang, which uses it, would compute different models"
             )
         return limit
 
@@ -129,7 +128,8 @@ class GptOssModelConfig(ModelConfig):
         """Reject more experts per token than there are experts."""
         if self.experts_per_token > self.num_experts:
             raise ValueError(
-                f"experts_per_token ({self.experts_per_token}) exceeds num_experts ({self.num_experts})"
+                f"experts_per_token ({self.experts_per_token}) exceeds num_experts "
+                f"({self.num_experts})"
             )
         return self
 
@@ -229,7 +229,8 @@ class GptOssModelConfig(ModelConfig):
         if rope.scaling["rope_type"] != "yarn":
             raise ValueError(
                 f"{where}: {rope.section}.rope_type must be 'yarn', got "
-                f"{rope.scaling['rope_type']!r}. Other rotary embeddings are not built for gpt_oss"
+                f"{rope.scaling['rope_type']!r}. Other rotary embeddings are not supported for "
+                "gpt_oss"
             )
         scaling = rope.build(TypeAdapter(YarnScaling), where)
         assert isinstance(scaling, YarnScaling)
@@ -259,19 +260,22 @@ def _check_quantization(settings: Any, where: str) -> None:
     if not isinstance(settings, dict) or settings.get("quant_method") != "mxfp4":
         method = settings.get("quant_method") if isinstance(settings, dict) else settings
         raise ValueError(
-            f"{where}: quantization_config.quant_method must be 'mxfp4', got {method!r}. Use the model "
+            f"{where}: quantization_config.quant_method must be 'mxfp4', got {method!r}. Use the "
+            "model "
             "in bf16 or MXFP4"
         )
     for key, value in settings.items():
         if key not in _QUANTIZATION_KEYS and value is not None:
             raise ValueError(
-                f"{where}: quantization_config.{key} is unknown ({value!r}). Use the model in bf16 or "
+                f"{where}: quantization_config.{key} is unknown ({value!r}). Use the model in bf16 "
+                "or "
                 "MXFP4 as it was released"
             )
     for module in settings.get("modules_to_not_convert") or ():
         if _EXPERT_PATTERN in str(module):
             raise ValueError(
-                f"{where}: quantization_config.modules_to_not_convert names experts ({module!r}), and "
+                f"{where}: quantization_config.modules_to_not_convert names experts ({module!r}), "
+                "and "
                 "all experts are converted or none. Remove it"
             )
 

@@ -117,7 +117,7 @@ def test_all_mistakes_are_listed_at_once() -> None:
         ),
         (
             {"recompute_layers": 2},
-            "parallel.recompute_layers has no effect: parallel.recompute does not say",
+            "parallel.recompute_layers has no effect, because parallel.recompute is empty",
         ),
         (
             {"world_size": 3, "pipeline": 3, "last_stage_layers": 1},
@@ -218,7 +218,7 @@ def test_adapters_and_their_base_are_a_section_of_every_run(kind: type[RunConfig
         (["adapter={rang: 4}"], "adapter.rang: unknown key"),
         (["adapter={targets: []}"], "adapter.targets is empty"),
         (["adapter={targets: [gate]}"], "adapter.targets.0: Input should be 'q', 'k', 'v'"),
-        (["adapter={rank: 100}"], "adapter.rank (100) exceeds the smaller side (64)"),
+        (["adapter={rank: 100}"], "adapter.rank (100) exceeds the smaller dimension (64)"),
         (["adapter={rank: 8}", "model.intermediate_size=48", "quantization=mxfp4"],
          "quantization mxfp4 needs intermediate_size (48) to be a multiple of 32"),
         (["adapter={targets: [q, o]}", "ablation.freeze=[attention]"],

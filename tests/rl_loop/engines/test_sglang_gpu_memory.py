@@ -305,7 +305,7 @@ def test_a_gpu_that_does_not_answer_is_no_machine_without_gpus(
     program = tmp_path / "bin/nvidia-smi"
     program.write_text("#!/bin/sh\nexit 9\n")
     with pytest.raises(
-        EngineUnavailable, match=r"memory_fraction is a share .*does not work: .*exit status 9"
+        EngineUnavailable, match=r"memory_fraction is a share .*failed: .*exit status 9"
     ):
         visible_gpus({})
 

@@ -202,8 +202,8 @@ def test_adapters_of_another_base_or_with_other_settings_are_no_start(
     ("changes", "message"),
     [
         (["initial_weights=null", ADAPTER], "holds adapters of another base"),
-        ([ADAPTER, "adapter.alpha=9"], "adapter.alpha was 8.0, and is 9.0"),
-        ([], "holds adapters, and all parameters of this model are trained"),
+        ([ADAPTER, "adapter.alpha=9"], "adapter.alpha=8.0, but the configuration has 9.0"),
+        ([], "holds adapters, but all parameters of this model are trained"),
     ],
 )
 def test_another_base_or_other_adapters_are_not_resumed(
