@@ -20,7 +20,7 @@ from megatron_gptoss.layers.grouped_products import (
 )
 from megatron_gptoss.layers.merge import merge, merge_packed
 from megatron_gptoss.layers.packed_weight import PackedWeight
-from megatron_gptoss.layers.shared_memory import Loan, shared_memory
+from megatron_gptoss.layers.shared_memory import BufferLease, shared_memory
 from megatron_gptoss.layers.stacked_experts import StackedExperts
 
 
@@ -105,7 +105,7 @@ class ExpertStack:
         """Scale of the updates."""
         return self.linears[0].scale
 
-    def merged(self, a: Tensor, b: Tensor, scale: float) -> Loan:
+    def merged(self, a: Tensor, b: Tensor, scale: float) -> BufferLease:
         """Merge the base with updates in shared memory.
 
         Args:
@@ -119,14 +119,14 @@ class ExpertStack:
         # The two matrices of a layer use separate memory. After recomputation of a layer, its
         # backward pass finds both.
         memory = shared_memory(f"merged {self.target}", a.device, a.dtype)
-        loan = memory.lend(torch.Size((len(a), b.shape[1], a.shape[2])))
+        lease = memory.lease(torch.Size((len(a), b.shape[1], a.shape[2])))
         if isinstance(self.linears[0].weight, PackedWeight):
             _, blocks, scales = (self._stacked(tensors) for tensors in self._tensors())
-            merge_packed(blocks, scales, a, b, scale, out=loan.tensor)
+            merge_packed(blocks, scales, a, b, scale, out=lease.tensor)
         else:
             _, weights = (self._stacked(tensors) for tensors in self._tensors())
-            merge(weights, a, b, scale, out=loan.tensor)
-        return loan
+            merge(weights, a, b, scale, out=lease.tensor)
+        return lease
 
     def _tensors(self) -> list[list[Tensor]]:
         """Return the lists of tensors to stack: biases, and bf16 weights or blocks and scales."""
@@ -207,7 +207,7 @@ class _MergedGroupedLinear(torch.autograd.Function):
         grad_a = None
         grad_b = None
 
-        # The loan still holds this layer's weights if no other layer was merged in between, which
+        # The lease still holds this layer's weights if no other layer was merged in between, which
         # is the case if the layer has just been recomputed.
         if needs_x:
             weights = ctx.merged.read()

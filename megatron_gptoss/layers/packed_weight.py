@@ -72,4 +72,4 @@ class PackedWeight(torch.nn.Module):
     def read(self) -> Tensor:
         """Return the weight, [rows, columns] bf16, in memory that the next read overwrites."""
         memory = shared_memory("dequantised", self.blocks.device, self.dtype)
-        return mxfp4.dequantize(self.blocks, self.scales, out=memory.lend(self.shape).tensor)
+        return mxfp4.dequantize(self.blocks, self.scales, out=memory.lease(self.shape).tensor)

@@ -25,7 +25,7 @@ from megatron_gptoss.layers.grouped_products import (
     multiply_by_weights,
     outer_products,
 )
-from megatron_gptoss.layers.shared_memory import Loan, shared_memory
+from megatron_gptoss.layers.shared_memory import BufferLease, shared_memory
 from megatron_gptoss.layers.stacked_experts import StackedExperts
 from megatron_gptoss.transformer_config import PolicyTransformerConfig, mark, parameter_device
 
@@ -173,7 +173,7 @@ class QuantizedStack:
         """Return the biases of all experts, [experts, out]."""
         return torch.stack([linear()[1] for linear in self.linears])
 
-    def round(self, weights: Sequence[Tensor]) -> Loan:
+    def round(self, weights: Sequence[Tensor]) -> BufferLease:
         """Round weights to MXFP4 values in shared memory.
 
         Args:
@@ -186,9 +186,9 @@ class QuantizedStack:
         # backward pass finds both.
         first = weights[0]
         memory = shared_memory(f"quantized {self.target}", first.device, first.dtype)
-        loan = memory.lend(torch.Size((len(weights), *first.shape)))
-        mxfp4.fake_quantize(weights, out=loan.tensor)
-        return loan
+        lease = memory.lease(torch.Size((len(weights), *first.shape)))
+        mxfp4.fake_quantize(weights, out=lease.tensor)
+        return lease
 
 
 class _QuantizedProduct(torch.autograd.Function):

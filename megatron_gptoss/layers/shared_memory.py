@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 
-class Loan:
+class BufferLease:
     """Lease of shared memory, valid until the next lease."""
 
     def __init__(self, memory: "SharedMemory", number: int, tensor: Tensor) -> None:
-        """Create a lease. Called by ``SharedMemory.lend``.
+        """Create a lease. Called by ``SharedMemory.lease``.
 
         Args:
             memory: memory that the lease belongs to.
@@ -26,7 +26,7 @@ class Loan:
 
     def read(self) -> Tensor | None:
         """Return the tensor [*shape]; None if another lease may have overwritten it."""
-        return self.tensor if self._memory.last_loan == self._number else None
+        return self.tensor if self._memory.last_lease == self._number else None
 
 
 class SharedMemory:
@@ -41,18 +41,18 @@ class SharedMemory:
         """
         # Store the number of the last lease instead of the lease. A reference cycle would keep
         # released gigabytes until Python's garbage collector runs.
-        self.last_loan = 0
+        self.last_lease = 0
         """Number of the valid lease, from 1; 0 before the first."""
         self._buffer = torch.empty(0, device=device, dtype=dtype)
 
-    def lend(self, shape: torch.Size) -> Loan:
+    def lease(self, shape: torch.Size) -> BufferLease:
         """Return a lease of an uninitialized tensor [*shape]. The previous lease ends."""
-        self.last_loan += 1
+        self.last_lease += 1
         if self._buffer.numel() < shape.numel():
             # Release the old memory first, because there may not be enough for both.
             self._buffer = self._buffer.new_empty(0)
             self._buffer = self._buffer.new_empty(shape.numel())
-        return Loan(self, self.last_loan, self._buffer[: shape.numel()].view(shape))
+        return BufferLease(self, self.last_lease, self._buffer[: shape.numel()].view(shape))
 
 
 _memories: dict[tuple[str, torch.device, torch.dtype], SharedMemory] = {}

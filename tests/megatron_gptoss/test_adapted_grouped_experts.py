@@ -165,13 +165,13 @@ def test_weights_are_merged_again_only_when_another_layer_was_merged_since(
 
 def test_memory_is_lent_to_the_last_one_only_and_given_back() -> None:
     memory = shared_memory("test", torch.device("cpu"), torch.float32)
-    small = memory.lend(torch.Size((2, 3)))
+    small = memory.lease(torch.Size((2, 3)))
     small.tensor.fill_(1)
     assert small.read() is small.tensor
-    large = memory.lend(torch.Size((4, 5)))
+    large = memory.lease(torch.Size((4, 5)))
     assert small.read() is None
     assert large.read().shape == (4, 5)
-    again = memory.lend(torch.Size((2, 3)))
+    again = memory.lease(torch.Size((2, 3)))
     assert again.tensor.data_ptr() == large.tensor.data_ptr()
 
     assert shared_memory("test", torch.device("cpu"), torch.float32) is memory
