@@ -47,7 +47,7 @@ class OffloadedState:
                 self._optimizer_of |= dict.fromkeys(offloaded, inner)
                 self._step_in_parts(inner, _split(offloaded, part_elements))
 
-    def rest(self, parameter: torch.Tensor) -> None:
+    def offload(self, parameter: torch.Tensor) -> None:
         """Move the state of a parameter [...] to the host if it is offloaded."""
         inner = self._optimizer_of.get(parameter)
         if inner is None:
@@ -66,10 +66,10 @@ class OffloadedState:
             if state[name] is not self._host[key]:
                 state[name] = self._host[key].copy_(state[name], non_blocking=True)
 
-    def rest_all(self) -> None:
+    def offload_all(self) -> None:
         """Move all offloaded state to the host, for example after loading a checkpoint."""
         for parameter in self._optimizer_of:
-            self.rest(parameter)
+            self.offload(parameter)
 
     def wait(self) -> None:
         """Wait until the copies to the host are complete. Call it before reading the state."""
@@ -89,7 +89,7 @@ class OffloadedState:
         yield
 
         for parameter in part:
-            self.rest(parameter)
+            self.offload(parameter)
 
     def _step_in_parts(self, inner: Any, parts: Sequence[Sequence[torch.Tensor]]) -> None:
         """Change ``inner.step`` to update the state on the GPU first, and then each part."""

@@ -131,7 +131,7 @@ def _load_trainer(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
         with exact_optimizer_state(trainer.optimizer, trainer.offloaded):
             trainer.optimizer.load_state_dict(state["optimizer"])
             load_parameter_state(path, of_parameters)
-        trainer.offloaded.rest_all()
+        trainer.offloaded.offload_all()
     else:
         # Otherwise the first update would start from the master weights of the initial model.
         trainer.optimizer.reload_model_params()

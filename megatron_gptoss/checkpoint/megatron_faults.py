@@ -145,7 +145,7 @@ def _exchange_whole_master_weights(adam: Any, offloaded: OffloadedState) -> None
             state = lower_half(state)
         set_state(weight, name, state)
         # Now and not at the end: otherwise the state of all parameters would be on the GPU at once.
-        offloaded.rest(weight)
+        offloaded.offload(weight)
 
     adam.get_unscaled_state = get_whole
     adam.set_scaled_state = set_whole
