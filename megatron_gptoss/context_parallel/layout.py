@@ -129,7 +129,7 @@ def balanced_layout(offsets: tuple[int, ...], size: int) -> ContextLayout:
     # Use the coarsest cut that balances, because whole sequences need no messages. If none
     # balances, use the finest.
     for fraction in CUT_FRACTIONS:
-        layout = _share_out(offsets, size, fraction)
+        layout = _assign_sequences(offsets, size, fraction)
         work = [layout.pairs(rank) for rank in range(size)]
         if max(work) * size <= MAX_IMBALANCE * sum(work):
             break
@@ -147,7 +147,7 @@ class _Ranks:
         self.pairs = [0] * size
         """Number of (query, key) pairs by rank."""
 
-    def give(self, rank: int, *spans: Span) -> None:
+    def assign(self, rank: int, *spans: Span) -> None:
         """Assign spans to a rank."""
         self.spans[rank] += spans
         self.tokens[rank] += sum(span.tokens for span in spans)
@@ -163,7 +163,7 @@ class _Ranks:
             range(len(self.spans)), key=lambda rank: (self.tokens[rank], self.pairs[rank])
         )
 
-    def least_busy_with_room(self, tokens: int, capacity: int) -> int | None:
+    def least_busy_with_space(self, tokens: int, capacity: int) -> int | None:
         """Return the rank with the least work among those with space; None if there is none.
 
         Args:
@@ -176,7 +176,7 @@ class _Ranks:
         return min(fitting, key=lambda rank: (self.pairs[rank], self.tokens[rank]))
 
 
-def _share_out(offsets: tuple[int, ...], size: int, fraction: int) -> ContextLayout:
+def _assign_sequences(offsets: tuple[int, ...], size: int, fraction: int) -> ContextLayout:
     """Assign the sequences to ranks; cut those longer than a rank's tokens / ``fraction``."""
     # Longest first: short sequences then fill the gaps.
     capacity = offsets[-1] // size
@@ -187,20 +187,20 @@ def _share_out(offsets: tuple[int, ...], size: int, fraction: int) -> ContextLay
     for sequence in longest_first:
         length = lengths[sequence]
         if length * fraction > capacity and size > 1:
-            _give_mirrored_chunks(ranks, sequence, length)
+            _assign_mirrored_chunks(ranks, sequence, length)
             continue
 
         # Keep the sequence whole: assign it to the rank with the least work that has space.
-        rank = ranks.least_busy_with_room(length, capacity)
+        rank = ranks.least_busy_with_space(length, capacity)
         if rank is not None:
-            ranks.give(rank, Span(sequence, 0, length))
+            ranks.assign(rank, Span(sequence, 0, length))
             continue
 
         # It does not fit on any rank as a whole, so fill the ranks one after another.
         start = 0
         for rank in ranks.by_tokens():
             end = min(length, start + capacity - ranks.tokens[rank])
-            ranks.give(rank, Span(sequence, start, end))
+            ranks.assign(rank, Span(sequence, start, end))
             start = end
 
     # Put shared spans first. The tokens that a rank sends in an all-gather are then one slice.
@@ -212,7 +212,7 @@ def _share_out(offsets: tuple[int, ...], size: int, fraction: int) -> ContextLay
     )
 
 
-def _give_mirrored_chunks(ranks: _Ranks, sequence: int, length: int) -> None:
+def _assign_mirrored_chunks(ranks: _Ranks, sequence: int, length: int) -> None:
     """Assign each rank a chunk from the front of a sequence and its mirror image from the back."""
     size = len(ranks.spans)
     chunks = list(_chunks(sequence, length, 2 * size))
@@ -222,7 +222,7 @@ def _give_mirrored_chunks(ranks: _Ranks, sequence: int, length: int) -> None:
     # never differ by more than one token.
     pairs.sort(key=lambda pair: -sum(span.tokens for span in pair))
     for rank, pair in zip(ranks.by_tokens_then_work(), pairs, strict=True):
-        ranks.give(rank, *pair)
+        ranks.assign(rank, *pair)
 
 
 def _chunks(sequence: int, length: int, count: int) -> Iterator[Span]:
