@@ -153,7 +153,7 @@ class RoutingReplay:
         """
         if batch.recorded_routes is not None:
             # Routers select the experts of padding, as with routes from an engine.
-            is_padding = _share_of_tokens(batch.sample_ids < 0)[:, None]
+            is_padding = _local_tokens(batch.sample_ids < 0)[:, None]
             for layer, recorded in zip(self.layers, batch.recorded_routes.layers, strict=True):
                 recorded = recorded.to(is_padding.device).long()
                 layer.pending.append(torch.where(is_padding, -1, recorded))
@@ -163,7 +163,7 @@ class RoutingReplay:
         # tensor-parallel rank routes. Entries of padding are -1.
         routes = batch.routed_experts
         if routes is not None:
-            routes = expert_numbers(_share_of_tokens(routes))
+            routes = expert_numbers(_local_tokens(routes))
         for layer in self.layers:
             layer.pending.append(None if routes is None else routes[:, layer.layer])
 
@@ -215,7 +215,7 @@ class RoutingReplay:
         return device
 
 
-def _share_of_tokens(per_token: Tensor) -> Tensor:
+def _local_tokens(per_token: Tensor) -> Tensor:
     """Return the tokens [tokens / tensor, ...] that this tensor-parallel rank routes.
 
     Sequence parallelism splits the tokens over tensor-parallel ranks.

@@ -16,10 +16,10 @@ PACKAGE = "megatron.core"
 """Package whose import imports all decorated functions."""
 
 
-def _leave_as_it_is(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+def _uncompiled(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Replacement of ``torch.compile`` that returns the function, with or without options."""
     if function is None:
-        return _leave_as_it_is
+        return _uncompiled
     return function
 
 
@@ -42,7 +42,7 @@ class _UncompiledLoader(Loader):
             self._loader.exec_module(module)
             return
         original = torch.compile
-        torch.compile = _leave_as_it_is  # type: ignore[assignment]
+        torch.compile = _uncompiled  # type: ignore[assignment]
         try:
             self._loader.exec_module(module)
         finally:

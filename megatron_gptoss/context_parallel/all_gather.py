@@ -162,10 +162,10 @@ class AllGatherAttention(torch.autograd.Function):
             # Bound the memory: free the keys and finish the previous group before sending more.
             del keys, values
             if returning is not None:
-                returning.add_up(dk, dv, plan)
+                returning.accumulate(dk, dv, plan)
             returning = _ReturningGradients(partial, head_group.kv_heads, group)
         if returning is not None:
-            returning.add_up(dk, dv, plan)
+            returning.accumulate(dk, dv, plan)
 
         return dq, dk, dv, dsinks.to(sinks.dtype), None, None, None
 
@@ -243,7 +243,7 @@ class _ReturningGradients:
         self.kv_heads = kv_heads
         self.work = dist.all_to_all_single(self.received, partial, group=group, async_op=True)
 
-    def add_up(self, dk: Tensor, dv: Tensor, plan: GatherPlan) -> None:
+    def accumulate(self, dk: Tensor, dv: Tensor, plan: GatherPlan) -> None:
         """Sum the gradients of all ranks for this rank's keys.
 
         Args:
