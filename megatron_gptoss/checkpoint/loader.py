@@ -18,10 +18,10 @@ from megatron_gptoss.checkpoint.megatron_faults import (
 )
 from megatron_gptoss.checkpoint.pickled_metadata import METADATA_FILE, data_only, read_metadata
 from megatron_gptoss.checkpoint.state import (
-    EXPERTS_APART,
+    EXPERT_OPTIMIZER_KEY,
     check_adapters,
-    experts_apart,
     has_adapters,
+    has_expert_optimizer,
     load_model_state,
     model_state,
     trainer_state,
@@ -113,13 +113,13 @@ def _load_trainer(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
     common = dist_checkpointing.load_common_state_dict(str(path))
     trainer.updated = "optimizer" in common
     if trainer.updated:
-        _check_same_optimizers(path, trainer, saved_apart=common[EXPERTS_APART])
+        _check_same_optimizers(path, trainer, was_separate=common[EXPERT_OPTIMIZER_KEY])
 
     wanted = trainer_state(trainer, is_loading=True)
     # The state of parameters is large, so it is loaded in parts, after everything else.
-    of_parameters: list[KeptState] = []
+    parameter_states: list[KeptState] = []
     if trainer.updated:
-        of_parameters = take_out_parameter_state(trainer.optimizer, wanted["optimizer"])
+        parameter_states = take_out_parameter_state(trainer.optimizer, wanted["optimizer"])
 
     state = dist_checkpointing.load(wanted, str(path))
     load_model_state(trainer.module, state["model"])
@@ -130,7 +130,7 @@ def _load_trainer(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
         # The state of parameters comes second: load_state_dict creates the groups and step counts.
         with exact_optimizer_state(trainer.optimizer, trainer.offloaded):
             trainer.optimizer.load_state_dict(state["optimizer"])
-            load_parameter_state(path, of_parameters)
+            load_parameter_state(path, parameter_states)
         trainer.offloaded.offload_all()
     else:
         # Otherwise the first update would start from the master weights of the initial model.
@@ -140,16 +140,16 @@ def _load_trainer(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
     return training_state
 
 
-def _check_same_optimizers(path: Path, trainer: PolicyTrainer, saved_apart: bool) -> None:
+def _check_same_optimizers(path: Path, trainer: PolicyTrainer, was_separate: bool) -> None:
     """Raise CheckpointError if only one of checkpoint and trainer has an optimizer for experts.
 
-    ``saved_apart``: True if the checkpoint has one.
+    ``was_separate``: True if the checkpoint has one.
     """
-    if saved_apart == experts_apart(trainer):
+    if was_separate == has_expert_optimizer(trainer):
         return
 
-    saved_with = "with" if saved_apart else "without"
-    needed_size = "above 1" if saved_apart else "1"
+    saved_with = "with" if was_separate else "without"
+    needed_size = "above 1" if was_separate else "1"
     raise CheckpointError(
         f"checkpoint {path} was saved {saved_with} expert or tensor parallelism, "
         "and its optimizer cannot be split or joined. "

@@ -21,8 +21,8 @@ from megatron_gptoss.model import chunks_of
 from megatron_gptoss.trainer import PolicyTrainer
 from megatron_gptoss.untrusted_files import read_json
 
-EXPERTS_APART = "experts_have_an_optimizer_of_their_own"
-"""Key of a checkpoint for the result of ``experts_apart``."""
+EXPERT_OPTIMIZER_KEY = "experts_have_an_optimizer_of_their_own"
+"""Key of a checkpoint for the result of ``has_expert_optimizer``."""
 
 
 def sharding_metadata() -> dict[str, Any]:
@@ -159,13 +159,13 @@ def trainer_state(trainer: PolicyTrainer, is_loading: bool) -> dict[str, Any]:
         return {"model": model}
 
     if is_loading:
-        of_parameters = describe_without_memory(trainer.optimizer)
+        parameter_states = describe_without_memory(trainer.optimizer)
     else:
-        of_parameters = gather_on_writing_ranks(trainer.optimizer)
+        parameter_states = gather_on_writing_ranks(trainer.optimizer)
     with (
         number_fp32_parameters(trainer.optimizer),
         exact_optimizer_state(trainer.optimizer, trainer.offloaded),
-        of_parameters,
+        parameter_states,
     ):
         optimizer = trainer.optimizer.sharded_state_dict(
             model,
@@ -178,7 +178,7 @@ def trainer_state(trainer: PolicyTrainer, is_loading: bool) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer}
 
 
-def experts_apart(trainer: PolicyTrainer) -> bool:
+def has_expert_optimizer(trainer: PolicyTrainer) -> bool:
     """Return True if Megatron has a separate optimizer for the experts."""
     # It has one with expert or tensor parallelism, and marks parameters of experts then.
     trained = [parameter for parameter in trainer.module.parameters() if parameter.requires_grad]

@@ -33,10 +33,10 @@ from megatron_gptoss.checkpoint.directory import (
 from megatron_gptoss.checkpoint.errors import CheckpointError
 from megatron_gptoss.checkpoint.megatron_faults import FAILURES, keep_results_in_this_process
 from megatron_gptoss.checkpoint.state import (
-    EXPERTS_APART,
+    EXPERT_OPTIMIZER_KEY,
     describe_adapters,
-    experts_apart,
     has_adapters,
+    has_expert_optimizer,
     trainer_state,
 )
 from megatron_gptoss.config import ModelConfig, Quantization
@@ -191,7 +191,7 @@ class _PendingSave:
                 keep_results_in_this_process()
                 trainer.offloaded.wait()
                 state = trainer_state(trainer, is_loading=False)
-                state[EXPERTS_APART] = experts_apart(trainer)
+                state[EXPERT_OPTIMIZER_KEY] = has_expert_optimizer(trainer)
                 request = dist_checkpointing.save(
                     state,
                     str(self.partial),
