@@ -24,7 +24,7 @@ TAKES_ADDRESSES = {
     # These look only at the alignment.
     "kernels/gptoss_kernels/sink_attention/window.py:_dense",
     "kernels/gptoss_kernels/adapter_merge.py:_check_update",
-    "kernels/gptoss_kernels/adapter_merge.py:_readable",
+    "kernels/gptoss_kernels/adapter_merge.py:_aligned",
     "megatron_gptoss/layers/merge.py:_has_kernel",
 }
 """The functions that may call ``data_ptr()``, each with the reason why no address outlives its tensor."""

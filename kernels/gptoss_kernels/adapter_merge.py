@@ -20,10 +20,10 @@ SOURCE = Path(__file__).with_name("adapter_merge.cu")
 """CUDA source of the kernel."""
 # A small rank leaves little arithmetic per loaded byte. Fewer rows per thread then give more
 # threads, and more loads in flight hide the memory's latency.
-FEW_RANKS = 16
-"""Largest rank for which a thread computes ROWS_OF_FEW_RANKS rows instead of ROWS."""
-ROWS_OF_FEW_RANKS = 2
-"""Weight rows per thread for ranks up to FEW_RANKS."""
+SMALL_RANK = 16
+"""Largest rank for which a thread computes ROWS_FOR_SMALL_RANK rows instead of ROWS."""
+ROWS_FOR_SMALL_RANK = 2
+"""Weight rows per thread for ranks up to SMALL_RANK."""
 ROWS = 4
 """Weight rows per thread for larger ranks. A thread reads A once for all of its rows."""
 COLUMNS = 8
@@ -119,16 +119,16 @@ def launch_arguments(
     whole_a = pad(a, (0, 0, 0, missing_ranks))
     whole_b = pad(b, (0, missing_ranks))
 
-    threads = experts * -(-rows // rows_of_a_thread(rank)) * groups
-    base = _readable(base)
+    threads = experts * -(-rows // rows_per_thread(rank)) * groups
+    base = _aligned(base)
     return (
         -(-threads // THREADS),
         THREADS,
         base,
         # The kernel does not read the scales of a dense base, but needs a valid pointer.
         base if scales is None else scales.contiguous(),
-        _readable(whole_a),
-        _readable(whole_b),
+        _aligned(whole_a),
+        _aligned(whole_b),
         out,
         scale,
         experts,
@@ -138,7 +138,7 @@ def launch_arguments(
     )
 
 
-def _readable(tensor: Tensor) -> Tensor:
+def _aligned(tensor: Tensor) -> Tensor:
     """Return the tensor as contiguous memory that starts at a multiple of ALIGNMENT bytes."""
     tensor = tensor.contiguous()
     # A view into a larger tensor can be contiguous and misaligned. A clone is always aligned.
@@ -161,13 +161,13 @@ def macros(*, is_packed: bool, rank: int) -> dict[str, int]:
         is_packed: True for an MXFP4 base, False for bf16.
         rank: rank of the updates before padding.
     """
-    return {"PACKED": int(is_packed), "ROWS": rows_of_a_thread(rank)}
+    return {"PACKED": int(is_packed), "ROWS": rows_per_thread(rank)}
 
 
-def rows_of_a_thread(rank: int) -> int:
+def rows_per_thread(rank: int) -> int:
     """Return the number of weight rows per thread for updates of this rank."""
-    if rank <= FEW_RANKS:
-        return ROWS_OF_FEW_RANKS
+    if rank <= SMALL_RANK:
+        return ROWS_FOR_SMALL_RANK
     return ROWS
 
 
