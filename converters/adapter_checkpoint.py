@@ -79,12 +79,14 @@ def _read_adapter_file(file: Path) -> tuple[AdapterConfig, str]:
         return AdapterConfig.model_validate(content["settings"]), content["base"]
     except FileNotFoundError:
         raise ConversionError(
-            f"{file}: missing; only checkpoints of adapters have it, those of runs that train them "
-            "or imported ones"
+            f"{file}: missing. Only checkpoints of adapters have it: of a run that trains "
+            "adapters, or of an import"
         ) from None
     except (KeyError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise ConversionError(f"{file}: damaged, or of another version ({reason})") from None
+        raise ConversionError(
+            f"{file}: damaged, or written by another version ({reason})"
+        ) from None
 
 
 def open_adapters(path: Path, base: HfDirectory) -> Adapters:
@@ -113,7 +115,8 @@ def open_adapters(path: Path, base: HfDirectory) -> Adapters:
         # initializer_std does not affect existing weights
         if theirs[key] != value and key != "initializer_std":
             raise ConversionError(
-                f"{path}: holds adapters of another model, whose {key} is {theirs[key]}, not {value}"
+                f"{path}: holds adapters of another model: {key} is {theirs[key]}, but {value} in "
+                "the base"
             )
     return adapters
 
@@ -131,8 +134,8 @@ def check_base_digest(adapters: Adapters, digest: str, base: str) -> None:
     if adapters.base not in (None, digest):
         raise ConversionError(
             f"{adapters.path}: was trained on another base than {base}, or in another dtype: its "
-            f"base's digest is {adapters.base}, not {digest}. Name the base and the precision of the "
-            "training"
+            f"base's digest is {adapters.base}, not {digest}. Give the base and the precision of "
+            "the training"
         )
 
 
@@ -161,8 +164,8 @@ def base_warnings(adapters: Adapters, base: Path) -> list[str]:
     name = adapters.base_name
     if not name:
         return [
-            f"{adapters.path}: does not say on which base it was trained; whether that is {base} was "
-            "not checked"
+            f"{adapters.path}: has no record of its base, so it was not checked that the base is "
+            f"{base}"
         ]
     # os.path.exists returns False for strings that cannot be a path.
     if os.path.exists(name) and base.exists():
@@ -172,8 +175,8 @@ def base_warnings(adapters: Adapters, base: Path) -> list[str]:
     if is_same:
         return []
     return [
-        f"{adapters.path}: was trained on {name} by its {CONFIG_FILE}, which is not {base} by name; "
-        "their weights were not compared"
+        f"{adapters.path}: was trained on {name} according to its {CONFIG_FILE}, whose name "
+        f"differs from {base}. Their weights were not compared"
     ]
 
 
@@ -228,8 +231,8 @@ def _check_written(written: Adapters, source: Adapters) -> None:
         pairs = zip(written.read(mapping), source.read(mapping), strict=True)
         if not all(same_bits(found, expected) for found, expected in pairs):
             raise ConversionError(
-                f"{final_name(written.path)}: {mapping.names[0]} does not come back as it was "
-                "written; nothing was kept. Check memory and disk of this machine"
+                f"{final_name(written.path)}: {mapping.names[0]} differs from the written values "
+                "when read back. Nothing was kept. Check memory and disk of this machine"
             )
 
 

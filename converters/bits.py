@@ -59,8 +59,8 @@ def require_finite(
     if expert is not None:
         first = [expert, *first]
     raise ConversionError(
-        f"{where}: tensor {name} holds {value} at {first} (values that are not finite: "
-        f"{len(bad):,}). Use an earlier or undamaged copy of the weights"
+        f"{where}: tensor {name} holds {value} at {first} ({len(bad):,} values are not finite). "
+        "Use an earlier or undamaged copy of the weights"
     )
 
 

@@ -40,8 +40,8 @@ def refuse_partial(path: Path) -> None:
     """Raise ConversionError if ``path`` is the name of an unfinished directory."""
     if is_partial(path):
         raise ConversionError(
-            f"{path}: unfinished; it is being written, or a process that was killed left it and "
-            "it can be deleted"
+            f"{path}: unfinished directory. It is being written, or was left by a killed process "
+            "and can be deleted"
         )
 
 
@@ -57,8 +57,8 @@ def refuse_missing(path: Path, expected: str) -> None:
     old = old_name(path)
     if old.is_dir():
         raise ConversionError(
-            f"{path}: no such directory, but {old} is what it was before a process was killed while "
-            "it replaced it; rename that one, or write it again"
+            f"{path}: no such directory. {old} is its previous version, left by a process that was "
+            "killed while replacing it. Rename that directory, or write this one again"
         )
     raise ConversionError(f"{path}: no such directory; expected {expected}")
 

@@ -90,7 +90,7 @@ class WeightGathering:
             plan = self.plan(tuple(receivers), packed=packed)
             buffer = torch.empty(plan.buffer_bytes, dtype=torch.uint8, device=self.device)
         except RuntimeError as error:  # CUDA out of memory
-            reason = f"rank {dist.get_rank()} has no memory for weights of others: {error}"
+            reason = f"rank {dist.get_rank()} has no memory for weights of other ranks: {error}"
 
         # Tell all ranks before the first message. A rank that continued alone would wait forever.
         for refusal in self._gather_on_hosts(reason):
@@ -175,7 +175,7 @@ class WeightGathering:
             dist.barrier(group=self._agreement)
         except Exception as error:
             raise GatheringBroken(
-                f"rank {dist.get_rank()} waited for the others: {error}"
+                f"rank {dist.get_rank()} waited for the other ranks: {error}"
             ) from error
 
     def _gather_on_hosts[T](self, value: T) -> list[T]:

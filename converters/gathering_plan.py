@@ -229,5 +229,5 @@ class GatheringPlanner:
             if contents.holds(mapping, shard):
                 return rank
         raise ConversionError(
-            f"no rank holds part {shard or 0} of parameter {mapping.name}: the layout is broken"
+            f"parameter {mapping.name}: no rank holds shard {shard or 0}, so the layout is broken"
         )

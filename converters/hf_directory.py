@@ -157,7 +157,7 @@ class HfDirectory:
                 scales_name = stored.names[1]
                 raise ConversionError(
                     f"{self.path / self._file_of[scales_name]}: tensor {scales_name} has scales "
-                    f"above {LARGEST_FINITE_SCALE}, whose values are beyond bf16"
+                    f"above {LARGEST_FINITE_SCALE}, which give values beyond bf16"
                 )
 
         if stored.output_major:
@@ -209,15 +209,16 @@ class HfDirectory:
         for name, file in self._file_of.items():
             if name not in self._files[file].entries:
                 raise ConversionError(
-                    f"{self.path / file}: tensor {name} is not in it, against what {INDEX_FILE} "
-                    "says"
+                    f"{self.path / file}: tensor {name} is missing, but {INDEX_FILE} places it "
+                    "there"
                 )
         for file, content in self._files.items():
             twice = [name for name in content.entries if self._file_of.get(name, file) != file]
             if twice:
                 raise ConversionError(
                     f"{self.path / file}: {count_tensors(twice)} also in "
-                    f"{self._file_of[twice[0]]}, and loaders differ in which one they take. Remove one"
+                    f"{self._file_of[twice[0]]}, and loaders disagree about which one to read. "
+                    "Remove one"
                 )
             unlisted = [name for name in content.entries if name not in self._file_of]
             if unlisted:
@@ -232,7 +233,7 @@ class HfDirectory:
         stored = self._file(OUTPUT_LAYER)
         where = f"{stored.path}: tensor {OUTPUT_LAYER}"
         if EMBEDDING not in self._file_of:
-            raise ConversionError(f"{where} is there without {EMBEDDING}, which it is tied to")
+            raise ConversionError(f"{where} is tied to {EMBEDDING}, which is missing")
         entries = (self._entry(OUTPUT_LAYER), self._entry(EMBEDDING))
         if any(entry.dtype_name not in FLOATS for entry in entries):
             return  # _check_tensors reports the wrong dtype
@@ -248,8 +249,8 @@ class HfDirectory:
         )
         if not same_values:
             raise ConversionError(
-                f"{where} differs from {EMBEDDING}, but config.json has tie_word_embeddings true, and "
-                "loaders differ in which one they take. Set it to false, or remove the tensor"
+                f"{where} differs from {EMBEDDING}, but config.json has tie_word_embeddings true, "
+                "so loaders disagree about which one to read. Set it to false, or remove the tensor"
             )
         self._file_of = {name: f for name, f in self._file_of.items() if name != OUTPUT_LAYER}
 
@@ -264,7 +265,7 @@ class HfDirectory:
         else:
             problem = "says MXFP4, but experts are stored as floats"
         raise ConversionError(
-            f"{self.path / CONFIG_FILE}: quantization_config {problem}, so that transformers reads "
+            f"{self.path / CONFIG_FILE}: quantization_config {problem}, so transformers would read "
             "another model. Correct config.json"
         )
 
@@ -284,14 +285,13 @@ class HfDirectory:
         missing = [name for name in expected if name not in self._file_of]
         if missing:
             raise ConversionError(
-                f"{where}: {count_tensors(missing)} missing, but config.json describes a model "
-                "with it"
+                f"{where}: {count_tensors(missing)} missing, but required by config.json"
             )
         unknown = [name for name in self._file_of if name not in expected]
         if unknown:
             raise ConversionError(
-                f"{where}: {count_tensors(unknown)} unknown to a {self.config.model_type} model as "
-                "config.json describes it"
+                f"{where}: {count_tensors(unknown)} not part of the {self.config.model_type} model "
+                "that config.json describes"
             )
         for name in self._file_of:
             self._check_entry(name, expected[name])
@@ -436,13 +436,13 @@ def written_shapes(config: ModelConfig, quantized: bool) -> dict[str, Shape]:
 
     if not config.num_experts:
         raise ConversionError(
-            f"mxfp4 is a format of experts, and {config.model_type} has none; export to bf16"
+            f"mxfp4: is a format of experts, and {config.model_type} has none. Export to bf16"
         )
     for key in ("hidden_size", "intermediate_size"):
         size = getattr(config, key)
         if size % BLOCK:
             raise ConversionError(
-                f"{key} is {size}: MXFP4 needs a multiple of {BLOCK}; export to bf16"
+                f"{key}: {size} is not a multiple of {BLOCK}, which MXFP4 requires. Export to bf16"
             )
 
     shapes: dict[str, Shape] = {}

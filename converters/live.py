@@ -53,7 +53,7 @@ def load_hf_weights(model: torch.nn.Module, config: ModelConfig, get_tensor: Get
         if local.shape != weight.shape:
             raise ConversionError(
                 f"parameter {mapping.name} has shape {list(weight.shape)} on this rank, but its "
-                f"share of {', '.join(mapping.hf_names)} has {list(local.shape)}: model and "
+                f"shard of {', '.join(mapping.hf_names)} has {list(local.shape)}: model and "
                 "configuration differ"
             )
         try:
@@ -100,7 +100,7 @@ def _parts(
 def export_hf_weights(
     model: torch.nn.Module, config: ModelConfig, transposed: bool = False
 ) -> GatheredWeights:
-    """Return all Hugging Face tensors of the model, on global rank 0, in the order of ``hf_shapes``.
+    """Return all Hugging Face tensors on global rank 0, in the order of ``hf_shapes``.
 
     Adapters are merged into their weights, and weights that are trained through MXFP4 are rounded
     to MXFP4, one weight at a time.

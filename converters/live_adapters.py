@@ -59,5 +59,5 @@ def _check_same_settings(model: torch.nn.Module, source: Adapters, config: Model
     if difference is not None:
         key, own, theirs = difference
         raise ConversionError(
-            f"{source.path}: {key} of the model is {own}, and of this adapter {theirs}"
+            f"{source.path}: {key} of the adapter is {theirs}, but {own} in the model"
         )

@@ -53,8 +53,8 @@ def find_local_weights(
                 full_name = EMBEDDING
             if full_name not in table:
                 raise ConversionError(
-                    f"parameter {name} ({full_name} of the whole model) has no counterpart in "
-                    f"Hugging Face's {config.model_type} of {config.num_layers} layers and "
+                    f"parameter {name} (global name {full_name}) has no counterpart in Hugging "
+                    f"Face's {config.model_type} with {config.num_layers} layers and "
                     f"{config.num_experts} experts"
                 )
             local[full_name] = weight

@@ -49,7 +49,7 @@ class MegatronCheckpoint:
         for key in self._reader.keys() - known:
             if key.startswith(MODEL_KEYS):
                 raise ConversionError(
-                    f"{self.path}: key {key} is unknown to a {self.config.model_type} model; the "
+                    f"{self.path}: key {key} is unknown to a {self.config.model_type} model. The "
                     "checkpoint is of another model, or has adapters that must be merged first"
                 )
 
@@ -99,7 +99,7 @@ def read_model_config(path: Path) -> ModelConfig:
         return parse_model_config(read_bytes(path))
     except FileNotFoundError:
         raise ConversionError(
-            f"{path}: missing; it holds the model configuration, and import and trainer write it"
+            f"{path}: missing. It holds the model configuration, and imports and trainers write it"
         ) from None
     except ValueError as error:
         raise ConversionError(f"{path}: {error}") from None
@@ -118,5 +118,6 @@ def check_same_model(source: HfDirectory, config: ModelConfig, path: Path) -> No
         # initializer_std does not affect existing weights
         if theirs.get(key) != value and key != "initializer_std":
             raise ConversionError(
-                f"different models: {key} is {value} in {source.path} but {theirs.get(key)} in {path}"
+                f"different models: {key} is {value} in {source.path}, but {theirs.get(key)} in "
+                f"{path}"
             )

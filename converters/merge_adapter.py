@@ -82,14 +82,14 @@ def merge_adapter(
     merged_before = extras.config.get(MERGED_KEY) or []
     if not isinstance(merged_before, list):
         raise ConversionError(
-            f"{hf_dir}: {MERGED_KEY} of config.json is {merged_before!r}, expected a list of digests. "
-            "Remove the key if no adapter was merged"
+            f"{hf_dir}: {MERGED_KEY} in config.json is {merged_before!r}, expected a list of "
+            "digests. Remove the key if no adapter was merged"
         )
     identity = adapters_digest(adapters)
     if identity in merged_before:
         raise ConversionError(
-            f"{adapter_dir}: is merged into {hf_dir} already ({MERGED_KEY} in its config.json). Merge it "
-            "into the base that it was trained on"
+            f"{adapter_dir}: is already merged into {hf_dir} ({MERGED_KEY} in its config.json). "
+            "Merge it into the base on which it was trained"
         )
     extras = replace(extras, config={**extras.config, MERGED_KEY: [*merged_before, identity]})
     merger = _Merger(
@@ -201,8 +201,9 @@ class _Merger:
                 for (name, part), found_part in zip(merged.parts.items(), found, strict=True):
                     if not same_bits(found_part, part.contiguous()):
                         raise ConversionError(
-                            f"{final_name(partial)}: tensor {name} does not come back as it was "
-                            "written; nothing was kept. Check memory and disk of this machine"
+                            f"{final_name(partial)}: tensor {name} differs from the written values "
+                            "when read back. Nothing was kept. Check memory and disk of this "
+                            "machine"
                         )
                 if merged.quantized is not None:
                     _check_by_definition(final_name(partial), merged.mapping, merged.quantized)
@@ -210,8 +211,8 @@ class _Merger:
         # The user sees only the report of the loss, so check it, too.
         if again != report:
             raise ConversionError(
-                f"{final_name(partial)}: the loss by quantization was computed twice, with different "
-                "results; nothing was kept. Check memory of this machine"
+                f"{final_name(partial)}: two computations of the quantization loss differ. Nothing "
+                "was kept. Check the memory of this machine"
             )
 
     def _read_written(self, written: HfDirectory, merged: _Merged) -> list[torch.Tensor]:
@@ -345,7 +346,7 @@ def _check_by_definition(directory: Path, mapping: ParameterMapping, quantized: 
     blocks, scales = (some_rows(tensor) for tensor in quantized.parts.values())
     if not nearest(defined_values(blocks, scales), quantized.exact, scales):
         raise ConversionError(
-            f"{directory}: the MXFP4 blocks of {mapping.hf_names[0]}, expert {mapping.expert}, do "
-            "not stand for the numbers nearest to the merged ones: the codec of this machine is "
-            "wrong; nothing was kept"
+            f"{directory}: the MXFP4 values of {mapping.hf_names[0]}, expert {mapping.expert}, are "
+            "not the nearest ones to the merged weights, because the codec of this machine is "
+            "wrong. Nothing was kept"
         )

@@ -156,8 +156,9 @@ def _check_templates(directory: Path, files: Mapping[str, bytes]) -> None:
         text = files.get(file)
         if text is not None and text.decode().strip() != str(entry.get("template")).strip():
             raise ConversionError(
-                f"{directory / file}: differs from the chat template {name!r} in {TOKENIZER_CONFIG_FILE}, "
-                "and loaders differ in which one they take. Remove the wrong one"
+                f"{directory / file}: differs from the chat template {name!r} in "
+                f"{TOKENIZER_CONFIG_FILE}, and loaders disagree about which one to read. Remove "
+                "the wrong one"
             )
 
 
@@ -170,8 +171,8 @@ def _check_tokenizer_code(directory: Path, files: Mapping[str, bytes]) -> None:
     auto_map = content.get("auto_map")
     if auto_map:
         raise ConversionError(
-            f"{path}: auto_map is {auto_map!r}: the tokenizer is code in the directory, which is "
-            "neither run nor copied. Convert it to a tokenizer.json and remove the key"
+            f"{path}: auto_map is {auto_map!r}, so the tokenizer is code in the directory, which "
+            "is neither run nor copied. Convert it to a tokenizer.json and remove the key"
         )
 
 

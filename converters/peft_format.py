@@ -238,7 +238,7 @@ class PeftDirectory:
         self._file = path / WEIGHTS_FILE
         self._settings = read_settings(path / CONFIG_FILE)
         if not self._file.exists() and not self._file.is_symlink():
-            raise ConversionError(f"{self._file}: missing; only safetensors can be read")
+            raise ConversionError(f"{self._file}: missing. Only safetensors files are supported")
 
         self._weights = SafetensorsFile(self._file)
         self.base: str | None = self._weights.metadata.get(BASE_KEY)
@@ -285,19 +285,19 @@ class PeftDirectory:
             saved = self._weights.read(name)
             if not same_bits(saved, get_tensor(hf_name).to(saved.dtype)):
                 raise ConversionError(
-                    f"{self._file}: tensor {name} is not the base's {hf_name}: the adapter is of "
-                    "another base, or was trained together with this weight"
+                    f"{self._file}: tensor {name} differs from the base's {hf_name}: the adapter "
+                    "is of another base, or was trained together with this weight"
                 )
 
     def _adapter_config(self) -> AdapterConfig:
         file = self._settings.file
-        advice = "Merge it into the base (gptoss convert merge) and begin with the merged model"
+        advice = "Merge it into the base (gptoss convert merge) and start with the merged model"
         for mapping in self.mappings:
             if mapping.is_alone:
                 raise ConversionError(
-                    f"{file}: target_parameters has only {_PARAMETERS[mapping.kind]} of the experts in "
-                    f"layer {mapping.layer}, and a trainer has adapters of both matrices or none. "
-                    f"{advice}"
+                    f"{file}: target_parameters has only {_PARAMETERS[mapping.kind]} of the "
+                    f"experts in layer {mapping.layer}, but the trainer adapts both matrices or "
+                    f"none. {advice}"
                 )
         layers: dict[str, list[int | None]] = {}
         for mapping in self.mappings:
@@ -305,13 +305,13 @@ class PeftDirectory:
         for kind, found in layers.items():
             if kind not in ("embedding", "head") and len(found) < self._model.num_layers:
                 raise ConversionError(
-                    f"{file}: {kind} has adapters in the layers {found} only, and a trainer has them in "
-                    f"all layers or none. {advice}"
+                    f"{file}: {kind} has adapters in the layers {found} only, but the trainer "
+                    f"adapts all layers or none. {advice}"
                 )
 
         others = [mapping for mapping in self.mappings if mapping.experts is None]
         experts = [mapping for mapping in self.mappings if mapping.experts is not None]
-        rank = self._one_rank(others, "adapters that are not of experts", advice)
+        rank = self._one_rank(others, "adapters outside of experts", advice)
         expert_rank = self._one_rank(experts, "adapters of experts", advice)
         first = self.mappings[0]
         alpha = self._settings.alpha
@@ -321,8 +321,8 @@ class PeftDirectory:
             if not math.isclose(alpha / mapping.rank, mapping.scale, rel_tol=1e-12):
                 raise ConversionError(
                     f"{file}: {first.kind} is scaled by {first.scale:g} at rank {first.rank} and "
-                    f"{mapping.kind} by {mapping.scale:g} at rank {mapping.rank}, and a trainer has "
-                    f"one alpha for all. {advice}"
+                    f"{mapping.kind} by {mapping.scale:g} at rank {mapping.rank}, but the trainer "
+                    f"has one alpha for all. {advice}"
                 )
 
         targets: list[Any] = ["experts" if kind in EXPERTS else kind for kind in layers]
@@ -342,8 +342,8 @@ class PeftDirectory:
         ranks = sorted({mapping.rank for mapping in mappings})
         if len(ranks) > 1:
             raise ConversionError(
-                f"{self._settings.file}: {which} have ranks {ranks}, and a trainer has one rank for "
-                f"all, and another one for experts. {advice}"
+                f"{self._settings.file}: {which} have ranks {ranks}, but the trainer has one rank "
+                f"for experts and one for all other weights. {advice}"
             )
         return ranks[0] if ranks else None
 
@@ -372,8 +372,8 @@ class PeftDirectory:
             if target not in self._model.adapter_targets:
                 available = ", ".join(self._model.adapter_targets) or "none"
                 raise ConversionError(
-                    f"{settings.file}: {target} of a {self._model.model_type} model cannot be adapted; "
-                    f"available: {available}"
+                    f"{settings.file}: {target} of a {self._model.model_type} model cannot be "
+                    f"adapted; available: {available}"
                 )
 
         places = {(mapping.kind, mapping.layer) for mapping in mappings}
@@ -400,10 +400,11 @@ class PeftDirectory:
         of_experts = [mapping for mapping in mappings if mapping.experts is not None]
         if of_experts and all(len(set(mapping.shape)) == 1 for mapping in of_experts):
             raise ConversionError(
-                f"{self._settings.file}: target_parameters has only {_PARAMETERS[of_experts[0].kind]} "
-                f"of the experts, whose {of_experts[0].shape[0]} inputs and outputs do not tell whether "
-                "A and B are exchanged, as peft 0.19 and later writes them with transformers 4. Merge "
-                "the adapter with PEFT"
+                f"{self._settings.file}: target_parameters has only "
+                f"{_PARAMETERS[of_experts[0].kind]} of the experts. It is square "
+                f"({of_experts[0].shape[0]}), so its shape does not show whether A and B are "
+                "exchanged, as written by peft 0.19 and later with transformers 4. Merge the "
+                "adapter with PEFT"
             )
         return not self._fit(mappings) and self._fit(exchanged)
 
@@ -429,13 +430,13 @@ class PeftDirectory:
         for name, entry in self._weights.entries.items():
             if name not in expected:
                 raise ConversionError(
-                    f"{self._file}: tensor {name} is no adapter that can be read"
+                    f"{self._file}: tensor {name} is not a supported adapter"
                     f"{self._reason_against(name)}"
                 )
             if tuple(entry.shape) != expected[name]:
                 raise ConversionError(
-                    f"{self._file}: tensor {name} has shape {list(entry.shape)}, expected "
-                    f"{list(expected[name])} with what {CONFIG_FILE} and the base say"
+                    f"{self._file}: tensor {name} has shape {list(entry.shape)}, but {CONFIG_FILE} "
+                    f"and the base require {list(expected[name])}"
                 )
             if entry.dtype_name not in ("BF16", "F16", "F32"):
                 raise ConversionError(
@@ -446,10 +447,9 @@ class PeftDirectory:
         """Return why the settings have no adapter for a tensor, as the end of an error."""
         match = _LAYER.match(name)
         if match is not None and int(match[1]) >= self._model.num_layers:
-            return f": the base has {self._model.num_layers} layers, so the adapter is of another model"
+            layers = self._model.num_layers
+            return f": the base has {layers} layers, so the adapter is of another model"
         for kind, layer in _places(self._model):
             if name in _peft_names(kind, layer):
-                return (
-                    f": {CONFIG_FILE} does not name this weight, so that PEFT leaves the tensor out"
-                )
+                return f": {CONFIG_FILE} does not name this weight, so PEFT would ignore the tensor"
         return ""

@@ -68,7 +68,7 @@ _REASONS = {
     "lora_bias": "adapters have no bias",
     "modules_to_save": "only adapters are trained",
     "fan_in_fan_out": "GPT-OSS has no weights that are stored transposed",
-    "layer_replication": "it makes another model",
+    "layer_replication": "it creates another model",
     "trainable_token_indices": "only adapters are trained",
 }
 """Reason against each unsupported setting. Settings that are unknown are rejected, too."""
@@ -254,7 +254,7 @@ def _list_of(file: Path, key: str, value: Any, kind: type) -> Any:
         isinstance(value, list) and all(type(element) is kind for element in value)
     ):
         return value
-    elements = "texts" if kind is str else "integers"
+    elements = "strings" if kind is str else "integers"
     raise ConversionError(f"{file}: {key} is {value!r}, expected a list of {elements} or null")
 
 
@@ -291,7 +291,7 @@ def _check_pattern(file: Path, key: str, pattern: str) -> None:
         parsed = re._parser.parse(pattern)  # type: ignore[attr-defined]
     except (re.error, RecursionError, OverflowError) as error:
         raise ConversionError(
-            f"{file}: {key} has {pattern!r}, which is no regular expression ({error})"
+            f"{file}: {key} has {pattern!r}, which is not a regular expression ({error})"
         ) from None
 
     # Matching time grows with the length of a name to the power of the number of repetitions. It
@@ -300,7 +300,7 @@ def _check_pattern(file: Path, key: str, pattern: str) -> None:
     if repetitions > MAX_REPETITIONS:
         raise ConversionError(
             f"{file}: {key} has {pattern[:80]!r}, which repeats a group or has more than "
-            f"{MAX_REPETITIONS} repetitions and may take for ever to match. List the names instead"
+            f"{MAX_REPETITIONS} repetitions and may match too slowly. List the names instead"
         )
 
 
@@ -330,19 +330,19 @@ def _refuse_other_methods(file: Path, settings: Mapping[str, Any]) -> None:
     """Raise ConversionError for a setting that computes more than scale * (B A)."""
     if settings.get("bias", "none") != "none":
         raise ConversionError(
-            f"{file}: bias is {settings['bias']!r}, and only 'none' can be read: biases are frozen"
+            f"{file}: bias is {settings['bias']!r}, but only 'none' is supported: biases are frozen"
         )
     if settings.get("init_lora_weights") not in _PLAIN_STARTS:
         raise ConversionError(
             f"{file}: init_lora_weights is {settings['init_lora_weights']!r}, which changes the "
-            "base: save it with PEFT's path_initial_model_for_weight_conversion, which makes a "
-            "plain adapter of it"
+            "base. Save the adapter with PEFT's path_initial_model_for_weight_conversion, which "
+            "converts it to a plain adapter"
         )
 
     for key, value in settings.items():
         if key not in _UNDERSTOOD and value:
-            reason = _REASONS.get(key, "it is not known here, and may change what is computed")
-            raise ConversionError(f"{file}: {key} is {value!r}, which cannot be read: {reason}")
+            reason = _REASONS.get(key, "the key is unknown and may change the results")
+            raise ConversionError(f"{file}: {key} is {value!r}, which is not supported: {reason}")
 
 
 def _positive(

@@ -93,7 +93,7 @@ class _ImportComparison:
         self._codec = threading.Lock()
 
         if self._written.config != self.source.config:
-            raise ConversionError(f"{self._final}: its model configuration is not that of {hf_dir}")
+            raise ConversionError(f"{self._final}: its model configuration differs from {hf_dir}")
         self._written.check_places()
 
     def compare(self, mapping: ParameterMapping) -> None:
@@ -178,8 +178,8 @@ def check_export(
         reported = report.losses.get(name)
         if not loss.is_close_to(reported):
             raise ConversionError(
-                f"{final_name(partial)}: the loss of {name} by quantization was reported as "
-                f"{reported}, but is {loss}; nothing was kept. Convert again"
+                f"{final_name(partial)}: the quantization loss of {name} was reported as "
+                f"{reported}, but is {loss}. Nothing was kept. Convert again"
             )
     return result
 
@@ -241,9 +241,7 @@ class _ExportComparison:
         for name, part in mapping.named_parts(expected).items():
             where.file = self._written.file_of(name)
             where.require_same(name, parts[name], part)
-        raise ConversionError(
-            f"the two directions of the name table do not agree about {mapping.name}"
-        )
+        raise ConversionError(f"{mapping.name}: the two directions of the name table disagree")
 
     def _compare_mxfp4(
         self, name: str, expert: int, matrix: torch.Tensor, where: "_Location"
@@ -266,8 +264,8 @@ class _ExportComparison:
         is_exact = torch.equal(defined, exact.float())
         if (loss.changed == 0 and not is_exact) or not nearest(defined, exact, scales):
             raise ConversionError(
-                f"{where}: its MXFP4 blocks do not stand for the numbers nearest to those of "
-                f"{self.source.path}: the codec of this machine is wrong; nothing was kept"
+                f"{where}: the MXFP4 values are not the nearest ones to {self.source.path}, "
+                "because the codec of this machine is wrong. Nothing was kept"
             )
         return loss
 
@@ -423,15 +421,15 @@ class _Location:
             yield
         except ConversionError as error:
             raise ConversionError(
-                f"{self} cannot be read back ({error}); nothing was kept"
+                f"{self} cannot be read back ({error}). Nothing was kept"
             ) from None
 
     def require_same(self, name: str, written: torch.Tensor, expected: torch.Tensor) -> None:
         """Raise ConversionError if the two tensors differ in a bit."""
         if not same_bits(written, expected):
             raise ConversionError(
-                f"{self._describe(name)} {_difference(written, expected)}; nothing was kept. "
-                "Convert again; if it happens again, check memory and disk of this machine"
+                f"{self._describe(name)} {_difference(written, expected)}. Nothing was kept. "
+                "Convert again. If it happens again, check memory and disk of this machine"
             )
 
 
@@ -445,6 +443,6 @@ def _difference(written: torch.Tensor, expected: torch.Tensor) -> str:
     differs = as_bytes(written) != as_bytes(expected)
     differs = differs.reshape(-1, written.element_size()).any(-1)
     return (
-        f"holds something else than was to be written in {int(differs.sum()):,} of "
-        f"{len(differs):,} values, the first of them number {int(differs.argmax()):,}"
+        f"differs from the expected values in {int(differs.sum()):,} of {len(differs):,} values, "
+        f"first at index {int(differs.argmax()):,}"
     )

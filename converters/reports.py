@@ -39,8 +39,8 @@ class ReadBack:
         else:
             next_layer = (self.layer + 1) % self.layers
             what = (
-                f"{self.compared:,} of {self.parameters:,} parameters, all that are not of an "
-                f"expert and the experts of layer {self.layer} (next time: layer {next_layer})"
+                f"{self.compared:,} of {self.parameters:,} parameters: all outside of experts, and "
+                f"the experts of layer {self.layer} (next time: layer {next_layer})"
             )
         return f"read back and compared in {self.seconds:.1f} s: {what}"
 
@@ -108,9 +108,7 @@ class ExportReport:
         ]
         experts = sum(loss.experts for loss in self.losses.values())
         kept = experts - sum(loss.changed for loss in self.losses.values())
-        lines.append(
-            f"{kept} of {experts} expert matrices are byte for byte those of the reference"
-        )
+        lines.append(f"{kept} of {experts} expert matrices have the reference's bytes")
         return "\n".join(lines)
 
 
@@ -149,11 +147,14 @@ class MergeLoss:
 
     def __str__(self) -> str:
         if self.squared_update == 0:
-            of_the_update = "where the adapter adds nothing"
+            of_the_update = "the update is 0"
         else:
-            of_the_update = f"{self.relative_to_update:.3g} of what the adapter adds"
+            of_the_update = f"{self.relative_to_update:.3g} of the update"
         changed = self.changed / max(1, self.values)
-        return f"relative error {self.relative:.3g}, {of_the_update}, {changed:.1%} of the values changed"
+        return (
+            f"relative error {self.relative:.3g}, {of_the_update}, {changed:.1%} of the values "
+            "changed"
+        )
 
 
 @dataclass
@@ -210,11 +211,11 @@ class MergeReport:
                 total.add(update)
             worst = max(self.updates, key=lambda name: self.updates[name].relative)
             lines.append(
-                f"rounding the merged weights loses {total.relative:.1%} of the adapter's updates; "
-                f"most of {worst}, {self.updates[worst].relative:.1%}"
+                f"rounding the merged weights loses {total.relative:.1%} of the adapter's updates, "
+                f"most in {worst}: {self.updates[worst].relative:.1%}"
             )
         elif not self.layers:
-            lines.append("merged to the bits that the trainer multiplied with")
+            lines.append("the merged weights equal the trainer's bit for bit")
         return "\n".join(lines)
 
     def _quantization_lines(self) -> list[str]:

@@ -89,8 +89,8 @@ class SafetensorsFile:
             raise ConversionError(str(error)) from None
         except (SafetensorError, OSError) as error:
             raise ConversionError(
-                f"{path}: truncated or not a safetensors file ({error}{_where_it_ends(path)}); "
-                "copy or download it again"
+                f"{path}: truncated or not a safetensors file ({error}{_where_it_ends(path)}). "
+                "Copy or download it again"
             ) from None
 
         self.entries = {
@@ -136,7 +136,7 @@ class SafetensorsFile:
         while done < len(buffer):
             count = os.preadv(self._file.fileno(), [buffer[done:]], offset + done)
             if count == 0:
-                raise OSError(errno.EIO, "the file has become shorter")
+                raise OSError(errno.EIO, "the file was truncated")
             done += count
 
 
@@ -152,7 +152,7 @@ class _Header:
 def _read_header(file: Any, path: Path) -> _Header:
     (length,) = struct.unpack("<Q", file.read(LENGTH_BYTES))
     if length > MOST_HEADER_BYTES:
-        raise ValueError(f"its header would have {length:,} bytes")
+        raise ValueError(f"header of {length:,} bytes")
     tensors = parse_json(file.read(length), path)
     metadata = tensors.pop("__metadata__", None) or {}
     return _Header(tensors, metadata, data_start=LENGTH_BYTES + length)

@@ -195,8 +195,8 @@ def export_checkpoint(
     quantized = dtype == "mxfp4"
     if checkpoint.is_quantized and not quantized:
         raise ConversionError(
-            f"{megatron_dir}: its experts were trained through MXFP4, and {dtype} would write them as "
-            "they are before rounding, another model than the one that was trained: use --format mxfp4"
+            f"{megatron_dir}: its experts were trained through MXFP4, but {dtype} would write them "
+            "before rounding, which is not the trained model. Use --format mxfp4"
         )
     # Rejects widths that do not fit MXFP4 blocks before anything is written.
     written_shapes(checkpoint.config, quantized)
@@ -244,8 +244,8 @@ def _read_reference(
     vocab_size = vocabulary_size(path)
     if vocab_size not in (None, checkpoint.config.vocab_size):
         raise ConversionError(
-            f"--reference {path}: vocab_size is {vocab_size}, and {checkpoint.config.vocab_size} in "
-            f"{checkpoint.path}; give the model that it was trained from"
+            f"--reference {path}: vocab_size is {vocab_size}, but {checkpoint.config.vocab_size} "
+            f"in {checkpoint.path}. Give the model with which the training began"
         )
     # Kept scales would give other bytes than the trained and sampled ones.
     if not quantized or checkpoint.is_quantized:

@@ -79,8 +79,8 @@ class TorchDistWriter:
         entry = self._metadata.setdefault(key, new_entry)
         if entry.properties.dtype != chunk.dtype:
             raise ConversionError(
-                f"{key}: part {list(leading_index)} is {chunk.dtype}, earlier ones are "
-                f"{entry.properties.dtype}; a checkpoint keeps one dtype per key: convert all "
+                f"{key}: element {list(leading_index)} is {chunk.dtype}, but earlier elements are "
+                f"{entry.properties.dtype}, and a checkpoint has one dtype per key. Convert all "
                 "weights to one dtype"
             )
 
@@ -185,7 +185,7 @@ def refuse_run(path: Path) -> None:
             raise ConversionError(str(error)) from None
         if newest is not None:
             raise ConversionError(
-                f"{path}: expected one checkpoint; the newest of this run is {newest}"
+                f"{path}: is a run, not a checkpoint. Its newest checkpoint is {newest}"
             )
 
 
@@ -282,9 +282,7 @@ class TorchDistReader:
             filled += part.numel()
 
         if filled != result.numel():
-            raise ConversionError(
-                f"{self.directory}: {key}{list(leading_index)} is incomplete in the checkpoint"
-            )
+            raise ConversionError(f"{self.directory}: {key}{list(leading_index)} is incomplete")
         return result
 
     def file_of(self, key: str, leading_index: Shape) -> str:
@@ -355,9 +353,9 @@ class TorchDistReader:
         is_inside = all(i < n for i, n in zip(leading_index, leading_shape, strict=False))
         if not is_inside or size[len(leading_index) :] != shape:
             raise ConversionError(
-                f"{self.directory}: {key} has shape {list(size)}, which holds no "
-                f"{list(leading_index)} of shape {list(shape)}; does gptoss_config.json belong to "
-                "this checkpoint?"
+                f"{self.directory}: {key} has shape {list(size)}, which has no element "
+                f"{list(leading_index)} of shape {list(shape)}. Check that gptoss_config.json "
+                "belongs to this checkpoint"
             )
 
     def _chunks(self, key: str, leading_index: Shape) -> list[dcp.ChunkStorageMetadata]:
@@ -368,7 +366,8 @@ class TorchDistReader:
             for chunk in self._tensors[key].chunks:
                 if any(size != 1 for size in chunk.sizes[:axes]):
                     raise ConversionError(
-                        f"{self.directory}: {key} is not stored layer by layer, as this project's checkpoints are"
+                        f"{self.directory}: {key} is not stored layer by layer, like this "
+                        "project's checkpoints"
                     )
                 by_index.setdefault(tuple(chunk.offsets[:axes]), []).append(chunk)
             self._chunks_by_index[key] = by_index
@@ -391,7 +390,7 @@ class TorchDistReader:
                 tensor = torch.load(cast(Any, view), map_location="cpu", weights_only=True)
         except FileNotFoundError:
             raise ConversionError(
-                f"{path}: missing, but {METADATA_FILE} says that it holds {key}"
+                f"{path}: missing, but {METADATA_FILE} places {key} in it"
             ) from None
         except Exception as error:  # torch.load of damaged bytes raises many kinds of errors
             raise ConversionError(
@@ -420,15 +419,15 @@ def _check_places_in_file(path: Path, places: list[_NamedPlace]) -> None:
         file_bytes = path.stat().st_size
     except FileNotFoundError:
         raise ConversionError(
-            f"{path}: missing, but {METADATA_FILE} says that it holds {places[0].name}"
+            f"{path}: missing, but {METADATA_FILE} places {places[0].name} in it"
         ) from None
 
     for before, place in pairwise(places):
         if place.start < before.end:
-            raise ConversionError(f"{path}: {place.name} and {before.name} are in the same place")
+            raise ConversionError(f"{path}: {place.name} and {before.name} overlap")
     for place in places:
         if place.end > file_bytes:
             raise ConversionError(
-                f"{path}: truncated or damaged where {place.name} should be: it ends at "
-                f"{file_bytes}, not after {place.end} bytes"
+                f"{path}: truncated or damaged where {place.name} should be: it has {file_bytes} "
+                f"bytes, expected at least {place.end}"
             )

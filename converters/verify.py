@@ -151,7 +151,7 @@ def _add_difference(by_name: dict[str, Difference], difference: Difference) -> N
 def _difference(name: str, expected: torch.Tensor, actual: torch.Tensor) -> Difference:
     if expected.shape != actual.shape:
         raise ConversionError(
-            f"tensor {name} is {list(expected.shape)} on one side, "
+            f"tensor {name} has shape {list(expected.shape)} on one side and "
             f"{list(actual.shape)} on the other"
         )
 

@@ -30,18 +30,19 @@ def read_index(directory: Path) -> dict[str, str] | None:
     weight_map = read_object(index, MAX_LISTING_BYTES).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ConversionError(
-            f"{index}: key weight_map is missing or not a table of tensor names and files"
+            f"{index}: key weight_map is missing or does not map tensor names to files. Download "
+            "the index again"
         )
     for file in weight_map.values():
         if not is_plain_name(file):
             raise ConversionError(
-                f"{index}: names the file {file!r}, which is not in its directory"
+                f"{index}: names the file {file!r}, which is outside of its directory"
             )
     # Check before any file is opened, because an incomplete download is the usual reason.
     for file in sorted(set(weight_map.values())):
         if not (directory / file).exists():
             raise ConversionError(
-                f"{index}: names the file {file}, which is not there; download it again"
+                f"{index}: names the file {file}, which is missing. Download it again"
             )
     return weight_map
 
@@ -72,13 +73,15 @@ def weight_files(directory: Path, weight_map: dict[str, str] | None) -> list[str
     others = sorted(set(others) - set(files))
     if others:
         raise ConversionError(
-            f"{directory / others[0]}: is a second set of weights beside {origin} ({len(others)} such "
-            "files), and loaders differ in which one they read. Move or delete the wrong one"
+            f"{directory / others[0]}: is a second set of weights next to {origin} ({len(others)} "
+            "such files), and loaders disagree about which one to read. Move or delete the wrong "
+            "one"
         )
     if _is_there(directory / ADAPTER_SETTINGS_FILE):
         raise ConversionError(
-            f"{directory / ADAPTER_SETTINGS_FILE}: stands beside the weights of a whole model, and "
-            "transformers would load the adapter's base instead. Move the adapter to its own directory"
+            f"{directory / ADAPTER_SETTINGS_FILE}: is in the directory of a whole model, so "
+            "transformers would load the adapter's base instead. Move the adapter to another "
+            "directory"
         )
     return files
 

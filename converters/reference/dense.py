@@ -40,7 +40,7 @@ class HuggingFaceDense(HuggingFaceLayout):
 
 
 class MegatronDense(MegatronLayout):
-    """All gate channels before all up channels. The norm before the MLP belongs to its first map."""
+    """All gate channels before all up channels. Its first layer includes the norm."""
 
     names: ClassVar[dict[str, str]] = {
         **MegatronLayout.names,

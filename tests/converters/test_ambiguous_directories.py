@@ -59,7 +59,7 @@ SECOND_SETS: dict[str, tuple[str, Callable[[Path, Weights], object]]] = {
         lambda d, w: (d / "pytorch_model.bin.index.json").write_text("{}"),
     ),
     "adapter": (
-        "adapter_config.json: stands beside",
+        "adapter_config.json: is in the directory",
         lambda d, w: (d / "adapter_config.json").write_text('{"base_model_name_or_path": "x"}'),
     ),
     "auto_map": (
