@@ -21,8 +21,8 @@ def main() -> None:
         hidden_by = other_place(name)
         if hidden_by is not None:
             print(
-                f"gptoss: {hidden_by} hides megatron-gptoss's package {name}: rename it, or take "
-                "its folder out of PYTHONPATH",
+                f"gptoss: {hidden_by} hides megatron-gptoss's package {name}. Rename it, or remove "
+                "its directory from PYTHONPATH",
                 file=sys.stderr,
             )
             sys.exit(1)

@@ -116,12 +116,12 @@ def decide_requeue(outcome: Outcome, earlier: list[Outcome], retries: int) -> No
             outcome.why = "nodes were already replaced once"
         else:
             outcome.requeue = True
-            outcome.why = "the next attempt does without them"
+            outcome.why = "the next attempt does not use them"
         return
 
     # Two attempts without progress: a third one would only waste the cluster's time.
     if earlier and not _made_progress(outcome) and not _made_progress(earlier[-1]):
-        outcome.why = f"two attempts in a row came no further than step {outcome.last_step}"
+        outcome.why = f"two attempts in a row did not get beyond step {outcome.last_step}"
         return
 
     # Interruptions do not count as failures: a preempted job may continue any number of times.
@@ -131,7 +131,7 @@ def decide_requeue(outcome: Outcome, earlier: list[Outcome], retries: int) -> No
         return
 
     outcome.requeue = True
-    outcome.why = f"the next attempt goes on from step {outcome.last_step}"
+    outcome.why = f"the next attempt continues from step {outcome.last_step}"
 
 
 def _made_progress(outcome: Outcome) -> bool:

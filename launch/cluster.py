@@ -30,8 +30,8 @@ def check_script_word(key: str, value: object) -> None:
     """Raise ValueError unless a shell reads a value as one word."""
     if found := NOT_OF_A_WORD.search(str(value)):
         raise ValueError(
-            f"{key} ({str(value)!r}) has {found[0]!r}, which a shell would interpret in the batch "
-            "script. Use another path"
+            f"{key} ({str(value)!r}) contains {found[0]!r}, which a shell would interpret in the "
+            "batch script. Use another path"
         )
 
 
@@ -139,8 +139,8 @@ class ClusterConfig(StrictModel):
         for key in SCRIPT_LINES:
             if CONTROL_CHARACTER.search(getattr(self, key) or ""):
                 raise ValueError(
-                    f"{key} ({getattr(self, key)!r}) has a line break or another control "
-                    "character. It has to be one line of the batch script"
+                    f"{key} ({getattr(self, key)!r}) contains a line break or another control "
+                    "character. It must fit into one line of the batch script"
                 )
         for key in SCRIPT_WORDS:
             check_script_word(key, getattr(self, key))
@@ -168,7 +168,7 @@ def load_cluster(name: str, nodes: int | None = None) -> ClusterConfig:
         here = [file.stem for file in Path("configs/cluster").glob("*.yaml")]
         known = ", ".join(sorted({*here, *shipped_names("cluster")})) or "none"
         raise ConfigError(
-            f"--cluster {name}: there is no {path}; clusters in configs/cluster: {known}",
+            f"--cluster {name}: {path} does not exist. Clusters in configs/cluster: {known}",
         )
 
     tree = read_yaml(path)

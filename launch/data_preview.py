@@ -67,7 +67,7 @@ def print_preview(
 
 def _print_sample(number: int, sample: DataSample, codec: ChatCodec, console: Console) -> None:
     learned = int(np.count_nonzero(sample.loss_mask))
-    title = f"sample {number}: {sample.name}; {len(sample.token_ids)} tokens, {learned} learned"
+    title = f"sample {number}: {sample.name}; {len(sample.token_ids)} tokens, {learned} trained"
     _print_line(title, console, style="bold")
 
     if console.is_terminal:
@@ -135,7 +135,7 @@ def figures(preview: Preview) -> Iterator[str]:
         learned = sum(int(np.count_nonzero(sample.loss_mask)) for sample in preview.samples)
         tokens = int(lengths.sum())
         yield (
-            f"  {tokens:,} tokens, {learned:,} learned ({learned / tokens:.0%}); per sample "
+            f"  {tokens:,} tokens, {learned:,} trained ({learned / tokens:.0%}); per sample "
             f"{np.median(lengths):,.0f} in the median, {lengths.max():,} at most"
         )
         yield from histogram(lengths)

@@ -86,7 +86,7 @@ def run_check(name: str, check: Callable[[], Finding]) -> Check:
             name,
             Status.MISSING,
             detail,
-            "run make setup; if it stays, delete .venv (make clean-venv)",
+            "run make setup; if the error remains, delete .venv (make clean-venv) and repeat",
         )
     return Check(name, finding.status, finding.detail, finding.advice)
 
@@ -181,7 +181,7 @@ def check_sglang() -> Finding:
         if done.returncode == 0:
             return Finding(Status.OK, f"{done.stdout.strip()} in {python}")
 
-    advice = f"RL on GPUs samples with it: gptoss doctor --install-engine {ENGINE}"
+    advice = f"RL on GPUs needs it: gptoss doctor --install-engine {ENGINE}"
     return Finding(Status.LIMITED, f"none in {ENGINE}", advice)
 
 
@@ -267,7 +267,7 @@ def check_disk() -> Finding:
         return Finding(
             Status.LIMITED,
             detail,
-            f"{MIN_FREE_DISK} GB are advisable; delete old runs under runs/",
+            f"{MIN_FREE_DISK} GB are recommended; delete old runs under runs/",
         )
     return Finding(Status.OK, detail)
 

@@ -91,7 +91,7 @@ def install_engine(directory: Path, say: Say = print, pinned: Path = PINNED) -> 
     with _only_one(directory) as lock:
         done = _noted(directory, pinned)
         if COMPLETE in done:
-            say(f"{directory} is complete")
+            say(f"{directory}: already complete")
             return python
 
         missing = [requirement for requirement in requirements if requirement.pin not in done]
@@ -152,24 +152,27 @@ def unsuitable(machine: Machine, share: float = 1.0) -> str:
     """
     if (machine.system, machine.architecture) != ("Linux", "x86_64"):
         return (
-            f"this is {machine.system} {machine.architecture}; the pinned versions were resolved "
-            "for Linux x86_64: install SGLang 0.5.17 by hand (docs/installing.md)"
+            f"this machine is {machine.system} {machine.architecture}, but the pinned versions are "
+            "for Linux x86_64. Install SGLang 0.5.17 by hand (docs/installing.md)"
         )
     if machine.glibc is None or machine.glibc < GLIBC:
         found = "none" if machine.glibc is None else ".".join(map(str, machine.glibc))
         wanted = ".".join(map(str, GLIBC))
         return (
-            f"SGLang's wheels need glibc {wanted} or later, this system has {found}: use the "
+            f"SGLang's wheels need glibc {wanted} or later, but this system has {found}. Use the "
             "image of the Dockerfile, or Debian 12, Ubuntu 22.04 or later"
         )
     if machine.python != (3, 12):
-        return f"this is Python {machine.python[0]}.{machine.python[1]}; the versions are for 3.12"
+        found = f"{machine.python[0]}.{machine.python[1]}"
+        return (
+            f"the pinned versions are for Python 3.12, but this is Python {found}. Use Python 3.12"
+        )
 
     needed = DISK_BYTES * share
     if machine.free_bytes < needed:
         return (
-            f"SGLang needs {needed / 1e9:.0f} GB more on this disk, {machine.free_bytes / 1e9:.0f} "
-            "GB are free: give another directory, or make room"
+            f"SGLang needs {needed / 1e9:.0f} GB more on this disk, but "
+            f"{machine.free_bytes / 1e9:.0f} GB are free. Use another directory, or delete files"
         )
     return ""
 
@@ -179,10 +182,11 @@ def check_directory(directory: Path) -> None:
     if not directory.exists():
         return
     if not directory.is_dir():
-        raise InstallError(f"{directory} is a file; give a directory for the environment")
+        raise InstallError(f"{directory}: is a file. Give a directory for the environment")
     if any(directory.iterdir()) and not (directory / NOTES).exists():
         raise InstallError(
-            f"{directory} is not empty and no environment of this command; give another one"
+            f"{directory}: not empty, and not an environment of this command. Give another "
+            "directory"
         )
 
 
@@ -199,7 +203,7 @@ def _only_one(directory: Path) -> Iterator[int]:
             fcntl.flock(notes, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InstallError(
-                f"another process is installing into {directory}; wait for it"
+                f"{directory}: another process is installing there. Wait until it has finished"
             ) from None
         yield notes.fileno()
 
@@ -243,7 +247,7 @@ def _make_environment(directory: Path, pinned: Path) -> None:
 
     # Use the base interpreter: with the trainer's environment, its packages would be visible.
     base = getattr(sys, "_base_executable", sys.executable)
-    _run([base, "-m", "venv", str(directory)], "the environment could not be made")
+    _run([base, "-m", "venv", str(directory)], "the environment could not be created")
 
 
 def _install(
@@ -253,7 +257,7 @@ def _install(
     began = time.monotonic()
     done = total - len(missing)
     if done:
-        say(f"{done} of {total} packages are there already")
+        say(f"{done} of {total} packages are already installed")
 
     portion_file = directory / "portion.txt"
     for start in range(0, len(missing), PORTION):
@@ -269,7 +273,7 @@ def _install(
         pip = [str(directory / "bin" / "python"), "-m", "pip", "install"]
         _run(
             [*pip, *quiet, *options, "-r", str(portion_file)],
-            f"pip could not install {names}; the same command goes on from here",
+            f"pip could not install {names}. Repeat the command to continue",
             keep_open=(lock,),
         )
         _note(directory, [requirement.pin for requirement in portion])
@@ -282,7 +286,10 @@ def _compile(python: Path, say: Say) -> None:
     Users without write permission would otherwise compile at every start.
     """
     say("compiling to byte code")
-    program = "import compileall, site; compileall.compile_dir(site.getsitepackages()[0], quiet=2, workers=0)"
+    program = (
+        "import compileall, site; "
+        "compileall.compile_dir(site.getsitepackages()[0], quiet=2, workers=0)"
+    )
     # Errors are ignored, because packages have templates that are not valid Python.
     subprocess.run([str(python), "-c", program], capture_output=True, check=False)
 

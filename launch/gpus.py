@@ -43,7 +43,9 @@ def gpu_named(name: str) -> Gpu:
         ConfigError: for an unknown name.
     """
     if name.lower() not in KNOWN_GPUS:
-        raise ConfigError(f"--gpu {name}: the plan knows {', '.join(KNOWN_GPUS)}; or give --gpu-gb")
+        raise ConfigError(
+            f"--gpu {name}: unknown GPU. Use one of {', '.join(KNOWN_GPUS)}, or --gpu-gb"
+        )
     return KNOWN_GPUS[name.lower()]
 
 
@@ -93,7 +95,7 @@ def planned_hardware(
     """
     for option, size in (("--gpu-gb", gigabytes), ("--host-gb", host_gigabytes)):
         if size is not None and not 0 < size < math.inf:
-            raise ConfigError(f"{option} {size:g}: give a size above 0, in GB")
+            raise ConfigError(f"{option} {size:g}: must be a finite size above 0, in GB")
 
     if gigabytes is not None:
         return Hardware(gigabytes, host_gigabytes=host_gigabytes)

@@ -90,7 +90,7 @@ class HeadNode(NodeProgram):
         decide_requeue(outcome, earlier_outcomes(self.attempt), self.cluster.retries)
         if outcome.requeue and self.cluster.kind == "local":
             outcome.requeue = False
-            outcome.why = "launch it again to go on"
+            outcome.why = "launch it again to continue"
         self.attempt.write_outcome(outcome)
         return outcome
 

@@ -1,5 +1,5 @@
-# Runs in the batch script, outside any container, before the nodes' programs start. The head node writes what is to
-# happen after an attempt into a file; only here are Slurm's commands certain to exist.
+# Runs in the batch script, outside of any container, before the node programs start. The head node writes its decision
+# about another attempt to a file. Slurm's commands are only certain to exist here.
 export GPTOSS_ATTEMPT=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
 export GPTOSS_NODES=$(scontrol show hostnames "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}" | paste -sd,)
 if [ -n "${SLURM_JOB_NODELIST_HET_GROUP_1:-}" ]; then

@@ -87,7 +87,7 @@ def find_launch(name: str) -> Launch:
     if name not in launches:
         known = ", ".join(launches) or "none"
         raise ConfigError(
-            f"no run called {name!r} was launched from here; known: {known}. "
+            f"no run named {name!r} was launched from this machine (known: {known}). "
             "`gptoss launch CONFIG name=NAME` starts one"
         )
     return launches[name]
@@ -121,7 +121,7 @@ def run_shell(login: str | None, script: str, timeout: float = 60) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise ClusterError(f"{where} did not answer within {timeout:g} s") from None
+        raise ClusterError(f"{where} did not respond within {timeout:g} s") from None
     if result.returncode:
         reason = result.stderr.strip() or f"exit status {result.returncode}"
         raise ClusterError(f"{where}: {reason}")
@@ -216,7 +216,7 @@ def _slurm_state(launch: Launch, queue: list[str], accounting: list[str]) -> tup
         number, state, elapsed, end = accounting[0].split("|")
         return state, f"job {number}, ran {elapsed}, ended {end}"
 
-    return "UNKNOWN", f"Slurm knows no job called gptoss.{launch.name}"
+    return "UNKNOWN", f"Slurm has no job named gptoss.{launch.name}"
 
 
 def _parse_attempt(title: str, lines: list[str]) -> AttemptStatus:
@@ -248,7 +248,7 @@ def _state_and_step(launch: Launch) -> str:
     try:
         status = query(launch)
     except ClusterError:
-        return f"{launch.login or 'this machine'} does not answer"
+        return f"{launch.login or 'this machine'} does not respond"
     return f"{status.state} step {status.step}/{launch.steps}"
 
 
@@ -332,12 +332,12 @@ def cancel(launch: Launch) -> str:
         # Same signal as from Slurm: the node program lets the driver save, and exits after it.
         os.kill(int(launch.job), signal.SIGTERM)
     else:
-        return f"{launch.name} has ended already; its checkpoints stay"
+        return f"{launch.name} has already ended. Its checkpoints are kept"
 
     _note_cancelled(launch)
     return (
-        f"{launch.name}: cancelled; it saves and ends, "
-        f"`gptoss launch status {launch.name}` says when it has"
+        f"{launch.name}: cancelled. It saves a checkpoint and ends; "
+        f"`gptoss launch status {launch.name}` shows its state"
     )
 
 

@@ -70,12 +70,12 @@ def check_node(
     # More GPUs than requested are allowed, because not every cluster hides the others.
     if len(gpus) < cluster.gpus_per_node:
         check.problems.append(
-            f"{len(gpus)} GPUs visible, cluster.gpus_per_node is {cluster.gpus_per_node}",
+            f"{len(gpus)} GPUs visible, but cluster.gpus_per_node is {cluster.gpus_per_node}",
         )
     for gpu in gpus:
         used = memory_bytes(gpu["memory.used"])
         if used is not None and used > IDLE_BYTES:
-            check.problems.append(f"GPU {gpu['index']} holds {used >> 20} MiB of another job")
+            check.problems.append(f"GPU {gpu['index']}: another job uses {used >> 20} MiB")
 
     # Join distinct values: one different GPU makes the node differ from the others.
     for fact, field_name in GPU_FACTS.items():
@@ -90,7 +90,8 @@ def full_disks(cluster: ClusterConfig) -> list[str]:
         free = shutil.disk_usage(path).free / 1e9
         if free < cluster.min_free_disk:
             problems.append(
-                f"{free:.1f} GB free in {path}, cluster.min_free_disk is {cluster.min_free_disk:g}",
+                f"{free:.1f} GB free in {path}, but cluster.min_free_disk is "
+                f"{cluster.min_free_disk:g}",
             )
     return problems
 
@@ -111,7 +112,7 @@ def busy_ports(cluster: ClusterConfig) -> list[str]:
                 busy.append(str(port))
     if not busy:
         return []
-    return [f"port {', '.join(busy)} is in use, cluster.ray_port is {cluster.ray_port}"]
+    return [f"port {', '.join(busy)} is in use, but cluster.ray_port is {cluster.ray_port}"]
 
 
 def find_outlier_nodes(reports: Mapping[str, dict[str, Any]]) -> dict[str, str]:
@@ -128,7 +129,9 @@ def find_outlier_nodes(reports: Mapping[str, dict[str, Any]]) -> dict[str, str]:
         usual = Counter(values.values()).most_common(1)[0][0]
         for node, value in values.items():
             if value != usual:
-                differences.setdefault(node, []).append(f"{fact} is {value}, elsewhere {usual}")
+                differences.setdefault(node, []).append(
+                    f"{fact} is {value}, on other nodes {usual}"
+                )
     return {node: "; ".join(sorted(how)) for node, how in differences.items()}
 
 
@@ -149,6 +152,7 @@ def find_slow_nodes(
             # None: one GPU per node has no bandwidth within, a single node has no neighbor.
             if value is not None and value < minimum:
                 slow[node] = (
-                    f"all-reduce {where} nodes at {value:.2f} GB/s, cluster.min_bandwidth is {minimum:g}"
+                    f"all-reduce {where} nodes at {value:.2f} GB/s, but cluster.min_bandwidth is "
+                    f"{minimum:g}"
                 )
     return slow

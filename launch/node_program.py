@@ -275,7 +275,7 @@ class NodeProgram:
 
     def _request_stop(self, number: int, frame: FrameType | None) -> None:
         # os.write instead of print, because a signal may interrupt another print.
-        os.write(1, f"asked to stop by {signal.Signals(number).name}\n".encode())
+        os.write(1, f"stop requested by {signal.Signals(number).name}\n".encode())
         self.stop_requested = True
 
     def _clean_up(self) -> None:

@@ -67,7 +67,7 @@ def place(
     """
     if cluster.rollout_nodes and rollout is None:
         raise ConfigError(
-            "cluster.rollout_nodes: supervised fine-tuning has no rollouts; set it to 0",
+            "cluster.rollout_nodes: supervised fine-tuning has no rollouts. Set it to 0",
         )
 
     gpus = cluster.gpus_per_node
@@ -87,7 +87,8 @@ def place(
     idle = [plan.name for plan in plans if not plan.resources()]
     if idle:
         raise ConfigError(
-            f"nothing would run on {', '.join(idle)}: lower cluster.nodes or raise parallel.world_size",
+            f"cluster.nodes: {', '.join(idle)} would be idle. Lower it, or raise "
+            "parallel.world_size",
         )
     return plans
 
@@ -101,7 +102,8 @@ def _place_ranks(
     if gpus and ranks > cluster.nodes * gpus:
         offered = f"({cluster.nodes} x {gpus}) offers {cluster.nodes * gpus}"
         raise ConfigError(
-            f"parallel.world_size ({ranks}) needs {ranks} GPUs, cluster.nodes x gpus_per_node {offered}",
+            f"parallel.world_size ({ranks}) needs {ranks} GPUs, but cluster.nodes x gpus_per_node "
+            f"{offered}",
         )
 
     per_node = _ranks_per_node(parallel, cluster)
@@ -143,8 +145,8 @@ def _place_servers(
         if cluster.gpus_per_node and roomiest.free_gpus < servers.gpus_each:
             demand = f"{servers.key} ({servers.count} of {servers.gpus_each} GPUs)"
             raise ConfigError(
-                f"{demand}: no node has as many left for server {server} beside the "
-                f"{parallel.world_size} trainer ranks; raise cluster.nodes or "
+                f"{demand}: no node has enough free GPUs for server {server}, with "
+                f"{parallel.world_size} trainer ranks. Raise cluster.nodes or "
                 "cluster.rollout_nodes, or set rollout.engine.colocated"
             )
         used = roomiest.gpus - roomiest.free_gpus
@@ -186,9 +188,7 @@ def describe_placement(
             roles.append(f"{len(plan.workers) * sandbox.workers} sandbox processes")
         lines.append(f"  {plan.name:10}  {'; '.join(roles)}")
     if any(plan.gpus for plan in plans):
-        lines.append(
-            "  Ray may give out GPUs of ranks, and of servers of their own, in another order."
-        )
+        lines.append("  Ray may assign GPUs to ranks and to separate servers in another order.")
     return "\n".join(lines)
 
 

@@ -103,12 +103,12 @@ def speed_notes(hardware: Hardware, made_for: float | None) -> list[str]:
     notes = []
     if MEASURED_GPU not in hardware.gpu:
         notes.append(
-            f"times are those of {MEASURED_GPU}s, whose rates were measured; memory is that of the GPU "
-            f"planned for ({hardware.gpu}, {hardware.gigabytes:g} GB)"
+            f"times are for {MEASURED_GPU} GPUs, whose rates were measured; memory is for the "
+            f"planned GPU ({hardware.gpu}, {hardware.gigabytes:g} GB)"
         )
     if made_for is not None and made_for != hardware.gigabytes:
         notes.append(
-            f"the configuration is made for GPUs of {made_for:g} GB (parallel.gpu_memory): with "
+            f"the configuration is for GPUs of {made_for:g} GB (parallel.gpu_memory): with "
             f"{hardware.gigabytes:g} GB another layout may be faster"
         )
     return notes
@@ -128,9 +128,10 @@ def step_plan(inputs: MemoryInputs, gigabytes: float, sequences: int | None = No
     parts = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items() if value >= 0.005)
     return "\n".join(
         [
-            f"an update at the rates of {MEASURED_GPU}s, of {configured.episodes} sequences of "
-            f"{inputs.longest_sequence} tokens, the longest that are allowed ({configured.tokens} tokens in "
-            f"{configured.micro_batches} micro-batches per data-parallel rank): {configured} ({parts})",
+            f"an update at {MEASURED_GPU} rates with {configured.episodes} sequences of the "
+            f"maximum {inputs.longest_sequence} tokens ({configured.tokens} tokens in "
+            f"{configured.micro_batches} micro-batches per data-parallel rank): {configured} "
+            f"({parts})",
             *_layout_lines(inputs, configured, gigabytes),
         ]
     )
@@ -148,7 +149,7 @@ def _layout_lines(
             accounts.append((inputs.parallel, account))
     gpus = inputs.parallel.world_size
     if not accounts:
-        return [f"no layout of the trainer's {gpus} GPUs fits, so none is compared"]
+        return [f"no layout of the trainer's {gpus} GPUs fits"]
 
     # Layouts round up to full micro-batches differently, so compare tokens per second.
     fitting = [
@@ -158,7 +159,7 @@ def _layout_lines(
     fitting.sort(key=lambda entry: -entry[0].tokens_per_second)
     fastest = fitting[0][0].tokens_per_second
 
-    lines = [f"the fastest layouts of the trainer's {gpus} GPUs that fit, as predicted:"]
+    lines = [f"predicted fastest layouts of the trainer's {gpus} GPUs that fit:"]
     for place, (update, layout, account) in enumerate(fitting):
         is_configured = layout == inputs.parallel
         if place >= LAYOUTS_SHOWN and not is_configured:
@@ -185,16 +186,18 @@ def attention_plan(inputs: MemoryInputs, dtype: str) -> str:
     """
     parallel = inputs.parallel
     if parallel.context == 1:
-        return "context parallelism: none (parallel.context is 1); every rank attends to whole rows by itself"
+        return "context parallelism: none (parallel.context is 1); every rank computes whole rows"
 
     layout = _padded_layout(inputs)
     sequences = len(layout.offsets) - 1
     lines = [
-        f"context parallelism over {parallel.context} ranks: {inputs.tokens} tokens in {sequences} sequences, "
-        f"{layout.tokens_per_rank} tokens per rank, {max(layout.shared)} of them of sequences that ranks share",
+        f"context parallelism over {parallel.context} ranks: {inputs.tokens} tokens in {sequences} "
+        f"sequences, {layout.tokens_per_rank} tokens per rank, {max(layout.shared)} of them in "
+        "shared sequences",
         f"one layer, forward and backward, at {H200.bandwidth / 1e9:g} GB/s and "
         f"{H200.rate / 1e12:g} TFLOP/s:",
-        f"  {'layers':22}{'scheme':12}{'sent MB':>10}{'communication ms':>18}{'computation ms':>16}{'together ms':>13}",
+        f"  {'layers':22}{'scheme':12}{'sent MB':>10}{'communication ms':>18}{'computation ms':>16}"
+        f"{'total ms':>13}",
     ]
     lines += _scheme_lines(inputs, dtype, layout, kind="full_attention")
     lines += _scheme_lines(inputs, dtype, layout, kind="sliding_attention")
@@ -235,7 +238,7 @@ def _scheme_lines(inputs: MemoryInputs, dtype: str, layout: ContextLayout, kind:
     for cost in costs:
         line = f"  {model.layer_types.count(kind):3} {kind:18}{_cost_columns(cost)}"
         if cost.scheme == chosen:
-            line += "  <- taken"
+            line += "  <- used"
             if configured != "auto":
                 line += " (set)"
         lines.append(line)

@@ -65,7 +65,7 @@ def check_before_queue(settings: JobSettings, cluster: ClusterConfig) -> None:
         if not answers["sbatch"]:
             where = cluster.login or "this machine"
             raise ConfigError(
-                f"preflight: cluster.login: there is no sbatch on {where}; name a login node, or kind: local"
+                f"preflight: cluster.login: {where} has no sbatch. Set a login node, or kind: local"
             )
         # The section also has sinfo's error messages, which are not partitions.
         lines = [line for line in answers["partitions"] if line.count("|") == 7]
@@ -131,13 +131,14 @@ def _file_problems(
         free = int(answers["free"][0]) / 1e6 if answers["free"] else 0.0
         if free < cluster.min_free_disk:
             problems.append(
-                f"cluster.shared_dir: {free:.0f} GB are free there, min_free_disk is {cluster.min_free_disk:g}"
+                f"cluster.shared_dir: {free:.0f} GB free there, but min_free_disk is "
+                f"{cluster.min_free_disk:g}"
             )
 
     if cluster.container is None and not answers["python"]:
         problems.append(
-            f"cluster.python: there is no {cluster.python} there. `make setup` in a checkout on the cluster makes "
-            "CHECKOUT/.venv/bin/python"
+            f"cluster.python: {cluster.python} does not exist there. `make setup` in a checkout on "
+            "the cluster creates CHECKOUT/.venv/bin/python"
         )
     return problems
 
@@ -148,9 +149,9 @@ def _engine_problems(settings: JobSettings, cluster: ClusterConfig, answers: Ans
     if python is None or cluster.container is not None:
         return []
     key = settings.engine_key(cluster)
-    remedy = "`gptoss doctor --install-engine DIR` there makes DIR/bin/python"
+    remedy = "`gptoss doctor --install-engine DIR` there creates DIR/bin/python"
     if answers["engine"] == ["missing"]:
-        return [f"{key}: there is no {python} there. {remedy}"]
+        return [f"{key}: {python} does not exist there. {remedy}"]
     if answers["engine"] != ["ready"]:
         return [f"{key}: {python} there has no SGLang. {remedy}"]
     return []
@@ -171,7 +172,8 @@ def slurm_problems(
     problems = _account_problems(cluster, answers.get("accounts", []))
     if cluster.container and answers.get("pyxis") == ["0"]:
         problems.append(
-            "cluster.container: srun has no --container-image here (pyxis is not installed); use python",
+            "cluster.container: srun has no --container-image, because pyxis is not installed. Use "
+            "python",
         )
     problems += _partition_problems(cluster, partitions)
     return problems
@@ -195,10 +197,12 @@ def _account_problems(cluster: ClusterConfig, lines: list[str]) -> list[str]:
     problems = []
     if cluster.account and accounts and cluster.account not in accounts:
         known = ", ".join(sorted(accounts))
-        problems.append(f"cluster.account: {cluster.account!r} is not one of yours: {known}")
+        problems.append(
+            f"cluster.account: {cluster.account!r} is not one of your accounts: {known}"
+        )
     if cluster.qos and accounts and cluster.qos not in qualities:
         known = ", ".join(sorted(qualities)) or "none"
-        problems.append(f"cluster.qos: {cluster.qos!r} is not one of yours: {known}")
+        problems.append(f"cluster.qos: {cluster.qos!r} is not one of your qualities: {known}")
     return problems
 
 
@@ -208,8 +212,10 @@ def _partition_problems(cluster: ClusterConfig, partitions: list[Partition]) -> 
     if cluster.partition is not None:
         fitting = [partition for partition in partitions if partition.name == cluster.partition]
     if not any(partition.up for partition in fitting):
-        state = f"{cluster.partition} is down" if fitting else f"there is no {cluster.partition!r}"
-        return [f"cluster.partition: {state}; the cluster offers {_list_partitions(partitions)}"]
+        state = (
+            f"{cluster.partition} is down" if fitting else f"{cluster.partition!r} does not exist"
+        )
+        return [f"cluster.partition: {state}. The cluster offers {_list_partitions(partitions)}"]
 
     # Each check narrows the choice, because one partition must satisfy all fields. The message
     # lists the partitions that satisfied all earlier checks.
@@ -221,14 +227,14 @@ def _partition_problems(cluster: ClusterConfig, partitions: list[Partition]) -> 
             if field == "constraint":
                 offer += f" with features {fitting[0].features}"
             return [
-                f"cluster.{field}: {value} is more or other than there is: {offer}",
+                f"cluster.{field}: {value} is not available. The cluster offers {offer}",
             ]
         fitting = remaining
 
     # Nodes of different kinds in one partition are several lines of sinfo.
     nodes = cluster.nodes + cluster.rollout_nodes
     if nodes > sum(partition.nodes for partition in fitting):
-        return [f"cluster.nodes: {nodes} wanted, there are {_list_partitions(fitting)}"]
+        return [f"cluster.nodes: {nodes} requested, available: {_list_partitions(fitting)}"]
     return []
 
 
@@ -332,7 +338,7 @@ def _ask_slurm(cluster: ClusterConfig) -> list[str]:
         return []
 
     # Find the field in Slurm's message. Only ``exclude`` has node names.
-    message = answer.splitlines()[-1] if answer else "no answer"
+    message = answer.splitlines()[-1] if answer else "no response"
     words = message.lower().replace("node name", "exclude")
     field = next((field for field in SBATCH_FIELDS if field in words), "partition")
     if field == "exclude":

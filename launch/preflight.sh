@@ -1,5 +1,5 @@
-# What preflight asks of the machine that submits. Set before it: SHARED, PYTHON, ENGINE_PYTHON
-# (empty where there is none to look for), and the paths that must exist as $1, ...
+# Checks of the submitting machine for preflight.py. Set before: SHARED, PYTHON, ENGINE_PYTHON
+# (empty: not checked), and the paths that must exist as $1, ...
 show() { echo "@$1"; shift; timeout 20 "$@" 2>&1; }
 slurm=$(command -v sbatch)
 echo "@sbatch"; echo "$slurm"

@@ -21,7 +21,7 @@ class HeadAddress:
     host: str
     """Address at which other nodes reach the head node."""
     dashboard: str
-    """URL of Ray's dashboard, or "is switched off"."""
+    """URL of Ray's dashboard, or "off"."""
     port: int
     """Port of Ray's GCS."""
     dashboard_port: int
@@ -39,7 +39,7 @@ class HeadAddress:
 
         host = ray_address(cluster)
         dashboard_port = port_at(3)
-        dashboard = "is switched off"
+        dashboard = "off"
         if cluster.dashboard:
             dashboard = f"http://{host}:{dashboard_port}"
         return cls(

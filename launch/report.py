@@ -140,8 +140,8 @@ def build_report(run_dir: Path | str) -> Path:
     run = RunDirectory(Path(run_dir))
     if not run.config.exists() and not run.metrics.exists():
         raise RunDirectoryError(
-            f"{run.path} holds no run: neither config.yaml nor metrics.jsonl is there. "
-            f"`gptoss rl CONFIG name={run.path.name}` makes one"
+            f"{run.path}: not a run, because config.yaml and metrics.jsonl are missing. "
+            f"`gptoss rl CONFIG name={run.path.name}` starts one"
         )
 
     # Any of these files may be missing at the beginning of a run.
@@ -181,7 +181,7 @@ def _read_json_if_present(path: Path) -> dict[str, Any]:
 def describe_progress(records: Records, finished: bool) -> str:
     """Return the subtitle of the page: number of steps and their time."""
     if not records:
-        return "no step has ended yet"
+        return "no step is complete"
 
     # Evaluations have records, too, but no step time.
     _, seconds = metric_curve(records, Name.STEP_SECONDS)

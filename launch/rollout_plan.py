@@ -162,40 +162,43 @@ def run_ahead_plan(
     """
     engine = rollout.engine
     if not isinstance(engine, SglangConfig):
-        return f"rollouts: nothing is predicted for engines of type {engine.type}"
+        return f"rollouts: no prediction for engines of type {engine.type}"
     prediction = predict_run_ahead(rollout, trainer, tool_seconds)
     episodes = rollout.tasks_per_step * rollout.samples_per_task
     longest = rollout.max_response_tokens
     lengths = (
-        f"{episodes} episodes of {MEAN_LENGTH * longest:.0f} sampled tokens on average (assumed: "
-        f"{MEAN_LENGTH:g} of the longest, {longest})"
+        f"{episodes} episodes of {MEAN_LENGTH * longest:.0f} sampled tokens on average "
+        f"(assumption: {MEAN_LENGTH:g} of the maximum, {longest})"
     )
     if engine.shares_trainer_gpus:
         seconds = prediction.step_seconds(0)
         return (
-            f"a step at the rates of {MEASURED_GPU}s, of {lengths}: {seconds:.1f} s, of which the update "
-            f"takes {prediction.training:.1f} s, {prediction.tokens_per_second(0):.0f} tokens/s/GPU; the engines share "
-            "the trainer's GPUs and take turns with it (algorithm.max_staleness 0)"
+            f"a step at {MEASURED_GPU} rates with {lengths}: {seconds:.1f} s, of which the update "
+            f"takes {prediction.training:.1f} s, {prediction.tokens_per_second(0):.0f} "
+            "tokens/s/GPU; engines and trainer share GPUs and alternate (algorithm.max_staleness 0)"
         )
 
     least = prediction.least_that_pays
     lines = [
-        f"a step at the rates of {MEASURED_GPU}s, of {lengths}, {tool_seconds:g} s per tool call: the engines are "
-        f"busy for {prediction.engines:.1f} s, the longest episode takes {prediction.longest_episode:.1f} s, the "
+        f"a step at {MEASURED_GPU} rates with {lengths} and {tool_seconds:g} s per tool call: "
+        f"engines {prediction.engines:.1f} s, longest episode {prediction.longest_episode:.1f} s, "
         f"update {prediction.training:.1f} s",
-        f"  {'max_staleness':>13}{'s/step':>10}{'times':>8}{'tokens/s/GPU':>14}"
+        f"  {'max_staleness':>13}{'s/step':>10}{'speedup':>8}{'tokens/s/GPU':>14}"
         f"{'trainer idle':>14}{'engines idle':>14}  bound by",
     ]
     in_turns = prediction.step_seconds(0)
     for staleness in STALENESS:
         seconds = prediction.step_seconds(staleness)
         line = (
-            f"  {staleness:13}{seconds:10.1f}{in_turns / seconds:8.2f}"
-            f"{prediction.tokens_per_second(staleness):14.0f}{prediction.trainer_idle(staleness):14.0%}"
-            f"{prediction.engines_idle(staleness):14.0%}  {prediction.bound(staleness)}"
+            "  "
+            f"{staleness:13}{seconds:10.1f}{in_turns / seconds:8.2f}"
+            f"{prediction.tokens_per_second(staleness):14.0f}"
+            f"{prediction.trainer_idle(staleness):14.0%}"
+            f"{prediction.engines_idle(staleness):14.0%} "
+            f" {prediction.bound(staleness)}"
         )
         if staleness == configured:
             line += "  <- configured"
         lines.append(line)
-    lines.append(f"  beyond max_staleness {least} tokens only grow older")
+    lines.append(f"  max_staleness above {least} does not make steps faster")
     return "\n".join(lines)

@@ -124,8 +124,8 @@ def _files_of_checkout() -> dict[str, Path]:
     secrets = sorted(name for name, file in untracked.items() if _looks_secret(name, file))
     for name in secrets:
         logger.warning(
-            "%s: looks like a key and is left out of the job's code. Have git ignore it, or add it "
-            "to git if the job needs it",
+            "%s: looks like a key and is left out of the job's code. Add it to .gitignore, or to "
+            "git if the job needs it",
             name,
         )
     return tracked | {name: untracked[name] for name in untracked if name not in secrets}
@@ -202,6 +202,6 @@ def _git(*arguments: str) -> str:
     if result.returncode:
         reason = result.stderr.strip()
         raise ConfigError(
-            f"a launch needs a git checkout to take its code from; in {PROJECT}: {reason}",
+            f"{PROJECT}: a launch copies its code from a git checkout, but git failed: {reason}",
         )
     return result.stdout

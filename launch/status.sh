@@ -1,4 +1,4 @@
-# What becomes of a run, as its cluster and its directory know it. Set before it: RUN_DIR, KIND, NAMES (of its jobs).
+# Prints the status of a run from its cluster and its directory. Set before: RUN_DIR, KIND, NAMES (of its jobs).
 cd "$RUN_DIR" 2>/dev/null || true
 echo '@queue'
 [ "$KIND" = slurm ] && timeout 20 squeue -h --me -n "$NAMES" -o '%i|%T|%M|%l|%D|%R'

@@ -79,8 +79,9 @@ def with_engine_python[Config: RunConfig](
         return type(config).model_validate(values)
     if cluster.kind == "slurm" and named == sys.executable:
         raise ConfigError(
-            "cluster.engine_python: null, and the run's SGLang servers need an interpreter of their own. "
-            "On the cluster, `gptoss doctor --install-engine DIR` makes it; write DIR/bin/python here"
+            "cluster.engine_python: null, but the run's SGLang servers need a separate "
+            "interpreter. Run `gptoss doctor --install-engine DIR` on the cluster and set this key "
+            "to DIR/bin/python"
         )
     return config
 
@@ -136,7 +137,7 @@ def describe_launch(config: RunConfig, cluster: ClusterConfig) -> str:
     if cluster.kind == "local" and not cluster.gpus_per_node and config.dtype == "bfloat16":
         needed = _gpus_needed(settings)
         cluster = cluster.model_copy(update={"gpus_per_node": needed})
-        notes = [f"  This machine shows no GPU; the run needs {needed}."]
+        notes = [f"  This machine has no GPU. The run needs {needed}."]
     plans = place(settings.parallel, settings.rollout, cluster)
     placement = [describe_placement(plans, config.rollout, config.sandbox), *notes]
     sections = {
@@ -185,7 +186,7 @@ def _describe_requirements(settings: JobSettings, cluster: ClusterConfig) -> str
     if settings.engine_python is not None:
         key = settings.engine_key(cluster)
         if settings.engine_python == cluster.python:
-            key += ": the trainer's own, which cannot have SGLang"
+            key += ": the trainer's interpreter, which cannot have SGLang"
         lines.append(("engine", settings.engine_python, key))
     lines += [("file", str(path), key) for key, path in settings.paths]
     return "\n".join(f"  {what:8} {path}  ({key})" for what, path, key in lines)
@@ -247,8 +248,8 @@ def _check_name_is_free(name: str) -> None:
             continue
         status = query(launch)
         if status.state in ACTIVE:
-            advice = f"`gptoss launch cancel {name}` ends it, name=... starts another"
-            raise ConfigError(f"{name} is {status.state} ({status.detail}); {advice}")
+            advice = f"`gptoss launch cancel {name}` ends it, name=... starts another run"
+            raise ConfigError(f"{name} is {status.state} ({status.detail}). {advice}")
 
 
 def _submit_to_slurm(settings: JobSettings, cluster: ClusterConfig, stamp: str) -> str:

@@ -40,7 +40,7 @@ ConfigFile = Annotated[
     Path,
     Argument(
         metavar="CONFIG",
-        help="A YAML file, such as configs/rl/tiny_retool.yaml, or the name of a shipped one.",
+        help="YAML file, such as configs/rl/tiny_retool.yaml, or name of a shipped configuration.",
         autocompletion=complete_config,
     ),
 ]
@@ -49,7 +49,7 @@ Overrides = Annotated[
     list[str] | None,
     Argument(
         metavar="[KEY=VALUE]...",
-        help="Replace values of the file: optimizer.lr=1e-6.",
+        help="Replace values of the file, such as optimizer.lr=1e-6.",
         autocompletion=complete_override,
     ),
 ]
@@ -57,15 +57,15 @@ Resume = Annotated[
     bool,
     Option(
         "--resume",
-        help="Continue the run from its newest checkpoint, with what CONFIG now says.",
+        help="Continue the run from its newest checkpoint, with the current CONFIG.",
     ),
 ]
 ResumeOrNew = Annotated[
     bool,
-    Option("--resume-or-new", help="Continue the run if there is one, else begin it."),
+    Option("--resume-or-new", help="Continue the run if it exists, else start it."),
 ]
 Overwrite = Annotated[
     bool,
-    Option("--overwrite", help="Delete an earlier run of the same name first."),
+    Option("--overwrite", help="First delete an existing run of the same name."),
 ]
-OfSft = Annotated[bool, Option("--sft", help="CONFIG is one of `gptoss sft`.")]
+OfSft = Annotated[bool, Option("--sft", help="Read CONFIG as a configuration of `gptoss sft`.")]

@@ -12,16 +12,19 @@ from launch.cli.groups import GroupWithDefault
 certificate = typer.Typer(
     cls=GroupWithDefault,
     no_args_is_help=True,
-    help="gptoss certify SUBJECT: does a trainer or an engine compute GPT-OSS? "
+    help="gptoss certify SUBJECT: check that a trainer or an engine computes GPT-OSS. "
     "Options: gptoss certify run --help.",
 )
 WeightsSize = Annotated[
     Literal["tiny", "small", "gpu"],
-    Option(help="tiny: for tests. small: GPT-OSS's window and lengths. gpu: widths for kernels."),
+    Option(
+        help="tiny: for tests. small: window and lengths of GPT-OSS. gpu: widths that GPU kernels "
+        "need."
+    ),
 ]
 StoredPrecision = Annotated[
     Literal["fp32", "bf16"],
-    Option("--precision", help="In which weights are made, and the subject computes."),
+    Option("--precision", help="Precision of the weights and of the subject."),
 ]
 
 
@@ -37,27 +40,29 @@ def certify_run(
     weights: Annotated[
         Path | None,
         Option(
-            help="What `gptoss certify prepare` wrote, or a Hugging Face directory. Without it "
-            "weights are made; a server was started with those that are meant.",
+            help="Output of `gptoss certify prepare`, or a Hugging Face directory. Required for "
+            "servers, which must have been started with these weights. Default: new weights.",
         ),
     ] = None,
     size: WeightsSize = "small",
     precision: StoredPrecision = "fp32",
     deterministic: Annotated[
         bool,
-        Option("--deterministic", help="The server claims equal bits: anything else fails."),
+        Option("--deterministic", help="Fail unless the server's results are bitwise equal."),
     ] = False,
     only: Annotated[
         list[str] | None,
-        Option(help="A check to run, by name; may be given several times. Agreement always runs."),
+        Option(help="Name of a check to run. Repeatable. The check of agreement always runs."),
     ] = None,
     out: Annotated[
         Path,
-        Option(help="Where certificate.txt, certificate.json and certificate.html go."),
+        Option(help="Directory for certificate.txt, certificate.json and certificate.html."),
     ] = Path("certificate"),
 ) -> None:
-    """Check everything that GPT-OSS's implementations get wrong, and name what is wrong. Exit code
-    1 if a check fails."""
+    """Check for all known mistakes of GPT-OSS implementations, and name those found.
+
+    Exit code 1 if a check fails.
+    """
     from rl_loop.certify.run import CertifyOptions, certify, check_subject_name
 
     check_subject_name(subject, has_weights=weights is not None)
@@ -85,11 +90,11 @@ def certify_run(
 
 @certificate.command("prepare")
 def certify_prepare(
-    directory: Annotated[Path, Argument(help="Gets first/ and second/, two models.")],
+    directory: Annotated[Path, Argument(help="Directory for two models, first/ and second/.")],
     size: WeightsSize = "small",
     precision: StoredPrecision = "fp32",
 ) -> None:
-    """Make the weights of a certificate: for a server that has to be started with them."""
+    """Create the weights of a certificate, for a server that must be started with them."""
     from rl_loop.certify.model import FIRST, prepare
 
     prepare(directory, size, precision)

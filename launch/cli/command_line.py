@@ -31,7 +31,12 @@ def print_version(wanted: bool) -> None:
 def options_of_all_commands(
     version: Annotated[
         bool,
-        Option("--version", callback=print_version, is_eager=True, help="Print it, and end."),
+        Option(
+            "--version",
+            callback=print_version,
+            is_eager=True,
+            help="Print the version and exit.",
+        ),
     ] = False,
 ) -> None:
     pass

@@ -15,7 +15,7 @@ from launch.cli.groups import UnbrokenHelp
 convert = typer.Typer(
     cls=UnbrokenHelp,
     no_args_is_help=True,
-    help="Hugging Face <-> Megatron checkpoints, without a GPU.",
+    help="Convert between Hugging Face and Megatron checkpoints, without a GPU.",
 )
 Precision = Literal["bf16", "fp32", "mxfp4"]
 TrainingPrecision = Literal["bf16", "fp32"]
@@ -23,7 +23,8 @@ CheckOption = Annotated[
     Literal["sample", "all"],
     Option(
         "--check",
-        help="What is read back and compared: experts of one layer and all that is no expert, or all.",
+        help="Scope of the comparison after writing. sample: everything but experts, and the "
+        "experts of one layer. all: everything.",
     ),
 ]
 
@@ -33,16 +34,16 @@ def convert_import(
     hf_dir: Annotated[
         Path,
         Argument(
-            help="A model as safetensors: bf16 or fp32, of GPT-OSS also MXFP4 or OpenAI's original."
+            help="Model in safetensors: bf16 or fp32; for GPT-OSS also MXFP4 or OpenAI's format."
         ),
     ],
     megatron_dir: Annotated[
         Path,
-        Argument(help="The torch_dist checkpoint to write; must not exist."),
+        Argument(help="torch_dist checkpoint to write; must not exist."),
     ],
     check: CheckOption = "sample",
 ) -> None:
-    """Hugging Face -> Megatron torch_dist, loadable at any parallel layout."""
+    """Convert Hugging Face weights to a torch_dist checkpoint, for any parallel layout."""
     if is_megatron(hf_dir):
         refuse_direction(hf_dir, "a Megatron checkpoint", "export", megatron_dir)
     from converters.torch_dist import import_checkpoint
@@ -63,17 +64,17 @@ def convert_import(
 def convert_export(
     megatron_dir: Annotated[
         Path,
-        Argument(help="A torch_dist checkpoint: imported, or a step of a run."),
+        Argument(help="torch_dist checkpoint: imported, or a step of a run."),
     ],
-    hf_dir: Annotated[Path, Argument(help="The Hugging Face directory to write; must not exist.")],
+    hf_dir: Annotated[Path, Argument(help="Hugging Face directory to write; must not exist.")],
     precision: Annotated[Precision, Option("--format", help="Precision of the weights.")] = "bf16",
     reference: Annotated[
         Path | None,
-        Option(help="The original: tokenizer, settings, scales of MXFP4."),
+        Option(help="Original model, source of tokenizer, settings and MXFP4 scales."),
     ] = None,
     check: CheckOption = "sample",
 ) -> None:
-    """Megatron torch_dist -> Hugging Face safetensors."""
+    """Convert a torch_dist checkpoint to Hugging Face safetensors."""
     if (megatron_dir / "config.json").exists() and not (megatron_dir / "metadata.json").exists():
         refuse_direction(megatron_dir, "a Hugging Face directory", "import", hf_dir)
     from converters.torch_dist import export_checkpoint
@@ -93,7 +94,7 @@ def convert_export(
     print(report.read_back)
     _warn_without_tokenizer(
         hf_dir,
-        "--reference takes them from a Hugging Face directory that has them, such as the export of the run",
+        "--reference copies them from a Hugging Face directory, such as the export of the run",
     )
     print(hf_dir)
 
@@ -102,15 +103,15 @@ def convert_export(
 def convert_export_adapter(
     megatron_dir: Annotated[
         Path,
-        Argument(help="A torch_dist checkpoint of adapters: a step of a run that trains them."),
+        Argument(help="torch_dist checkpoint of adapters: a step of a run that trains them."),
     ],
-    peft_dir: Annotated[Path, Argument(help="The PEFT directory to write; must not exist.")],
+    peft_dir: Annotated[Path, Argument(help="PEFT directory to write; must not exist.")],
     base: Annotated[
         str | None,
-        Option(help="Hugging Face name or directory of the base, for whoever loads the adapter."),
+        Option(help="Hugging Face name or directory of the base, for users of the adapter."),
     ] = None,
 ) -> None:
-    """Adapters of a checkpoint -> PEFT's adapter_config.json and safetensors."""
+    """Convert the adapters of a checkpoint to PEFT's adapter_config.json and safetensors."""
     from converters.adapter_checkpoint import export_adapter
 
     export_adapter(megatron_dir, peft_dir, base)
@@ -121,22 +122,22 @@ def convert_export_adapter(
 def convert_import_adapter(
     peft_dir: Annotated[
         Path,
-        Argument(help="An adapter in PEFT's format: adapter_config.json and safetensors."),
+        Argument(help="Adapter in PEFT's format: adapter_config.json and safetensors."),
     ],
     megatron_dir: Annotated[
         Path,
-        Argument(help="The torch_dist checkpoint of adapters to write; must not exist."),
+        Argument(help="torch_dist checkpoint of adapters to write; must not exist."),
     ],
     base: Annotated[
         Path,
-        Option(help="The model that the adapter changes: GPT-OSS as safetensors."),
+        Option(help="Base model of the adapter: GPT-OSS in safetensors."),
     ],
     precision: Annotated[
         TrainingPrecision,
-        Option("--format", help="Precision in which a training will hold the base."),
+        Option("--format", help="Precision of the base in the training."),
     ] = "bf16",
 ) -> None:
-    """PEFT's adapter_config.json and safetensors -> a checkpoint of adapters that knows its base."""
+    """Convert an adapter in PEFT's format to a checkpoint of adapters with a digest of its base."""
     from converters.adapter_checkpoint import import_adapter
 
     with bytes_bars("base  ") as [progress]:
@@ -148,23 +149,26 @@ def convert_import_adapter(
 
 @convert.command("merge")
 def convert_merge(
-    hf_dir: Annotated[Path, Argument(help="The base: GPT-OSS as safetensors.")],
+    hf_dir: Annotated[Path, Argument(help="Base model: GPT-OSS in safetensors.")],
     adapter_dir: Annotated[
         Path,
-        Argument(help="A torch_dist checkpoint of adapters, or an adapter in PEFT's format."),
+        Argument(help="torch_dist checkpoint of adapters, or an adapter in PEFT's format."),
     ],
-    merged_dir: Annotated[Path, Argument(help="The directory to write; must not exist.")],
+    merged_dir: Annotated[Path, Argument(help="Directory to write; must not exist.")],
     precision: Annotated[
         Precision,
         Option(
             "--format",
-            help="Precision of the training, and of what is written. mxfp4: of a training in bf16, "
-            "whose merged experts are quantized.",
+            help="Precision of the training and of the result. mxfp4: for a training in bf16, with "
+            "quantized experts in the result.",
         ),
     ] = "bf16",
 ) -> None:
-    """Hugging Face safetensors + adapters -> the merged model: in bf16 or fp32 bit for bit what was
-    trained, in mxfp4 with the loss that is printed."""
+    """Merge adapters into Hugging Face weights.
+
+    The result in bf16 or fp32 equals the trained weights bit for bit. For mxfp4 the quantization
+    loss is printed.
+    """
     from converters.merge_adapter import merge_adapter
 
     with bytes_bars("merge", "check ") as (progress, checked):
@@ -177,17 +181,19 @@ def convert_merge(
             check_progress=checked,
         )
     print(report)
-    _warn_without_tokenizer(merged_dir, "BASE has none; copy them there from the released model")
+    _warn_without_tokenizer(merged_dir, "BASE has none. Copy them from the released model")
     print(merged_dir)
 
 
 @convert.command("verify")
 def convert_verify(
-    hf_dir: Annotated[Path, Argument(help="The Hugging Face directory.")],
-    megatron_dir: Annotated[Path, Argument(help="The torch_dist checkpoint.")],
+    hf_dir: Annotated[Path, Argument(help="Hugging Face directory.")],
+    megatron_dir: Annotated[Path, Argument(help="torch_dist checkpoint.")],
 ) -> None:
-    """Compare two checkpoints, given in any order: all tensors bit for bit, and the outputs of
-    every layer."""
+    """Compare all tensors bit for bit, and the outputs of every layer.
+
+    The two arguments may be given in any order.
+    """
     # Check before the slow imports. `convert export` takes the two in the other order.
     if is_megatron(hf_dir) and not is_megatron(megatron_dir):
         hf_dir, megatron_dir = megatron_dir, hf_dir
@@ -216,7 +222,7 @@ def refuse_direction(source: Path, kind: str, command: str, target: Path) -> NoR
     from converters.errors import ConversionError
 
     words = shlex.join(["gptoss", "convert", command, str(source), str(target)])
-    raise ConversionError(f"{source}: {kind}, which another command reads. Run `{words}`")
+    raise ConversionError(f"{source}: is {kind}, which another command reads. Run `{words}`")
 
 
 def _warn_without_tokenizer(directory: Path, remedy: str) -> None:

@@ -11,7 +11,7 @@ from launch.cli.groups import UnbrokenHelp
 data = typer.Typer(
     cls=UnbrokenHelp,
     no_args_is_help=True,
-    help="The conversations that `gptoss sft` learns.",
+    help="Inspect the conversations for `gptoss sft`.",
 )
 
 
@@ -21,16 +21,18 @@ def data_preview(
     overrides: Overrides = None,
     source: Annotated[
         str | None,
-        Option(help="One of data.sources; without it all."),
+        Option(help="Name of one of data.sources. Default: all."),
     ] = None,
-    samples: Annotated[int, Option(min=0, help="How many to show of each source.")] = 2,
+    samples: Annotated[int, Option(min=0, help="Number of samples to show per source.")] = 2,
     conversations: Annotated[
         int,
-        Option(min=1, help="How many to read of each source, for the figures."),
+        Option(min=1, help="Number of conversations to read per source, for the statistics."),
     ] = 1000,
 ) -> None:
-    """Samples token by token with what is learned of them, lengths, and what is refused and why.
-    Exit code 1 if all of a source is refused."""
+    """Show samples token by token with their loss mask, lengths, and rejected conversations.
+
+    Exit code 1 if all conversations of a source are rejected.
+    """
     from rich.console import Console
 
     from launch.data_preview import print_preview

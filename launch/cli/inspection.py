@@ -11,7 +11,7 @@ from launch.cli.arguments import ConfigFile, OfSft, Overrides
 
 
 def report(
-    run_dir: Annotated[Path, Argument(help="A run directory, such as runs/tiny_retool.")],
+    run_dir: Annotated[Path, Argument(help="Run directory, such as runs/tiny_retool.")],
 ) -> None:
     """Write report.html and curve.png of a finished or running run."""
     from launch.report import build_report
@@ -22,23 +22,25 @@ def report(
 def view(
     runs: Annotated[
         list[Path] | None,
-        Argument(metavar="[RUN]...", help="Run directories, or directories of them; else runs."),
+        Argument(
+            metavar="[RUN]...", help="Run directories, or directories of runs. Default: runs."
+        ),
     ] = None,
     host: Annotated[
         str,
         Option(help="Address to listen on."),
     ] = "127.0.0.1",
-    port: Annotated[int, Option(help="0 takes any that is free.")] = 8642,
+    port: Annotated[int, Option(help="Port to listen on; 0 for a free port.")] = 8642,
     token: Annotated[
         bool,
-        Option(help="Ask for the token of the printed address. Other hosts always need it."),
+        Option(help="Require the token in the printed address. Other hosts always require it."),
     ] = True,
 ) -> None:
-    """Show runs in a browser while they go on: curves, health, every episode token by token."""
+    """Show runs in a browser: curves, health checks, and every episode token by token."""
     from launch.viewer.server import open_server
 
     server = open_server(runs or [Path("runs")], host, port, token)
-    print(f"{server.address} (Ctrl-C ends it)", flush=True)
+    print(f"{server.address} (Ctrl-C stops)", flush=True)
     server.serve()
 
 
@@ -50,12 +52,13 @@ def plan(
         str | None,
         Option(
             "--gpu",
-            help="h100, h200 or b200. Default: this machine's, else parallel.gpu_memory, else h200.",
+            help="h100, h200 or b200. Default: this machine's GPU, else parallel.gpu_memory, else "
+            "h200.",
         ),
     ] = None,
     gpu_gb: Annotated[
         float | None,
-        Option("--gpu-gb", help="Whole memory of one GPU in GB (1e9 bytes), instead of --gpu."),
+        Option("--gpu-gb", help="Total memory of one GPU in GB (1e9 bytes), instead of --gpu."),
     ] = None,
     host_gb: Annotated[
         float | None,
@@ -69,7 +72,7 @@ def plan(
         Option(
             "--tool-seconds",
             min=0,
-            help="Seconds of a tool call, for the prediction of max_staleness.",
+            help="Duration of a tool call in seconds, for the prediction of max_staleness.",
         ),
     ] = 0.0,
 ) -> None:
@@ -105,10 +108,9 @@ def config(
     path: ConfigFile,
     overrides: Overrides = None,
     sft: OfSft = False,
-    changed: Annotated[bool, Option("--changed", help="Leave out what has its default.")] = False,
+    changed: Annotated[bool, Option("--changed", help="Leave out defaults.")] = False,
 ) -> None:
-    """Every value of a configuration as it will be, and where it is from: a file, the command line
-    or the default."""
+    """Print every value of a configuration, and its origin: file, command line or default."""
     from launch.config_view import config_lines
 
     for line in config_lines(path, "sft" if sft else "rl", overrides, changed_only=changed):
@@ -118,15 +120,18 @@ def config(
 def doctor(
     engine: Annotated[
         Path | None,
-        Option(metavar="CONFIG", help="Compare its engine and trainer instead."),
+        Option(metavar="CONFIG", help="Compare engine and trainer of this configuration instead."),
     ] = None,
     overrides: Overrides = None,
     install_engine: Annotated[
         Path | None,
-        Option(metavar="DIR", help="Install SGLang there instead, or finish what was begun."),
+        Option(
+            metavar="DIR",
+            help="Install SGLang in this directory instead, or complete an installation.",
+        ),
     ] = None,
 ) -> None:
-    """Check that this machine has everything a run needs, and say what to do where it does not."""
+    """Check that this machine has everything for a run, and print remedies for missing parts."""
     if install_engine is not None:
         from launch import engine_install
 

@@ -11,25 +11,27 @@ from launch.cli.groups import GroupWithDefault
 launch = typer.Typer(
     cls=GroupWithDefault,
     no_args_is_help=True,
-    help="gptoss launch CONFIG [KEY=VALUE]... [--cluster NAME]: start a run in the background, here or on Slurm. "
-    "Options: gptoss launch start --help.",
+    help="gptoss launch CONFIG [KEY=VALUE]... [--cluster NAME]: start a run in the background, on "
+    "this machine or on Slurm. Options: gptoss launch start --help.",
 )
-Name = Annotated[str, Argument(help="The name of the run: `name` of its configuration.")]
+Name = Annotated[str, Argument(help="Name of the run: `name` in its configuration.")]
 
 
 @launch.command("start")
 def launch_start(
     path: ConfigFile,
     overrides: Overrides = None,
-    cluster: Annotated[str, Option(help="A YAML file, or the name of a shipped one.")] = "local",
-    nodes: Annotated[int | None, Option(help="Replaces `nodes` of the cluster.")] = None,
+    cluster: Annotated[
+        str, Option(help="YAML file, or name of a shipped cluster configuration.")
+    ] = "local",
+    nodes: Annotated[int | None, Option(help="Replace `nodes` of the cluster.")] = None,
     sft: OfSft = False,
     dry_run: Annotated[
         bool,
-        Option("--dry-run", help="Print script, placement and plan; change nothing."),
+        Option("--dry-run", help="Print script, placement and plan without starting the run."),
     ] = False,
 ) -> None:
-    """Check the cluster, copy the code as it is now, and start the run. It resumes by itself."""
+    """Check the cluster, copy the current code and start the run, which resumes automatically."""
     from launch import submit
     from launch.cluster import load_cluster
     from rl_loop.config.load import load_run_config
@@ -50,7 +52,7 @@ def launch_start(
 
 @launch.command("list")
 def launch_list() -> None:
-    """Runs that were launched from this machine, with their states."""
+    """List the runs launched from this machine, with their states."""
     from launch.jobs import describe_launches
 
     for line in describe_launches():
@@ -59,7 +61,7 @@ def launch_list() -> None:
 
 @launch.command("status")
 def launch_status(name: Name) -> None:
-    """State, step, attempts and the first error of each."""
+    """Show state, step and attempts of a run, with the first error of each attempt."""
     from launch.jobs import describe_status, find_launch
 
     print(describe_status(find_launch(name)))
@@ -70,16 +72,16 @@ def launch_logs(
     name: Name,
     attempt: Annotated[
         str | None,
-        Option(help="As `status` names it; without it the newest."),
+        Option(help="Attempt, as named by `status`. Default: the newest."),
     ] = None,
     node: Annotated[
         str | None,
-        Option(help="The log of this node instead of the driver's."),
+        Option(help="Show the log of this node instead of the driver's."),
     ] = None,
-    lines: Annotated[int, Option(help="How many of the last lines.")] = 100,
-    follow: Annotated[bool, Option("--follow", help="Go on as lines are written.")] = False,
+    lines: Annotated[int, Option(help="Number of last lines to show.")] = 100,
+    follow: Annotated[bool, Option("--follow", help="Continue with new lines.")] = False,
 ) -> None:
-    """What the run said."""
+    """Show the log of a run."""
     from launch import jobs
 
     run = jobs.find_launch(name)
@@ -89,7 +91,7 @@ def launch_logs(
 
 @launch.command("cancel")
 def launch_cancel(name: Name) -> None:
-    """End a run and what is queued for it."""
+    """Cancel a run and its queued jobs."""
     from launch import jobs
 
     print(jobs.cancel(jobs.find_launch(name)))

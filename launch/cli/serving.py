@@ -18,39 +18,40 @@ def serve(
         Path,
         Argument(
             metavar="CONFIG_OR_CHECKPOINT",
-            help="A YAML file, the directory of a run, or a Hugging Face directory.",
+            help="YAML file, run directory, or Hugging Face directory.",
         ),
     ],
     overrides: Overrides = None,
     weights: Annotated[
         Path | None,
-        Option(help="A Hugging Face directory, Megatron checkpoint or run, instead of PATH's own."),
+        Option(help="Hugging Face directory, Megatron checkpoint or run with other weights."),
     ] = None,
     host: Annotated[
         str,
-        Option(
-            help="Address to listen on. Keys travel unencrypted: others than loopback need a proxy."
-        ),
+        Option(help="Address to listen on. Traffic is not encrypted: use a proxy for others."),
     ] = "127.0.0.1",
-    port: Annotated[int, Option(help="Port to listen on; 0 for any that is free.")] = 8000,
+    port: Annotated[int, Option(help="Port to listen on; 0 for a free port.")] = 8000,
     api_key_file: Annotated[
         Path | None,
         Option(
-            help="File with a key per line that clients may use, each with conversations of its "
-            "own. Only its owner may read it. Without it one key is made and printed."
+            help="File with one API key per line, readable by its owner only. Keys have separate "
+            "conversations. Default: create a key and print it."
         ),
     ] = None,
     name: Annotated[
         str | None,
-        Option(help="What the model is called in answers; else as its family is."),
+        Option(help="Model name in responses. Default: the model family."),
     ] = None,
     max_tokens: Annotated[
         int | None,
-        Option(min=1, help="Tokens of a conversation; else as many as the model has positions."),
+        Option(min=1, help="Maximum tokens of a conversation. Default: the model's positions."),
     ] = None,
     history: Annotated[
         Literal["append", "harmony"],
-        Option(help="Before a new turn of the user: every token so far, or what the format keeps."),
+        Option(
+            help="Context of a new user turn. append: all previous tokens. harmony: the history "
+            "that the format keeps."
+        ),
     ] = "harmony",
 ) -> None:
     """Serve a checkpoint over OpenAI's API: chat completions and responses."""
@@ -119,7 +120,8 @@ def read_keys(path: Path) -> tuple[str, ...]:
         raise ServeError(f"--api-key-file {path}: cannot be read ({error})") from None
     if mode & 0o077:
         raise ServeError(
-            f"--api-key-file {path}: other users can read it (mode {mode:04o}). Run chmod 600 {path}"
+            f"--api-key-file {path}: readable by other users (mode {mode:04o}). Run chmod 600 "
+            f"{path}"
         )
     keys = tuple(line.strip() for line in lines if line.strip())
     if not keys:

@@ -75,8 +75,7 @@ def sft(
     resume_or_new: ResumeOrNew = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Supervised fine-tuning on your conversations, or on demonstrations: the warm start of an RL
-    run."""
+    """Fine-tune on conversations or demonstrations, for example as warm start of an RL run."""
     from rl_loop.run import run_sft
 
     train(
@@ -97,8 +96,7 @@ def rl(
     resume_or_new: ResumeOrNew = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """On-policy reinforcement learning: episodes, update, weight sync, and an exported checkpoint
-    at the end."""
+    """Train with on-policy reinforcement learning, and export a checkpoint at the end."""
     from rl_loop.run import run_rl
 
     directory = train(
@@ -120,19 +118,18 @@ def evaluate(
     overrides: Overrides = None,
     weights: Annotated[
         Path | None,
-        Option(help="A Hugging Face directory; else the config's initial_weights."),
+        Option(help="Hugging Face directory. Default: initial_weights of CONFIG."),
     ] = None,
     output: Annotated[
         Path | None,
-        Option(help="JSONL of the episodes; else RUNS/NAME.evaluation.jsonl."),
+        Option(help="JSONL file for the episodes. Default: RUNS/NAME.evaluation.jsonl."),
     ] = None,
     baseline: Annotated[
         Path | None,
-        Option(help="Episodes of another evaluation to compare with."),
+        Option(help="JSONL file of another evaluation to compare with."),
     ] = None,
 ) -> None:
-    """avg@k, pass@k and maj@k with 95 % confidence intervals on the held-out tasks of CONFIG, by
-    category."""
+    """Evaluate on the held-out tasks of CONFIG: avg@k, pass@k and maj@k with 95% intervals."""
     from rl_loop.config.load import load_rl_config
 
     config = load_rl_config(path, overrides)

@@ -66,7 +66,7 @@ class EpisodeQuery:
         known = cls.__dataclass_fields__
         unknown = sorted(set(given) - set(known))
         if unknown:
-            raise QueryError(f"there is no filter {unknown[0]!r}; there are {', '.join(known)}")
+            raise QueryError(f"unknown filter {unknown[0]!r}. Filters: {', '.join(known)}")
 
         values: dict[str, Any] = {}
         for name, text in given.items():
@@ -75,11 +75,11 @@ class EpisodeQuery:
             values[name] = _parse(name, text, known[name].type)
         query = cls(**values)
         if query.sort not in SORTABLE:
-            raise QueryError(f"sort: {query.sort!r} is none of {', '.join(SORTABLE)}")
+            raise QueryError(f"sort: {query.sort!r} is not one of {', '.join(SORTABLE)}")
         if query.tools not in ("", "errors", "calls", "none"):
-            raise QueryError(f"tools: {query.tools!r} is none of errors, calls, none")
+            raise QueryError(f"tools: {query.tools!r} is not one of errors, calls, none")
         if query.offset < 0 or not 1 <= query.limit <= LONGEST_PAGE:
-            raise QueryError(f"offset from 0 and limit from 1 to {LONGEST_PAGE}")
+            raise QueryError(f"offset must be at least 0, and limit from 1 to {LONGEST_PAGE}")
         return query
 
 

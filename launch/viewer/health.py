@@ -78,7 +78,7 @@ def _ratio(records: Records, is_on_policy: bool) -> Finding | None:
         return Finding(
             "bad",
             "importance ratio",
-            f"it deviates from 1 by up to {max(deviations):.2g}, and the run is on-policy",
+            f"deviates from 1 by up to {max(deviations):.2g}, but the run is on-policy",
             name,
         )
     return Finding("good", "importance ratio", "exactly 1 in every step", name)
@@ -93,8 +93,8 @@ def _mismatch(records: Records) -> Finding | None:
     says = f"engine and trainer differ by {gaps[-1]:.2g} nats per token"
     if drift > 2:
         says += (
-            f", {drift:.1f} times what it was in the first {FIRST} steps: see docs/algorithms.md"
-            " on corrections"
+            f", {drift:.1f}x the value of the first {FIRST} steps. See docs/algorithms.md on "
+            "corrections"
         )
     level: Level = "good"
     if drift > 2:
@@ -114,7 +114,7 @@ def _gradient(records: Records) -> Finding | None:
         says = f"{skipped:.0f} updates of the last {RECENT} steps were skipped"
         return Finding("warning", "gradient", says, "skipped_updates")
     if usual > 0 and norms[-1] > 10 * usual:
-        says = f"its norm is {norms[-1]:.3g}, {norms[-1] / usual:.0f} times the usual {usual:.3g}"
+        says = f"norm {norms[-1]:.3g}, {norms[-1] / usual:.0f}x the usual {usual:.3g}"
         return Finding("warning", "gradient", says, Name.GRAD_NORM)
     return Finding("good", "gradient", f"norm {norms[-1]:.3g}, as usual", Name.GRAD_NORM)
 
@@ -127,10 +127,10 @@ def _entropy(records: Records) -> Finding | None:
     now = statistics.fmean(entropies[-FIRST:])
     says = f"{now:.3g} nats per token, {before:.3g} in the first {FIRST} steps"
     if before > 0 and now < 0.1 * before:
-        says += ": the policy hardly explores any more"
+        says += ". The policy explores very little"
         return Finding("warning", "entropy", says, Name.ENTROPY)
     if before > 0 and now > 3 * before:
-        says += ": the policy becomes random"
+        says += ". The policy becomes random"
         return Finding("warning", "entropy", says, Name.ENTROPY)
     return Finding("good", "entropy", says, Name.ENTROPY)
 
@@ -140,7 +140,7 @@ def _signal(records: Records) -> Finding | None:
     if not shares:
         return None
     mean = statistics.fmean(shares)
-    says = f"{mean:.0%} of the tasks of the last {len(shares)} steps had nothing to learn from"
+    says = f"{mean:.0%} of the tasks in the last {len(shares)} steps gave no learning signal"
     newest = next(record for record in reversed(records) if Name.GROUPS_WITHOUT_SIGNAL in record)
     measured = {name: value for name, value in newest.items() if value is not None}
     solves = measured.get(Name.ACCURACY, 0.0)
@@ -150,7 +150,7 @@ def _signal(records: Records) -> Finding | None:
         return Finding(level, "signal", says, Name.GROUPS_WITHOUT_SIGNAL)
     if mean > 0.8:
         tasks = "harder" if solves > 0.5 else "easier"
-        says += f": {tasks} tasks, or algorithm.dynamic_sampling_rounds, would help"
+        says += f". Use {tasks} tasks or algorithm.dynamic_sampling_rounds"
         return Finding("warning", "signal", says, Name.GROUPS_WITHOUT_SIGNAL)
     return Finding("good", "signal", says, Name.GROUPS_WITHOUT_SIGNAL)
 
@@ -167,8 +167,8 @@ def _infrastructure(records: Records) -> Finding | None:
     worst = max(lost, key=lambda name: lost[name])
     total = sum(lost.values())
     if total == 0:
-        return Finding("good", "infrastructure", "no episode was lost to it", worst)
-    says = f"{total:.1%} of the episodes were lost, most to {worst.removeprefix(prefix)}"
+        return Finding("good", "infrastructure", "no episode failed because of it", worst)
+    says = f"{total:.1%} of the episodes failed, most because of {worst.removeprefix(prefix)}"
     return Finding("bad" if total > 0.2 else "warning", "infrastructure", says, worst)
 
 
@@ -196,7 +196,7 @@ def _speed(records: Records) -> Finding | None:
     now = statistics.median(seconds[-5:])
     says = f"a step takes {now:.3g} s"
     if now > 2 * usual:
-        says += f", {now / usual:.1f} times the usual: compare the phases"
+        says += f", {now / usual:.1f}x the usual. Compare the phases of a step"
         return Finding("warning", "speed", says, Name.STEP_SECONDS)
     return Finding("good", "speed", says, Name.STEP_SECONDS)
 

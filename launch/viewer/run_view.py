@@ -35,7 +35,7 @@ def open_own_file(path: Path) -> BufferedReader:
             which could block.
     """
     if path.is_symlink():
-        raise OSError(f"{path} is a link; copy the file there")
+        raise OSError(f"{path} is a link. Copy the file there")
     # O_NOFOLLOW: the path may have become a link since the check. O_NONBLOCK: a pipe without a
     # writer would block.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -84,9 +84,11 @@ class Viewer:
     async def _secured(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         response: web.StreamResponse
         if self._loopback and not _names_loopback(request.host):
-            response = _error(403, "this server answers under localhost and 127.0.0.1 only")
+            response = _error(
+                403, "this server only accepts the host names localhost and 127.0.0.1"
+            )
         elif not self._is_known(request):
-            response = _error(403, "open the address that gptoss view printed: it has the token")
+            response = _error(403, "open the address printed by gptoss view, which has the token")
         else:
             response = await handler(request)
         response.headers.update(SECURITY_HEADERS)
@@ -163,7 +165,7 @@ class Viewer:
         if name not in self._runs:
             await asyncio.to_thread(self._find_runs)
         if name not in self._runs:
-            raise _NotFound("there is no run of that name")
+            raise _NotFound("no run has that name")
         return self._runs[name]
 
 
@@ -190,9 +192,9 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     except _NotFound as error:
         return _error(404, str(error))
     except web.HTTPNotFound:
-        return _error(404, "there is nothing here")
+        return _error(404, "no such page")
     except web.HTTPMethodNotAllowed:
-        return _error(405, "this server only reads")
+        return _error(405, "this server is read-only")
     except UserError as error:
         return _error(400, str(error))
 
@@ -226,7 +228,7 @@ async def _static_file(request: web.Request) -> web.Response:
 def _file(name: str) -> web.Response:
     """Return one of the package's files. ``name`` must be a file name without a path."""
     if name not in STATIC_FILES:
-        raise _NotFound("there is no such file")
+        raise _NotFound("no such file")
     suffix = Path(name).suffix
     response = web.Response(
         body=STATIC_FILES[name], content_type=CONTENT_TYPES[suffix], charset="utf-8"
@@ -261,7 +263,7 @@ def _whole_number(request: web.Request, name: str, default: int) -> int:
     try:
         return max(-1, int(text)) if text else default
     except ValueError:
-        raise UserError(f"{name}: {text!r} is no whole number") from None
+        raise UserError(f"{name}: {text!r} is not an integer") from None
 
 
 @dataclass(frozen=True)
@@ -299,14 +301,16 @@ def open_server(paths: list[Path], host: str, port: int, ask_for_token: bool) ->
     """
     missing = [path for path in paths if not path.is_dir()]
     if missing:
-        raise UserError(f"{missing[0]} is no directory; give run directories, or one that has them")
+        raise UserError(
+            f"{missing[0]} is not a directory. Give run directories, or a directory of runs"
+        )
 
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family)
     except OSError as error:
         reason = error.strerror or error
-        raise UserError(f"cannot listen on {host}:{port} ({reason}); try another --port") from None
+        raise UserError(f"cannot listen on {host}:{port} ({reason}). Try another --port") from None
 
     is_loopback = host in LOOPBACK
     token = None if is_loopback and not ask_for_token else secrets.token_urlsafe(24)

@@ -161,10 +161,10 @@ def test_a_local_launch_runs_in_the_background_and_goes_on_after_a_cancel(
 @pytest.mark.parametrize(
     ("changes", "cluster", "message"),
     [
-        ((), {"nodes": 1, "gpus_per_node": 8}, "servers (8 of 1 GPUs): no node has as many left for server 0"),
+        ((), {"nodes": 1, "gpus_per_node": 8}, "servers (8 of 1 GPUs): no node has enough free GPUs for server 0"),
         ((), {"nodes": 1, "rollout_nodes": 1, "gpus_per_node": 4}, "needs 8 GPUs, cluster.nodes x gpus_per_node"),
         (("rollout.engine.servers=9",), {"nodes": 1, "rollout_nodes": 1, "gpus_per_node": 8}, "for server 8 beside"),
-        ((), {"nodes": 12, "gpus_per_node": 8}, "nothing would run on trainer 9, trainer 10, trainer 11"),
+        ((), {"nodes": 12, "gpus_per_node": 8}, "cluster.nodes: trainer 9, trainer 10, trainer 11"),
     ],
 )  # fmt: skip
 def test_a_run_that_does_not_fit_names_the_keys(
@@ -236,7 +236,7 @@ FAILED, INTERRUPTED, BAD = Result.FAILED, Result.INTERRUPTED, Result.BAD_NODES
             [(FAILED, 0, 0)],
             (FAILED, 0, 0),
             False,
-            "two attempts in a row came no further than step 0",
+            "two attempts in a row did not get beyond step 0",
         ),
         ([(FAILED, 0, 5)], (FAILED, 5, 5), True, "goes on from step 5"),
         (
@@ -255,9 +255,9 @@ FAILED, INTERRUPTED, BAD = Result.FAILED, Result.INTERRUPTED, Result.BAD_NODES
             [(INTERRUPTED, i, i + 1) for i in range(9)],
             (INTERRUPTED, 9, 10),
             True,
-            "goes on from step 10",
+            "continues from step 10",
         ),
-        ([], (BAD, 0, 0), True, "the next attempt does without them"),
+        ([], (BAD, 0, 0), True, "the next attempt does not use them"),
         ([(BAD, 0, 0), (INTERRUPTED, 0, 4)], (BAD, 4, 4), False, "already replaced once"),
     ],
 )
@@ -328,7 +328,7 @@ def test_a_node_with_a_busy_or_missing_gpu_is_bad(
     fake_nvidia_smi(tmp_path, "H200, 570, 1980, 0, 40960", monkeypatch)
     problems = check_node(cluster_of_gpus(tmp_path, min_free_disk=1e9), SMALL_STORE).problems
     assert "1 GPUs visible, cluster.gpus_per_node is 2" in problems
-    assert "GPU 0 holds 40960 MiB of another job" in problems
+    assert "GPU 0: another job uses 40960 MiB" in problems
     assert any("cluster.min_free_disk is 1e+09" in problem for problem in problems)
 
 
@@ -360,7 +360,7 @@ def test_a_node_starts_ray_with_room_for_a_step(tmp_path: Path) -> None:
 def test_a_node_with_another_driver_or_clock_is_named() -> None:
     reports = {f"n{i}": {"facts": {"driver": "570", "SM clock": "1980"}} for i in range(4)}
     reports["n2"] = {"facts": {"driver": "550", "SM clock": "1980"}}
-    assert find_outlier_nodes(reports) == {"n2": "driver is 550, elsewhere 570"}
+    assert find_outlier_nodes(reports) == {"n2": "driver is 550, on other nodes 570"}
 
 
 def test_the_node_that_is_slow_with_both_neighbours_is_named() -> None:
@@ -488,7 +488,7 @@ def test_dry_run_on_one_node_has_plan_and_gpus(
     assert done.returncode == 0, done.stderr
     assert places in done.stdout
     assert "# memory plan\nfits" in done.stdout
-    assert "This machine shows no GPU; the run needs " in done.stdout
+    assert "This machine has no GPU. The run needs " in done.stdout
 
 
 def test_local_launch_offers_the_machine_s_gpus_to_ray(

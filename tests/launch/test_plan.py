@@ -46,7 +46,7 @@ def plan(*overrides: str) -> list[str]:
 
 
 def taken(lines: list[str]) -> list[list[str]]:
-    return [line.split() for line in lines if "<- taken" in line]
+    return [line.split() for line in lines if "<- used" in line]
 
 
 def test_it_names_a_scheme_for_each_kind_of_layer_and_what_it_sends() -> None:
@@ -389,9 +389,7 @@ def test_the_fastest_layouts_validate_too() -> None:
     ]
     path = CONFIGS / "untested/rl/gpt-oss-120b_8x8.yaml"
     config = load_config(path, RlConfig, changes)
-    rows = (
-        step_plan(config.memory_inputs, H200).partition("that fit, as predicted:\n")[2].splitlines()
-    )
+    rows = step_plan(config.memory_inputs, H200).partition("GPUs that fit:\n")[2].splitlines()
     assert rows
     for row in rows:
         layout = row.strip().partition(":")[0]

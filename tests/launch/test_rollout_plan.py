@@ -85,7 +85,8 @@ def test_engines_on_the_trainers_gpus_need_none_of_their_own() -> None:
     plan = plan_of(config)
     longest = config.rollout.max_response_tokens
     assert (
-        f"of 128 episodes of {longest / 2:.0f} sampled tokens on average (assumed: 0.5 of" in plan
+        f"with 128 episodes of {longest / 2:.0f} sampled tokens on average (assumption: 0.5 of"
+        in plan
     )
     assert f": {seconds:.1f} s, of which" in plan and speed in plan
 
@@ -113,6 +114,6 @@ def test_the_command_says_what_the_configured_lengths_and_tools_make_of_it() -> 
 
 def test_engines_that_take_turns_or_whose_speed_nobody_knows_have_no_prediction() -> None:
     colocated = load(CONFIGS / "rl/gpt-oss-20b-adapter_1x1.yaml")
-    assert "take turns with it (algorithm.max_staleness 0)" in plan_of(colocated)
+    assert "alternate (algorithm.max_staleness 0)" in plan_of(colocated)
     embedded = load(CONFIGS / "rl/tiny_retool.yaml")
-    assert plan_of(embedded) == ("rollouts: nothing is predicted for engines of type transformers")
+    assert plan_of(embedded) == ("rollouts: no prediction for engines of type transformers")

@@ -134,7 +134,7 @@ def test_node_program_starts_again_with_variables(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("bad", ["batch\n#SBATCH --uid=0", "batch\r", "a\x1bb"])
 def test_value_of_a_cluster_stays_in_its_line(key: str, bad: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"{key} .* has a line break"):
+    with pytest.raises(ConfigError, match=f"{key} .* contains a line break"):
         slurm_cluster(tmp_path, **{key: bad})
 
 
@@ -177,7 +177,7 @@ def test_directory_of_a_run_stays_one_word(slurm_command: ForkedCommand, tmp_pat
     slurm_cluster(tmp_path)
     done = dry_run(slurm_command, tmp_path, "output_dir=/shared/my runs")
     assert done.returncode != 0
-    assert "the directory of the run ('/shared/my runs/tiny_retool') has ' '" in done.stderr
+    assert "the directory of the run ('/shared/my runs/tiny_retool') contains ' '" in done.stderr
 
 
 def test_run_directory_is_private(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_keys_of_a_server_come_from_a_private_file(tmp_path: Path) -> None:
     file.chmod(0o600)
     assert read_keys(file) == ("one", "two")
     file.chmod(0o640)
-    with pytest.raises(ServeError, match=r"other users can read it \(mode 0640\)"):
+    with pytest.raises(ServeError, match=r"readable by other users \(mode 0640\)"):
         read_keys(file)
     file.chmod(0o600)
     file.write_text("\n")

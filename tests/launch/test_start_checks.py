@@ -401,7 +401,7 @@ def a_server_among_free_ports() -> Iterator[int]:
 def test_a_port_of_ray_that_is_taken_is_a_problem_of_the_node(tmp_path: Path) -> None:
     with a_server_among_free_ports() as port:
         cluster = ClusterConfig(kind="local", ray_port=port - 3)
-        assert busy_ports(cluster) == [f"port {port} is in use, cluster.ray_port is {port - 3}"]
+        assert busy_ports(cluster) == [f"port {port} is in use, but cluster.ray_port is {port - 3}"]
         cluster_file = write(
             tmp_path / "cluster.yaml",
             f"kind: local\nray_port: {port - 3}\nmin_free_disk: 0\n",

@@ -341,8 +341,8 @@ WRONG = [
     ({"constraint": "nvlink"}, "cluster.constraint: nvlink is more or other"),
     ({"exclude": "n99"}, "cluster.exclude: "),
     ({"shared_dir": "/etc/hostname/below"}, "cluster.shared_dir: "),
-    ({"python": "/nowhere/python"}, "cluster.python: there is no /nowhere/python"),
-    ({"min_free_disk": 1e9}, "GB are free there, min_free_disk is"),
+    ({"python": "/nowhere/python"}, "cluster.python: /nowhere/python does not exist"),
+    ({"min_free_disk": 1e9}, "GB free there, but min_free_disk is"),
     (
         {"container": {"image": "/nowhere/image.sqsh"}},
         "cluster.container.image: /nowhere/image.sqsh does not exist",

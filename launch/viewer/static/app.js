@@ -83,7 +83,7 @@ function navigate() {
     fill(
       app.main,
       element("h1", {}, "No runs yet"),
-      element("p.soft", {}, "They appear here as soon as one begins."),
+      element("p.soft", {}, "Runs appear here when they start."),
     );
     view = null;
     return;
@@ -103,7 +103,7 @@ async function poll() {
     else await view.update?.();
   } catch (error) {
     connection.textContent =
-      error instanceof TypeError ? "the server does not answer" : error.message;
+      error instanceof TypeError ? "the server does not respond" : error.message;
   } finally {
     setTimeout(poll, POLL_MILLISECONDS);
   }

@@ -32,23 +32,23 @@ export const COLOURINGS = {
   mask: ["Mask", "sampled by the policy", (episode) => episode.loss_mask.map((on) => (on ? 0.6 : null))],
   advantage: [
     "Advantage",
-    "green: made more likely, red: less likely",
+    "green: trained to be more likely, red: less likely",
     (episode) => exists(episode.advantages) && ofSampled(episode, episode.advantages),
   ],
   logprob: [
     "Log-prob",
-    "the darker, the less likely the engine found the token",
+    "dark: a low probability in the engine",
     (episode) => ofSampled(episode, episode.rollout_log_probs),
   ],
   gap: [
     "Engine-trainer gap",
-    "green: the trainer finds it likelier than the engine did, red: less likely",
+    "green: more likely in the trainer than in the engine, red: less likely",
     gaps,
   ],
-  version: ["Weight version", "the stronger, the newer the weights that sampled it", versions],
+  version: ["Weight version", "strong: sampled by new weights", versions],
   entropy: [
     "Entropy",
-    "the stronger, the less certain the policy was",
+    "strong: an uncertain policy",
     (episode) => exists(episode.entropy) && ofSampled(episode, episode.entropy),
   ],
 };

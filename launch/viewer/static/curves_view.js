@@ -58,7 +58,7 @@ export class CurvesView {
     this.to = element("input", { type: "number", min: 0, placeholder: "last", onchange: () => this.typeZoom() });
     this.search = element("input", {
       type: "search",
-      placeholder: "all metrics by name",
+      placeholder: "filter metrics by name",
       oninput: (event) => {
         this.wanted = event.target.value.trim().toLowerCase();
         this.draw();
@@ -170,7 +170,7 @@ export class CurvesView {
     return element(
       `p.finding.${finding.level}`,
       {},
-      element("b", {}, `${finding.level === "bad" ? "Failed" : "Look"}: ${finding.check}. `),
+      element("b", {}, `${finding.level === "bad" ? "Failed" : "Warning"}: ${finding.check}. `),
       finding.says,
     );
   }

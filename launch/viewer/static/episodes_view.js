@@ -93,7 +93,7 @@ export class EpisodesView {
   /** Say why there is no table. */
   showNone() {
     const why =
-      "No episode is recorded. Supervised runs have none; a run of gptoss rl records them after its first step, unless tracking.episodes is 0.";
+      "No episodes are recorded. gptoss rl records episodes after its first step, unless tracking.episodes is 0. Supervised runs have no episodes.";
     this.isEmpty = true;
     fill(
       this.app.main,

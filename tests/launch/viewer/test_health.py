@@ -47,16 +47,16 @@ def test_a_healthy_run_passes_every_check() -> None:
     [
         ("numbers are finite", {"grad_norm": None}, "bad", "NaN or infinity in grad_norm"),
         ("importance ratio", {"ratio/deviation_max": 0.01}, "bad", "by up to 0.01"),
-        ("engine and trainer", {"mismatch/drift": 3.0}, "warning", "3.0 times"),
-        ("engine and trainer", {"mismatch/drift": 9.0}, "bad", "9.0 times"),
+        ("engine and trainer", {"mismatch/drift": 3.0}, "warning", "3.0x"),
+        ("engine and trainer", {"mismatch/drift": 9.0}, "bad", "9.0x"),
         ("gradient", {"skipped_updates": 1.0}, "warning", "10 updates"),
-        ("gradient", {"grad_norm": 40.0}, "warning", "100 times the usual 0.4"),
-        ("entropy", {"entropy": 0.01}, "warning", "hardly explores"),
+        ("gradient", {"grad_norm": 40.0}, "warning", "100x the usual 0.4"),
+        ("entropy", {"entropy": 0.01}, "warning", "explores very little"),
         ("entropy", {"entropy": 9.0}, "warning", "random"),
         ("signal", {"rollout/groups_without_signal": 1.0}, "bad", "100% of the tasks"),
         ("signal", {"rollout/groups_without_signal": 0.9}, "warning", "90% of the tasks"),
-        ("infrastructure", {"rollout/invalid/sandbox": 0.05}, "warning", "most to sandbox"),
-        ("infrastructure", {"rollout/invalid/engine": 0.5}, "bad", "most to engine"),
+        ("infrastructure", {"rollout/invalid/sandbox": 0.05}, "warning", "most because of sandbox"),
+        ("infrastructure", {"rollout/invalid/engine": 0.5}, "bad", "most because of engine"),
         (
             "infrastructure",
             {"rollout/invalid/sandbox": 0.1, "rollout/invalid/sandbox/server_hung": 0.1},
@@ -64,7 +64,7 @@ def test_a_healthy_run_passes_every_check() -> None:
             "10.0% of the episodes",
         ),
         ("endings", {"finish/length": 0.8}, "warning", "most at length"),
-        ("speed", {"seconds/step": 50.0}, "warning", "5.0 times the usual"),
+        ("speed", {"seconds/step": 50.0}, "warning", "5.0x the usual"),
     ],
 )
 def test_what_is_wrong_is_said(check: str, last: dict[str, Any], level: str, says: str) -> None:

@@ -204,13 +204,13 @@ def test_rows_without_a_value_are_sorted_last(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("query", "message"),
     [
-        ("colour=red", "there is no filter 'colour'"),
+        ("colour=red", "unknown filter 'colour'"),
         ("limit=many", "limit: 'many' is not a number"),
         ("reward_from=nan", "reward_from: 'nan' is not a number"),
         ("limit=501", "limit from 1 to 500"),
-        ("offset=-1", "offset from 0"),
-        ("sort=turns", "sort: 'turns' is none of"),
-        ("tools=some", "tools: 'some' is none of"),
+        ("offset=-1", "offset must be"),
+        ("sort=turns", "sort: 'turns' is not one of"),
+        ("tools=some", "tools: 'some' is not one of"),
         ("descending=maybe", "descending: 'maybe' is neither"),
     ],
 )
@@ -381,7 +381,7 @@ def test_other_addresses_need_a_token_unasked(runs: Path) -> None:
 
 
 def test_mistakes_are_said_before_anything_starts(runs: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is no directory"):
+    with pytest.raises(UserError, match="is not a directory"):
         open_server([tmp_path / "missing"], "127.0.0.1", 0, False)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

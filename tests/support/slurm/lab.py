@@ -148,7 +148,7 @@ class Lab:
     def notices(self, run: RunDirectory) -> list[str]:
         """Return the head nodes' messages about Slurm's signals, of all attempts."""
         logs = [log.read_text() for log in run.path.glob("attempts/*/n1.log")]
-        return [line for log in logs for line in log.splitlines() if "asked to stop" in line]
+        return [line for log in logs for line in log.splitlines() if "stop requested" in line]
 
     def queue(self) -> str:
         return self.cluster.run("squeue", "-h", "-o", "%i %j %T %N %R", check=False)
