@@ -21,7 +21,7 @@ from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory, write_hf_directory, written_shapes
 from converters.hf_layouts import is_expert_matrix
 from converters.mapping import NamedParts, ParameterMapping
-from converters.model_extras import read_extras
+from converters.model_extras import ModelExtras, read_extras
 from converters.mxfp4_export import quantize
 from converters.names import parameter_mappings, stack_experts
 from converters.pipeline import Progress, ordered_map
@@ -78,20 +78,7 @@ def merge_adapter(
     # Rejects widths that do not fit MXFP4 blocks before anything is written.
     written_shapes(source.config, quantized)
     adapters = open_adapters(adapter_dir, source)
-    extras = read_extras(hf_dir)
-    merged_before = extras.config.get(MERGED_KEY) or []
-    if not isinstance(merged_before, list):
-        raise ConversionError(
-            f"{hf_dir}: {MERGED_KEY} in config.json is {merged_before!r}, expected a list of "
-            "digests. Remove the key if no adapter was merged"
-        )
-    identity = adapters_digest(adapters)
-    if identity in merged_before:
-        raise ConversionError(
-            f"{adapter_dir}: is already merged into {hf_dir} ({MERGED_KEY} in its config.json). "
-            "Merge it into the base on which it was trained"
-        )
-    extras = replace(extras, config={**extras.config, MERGED_KEY: [*merged_before, identity]})
+    extras = _add_to_merged(read_extras(hf_dir), adapters, hf_dir)
     merger = _Merger(
         source,
         adapters,
@@ -115,6 +102,33 @@ def merge_adapter(
             check=check,
         )
     return report
+
+
+def _add_to_merged(extras: ModelExtras, adapters: Adapters, hf_dir: Path) -> ModelExtras:
+    """Add the adapter's digest to the list of merged adapters in config.json.
+
+    Args:
+        extras: extras of the base.
+        adapters: adapter to merge.
+        hf_dir: directory of the base, for errors.
+
+    Raises:
+        ConversionError: if the adapter is already in the list, or the list is invalid.
+    """
+    merged_before = extras.config.get(MERGED_KEY) or []
+    if not isinstance(merged_before, list):
+        raise ConversionError(
+            f"{hf_dir}: {MERGED_KEY} in config.json is {merged_before!r}, expected a list of "
+            "digests. Remove the key if no adapter was merged"
+        )
+
+    identity = adapters_digest(adapters)
+    if identity in merged_before:
+        raise ConversionError(
+            f"{adapters.path}: is already merged into {hf_dir} ({MERGED_KEY} in its config.json). "
+            "Merge it into the base on which it was trained"
+        )
+    return replace(extras, config={**extras.config, MERGED_KEY: [*merged_before, identity]})
 
 
 @dataclass(frozen=True)
