@@ -169,27 +169,36 @@ def describe_placement(
     """Return the placement as text, one line per node, with GPU indices within the node."""
     lines = []
     for plan in plans:
-        roles = []
-        if plan.ranks:
-            ranks = _numbered("rank", plan.ranks)
-            if plan.gpus:
-                ranks += f" on {_numbered('GPU', plan.rank_gpus)}"
-            roles.append(ranks)
-        if plan.servers:
-            servers = rollout.engine.server_processes
-            assert servers is not None
-            places = [
-                f"{number} on {_numbered('GPU', gpus)}" if plan.gpus and gpus else f"{number}"
-                for number, gpus in zip(plan.servers, plan.server_gpus, strict=True)
-            ]
-            roles.append(f"{servers.name} {', '.join(places)}")
-        if plan.workers:
-            roles.append(f"rollout workers {', '.join(map(str, plan.workers))}")
-            roles.append(f"{len(plan.workers) * sandbox.workers} sandbox processes")
+        roles = _describe_roles(plan, rollout, sandbox)
         lines.append(f"  {plan.name:10}  {'; '.join(roles)}")
+
     if any(plan.gpus for plan in plans):
         lines.append("  Ray may assign GPUs to ranks and to separate servers in another order.")
     return "\n".join(lines)
+
+
+def _describe_roles(plan: NodePlan, rollout: RolloutConfig, sandbox: SandboxConfig) -> list[str]:
+    """Return texts for the ranks, servers, workers and sandboxes of one node."""
+    roles = []
+    if plan.ranks:
+        ranks = _numbered("rank", plan.ranks)
+        if plan.gpus:
+            ranks += f" on {_numbered('GPU', plan.rank_gpus)}"
+        roles.append(ranks)
+
+    if plan.servers:
+        servers = rollout.engine.server_processes
+        assert servers is not None
+        places = []
+        for number, gpus in zip(plan.servers, plan.server_gpus, strict=True):
+            has_gpus = plan.gpus > 0 and bool(gpus)
+            places.append(f"{number} on {_numbered('GPU', gpus)}" if has_gpus else f"{number}")
+        roles.append(f"{servers.name} {', '.join(places)}")
+
+    if plan.workers:
+        roles.append(f"rollout workers {', '.join(map(str, plan.workers))}")
+        roles.append(f"{len(plan.workers) * sandbox.workers} sandbox processes")
+    return roles
 
 
 def _numbered(what: str, numbers: list[int]) -> str:

@@ -13,46 +13,53 @@ from launch.cli.arguments import Overrides
 logger = logging.getLogger(__name__)
 
 
+Source = Annotated[
+    Path,
+    Argument(
+        metavar="CONFIG_OR_CHECKPOINT",
+        help="YAML file, run directory, or Hugging Face directory.",
+    ),
+]
+Weights = Annotated[
+    Path | None,
+    Option(help="Hugging Face directory, Megatron checkpoint or run with other weights."),
+]
+Host = Annotated[
+    str,
+    Option(help="Address to listen on. Addresses other than loopback need a proxy with TLS."),
+]
+Port = Annotated[int, Option(help="Port to listen on; 0 for a free port.")]
+ApiKeyFile = Annotated[
+    Path | None,
+    Option(
+        help="File with one API key per line, readable by its owner only. Keys have separate "
+        "conversations. Default: create a key and print it."
+    ),
+]
+Name = Annotated[str | None, Option(help="Model name in responses. Default: the model family.")]
+MaxTokens = Annotated[
+    int | None,
+    Option(min=1, help="Maximum tokens of a conversation. Default: the model's positions."),
+]
+History = Annotated[
+    Literal["append", "harmony"],
+    Option(
+        help="Context of a new user turn. append: all previous tokens. harmony: the history "
+        "that the format keeps."
+    ),
+]
+
+
 def serve(
-    path: Annotated[
-        Path,
-        Argument(
-            metavar="CONFIG_OR_CHECKPOINT",
-            help="YAML file, run directory, or Hugging Face directory.",
-        ),
-    ],
+    path: Source,
     overrides: Overrides = None,
-    weights: Annotated[
-        Path | None,
-        Option(help="Hugging Face directory, Megatron checkpoint or run with other weights."),
-    ] = None,
-    host: Annotated[
-        str,
-        Option(help="Address to listen on. Traffic is not encrypted: use a proxy for others."),
-    ] = "127.0.0.1",
-    port: Annotated[int, Option(help="Port to listen on; 0 for a free port.")] = 8000,
-    api_key_file: Annotated[
-        Path | None,
-        Option(
-            help="File with one API key per line, readable by its owner only. Keys have separate "
-            "conversations. Default: create a key and print it."
-        ),
-    ] = None,
-    name: Annotated[
-        str | None,
-        Option(help="Model name in responses. Default: the model family."),
-    ] = None,
-    max_tokens: Annotated[
-        int | None,
-        Option(min=1, help="Maximum tokens of a conversation. Default: the model's positions."),
-    ] = None,
-    history: Annotated[
-        Literal["append", "harmony"],
-        Option(
-            help="Context of a new user turn. append: all previous tokens. harmony: the history "
-            "that the format keeps."
-        ),
-    ] = "harmony",
+    weights: Weights = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    api_key_file: ApiKeyFile = None,
+    name: Name = None,
+    max_tokens: MaxTokens = None,
+    history: History = "harmony",
 ) -> None:
     """Serve a checkpoint over OpenAI's API: chat completions and responses."""
     from rl_loop.config.load import load_served_config

@@ -84,26 +84,43 @@ class EpisodeQuery:
 
 
 def _parse(name: str, text: str, kind: Any) -> Any:
+    """Parse a parameter of a request by the type of its field.
+
+    Args:
+        name: parameter, for errors.
+        text: its value in the request.
+        kind: type of the field in EpisodeQuery.
+
+    Raises:
+        QueryError: if the value is invalid.
+    """
     kinds = (kind, *get_args(kind))
-    try:
-        if int in kinds:
-            number = int(text)
-            if not -LARGEST_NUMBER <= number <= LARGEST_NUMBER:
-                raise ValueError
-            return number
-        if float in kinds:
-            value = float(text)
-            if not np.isfinite(value):
-                raise ValueError
-            return value
-    except ValueError:
-        shown = text if len(text) < 40 else f"{text[:40]}..."
-        raise QueryError(f"{name}: {shown!r} is not a number that fits in 64 bits") from None
+    if int in kinds or float in kinds:
+        return _parse_number(name, text, is_integer=int in kinds)
+
     if kind is bool:
         if text not in ("true", "false"):
             raise QueryError(f"{name}: {text!r} is neither true nor false")
         return text == "true"
     return text
+
+
+def _parse_number(name: str, text: str, *, is_integer: bool) -> int | float:
+    """Parse a 64-bit integer or a finite number."""
+    try:
+        if is_integer:
+            number = int(text)
+            is_valid = -LARGEST_NUMBER <= number <= LARGEST_NUMBER
+        else:
+            number = float(text)
+            is_valid = bool(np.isfinite(number))
+        if is_valid:
+            return number
+    except ValueError:
+        pass
+
+    shown = text if len(text) < 40 else f"{text[:40]}..."
+    raise QueryError(f"{name}: {shown!r} is not a number that fits in 64 bits")
 
 
 @dataclass(frozen=True)
