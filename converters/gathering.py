@@ -358,7 +358,7 @@ class GatheredWeights(Iterator[NamedTensor]):
                 continue
             tensor = own.get(number)
             if tensor is None:
-                tensor = message.room(self._buffer)
+                tensor = message.view_in(self._buffer)
             self._send_or_receive(step.mapping.name, message, tensor)
             arrived.append(tensor)
         return arrived

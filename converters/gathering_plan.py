@@ -55,7 +55,7 @@ class Message:
     def _bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def room(self, buffer: torch.Tensor) -> torch.Tensor:
+    def view_in(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return the view of ``buffer`` (uint8) that receives the shard."""
         place = buffer[self.offset : self.offset + self._bytes]
         return place.view(self.dtype).view(self.shape)

@@ -52,9 +52,9 @@ class ShardWriter:
         require_finite(tensor, name, "the weights to write")
         self._sizes[name] = tensor.nbytes
         self._dtype = self._dtype or tensor.dtype
-        return self._writer_with_room(tensor.nbytes).add(name, tensor)
+        return self._writer_for(tensor.nbytes).add(name, tensor)
 
-    def _writer_with_room(self, tensor_bytes: int) -> SafetensorsWriter:
+    def _writer_for(self, tensor_bytes: int) -> SafetensorsWriter:
         if self._writer is not None and self._writer.size + tensor_bytes > self._max_bytes:
             self._writer.close()
             self._writer = None

@@ -37,7 +37,7 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LENGTH_BYTES = 8
 """Size of the first field: the length of the JSON header, little-endian."""
-MOST_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 """Size limit of a header. The safetensors library has the same limit."""
 
 
@@ -151,7 +151,7 @@ class _Header:
 
 def _read_header(file: Any, path: Path) -> _Header:
     (length,) = struct.unpack("<Q", file.read(LENGTH_BYTES))
-    if length > MOST_HEADER_BYTES:
+    if length > MAX_HEADER_BYTES:
         raise ValueError(f"header of {length:,} bytes")
     tensors = parse_json(file.read(length), path)
     metadata = tensors.pop("__metadata__", None) or {}
@@ -207,7 +207,7 @@ class SafetensorsWriter:
             name: self._entry("BF16", shape, 10**13, 10**13) for name, shape in expected.items()
         }
         header_bytes = len(self._header(longest))
-        self._header_room = math.ceil(header_bytes / 8) * 8
+        self._header_bytes = math.ceil(header_bytes / 8) * 8
 
         self.path = path
         self._entries: dict[str, object] = {}
@@ -216,7 +216,7 @@ class SafetensorsWriter:
         """Size of the tensors added so far, in bytes."""
         self._file = open(path, "wb")  # noqa: SIM115 (closed by close)
         # ``close`` writes the header, when all offsets are known.
-        self._file.seek(LENGTH_BYTES + self._header_room)
+        self._file.seek(LENGTH_BYTES + self._header_bytes)
 
     def add(self, name: str, tensor: torch.Tensor) -> FileRange:
         """Append ``tensor`` (any shape and device) and return its byte range in the file."""
@@ -225,7 +225,7 @@ class SafetensorsWriter:
         self._entries[name] = self._entry(NAMES[data.dtype], tuple(tensor.shape), self.size, stop)
         place = FileRange(
             path=self.path,
-            offset=LENGTH_BYTES + self._header_room + self.size,
+            offset=LENGTH_BYTES + self._header_bytes + self.size,
             length=data.nbytes,
         )
         self.names.append(name)
@@ -237,8 +237,8 @@ class SafetensorsWriter:
         """Write the header and close the file."""
         self._file.seek(0)
         # The format allows spaces after the JSON.
-        header = self._header(self._entries).ljust(self._header_room)
-        self._write(struct.pack("<Q", self._header_room) + header)
+        header = self._header(self._entries).ljust(self._header_bytes)
+        self._write(struct.pack("<Q", self._header_bytes) + header)
         with name_file_in_errors(self.path):
             self._file.close()
 
