@@ -44,7 +44,7 @@ def next_layer(kind: str, config: ModelConfig) -> int:
     a stored layer, a random layer is returned.
     """
     try:
-        last = int(_turn_file(kind, config).read_text())
+        last = int(_last_layer_file(kind, config).read_text())
     except (OSError, ValueError):
         return random.SystemRandom().randrange(config.num_layers)
     return (last + 1) % config.num_layers
@@ -54,11 +54,11 @@ def remember_layer(kind: str, config: ModelConfig, layer: int) -> None:
     """Store the layer whose experts were compared."""
     # An unwritable cache must not fail a correct conversion.
     with contextlib.suppress(OSError):
-        file = _turn_file(kind, config)
+        file = _last_layer_file(kind, config)
         file.parent.mkdir(exist_ok=True)
         write_atomically(file, str(layer).encode())
 
 
-def _turn_file(kind: str, config: ModelConfig) -> Path:
+def _last_layer_file(kind: str, config: ModelConfig) -> Path:
     size = f"{config.num_layers}_layers_{config.num_experts}_experts_{config.hidden_size}_wide"
     return cache_directory() / "layer_read_back_last" / f"{kind}_{size}"

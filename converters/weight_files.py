@@ -23,7 +23,7 @@ def read_index(directory: Path) -> dict[str, str] | None:
         ConversionError: if the index is damaged or names a missing file.
     """
     index = directory / INDEX_FILE
-    if not _is_there(index):
+    if not _exists(index):
         return None
 
     # An edited or truncated index may hold any JSON value.
@@ -60,7 +60,7 @@ def weight_files(directory: Path, weight_map: dict[str, str] | None) -> list[str
     if weight_map is not None:
         files = sorted(set(weight_map.values()))
         origin = INDEX_FILE
-    elif _is_there(directory / SINGLE_FILE):
+    elif _exists(directory / SINGLE_FILE):
         files = [SINGLE_FILE]
         origin = SINGLE_FILE
     else:
@@ -77,7 +77,7 @@ def weight_files(directory: Path, weight_map: dict[str, str] | None) -> list[str
             "such files), and loaders disagree about which one to read. Move or delete the wrong "
             "one"
         )
-    if _is_there(directory / ADAPTER_SETTINGS_FILE):
+    if _exists(directory / ADAPTER_SETTINGS_FILE):
         raise ConversionError(
             f"{directory / ADAPTER_SETTINGS_FILE}: is in the directory of a whole model, so "
             "transformers would load the adapter's base instead. Move the adapter to another "
@@ -94,6 +94,6 @@ def _holds_weights(name: str) -> bool:
     return name.startswith("pytorch_model") and name.endswith((".bin", ".bin.index.json"))
 
 
-def _is_there(path: Path) -> bool:
+def _exists(path: Path) -> bool:
     # A dangling link counts as present: reading it then fails, because the directory is damaged.
     return path.exists() or path.is_symlink()
