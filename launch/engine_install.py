@@ -36,7 +36,7 @@ NOTES = ".gptoss-engine"
 """File in the environment: the hash of the pinned file, then each completed package."""
 COMPLETE = "complete"
 
-Say = Callable[[str], None]
+LogLine = Callable[[str], None]
 
 
 class InstallError(UserError):
@@ -68,12 +68,12 @@ class Machine:
     """Free space in bytes on the disk of the environment."""
 
 
-def install_engine(directory: Path, say: Say = print, pinned: Path = PINNED) -> Path:
+def install_engine(directory: Path, log_line: LogLine = print, pinned: Path = PINNED) -> Path:
     """Create an environment with SGLang, or complete an interrupted installation.
 
     Args:
         directory: new or empty directory, or one of an earlier call.
-        say: receives a line per portion.
+        log_line: receives a line per portion.
         pinned: requirements with hashes.
 
     Returns:
@@ -88,20 +88,20 @@ def install_engine(directory: Path, say: Say = print, pinned: Path = PINNED) -> 
     check_directory(directory)
     python = directory / "bin" / "python"
 
-    with _only_one(directory) as lock:
-        done = _noted(directory, pinned)
+    with _lock_directory(directory) as lock:
+        done = _completed_packages(directory, pinned)
         if COMPLETE in done:
-            say(f"{directory}: already complete")
+            log_line(f"{directory}: already complete")
             return python
 
         missing = [requirement for requirement in requirements if requirement.pin not in done]
         if reason := unsuitable(this_machine(directory), share=len(missing) / len(requirements)):
             raise InstallError(reason)
         _make_environment(directory, pinned)
-        _install(directory, missing, len(requirements), lock, say)
-        _compile(python, say)
+        _install(directory, missing, len(requirements), lock, log_line)
+        _compile(python, log_line)
         _check_import(python)
-        _note(directory, [COMPLETE])
+        _record_completed(directory, [COMPLETE])
     return python
 
 
@@ -191,7 +191,7 @@ def check_directory(directory: Path) -> None:
 
 
 @contextmanager
-def _only_one(directory: Path) -> Iterator[int]:
+def _lock_directory(directory: Path) -> Iterator[int]:
     """Prevent two concurrent installations into the same directory.
 
     Yields the file descriptor that holds the lock. pip inherits it, so the directory stays locked
@@ -208,7 +208,7 @@ def _only_one(directory: Path) -> Iterator[int]:
         yield notes.fileno()
 
 
-def _noted(directory: Path, pinned: Path) -> set[str]:
+def _completed_packages(directory: Path, pinned: Path) -> set[str]:
     """Return the packages that an earlier call installed from the same pinned file."""
     lines = (directory / NOTES).read_text().splitlines()
     if not lines or lines[0] != _digest(pinned):
@@ -220,7 +220,7 @@ def _digest(pinned: Path) -> str:
     return hashlib.sha256(pinned.read_bytes()).hexdigest()
 
 
-def _note(directory: Path, lines: Sequence[str]) -> None:
+def _record_completed(directory: Path, lines: Sequence[str]) -> None:
     with open(directory / NOTES, "a") as notes:
         notes.writelines(f"{line}\n" for line in lines)
 
@@ -251,20 +251,22 @@ def _make_environment(directory: Path, pinned: Path) -> None:
 
 
 def _install(
-    directory: Path, missing: Sequence[Requirement], total: int, lock: int, say: Say
+    directory: Path, missing: Sequence[Requirement], total: int, lock: int, log_line: LogLine
 ) -> None:
     """Install the missing packages, one portion at a time."""
     began = time.monotonic()
     done = total - len(missing)
     if done:
-        say(f"{done} of {total} packages are already installed")
+        log_line(f"{done} of {total} packages are already installed")
 
     portion_file = directory / "portion.txt"
     for start in range(0, len(missing), PORTION):
         portion = missing[start : start + PORTION]
         names = ", ".join(requirement.pin.split("==")[0] for requirement in portion)
         elapsed = format_seconds(time.monotonic() - began)
-        say(f"[{done + start + 1}-{done + start + len(portion)} of {total}, {elapsed}] {names}")
+        log_line(
+            f"[{done + start + 1}-{done + start + len(portion)} of {total}, {elapsed}] {names}"
+        )
 
         portion_file.write_text("\n".join(requirement.text for requirement in portion) + "\n")
         # An interrupted package looks installed but may be incomplete, so reinstall it.
@@ -276,16 +278,16 @@ def _install(
             f"pip could not install {names}. Repeat the command to continue",
             keep_open=(lock,),
         )
-        _note(directory, [requirement.pin for requirement in portion])
+        _record_completed(directory, [requirement.pin for requirement in portion])
     portion_file.unlink(missing_ok=True)
 
 
-def _compile(python: Path, say: Say) -> None:
+def _compile(python: Path, log_line: LogLine) -> None:
     """Compile to byte code on all cores. Servers start faster.
 
     Users without write permission would otherwise compile at every start.
     """
-    say("compiling to byte code")
+    log_line("compiling to byte code")
     program = (
         "import compileall, site; "
         "compileall.compile_dir(site.getsitepackages()[0], quiet=2, workers=0)"
