@@ -39,7 +39,7 @@ class ErrorsInOneLine(UnbrokenHelp):
             print("gptoss: stopped", file=sys.stderr)
             raise typer.Exit(130) from None
         except BrokenPipeError as error:
-            if not drop_output_that_nobody_reads():
+            if not discard_unread_output():
                 print_failure(error)
                 raise typer.Exit(1) from None
             raise typer.Exit(128 + signal.SIGPIPE) from None
@@ -51,7 +51,7 @@ class ErrorsInOneLine(UnbrokenHelp):
         raise typer.Exit(1)
 
 
-def drop_output_that_nobody_reads() -> bool:
+def discard_unread_output() -> bool:
     """Return True if the reader of standard output has exited, like ``head`` after its last line.
 
     Further output is then discarded.
