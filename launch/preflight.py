@@ -58,7 +58,7 @@ class Partition:
 def check_before_queue(settings: JobSettings, cluster: ClusterConfig) -> None:
     """Raise ConfigError with every field that cannot work, and the available values."""
     paths = [*settings.paths, *_container_paths(cluster)]
-    answers = _ask_login_node(settings, cluster, paths)
+    answers = _query_login_node(settings, cluster, paths)
 
     problems: list[str] = []
     if cluster.kind == "slurm":
@@ -79,12 +79,12 @@ def check_before_queue(settings: JobSettings, cluster: ClusterConfig) -> None:
 
     # Ask Slurm last, because its message has less detail.
     if not problems and cluster.kind == "slurm":
-        problems += _ask_slurm(cluster)
+        problems += _test_submission(cluster)
     if problems:
         raise ConfigError("preflight:\n" + "\n".join(f"  {problem}" for problem in problems))
 
 
-def _ask_login_node(
+def _query_login_node(
     settings: JobSettings, cluster: ClusterConfig, paths: list[tuple[str, Path]]
 ) -> Answers:
     """Run preflight.sh where jobs are submitted, and return its output.
@@ -318,7 +318,7 @@ def parse_megabytes(memory: str) -> float:
     return float(memory.rstrip("KMGTkmgt")) * factor
 
 
-def _ask_slurm(cluster: ClusterConfig) -> list[str]:
+def _test_submission(cluster: ClusterConfig) -> list[str]:
     """Let sbatch test the submission, and return its problem as a list of at most one entry."""
     options = []
     for field in SBATCH_FIELDS:
