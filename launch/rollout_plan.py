@@ -43,8 +43,8 @@ class RunAheadPrediction:
         the same work has k + 1 steps of time, because an episode begins k steps before its own. A
         step is never faster than trainer or engines.
         """
-        in_turns = max(self.longest_episode, self.engines) + self.training
-        return max(self.training, self.engines, in_turns / (staleness + 1))
+        sequential = max(self.longest_episode, self.engines) + self.training
+        return max(self.training, self.engines, sequential / (staleness + 1))
 
     def bound(self, staleness: int) -> str:
         """Return the name of the bound that limits a step at a staleness."""
@@ -69,7 +69,7 @@ class RunAheadPrediction:
         return self.tokens_per_gpu / self.step_seconds(staleness)
 
     @property
-    def least_that_pays(self) -> int:
+    def fastest_staleness(self) -> int:
         """Smallest staleness at which steps are as fast as possible."""
         fastest = max(self.training, self.engines)
         staleness = 0
@@ -178,7 +178,7 @@ def run_ahead_plan(
             "tokens/s/GPU; engines and trainer share GPUs and alternate (algorithm.max_staleness 0)"
         )
 
-    least = prediction.least_that_pays
+    least = prediction.fastest_staleness
     lines = [
         f"a step at {MEASURED_GPU} rates with {lengths} and {tool_seconds:g} s per tool call: "
         f"engines {prediction.engines:.1f} s, longest episode {prediction.longest_episode:.1f} s, "
@@ -186,12 +186,12 @@ def run_ahead_plan(
         f"  {'max_staleness':>13}{'s/step':>10}{'speedup':>8}{'tokens/s/GPU':>14}"
         f"{'trainer idle':>14}{'engines idle':>14}  bound by",
     ]
-    in_turns = prediction.step_seconds(0)
+    sequential = prediction.step_seconds(0)
     for staleness in STALENESS:
         seconds = prediction.step_seconds(staleness)
         line = (
             "  "
-            f"{staleness:13}{seconds:10.1f}{in_turns / seconds:8.2f}"
+            f"{staleness:13}{seconds:10.1f}{sequential / seconds:8.2f}"
             f"{prediction.tokens_per_second(staleness):14.0f}"
             f"{prediction.trainer_idle(staleness):14.0%}"
             f"{prediction.engines_idle(staleness):14.0%} "

@@ -48,10 +48,10 @@ def test_more_staleness_pays_until_trainer_or_engines_are_busy_all_the_time() ->
     assert [prediction.step_seconds(k) for k in range(6)] == [45.0, 22.5, 15.0, 11.25, 10.0, 10.0]
     assert prediction.bound(3) == "longest episode"
     assert prediction.bound(4) == "trainer"
-    assert prediction.least_that_pays == 4
+    assert prediction.fastest_staleness == 4
 
     by_engines = prediction_of(training=10.0, engines=20.0, longest_episode=35.0)
-    assert by_engines.least_that_pays == 2
+    assert by_engines.fastest_staleness == 2
     assert by_engines.bound(2) == "engines"
 
 
