@@ -225,7 +225,7 @@ def state_of(
     *,
     steps: int | None,
     is_finished: bool,
-    holder_lives: bool | None,
+    holder_is_alive: bool | None,
 ) -> State:
     """Return the state of a run.
 
@@ -234,13 +234,13 @@ def state_of(
         now: current Unix time in seconds.
         steps: planned number of steps; None if unknown.
         is_finished: whether the run has a summary.
-        holder_lives: whether the process that holds the run's lock exists; None if it is unknown,
+        holder_is_alive: whether the process that holds the run's lock exists; None if it is unknown,
             for example because it is on another machine.
     """
     done = records[-1]["step"] if records else 0
     if is_finished and (steps is None or done >= steps):
         return "finished"
-    if holder_lives is False:
+    if holder_is_alive is False:
         return "stopped"
     if not records:
         return "waiting"
@@ -250,4 +250,4 @@ def state_of(
     patience = max(600.0, 10 * usual)
     if silent < patience:
         return "running"
-    return "stalled" if holder_lives else "stopped"
+    return "stalled" if holder_is_alive else "stopped"

@@ -69,12 +69,12 @@ class MetricsTail:
                 status = os.fstat(file.fileno())
                 # A resume replaces the file by a new or a shorter one.
                 if status.st_ino != self._inode or status.st_size < self._position:
-                    self._begin_anew(status.st_ino)
+                    self._restart(status.st_ino)
                 file.seek(self._position)
                 data = file.read()
         except OSError:  # missing, or a link
             if self.records:
-                self._begin_anew(-1)
+                self._restart(-1)
             return
 
         complete, newline, _ = data.rpartition(b"\n")
@@ -85,7 +85,7 @@ class MetricsTail:
                 if isinstance(record, dict) and isinstance(record.get("step"), int):
                     self.records.append(_numbers_of(record))
 
-    def _begin_anew(self, inode: int) -> None:
+    def _restart(self, inode: int) -> None:
         self._inode = inode
         self._position = 0
         self.records = []
@@ -125,7 +125,7 @@ class RunView:
             time.time(),
             steps=steps,
             is_finished=bool(summary),
-            holder_lives=self._holder_lives(),
+            holder_is_alive=self._holder_is_alive(),
         )
 
         findings = find(records, _is_on_policy(config))
@@ -219,7 +219,7 @@ class RunView:
             self._config_fault = f"{file} cannot be read: {reason}"
         return self._config
 
-    def _holder_lives(self) -> bool | None:
+    def _holder_is_alive(self) -> bool | None:
         """Return True if the process named in the run's lock exists; None if that is unknown.
 
         The lock itself is not acquired, because a run that starts at that moment would fail.

@@ -91,7 +91,7 @@ def test_a_run_that_measures_little_is_judged_by_that() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "silent", "is_finished", "holder_lives", "state"),
+    ("steps", "silent", "is_finished", "holder_is_alive", "state"),
     [
         (0, 0, False, None, "waiting"),
         (0, 0, False, False, "stopped"),
@@ -104,18 +104,18 @@ def test_a_run_that_measures_little_is_judged_by_that() -> None:
     ],
 )
 def test_whether_a_run_goes_on(
-    steps: int, silent: float, is_finished: bool, holder_lives: bool | None, state: str
+    steps: int, silent: float, is_finished: bool, holder_is_alive: bool | None, state: str
 ) -> None:
     made = records(steps) if steps else []
     now = (made[-1]["time"] if made else 0.0) + silent
-    found = state_of(made, now, steps=40, is_finished=is_finished, holder_lives=holder_lives)
+    found = state_of(made, now, steps=40, is_finished=is_finished, holder_is_alive=holder_is_alive)
     assert found == state
 
 
 def test_a_run_that_is_made_longer_is_not_finished() -> None:
     made = records(40)
     now = made[-1]["time"] + 5
-    assert state_of(made, now, steps=80, is_finished=True, holder_lives=True) == "running"
+    assert state_of(made, now, steps=80, is_finished=True, holder_is_alive=True) == "running"
 
 
 @pytest.mark.parametrize(("accuracy", "level"), [(0.0, "bad"), (1.0, "warning")])
