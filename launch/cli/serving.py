@@ -66,7 +66,7 @@ def serve(
 
     config = load_served_config(path, overrides)
     if weights is None:
-        _say_which_weights(path, config.initial_weights)
+        _log_served_weights(path, config.initial_weights)
 
     from rl_loop.lifecycle.start_checks import check_what_a_server_needs
 
@@ -89,7 +89,7 @@ def serve(
     run_server(config, options, partial(_print_address, name, not keys), weights)
 
 
-def _say_which_weights(run: Path, source: Path | None) -> None:
+def _log_served_weights(run: Path, source: Path | None) -> None:
     """Log the step of the weights of a run directory, and how to use newer weights.
 
     Args:
