@@ -71,7 +71,7 @@ def _print_sample(number: int, sample: DataSample, codec: ChatCodec, console: Co
     _print_line(title, console, style="bold")
 
     if console.is_terminal:
-        console.print(coloured(sample, codec), highlight=False)
+        console.print(colored(sample, codec), highlight=False)
     else:
         for line in token_lines(sample, codec):
             _print_line(line, console)
@@ -108,7 +108,7 @@ def token_lines(sample: DataSample, codec: ChatCodec) -> Iterator[str]:
         place += len(piece.token_ids)
 
 
-def coloured(sample: DataSample, codec: ChatCodec) -> Text:
+def colored(sample: DataSample, codec: ChatCodec) -> Text:
     """Return the text of a sample, with tokens that have a loss on a green background."""
     text = Text()
     for number, piece in enumerate(pieces_of(sample, codec)):

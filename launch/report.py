@@ -40,11 +40,11 @@ TOKENS_SHOWN = 4096
 
 A page needs about 100 bytes per token, and browsers are slow with millions of tokens.
 """
-COLOURS = ("#2f7d3e", "#2f6fde", "#d1603d", "#8a5cc2", "#b8860b", "#0e8a8a")
-IN_THE_DARK = dict(
-    zip(COLOURS, ("#5fc174", "#7aa5f5", "#ec8a6b", "#b794e6", "#d9ad3f", "#4cc0c0"), strict=True)
+COLORS = ("#2f7d3e", "#2f6fde", "#d1603d", "#8a5cc2", "#b8860b", "#0e8a8a")
+DARK_COLORS = dict(
+    zip(COLORS, ("#5fc174", "#7aa5f5", "#ec8a6b", "#b794e6", "#d9ad3f", "#4cc0c0"), strict=True)
 ) | {"#1f2933": "#e3e8ed", "#66727f": "#9aa7b4", "#c3ccd5": "#4a545e", "#e1e6eb": "#343d46"}
-"""Replacements for COLOURS and for the colors in STYLE if the reader's system uses a dark theme."""
+"""Replacements for COLORS and for the colors in STYLE if the reader's system uses a dark theme."""
 STYLE: dict[Any, Any] = {
     "font.size": 8,
     "axes.titlesize": 10,
@@ -91,7 +91,7 @@ class Curve:
     """A metric over the steps that recorded it."""
 
     label: str
-    colour: str
+    color: str
     steps: Sequence[int]
     values: Sequence[float]
 
@@ -197,7 +197,7 @@ def reward_parts_chart(records: Records) -> Chart:
     parts = [(name, name.removeprefix(REWARD_PART)) for name in sorted(names)]
     # A chart with one curve has no legend.
     title = "parts of the reward" if len(parts) != 1 else f"part of the reward: {parts[0][1]}"
-    return Chart(title, tuple(parts[: len(COLOURS)]))
+    return Chart(title, tuple(parts[: len(COLORS)]))
 
 
 def format_number(value: object) -> str:
@@ -266,7 +266,7 @@ def draw_for_page(chart: Chart, records: Records) -> str:
 
     image = drawn.decode()
     light, dark = "", ""
-    for number, (by_day, by_night) in enumerate(IN_THE_DARK.items()):
+    for number, (by_day, by_night) in enumerate(DARK_COLORS.items()):
         image = image.replace(by_day, f"var(--c{number})")
         light += f"--c{number}: {by_day}; "
         dark += f"--c{number}: {by_night}; "
@@ -307,10 +307,10 @@ def draw_chart(
 def chart_curves(chart: Chart, records: Records) -> list[Curve]:
     """Return the curves of a chart that have data. Each metric has a fixed color."""
     curves = []
-    for (name, label), colour in zip(chart.metrics, COLOURS, strict=False):
+    for (name, label), color in zip(chart.metrics, COLORS, strict=False):
         steps, values = metric_curve(records, name)
         if steps:
-            curves.append(Curve(label, colour, steps, values))
+            curves.append(Curve(label, color, steps, values))
     return curves
 
 
@@ -329,7 +329,7 @@ def draw_curves(axes: Axes, chart: Chart, curves: Sequence[Curve]) -> None:
             axes.plot(
                 curve.steps,
                 curve.values,
-                color=curve.colour,
+                color=curve.color,
                 linewidth=1.8,
                 marker=marker,
                 markersize=3,
@@ -348,11 +348,11 @@ def draw_curves(axes: Axes, chart: Chart, curves: Sequence[Curve]) -> None:
 
 def draw_smoothed(axes: Axes, curve: Curve) -> None:
     """Draw the values of a noisy curve faintly, and their moving mean in bold."""
-    axes.plot(curve.steps, curve.values, color=curve.colour, alpha=0.25, linewidth=1)
+    axes.plot(curve.steps, curve.values, color=curve.color, alpha=0.25, linewidth=1)
     axes.plot(
         curve.steps,
         moving_mean(curve.steps, curve.values, SMOOTHING_REACH),
-        color=curve.colour,
+        color=curve.color,
         linewidth=1.8,
         label=curve.label,
     )

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from launch.data_preview import coloured, histogram, pieces_of, print_preview, token_lines
+from launch.data_preview import colored, histogram, pieces_of, print_preview, token_lines
 from rl_loop.conversations.config import DataConfig
 from rl_loop.conversations.dataset import ConversationData
 from rl_loop.conversations.errors import DataError
@@ -89,7 +89,7 @@ def test_on_a_terminal_what_is_learned_has_another_colour(chats: Path, harmony: 
     sample = DataSample(
         np.array(harmony.vocabulary.encode_text("a b c d")), np.array([0, 0, 1, 1]) > 0, "x"
     )
-    shown = coloured(sample, harmony)
+    shown = colored(sample, harmony)
     assert shown.plain == "a b c d"
     styles = [str(span.style) for span in shown.spans]
     assert ["green" in style for style in styles] == [False, False, True, True]
