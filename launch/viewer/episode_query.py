@@ -12,7 +12,7 @@ from megatron_gptoss.user_error import UserError
 from rl_loop.tracking.episode_reader import EpisodeReader
 from rl_loop.tracking.episode_table import FIGURES
 
-LONGEST_PAGE = 500
+MAX_PAGE_ROWS = 500
 """Maximum number of rows per page."""
 
 SEARCH_SECONDS = 0.4
@@ -78,8 +78,8 @@ class EpisodeQuery:
             raise QueryError(f"sort: {query.sort!r} is not one of {', '.join(SORTABLE)}")
         if query.tools not in ("", "errors", "calls", "none"):
             raise QueryError(f"tools: {query.tools!r} is not one of errors, calls, none")
-        if query.offset < 0 or not 1 <= query.limit <= LONGEST_PAGE:
-            raise QueryError(f"offset must be at least 0, and limit from 1 to {LONGEST_PAGE}")
+        if query.offset < 0 or not 1 <= query.limit <= MAX_PAGE_ROWS:
+            raise QueryError(f"offset must be at least 0, and limit from 1 to {MAX_PAGE_ROWS}")
         return query
 
 
