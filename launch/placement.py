@@ -141,17 +141,17 @@ def _place_servers(
 
     for server in range(servers.count):
         # max takes the first of equal nodes, which distributes servers evenly.
-        roomiest = max(hosts, key=lambda plan: plan.free_gpus)
-        if cluster.gpus_per_node and roomiest.free_gpus < servers.gpus_each:
+        freest = max(hosts, key=lambda plan: plan.free_gpus)
+        if cluster.gpus_per_node and freest.free_gpus < servers.gpus_each:
             demand = f"{servers.key} ({servers.count} of {servers.gpus_each} GPUs)"
             raise ConfigError(
                 f"{demand}: no node has enough free GPUs for server {server}, with "
                 f"{parallel.world_size} trainer ranks. Raise cluster.nodes or "
                 "cluster.rollout_nodes, or set rollout.engine.colocated"
             )
-        used = roomiest.gpus - roomiest.free_gpus
-        roomiest.servers.append(server)
-        roomiest.server_gpus.append(list(range(used, used + servers.gpus_each)))
+        used = freest.gpus - freest.free_gpus
+        freest.servers.append(server)
+        freest.server_gpus.append(list(range(used, used + servers.gpus_each)))
 
 
 def _place_workers(count: int, hosts: list[NodePlan]) -> None:
@@ -159,8 +159,8 @@ def _place_workers(count: int, hosts: list[NodePlan]) -> None:
     candidates = [plan for plan in hosts if plan.servers] or hosts
     for worker in range(count):
         # Ranks count, too, because a worker's engine and sandbox need processors.
-        emptiest = min(candidates, key=lambda plan: len(plan.ranks) + len(plan.workers))
-        emptiest.workers.append(worker)
+        least_loaded = min(candidates, key=lambda plan: len(plan.ranks) + len(plan.workers))
+        least_loaded.workers.append(worker)
 
 
 def describe_placement(
