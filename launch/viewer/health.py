@@ -26,7 +26,7 @@ class Finding:
     level: Level
     check: str
     """Short name of the check."""
-    says: str
+    message: str
     """Result, and a remedy if there is a problem."""
     metric: str | None = None
     """Metric whose curve shows the problem."""
@@ -90,9 +90,9 @@ def _mismatch(records: Records) -> Finding | None:
         return None
     drifts = _values(records[-RECENT:], "mismatch/drift")
     drift = statistics.median(drifts) if drifts else 1.0
-    says = f"engine and trainer differ by {gaps[-1]:.2g} nats per token"
+    message = f"engine and trainer differ by {gaps[-1]:.2g} nats per token"
     if drift > 2:
-        says += (
+        message += (
             f", {drift:.1f}x the value of the first {FIRST} steps. See docs/algorithms.md on "
             "corrections"
         )
@@ -101,7 +101,7 @@ def _mismatch(records: Records) -> Finding | None:
         level = "warning"
     if drift > 5:
         level = "bad"
-    return Finding(level, "engine and trainer", says, Name.LOGPROB_GAP)
+    return Finding(level, "engine and trainer", message, Name.LOGPROB_GAP)
 
 
 def _gradient(records: Records) -> Finding | None:
@@ -111,11 +111,11 @@ def _gradient(records: Records) -> Finding | None:
     skipped = sum(_values(records[-RECENT:], "skipped_updates"))
     usual = statistics.median(norms[-50:])
     if skipped > 0:
-        says = f"{skipped:.0f} updates of the last {RECENT} steps were skipped"
-        return Finding("warning", "gradient", says, "skipped_updates")
+        message = f"{skipped:.0f} updates of the last {RECENT} steps were skipped"
+        return Finding("warning", "gradient", message, "skipped_updates")
     if usual > 0 and norms[-1] > 10 * usual:
-        says = f"norm {norms[-1]:.3g}, {norms[-1] / usual:.0f}x the usual {usual:.3g}"
-        return Finding("warning", "gradient", says, Name.GRAD_NORM)
+        message = f"norm {norms[-1]:.3g}, {norms[-1] / usual:.0f}x the usual {usual:.3g}"
+        return Finding("warning", "gradient", message, Name.GRAD_NORM)
     return Finding("good", "gradient", f"norm {norms[-1]:.3g}, as usual", Name.GRAD_NORM)
 
 
@@ -125,14 +125,14 @@ def _entropy(records: Records) -> Finding | None:
         return None
     before = statistics.fmean(entropies[:FIRST])
     now = statistics.fmean(entropies[-FIRST:])
-    says = f"{now:.3g} nats per token, {before:.3g} in the first {FIRST} steps"
+    message = f"{now:.3g} nats per token, {before:.3g} in the first {FIRST} steps"
     if before > 0 and now < 0.1 * before:
-        says += ". The policy explores very little"
-        return Finding("warning", "entropy", says, Name.ENTROPY)
+        message += ". The policy explores very little"
+        return Finding("warning", "entropy", message, Name.ENTROPY)
     if before > 0 and now > 3 * before:
-        says += ". The policy becomes random"
-        return Finding("warning", "entropy", says, Name.ENTROPY)
-    return Finding("good", "entropy", says, Name.ENTROPY)
+        message += ". The policy becomes random"
+        return Finding("warning", "entropy", message, Name.ENTROPY)
+    return Finding("good", "entropy", message, Name.ENTROPY)
 
 
 def _signal(records: Records) -> Finding | None:
@@ -140,19 +140,19 @@ def _signal(records: Records) -> Finding | None:
     if not shares:
         return None
     mean = statistics.fmean(shares)
-    says = f"{mean:.0%} of the tasks in the last {len(shares)} steps gave no learning signal"
+    message = f"{mean:.0%} of the tasks in the last {len(shares)} steps gave no learning signal"
     newest = next(record for record in reversed(records) if Name.GROUPS_WITHOUT_SIGNAL in record)
     measured = {name: value for name, value in newest.items() if value is not None}
     solves = measured.get(Name.ACCURACY, 0.0)
     if mean == 1:
-        says += f": {explain_no_signal(measured)}"
+        message += f": {explain_no_signal(measured)}"
         level: Level = "warning" if solves >= 1 else "bad"
-        return Finding(level, "signal", says, Name.GROUPS_WITHOUT_SIGNAL)
+        return Finding(level, "signal", message, Name.GROUPS_WITHOUT_SIGNAL)
     if mean > 0.8:
         tasks = "harder" if solves > 0.5 else "easier"
-        says += f". Use {tasks} tasks or algorithm.dynamic_sampling_rounds"
-        return Finding("warning", "signal", says, Name.GROUPS_WITHOUT_SIGNAL)
-    return Finding("good", "signal", says, Name.GROUPS_WITHOUT_SIGNAL)
+        message += f". Use {tasks} tasks or algorithm.dynamic_sampling_rounds"
+        return Finding("warning", "signal", message, Name.GROUPS_WITHOUT_SIGNAL)
+    return Finding("good", "signal", message, Name.GROUPS_WITHOUT_SIGNAL)
 
 
 def _infrastructure(records: Records) -> Finding | None:
@@ -168,8 +168,8 @@ def _infrastructure(records: Records) -> Finding | None:
     total = sum(lost.values())
     if total == 0:
         return Finding("good", "infrastructure", "no episode failed because of it", worst)
-    says = f"{total:.1%} of the episodes failed, most because of {worst.removeprefix(prefix)}"
-    return Finding("bad" if total > 0.2 else "warning", "infrastructure", says, worst)
+    message = f"{total:.1%} of the episodes failed, most because of {worst.removeprefix(prefix)}"
+    return Finding("bad" if total > 0.2 else "warning", "infrastructure", message, worst)
 
 
 def _endings(records: Records) -> Finding | None:
@@ -182,10 +182,10 @@ def _endings(records: Records) -> Finding | None:
         return None
     total = sum(shares.values())
     worst = max(shares, key=lambda limit: shares[limit])
-    says = f"{total:.0%} of the episodes end at a limit"
+    message = f"{total:.0%} of the episodes end at a limit"
     if total > 0.5:
-        return Finding("warning", "endings", f"{says}, most at {worst}", f"finish/{worst}")
-    return Finding("good", "endings", says, f"finish/{worst}")
+        return Finding("warning", "endings", f"{message}, most at {worst}", f"finish/{worst}")
+    return Finding("good", "endings", message, f"finish/{worst}")
 
 
 def _speed(records: Records) -> Finding | None:
@@ -194,11 +194,11 @@ def _speed(records: Records) -> Finding | None:
         return None
     usual = statistics.median(seconds)
     now = statistics.median(seconds[-5:])
-    says = f"a step takes {now:.3g} s"
+    message = f"a step takes {now:.3g} s"
     if now > 2 * usual:
-        says += f", {now / usual:.1f}x the usual. Compare the phases of a step"
-        return Finding("warning", "speed", says, Name.STEP_SECONDS)
-    return Finding("good", "speed", says, Name.STEP_SECONDS)
+        message += f", {now / usual:.1f}x the usual. Compare the phases of a step"
+        return Finding("warning", "speed", message, Name.STEP_SECONDS)
+    return Finding("good", "speed", message, Name.STEP_SECONDS)
 
 
 CHECKS: tuple[Callable[[Records], Finding | None], ...] = (

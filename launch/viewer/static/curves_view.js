@@ -171,7 +171,7 @@ export class CurvesView {
       `p.finding.${finding.level}`,
       {},
       element("b", {}, `${finding.level === "bad" ? "Failed" : "Warning"}: ${finding.check}. `),
-      finding.says,
+      finding.message,
     );
   }
 
@@ -184,7 +184,7 @@ export class CurvesView {
       "details",
       { open: isOpen, "data-run": run.name },
       element(`summary.${troubles === 0 ? "well" : "soft"}`, {}, title),
-      element("ul", {}, good.map((finding) => element("li", {}, `${finding.check}: ${finding.says}`))),
+      element("ul", {}, good.map((finding) => element("li", {}, `${finding.check}: ${finding.message}`))),
     );
   }
 

@@ -43,7 +43,7 @@ def test_a_healthy_run_passes_every_check() -> None:
 
 
 @pytest.mark.parametrize(
-    ("check", "last", "level", "says"),
+    ("check", "last", "level", "message"),
     [
         ("numbers are finite", {"grad_norm": None}, "bad", "NaN or infinity in grad_norm"),
         ("importance ratio", {"ratio/deviation_max": 0.01}, "bad", "by up to 0.01"),
@@ -67,10 +67,10 @@ def test_a_healthy_run_passes_every_check() -> None:
         ("speed", {"seconds/step": 50.0}, "warning", "5.0x the usual"),
     ],
 )
-def test_what_is_wrong_is_said(check: str, last: dict[str, Any], level: str, says: str) -> None:
+def test_what_is_wrong_is_said(check: str, last: dict[str, Any], level: str, message: str) -> None:
     finding = finding_of(check, **last)
     assert finding.level == level
-    assert says in finding.says
+    assert message in finding.message
 
 
 def test_the_worst_comes_first() -> None:
@@ -127,4 +127,4 @@ def test_viewer_gives_the_advice_of_the_terminal(accuracy: float, level: str) ->
     said = watch.observe(made[-1], [0.0])
     assert said is not None
     assert found.level == level
-    assert found.says.partition(": ")[2] == said.partition("steps: ")[2]
+    assert found.message.partition(": ")[2] == said.partition("steps: ")[2]

@@ -26,7 +26,7 @@ def test_a_configuration_that_cannot_be_read_is_said_and_read_again(
     for _ in range(2):  # the second time, nothing has changed
         findings = view.overview()["findings"]
         assert findings[0]["level"] == "warning"
-        assert findings[0]["says"].startswith(f"{config} cannot be read: ")
+        assert findings[0]["message"].startswith(f"{config} cannot be read: ")
 
     config.write_text("training: {steps: 7}\n")
     overview = view.overview()

@@ -113,7 +113,7 @@ def test_a_value_that_is_not_finite_is_named(tmp_path: Path) -> None:
     with served(tmp_path) as viewer:
         (listed,) = viewer.get("/api/runs").json["runs"]
         assert listed["findings"][0]["level"] == "bad"
-        assert "grad_norm" in listed["findings"][0]["says"]
+        assert "grad_norm" in listed["findings"][0]["message"]
         assert viewer.get("/api/runs/run/curves").json["metrics"]["grad_norm"][-1] is None
 
 
@@ -126,7 +126,7 @@ def test_a_run_says_why_it_ended(tmp_path: Path) -> None:
     with served(tmp_path) as viewer:
         (listed,) = viewer.get("/api/runs").json["runs"]
         assert listed["state"] == "stopped"
-        assert listed["findings"][0]["says"] == "RuntimeError: out of luck"
+        assert listed["findings"][0]["message"] == "RuntimeError: out of luck"
 
         holder = f"process {os.getpid()} on {socket.gethostname()} since 2026-01-01 00:00:00\n"
         (run.directory.path / "run.lock").write_text(holder)
