@@ -18,7 +18,7 @@ LONGEST_CHARACTER = 4
 SHOWN_REFUSALS = 10
 BAR_WIDTH = 40
 
-LEARNED_STYLES = ("black on green", "black on bright_green")
+TRAINED_STYLES = ("black on green", "black on bright_green")
 CONTEXT_STYLES = ("bright_black", "white")
 """Two styles for tokens of each kind, alternating, to show the boundaries of tokens."""
 
@@ -29,7 +29,7 @@ class Piece:
 
     token_ids: list[int]
     text: str
-    learned: bool
+    trained: bool
 
 
 def print_preview(
@@ -66,8 +66,8 @@ def print_preview(
 
 
 def _print_sample(number: int, sample: DataSample, codec: ChatCodec, console: Console) -> None:
-    learned = int(np.count_nonzero(sample.loss_mask))
-    title = f"sample {number}: {sample.name}; {len(sample.token_ids)} tokens, {learned} trained"
+    trained = int(np.count_nonzero(sample.loss_mask))
+    title = f"sample {number}: {sample.name}; {len(sample.token_ids)} tokens, {trained} trained"
     _print_line(title, console, style="bold")
 
     if console.is_terminal:
@@ -86,23 +86,23 @@ def _print_line(line: str, console: Console, style: str | None = None) -> None:
 def pieces_of(sample: DataSample, codec: ChatCodec) -> Iterator[Piece]:
     """Yield the tokens of a sample with their texts."""
     waiting: list[int] = []
-    for token_id, learned in zip(sample.token_ids.tolist(), sample.loss_mask.tolist(), strict=True):
+    for token_id, trained in zip(sample.token_ids.tolist(), sample.loss_mask.tolist(), strict=True):
         waiting.append(token_id)
         text = codec.decode(waiting)
         # Show an incomplete character together with its other tokens.
         if text.endswith("\ufffd") and len(waiting) < LONGEST_CHARACTER:
             continue
-        yield Piece(waiting, text, learned)
+        yield Piece(waiting, text, trained)
         waiting = []
     if waiting:
         yield Piece(waiting, codec.decode(waiting), bool(sample.loss_mask[-1]))
 
 
 def token_lines(sample: DataSample, codec: ChatCodec) -> Iterator[str]:
-    """Yield a line per token: position, "learn" if it has a loss, id and text."""
+    """Yield a line per token: position, "train" if it has a loss, id and text."""
     place = 0
     for piece in pieces_of(sample, codec):
-        mask = "learn" if piece.learned else ""
+        mask = "train" if piece.trained else ""
         ids = "+".join(map(str, piece.token_ids))
         yield f"{place:6}  {mask:5}  {ids:>8}  {piece.text!r}"
         place += len(piece.token_ids)
@@ -112,7 +112,7 @@ def colored(sample: DataSample, codec: ChatCodec) -> Text:
     """Return the text of a sample, with tokens that have a loss on a green background."""
     text = Text()
     for number, piece in enumerate(pieces_of(sample, codec)):
-        styles = LEARNED_STYLES if piece.learned else CONTEXT_STYLES
+        styles = TRAINED_STYLES if piece.trained else CONTEXT_STYLES
         shown = show_control_characters(piece.text).replace("\n", "\u23ce\n")
         text.append(shown, style=styles[number % 2])
     return text
@@ -132,10 +132,10 @@ def figures(preview: Preview) -> Iterator[str]:
 
     if preview.samples:
         lengths = np.array([len(sample.token_ids) for sample in preview.samples])
-        learned = sum(int(np.count_nonzero(sample.loss_mask)) for sample in preview.samples)
+        trained = sum(int(np.count_nonzero(sample.loss_mask)) for sample in preview.samples)
         tokens = int(lengths.sum())
         yield (
-            f"  {tokens:,} tokens, {learned:,} trained ({learned / tokens:.0%}); per sample "
+            f"  {tokens:,} tokens, {trained:,} trained ({trained / tokens:.0%}); per sample "
             f"{np.median(lengths):,.0f} in the median, {lengths.max():,} at most"
         )
         yield from histogram(lengths)

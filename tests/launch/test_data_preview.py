@@ -56,12 +56,12 @@ def test_without_a_terminal_each_token_has_a_line_with_its_mask(
     text = printed(chats, harmony, terminal=False)
     assert "\x1b" not in text
     title, *lines = text.splitlines()
-    assert re.fullmatch(r"sample 1: .*chats.jsonl, line 1; 18 tokens, 6 learned", title)
+    assert re.fullmatch(r"sample 1: .*chats.jsonl, line 1; 18 tokens, 6 trained", title)
 
     tokens = lines[: lines.index("")]
     assert tokens[0].split() == ["0", "200006", "'<|start|>'"]
-    learned = [line for line in tokens if line.split()[1] == "learn"]
-    assert [eval(line.split(maxsplit=3)[3]) for line in learned] == [
+    trained = [line for line in tokens if line.split()[1] == "train"]
+    assert [eval(line.split(maxsplit=3)[3]) for line in trained] == [
         "<|channel|>", "final", "<|message|>", "Hello", ".", "<|return|>",
     ]  # fmt: skip
     assert "'🫠'" in text or "' 🫠'" in text, "a character is not shown in halves"
@@ -102,7 +102,7 @@ def test_figures_count_what_was_read_and_name_what_was_refused(
     text = printed(chats, harmony, terminal=False)
     assert "13 conversations read, 12 samples, 1 refused" in text
     assert f"refused: {chats}, line 13: not JSON" in text
-    assert "72 learned" in text
+    assert "72 trained" in text
     assert re.search(r"17 - +32 tokens  #{40}  12", text)
 
 
