@@ -167,7 +167,7 @@ def test_an_adapter_that_adds_nothing_is_said_to() -> None:
     loss = MergeLoss(values=8, changed=2, squared_error=0.5, squared=2.0)
     assert str(loss) == ("relative error 0.5, the update is 0, 25.0% of the values changed")
     loss.squared_update = 0.125
-    assert ", 2 of what the adapter adds, " in str(loss)
+    assert ", 2 of the update, " in str(loss)
 
 
 def test_a_loss_that_is_reported_wrongly_is_noticed(

@@ -84,7 +84,7 @@ def test_a_failed_installation_goes_on_where_it_was_and_hashes_decide(
     (shelf / second.name).write_bytes(second.read_bytes())
     said.clear()
     python = install_engine(engine, said.append, pinned)
-    assert said[0] == "1 of 2 packages are there already"
+    assert said[0] == "1 of 2 packages are already installed"
     assert len(said) == 3 and said[1].endswith("sglang")
     program = "import helper, sglang; print(sglang.__version__)"
     assert subprocess.check_output([python, "-c", program], text=True) == "1.0\n"
