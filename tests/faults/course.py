@@ -276,7 +276,7 @@ def overrides(options: Options, directory: Path, orders: Path) -> list[str]:
         "model.intermediate_size=48",
         "model.head_size=16",
         "initial_weights=null",
-        "rollout.workers=2",
+        f"rollout.workers={options.workers}",
         f"rollout.tasks_per_step={TASKS_PER_STEP}",
         f"rollout.samples_per_task={SAMPLES_PER_TASK}",
         "rollout.max_new_tokens_per_turn=60",

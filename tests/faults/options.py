@@ -13,6 +13,8 @@ class Options:
     """Faults; 0 for one of each kind."""
     kinds: tuple[str, ...] = ()
     """Names of tests.faults.kinds; all if empty."""
+    workers: int = 2
+    """Rollout workers of a run."""
     servers: int = 0
     """Servers of SGLang's protocol that sample (server.py); 0 for the embedded engine."""
     pairs: bool = False
