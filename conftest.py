@@ -1,4 +1,4 @@
-"""Distribution of test files over processes (`make test`: 2), and checks for leftover processes."""
+"""Distribution of the tests over processes (`make test`), and a check for leftover processes."""
 
 from __future__ import annotations
 
@@ -44,37 +44,45 @@ START_RAY = {
     "tests/rl_loop/trainer/test_rank_inputs.py",
     "tests/test_forked_workers.py",
 }
-"""Files that start Ray. They run in sequence in one process.
-
-On two cores, two Ray clusters would starve the sandbox and each other's workers.
-"""
-
+"""Files that one process runs. On two cores, two Ray clusters would delay each other's workers and
+the sandbox."""
 
 LONGEST = [
-    "tests/rl_loop/algorithms/test_algorithms_end_to_end.py",
-    "tests/rl_loop/rollout/test_asynchronous_steps.py",
-    "tests/rl_loop/rollout/test_pool_stream.py",
-    "tests/megatron_gptoss/test_parallel_layouts.py",
-    "benchmarks/tests/test_concurrent_episodes.py",
+    "tests/test_open_doors.py",
     "tests/rl_loop/agents/test_programs.py",
-    "tests/megatron_gptoss/test_routing_replay.py",
-    "tests/rl_loop/certify/test_planted_faults.py",
-    "tests/rl_loop/trainer/test_trained_tokens.py",
-    "tests/rl_loop/cluster/test_group_authentication.py",
-    "tests/megatron_gptoss/test_adapter_layouts.py",
-    "tests/megatron_gptoss/test_dense_layouts.py",
-    "tests/megatron_gptoss/test_checkpoint.py",
+    "tests/test_examples.py",
+    "tests/megatron_gptoss/test_parallel_layouts.py",
+    "tests/rl_loop/rollout/test_pool_stream.py",
+    "tests/rl_loop/rollout/test_asynchronous_steps.py",
+    "tests/rl_loop/algorithms/test_algorithms_end_to_end.py",
+    "tests/rl_loop/engines/test_expert_routing.py",
+    "tests/rl_loop/rewards/test_comparison_pool.py",
+    "tests/launch/test_plan.py",
+    "tests/converters/test_config_keys.py",
+    "tests/rl_loop/lifecycle/test_resume_rules.py",
+    "benchmarks/tests/test_concurrent_episodes.py",
+    "tests/converters/test_live.py",
     "tests/rl_loop/tracking/test_loop_signals.py",
+    "tests/megatron_gptoss/test_dense_layouts.py",
+    "tests/megatron_gptoss/test_routing_replay.py",
     "tests/megatron_gptoss/test_distributed_optimizer.py",
+    "tests/rl_loop/sandbox/test_sandbox_attacks.py",
+    "tests/rl_loop/certify/test_planted_faults.py",
     "tests/rl_loop/trainer/test_adapter_rank.py",
-    "tests/megatron_gptoss/test_context_parallel_models.py",
+    "tests/rl_loop/trainer/test_trained_tokens.py",
+    "tests/megatron_gptoss/test_adapter_layouts.py",
+    "tests/rl_loop/environments/test_mcp_tools.py",
+    "tests/rl_loop/sandbox/test_sandbox_escape.py",
+    "tests/megatron_gptoss/test_checkpoint.py",
+    "tests/rl_loop/cluster/test_group_authentication.py",
+    "tests/rl_loop/trainer/test_adapter_keeper.py",
+    "tests/rl_loop/data/test_new_column.py",
     "tests/rl_loop/gateway/test_agents_sdk.py",
+    "tests/rl_loop/gateway/test_workers.py",
+    "tests/rl_loop/engines/test_expert_matmul.py",
 ]
-"""Files that take 15 s or more, the longest first.
-
-By default files with few tests come last. One process would then idle at the end while the other is
-in the middle of such a file.
-"""
+"""Files of 12 s of processor time or more without START_RAY, the longest first. A long file must not start last,
+because one process would run it alone."""
 
 
 @pytest.hookimpl(optionalhook=True)
