@@ -32,7 +32,7 @@ IMPORTED = (
     "rl_loop.engines.embedded.engine",
     "transformers.models.gpt_oss.modeling_gpt_oss",
 )
-"""Slow imports of trainer ranks and rollout workers.
+"""Slow imports of trainer ranks, rollout workers and local SGLang servers.
 
 None of them imports Ray, which would read the settings in this process's environment. Every worker
 has its own settings.
