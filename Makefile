@@ -38,11 +38,11 @@ demo: setup
 	$(GPTOSS) sft configs/sft/tiny_retool.yaml --overwrite
 	$(GPTOSS) rl configs/rl/tiny_retool.yaml --overwrite
 
-# One thread per process: the models are tiny and several tests start two processes. Two at a time, shared out by
-# conftest.py. The time limit counts the wait for processors that both use. Where PYTHONDONTWRITEBYTECODE is set,
-# every process that a test starts would compile our modules anew.
+# One thread per process, because the models are tiny and many tests start two processes. Three tests at a time on two
+# cores, because tests with Ray wait for processes to start; conftest.py distributes them. The time limit includes the
+# wait for processors. PYTHONDONTWRITEBYTECODE would make every process that a test starts compile our modules again.
 test: setup
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not gpu and not slurm and not slow and not browser" -n 2 \
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not gpu and not slurm and not slow and not browser" -n 3 \
 		--timeout=600 --durations=10
 
 test-slow: setup
