@@ -1,4 +1,4 @@
-"""Renders blocks of rows, in this process or in others."""
+"""Renders blocks of rows, in this process or in a process pool."""
 
 import gc
 import hashlib
@@ -25,31 +25,31 @@ from rl_loop.conversations.rows import Block, Row, Rows
 Split = Literal["train", "validation"]
 
 COLLECT_AFTER = 200_000
-"""New objects after which a process that renders looks for garbage in cycles."""
+"""Garbage collection threshold of a rendering process, in new objects."""
 
 
 @dataclass(frozen=True)
 class RenderSource:
-    """What a process must know of a source."""
+    """Source, as sent to the rendering processes."""
 
     name: str
     rows: Rows
     format: Format
     columns: dict[str, str]
-    """As in ``ConversationSource``."""
+    """Column mapping, as in ``ConversationSource``."""
 
 
 @dataclass(frozen=True)
 class RenderPlan:
-    """All that decides how a block is rendered."""
+    """Everything that determines how a block is rendered."""
 
     sources: list[RenderSource]
     codec: ChatCodec
     options: RenderOptions
     validation_share: float
-    """Of the rows, which belong to the validation split; 0 for none."""
+    """Share of the rows in the validation split. 0 for no validation split."""
     seed: int
-    """Of the split."""
+    """Seed for the split."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class BlockJob:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A conversation, or a sample of one, that is left out."""
+    """Conversation or sample that is left out."""
 
     row: int
     reason: str
@@ -72,20 +72,20 @@ class Refusal:
 
 @dataclass(frozen=True)
 class RenderedBlock:
-    """The samples of a block, end to end."""
+    """Samples of a block, concatenated."""
 
     token_ids: np.ndarray
     """int32 [tokens]."""
     loss_mask: np.ndarray
     """bool [tokens]."""
     offsets: np.ndarray
-    """int64 [samples + 1]: where each sample begins."""
+    """int64 [samples + 1]: boundaries of the samples in ``token_ids``."""
     rows: np.ndarray
     """int64 [samples]: line or row of each sample."""
     numbers: np.ndarray
     """int64 [samples]: ``RenderedSample.number`` of each sample."""
     conversations: int
-    """How many conversations of the split were read, refused ones included."""
+    """Number of conversations of the split, including refused ones."""
     refusals: list[Refusal]
 
     @property
@@ -101,7 +101,7 @@ class BlockRenderer:
         self._renderer = record_renderer(plan.codec, plan.options)
 
     def render(self, job: BlockJob) -> RenderedBlock:
-        """Read and render the conversations of a block that belong to the job's split."""
+        """Read and render the block's conversations of the job's split."""
         source = self._plan.sources[job.source]
         token_ids: list[np.ndarray] = []
         loss_masks: list[np.ndarray] = []
@@ -124,7 +124,7 @@ class BlockRenderer:
 
             refusals += [Refusal(row.number, reason) for reason in reasons]
             for sample in samples:
-                # Several times as fast as to let numpy look at the type of every element.
+                # Several times as fast as letting numpy inspect the type of every element.
                 token_ids.append(np.frombuffer(array("i", sample.token_ids), dtype=np.int32))
                 loss_masks.append(np.frombuffer(bytes(sample.loss_mask), dtype=np.bool_))
                 rows.append(row.number)
@@ -142,7 +142,7 @@ class BlockRenderer:
         )
 
     def _split_of(self, row: Row) -> Split:
-        """Return the split of a row, which depends on its content and the seed alone."""
+        """Return the split of a row. It depends only on the content and the seed."""
         share = self._plan.validation_share
         if share == 0:
             return "train"
@@ -151,21 +151,24 @@ class BlockRenderer:
         return "validation" if int.from_bytes(digest) < share * 2**64 else "train"
 
 
-# ---- many blocks at a time
+# ---- parallel rendering
 
 
 class RenderPool:
-    """Renders blocks in processes of its own, or here if it has none; as a context."""
+    """Renders blocks in worker processes, or in this process if ``workers`` is 0.
+
+    Use it as a context manager.
+    """
 
     def __init__(self, plan: RenderPlan, workers: int) -> None:
-        """The processes start with the first block."""
+        """Create the pool. Worker processes start with the first block."""
         self._plan = plan
         self._local: BlockRenderer | None = None
         self._executor: ProcessPoolExecutor | None = None
         if workers == 0:
             self._local = BlockRenderer(plan)
         else:
-            # Not forked: Ray and torch have threads, whose locks a fork would keep for ever.
+            # A fork would copy locked locks of Ray's and torch's threads.
             self._executor = ProcessPoolExecutor(
                 workers,
                 mp_context=get_context("spawn"),
@@ -174,7 +177,11 @@ class RenderPool:
             )
 
     def submit(self, jobs: Sequence[BlockJob]) -> list[Callable[[], RenderedBlock]]:
-        """Begin to render blocks. Returns what waits for each; raises DataError there."""
+        """Start rendering blocks.
+
+        Returns:
+            A function for each job that waits for the result and may raise DataError.
+        """
         if self._local is not None:
             render = self._local.render
             return [partial(render, job) for job in jobs]
@@ -187,7 +194,7 @@ class RenderPool:
         return [partial(self._result, future) for future in futures]
 
     def close(self) -> None:
-        """End the processes; blocks that nobody has waited for are not rendered."""
+        """Stop the processes. Queued blocks are not rendered."""
         if self._executor is not None:
             self._executor.shutdown(wait=True, cancel_futures=True)
 
@@ -212,25 +219,25 @@ class RenderPool:
 
 
 _renderer: BlockRenderer | None = None
-"""Of a process of the pool."""
+"""Renderer of a worker process."""
 
 
 def _start_worker(plan: RenderPlan) -> None:
     global _renderer
-    # Signals of the terminal are for the run, which ends its step and then this process.
+    # The terminal's signals are for the run, which finishes its step and then stops this process.
     os.setsid()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _renderer = BlockRenderer(plan)
 
-    # Thousands of small objects per block would have the collector look at all others again and
-    # again; almost none of them is in a cycle.
+    # A block has thousands of small objects, so the collector would often traverse all objects.
+    # Hardly any of them is in a cycle.
     gc.collect()
     gc.freeze()
     gc.set_threshold(COLLECT_AFTER, 10, 10)
 
 
 def _end_with_parent() -> None:
-    """End this process when the run was killed and could not do so itself."""
+    """Exit when the parent process has exited, because a killed run cannot stop its workers."""
     parent = parent_process()
     if parent is not None:
         parent.join()

@@ -1,8 +1,9 @@
-"""Renders conversations in ChatML, in the tokens that inference would have consumed and sampled.
+"""Renders conversations in ChatML, with the tokens that inference would consume and sample.
 
-ChatML shows earlier turns whole, so that a conversation is one sample, whatever ``data.history`` says.
-The mask is on what a policy would sample: behind the header of its turn through <|im_end|>. The line
-break behind that is the format's, and not learned. Calls that one message makes together are one turn.
+ChatML shows earlier turns in full, so a conversation is one sample for every ``data.history``.
+The loss covers the sampled tokens: from behind the header of a turn through <|im_end|>. The line
+break behind <|im_end|> belongs to the format and is not in the loss. All calls of one message are
+one turn.
 """
 
 import re
@@ -34,9 +35,9 @@ from rl_loop.conversations.formats import (
 from rl_loop.conversations.rendering import RenderedSample, RenderOptions, fit
 
 SPELLED_MARKUP = re.compile(r"<\|(?:im_start|im_end|endoftext)\|>")
-"""Names of tokens that no text may spell: a file that has them was mostly rendered before."""
+"""Names of tokens that no text may contain. A file with them was probably rendered before."""
 SPELLED_CALL = re.compile(f"{re.escape(TOOL_CALL)}|{re.escape(TOOL_CALL_END)}")
-"""The same in a text of the assistant, where parsing would take it for a call."""
+"""Tags that parsing would take for a call in a text of the assistant."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,11 @@ class ChatStatement:
 
     message: ChatMessage
     number: int
-    """Of the message in the file, from 0."""
+    """Index of the message in the file, from 0."""
     learned: bool
-    """Whether its tokens are in the loss: messages of the assistant, unless their weight is 0."""
+    """True if the tokens are in the loss: messages of the assistant, unless their weight is 0."""
     is_cut: bool
-    """Whether sampling was cut off within it."""
+    """True if sampling was cut off within the message."""
 
     @property
     def is_assistants(self) -> bool:
@@ -64,10 +65,18 @@ class ChatMlRenderer:
         self._options = options
 
     def render_record(self, record: Any, form: Format) -> tuple[list[RenderedSample], list[str]]:
-        """Render the sample of a record; none is left out beside it.
+        """Render the sample of a record.
 
-        Raises ConversationError for what a policy could not have sampled, for what ChatML cannot say,
-        and for what is too long.
+        Args:
+            record: JSON value.
+            form: format of the record.
+
+        Returns:
+            A list with the sample, and an empty list of reasons.
+
+        Raises:
+            ConversationError: if a policy could not have sampled it, if ChatML cannot express it, or
+                if it is too long.
         """
         messages, tools = _read(record, form)
         statements = _statements(answers_in_order(messages))
@@ -80,7 +89,7 @@ class ChatMlRenderer:
         return [sample], []
 
     def _render(self, statements: Sequence[ChatStatement], tools: Sequence[Tool]) -> RenderedSample:
-        """Render everything as it is sampled and shown to a policy."""
+        """Render the messages as a policy samples and sees them."""
         sample = RenderedSample()
         others: list[ChatMessage] = []
         is_first_turn = True
@@ -101,9 +110,10 @@ class ChatMlRenderer:
         return sample
 
     def _check_reads_back(self, statement: ChatStatement, turn: Sequence[int]) -> None:
-        """Check that reinforcement learning would read the calls of a turn as they are meant.
+        """Check that parsing the rendered turn gives the calls of the message.
 
-        Raises ConversationError naming the message.
+        Raises:
+            ConversationError: if it does not. The message names the file's message.
         """
         if not statement.message.calls:
             return
@@ -143,8 +153,11 @@ def _read(record: Any, form: Format) -> tuple[list[Numbered], list[Tool]]:
 def answers_in_order(messages: Sequence[Numbered]) -> list[Numbered]:
     """Put the answers to the calls of one message in the order of these calls.
 
-    ChatML does not say which call is answered, so that the order does. Raises ConversationError for
-    a call without an answer and an answer without a call, but for calls at the very end.
+    ChatML does not name the call of an answer, so answers must have the order of the calls.
+
+    Raises:
+        ConversationError: for a call without an answer, except at the end, and for an answer
+            without a call.
     """
     ordered: list[Numbered] = []
     left = deque(messages)
@@ -189,7 +202,7 @@ def _statement(number: int, message: Mapping[str, Any]) -> ChatStatement:
 
 
 def check_conversation(statements: Sequence[ChatStatement], tools: Sequence[Tool]) -> None:
-    """Check that inference could sample every turn as it stands. Raises ConversationError."""
+    """Check that inference could sample every turn. Raises ConversationError."""
     if not any(statement.is_assistants for statement in statements):
         raise ConversationError("the assistant says nothing in it")
     if statements[0].is_assistants:
@@ -219,7 +232,7 @@ def check_conversation(statements: Sequence[ChatStatement], tools: Sequence[Tool
 
 
 def _check_calls(statements: Sequence[ChatStatement], tools: Sequence[Tool]) -> None:
-    """Check that the functions that are called are described, where any are."""
+    """Check that called functions are described, if the record describes any."""
     described = {tool.name for tool in tools}
     for statement in statements:
         for call in statement.message.calls:
@@ -231,7 +244,7 @@ def _check_calls(statements: Sequence[ChatStatement], tools: Sequence[Tool]) -> 
 
 
 def _check_text(statement: ChatStatement) -> None:
-    """Check that a text spells nothing that has a meaning of its own."""
+    """Check that a text contains no markup of the format."""
     texts = [statement.message.text, *(call.arguments for call in statement.message.calls)]
     for text in texts:
         spelled = SPELLED_MARKUP.search(text)

@@ -1,4 +1,4 @@
-"""The conversations that supervised fine-tuning learns: ``data`` of a configuration."""
+"""Conversations for supervised fine-tuning: ``data`` of a configuration."""
 
 from typing import Any, Literal, Self
 
@@ -9,7 +9,7 @@ from rl_loop.data.hub import check_place
 Format = Literal["auto", "messages", "sharegpt", "harmony"]
 
 ONLY_SOURCE = "data"
-"""The name of a source that is given without one."""
+"""Name of a source that is given without a name."""
 
 
 class ConversationSource(BaseModel):
@@ -20,20 +20,21 @@ class ConversationSource(BaseModel):
     path: str
     """A .jsonl or .parquet file, or hub:NAME:SPLIT or hub:NAME:CONFIGURATION:SPLIT."""
     format: Format = "auto"
-    """``messages``: OpenAI's and Hugging Face's, with ``tools`` and ``thinking``; ``sharegpt``:
-    ``conversations`` of ``from`` and ``value``; ``harmony``: as openai-harmony writes them;
-    ``auto``: found out for every conversation, by its keys."""
+    """Format of the records. ``messages``: OpenAI's and Hugging Face's format, with ``tools`` and
+    ``thinking``. ``sharegpt``: ``conversations`` of ``from`` and ``value``. ``harmony``: JSON of
+    openai-harmony. ``auto``: detected for every conversation by its keys."""
     columns: dict[str, str] = Field(default_factory=dict)
-    """How rows call what the format calls otherwise, such as ``{messages: chat, tools: functions}``.
-    Only these columns are read then, and every row must have them, if only as null. Empty: the
-    names are known already."""
+    """Column mapping {key of the format: column of the data}, such as
+    ``{messages: chat, tools: functions}``. If set, other columns are ignored, and every row must
+    have these columns (null is allowed). Empty: columns have the names of the format."""
     weight: float = Field(1.0, gt=0)
     """Share of the samples, relative to the other sources."""
     epochs: int | None = Field(None, gt=0)
-    """Passes over the source, after which the others go on without it; the run ends early where
-    none is left. null: as many as ``training.steps`` need."""
+    """Passes over the source. The other sources continue without it, and the run ends early if no
+    source is left. null: repeat until ``training.steps`` are done."""
     validation_path: str | None = None
-    """Conversations of the same format to measure the loss on; null: ``data.validation_share``."""
+    """Conversations in the same format for the validation loss. null: use
+    ``data.validation_share``."""
 
     @model_validator(mode="after")
     def _check_places(self) -> Self:
@@ -45,25 +46,26 @@ class ConversationSource(BaseModel):
 class CorpusConfig(BaseModel):
     """Conversations of one source or several.
 
-    ``{path: chats.jsonl}`` stands for ``{sources: {data: {path: chats.jsonl}}}``, with any key of
-    a source."""
+    ``{path: chats.jsonl}`` is short for ``{sources: {data: {path: chats.jsonl}}}``. All keys of a
+    source can be given in this way.
+    """
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     sources: dict[str, ConversationSource] = Field(min_length=1)
-    """By a name of your choice."""
+    """Sources. Choose any names."""
 
     @model_validator(mode="before")
     @classmethod
     def _name_only_source(cls, values: Any) -> Any:
-        """Make a source of keys that a configuration with a single one may have at the top."""
+        """Move keys of a single source from the top level to ``sources.data``."""
         if not isinstance(values, dict):
             return values
         of_source = {key: values[key] for key in values if key in ConversationSource.model_fields}
         if not of_source:
             return values
 
-        # Errors call it by its full name, so that an override may, too.
+        # Errors name the source in full. Overrides may use the full name, too.
         named = values.get("sources", {})
         if not isinstance(named, dict) or set(named) - {ONLY_SOURCE}:
             raise ValueError(
@@ -74,35 +76,34 @@ class CorpusConfig(BaseModel):
 
 
 class DataConfig(CorpusConfig):
-    """Conversations to learn, from one source or a mixture of several."""
+    """Conversations to train on, from one source or a mixture of several."""
 
     history: Literal["harmony", "append"] = "harmony"
-    """What a later turn of the user sees of the earlier ones. ``harmony``: one sample per turn,
-    behind what inference shows of the others: no analysis of finished answers, and <|end|> in
-    place of <|return|>. ``append``: one sample per conversation, everything as it was sampled. ChatML
-    shows earlier turns whole: there both are ``append``."""
+    """Rendering of earlier turns. ``harmony``: one sample per user turn, with earlier turns as they
+    look at inference: without the analysis of finished answers, and with <|end|> in place of
+    <|return|>. ``append``: one sample per conversation, with everything as it was sampled. Both are
+    the same for ChatML, which shows earlier turns in full."""
     seed: int = 0
-    """Of the order, and of what is held out for validation."""
+    """Seed for shuffling and for the validation split."""
     shuffle: bool = True
-    """Whether every epoch has an order of its own; false: that of the file."""
+    """Shuffle every epoch differently. false: use the order of the file."""
     validation_share: float = Field(0.0, ge=0, lt=1)
-    """Share of the conversations that is not trained on and measures the loss. Chosen by content:
-    copies of a conversation are all on one side."""
+    """Share of the conversations used for the validation loss instead of training. They are chosen
+    by content, so copies of a conversation are in the same split."""
     validation_conversations: int = Field(256, gt=0)
-    """How many conversations of each source measure the loss, at most."""
+    """Maximum number of validation conversations per source."""
     validate_every: int = Field(50, gt=0)
-    """Steps between measurements; also before the first step and after the last."""
+    """Steps between validations. Validation also runs before the first step and after the last."""
     max_tokens: int | None = Field(None, gt=1)
-    """Longest sample. null: as many as ``training.max_tokens_per_micro_batch`` and
-    ``model.max_length`` allow."""
+    """Maximum tokens per sample. null: the limit of ``training.max_tokens_per_micro_batch`` and
+    ``model.max_length``."""
     too_long: Literal["refuse", "truncate"] = "refuse"
-    """What becomes of longer samples: they are reported and left out, or lose their end, and with
-    it the token that ends a turn."""
+    """Treatment of longer samples. ``refuse``: report them and leave them out. ``truncate``: cut
+    off the end, including the token that ends a turn."""
     max_refused_share: float = Field(0.1, ge=0, le=1)
-    """Largest share of the conversations that may be refused; above it the run ends and says why
-    they were."""
+    """Maximum share of refused conversations. Above it the run ends and reports the reasons."""
     workers: int = Field(2, ge=0)
-    """Processes that read and tokenize ahead of training; 0 does it in between steps."""
+    """Processes that read and tokenize ahead of training. 0: do it between steps."""
 
     @model_validator(mode="after")
     def _check_validation(self) -> Self:

@@ -1,4 +1,4 @@
-"""A conversation in messages of Harmony, checked: what a policy could have sampled, and no more."""
+"""Translates conversations to Harmony and checks that a policy could have sampled them."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,16 +13,18 @@ from rl_loop.harmony.codec import Tool
 from rl_loop.harmony.conversation import MessageTranslator, describe_message, message_text
 
 BUILTIN_NAMESPACES = frozenset({"python", "browser"})
-"""Tools that GPT-OSS knows from its training, by the beginning of their recipients."""
+"""Built-in tools of GPT-OSS: first components of their recipients."""
 CONTROL_KEYS = ("weight", "finish_reason")
-"""Of the assistant's messages: what says how they are learned, and is not rendered."""
+"""Keys of the assistant's messages that control the loss and are not rendered."""
 
 SPECIAL_TOKEN = re.compile(
     r"<\|(?:start|end|message|channel|constrain|return|call|startoftext|endoftext|endofprompt"
     r"|reserved_\d+)\|>"
 )
-"""The names of Harmony's special tokens. In a text they are text; that a file has them mostly means
-that its texts were rendered before."""
+"""Names of Harmony's special tokens.
+
+They are plain text in a message. A file that contains them was probably rendered before.
+"""
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,9 @@ class Statement:
 
     message: Message
     number: int
-    """Of the file's message that it comes from, from 0."""
+    """Index of the message in the file, from 0."""
     learned: bool
-    """Whether its tokens are in the loss: messages of the assistant, unless their weight is 0."""
+    """True if the tokens are in the loss: messages of the assistant, unless their weight is 0."""
 
     @property
     def is_assistants(self) -> bool:
@@ -50,25 +52,27 @@ class Statement:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation that can be rendered."""
+    """Checked conversation, ready for rendering."""
 
     opening: list[Message]
-    """What the developer says before everything else."""
+    """Developer messages at the beginning."""
     tools: list[Tool]
-    """Functions that are described there."""
+    """Functions that the developer message describes."""
     statements: list[Statement]
-    """All that follows. It ends with the assistant."""
+    """Messages after ``opening``. The last one is the assistant's."""
     system: Message | None = None
-    """The system message; None for that of the run."""
+    """System message. None for the system message of the run."""
     reasoning_effort: ReasoningEffort | None = None
-    """In the system message of the run; None for the run's own."""
+    """Reasoning effort in the run's system message. None for the run's setting."""
     truncated: bool = False
-    """Whether sampling was cut off within the last message."""
+    """True if sampling was cut off within the last message."""
 
     @property
     def turns(self) -> list[range]:
-        """The assistant's turns: runs of its messages in ``statements``. Each ends with a call or
-        an answer, or is the last and was cut off."""
+        """Turns of the assistant, as ranges of ``statements``.
+
+        Each turn ends with a call or an answer. The last one may be cut off.
+        """
         turns: list[range] = []
         start = 0
         for i, statement in enumerate(self.statements):
@@ -93,17 +97,17 @@ def make_conversation(
     """Translate and check a conversation.
 
     Args:
-        messages: their numbers in the file, and the messages as
-            ``rl_loop.harmony.conversation`` describes them, with CONTROL_KEYS.
-        tools: functions that the developer describes.
-        opening: messages of the developer that are Harmony's already.
-        callable_functions: names of the functions that may be called; None to allow any.
-        namespaces: tools other than functions, and namespaces of such tools, that may be called.
-        system: replaces the system message of the run.
-        reasoning_effort: replaces that of the run.
+            messages: pairs of an index in the file and a message in the format of
+                ``rl_loop.harmony.conversation``, with CONTROL_KEYS.
+            tools: functions that the developer describes.
+            opening: first developer messages, already in Harmony's format.
+            callable_functions: names of the functions that may be called; None allows any.
+            namespaces: tools and namespaces of tools that may be called, without functions.
+            system: replacement for the run's system message.
+            reasoning_effort: replacement for the run's reasoning effort.
 
     Raises:
-        ConversationError: naming the message and the reason.
+            ConversationError: if it is not valid. The message names the file's message.
     """
     statements, truncated = _translate(messages)
 
@@ -139,7 +143,7 @@ def make_conversation(
 def _translate(
     messages: Iterable[tuple[int, Mapping[str, Any]]],
 ) -> tuple[list[Statement], bool]:
-    """Return the messages of Harmony, and whether the last one was cut off."""
+    """Return the messages of Harmony, and True if the last one was cut off."""
     translator = MessageTranslator()
     statements: list[Statement] = []
     truncated = False
@@ -171,7 +175,14 @@ def _translate(
 
 
 def read_control(number: int, message: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Return whether a message of the assistant is learned, and whether it was cut off."""
+    """Read CONTROL_KEYS of a message of the assistant.
+
+    Returns:
+        True if the message is in the loss, and True if it was cut off.
+
+    Raises:
+        ConversationError: if a value is invalid.
+    """
     name = describe_message(number, message)
     weight = message.get("weight")
     if weight is not None and weight not in (0, 1):
@@ -197,7 +208,7 @@ def check_says_something(number: int, message: Mapping[str, Any]) -> None:
 
 
 def _check_ends(conversation: Conversation) -> None:
-    """Check that the assistant has something to go on and speaks last."""
+    """Check that the assistant has a message to reply to and speaks last."""
     statements = conversation.statements
     if not any(statement.is_assistants for statement in statements):
         raise ConversationError("the assistant says nothing in it")
@@ -215,9 +226,9 @@ def _check_ends(conversation: Conversation) -> None:
 
 
 def _check_turn(turn: Sequence[Statement], may_be_cut: bool) -> None:
-    """Check that inference could sample one turn as it stands."""
+    """Check that inference could sample the turn."""
     for statement in turn[:-1]:
-        # A stop token ends sampling: nothing of the same turn can come behind it.
+        # A stop token ends sampling, so no message of the turn can follow it.
         if statement.is_call:
             raise ConversationError(
                 f"message {statement.number}: the call of {statement.message.recipient} is followed "
@@ -238,7 +249,7 @@ def _check_turn(turn: Sequence[Statement], may_be_cut: bool) -> None:
 
 
 def _check_recipients(conversation: Conversation, namespaces: frozenset[str]) -> None:
-    """Check that tools are called by a name that they can have: a policy is punished for others."""
+    """Check that every recipient is a function or a known tool. Others are format errors in RL."""
     for statement in conversation.statements:
         recipient = statement.message.recipient
         if not statement.is_call or recipient is None or recipient.startswith(FUNCTIONS):
@@ -252,7 +263,7 @@ def _check_recipients(conversation: Conversation, namespaces: frozenset[str]) ->
 
 
 def _check_calls(conversation: Conversation, functions: frozenset[str]) -> None:
-    """Check that the functions that are called are described."""
+    """Check that every called function is described."""
     for statement in conversation.statements:
         recipient = statement.message.recipient
         if not statement.is_call or recipient is None or not recipient.startswith(FUNCTIONS):
@@ -278,7 +289,7 @@ def _check_texts(conversation: Conversation) -> None:
 
 
 def _check_text(name: str, text: str) -> None:
-    # Nearly all texts lack both characters, and are done with here.
+    # Fast path: nearly all texts lack these characters.
     if "<|" not in text:
         return
     token = SPECIAL_TOKEN.search(text)

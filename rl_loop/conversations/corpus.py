@@ -1,4 +1,4 @@
-"""The text that a tiny vocabulary is made for: what conversations are in tokens, written out."""
+"""Rendered text of conversations, from which tiny vocabularies are built."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -11,15 +11,22 @@ from rl_loop.conversations.rendering import RenderOptions
 from rl_loop.conversations.rows import Row, open_rows
 
 CORPUS_CONVERSATIONS = 2000
-"""Of each source."""
+"""Maximum number of conversations per source."""
 ANY_LENGTH = 1 << 40
 
 
 def conversation_texts(config: CorpusConfig, codec: ChatCodec) -> Iterator[str]:
-    """Yield the first conversations of every source as text.
+    """Yield the first conversations of every source as rendered text.
 
-    ``codec`` has a vocabulary for any text. What is refused is left out, as it is
-    reported where it is trained on. Raises DataError."""
+    Refused conversations are skipped here, because training reports them.
+
+    Args:
+        config: sources to read.
+        codec: codec whose vocabulary covers any text.
+
+    Raises:
+        DataError: if a file cannot be read.
+    """
     renderer = record_renderer(codec, RenderOptions("append", ANY_LENGTH, "refuse"))
     for source in config.sources.values():
         for row in islice(_rows(source.path), CORPUS_CONVERSATIONS):

@@ -1,4 +1,4 @@
-"""The conversations of a run: opened once, then trained on as a stream, and measured on."""
+"""Conversations of a run: the training stream and the validation samples."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -32,16 +32,23 @@ from rl_loop.conversations.source_stream import DataSample, SourceStream
 from rl_loop.data.mixture import BLOCK, Mixture
 
 VALIDATION_BLOCKS = 8
-"""Blocks that are rendered at a time while validation conversations are looked for."""
+"""Number of blocks to render at a time when looking for validation conversations."""
 
 
 class ConversationData:
-    """All sources of a run and the processes that render them, as a context."""
+    """All sources of a run and the processes that render them. Use it as a context manager."""
 
     def __init__(self, config: DataConfig, codec: ChatCodec, max_tokens: int) -> None:
-        """Open the files. Raises DataError naming the one that cannot be read.
+        """Open the files.
 
-        ``max_tokens``: of the longest sample."""
+        Args:
+            config: ``data`` of the configuration.
+            codec: chat format of the model.
+            max_tokens: maximum tokens per sample.
+
+        Raises:
+            DataError: if a file cannot be read.
+        """
         self.config = config
         self._names = list(config.sources)
         self._rows = [open_rows(source.path) for source in config.sources.values()]
@@ -51,7 +58,7 @@ class ConversationData:
         ]
         self._mixture = _mixture(config)
 
-        # Training rows come first, so that a source's number is that in the configuration.
+        # Training rows come first, so that a source has the same number as in the configuration.
         sources = [
             RenderSource(name, rows, config.sources[name].format, config.sources[name].columns)
             for name, rows in zip(self._names, self._rows, strict=True)
@@ -81,13 +88,15 @@ class ConversationData:
         self.close()
 
     def close(self) -> None:
-        """End the processes that render."""
+        """Stop the rendering processes."""
         self._pool.close()
 
     def check(self) -> None:
-        """Render the beginning of every source, before anything heavy is started.
+        """Render the beginning of every source, before the run starts its engines and trainer.
 
-        Raises DataError if too many conversations are refused."""
+        Raises:
+            DataError: if too many conversations are refused.
+        """
         for name in self._names:
             preview = self.preview(name, ENOUGH_TO_JUDGE)
             check_refused_share(
@@ -98,12 +107,17 @@ class ConversationData:
                 limit=self.config.max_refused_share,
             )
 
-    # ---- what is trained on
+    # ---- training
 
     def stream(
         self, report: RefusalReport, saved: Mapping[str, Any] | None = None
     ) -> "ConversationStream":
-        """Begin the stream of training samples, or go on behind the ``state`` of another."""
+        """Start the stream of training samples.
+
+        Args:
+            report: report of refused conversations.
+            saved: ``state`` of an earlier stream, to continue from.
+        """
         streams: list[SourceStream] = []
         for number, name in enumerate(self._names):
             streams.append(
@@ -121,12 +135,17 @@ class ConversationData:
         position = 0 if saved is None else saved["position"]
         return ConversationStream(streams, self._mixture, position)
 
-    # ---- what is measured on
+    # ---- validation
 
     def validation(self, report: RefusalReport) -> dict[str, TrainingSamples]:
-        """Render the conversations that measure the loss, by source; none if there are to be none.
+        """Render the validation conversations.
 
-        Raises DataError for a source that has none, or whose first one cannot be used."""
+        Returns:
+            Samples by source. Empty if no validation is configured.
+
+        Raises:
+            DataError: if a source has no usable validation conversation.
+        """
         measured: dict[str, TrainingSamples] = {}
         for number, name in enumerate(self._names):
             rows = self._validation_rows[number]
@@ -152,9 +171,15 @@ class ConversationData:
     def _first_conversations(
         self, name: str, number: int, rows: Rows, split: Split, report: RefusalReport
     ) -> list[DataSample]:
-        """Render the first ``validation_conversations`` of a split that can be rendered.
+        """Render the first ``validation_conversations`` usable conversations of a split.
 
-        ``name``: of the source in the configuration; ``number``: of ``rows`` in the pool."""
+        Args:
+            name: name of the source in the configuration.
+            number: index of ``rows`` in the pool.
+            rows: file to read.
+            split: split to take.
+            report: report of refused conversations.
+        """
         samples: list[DataSample] = []
         used: set[int] = set()
         for first in range(0, len(rows.blocks), VALIDATION_BLOCKS):
@@ -170,12 +195,18 @@ class ConversationData:
                     samples.append(sample)
         return samples
 
-    # ---- what is shown
+    # ---- preview
 
     def preview(self, source: str, conversations: int) -> "Preview":
-        """Render the first conversations of a source that are trained on.
+        """Render the first training conversations of a source.
 
-        Raises DataError for a source that there is not."""
+        Args:
+            source: name of the source.
+            conversations: minimum number of conversations to read, if there are enough.
+
+        Raises:
+            DataError: if there is no such source.
+        """
         if source not in self._names:
             raise DataError(
                 f"there is no data.sources.{source}; there are {', '.join(self._names)}"
@@ -202,47 +233,47 @@ class ConversationData:
 
 @dataclass
 class Preview:
-    """The beginning of a source, rendered."""
+    """Rendered beginning of a source."""
 
     source: str
     place: str
-    """The file."""
+    """File or data set."""
     conversations: int = 0
-    """How many were read."""
+    """Number of conversations read."""
     samples: list[DataSample] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
-    """What was refused: file, line and reason."""
+    """Refused conversations: file, line and reason."""
     kinds: Counter[str] = field(default_factory=Counter)
-    """How many were refused for each kind of reason."""
+    """Number of refusals by kind of reason."""
 
 
 class ConversationStream:
-    """The training samples of all sources, mixed by weight."""
+    """Training samples of all sources, mixed by weight."""
 
     def __init__(self, streams: Sequence[SourceStream], mixture: Mixture, position: int) -> None:
-        """``position``: how many places of the mixture are used up."""
+        """Create a stream. ``position`` is the number of used positions of the mixture."""
         self.streams = list(streams)
         self._mixture = mixture
         self._position = position
 
     @property
     def exhausted(self) -> bool:
-        """Whether every source has been passed over as often as it is to be."""
+        """True if all sources have finished their epochs."""
         return all(stream.exhausted for stream in self.streams)
 
     def take(self, count: int) -> TrainingSamples | None:
-        """Return the next samples: ``count`` or, at the very end, fewer; None if none is left."""
+        """Return the next ``count`` samples. Returns fewer at the end, and None if none is left."""
         samples: list[DataSample] = []
         while len(samples) < count and not self.exhausted:
             stream = self.streams[self._mixture.source_at(self._position)]
             self._position += 1
-            # The place of a source that is over is passed over, too.
+            # The position counts even if its source is exhausted.
             if not stream.exhausted:
                 samples.append(stream.next())
         return join_samples(samples) if samples else None
 
     def state(self) -> dict[str, Any]:
-        """Return what ``ConversationData.stream`` needs to go on behind the last sample, as JSON."""
+        """Return the position as JSON, for ``ConversationData.stream``."""
         return {
             "position": self._position,
             "sources": {stream.name: stream.state() for stream in self.streams},
@@ -250,7 +281,7 @@ class ConversationStream:
 
 
 def join_samples(samples: Sequence[DataSample]) -> TrainingSamples:
-    """Lay samples end to end."""
+    """Concatenate samples."""
     return TrainingSamples.join(
         [{"token_ids": sample.token_ids, "loss_mask": sample.loss_mask} for sample in samples],
         names=[sample.name for sample in samples],
@@ -269,7 +300,7 @@ def samples_of(rendered: RenderedBlock, rows: Rows) -> list[tuple[int, DataSampl
 
 
 def _mixture(config: DataConfig) -> Mixture:
-    """Share positions out among the sources. Raises DataError if one has hardly any."""
+    """Return the mixture of the sources. Raises DataError if a weight is too small to be used."""
     weights = [source.weight for source in config.sources.values()]
     mixture = Mixture(weights, f"{config.seed}/data")
     taken = {mixture.source_at(position) for position in range(BLOCK)}

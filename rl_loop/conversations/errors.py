@@ -1,14 +1,14 @@
-"""What can be wrong with data: a conversation, or all of it."""
+"""Errors of conversations and of data files."""
 
 from megatron_gptoss.user_error import UserError
 
 
 class ConversationError(ValueError):
-    """A conversation cannot be learned from; the message says why, and which message is to blame.
+    """Conversation that cannot be trained on. The message names the reason and the message's index.
 
-    Whoever reads the file adds the file and the line."""
+    Callers that read the file add the file and the line.
+    """
 
 
 class DataError(UserError, ValueError):
-    """Data cannot be trained on at all; the message names the file, and the line if one is to
-    blame."""
+    """Data that cannot be used. The message names the file, and the line if one is at fault."""

@@ -1,8 +1,8 @@
-"""Reads a record of a file as a conversation: OpenAI's and Hugging Face's ``messages``, ShareGPT,
-Harmony's own JSON.
+"""Reads records of files as conversations.
 
-A record may have other keys (ids, sources, scores), which say nothing about the conversation; a
-*message* may not, because what cannot be rendered would be lost silently.
+The formats are ``messages`` of OpenAI and Hugging Face, ShareGPT, and Harmony's own JSON. Unknown
+keys of a record, such as ids or scores, are ignored. Unknown keys of a message are errors, because
+content that cannot be rendered would be lost silently.
 """
 
 import json
@@ -22,10 +22,10 @@ from rl_loop.harmony.conversation import describe_message
 from rl_loop.harmony.json_schema import harmony_schema
 
 THOUGHTS = ("thinking", "reasoning_content", "reasoning")
-"""Keys under which data sets and servers have the analysis before a message."""
+"""Keys of the analysis before a message, in data sets and servers' responses."""
 
 EARLIER_CALLS = ("functions", "function_call")
-"""OpenAI's keys before there were tools."""
+"""OpenAI's keys before ``tools`` was introduced."""
 
 SHAREGPT_ROLES = {
     "system": "system",
@@ -41,26 +41,29 @@ SHAREGPT_ROLES = {
     "function_response": "tool",
     "tool_response": "tool",
 }
-"""What ``from`` may be; "call" is a message of the assistant whose ``value`` is JSON."""
+"""Roles by values of ``from``. "call" is an assistant message whose ``value`` is JSON."""
 
 SHAREGPT_KEYS = {"from", "value", "weight"}
 
 
 def read_conversation(record: Any, form: Format) -> Conversation:
-    """Read one record. Raises ConversationError saying which message is to blame, and why."""
+    """Read one record. Raises ConversationError naming the message and the reason."""
     return READERS[format_of(record, form)](record)
 
 
 def format_of(record: Any, form: Format) -> Format:
-    """Return the format of a record, which ``form`` says unless it is "auto". Raises
-    ConversationError for what is no conversation."""
+    """Return the format of a record: ``form``, or the detected format if it is "auto".
+
+    Raises:
+        ConversationError: if the record is not a conversation.
+    """
     if not isinstance(record, dict):
         raise ConversationError(f"a conversation is a JSON object, not {_kind(record)}")
     return recognise(record) if form == "auto" else form
 
 
 def recognise(record: Mapping[str, Any]) -> Format:
-    """Find out the format of a record by its keys. Raises ConversationError."""
+    """Detect the format of a record by its keys. Raises ConversationError if it has none."""
     if isinstance(record.get("conversations"), list):
         return "sharegpt"
 
@@ -74,7 +77,7 @@ def recognise(record: Mapping[str, Any]) -> Format:
 
 
 def _is_harmonys(message: Any) -> bool:
-    """Say whether a message can only be one of Harmony."""
+    """Return True if a message can only be Harmony's."""
     if not isinstance(message, dict):
         return False
     content = message.get("content")
@@ -102,7 +105,7 @@ def read_messages(record: dict[str, Any]) -> Conversation:
 
 
 def plain_messages(record: dict[str, Any]) -> tuple[list[Numbered], list[Tool]]:
-    """Return the messages of a record, with keys that codecs know, and the tools it describes."""
+    """Return a record's messages, with the keys that codecs know, and its tools."""
     for key in EARLIER_CALLS:
         if record.get(key):
             raise ConversationError(
@@ -117,7 +120,7 @@ def plain_messages(record: dict[str, Any]) -> tuple[list[Numbered], list[Tool]]:
 
 
 def _plain_message(number: int, message: Any) -> dict[str, Any]:
-    """Return a message with keys that the codec knows."""
+    """Return a message with the keys that the codec knows."""
     name = describe_message(number, message)
     if not isinstance(message, dict):
         raise ConversationError(f"{name}: a message is a JSON object, not {_kind(message)}")
@@ -141,7 +144,7 @@ def _plain_message(number: int, message: Any) -> dict[str, Any]:
 
 
 def _tool_call(name: str, call: Any) -> dict[str, Any]:
-    """Return a call whose arguments are JSON. ``name``: of its message."""
+    """Return a call whose arguments are JSON. ``name`` describes its message in errors."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ConversationError(
@@ -163,7 +166,7 @@ def _tool_call(name: str, call: Any) -> dict[str, Any]:
 
 
 def _checked_arguments(name: str, function: str, arguments: str) -> str:
-    """Return arguments as they are written if they are a JSON object; "" means none."""
+    """Return arguments unchanged if they are a JSON object. "" means no arguments."""
     if not arguments.strip():
         return "{}"
     try:
@@ -180,9 +183,9 @@ def _checked_arguments(name: str, function: str, arguments: str) -> str:
 
 
 def one_call_per_turn(messages: Sequence[Numbered]) -> Iterator[Numbered]:
-    """Write calls that one message makes together one after the other, each before its answer.
+    """Split messages with several calls, so that each call precedes its answer.
 
-    GPT-OSS stops at <|call|> and goes on when it is answered, so it never makes two at a time.
+    GPT-OSS stops at <|call|> and continues after the answer, so it never makes two calls at a time.
     """
     at = 0
     while at < len(messages):
@@ -203,7 +206,7 @@ def one_call_per_turn(messages: Sequence[Numbered]) -> Iterator[Numbered]:
 def _in_turns(
     number: int, message: dict[str, Any], calls: list[Any], answers: list[Numbered]
 ) -> Iterator[Numbered]:
-    """Write one message with several calls as several messages, with the answers in between."""
+    """Split a message with several calls into several messages, with the answers in between."""
     if len(answers) < len(calls):
         raise ConversationError(
             f"{describe_message(number, message)}: of its {len(calls)} calls {len(answers)} are "
@@ -213,17 +216,19 @@ def _in_turns(
     kept = {key: message[key] for key in ("role", "weight") if key in message}
     ordered = paired_answers(message, answers[: len(calls)])
     for i, (call, answer) in enumerate(zip(calls, ordered, strict=True)):
-        # What is thought and said comes before the first.
+        # The first message keeps the thoughts and the text.
         yield number, (message if i == 0 else kept) | {"tool_calls": [call]}
         yield answer
     yield from answers[len(calls) :]
 
 
 def paired_answers(message: dict[str, Any], answers: Sequence[Numbered]) -> list[Numbered]:
-    """Return the answers to a message's calls in the order of these calls, one for each.
+    """Return the answers to a message's calls in the order of the calls, one for each.
 
-    Answers that name no call belong to the calls that are left, in their order. Raises
-    ConversationError for an answer that names a call which the message does not make.
+    Answers without a call id belong to the remaining calls, in order.
+
+    Raises:
+        ConversationError: if an answer names a call that the message does not make.
     """
     try:
         ordered = in_call_order(calls_of(message), answers, by_place=True)
@@ -245,7 +250,7 @@ def read_sharegpt(record: dict[str, Any]) -> Conversation:
 
 
 def plain_sharegpt(record: dict[str, Any]) -> tuple[list[Numbered], list[Tool]]:
-    """Return the same as ``plain_messages`` of a record of ShareGPT."""
+    """Return the messages and tools of a ShareGPT record, like ``plain_messages``."""
     messages: list[Numbered] = []
     if record.get("system"):
         messages.append((0, {"role": "system", "content": record["system"]}))
@@ -271,7 +276,7 @@ def _sharegpt_message(number: int, message: Any) -> dict[str, Any]:
     if role != "call":
         return {"role": role, "content": value, **control}
 
-    # One call, or a list of them, as JSON text.
+    # JSON text: one call or a list of calls.
     try:
         calls = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
@@ -288,8 +293,10 @@ def _sharegpt_message(number: int, message: Any) -> dict[str, Any]:
 
 
 def read_harmony(record: dict[str, Any]) -> Conversation:
-    """Read the messages of openai-harmony's ``Conversation.to_json``; the system and developer
-    messages at their beginning are rendered as they are."""
+    """Read the messages of openai-harmony's ``Conversation.to_json``.
+
+    System and developer messages at the beginning are rendered unchanged.
+    """
     messages = _list_of(record, "messages")
     system: Message | None = None
     opening: list[Message] = []
@@ -330,7 +337,7 @@ def read_harmony(record: dict[str, Any]) -> Conversation:
 
 
 def _without_author(number: int, message: Any) -> dict[str, Any]:
-    """Return a message with role and name at the top, where Harmony may have them in ``author``."""
+    """Return a message with role and name at the top level. Harmony may have them in ``author``."""
     if not isinstance(message, dict):
         name = describe_message(number, message)
         raise ConversationError(f"{name}: a message is a JSON object, not {_kind(message)}")
@@ -343,7 +350,7 @@ def _without_author(number: int, message: Any) -> dict[str, Any]:
 
 
 def _rich_content(number: int, message: dict[str, Any]) -> SystemContent | DeveloperContent | None:
-    """Return the content of a system or developer message, None for a message of text."""
+    """Return the content of a system or developer message. None for a message of text."""
     content = message.get("content")
     parts = content if isinstance(content, list) else []
     kinds = [part.get("type") for part in parts if isinstance(part, dict)]
@@ -386,7 +393,7 @@ def _rich_content(number: int, message: dict[str, Any]) -> SystemContent | Devel
 
 
 def read_tools(value: Any) -> list[Tool]:
-    """Read descriptions of functions, in OpenAI's or JSON schema's form, or as text of JSON."""
+    """Read descriptions of functions: OpenAI's form, a JSON schema's form, or either as text."""
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
@@ -429,7 +436,7 @@ def _tool(number: int, described: Any) -> Tool:
 
 
 def _names(tools: Sequence[Tool]) -> frozenset[str] | None:
-    """Return what may be called. Where no tools are given, instructions may describe them."""
+    """Return the callable functions. None if no tools are given: instructions may describe them."""
     return frozenset(tool.name for tool in tools) if tools else None
 
 
@@ -456,7 +463,7 @@ def _reasoning_effort(value: Any) -> ReasoningEffort | None:
 
 
 def _kind(value: Any) -> str:
-    """Name the type of a value as JSON does."""
+    """Return the JSON name of a value's type."""
     if value is None:
         return "null"
     if isinstance(value, bool):

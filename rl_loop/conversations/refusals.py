@@ -1,5 +1,4 @@
-"""The report of what was refused: every conversation with its line and the reason, and how many
-there are of each kind."""
+"""Report of refused conversations, with line and reason, and counts by kind of reason."""
 
 import re
 from collections import Counter
@@ -11,11 +10,11 @@ from rl_loop.conversations.errors import DataError
 from rl_loop.conversations.rows import Rows
 
 SHOWN_AT_ONCE = 5
-"""Refused conversations that the user sees while they are found; all others are in the file."""
+"""Refused conversations to show to the user. The file has all of them."""
 SHOWN_KINDS = 5
-"""Kinds of reasons in a summary."""
+"""Number of kinds of reasons in a summary."""
 ENOUGH_TO_JUDGE = 100
-"""Conversations of which the refused share says something before all were seen."""
+"""Minimum number of conversations for judging the refused share before all are read."""
 
 VARIABLE_PARTS = (
     (re.compile(r"'[^']*'|\"[^\"]*\""), "'...'"),
@@ -23,11 +22,11 @@ VARIABLE_PARTS = (
     (re.compile(r"\([^()]*: [^()]*\)"), "(...)"),
     (re.compile(r"\d+"), "N"),
 )
-"""What differs between reasons of one kind."""
+"""Patterns of text that varies among reasons of one kind, with placeholders."""
 
 
 class RefusalReport:
-    """Collects refusals, each once, however often its block is read."""
+    """Collects refusals. Each is counted once, even if its block is read again."""
 
     def __init__(
         self,
@@ -35,18 +34,23 @@ class RefusalReport:
         show: Callable[[str], None],
         earlier: Iterable[dict[str, Any]] = (),
     ) -> None:
-        """``write`` takes records for the file, ``show`` a line for the user; ``earlier`` are the
-        records that the file has already."""
+        """Create a report.
+
+        Args:
+            write: function that appends records to the file.
+            show: function that shows a line to the user.
+            earlier: records that are already in the file.
+        """
         self._write = write
         self._show = show
         self._known: set[tuple[str, int, str]] = set()
         self.kinds: Counter[str] = Counter()
-        """How many there are of each kind of reason."""
+        """Number of refusals by kind of reason."""
         for record in earlier:
             self._count(record)
 
     def add(self, name: str, rows: Rows, refusals: Sequence[Refusal]) -> None:
-        """Report what was refused of a source."""
+        """Report the refusals of a source."""
         records = []
         for refusal in refusals:
             record = {
@@ -62,13 +66,13 @@ class RefusalReport:
             self._write(records)
 
     def summary(self) -> str | None:
-        """Say how many were refused and why; None if none was."""
+        """Return the number of refusals and the reasons. None if there are none."""
         if not self.kinds:
             return None
         return f"{self.kinds.total()} refused: {describe_kinds(self.kinds)}"
 
     def _count(self, record: dict[str, Any]) -> bool:
-        """Count a record. Returns whether it is new."""
+        """Count a record. Returns True if it is new."""
         row = record["line"] if "line" in record else record["row"]
         key = (record["file"], row, record["reason"])
         if key in self._known:
@@ -97,7 +101,7 @@ def check_refused_share(
 
 
 def describe_refusal(rows: Rows, refusal: Refusal) -> str:
-    """Name the file, the line and the reason."""
+    """Return the file, the line and the reason."""
     return f"{rows.place}, {rows.unit} {refusal.row}: {refusal.reason}"
 
 
@@ -110,7 +114,7 @@ def describe_kinds(kinds: "Counter[str]") -> str:
 
 
 def kind_of(reason: str) -> str:
-    """Return a reason without what differs from one conversation to the next."""
+    """Return a reason with placeholders for its variable parts."""
     for pattern, replacement in VARIABLE_PARTS:
         reason = pattern.sub(replacement, reason)
     return reason

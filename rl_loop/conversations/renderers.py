@@ -1,4 +1,4 @@
-"""Which renderer a chat format has for the conversations of files."""
+"""Chooses the renderer of a chat format for conversations of files."""
 
 from typing import Any, Protocol
 
@@ -11,16 +11,26 @@ from rl_loop.harmony.codec import Harmony
 
 
 class RecordRenderer(Protocol):
-    """Makes samples of the records of files."""
+    """Converter of records to samples."""
 
     def render_record(self, record: Any, form: Format) -> tuple[list[RenderedSample], list[str]]:
-        """Return the samples of a record, at least one token of each learned, and for each one that
-        is left out the reason. Raises ConversationError if all of it is refused."""
+        """Render a record.
+
+        Args:
+            record: JSON value.
+            form: format of the record.
+
+        Returns:
+            Samples with at least one token in the loss each, and a reason for each sample left out.
+
+        Raises:
+            ConversationError: if the whole record is refused.
+        """
         ...
 
 
 def record_renderer(codec: ChatCodec, options: RenderOptions) -> RecordRenderer:
-    """Build the renderer of a codec's chat format. Raises ValueError if there is none."""
+    """Return the renderer of a codec's chat format. Raises ValueError if there is none."""
     if isinstance(codec, Harmony):
         return ConversationRenderer(codec, options)
     if isinstance(codec, ChatMl):

@@ -1,10 +1,9 @@
-"""Renders conversations in the tokens that inference would have consumed and sampled.
+"""Renders conversations with the tokens that inference would consume and sample.
 
-The mask is on what a policy would sample: behind the header of its turn, which the prompt ends
-with, through <|return|> or <|call|>. What stands between two messages of a turn is sampled, too:
-<|end|><|start|>assistant. openai-harmony's ``render_conversation_for_training`` is not used: it
-drops the analysis that leads to the answer, and writes recipients where GPT-OSS does not sample
-them.
+The loss covers the sampled tokens: from behind the header of a turn, which ends the prompt, through
+<|return|> or <|call|>. The tokens <|end|><|start|>assistant between two messages of a turn are
+sampled, too. We do not use ``render_conversation_for_training`` of openai-harmony, because it drops
+the analysis before the answer and puts recipients where GPT-OSS does not sample them.
 """
 
 from collections import OrderedDict
@@ -22,7 +21,7 @@ from rl_loop.harmony.codec import FormatError, Harmony, ParsedMessage
 from rl_loop.harmony.conversation import message_text, without_finished_analysis
 
 REMEMBERED_OPENINGS = 256
-"""Most conversations of a file have the same instructions and tools."""
+"""Cache size. Most conversations of a file have the same instructions and tools."""
 
 StopToken = Literal["<|end|>", "<|return|>", "<|call|>"]
 OpeningKey = tuple[tuple[str | None, ...], str | None, str, ReasoningEffort | None]
@@ -30,23 +29,23 @@ OpeningKey = tuple[tuple[str | None, ...], str | None, str, ReasoningEffort | No
 
 @dataclass
 class RenderedSample:
-    """The tokens of one sample."""
+    """Tokens of one sample."""
 
     token_ids: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
-    """True where the token is learned; as long as ``token_ids``."""
+    """True for tokens in the loss. As long as ``token_ids``."""
     number: int = 0
-    """Index among the samples of its conversation, those included that are left out."""
+    """Index among the samples of the conversation. Samples that are left out count, too."""
 
     def add(self, ids: Sequence[int], learned: bool) -> None:
-        """Append tokens that are all learned or all not."""
+        """Append tokens. All of them are in the loss if ``learned``."""
         self.token_ids += ids
         self.loss_mask += [learned] * len(ids)
 
 
 @dataclass(frozen=True)
 class RenderOptions:
-    """How conversations become samples; see ``DataConfig``."""
+    """Options of rendering, as in ``DataConfig``."""
 
     history: Literal["harmony", "append"]
     max_tokens: int
@@ -54,7 +53,11 @@ class RenderOptions:
 
 
 def fit(sample: RenderedSample, options: RenderOptions) -> str | None:
-    """Shorten a sample that is too long if that is asked for; else say why it is left out."""
+    """Truncate a sample that is too long, if the options allow it.
+
+    Returns:
+        None if the sample can be used, else the reason why it cannot.
+    """
     limit = options.max_tokens
     tokens = len(sample.token_ids)
     if tokens <= limit:
@@ -77,17 +80,20 @@ class ConversationRenderer:
         self._options = options
         self._openings: OrderedDict[OpeningKey, list[int]] = OrderedDict()
         self._misread: dict[tuple[ParsedMessage, ...], str] = {}
-        """How turns without their texts are misread, "" if they are not."""
+        """Cache of ``_misreading``. Keys are the messages of a turn, without texts."""
 
     def render_record(self, record: Any, form: Format) -> tuple[list[RenderedSample], list[str]]:
-        """Read a record of a file and ``render`` it."""
+        """Read a record and ``render`` it."""
         return self.render(read_conversation(record, form))
 
     def render(self, conversation: Conversation) -> tuple[list[RenderedSample], list[str]]:
-        """Render the samples of a conversation, at least one token of each learned.
+        """Render the samples of a conversation.
 
-        Returns them, and for each one that is left out the reason. Raises ConversationError if the
-        conversation as a whole cannot be rendered.
+        Returns:
+            Samples with at least one token in the loss each, and a reason for each sample left out.
+
+        Raises:
+            ConversationError: if the whole conversation cannot be rendered.
         """
         if self._options.history == "append":
             samples = [self._render_whole(conversation)]
@@ -110,7 +116,7 @@ class ConversationRenderer:
     # ---- samples
 
     def _render_whole(self, conversation: Conversation) -> RenderedSample:
-        """Render a conversation as one episode: everything exactly as it was sampled."""
+        """Render a conversation as one episode, exactly as it was sampled."""
         sample = RenderedSample()
         sample.add(self._opening(conversation), learned=False)
         turns = conversation.turns
@@ -119,8 +125,10 @@ class ConversationRenderer:
         return sample
 
     def _render_user_turns(self, conversation: Conversation) -> list[RenderedSample]:
-        """Render a sample for each stretch that ends with an answer, behind what inference shows
-        of the stretches before."""
+        """Render one sample for each group of turns that ends with an answer.
+
+        Earlier groups are rendered as they look at inference.
+        """
         opening = self._opening(conversation)
         statements = conversation.statements
         samples: list[RenderedSample] = []
@@ -143,7 +151,7 @@ class ConversationRenderer:
     def _add_turns(
         self, sample: RenderedSample, conversation: Conversation, turns: Sequence[range]
     ) -> None:
-        """Add turns of the assistant as they are sampled, and what is said between them."""
+        """Add turns of the assistant as they are sampled, with the messages between them."""
         statements = conversation.statements
         for number, turn in enumerate(turns):
             is_cut = conversation.truncated and turn.stop == len(statements)
@@ -152,7 +160,7 @@ class ConversationRenderer:
                 self._add_others(sample, statements[turn.stop : turns[number + 1].start])
 
     def _add_turn(self, sample: RenderedSample, turn: Sequence[Statement], is_cut: bool) -> None:
-        """Add one turn, after its header. Without a stop token if it was cut off."""
+        """Add one turn after its header. A turn that was cut off gets no stop token."""
         self._check_reads_back(turn)
         for i, statement in enumerate(turn):
             if i > 0:
@@ -167,11 +175,12 @@ class ConversationRenderer:
             sample.add(self._harmony.render_sampled(parsed, end), statement.learned)
 
     def _check_reads_back(self, turn: Sequence[Statement]) -> None:
-        """Check that reinforcement learning would read the turn as it is meant.
+        """Check that parsing the rendered turn gives its messages.
 
-        Raises ConversationError naming the message whose header is read as another one.
+        Raises:
+            ConversationError: if it does not. The message names the file's message.
         """
-        # Texts are encoded as text, so that only headers can be misread: there are few of them.
+        # Texts are encoded as plain text, so only headers can be misread. Few are distinct.
         messages = tuple(_parsed(statement.message, "") for statement in turn)
         reason = self._misread.get(messages)
         if reason is None:
@@ -183,7 +192,7 @@ class ConversationRenderer:
             raise ConversationError(f"message {turn[0].number}: {reason}")
 
     def _misreading(self, messages: Sequence[ParsedMessage]) -> str:
-        """Say how a turn without its texts is misread; "" if it is not."""
+        """Return an error if the headers of a turn are parsed as others, else ""."""
         read = self._harmony.parse(self._harmony.render_assistant(messages))
         if isinstance(read, FormatError):
             return f"the policy would be punished for its turn: a format error ({read.kind})"
@@ -193,17 +202,18 @@ class ConversationRenderer:
         return ""
 
     def _add_others(self, sample: RenderedSample, others: Sequence[Statement]) -> None:
-        """Add what users, tools and the developer say, and the header with which the assistant's
-        turn begins."""
+        """Add messages of other roles, and the header of the assistant's turn."""
         for statement in others:
             sample.add(self._harmony.render_message(statement.message), learned=False)
         sample.add(self._harmony.assistant_header, learned=False)
 
-    # ---- the opening
+    # ---- system and developer messages
 
     def _opening(self, conversation: Conversation) -> list[int]:
-        """Render the system message and what the developer says first, once for all conversations
-        that have the same."""
+        """Render the system message and the developer messages at the beginning.
+
+        Results are cached, because many conversations have the same ones.
+        """
         key = _opening_key(conversation)
         if key in self._openings:
             self._openings.move_to_end(key)
@@ -225,12 +235,12 @@ class ConversationRenderer:
 
 
 def _parsed(message: Message, text: str) -> ParsedMessage:
-    """Return a message of the assistant as it is sampled, with another text."""
+    """Return a message of the assistant in sampled form, with another text."""
     return ParsedMessage(message.channel or "", message.recipient, message.content_type, text)
 
 
 def _opening_key(conversation: Conversation) -> OpeningKey:
-    """Return what two conversations with the same opening have in common."""
+    """Return the cache key for ``_opening``."""
     system = conversation.system
     return (
         tuple(_content_key(message) for message in conversation.opening),
@@ -242,7 +252,7 @@ def _opening_key(conversation: Conversation) -> OpeningKey:
 
 def _content_key(message: Message) -> str | None:
     (content,) = message.content
-    # Instructions alone, as nearly all are, need not be written as JSON.
+    # Nearly all developer messages are instructions only, which need no JSON.
     if isinstance(content, DeveloperContent) and content.tools is None:
         return content.instructions
     return message.to_json()

@@ -1,7 +1,7 @@
-"""Files of records, read a block at a time: JSONL, Parquet, and data sets of the Hugging Face hub.
+"""Files of records, read in blocks: JSONL, Parquet, and data sets of the Hugging Face hub.
 
-A block is what is read, rendered and shuffled together. A file is looked through once, for where
-its blocks begin; nothing of it stays in memory.
+The rows of a block are read, rendered and shuffled together. A JSONL file is first read once
+to find the blocks. Only their offsets stay in memory.
 """
 
 import json
@@ -17,36 +17,44 @@ from rl_loop.data.hub import hub_name, is_of_hub
 from rl_loop.data.untrusted_data import check_parquet, read_line
 
 BLOCK_BYTES = 1 << 18
-"""Of a block. A job of a process that renders: tens of milliseconds."""
+"""Size of a block. A rendering process takes tens of milliseconds for it."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Some rows of a file that follow one another."""
+    """Range of consecutive rows of a file."""
 
     start: int
-    """Of JSONL the byte, of other files the row at which it begins."""
+    """First byte (JSONL) or first row (other files)."""
     stop: int
-    """The byte or row behind its last one."""
+    """End of the range, exclusive: byte or row."""
     first_row: int
-    """Number of its first row as editors count lines, from 1."""
+    """Number of the first row, counted from 1 as editors count lines."""
     size: int
-    """Bytes, of other files than JSONL roughly."""
+    """Size in bytes. Approximate for files other than JSONL."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One record, not yet parsed."""
+    """Record that is not parsed yet."""
 
     number: int
-    """Of the line or row, from 1."""
+    """Number of the line or row, from 1."""
     content: bytes | dict[str, Any]
-    """A line of JSON, or what Arrow made of a row."""
+    """JSON line, or row as converted by Arrow."""
 
     def record(self, columns: Mapping[str, str]) -> Any:
-        """Return the record, with ``columns`` under the names that its format knows.
+        """Parse the record.
 
-        Raises ConversationError if the line is no JSON, or has no such column."""
+        Args:
+            columns: column mapping of the source.
+
+        Returns:
+            The record, with the keys of its format.
+
+        Raises:
+            ConversationError: if the line is not JSON or a column is missing.
+        """
         if isinstance(self.content, bytes):
             content = self._parse(self.content)
         else:
@@ -56,7 +64,7 @@ class Row:
         except ValueError as error:
             raise ConversationError(str(error)) from None
 
-        # Only Arrow gives rows keys that they do not have.
+        # Only Arrow adds null keys that a row does not have.
         return named if isinstance(self.content, bytes) else _without_nulls(named)
 
     @staticmethod
@@ -72,19 +80,19 @@ class Row:
         raise ConversationError(reason)
 
     def fingerprint(self) -> bytes:
-        """Return what copies of the record have in common."""
+        """Return bytes that are equal for copies of a record."""
         if isinstance(self.content, bytes):
             return self.content
         return json.dumps(self.content, sort_keys=True, default=str).encode()
 
 
 class JsonLines:
-    """A file with a JSON value per line; empty lines are skipped."""
+    """File with one JSON value per line. Empty lines are skipped."""
 
     unit: Literal["line", "row"] = "line"
 
     def __init__(self, path: Path) -> None:
-        """Look for the beginnings of blocks. Raises DataError."""
+        """Find the blocks. Raises DataError if the file cannot be read."""
         self.place = str(path)
         self._path = path
         try:
@@ -97,7 +105,7 @@ class JsonLines:
             raise DataError(f"{path}: the file is empty")
 
     def __getstate__(self) -> dict[str, Any]:
-        # A process that renders is told its blocks one by one.
+        # Rendering processes get their blocks with each job.
         return {key: value for key, value in vars(self).items() if key != "blocks"}
 
     def _index(self) -> Iterator[Block]:
@@ -105,7 +113,7 @@ class JsonLines:
         line = 1
         with self._path.open("rb") as file:
             while content := file.read(BLOCK_BYTES):
-                # A line is never cut.
+                # Blocks end at line breaks.
                 content += read_line(file, line + content.count(b"\n"))
                 yield Block(start, start + len(content), line, len(content))
                 start += len(content)
@@ -125,13 +133,15 @@ class JsonLines:
 
 
 class ArrowRows:
-    """Rows of Arrow files, mapped into memory: what the ``datasets`` package makes of Parquet files
-    and of the hub's data sets, once, in its own cache."""
+    """Rows of memory-mapped Arrow files.
+
+    The ``datasets`` package converts Parquet files and data sets of the hub once, in its own cache.
+    """
 
     unit: Literal["line", "row"] = "row"
 
     def __init__(self, place: str, files: Sequence[str]) -> None:
-        """``files``: in Arrow's stream format."""
+        """Map the files. ``files`` are in Arrow's stream format."""
         self.place = place
         self._files = list(files)
         rows = self._table.num_rows
@@ -155,7 +165,7 @@ class ArrowRows:
         return pyarrow.concat_tables(tables)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A process that renders is told its blocks, and maps the files by itself.
+        # Rendering processes get their blocks with each job and map the files themselves.
         return {key: value for key, value in vars(self).items() if key not in ("_table", "blocks")}
 
     def read(self, block: Block) -> Iterator[Row]:
@@ -169,9 +179,14 @@ Rows = JsonLines | ArrowRows
 
 
 def open_rows(place: str) -> Rows:
-    """Open a .jsonl or .parquet file, or "hub:NAME:SPLIT" or "hub:NAME:CONFIGURATION:SPLIT".
+    """Open a file or a data set of the hub.
 
-    Raises DataError."""
+    Args:
+        place: .jsonl or .parquet file, "hub:NAME:SPLIT" or "hub:NAME:CONFIGURATION:SPLIT".
+
+    Raises:
+        DataError: if it cannot be read.
+    """
     if is_of_hub(place):
         return ArrowRows(place, hub_files(place))
 
@@ -191,7 +206,7 @@ def hub_files(place: str) -> list[str]:
     try:
         return _cache_files(load_dataset(*name, split=split))
     except Exception as error:
-        # The hub and its readers raise all sorts of things.
+        # The hub and its readers raise many types of exceptions.
         raise DataError(f"{place}: cannot be read: {error}") from None
 
 
@@ -212,7 +227,7 @@ def _cache_files(dataset: Any) -> list[str]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Leave out keys that are null: Arrow gives every object of a column the keys of all others."""
+    """Drop null keys, because Arrow gives every object of a column the keys of all others."""
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list):

@@ -1,12 +1,12 @@
-"""The samples of one source, in the order in which they are trained on.
+"""Samples of one source, in the order of training.
 
-An epoch takes the blocks of the file in an order drawn for it, some megabytes (a window) at a
-time, and the samples of a window in an order drawn for the window. Everything follows from the
-seed, the epoch, the window and its last used sample. These are the state of a resumed run, which
+An epoch shuffles the blocks of the file and divides them into windows of some megabytes. The
+samples of each window are shuffled, too. The order depends only on the seed, the epoch and the
+window. The state of a resumed run is the epoch, the window and the last used sample. The run
 renders one window again and continues behind that sample.
 
-The place of a sample in the order depends on its line only, and not on the other samples. So a run
-that leaves out other samples when it is resumed, because its rows are shorter, say, repeats none.
+The sort key of a sample depends only on its line, not on other samples. If a resumed run leaves out
+other samples, for example because its maximum length is shorter, it still repeats none.
 """
 
 import hashlib
@@ -32,30 +32,30 @@ from rl_loop.conversations.refusals import (
 from rl_loop.conversations.rows import Block, Rows
 
 WINDOW_BYTES = 16 << 20
-"""Text of a file that is shuffled, and kept in memory, at a time. Blocks of the file are shuffled, too."""
+"""Bytes of a file that are shuffled and kept in memory at a time. Blocks are shuffled, too."""
 
 OrderKey = tuple[bytes, int, int]
-"""Random bytes, row and number of a sample, by which a window is sorted."""
+"""Sort key in a window: random bytes, row and number of the sample."""
 
 
 @dataclass
 class SourcePosition:
-    """How far a source has come. JSON."""
+    """Progress of a source. All values are JSON."""
 
     epoch: int = 0
     window: int = 0
-    """Within the epoch."""
+    """Index within the epoch."""
     last: tuple[int, int] | None = None
-    """Row and number of the last used sample of the window; None if none is used."""
+    """Row and number of the last used sample of the window. None if no sample is used."""
     conversations: int = 0
-    """Conversations that were read in the first epoch, those of the window included."""
+    """Conversations read in the first epoch, including the current window."""
     refused: int = 0
-    """How many refusals there were among them."""
+    """Number of refusals among ``conversations``."""
 
 
 @dataclass(frozen=True)
 class DataSample:
-    """One sample to learn from."""
+    """One training sample."""
 
     token_ids: np.ndarray
     """int32 [tokens]."""
@@ -67,17 +67,17 @@ class DataSample:
 
 @dataclass(frozen=True)
 class Window:
-    """Blocks that are shuffled together, while they are being rendered."""
+    """Blocks that are shuffled together. They may still be rendering."""
 
     epoch: int
     number: int
     waiting: list[Callable[[], RenderedBlock]]
     is_last: bool
-    """Whether the epoch ends with it."""
+    """True for the last window of an epoch."""
 
 
 class SourceStream:
-    """Gives the samples of a source one by one; the next window is rendered meanwhile."""
+    """Iterates over the samples of a source. The next window is rendered in the background."""
 
     def __init__(
         self,
@@ -90,8 +90,21 @@ class SourceStream:
         report: RefusalReport,
         saved: dict[str, Any] | None = None,
     ) -> None:
-        """``number``: of the source among those of ``pool``. ``saved``: the ``state`` to go on
-        from. Raises DataError if the data cannot be used, or is not what it was."""
+        """Open the stream at its beginning, or at a saved position.
+
+        Args:
+            number: index of the source in ``pool``.
+            name: name of the source in the configuration.
+            rows: file to read.
+            source: configuration of the source.
+            data: configuration of all sources.
+            pool: pool that renders the blocks.
+            report: report of refused conversations.
+            saved: ``state`` of an earlier stream, to continue from.
+
+        Raises:
+            DataError: if the data cannot be used, or if the file has changed since ``saved``.
+        """
         self.name = name
         self._number = number
         self._rows = rows
@@ -101,20 +114,20 @@ class SourceStream:
         self._report = report
 
         self.exhausted = False
-        """Whether all epochs are over."""
+        """True if all epochs are over."""
         self._position = SourcePosition()
         self._blocks: list[RenderedBlock] = []
         self._order: list[tuple[OrderKey, int, int]] = []
         """Key, block and index in the block of each sample, in the order of the window."""
         self._used = 0
-        """Number of samples of ``_order`` that are used."""
+        """Number of used samples of ``_order``."""
         self._kinds: Counter[str] = Counter()
-        """Reasons for which conversations were refused."""
+        """Number of refusals by kind of reason."""
         self._samples_of_epoch = 0
 
         self._ahead: deque[Window] = deque()
         self._next = (0, 0)
-        """Epoch and window to be rendered after those in ``_ahead``."""
+        """Epoch and window to render after the windows in ``_ahead``."""
         self._windows_of: tuple[int, list[list[Block]]] = (-1, [])
 
         if saved is not None:
@@ -125,7 +138,7 @@ class SourceStream:
     # ---- samples
 
     def next(self) -> DataSample:
-        """Return the next sample; there is one unless ``exhausted``."""
+        """Return the next sample. Must not be called if ``exhausted``."""
         _, block_number, i = self._order[self._used]
         block = self._blocks[block_number]
         first, last = block.offsets[i], block.offsets[i + 1]
@@ -142,25 +155,25 @@ class SourceStream:
 
     @property
     def epoch(self) -> int:
-        """The pass that the next sample belongs to, from 0."""
+        """Epoch of the next sample, from 0."""
         return self._position.epoch
 
     @property
     def conversations(self) -> int:
-        """How many conversations of the first epoch were read."""
+        """Number of conversations read in the first epoch."""
         return self._position.conversations
 
     @property
     def refused(self) -> int:
-        """How many refusals there were among them."""
+        """Number of refusals among ``conversations``."""
         return self._position.refused
 
     def state(self) -> dict[str, Any]:
-        """Return what a resumed run needs to go on behind the last sample, as JSON."""
+        """Return the position as JSON, so that a resumed run continues behind the last sample."""
         return asdict(self._position) | {"file": self._file()}
 
     def _file(self) -> dict[str, int]:
-        """Return what tells that a file has changed."""
+        """Return values that detect most changes of the file."""
         return {"blocks": len(self._rows.blocks), "end": self._rows.blocks[-1].stop}
 
     def _restore(self, saved: dict[str, Any]) -> None:
@@ -181,7 +194,7 @@ class SourceStream:
             return
         window = self._ahead.popleft()
         self._load(window)
-        # Whatever was used before counts: it may be left out by now.
+        # Used samples count even if this run leaves them out.
         has_used = self._position.window > 0 or self._position.last is not None
         self._samples_of_epoch = len(self._order) + has_used
         self._submit_ahead()
@@ -195,7 +208,7 @@ class SourceStream:
     # ---- windows
 
     def _go_on(self) -> None:
-        """Take the next window that has samples, or find out that there is none."""
+        """Load the next window that has samples, or set ``exhausted``."""
         while True:
             self._submit_ahead()
             if not self._ahead:
@@ -206,7 +219,7 @@ class SourceStream:
                 return
 
             window = self._ahead.popleft()
-            # Its successor is rendered while this one is used.
+            # Render the following window while this one is used.
             self._submit_ahead()
             self._load(window)
             self._position.epoch, self._position.window = window.epoch, window.number
@@ -216,7 +229,7 @@ class SourceStream:
                 return
 
     def _submit_ahead(self) -> None:
-        """Begin to render the next window, unless one is on its way or there is none."""
+        """Start rendering the next window, unless one is in progress or none is left."""
         if self._ahead:
             return
         epoch, number = self._next
@@ -230,7 +243,7 @@ class SourceStream:
         self._next = (epoch + 1, 0) if is_last else (epoch, number + 1)
 
     def _windows(self, epoch: int) -> list[list[Block]]:
-        """Group the blocks of an epoch, in its order, into windows."""
+        """Return the blocks of an epoch in its order, grouped into windows."""
         if self._windows_of[0] == epoch:
             return self._windows_of[1]
 
@@ -250,8 +263,8 @@ class SourceStream:
         return windows
 
     def _load(self, window: Window) -> None:
-        """Wait for the blocks of a window and put their samples in order."""
-        # The used blocks are dropped before the next are there.
+        """Wait for the blocks of a window and sort their samples."""
+        # Drop the used blocks before the next ones arrive, to save memory.
         self._blocks, self._order, self._used = [], [], 0
         for wait in window.waiting:
             self._blocks.append(wait())
@@ -264,7 +277,7 @@ class SourceStream:
         self._order.sort()
 
     def _key(self, window: Window, row: int, number: int) -> OrderKey:
-        """Return the key by which a sample of a window is sorted."""
+        """Return the sort key of a sample in a window."""
         if not self._data.shuffle:
             return b"", row, number
         seed = f"{self._data.seed}/{self.name}/{window.epoch}/{window.number}"
@@ -274,7 +287,7 @@ class SourceStream:
     # ---- refusals
 
     def _account(self, window: Window) -> None:
-        """Count what was read and refused; raise DataError if too much was."""
+        """Count conversations and refusals. Raises DataError if too many are refused."""
         self._samples_of_epoch += len(self._order)
         if window.epoch == 0:
             for block in self._blocks:
