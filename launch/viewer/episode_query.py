@@ -107,6 +107,7 @@ def _parse(name: str, text: str, kind: Any) -> Any:
 
 def _parse_number(name: str, text: str, *, is_integer: bool) -> int | float:
     """Parse a 64-bit integer or a finite number."""
+    number: int | float
     try:
         if is_integer:
             number = int(text)
