@@ -89,7 +89,7 @@ because one process would run it alone."""
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep a file's tests together: they share costly fixtures. Order: Ray, LONGEST, others."""
+    """Keep the tests of a file together, because they share fixtures. Ray's come first, then LONGEST."""
     from xdist.scheduler import (
         LoadFileScheduling,
     )  # a local import, because without -n the tests do not need xdist
@@ -117,7 +117,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Move the longest files to the front if several processes share the tests."""
+    """Bring long files to the front if several processes share the tests."""
     if not hasattr(config, "workerinput"):
         return
     rank = {file: number for number, file in enumerate([*sorted(START_RAY), *LONGEST])}

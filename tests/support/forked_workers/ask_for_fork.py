@@ -1,4 +1,4 @@
-"""Runs a Python program in a fork of the server that has imported what workers import.
+"""Runs a Python program in a fork of the server, which has imported the modules of workers.
 
     python ask_for_fork.py DEFAULT_WORKER ARGUMENT... --serialized-runtime-env-context=JSON --language=PYTHON
 

@@ -3,7 +3,7 @@
     python -m tests.support.launch.forked_command [MODULE...]
 
 Reads a request in a line, forks, and answers in a line when the fork has ended. The output of the command is in files.
-MODULE: imported before the forks, besides the command line.
+MODULE: imported before the forks, in addition to the command line.
 """
 
 from __future__ import annotations
