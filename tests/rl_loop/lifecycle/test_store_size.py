@@ -208,9 +208,7 @@ from rl_loop.lifecycle.start_checks import store_need
 from rl_loop.lifecycle.store_size import check_running_store
 from rl_loop.trainer.rank_inputs import SCORED_COLUMNS, RankInputStore, plan_step
 
-config = load_config(Path("configs/rl/tiny_retool.yaml"), RlConfig, ["initial_weights=null", *{
-    STEP!r
-}])
+config = load_config(Path("configs/rl/tiny_retool.yaml"), RlConfig, ["initial_weights=null", *{STEP!r}])
 need = store_need(config)
 tokens = config.rollout.max_tokens
 model = config.model
@@ -218,11 +216,11 @@ routes_shape = (tokens - 1, model.num_layers, model.experts_per_token)
 
 def episode():
     log_probs = np.zeros(tokens, np.float32)
-    return {{
-        "token_ids": np.ones(tokens, np.int32),
-        "loss_mask": np.ones(tokens, bool),
-        "rollout_log_probs": log_probs,
-    }}
+    return dict(
+        token_ids=np.ones(tokens, np.int32),
+        loss_mask=np.ones(tokens, bool),
+        rollout_log_probs=log_probs,
+    )
 
 def hold_step():
     # 36 episodes to train on, with routes, and 8 held-out ones; what two passes send and one brings back
