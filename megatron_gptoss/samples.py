@@ -100,7 +100,7 @@ class TrainingSamples(TokenColumns[np.ndarray]):
         """Lay sequences end to end.
 
         Args:
-            sequences: columns of each sequence by name, as lists or arrays of numbers. An optional
+            sequences: {name: column} of each sequence, as lists or arrays of numbers. An optional
                 column may be missing in all sequences. If it is missing in some, they get its
                 default. The name ROUTES stands for routes, which all sequences need, or none.
             names: names of the sequences in messages.

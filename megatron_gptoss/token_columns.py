@@ -76,7 +76,7 @@ class TokenColumns[Array]:
 
     @property
     def columns(self) -> dict[str, Array]:
-        """The columns that are present, by name."""
+        """The present columns as {name: column}."""
         present = {name: getattr(self, name) for name in TOKEN_COLUMNS}
         return {name: column for name, column in present.items() if column is not None}
 
@@ -93,7 +93,7 @@ TOKEN_COLUMNS: dict[str, Column] = {
     name: hint.__metadata__[0]
     for name, hint in get_type_hints(TokenColumns, include_extras=True).items()
 }
-"""All columns by name, as ``TokenColumns`` declares them."""
+"""All columns as {name: declaration}."""
 
 INPUT_COLUMNS = tuple(field.name for field in fields(TokenColumns) if field.default is MISSING)
 """Required columns, which every pass needs. A pass without a loss needs no other column."""
@@ -103,7 +103,7 @@ def require_column[Array](columns: Mapping[str, Array], name: str) -> Array:
     """Return one of the columns that are present.
 
     Args:
-        columns: columns by name.
+        columns: {name: column}.
         name: name of the column.
 
     Raises:

@@ -41,7 +41,7 @@ def to_samples(
 
 
 def _columns(trajectory: Trajectory, config: AlgorithmConfig, version: int) -> dict[str, Any]:
-    """Return the columns of a sequence by name, with those that the driver fills, and its routes.
+    """Return {name: column} of a sequence with the columns that the driver fills, and its routes.
 
     Raises:
         OffPolicyError: see ``to_samples``.

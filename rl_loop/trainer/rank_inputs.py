@@ -68,7 +68,7 @@ class RankInputs:
     """TrainingSamples with INPUT_COLUMNS, in the order in which the rank takes the sequences, or
     their ``ray.ObjectRef``."""
     chunks: list[Any]
-    """Other columns of the sequences by name, dict[str, np.ndarray] each, or their references."""
+    """Other columns of the sequences as {name: array} each, or their references."""
     routed_experts: list[Any] | None
     """See ``TrainingSamples``."""
     mini_batches: list[RankMiniBatch]
