@@ -23,7 +23,7 @@ from converters.peft_format import PREFIX, WEIGHTS_FILE, PeftDirectory
 from converters.peft_settings import CONFIG_FILE
 from converters.safetensors_files import SafetensorsWriter
 from megatron_gptoss import distributed
-from megatron_gptoss.config import OptimizerConfig, ParallelConfig
+from megatron_gptoss.config import OptimizerConfig, ParallelConfig, Quantization
 from megatron_gptoss.layers.adapters import initialize_adapters, named_adapters
 from megatron_gptoss.new_directory import DirectoryError
 from megatron_gptoss.trainer import PolicyTrainer
@@ -41,9 +41,13 @@ def save_adapters(root: Path) -> Path:
     return save_checkpoint(root, policy, 1, {})
 
 
-def merged_weights(parallel: ParallelConfig, source: Path | None = None) -> dict[str, torch.Tensor]:
+def merged_weights(
+    parallel: ParallelConfig,
+    source: Path | None = None,
+    quantization: Quantization | None = None,
+) -> dict[str, torch.Tensor]:
     """Hugging Face weights with the test's adapters, or with those of a PEFT directory."""
-    model = adapted_model(parallel)
+    model = adapted_model(parallel, quantization=quantization)
     if source is not None:
         initialize_adapters(model, seed=5)
         load_adapter(model, MODEL, PeftDirectory(source, MODEL))
@@ -151,16 +155,21 @@ def test_an_exported_adapter_comes_back_bit_for_bit(exported: Path) -> None:
         assert torch.equal(adapter.b, expected[name].b), name
 
 
-LAYOUTS = [{"tensor": 2}, {"expert": 2, "base": "mxfp4"}, {"pipeline": 2}]
+LAYOUTS: list[tuple[dict[str, int], Quantization | None]] = [
+    ({"tensor": 2}, None),
+    ({"expert": 2}, "mxfp4"),
+    ({"pipeline": 2}, None),
+]
+"""Layouts, and formats of the base."""
 
 
 def load_in_every_layout(rank: int, ports: list[int], source: Path) -> list[Any]:
     torch.set_num_threads(1)
     results = []
-    for layout, port in zip(LAYOUTS, ports, strict=True):
+    for (layout, quantization), port in zip(LAYOUTS, ports, strict=True):
         parallel = ParallelConfig(world_size=2, **layout)
         distributed.initialize(parallel, rank, port=port)
-        results.append(merged_weights(parallel, source))
+        results.append(merged_weights(parallel, source, quantization))
         distributed.shutdown()
     return results
 

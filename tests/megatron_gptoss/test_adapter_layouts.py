@@ -36,14 +36,16 @@ STEPS = 3
 LAYOUTS: dict[str, dict[str, Any]] = {
     "data": {},
     "expert": {"expert": 2},
-    "expert, four bits": {"expert": 2, "base": "mxfp4"},
+    "expert, four bits": {"expert": 2},
     "pipeline": {"pipeline": 2},
     "tensor": {"tensor": 2},
-    "tensor, four bits": {"tensor": 2, "base": "mxfp4"},
+    "tensor, four bits": {"tensor": 2},
     "tensor+expert": {"tensor": 2, "expert": 2},
-    "tensor+expert, grouped": {"tensor": 2, "expert": 2, "base": "mxfp4"},
+    "tensor+expert, grouped": {"tensor": 2, "expert": 2},
     "context": {"context": 2},
 }
+PACKED = {"expert, four bits", "tensor, four bits", "tensor+expert, grouped"}
+"""Layouts whose base is held in MXFP4."""
 Gradients = dict[str, torch.Tensor]
 
 
@@ -62,13 +64,16 @@ def train(
     rank: int,
     port: int,
     grouped: bool = False,
+    quantization: Quantization | None = None,
     steps: int = STEPS,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
     distributed.initialize(parallel, rank, port=port)
     try:
         # experts' products as GPUs have them
-        model = adapted_model(parallel, dtype=dtype, moe_grouped_gemm=grouped)
+        model = adapted_model(
+            parallel, dtype=dtype, quantization=quantization, moe_grouped_gemm=grouped
+        )
         trainer = PolicyTrainer(model, OptimizerConfig(clip_grad=1e9))
         batches = local_batches(SAMPLES, 64, parallel)
         statistics = []
@@ -93,7 +98,13 @@ def train(
 def train_every_layout(rank: int, ports: list[int]) -> dict[str, Any]:
     torch.set_num_threads(1)
     return {
-        name: train(ParallelConfig(world_size=2, **layout), rank, port, "grouped" in name)
+        name: train(
+            ParallelConfig(world_size=2, **layout),
+            rank,
+            port,
+            grouped="grouped" in name,
+            quantization="mxfp4" if name in PACKED else None,
+        )
         for (name, layout), port in zip(LAYOUTS.items(), ports, strict=True)
     }
 
