@@ -637,7 +637,7 @@ def test_the_experts_of_every_token_are_recorded_where_sglang_records_none(tmp_p
 def test_a_run_with_quantization_may_have_servers_with_packed_experts(tmp_path: Path) -> None:
     path = ROOT / "configs/rl/tiny_retool.yaml"
     options = ["rollout.engine.type=sglang", "rollout.engine.quantization=mxfp4"]
-    with pytest.raises(ValueError, match="set quantization=mxfp4, too"):
+    with pytest.raises(ValueError, match="train all weights with quantization=mxfp4"):
         load_config(path, RlConfig, options)
     engine = load_config(path, RlConfig, [*options, "quantization=mxfp4"]).rollout.engine
     assert isinstance(engine, SglangConfig)
