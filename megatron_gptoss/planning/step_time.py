@@ -4,21 +4,21 @@ docs/performance.md compares predictions with measurements.
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
+from dataclasses import dataclass
+from megatron_gptoss.config import AdapterConfig
+from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.config import OptimizerConfig
+from megatron_gptoss.config import ParallelConfig
+from megatron_gptoss.config import Quantization
+from megatron_gptoss.planning.flops import forward_flops
+from megatron_gptoss.planning.flops import training_flops
+from megatron_gptoss.planning.parameter_counts import MXFP4_BYTES
+from megatron_gptoss.planning.parameter_counts import bytes_of
+from megatron_gptoss.planning.parameter_counts import trained_parameters_per_gpu
 
-from megatron_gptoss.config import (
-    AdapterConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    Quantization,
-)
-from megatron_gptoss.planning.flops import forward_flops, training_flops
-from megatron_gptoss.planning.parameter_counts import (
-    MXFP4_BYTES,
-    bytes_of,
-    trained_parameters_per_gpu,
-)
+
+
 
 GPUS_PER_NODE = 8
 """GPUs per node, which NVLink connects."""
@@ -117,9 +117,6 @@ def predict_step(
         micro_batches: micro-batches of each data-parallel rank.
         adapter: trained adapters; None if all parameters are trained.
         quantization: format of the experts, or with an adapter of their frozen base; None for bf16.
-
-    Returns:
-        Seconds of each part.
     """
     # Ranks that divide a micro-batch and its arithmetic among them.
     sharers = parallel.tensor * parallel.context
@@ -140,19 +137,15 @@ def predict_step(
     other_exchanges = (experts + tensor) * (parallel.pipeline - 1) / micro_batches
     bubble = (other_stages + other_exchanges) / parallel.virtual_pipeline
 
-    # The reduction of gradients overlaps with the last micro-batch's backward pass, which takes all
-    # of its time except the forward pass.
-    gradient_bytes = bytes_of(optimizer.gradient_dtype)
+    # The backward pass of the last micro-batch takes all of its time except the forward pass.
+    last_backward = arithmetic * (1 - 1 / passes) / micro_batches
     trained = trained_parameters_per_gpu(model, parallel, adapter)
-    reduction = _data_parallel_seconds(parallel, trained, gradient_bytes)
-    hidden = arithmetic * (1 - 1 / passes) / micro_batches
-
     return StepTime(
         arithmetic=arithmetic,
         experts=experts,
         tensor=tensor,
         bubble=bubble,
-        gradients=max(0.0, reduction - hidden),
+        gradients=_exposed_reduction_seconds(parallel, trained, optimizer, last_backward),
         parameters=_data_parallel_seconds(parallel, trained, 2),
         optimizer=_optimizer_seconds(parallel, trained, optimizer),
         merging=layer_passes * _weight_making_seconds(model, parallel, adapter, quantization),
@@ -347,6 +340,24 @@ def _data_parallel_seconds(
     return _message_seconds(dense_bytes, ranks=dense_replicas, span=span) + _message_seconds(
         expert_bytes, ranks=expert_replicas, span=span
     )
+
+
+def _exposed_reduction_seconds(
+    parallel: ParallelConfig,
+    trained: tuple[float, float],
+    optimizer: OptimizerConfig,
+    last_backward: float,
+) -> float:
+    """Return the seconds of the gradients' reduction that do not overlap with computation.
+
+    Args:
+        parallel: layout.
+        trained: trained (dense, expert) parameters of a rank.
+        optimizer: dtype of gradients.
+        last_backward: seconds of the last micro-batch's backward pass, which hides the reduction.
+    """
+    reduction = _data_parallel_seconds(parallel, trained, bytes_of(optimizer.gradient_dtype))
+    return max(0.0, reduction - last_backward)
 
 
 def _optimizer_seconds(
