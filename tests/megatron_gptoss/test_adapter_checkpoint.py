@@ -177,7 +177,7 @@ def test_adapters_of_another_base_are_refused(saved: tuple[Path, list[float]]) -
     [
         ({"rank": 4}, "adapter.rank=8, but the configuration has 4"),
         ({"alpha": 8.0}, "adapter.alpha=16.0, but the configuration has 8.0"),
-        ({"targets": ("q", "o")}, "adapter.targets was"),
+        ({"targets": ("q", "o")}, "adapter.targets="),
     ],
 )
 def test_other_adapters_are_refused(
