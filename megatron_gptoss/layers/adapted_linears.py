@@ -216,7 +216,7 @@ def choose_projections(attention: SelfAttentionSubmodules, config: PolicyTransfo
         attention: specification to change in place.
         config: configuration of the model.
     """
-    # Other projections keep Transformer Engine's layers, which fuse the norm.
+    # Projections without adapters keep their class, so that the norm stays fused on GPUs.
     targets = set(config.adapter.targets if config.adapter is not None else ())
     if has_adapted_qkv(config):
         attention.linear_qkv = AdaptedQkv
