@@ -100,7 +100,7 @@ def test_published_sizes_can_be_planned(size: str, models: dict[str, str]) -> No
     result = CliRunner().invoke(app, ["plan", str(CONFIG), "--sft", "--gpu", "h200", *overrides])
     assert result.exit_code == 0, result.output
     assert "tensors of the update, GB: weights" in result.output
-    assert "an update at the rates of H200s" in result.output
+    assert "an update at H200 rates" in result.output
     assert "moe" not in result.output, "advice about experts that are not there"
 
 

@@ -91,7 +91,7 @@ def test_a_failed_installation_goes_on_where_it_was_and_hashes_decide(
 
     said.clear()
     assert install_engine(engine, said.append, pinned) == python
-    assert said == [f"{engine} is complete"]
+    assert said == [f"{engine}: already complete"]
 
     # Other versions are another environment.
     pinned.write_text(pin(second))

@@ -162,7 +162,7 @@ def test_a_local_launch_runs_in_the_background_and_goes_on_after_a_cancel(
     ("changes", "cluster", "message"),
     [
         ((), {"nodes": 1, "gpus_per_node": 8}, "servers (8 of 1 GPUs): no node has enough free GPUs for server 0"),
-        ((), {"nodes": 1, "rollout_nodes": 1, "gpus_per_node": 4}, "needs 8 GPUs, cluster.nodes x gpus_per_node"),
+        ((), {"nodes": 1, "rollout_nodes": 1, "gpus_per_node": 4}, "needs 8 GPUs, but cluster.nodes x gpus_per_node"),
         (("rollout.engine.servers=9",), {"nodes": 1, "rollout_nodes": 1, "gpus_per_node": 8}, "for server 8 beside"),
         ((), {"nodes": 12, "gpus_per_node": 8}, "cluster.nodes: trainer 9, trainer 10, trainer 11"),
     ],

@@ -496,8 +496,8 @@ def test_h200s_as_nvidia_smi_shows_them_are_those_of_the_table() -> None:
         (["--gpu", "H100"], 1, "does not fit: the "),
         (["--gpu-gb", "75"], 1, "of a GPU's 75 GB, "),
         (["--gpu", "h200", "--host-gb", "100"], 1, "GB of a node's 100 GB of memory, "),
-        (["--gpu", "gtx"], 1, "the plan knows h100, h200, b200"),
-        (["--gpu-gb", "-3"], 1, "--gpu-gb -3: give a size above 0"),
+        (["--gpu", "gtx"], 1, "Use one of h100, h200, b200"),
+        (["--gpu-gb", "-3"], 1, "--gpu-gb -3: must be a finite size above 0"),
     ],
 )
 def test_the_command_ends_with_1_if_the_configuration_does_not_fit(
@@ -514,8 +514,8 @@ def test_the_command_ends_with_1_if_the_configuration_does_not_fit(
 @pytest.mark.parametrize(
     ("options", "note"),
     [
-        (["--gpu", "h100"], "the GPU planned for (H100, 84.9 GB)"),
-        (["--gpu-gb", "75"], "the GPU planned for (GPU, 75 GB)"),
+        (["--gpu", "h100"], "the planned GPU (H100, 84.9 GB)"),
+        (["--gpu-gb", "75"], "the planned GPU (GPU, 75 GB)"),
         (["--gpu", "h200"], None),
     ],
 )
@@ -525,9 +525,9 @@ def test_a_plan_for_another_gpu_says_that_its_times_are_those_of_h200s(
     with pytest.raises(SystemExit):
         app(["plan", str(CONFIGS / "rl/gpt-oss-20b_1x2.yaml"), *options])
     said = capfd.readouterr().out
-    assert "an update at the rates of H200s" in said
-    assert (note is None) == ("times are those of H200s" not in said)
+    assert "an update at H200 rates" in said
+    assert (note is None) == ("times are for H200 GPUs" not in said)
     if note is not None:
         assert note in said
         # Whoever reads the times has read it before.
-        assert said.index(note) < said.index("an update at the rates of H200s")
+        assert said.index(note) < said.index("an update at H200 rates")

@@ -320,25 +320,25 @@ def test_cancel_ends_the_run_and_what_is_chained_to_it(lab: Lab) -> None:
 
 
 WRONG = [
-    ({"partition": "gpu"}, "cluster.partition: there is no 'gpu'; the cluster offers"),
-    ({"account": "nobody"}, "cluster.account: 'nobody' is not one of yours: root, team"),
-    ({"qos": "urgent"}, "cluster.qos: 'urgent' is not one of yours: normal"),
+    ({"partition": "gpu"}, "cluster.partition: 'gpu' does not exist. The cluster offers"),
+    ({"account": "nobody"}, "cluster.account: 'nobody' is not one of your accounts: root, team"),
+    ({"qos": "urgent"}, "cluster.qos: 'urgent' is not one of your qualities: normal"),
     (
         {"time_limit": "2-00:00:00"},
-        "cluster.time_limit: 2-00:00:00 is more or other than there is: batch (4 nodes, 8 GPUs",
+        "cluster.time_limit: 2-00:00:00 is not available. The cluster offers batch (4 nodes, 8 GPUs",
     ),
-    ({"nodes": 5}, "cluster.nodes: 5 wanted, there are batch (4 nodes"),
+    ({"nodes": 5}, "cluster.nodes: 5 requested, available: batch (4 nodes"),
     (
         {"gpus_per_node": 9},
-        "cluster.gpus_per_node: 9 is more or other than there is: batch (4 nodes, 8 GPUs h200",
+        "cluster.gpus_per_node: 9 is not available. The cluster offers batch (4 nodes, 8 GPUs h200",
     ),
     (
         {"gpus_per_node": 8, "gpu_type": "b200"},
-        "cluster.gpu_type: b200 is more or other than there is",
+        "cluster.gpu_type: b200 is not available",
     ),
-    ({"cpus_per_node": 64}, "cluster.cpus_per_node: 64 is more"),
-    ({"memory_per_node": "8G"}, "cluster.memory_per_node: 8G is more"),
-    ({"constraint": "nvlink"}, "cluster.constraint: nvlink is more or other"),
+    ({"cpus_per_node": 64}, "cluster.cpus_per_node: 64 is not available"),
+    ({"memory_per_node": "8G"}, "cluster.memory_per_node: 8G is not available"),
+    ({"constraint": "nvlink"}, "cluster.constraint: nvlink is not available"),
     ({"exclude": "n99"}, "cluster.exclude: "),
     ({"shared_dir": "/etc/hostname/below"}, "cluster.shared_dir: "),
     ({"python": "/nowhere/python"}, "cluster.python: /nowhere/python does not exist"),
