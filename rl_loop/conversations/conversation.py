@@ -97,17 +97,17 @@ def make_conversation(
     """Translate and check a conversation.
 
     Args:
-            messages: pairs of an index in the file and a message in the format of
-                ``rl_loop.harmony.conversation``, with CONTROL_KEYS.
-            tools: functions that the developer describes.
-            opening: first developer messages, already in Harmony's format.
-            callable_functions: names of the functions that may be called; None allows any.
-            namespaces: tools and namespaces of tools that may be called, without functions.
-            system: replacement for the run's system message.
-            reasoning_effort: replacement for the run's reasoning effort.
+        messages: pairs of an index in the file and a message in the format of
+            ``rl_loop.harmony.conversation``, with CONTROL_KEYS.
+        tools: functions that the developer describes.
+        opening: first developer messages, already in Harmony's format.
+        callable_functions: names of the functions that may be called; None allows any.
+        namespaces: tools and namespaces of tools that may be called, without functions.
+        system: replacement for the run's system message.
+        reasoning_effort: replacement for the run's reasoning effort.
 
     Raises:
-            ConversationError: if it is not valid. The message names the file's message.
+        ConversationError: if it is not valid. The message names the file's message.
     """
     statements, truncated = _translate(messages)
 
