@@ -18,8 +18,6 @@ from megatron_gptoss.planning.parameter_counts import bytes_of
 from megatron_gptoss.planning.parameter_counts import trained_parameters_per_gpu
 
 
-
-
 GPUS_PER_NODE = 8
 """GPUs per node, which NVLink connects."""
 # Fitted with the next three constants: predictions are within 10% of runs with 16k tokens per

@@ -1,4 +1,4 @@
-"""What a certificate says, as data, text and JSON."""
+"""Result of ``gptoss certify`` as data, text and JSON."""
 
 import json
 import math
@@ -7,83 +7,83 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 
 WIDTH = 96
-"""Columns of the text."""
+"""Width of the text in columns."""
 
 
 class Status(StrEnum):
-    """The outcome of a check."""
+    """Outcome of a check."""
 
     PASSED = "passed"
     FAILED = "failed"
     SKIPPED = "skipped"
-    """The subject does not offer what the check needs."""
+    """The subject does not support an operation that the check needs."""
     NOT_VISIBLE = "not visible"
-    """Neither passed nor failed: with these weights in this precision the fault would not show."""
+    """Neither passed nor failed: these weights and this precision do not show the fault."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """A fault that a subject has."""
+    """Fault of a subject."""
 
     name: str
     source: str = ""
-    """Where the same was seen before."""
+    """Earlier occurrences of the fault."""
 
 
 @dataclass(frozen=True)
 class Sight:
-    """How one check sees one known fault. In nats per token; gradients: relative."""
+    """Visibility of one known fault in one check, in nats per token or as a relative error."""
 
     fault: str
     source: str
     visible: float
-    """By how much a subject with the fault would deviate, where it deviates most."""
+    """Deviation of a subject with the fault, at the tokens or tensors where it is largest."""
     deviation: float
-    """By how much this subject deviates there."""
+    """Deviation of this subject at the same tokens or tensors."""
     limit: float
-    """What precision explains."""
+    """Largest deviation that the precision can explain."""
     is_visible: bool
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The outcome of one check."""
+    """Result of one check."""
 
     name: str
     title: str
-    """What is checked, in a few words."""
+    """Subject of the check in a few words."""
     status: Status
     summary: str
-    """One sentence."""
+    """Result in one sentence."""
     causes: tuple[Cause, ...] = ()
     sights: tuple[Sight, ...] = ()
     table: tuple[tuple[str, ...], ...] = ()
-    """Rows of figures, the first one the header."""
+    """Table of numbers. The first row is the header."""
     seconds: float = 0.0
-    """Of processor time of this process."""
+    """Processor time of this process."""
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """All checks of one subject."""
+    """Results of all checks of one subject."""
 
     subject: str
     weights: str
     precision: str
     model: str
-    """The architecture in a line."""
+    """Architecture in one line."""
     date: str
     results: list[CheckResult] = field(default_factory=list)
 
     @property
     def has_passed(self) -> bool:
-        """Whether no check failed and at least one passed."""
+        """True if no check failed and at least one passed."""
         statuses = [result.status for result in self.results]
         return Status.FAILED not in statuses and Status.PASSED in statuses
 
     @property
     def causes(self) -> list[Cause]:
-        """Every fault that was found, once."""
+        """All faults that were found, without duplicates."""
         causes: dict[str, Cause] = {}
         for result in self.results:
             for cause in result.causes:
@@ -92,7 +92,7 @@ class Certificate:
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
+        """Result in one sentence."""
         counts = [
             f"{sum(result.status is status for result in self.results)} {status.value}"
             for status in Status
@@ -102,7 +102,7 @@ class Certificate:
         return f"is not certified: {', '.join(counts)}"
 
     def to_json(self) -> str:
-        """Return everything as JSON."""
+        """Return all results as JSON."""
         content = asdict(self) | {
             "passed": self.has_passed,
             "verdict": self.verdict,
@@ -111,7 +111,7 @@ class Certificate:
         return json.dumps(_without_nan(content), indent=1)
 
     def to_text(self) -> str:
-        """Return what a terminal shows."""
+        """Return the text for a terminal."""
         lines = [
             f"{self.subject} {self.verdict}",
             f"{self.model}; {self.precision}; {self.weights}; {self.date}",
@@ -133,7 +133,7 @@ def _indented(text: str) -> list[str]:
 
 
 def _without_nan(value: object) -> object:
-    """Replace numbers that JSON does not have by null."""
+    """Replace infinite and NaN numbers by None, because JSON has no such numbers."""
     if isinstance(value, dict):
         return {key: _without_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

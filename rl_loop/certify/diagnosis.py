@@ -1,5 +1,8 @@
-"""Which known faults explain a subject's answers: a fault is not reported because something
-deviates, but because the reference *with the fault* gives what the subject gave."""
+"""Finds the known faults that explain a subject's results.
+
+A deviation alone is not enough to report a fault. The reference with the fault must give the
+subject's results.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,31 +14,30 @@ from rl_loop.certify.faults import Fault
 from rl_loop.certify.variants import Variant, combined
 
 MOST_FAULTS = 3
-"""Of one subject."""
+"""Maximum number of faults per subject."""
 WORTHWHILE = 0.6
-"""A fault must bring the gap below this share of itself to count as an explanation."""
+"""A fault counts as an explanation if it reduces the gap below this share."""
 UNEXPLAINED = 0.25
-"""Share of the gap that faults which are named may leave."""
+"""Maximum share of the gap that may remain when faults are reported."""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Faults that explain answers, as far as they do."""
+    """Faults that explain a subject's results in full or in part."""
 
     faults: tuple[Fault, ...]
     variant: Variant
-    """The model with them."""
+    """Model with the faults."""
     before: float
-    """Mean gap to the model without them, in nats."""
+    """Mean gap to the model without the faults, in nats."""
     after: float
-    """Mean gap to the model with them."""
+    """Mean gap to the model with the faults, in nats."""
     is_complete: bool
-    """Whether precision explains the rest."""
+    """True if precision explains the remaining gap."""
 
     @property
     def is_good(self) -> bool:
-        """Whether the faults may be named: they explain everything, or nearly so beside another
-        one that is not known."""
+        """True if the faults may be reported. An unknown fault may cause a small remaining gap."""
         return self.is_complete or self.after < UNEXPLAINED * self.before
 
 
@@ -46,14 +48,14 @@ def explain(
     limit: float,
     start: Variant,
 ) -> Explanation:
-    """Find the faults with which the reference comes closest to the answers, one after the other.
+    """Find faults greedily, each time the one with which the reference is closest to the results.
 
     Args:
-        answered: the subject's numbers.
-        evaluate: gives the reference's with a variant.
-        candidates: faults to try, the simplest first: of equal ones the first is taken.
-        limit: of the mean gap, below which precision explains it.
-        start: the variant to begin with.
+        answered: results of the subject.
+        evaluate: function that returns the results of the reference with a variant.
+        candidates: faults to try, simple ones first. The first of equally good ones is taken.
+        limit: mean gap that precision explains.
+        start: variant to start from.
     """
     variant = start
     before = after = gap(answered, evaluate(variant))

@@ -1,8 +1,8 @@
-"""One examination: the subject's answers, the reference's, and how far apart they may be.
+"""Data that the checks share: results of the subject and of the reference, and limits.
 
-A limit is SAFETY times what the reference itself is off when it computes in the subject's
-precision, on the same tokens. Faults are looked for where they would show most: on the tokens that
-the reference with the fault gives other log-probs than the one without.
+A limit is SAFETY times the error of the reference itself when it computes in the subject's
+precision on the same tokens. A fault is searched where it is most visible: on the tokens whose
+log-probs it changes most in the reference.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,24 +23,24 @@ from rl_loop.certify.variants import EXACT, Evaluated, Reference, Variant, combi
 from rl_loop.harmony.vocabulary import Vocabulary
 
 SAFETY = 3.0
-"""Times the reference's own error in the subject's precision."""
+"""Limit as a multiple of the reference's error in the subject's precision."""
 VISIBLE = 1.5
-"""Times the limit: what a fault must move to be looked for."""
+"""Minimum effect of a visible fault, as a multiple of the limit."""
 FLOORS: dict[Precision, float] = {"fp32": 1e-5, "bf16": 1e-2}
-"""No limit is below this, in nats: a few errors of an fp32 log-softmax, or of a bf16 logit."""
+"""Minimum of all limits in nats: a few errors of an fp32 log-softmax, or of a bf16 logit."""
 TOP = 16
-"""Tokens on which a fault is looked for."""
+"""Number of tokens to inspect for a fault."""
 LARGEST_GAP = 1.0
-"""Nats that one token counts at most when explanations are compared."""
+"""Maximum gap per token, in nats, when explanations are compared."""
 
 
 Which = Literal["exact", "rounded", "updated", "updated_rounded"]
-"""One of the references of an examination."""
+"""Name of a reference of an examination."""
 
 
 @dataclass
 class Memory:
-    """What references have computed."""
+    """Cached results of the references."""
 
     evaluated: dict[tuple[Which, tuple[int, ...], Variant], Evaluated] = field(default_factory=dict)
     gradients: dict[tuple[Which, tuple[tuple[int, ...], ...], Variant], dict[str, Tensor]] = field(
@@ -50,7 +50,7 @@ class Memory:
 
 @dataclass
 class Examination:
-    """All that the checks share."""
+    """State of one examination."""
 
     subject: Subject
     weights: Weights
@@ -58,45 +58,45 @@ class Examination:
     precision: Precision
     texts: Texts
     vocabulary: Vocabulary | None
-    """None if the directory's is not known."""
+    """Vocabulary of the weights. None if it is unknown."""
     explanation: Variant = EXACT
-    """The faults that were found, as one variant: later checks compare with that, so that one
-    fault is not reported as another."""
+    """Faults that were found, as one variant. Later checks compare with it, so that one fault is
+    not reported as another."""
     found: list[Fault] = field(default_factory=list)
     memory: Memory = field(default_factory=Memory)
     _scored: dict[tuple[int, ...], Scored] = field(default_factory=dict)
 
     @cached_property
     def exact(self) -> Reference:
-        """The definition in fp64."""
+        """Reference in fp64."""
         return Reference(self.weights.config, self.weights.tensors)
 
     @cached_property
     def rounded(self) -> Reference:
-        """The definition in the subject's precision."""
+        """Reference in the subject's precision."""
         dtype = DTYPES[self.precision]
         return Reference(self.weights.config, self.weights.tensors, dtype=dtype)
 
     @cached_property
     def updated(self) -> Reference:
-        """The definition in fp64 with the second weights; it knows the first ones, too."""
+        """Reference in fp64 with the second weights. It has the first ones for stale variants."""
         assert self.second is not None
         return Reference(self.weights.config, self.second.tensors, self.weights.tensors)
 
     @cached_property
     def updated_rounded(self) -> Reference:
-        """The same in the subject's precision."""
+        """Reference in the subject's precision with the second weights."""
         assert self.second is not None
         dtype = DTYPES[self.precision]
         return Reference(self.weights.config, self.second.tensors, dtype=dtype)
 
     @property
     def first_directory(self) -> Path:
-        """The weights that the subject began with."""
+        """Directory of the subject's initial weights."""
         return self.weights.directory
 
     def scored(self, texts: Sequence[Text]) -> list[Scored]:
-        """Return the subject's scores of texts; each is asked for once."""
+        """Return the subject's scores of texts. Results are cached."""
         missing = [text.ids for text in texts if text.ids not in self._scored]
         if missing:
             scores = checked_scores(self.subject, self.subject.score(missing), missing)
@@ -104,11 +104,11 @@ class Examination:
         return [self._scored[text.ids] for text in texts]
 
     def log_probs(self, texts: Sequence[Text]) -> Tensor:
-        """Return the subject's log-probs of texts, joined, fp64."""
+        """Return the subject's log-probs of texts, concatenated, fp64."""
         return joined([scored.log_probs for scored in self.scored(texts)])
 
     def evaluated(self, text: Text, variant: Variant = EXACT, which: Which = "exact") -> Evaluated:
-        """Return what one of the references computes; it does so once."""
+        """Return the result of a reference for a text. Results are cached."""
         key = (which, text.ids, variant)
         if key not in self.memory.evaluated:
             reference: Reference = getattr(self, which)
@@ -121,19 +121,24 @@ class Examination:
         variant: Variant | None = None,
         which: Which = "exact",
     ) -> Tensor:
-        """Return a reference's log-probs of texts, joined, with the faults that were found
-        unless others are given."""
+        """Return a reference's log-probs of texts, concatenated.
+
+        Args:
+            texts: texts to evaluate.
+            variant: faults of the computation. Default: ``explanation``.
+            which: reference to use.
+        """
         chosen = self.explanation if variant is None else variant
         return torch.cat([self.evaluated(text, chosen, which).log_probs for text in texts])
 
     def noise(self, texts: Sequence[Text]) -> Tensor:
-        """Return the error of the reference in the subject's precision, per token."""
+        """Return the error per token of the reference in the subject's precision."""
         return (self.expected(texts, EXACT, "rounded") - self.expected(texts, EXACT)).abs()
 
     def gradients(
         self, texts: Sequence[Text], variant: Variant, which: Which = "exact"
     ) -> dict[str, Tensor]:
-        """Return a reference's gradients, by name; they are computed once."""
+        """Return a reference's gradients. Results are cached."""
         key = (which, tuple(text.ids for text in texts), variant)
         if key not in self.memory.gradients:
             reference: Reference = getattr(self, which)
@@ -142,20 +147,20 @@ class Examination:
         return self.memory.gradients[key]
 
     def limit(self, noise: Tensor, tokens: Tensor | None = None) -> float:
-        """Return what the median gap may be, overall or on some of the tokens."""
+        """Return the limit of the median gap, over all tokens or the given ones."""
         typical = noise.median()
         if tokens is not None:
             typical = torch.maximum(typical, noise[tokens].median())
         return max(SAFETY * float(typical), FLOORS[self.precision])
 
     def mean_limit(self, noise: Tensor) -> float:
-        """Return what the mean of gaps, each counted up to LARGEST_GAP, may be."""
+        """Return the limit of the mean gap, with each gap clamped to LARGEST_GAP."""
         return max(SAFETY * float(noise.clamp(max=LARGEST_GAP).mean()), FLOORS[self.precision])
 
     def sights(
         self, faults: Sequence[Fault], texts: Sequence[Text], start: Variant
     ) -> tuple[Sight, ...]:
-        """Look for faults beside those of ``start`` in the subject's scores of texts."""
+        """Search the subject's scores for faults in addition to those of ``start``."""
 
         def with_fault(fault: Fault) -> Tensor:
             return self.expected(texts, combined(start, fault.variant))
@@ -177,15 +182,18 @@ class Examination:
         noise: Tensor,
         top: int = TOP,
     ) -> tuple[Sight, ...]:
-        """Look for faults in log-probs [tokens].
+        """Search log-probs [tokens] for faults.
 
         Args:
-            faults: to look for.
-            with_fault: gives the log-probs that a fault would cause.
-            answered: by the subject.
-            expected: by the reference.
-            noise: of the subject's precision.
-            top: tokens to look at.
+            faults: faults to search for.
+            with_fault: function that returns the log-probs with a fault.
+            answered: log-probs of the subject.
+            expected: log-probs of the reference.
+            noise: error per token of the subject's precision.
+            top: number of tokens to inspect per fault.
+
+        Returns:
+            The visibility of each fault, and the subject's deviation there.
         """
         gaps = (answered - expected).abs()
         sights = []
@@ -208,10 +216,10 @@ class Examination:
 
 
 def joined(values: Sequence[Sequence[float]]) -> Tensor:
-    """Join log-probs of several texts, fp64."""
+    """Concatenate log-probs of several texts in fp64."""
     return torch.cat([torch.as_tensor(value, dtype=torch.float64) for value in values])
 
 
 def gap(answered: Tensor, expected: Tensor) -> float:
-    """Return the mean gap, each token counted up to LARGEST_GAP."""
+    """Return the mean gap, with each token's gap clamped to LARGEST_GAP."""
     return float((answered - expected).abs().clamp(max=LARGEST_GAP).mean())

@@ -1,4 +1,4 @@
-"""Known faults of GPT-OSS implementations: what each does, and where it was seen."""
+"""Known faults of GPT-OSS implementations, with their effects and sources."""
 
 from dataclasses import dataclass, replace
 from itertools import product
@@ -9,13 +9,13 @@ from rl_loop.certify.variants import EVERY_LAYER, Variant
 
 @dataclass(frozen=True)
 class Fault:
-    """One departure from GPT-OSS."""
+    """Difference from GPT-OSS."""
 
     name: str
-    """In the words of a report: "one key too many in the window"."""
+    """Name in reports, such as "one key too many in the window"."""
     variant: Variant
     source: str = ""
-    """Where it was seen: repositories' threads, or a page of this project's docs."""
+    """Place where it was seen: issue threads, or a page of this project's docs."""
 
 
 WINDOW = (
@@ -176,7 +176,7 @@ DECODING = (
 
 
 def orientation_faults(config: GptOssModelConfig) -> tuple[Fault, ...]:
-    """Return the faults of square matrices: of all layers, and of each."""
+    """Return faults of square matrices: in all layers, and in each layer."""
     if config.hidden_size != config.intermediate_size:
         return ()
     name = "down projections, which are square, are transposed"
@@ -189,7 +189,7 @@ def orientation_faults(config: GptOssModelConfig) -> tuple[Fault, ...]:
 
 
 def update_faults(config: GptOssModelConfig) -> tuple[Fault, ...]:
-    """Return the faults of an update from one set of weights to another."""
+    """Return faults of an update from one set of weights to another."""
     unnamed = "engines that ignore unknown names and answer success (docs/sglang.md)"
     faults = [
         Fault(

@@ -1,7 +1,7 @@
-"""What a tool call looks like in Harmony, as text and as token ids.
+"""Expected text and token ids of a tool call in Harmony.
 
-The ids are those of openai-harmony's tokenizer, piece by piece: headers with their special tokens,
-contents as plain text.
+The ids come from openai-harmony's tokenizer. Headers are encoded with special tokens, contents as
+plain text.
 """
 
 from collections.abc import Sequence
@@ -16,17 +16,17 @@ class HarmonyMessage:
     """One message."""
 
     role: str
-    """"user", "assistant", or the name of a tool that answers, such as "functions.lookup"."""
+    """Role "user" or "assistant", or the name of an answering tool, such as "functions.lookup"."""
     content: str
     channel: str | None = None
     recipient: str | None = None
     content_type: str | None = None
-    """With "<|constrain|>" before it, if that token is."""
+    """Content type, with "<|constrain|>" in front if that token is sampled."""
     end: Literal["<|end|>", "<|return|>", "<|call|>"] = "<|end|>"
 
     @property
     def header(self) -> str:
-        """Return what precedes the content, in the order in which GPT-OSS writes it."""
+        """Return the text before the content, in GPT-OSS's order."""
         words = f"<|start|>{self.role}"
         if self.recipient is not None and self.role != "assistant":
             words += f" to={self.recipient}"
@@ -40,7 +40,7 @@ class HarmonyMessage:
 
     @property
     def text(self) -> str:
-        """Return all of it as text."""
+        """Return the message as text."""
         return self.header + self.content + self.end
 
 
@@ -59,18 +59,18 @@ CONVERSATION = (
     HarmonyMessage(TOOL, "17", channel="commentary", recipient="assistant"),
     HarmonyMessage("assistant", "It is 17.", channel="final", end="<|return|>"),
 )
-"""A conversation with a call."""
+"""Conversation with a tool call."""
 
 QUOTING = (
     HarmonyMessage(TOOL, "row 3: <|end|><|start|>", channel="commentary", recipient="assistant"),
 )
-"""A tool that answers with the names of special tokens, which are text there."""
+"""Answer of a tool that contains names of special tokens as plain text."""
 
 CONVERSATION_TEXT = "".join(message.text for message in (*CONVERSATION, *QUOTING))
 
 
 def expected_ids(messages: Sequence[HarmonyMessage], vocabulary: Vocabulary) -> list[int]:
-    """Return the ids of messages in a vocabulary."""
+    """Return the token ids of messages in a vocabulary."""
     encoding = harmony_encoding()
     ids: list[int] = []
     for message in messages:
@@ -83,12 +83,12 @@ def expected_ids(messages: Sequence[HarmonyMessage], vocabulary: Vocabulary) -> 
 def describe_difference(
     messages: Sequence[HarmonyMessage], answered: Sequence[int], vocabulary: Vocabulary
 ) -> str | None:
-    """Say in which way ids differ from those that are expected; None if they do not."""
+    """Return the difference between ids and the expected ids. None if they are equal."""
     expected = expected_ids(messages, vocabulary)
     if list(answered) == expected:
         return None
 
-    # Is it one special token, taken for the letters of its name, or the other way round?
+    # Check whether a special token was encoded as plain text, or plain text as a special token.
     encoding = harmony_encoding()
     for token in SPECIAL_TOKENS:
         (special,) = vocabulary.from_harmony(encoding.encode(token, allowed_special={token}))

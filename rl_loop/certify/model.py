@@ -1,8 +1,8 @@
-"""Weights made for the certificate: small, of GPT-OSS's shape, and such that every fault shows.
+"""Small synthetic GPT-OSS weights for the certificate.
 
-Trained weights hide faults: biases that are nearly zero, activations that never reach the clamp,
-sinks that hardly count, one key of 128 more or less. Here each of them matters. Two sets are made,
-so that an update from the one to the other can be watched.
+Trained weights hide faults: biases are nearly zero, activations do not reach the clamp, sinks have
+little weight, and one more key of 128 hardly matters. These weights make every fault visible. There
+are two sets, so that an update from the first to the second can be tested.
 """
 
 import math
@@ -33,20 +33,20 @@ DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfl
 
 FIRST = "first"
 SECOND = "second"
-"""Directories of the two sets of weights."""
+"""Names of the directories of the two sets of weights."""
 
 BEACON = 7
-"""A token that all queries of window layers attend to as long as it is in their window."""
+"""Beacon: a token that all queries of window layers attend to while it is in their window."""
 BEACON_KEY = 8.0
-"""The beacon's key in the channel of BEACON_SCORE."""
+"""Size of the beacon's key in the slowest rotary channel."""
 
 
 class CertifyError(UserError, ValueError):
-    """What is to be certified, or with what, cannot be used; the message says why."""
+    """Subject, weights or option that cannot be used."""
 
 
 SIZES: dict[Size, GptOssModelConfig] = {
-    # For tests: everything at an eighth of its length.
+    # For tests: about an eighth of the lengths.
     "tiny": GptOssModelConfig(
         num_layers=4,
         num_experts=8,
@@ -60,7 +60,7 @@ SIZES: dict[Size, GptOssModelConfig] = {
         yarn_original_length=512,
         max_length=16_384,
     ),
-    # For CPUs: GPT-OSS's own window and lengths.
+    # For CPUs: GPT-OSS's window and lengths.
     "small": GptOssModelConfig(
         num_layers=4,
         num_experts=8,
@@ -71,7 +71,7 @@ SIZES: dict[Size, GptOssModelConfig] = {
         head_size=32,
         vocab_size=512,
     ),
-    # Widths that the kernels of GPU engines take.
+    # For GPUs: sizes that the kernels of engines support.
     "gpu": GptOssModelConfig(
         num_layers=4,
         num_experts=32,
@@ -82,8 +82,8 @@ SIZES: dict[Size, GptOssModelConfig] = {
         vocab_size=512,
     ),
 }
-"""hidden_size = intermediate_size, as in the released models: a down projection that was transposed
-passes every check of shapes."""
+"""hidden_size equals intermediate_size, as in the released models. Therefore checks of shapes do
+not detect a transposed down projection."""
 
 
 @dataclass(frozen=True)
@@ -92,22 +92,22 @@ class Weights:
 
     config: GptOssModelConfig
     tensors: Mapping[str, Tensor]
-    """By Hugging Face name."""
+    """Tensors by Hugging Face name."""
     directory: Path
 
 
 @cache
 def vocabulary() -> TinyVocabulary:
-    """Make the vocabulary of the certificate's own models."""
+    """Return the vocabulary of the synthetic models."""
     return TinyVocabulary(SIZES["tiny"].vocab_size, CONVERSATION_TEXT)
 
 
 def vocabulary_of(directory: Path, size: int) -> Vocabulary | None:
-    """Return the vocabulary of a model; None if it is neither GPT-OSS's nor the certificate's."""
+    """Return the vocabulary of a model. None if it is neither GPT-OSS's nor a synthetic model's."""
     if size == GptOssVocabulary().size:
         return GptOssVocabulary()
 
-    # The certificate's own is known by its tokenizer.
+    # The synthetic models' vocabulary is recognized by its tokenizer.
     file = directory / "tokenizer.json"
     own = vocabulary()
     if size != own.size or not file.exists():
@@ -122,7 +122,14 @@ def vocabulary_of(directory: Path, size: int) -> Vocabulary | None:
 def prepare(directory: Path, size: Size, precision: Precision, seed: int = 0) -> None:
     """Write both sets of weights as Hugging Face directories, with the tokenizer.
 
-    Raises ConversionError if ``directory`` holds them already.
+    Args:
+        directory: parent of the directories.
+        size: key of SIZES.
+        precision: dtype of the tensors.
+        seed: seed of the weights.
+
+    Raises:
+        ConversionError: if the directories already exist.
     """
     tokenizer = directory / "tokenizer"
     tokenizer.mkdir(parents=True, exist_ok=True)
@@ -136,7 +143,7 @@ def prepare(directory: Path, size: Size, precision: Precision, seed: int = 0) ->
 
 @contextmanager
 def prepared(directory: Path | None, size: Size, precision: Precision) -> Iterator[Path]:
-    """Yield ``directory``, or without one a temporary directory with weights that are made."""
+    """Yield ``directory``, or a temporary directory with new weights if it is None."""
     if directory is not None:
         yield directory
         return
@@ -146,7 +153,7 @@ def prepared(directory: Path | None, size: Size, precision: Precision) -> Iterat
 
 
 def read_weights(directory: Path) -> Weights:
-    """Read a Hugging Face directory. Raises ConversionError or CertifyError naming what is wrong."""
+    """Read a Hugging Face directory. Raises ConversionError or CertifyError if it is invalid."""
     opened = HfDirectory(directory)
     if not isinstance(opened.config, GptOssModelConfig):
         raise CertifyError(f"{directory}: model_type is {opened.config.model_type}, not gpt_oss")
@@ -155,9 +162,9 @@ def read_weights(directory: Path) -> Weights:
 
 
 def designed_weights(config: GptOssModelConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors, fp32, by Hugging Face name.
+    """Yield all tensors in fp32 by Hugging Face name.
 
-    They depend on the seed and their name only.
+    Values depend only on the seed and the name.
     """
     for name, shape in hf_shapes(config).items():
         noise = torch.randn(shape, generator=named_generator(seed, name))
@@ -165,12 +172,12 @@ def designed_weights(config: GptOssModelConfig, seed: int) -> Iterator[tuple[str
 
 
 def _designed(name: str, noise: Tensor, config: GptOssModelConfig) -> Tensor:
-    """Scale standard normal ``noise`` to what a tensor should be."""
+    """Scale standard normal ``noise`` to a tensor's distribution."""
     width = config.hidden_size**-0.5
     if "norm" in name:
         return 1 + 0.1 * noise
     if name.endswith("embed_tokens.weight"):
-        # The last channel belongs to the beacon: nobody else is seen by it.
+        # Only the beacon uses the last channel.
         noise[:, -1] = 0
         noise[BEACON, -1] = config.hidden_size**0.5
         return noise
@@ -184,7 +191,7 @@ def _designed(name: str, noise: Tensor, config: GptOssModelConfig) -> Tensor:
         return 2 * width * noise
     if name.endswith("router.bias"):
         return noise
-    # One channel of five is beyond the clamp of 7; of them some would be without the bias, too.
+    # A fifth of the channels exceeds the clamp of 7. Some of them do so only because of the bias.
     if name.endswith("gate_up_proj"):
         return 4 * width * noise
     if name.endswith("gate_up_proj_bias"):
@@ -197,10 +204,10 @@ def _designed(name: str, noise: Tensor, config: GptOssModelConfig) -> Tensor:
 def _designed_attention(
     name: str, noise: Tensor, config: GptOssModelConfig, has_beacon: bool
 ) -> Tensor:
-    """The same for the tensors of attention."""
+    """Scale ``noise`` to the distribution of an attention tensor."""
     width = config.hidden_size**-0.5
     if name.endswith("sinks"):
-        # As much as all keys of a window together.
+        # A sink has the weight of all keys of a window together.
         return math.log(config.sliding_window) + noise
     if name.endswith(("o_proj.weight", "o_proj.bias")):
         return 2 * (config.num_attention_heads * config.head_size) ** -0.5 * noise
@@ -211,7 +218,7 @@ def _designed_attention(
 
     tensor = 1.2 * width * noise if name.endswith("weight") else 0.5 * noise
     if has_beacon:
-        # The slowest pair of rotary channels hardly turns within a window.
+        # The slowest pair of rotary channels hardly rotates within a window.
         heads = tensor.unflatten(0, (-1, config.head_size))
         slowest = config.head_size // 2 - 1
         if name.endswith("k_proj.weight"):

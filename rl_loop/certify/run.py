@@ -1,4 +1,4 @@
-"""``gptoss certify``: opens the weights and the subject, and runs the checks."""
+"""Implements ``gptoss certify``: opens the weights and the subject, and runs the checks."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -30,10 +30,12 @@ from rl_loop.harmony.vocabulary import SPECIAL_TOKENS, Vocabulary, special_id
 from rl_loop.registry import Registry
 
 REFERENCE_TOLERANCE = 2e-4
-"""Nats that the reference and transformers in fp64 may differ by: transformers has norms and angles
-in fp32, and long texts were not compared."""
+"""Maximum difference in nats between the reference and transformers in fp64.
+
+transformers computes norms and angles in fp32. Long texts are not compared.
+"""
 BYTES_PER_PARAMETER = 3 * 8
-"""Of this process: the weights as they are read, in fp64, and in the subject's precision."""
+"""Memory of this process: weights as stored, in fp64, and in the subject's precision."""
 
 MakeSubject = Callable[[Path, Precision], Subject]
 
@@ -50,17 +52,17 @@ FACTORIES: Registry[MakeSubject] = Registry(
 
 @dataclass(frozen=True)
 class CertifyOptions:
-    """What is certified, and with what."""
+    """Options of ``gptoss certify``."""
 
     subject: str
-    """A name of FACTORIES, MODULE:FUNCTION, or the URL of a server."""
+    """Name in FACTORIES, MODULE:FUNCTION, or URL of a server."""
     weights: Path
-    """A directory that ``prepare`` wrote, or a Hugging Face directory."""
+    """Directory written by ``prepare``, or a Hugging Face directory."""
     precision: Precision = "fp32"
     deterministic: bool = False
-    """The server claims equal bits."""
+    """True if the server claims bitwise equal results."""
     only: tuple[str, ...] = ()
-    """Checks to run; none: all."""
+    """Checks to run. Empty: all."""
 
 
 def certify(
@@ -69,10 +71,14 @@ def certify(
 ) -> Certificate:
     """Run the checks.
 
+    Args:
+        options: subject, weights and checks.
+        progress: function to call after each check.
+
     Raises:
-        CertifyError: for a subject, a check or weights that cannot be used.
-        ConversionError: for a directory that is no model's.
-        SubjectFailed: if the subject cannot even be reached.
+        CertifyError: if the subject, a check or the weights cannot be used.
+        ConversionError: if the directory is not a model.
+        SubjectFailed: if the subject cannot be reached.
     """
     unknown = set(options.only) - set(CHECKS)
     if unknown:
@@ -101,10 +107,10 @@ def run_checks(
     only: Sequence[str] = (),
     progress: Callable[[CheckResult], None] = lambda result: None,
 ) -> list[CheckResult]:
-    """Run checks, each by itself: what one cannot do keeps no other from running."""
+    """Run checks independently. A check that the subject does not support stops no other check."""
     results = []
     for name, check in CHECKS.items():
-        # The first one finds the faults of which the others are told.
+        # The first check always runs, because the others need the faults that it finds.
         if only and name not in only and name != "agreement":
             continue
         started = time.process_time()
@@ -121,9 +127,14 @@ def run_checks(
 
 
 def check_subject_name(subject: str, has_weights: bool) -> None:
-    """Check what can be checked of a subject's name before anything is made.
+    """Check a subject's name before weights are written or read.
 
-    Raises CertifyError.
+    Args:
+        subject: name of the subject.
+        has_weights: True if the user gave a directory of weights.
+
+    Raises:
+        CertifyError: if the name is invalid, or if a server has no weights.
     """
     if _is_url(subject):
         if not has_weights:
@@ -144,7 +155,7 @@ def _is_url(subject: str) -> bool:
 
 
 def open_weights(directory: Path) -> tuple[Weights, Weights | None]:
-    """Read what ``prepare`` wrote, or one Hugging Face directory, which has no second set."""
+    """Read the two sets of ``prepare``, or one Hugging Face directory without a second set."""
     has_two = (directory / FIRST).is_dir()
     first_directory = directory / FIRST if has_two else directory
     first = read_weights(first_directory)
@@ -160,10 +171,10 @@ def open_weights(directory: Path) -> tuple[Weights, Weights | None]:
 
 
 def open_subject(options: CertifyOptions, weights: Weights) -> Subject:
-    """Make the subject that ``options`` name."""
+    """Create the subject of ``options``."""
     name = options.subject
     if _is_url(name):
-        # Imported here: whoever certifies a trainer needs no HTTP client, and the other way round.
+        # Imported here, because a trainer needs no HTTP client and a server needs no trainer.
         if name.rstrip("/").endswith("/v1"):
             from rl_loop.certify.subjects.completions_server import CompletionsServer
 
@@ -186,9 +197,10 @@ def open_subject(options: CertifyOptions, weights: Weights) -> Subject:
 
 
 def check_reference(weights: Weights, texts: Texts) -> None:
-    """Compare the reference with transformers in fp64, so that no fault of ours becomes another's.
+    """Compare the reference with transformers in fp64, to detect bugs of the reference itself.
 
-    Raises CertifyError.
+    Raises:
+        CertifyError: if they differ.
     """
     from transformers import GptOssConfig, GptOssForCausalLM
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

@@ -1,4 +1,4 @@
-"""What is certified: the protocol that a trainer or an engine speaks to be looked at."""
+"""Interface of trainers and engines that ``gptoss certify`` can check."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,71 +13,71 @@ from rl_loop.certify.harmony_tokens import HarmonyMessage
 
 
 class NotOffered(NotImplementedError):
-    """The subject has no such thing; the checks that need it are skipped and say so."""
+    """Operation that the subject does not support. Checks that need it are skipped."""
 
 
 class SubjectFailed(UserError, RuntimeError):
-    """The subject did not answer, or answered what cannot be an answer."""
+    """Subject that did not answer, or gave an invalid answer."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """What a subject says of a text of n tokens."""
+    """Log-probs of a subject for a text of n tokens."""
 
     log_probs: Sequence[float]
-    """n - 1 natural logs: entry i is log p(token i + 1 | tokens 0..i), at temperature 1."""
+    """n - 1 natural logs: entry i is log p(token i + 1 | tokens 0..i) at temperature 1."""
     routes: np.ndarray | None = None
-    """Integers [n - 1, layers, top_k]: the experts of every input, in any order; None if the
-    subject does not tell."""
+    """Integers [n - 1, layers, top_k]: experts of every input, in any order. None if the subject
+    does not report them."""
 
 
 @dataclass(frozen=True)
 class Generated:
-    """What a subject sampled."""
+    """Sampled continuation."""
 
     ids: Sequence[int]
     log_probs: Sequence[float] = field(default=())
-    """Natural logs, one for each id."""
+    """Natural logs, one per id."""
 
 
 class Subject:
-    """A trainer or an engine. Only ``score`` is needed; each other method adds checks.
+    """Base class of trainers and engines. Only ``score`` is required; other methods add checks.
 
-    All methods are about the weights of the directory that the subject was given, or last
-    ``update``d to. Batches may be computed together or one after the other.
+    All methods use the weights of the directory given at the start, or of the last ``update``.
+    Implementations may compute texts in batches or in sequence.
     """
 
     name = "a subject"
     is_deterministic = False
-    """Whether it claims equal bits whatever else it computes."""
+    """True if the subject claims bitwise equal results, whatever else it computes."""
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
-        """Score texts, each as if it were alone."""
+        """Score each text independently."""
         raise NotImplementedError
 
     def score_packed(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
-        """Score texts that lie end to end in one row."""
+        """Score texts that are concatenated in one packed row."""
         self._refuse("packed rows")
 
     def score_with_routes(
         self, texts: Sequence[Sequence[int]], routes: Sequence[np.ndarray]
     ) -> list[Scored]:
-        """Score texts with the experts int64 [n - 1, layers, top_k] instead of the router's."""
+        """Score texts with given experts, int64 [n - 1, layers, top_k], instead of the router's."""
         self._refuse("routes that are given")
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int) -> Generated:
-        """Continue a prompt greedily, token by token; no token ends it."""
+        """Continue a prompt greedily. No token stops generation."""
         self._refuse("generation")
 
     def gradients(self, texts: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
-        """Compute the gradients of the mean of -log p over all predicted tokens of all texts.
+        """Return the gradients of the mean of -log p over all predicted tokens of all texts.
 
-        By Hugging Face name and in Hugging Face's layout; the weights stay as they are.
+        They have the names and layouts of Hugging Face. The weights do not change.
         """
         self._refuse("gradients")
 
     def update(self, directory: Path) -> None:
-        """Take the weights of another Hugging Face directory of the same architecture."""
+        """Load the weights of another Hugging Face directory with the same architecture."""
         self._refuse("an update of its weights")
 
     def render(self, messages: Sequence[HarmonyMessage]) -> list[int]:
@@ -85,11 +85,11 @@ class Subject:
         self._refuse("rendering of conversations")
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the token ids of a text in which the names of special tokens mean the tokens."""
+        """Return the token ids of a text. Names of special tokens in it mean the tokens."""
         self._refuse("tokenizing")
 
     def close(self) -> None:
-        """Release everything."""
+        """Release all resources."""
 
     def _refuse(self, what: str) -> NoReturn:
         raise NotOffered(f"{self.name} does not offer {what}")
@@ -98,7 +98,7 @@ class Subject:
 def checked_scores(
     subject: Subject, scores: Sequence[Scored], texts: Sequence[Sequence[int]]
 ) -> list[Scored]:
-    """Return the scores if they can be some of these texts. Raises SubjectFailed if not."""
+    """Return the scores. Raises SubjectFailed if they do not fit the texts."""
     if len(scores) != len(texts):
         raise SubjectFailed(f"{subject.name} gave {len(scores)} answers for {len(texts)} texts")
     for scored, text in zip(scores, texts, strict=True):

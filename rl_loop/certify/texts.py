@@ -1,4 +1,4 @@
-"""The texts of a certificate: each is made for one kind of fault."""
+"""Texts of a certificate. Each kind of text exposes one kind of fault."""
 
 import random
 from dataclasses import dataclass
@@ -8,17 +8,17 @@ from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.certify.model import BEACON
 
 BEACONS = 4
-"""Beacons of a text that shows the window's edge."""
+"""Number of beacons in a text for the window's edge."""
 PROMPTS = 6
 CONTINUATION = PROMPTS + 4
-"""Tokens to decode, so that every beacon of ``prompts`` leaves the window."""
+"""Number of tokens to decode, so that every beacon of ``prompts`` leaves the window."""
 TAIL = 96
-"""Tokens beyond YaRN's original length."""
+"""Number of tokens beyond YaRN's original length."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """Token ids, and what they are for."""
+    """Token ids with their purpose."""
 
     kind: str
     """"short", "window" or "long"."""
@@ -27,23 +27,26 @@ class Text:
 
 @dataclass(frozen=True)
 class Texts:
-    """All texts for one architecture; they follow from ``seed``."""
+    """All texts for one architecture. They depend only on ``seed``."""
 
     config: GptOssModelConfig
     special_ids: tuple[int, ...]
-    """Ids that texts contain now and then."""
+    """Special tokens that texts contain."""
     seed: int = 0
 
     @cached_property
     def short(self) -> list[Text]:
-        """Within the window: no fault of the window shows here."""
+        """Texts that fit in a window. They show no fault of the window."""
         length = min(self.config.sliding_window, 96)
         return [Text("short", self._draw(length, f"short {i}")) for i in range(3)]
 
     @cached_property
     def window(self) -> list[Text]:
-        """Beacons one more than a window apart: of the tokens between two, the last but one
-        sees the beacon as the oldest of its keys, and the last one none at all."""
+        """Texts with beacons at a distance of one window plus one token.
+
+        Between two beacons, the last token but one sees the beacon as the oldest of its keys. The
+        last token sees no beacon.
+        """
         distance = self.config.sliding_window + 1
         texts = []
         for number in range(2):
@@ -55,19 +58,21 @@ class Texts:
 
     @cached_property
     def long(self) -> list[Text]:
-        """Beyond the original length of YaRN."""
+        """Text that is longer than YaRN's original length."""
         length = self.config.yarn_original_length + TAIL
         return [Text("long", self._draw(min(length, self.config.max_length), "long"))]
 
     @cached_property
     def all(self) -> list[Text]:
-        """Every text, the short ones first."""
+        """All texts, the short ones first."""
         return [*self.short, *self.window, *self.long]
 
     @cached_property
     def prompts(self) -> list[Text]:
-        """Prompts whose continuations cross the window's edge, each with one beacon: a token
-        that is decoded sees it as the oldest of its keys, and the next one does not."""
+        """Prompts whose continuations cross the window's edge, with one beacon each.
+
+        One decoded token sees the beacon as the oldest of its keys. The next one does not see it.
+        """
         texts = []
         for number in range(PROMPTS):
             ids = list(self._draw(self.config.sliding_window - 3, f"prompt {number}"))
@@ -76,7 +81,7 @@ class Texts:
         return texts
 
     def _draw(self, length: int, name: str) -> tuple[int, ...]:
-        """Draw tokens, one of twelve of them special."""
+        """Draw random tokens, on average 1 of 12 special."""
         rng = random.Random(f"{self.seed}/{name}")
         ordinary = [i for i in range(self.config.vocab_size) if i != BEACON]
         ids = []

@@ -1,8 +1,9 @@
 """The reference of GPT-OSS (``converters.reference``), with every known fault as a switch.
 
-Without a switch the reference computes the correct results. ``run.py`` compares it with transformers'
-GptOssForCausalLM before it judges a subject. With a switch the reference computes the results of a
-subject with that fault: the difference shows how visible the fault is, and identifies it.
+Without a switch the reference computes the correct results. ``run.py`` compares it with
+transformers' GptOssForCausalLM before it judges a subject. With a switch the
+reference computes the results of a subject with that fault: the difference shows how visible the
+fault is, and identifies it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ Which = Literal["all", "weights", "biases"]
 
 @dataclass(frozen=True)
 class Variant:
-    """Faults of a computation of GPT-OSS. The defaults are none."""
+    """Faults of a computation of GPT-OSS. The defaults are without faults."""
 
     window_offset: int = 0
     """Number of additional keys that a token of a window layer sees."""
@@ -36,8 +37,8 @@ class Variant:
     yarn: Literal["exact", "ramp rounded", "absent", "cut", "no concentration", "wrong length"] = (
         "exact"
     )
-    """"cut": positions beyond the original length count as its last position. "wrong length": the
-    longest length replaces the original length."""
+    """Fault of YaRN. "cut": positions beyond the original length count as its last position.
+    "wrong length": the longest length replaces the original length."""
     bf16_positions: bool = False
     """Round positions to bf16 before the angles are computed."""
     router_bias: Literal["exact", "absent", "bf16"] = "exact"
@@ -54,7 +55,7 @@ class Variant:
     transposed_down: int | None = None
     """Layer whose (square) down projections are transposed; EVERY_LAYER for all."""
     absent_biases: tuple[str, ...] = ()
-    """Endings of names of tensors that are zeros."""
+    """Suffixes of the names of tensors that are zeros."""
     bf16_biases: bool = False
     """Round all biases to bf16, except the router's."""
     stale_expert: tuple[int, int] | None = None
@@ -91,10 +92,9 @@ class Reference:
 
     Args:
         config: architecture of the model.
-        weights: Hugging Face tensors by name.
+        weights: {Hugging Face name: tensor}.
         before: tensors from before an update, for the variants that keep old weights.
-        dtype: in which everything but angles is computed; angles are fp32 for any. Results are on
-            the CPU, wherever they were computed.
+        dtype: dtype of everything except angles, which are always fp32. Results are on the CPU.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Reference:
         self.config = config
         self.dtype = dtype
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        # Converted once: each text is evaluated with many variants.
+        # Converted only once, because each text is evaluated with many variants.
         self._weights = self._taken(weights)
         self._before = self._taken(before or {})
 
@@ -127,11 +127,11 @@ class Reference:
         """Evaluate one text.
 
         Args:
-            text: token ids, at least two.
+            text: at least two token ids.
             variant: faults of the computation.
-            prompt_length: tokens that were prefilled; None: all were.
-            routes: int64 [n - 1, layers, top_k], to take instead of choosing experts.
-            starts: where the sequences of a packed row begin.
+            prompt_length: number of prefilled tokens; None for all.
+            routes: int64 [n - 1, layers, top_k]: experts to use instead of the router's.
+            starts: first positions of the sequences of a packed row.
         """
         with self.device:
             row = _Row(len(text) - 1, variant, prompt_length, tuple(starts))
@@ -139,7 +139,7 @@ class Reference:
             return self._run(torch.tensor(text), row, variant, given)
 
     def gradients(self, texts: Sequence[Sequence[int]], variant: Variant) -> dict[str, Tensor]:
-        """Compute the gradients of the mean of -log p over all predicted tokens, by name."""
+        """Return the gradients of the mean of -log p over all predicted tokens."""
         leaves = {name: w.clone().requires_grad_() for name, w in self._weights.items()}
         copy = Reference(self.config, {}, dtype=self.dtype)
         copy._weights = leaves
@@ -175,7 +175,7 @@ class Reference:
 
 
 class _Row:
-    """Places of the inputs [n] of one row of tokens."""
+    """Positions and sequences of the inputs [n] of one row of tokens."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class _Row:
         index = torch.arange(inputs)
         self.index = index
 
-        # Number of the sequence of each input, and where that sequence begins.
+        # Index of each input's sequence, and the position where that sequence begins.
         boundaries = torch.tensor(starts[1:], dtype=torch.long)
         self.sequence = torch.bucketize(index, boundaries, right=True)
         beginnings = torch.tensor(starts)[self.sequence]
@@ -196,7 +196,7 @@ class _Row:
 
 
 class _VariantWeights:
-    """Weights as a variant holds them."""
+    """Weights with the faults of a variant."""
 
     def __init__(
         self, weights: Mapping[str, Tensor], before: Mapping[str, Tensor], variant: Variant
@@ -206,7 +206,7 @@ class _VariantWeights:
         self._variant = variant
 
     def get(self, name: str, expert: int | None = None) -> Tensor:
-        """Return a tensor, or its slice of one expert."""
+        """Return a tensor, or its slice for one expert."""
         variant = self._variant
         if expert is None:
             return self._tensor(name)
@@ -243,8 +243,8 @@ class VariantGptOss(GptOss):
         config: architecture of the model.
         layout: weights.
         variant: faults of the computation.
-        row: places of the inputs.
-        given: int64 [n, layers, top_k], experts to take instead of choosing some.
+        row: positions of the inputs.
+        given: int64 [n, layers, top_k]: experts to use instead of the router's.
     """
 
     config: GptOssModelConfig
@@ -263,9 +263,9 @@ class VariantGptOss(GptOss):
         self.given = given
 
         self.routes: list[Tensor] = []
-        """Experts of each layer, int64 [n, top_k], as the layers are computed."""
+        """Experts, int64 [n, top_k], one entry per layer."""
         self.margins: list[Tensor] = []
-        """Margins [n] of the router's own choice, layer by layer."""
+        """Margins [n] of the router's own choice, one entry per layer."""
 
     # -- attention --------------------------------------------------------------------------------
 
@@ -364,7 +364,7 @@ def variant_frequencies(
 
 
 def _halves(x: Tensor, variant: Variant, what: Which) -> tuple[Tensor, Tensor]:
-    """Split the last dimension into gates and ups."""
+    """Split the last dimension into gate and up channels."""
     if variant.concatenated in (what, "all"):
         first, second = x.chunk(2, dim=-1)
         return first, second
@@ -376,7 +376,7 @@ def _rounded(x: Tensor) -> Tensor:
 
 
 def combined(first: Variant, second: Variant) -> Variant:
-    """Return a variant with the faults of both; where both change one field, the second's."""
+    """Return a variant with the faults of both. If both set a field, the second one wins."""
     changes = {}
     for name, value in vars(second).items():
         if value != getattr(EXACT, name):

@@ -1,15 +1,15 @@
 """The checks. Each takes an examination and returns its result.
 
-agreement.py    log-probs of all texts, and which known faults explain what differs
-forward.py      kinds of faults of the forward pass, each where it would show most
+agreement.py    log-probs of all texts, and the known faults that explain differences
+forward.py      kinds of faults of the forward pass, each where it is most visible
 packing.py      sequences in one row
 routes.py       routed experts, returned and given
-harmony.py      ids of conversations
-generation.py   tokens that are decoded one by one; the same numbers again
+harmony.py      token ids of conversations
+generation.py   decoded tokens; repeated scores
 gradients.py    gradients of all tensors
 update.py       an update of all weights, and back
-verdict.py      what several of them say of what they saw
-titles.py       what each of them asks
+verdict.py      results from visibilities and explanations
+titles.py       titles of the checks
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ CHECKS: dict[str, Callable[[Examination], CheckResult]] = {
     "determinism": check_determinism,
     "update": check_update,
 }
-"""In their order: the first one finds the faults that the others are told of."""
+"""Checks in their order. The first one finds faults that the others take into account."""
 TITLES |= {check.name: check.title for check in FORWARD}
 
 __all__ = ["CHECKS", "FORWARD", "TITLES"]

@@ -1,4 +1,4 @@
-"""Log-probs of every position and class of token, and which faults explain what differs."""
+"""Compares log-probs of all texts and finds the faults that explain differences."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ QUANTILES = (0.5, 0.95, 0.99)
 
 
 def check_agreement(exam: Examination) -> CheckResult:
-    """Compare log-probs of all texts, and find out which faults explain what differs."""
+    """Compare log-probs of all texts, and find faults that explain differences."""
     title = TITLES["agreement"]
     texts = exam.texts.all
     answered = exam.log_probs(texts)
@@ -29,7 +29,7 @@ def check_agreement(exam: Examination) -> CheckResult:
     noise = exam.noise(texts)
     table = _gap_table(exam, gaps, noise)
 
-    # A fault of few tokens is lost in the mean of all: every kind of text is judged by itself.
+    # The overall mean hides a fault of few tokens, so each kind of text is judged separately.
     groups = (exam.texts.short, exam.texts.window, exam.texts.long)
     apart = [group for group in groups if not _agrees(exam, group, EXACT)]
     if not apart:
@@ -49,14 +49,14 @@ def check_agreement(exam: Examination) -> CheckResult:
 
 
 def _agrees(exam: Examination, texts: Sequence[Text], variant: Variant) -> bool:
-    """Whether precision explains how far the subject is from a variant."""
+    """Return True if precision explains the gap between the subject and a variant."""
     noise = exam.noise(texts)
     answered = exam.log_probs(texts)
     expected = exam.expected(texts, variant)
     is_close = gap(answered, expected) <= exam.mean_limit(noise)
 
-    # The largest gaps stand for faults of few tokens. Routers that choose between equals make
-    # large ones, too, so they are compared with the largest of the reference's own.
+    # The largest gaps show faults of few tokens. Routers with tied choices cause large gaps, too,
+    # so compare with the reference's own largest gaps.
     count = max(TOP // 2, len(noise) // 50)
     gaps = (answered - expected).abs()
     largest = gaps.topk(min(count, len(gaps))).values.median()
@@ -69,7 +69,7 @@ def _explain_scores(exam: Examination) -> Explanation:
     """Find the faults that explain the scores of all texts."""
     candidates = [fault for check in FORWARD for fault in check.faults_of(exam)]
 
-    # The long texts take most of the time: they are looked at with what is left of the faults.
+    # Long texts take most of the time, so evaluate them only with the faults that remain.
     near = [*exam.texts.short, *exam.texts.window]
     start = EXACT
     found: tuple[Fault, ...] = ()
@@ -86,7 +86,7 @@ def _explain_scores(exam: Examination) -> Explanation:
         start = explanation.variant
         found = explanation.faults
 
-    # What only long texts show is in the positions: YaRN's, or the windows'.
+    # Only faults of positions (YaRN, windows) are visible in long texts alone.
     if not _agrees(exam, exam.texts.long, start):
         far = explain(
             exam.log_probs(exam.texts.long),
@@ -105,12 +105,12 @@ def _explain_scores(exam: Examination) -> Explanation:
 
 
 def _strict_limit(exam: Examination, texts: Sequence[Text]) -> float:
-    """Return the mean gap that the reference's own precision has: below it nothing is explained."""
+    """Return half the limit of the mean gap. Below it no explanation is sought."""
     return max(exam.mean_limit(exam.noise(texts)) / 2, 1e-12)
 
 
 def _gap_table(exam: Examination, gaps: Tensor, noise: Tensor) -> tuple[tuple[str, ...], ...]:
-    """Make the table of gaps by position and class of token."""
+    """Return the table of gaps by position and class of token."""
     positions = torch.cat([torch.arange(1, len(text.ids)) for text in exam.texts.all])
     labels = torch.cat([torch.tensor(text.ids[1:]) for text in exam.texts.all])
     special = torch.isin(labels, torch.tensor(exam.texts.special_ids, dtype=torch.long))

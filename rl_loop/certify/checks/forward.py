@@ -1,4 +1,4 @@
-"""Kinds of faults of the forward pass, each where it would show most."""
+"""Checks for kinds of faults of the forward pass, each where it is most visible."""
 
 from dataclasses import dataclass
 
@@ -12,22 +12,22 @@ from rl_loop.certify.variants import EXACT
 
 @dataclass(frozen=True)
 class ForwardCheck:
-    """A kind of fault that shows in scores."""
+    """Check for one kind of fault that is visible in scores."""
 
     name: str
     title: str
     kind: str
-    """Of the texts: an attribute of Texts."""
+    """Name of the attribute of Texts with the texts."""
     faults: tuple[Fault, ...] = ()
 
     def faults_of(self, exam: Examination) -> tuple[Fault, ...]:
-        """Return the faults that a model of this shape can have."""
+        """Return the faults that are possible for the model's shape."""
         if self.name == "orientation":
             return faults.orientation_faults(exam.weights.config)
         return self.faults
 
     def __call__(self, exam: Examination) -> CheckResult:
-        """Look for each of the faults where it would show most."""
+        """Search for each fault where it is most visible."""
         texts = getattr(exam.texts, self.kind)
         mine = self.faults_of(exam)
         own = [fault for fault in exam.found if fault in mine]

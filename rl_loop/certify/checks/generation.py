@@ -1,4 +1,4 @@
-"""Tokens that are decoded one by one, and numbers that come again."""
+"""Checks of decoding and of determinism."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ from rl_loop.certify.variants import EXACT, Reference, Variant
 
 
 def check_decoding(exam: Examination) -> CheckResult:
-    """Let texts be continued across the window's edge, and score what came."""
+    """Let the subject continue prompts across the window's edge, and check the log-probs."""
     title = TITLES["decoding"]
     texts = []
     answered = []
@@ -58,7 +58,7 @@ def check_decoding(exam: Examination) -> CheckResult:
 def _greedy_result(
     exam: Examination, title: str, texts: Sequence[Text], noise: Tensor
 ) -> CheckResult:
-    """Judge continuations without log-probs: were they the most likely ones?"""
+    """Check continuations without log-probs: each token must be the most likely one."""
     worse = []
     for text in texts:
         evaluated = exam.exact.evaluate(text.ids, exam.explanation)
@@ -71,13 +71,13 @@ def _greedy_result(
 
 
 def check_determinism(exam: Examination) -> CheckResult:
-    """Score the same texts again, one by one and among others."""
+    """Score the texts again, alone and in other batches."""
     title = TITLES["determinism"]
     texts = [*exam.texts.short, *exam.texts.window]
     ids = [text.ids for text in texts]
     first = exam.log_probs(texts)
 
-    # Other neighbours in the batch, or none: kernels that choose by the batch's size show here.
+    # Different batches show kernels whose results depend on the batch size.
     alone = []
     for text in ids:
         (scored,) = checked_scores(exam.subject, exam.subject.score([text]), [text])
@@ -89,7 +89,7 @@ def check_determinism(exam: Examination) -> CheckResult:
         "in another order": (joined([s.log_probs for s in backwards]) - first).abs(),
     }
 
-    # Who claims to be deterministic is held to equal bits, others to the noise of their precision.
+    # Deterministic subjects need equal bits, others only the accuracy of their precision.
     noise = exam.noise(texts)
     limit = 0.0 if exam.subject.is_deterministic else exam.mean_limit(noise)
 

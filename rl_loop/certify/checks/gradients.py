@@ -1,4 +1,4 @@
-"""Gradients of all tensors, sinks among them."""
+"""Check of the gradients of all tensors, including sinks."""
 
 from collections.abc import Sequence
 
@@ -15,11 +15,11 @@ from rl_loop.certify.variants import EXACT, combined
 GRADIENT_FLOORS = {"fp32": 1e-4, "bf16": 2e-2}
 """Relative error of a tensor's gradient that is always allowed."""
 MOVED_TENSORS = 4
-"""Tensors in which a fault of the backward pass is looked for."""
+"""Number of tensors to inspect for a fault of the backward pass."""
 
 
 def check_gradients(exam: Examination) -> CheckResult:
-    """Compare the gradients of all tensors, sinks among them."""
+    """Compare the gradients of all tensors, including sinks."""
     title = TITLES["gradients"]
     texts = [*exam.texts.short, exam.texts.window[0]]
     answered = exam.subject.gradients([text.ids for text in texts])
@@ -83,8 +83,10 @@ def _relative(answered: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[
 
 
 def _mean_error(answered: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Return the mean relative error, of no tensor more than 2: a gradient that should be zero
-    has no relative error."""
+    """Return the mean relative error, with each error clamped to 2.
+
+    A gradient that should be zero has no meaningful relative error.
+    """
     return float(np.mean([min(error, 2.0) for error in _relative(answered, expected).values()]))
 
 
@@ -95,7 +97,7 @@ def _gradient_limit(exam: Examination, own_error: float) -> float:
 def _gradient_table(
     exam: Examination, errors: dict[str, float], own: dict[str, float]
 ) -> tuple[tuple[str, ...], ...]:
-    """Make the table of the largest relative error by kind of tensor."""
+    """Return the table of the largest relative error by kind of tensor."""
     kinds: dict[str, list[str]] = {}
     for name in errors:
         kind = ".".join(part for part in name.split(".")[1:] if not part.isdigit())

@@ -1,4 +1,4 @@
-"""Ids of conversations with tool calls, compared with openai-harmony's."""
+"""Compares the token ids of conversations with openai-harmony's."""
 
 from collections.abc import Callable
 
@@ -15,12 +15,12 @@ from rl_loop.certify.subject import NotOffered
 
 
 def check_harmony(exam: Examination) -> CheckResult:
-    """Compare the ids of a conversation with a tool call with those of openai-harmony."""
+    """Compare the token ids of a conversation with a tool call with openai-harmony's."""
     title = TITLES["harmony"]
     if exam.vocabulary is None:
         raise NotOffered(f"{exam.first_directory} has a vocabulary that is not known here")
 
-    # A subject need not offer all of these; one of them is enough for a verdict.
+    # Any of these operations is enough for a verdict.
     attempts: list[tuple[str, Callable[[], list[int]], tuple[HarmonyMessage, ...]]] = [
         ("a tool call", lambda: exam.subject.render(CONVERSATION), CONVERSATION),
         ("a tool that quotes", lambda: exam.subject.render(QUOTING), QUOTING),

@@ -1,4 +1,4 @@
-"""Sequences that lie in one row do not see one another."""
+"""Checks that sequences in one packed row do not attend to each other."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from rl_loop.certify.variants import Variant
 
 
 def check_packing(exam: Examination) -> CheckResult:
-    """Compare sequences that lie in one row with the same ones alone."""
+    """Compare scores of sequences in one row with their scores alone."""
     title = TITLES["packing"]
     texts = [*exam.texts.short, *exam.texts.window]
     ids = [text.ids for text in texts]

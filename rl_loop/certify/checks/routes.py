@@ -1,4 +1,4 @@
-"""Experts that routers chose, and experts that are given."""
+"""Checks of routed experts, both returned and given."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,13 +14,13 @@ from rl_loop.certify.texts import Text
 from rl_loop.certify.variants import EXACT, Reference, Variant
 
 SURE_MARGIN = {"fp32": 1e-3, "bf16": 0.5}
-"""By how much a router's choice must be clear, in logits, for it to be asked of a subject."""
+"""Minimum margin of a router's choice, in logits, for comparing it with the subject's."""
 ROUTES_AGREEING = 0.98
-"""Share of clear choices that a subject must share."""
+"""Minimum share of clear choices that must agree."""
 
 
 def check_returned_routes(exam: Examination) -> CheckResult:
-    """Compare the experts that the subject says it used with those that the model uses."""
+    """Compare the experts that the subject reports with the reference's."""
     title = TITLES["routes returned"]
     texts = [*exam.texts.short, *exam.texts.window]
     returned = [scored.routes for scored in exam.scored(texts)]
@@ -52,7 +52,7 @@ def check_returned_routes(exam: Examination) -> CheckResult:
 def _route_causes(
     exam: Examination, texts: Sequence[Text], returned: Sequence[np.ndarray]
 ) -> tuple[Cause, ...]:
-    """Name what is wrong with routes."""
+    """Return the known fault of the routes, if any."""
     if not any(routes.any() for routes in returned):
         source = "SGLang with the MoE backend triton_kernel: docs/sglang.md"
         return (Cause("every route that comes back is zero", source),)
@@ -60,7 +60,7 @@ def _route_causes(
     expected = [exam.evaluated(text, exam.explanation).routes.numpy() for text in texts]
 
     def share(change: Callable[[np.ndarray], np.ndarray]) -> float:
-        """Return how many routes are right once they are changed so."""
+        """Return the share of routes that are correct after ``change``."""
         same = []
         for answered, wanted in zip(returned, expected, strict=True):
             is_equal = np.sort(change(answered), -1) == np.sort(wanted, -1)
@@ -77,7 +77,7 @@ def _route_causes(
 
 
 def check_given_routes(exam: Examination) -> CheckResult:
-    """Give other experts than the router would choose, and see whether they are taken."""
+    """Give experts that the router would not choose, and check that the subject uses them."""
     title = TITLES["routes given"]
     texts = exam.texts.short
     ids = [text.ids for text in texts]

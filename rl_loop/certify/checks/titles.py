@@ -1,4 +1,4 @@
-"""What is checked, in a few words; the checks of forward.py bring their own titles."""
+"""Titles of the checks. The checks of forward.py have their own titles."""
 
 TITLES = {
     "agreement": "log-probs of every position and class of token",
@@ -11,4 +11,4 @@ TITLES = {
     "gradients": "sinks in the backward pass, and all other gradients",
     "update": "an update of all weights, and back",
 }
-"""By name of the check."""
+"""Titles by name of the check."""

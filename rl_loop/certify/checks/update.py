@@ -1,4 +1,4 @@
-"""An update of all weights, and back."""
+"""Check of an update of all weights, and back."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ from rl_loop.certify.variants import EXACT, Variant
 
 
 def check_update(exam: Examination) -> CheckResult:
-    """Give the subject the second set of weights, look whether it has all of it, and go back."""
+    """Update the subject to the second weights, check that all arrived, and update it back."""
     title = TITLES["update"]
     if exam.second is None:
         raise NotOffered("there is no second set of weights")
@@ -39,7 +39,7 @@ def check_update(exam: Examination) -> CheckResult:
         exam, "update", title, updated, evaluate, candidates, noise, _sample(candidates)
     )
 
-    # What was wrong with the weights at the beginning may have been mended on the way.
+    # The updates may have corrected a fault of the initial weights.
     returned = joined([scored.log_probs for scored in again])
     back = min(gap(returned, before), gap(returned, exam.expected(texts, EXACT)))
     summary = f"{result.summary}; back at the first weights tokens differ by {back:.1e} nats"
@@ -51,7 +51,7 @@ def check_update(exam: Examination) -> CheckResult:
 
 
 def _sample(candidates: Sequence[Fault]) -> list[Fault]:
-    """Leave out most of the experts: that each would show is computed for one of a layer."""
+    """Keep the experts' faults of one expert per layer, to save time."""
     shown = []
     layers = set()
     for fault in candidates:

@@ -1,4 +1,4 @@
-"""What several checks say of what they saw: a result, in words, with its causes."""
+"""Builds results of checks from visibilities and explanations."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,7 +12,7 @@ from rl_loop.certify.variants import EXACT, Variant, combined
 
 
 def describe(explanation: Explanation) -> str:
-    """Say in a sentence what explains how much."""
+    """Return a sentence with the faults and the part of the gap that they explain."""
     distance = f"tokens differ by {explanation.before:.1e} nats on average"
     if not explanation.faults or not explanation.is_good:
         return f"{distance}, and no known fault explains it"
@@ -26,14 +26,17 @@ def describe(explanation: Explanation) -> str:
 
 
 def causes_of(explanation: Explanation) -> tuple[Cause, ...]:
-    """Return the faults that may be named, as causes."""
+    """Return the faults of an explanation as causes. Empty if the explanation is not good."""
     if not explanation.is_good:
         return ()
     return tuple(Cause(fault.name, fault.source) for fault in explanation.faults)
 
 
 def judge_sights(name: str, title: str, sights: tuple[Sight, ...], beside: str = "") -> CheckResult:
-    """Return the result that sights have when no fault was named."""
+    """Return the result of a check for which no fault was identified.
+
+    ``sights`` has the visibility of its faults. ``beside`` is appended to the summary.
+    """
     visible = [sight for sight in sights if sight.is_visible]
     if not visible:
         reason = "in this precision, with these weights, none of the faults would show"
@@ -66,8 +69,20 @@ def explain_answers(
     shown: Sequence[Fault],
     top: int = TOP,
 ) -> CheckResult:
-    """Return the result of log-probs that are not plain scores: look, and explain what is seen."""
-    # A fault of the code is there whatever the weights; one of the weights may be gone by now.
+    """Return the result of a check of log-probs that are not plain scores.
+
+    Args:
+        exam: state of the examination.
+        name: name of the check.
+        title: title of the check.
+        answered: log-probs of the subject.
+        evaluate: function that returns the reference's log-probs with a variant.
+        candidates: faults that may explain a deviation.
+        noise: error per token of the subject's precision.
+        shown: faults whose visibility is reported.
+        top: number of tokens to inspect per fault.
+    """
+    # A fault of the code remains after an update. A fault of the weights may be gone.
     start = min((EXACT, exam.explanation), key=lambda variant: gap(answered, evaluate(variant)))
     expected = evaluate(start)
 

@@ -1,1 +1,1 @@
-"""What can be certified without further code: each module makes one kind of subject."""
+"""Built-in subjects. Each module has one kind."""

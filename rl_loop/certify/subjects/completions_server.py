@@ -1,4 +1,4 @@
-"""A server of OpenAI's completions that takes token ids and echoes their log-probs, as vLLM's."""
+"""Server with OpenAI's completions API that accepts token ids and echoes log-probs: vLLM."""
 
 import asyncio
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ import aiohttp
 from rl_loop.certify.subject import Generated, NotOffered, Scored, Subject, SubjectFailed
 
 SHOWN_CHARACTERS = 300
-"""Of an answer that an error quotes."""
+"""Maximum length of an answer that an error quotes."""
 
 
 class CompletionsServer(Subject):
-    """The server at ``url``, which ends with ``/v1``. This API has neither updates nor routes."""
+    """Server at ``url``, which ends with ``/v1``. The API has neither updates nor routes."""
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
@@ -45,7 +45,7 @@ class CompletionsServer(Subject):
             raise SubjectFailed(f"{self._url}{path}: {error!r}") from error
 
     def _complete(self, prompt: object, **options: object) -> dict[str, Any]:
-        """Return the only choice of an answer."""
+        """Return the only choice of a response."""
         body = {"model": self._model, "prompt": prompt, "temperature": 0, **options}
         answer = self._runner.run(self._call("POST", "/completions", body))
         try:
@@ -55,7 +55,7 @@ class CompletionsServer(Subject):
         return choice
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
-        """Let prompts be echoed with their log-probs, one after the other."""
+        """Let the server echo prompts with log-probs, one request at a time."""
         results = []
         for text in texts:
             choice = self._complete(list(text), max_tokens=1, echo=True, logprobs=1)
@@ -68,7 +68,7 @@ class CompletionsServer(Subject):
         return results
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int) -> Generated:
-        """Decode greedily; the server must return token ids."""
+        """Decode greedily. The server must return token ids."""
         choice = self._complete(
             list(prompt),
             max_tokens=max_new_tokens,
@@ -83,7 +83,7 @@ class CompletionsServer(Subject):
         return Generated(ids, [float(value) for value in log_probs])
 
     def tokenize(self, text: str) -> list[int]:
-        """Send text, and read the ids that the server says it became."""
+        """Send text and return the ids that the server reports for it."""
         choice = self._complete(text, max_tokens=1, return_token_ids=True)
         ids = choice.get("prompt_token_ids")
         if not isinstance(ids, list):
@@ -91,5 +91,5 @@ class CompletionsServer(Subject):
         return ids
 
     def close(self) -> None:
-        """End the event loop."""
+        """Close the event loop."""
         self._runner.close()

@@ -1,4 +1,4 @@
-"""This project's trainer: Megatron-Core on packed rows, on one GPU or on the CPU."""
+"""Trainer of this project: Megatron-Core on packed rows, on one GPU or on the CPU."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,16 +25,16 @@ from rl_loop.cluster.placement import free_port
 from rl_loop.harmony.codec import Harmony, ParsedMessage, PromptConfig, ToolOutput
 
 IDLE_RATE = 1e-12
-"""A learning rate: the step that computes gradients ends with an update, which is undone."""
+"""Learning rate. The step that computes gradients ends with an update, which is undone."""
 
 
 class MegatronTrainer(Subject):
-    """One rank of the trainer. A process has one at a time."""
+    """One rank of the trainer. Only one may exist in a process."""
 
     name = "the trainer (Megatron-Core)"
 
     def __init__(self, directory: Path, precision: Precision, **overrides: Any) -> None:
-        """Build the model of ``directory``; ``overrides`` are those of ``build_model``."""
+        """Build the model of ``directory``. ``overrides`` are passed to ``build_model``."""
         self._directory = directory
         self.config = HfDirectory(directory).config
         distributed.initialize(ParallelConfig(), port=free_port())
@@ -50,7 +50,7 @@ class MegatronTrainer(Subject):
         load_hf_weights(model, self.config, HfDirectory(directory).get)
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
-        """Score each text in a row of its own."""
+        """Score each text in a separate row."""
         return [self._score_row([text])[0] for text in texts]
 
     def score_packed(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
@@ -60,7 +60,7 @@ class MegatronTrainer(Subject):
     def score_with_routes(
         self, texts: Sequence[Sequence[int]], routes: Sequence[np.ndarray]
     ) -> list[Scored]:
-        """Replay routes, as R3 does."""
+        """Score texts with replayed routes (R3)."""
         return self._score_row(texts, routes)
 
     def _score_row(
@@ -87,7 +87,7 @@ class MegatronTrainer(Subject):
         return results
 
     def gradients(self, texts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Run one training step, and read Megatron's gradients instead of the weights."""
+        """Run one training step and export Megatron's gradients in place of the weights."""
         tokens = sum(len(text) - 1 for text in texts)
 
         def loss(log_probs: Tensor, entropy: Tensor, batch: PackedBatch) -> LossOutput:
@@ -97,8 +97,8 @@ class MegatronTrainer(Subject):
         batches = [build_batch(_samples([text])) for text in texts]
         self.trainer.train_step(batches, loss, learning_rate=IDLE_RATE)
 
-        # The converters read a parameter's ``data``: for a moment that is its gradient, so that
-        # gradients get Hugging Face's names and layouts as weights do.
+        # The converters read a parameter's ``data``. Replace it by the gradient temporarily. Then
+        # gradients get Hugging Face's names and layouts like weights.
         parameters: list[Any] = list(self.trainer.module.parameters())
         weights = [parameter.data for parameter in parameters]
         for parameter in parameters:
@@ -112,13 +112,15 @@ class MegatronTrainer(Subject):
         return gradients
 
     def update(self, directory: Path) -> None:
-        """Load other weights into the running model."""
+        """Load other weights into the model."""
         self._directory = directory
         self._load(self.trainer.module, directory)
 
     def render(self, messages: Sequence[HarmonyMessage]) -> list[int]:
-        """Render with the codec of this project: what the assistant says as demonstrations have
-        it, what tools say as the loop has it."""
+        """Render with this project's codec.
+
+        The assistant's messages are rendered as in demonstrations, tools' messages as in episodes.
+        """
         vocabulary = vocabulary_of(self._directory, self.config.vocab_size)
         if vocabulary is None:
             raise NotOffered("the vocabulary is not known")
@@ -130,14 +132,14 @@ class MegatronTrainer(Subject):
         return ids
 
     def close(self) -> None:
-        """Leave the process groups."""
+        """Destroy the process groups."""
         distributed.shutdown()
 
 
 def _samples(
     texts: Sequence[Sequence[int]], routes: Sequence[np.ndarray] | None = None
 ) -> TrainingSamples:
-    """Make samples whose every token but the first is a label."""
+    """Build samples. Every token except the first is a label."""
     sequences = []
     for number, text in enumerate(texts):
         columns: dict[str, Any] = {
@@ -166,5 +168,5 @@ def _render_message(harmony: Harmony, message: HarmonyMessage) -> list[int]:
         output = ToolOutput(message.role, message.channel or "", message.content)
         observation = harmony.render_observation([output])
 
-    # An observation ends with the header of the assistant's answer, which is a message of its own.
+    # The observation includes the header of the assistant's next message.
     return observation[: len(observation) - len(harmony.assistant_header)]

@@ -1,4 +1,4 @@
-"""A server of SGLang, by its own /generate."""
+"""SGLang server, through its /generate endpoint."""
 
 import asyncio
 import base64
@@ -14,14 +14,14 @@ from rl_loop.engines.sglang.client import RequestRejected, ServerFailed, SglangC
 from rl_loop.engines.sglang.scored_tokens import log_probs_of
 
 TOGETHER = 8
-"""Requests at a time: so many that the server batches them."""
+"""Number of concurrent requests: enough for the server to batch them."""
 UPDATE_SECONDS = 600.0
 
 
 class SglangServer(Subject):
-    """The server at ``url``, which was started with the weights of the first directory.
+    """Server at ``url``, started with the weights of the first directory.
 
-    ``deterministic``: it was started with --enable-deterministic-inference.
+    ``deterministic`` is True if it was started with --enable-deterministic-inference.
     """
 
     def __init__(self, url: str, config: GptOssModelConfig, deterministic: bool = False) -> None:
@@ -49,7 +49,7 @@ class SglangServer(Subject):
             raise SubjectFailed(f"{self._url} answers otherwise than SGLang: {error!r}") from error
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
-        """Score prompts, past the prefix cache; routes come if the server was started with them."""
+        """Score prompts without the prefix cache. Include routes if the server returns them."""
 
         async def score_all() -> list[Scored]:
             return await asyncio.gather(*(self._score(list(text)) for text in texts))
@@ -59,7 +59,7 @@ class SglangServer(Subject):
     async def _score(self, text: list[int]) -> Scored:
         body = {
             "input_ids": text,
-            # The one token that is sampled brings the routes of the whole prompt with it.
+            # The response to the one sampled token includes the routes of the whole prompt.
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
             "return_logprob": True,
             "logprob_start_len": 0,
@@ -94,13 +94,13 @@ class SglangServer(Subject):
         return Generated([entry[1] for entry in entries], [float(entry[0]) for entry in entries])
 
     async def _entries(self, body: dict[str, Any], kind: str) -> list[Any]:
-        """Return [log-prob, token id, text] of every token of an answer."""
+        """Return [log-prob, token id, text] of every token in a response."""
         answer = await self._client.call("/generate", body)
         entries: list[Any] = answer["meta_info"][kind]
         return entries
 
     def tokenize(self, text: str) -> list[int]:
-        """Send text instead of ids, and read the ids that are scored."""
+        """Send text instead of ids and return the ids that were scored."""
         body = {
             "text": text,
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
@@ -110,12 +110,12 @@ class SglangServer(Subject):
         try:
             entries = self._run(self._entries(body, "input_token_logprobs"))
         except SubjectFailed as error:
-            # As with --skip-tokenizer-init.
+            # For example with --skip-tokenizer-init.
             raise NotOffered(f"{self.name} takes no text: {error}") from error
         return [entry[1] for entry in entries]
 
     def update(self, directory: Path) -> None:
-        """Let the server read another directory, which it must be able to see."""
+        """Let the server load another directory, which must be accessible to it."""
         body = {"model_path": str(directory.resolve()), "load_format": "auto", "flush_cache": True}
         call = self._client.call("/update_weights_from_disk", body, seconds=UPDATE_SECONDS)
         self._run(call)

@@ -1,4 +1,4 @@
-"""transformers' GptOssForCausalLM: the implementation that all others are compared with."""
+"""GptOssForCausalLM of transformers: the reference for all other implementations."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,7 +17,7 @@ from rl_loop.certify.subject import Generated, NotOffered, Scored, Subject
 
 
 class TransformersModel(Subject):
-    """Eager attention; one text at a time, on the GPU if there is one."""
+    """Model with eager attention. It computes one text at a time, on the GPU if there is one."""
 
     name = "transformers"
 
@@ -31,12 +31,12 @@ class TransformersModel(Subject):
 
     @property
     def routers(self) -> list[torch.nn.Module]:
-        """The routers, by layer."""
+        """Routers by layer."""
         return [layer.mlp.router for layer in self.model.model.layers]
 
     @torch.no_grad()
     def score(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
-        """Score each text by itself, and note what its routers choose."""
+        """Score each text separately, and record the routers' choices."""
         results = []
         for text in texts:
             with self._recording() as chosen:
@@ -46,7 +46,7 @@ class TransformersModel(Subject):
         return results
 
     def _log_probs(self, text: Sequence[int]) -> Tensor:
-        """Compute log p of every token but the first, fp32 at least [n - 1]."""
+        """Return log p of every token except the first, at least fp32 [n - 1]."""
         tokens = torch.tensor([list(text)], device=self.device)
         logits = self.model(tokens[:, :-1], use_cache=False).logits[0]
         all_log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
@@ -54,7 +54,7 @@ class TransformersModel(Subject):
 
     @contextmanager
     def _recording(self) -> Iterator[list[Tensor]]:
-        """Yield a list to which every router adds its choice, int64 [tokens, top_k]."""
+        """Yield a list to which every router appends its choice, int64 [tokens, top_k]."""
         chosen: list[Tensor] = []
 
         def note(router: Any, inputs: Any, output: Any) -> None:
@@ -69,7 +69,7 @@ class TransformersModel(Subject):
     def score_with_routes(
         self, texts: Sequence[Sequence[int]], routes: Sequence[np.ndarray]
     ) -> list[Scored]:
-        """Score texts with the experts that are given, weighted by the router's own logits."""
+        """Score texts with the given experts, weighted by the router's own logits."""
         results = []
         for text, given in zip(texts, routes, strict=True):
             with ExitStack() as hooks:
@@ -96,7 +96,7 @@ class TransformersModel(Subject):
         return Generated(ids, log_probs)
 
     def gradients(self, texts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Differentiate the mean of -log p."""
+        """Return the gradients of the mean of -log p."""
         tokens = sum(len(text) - 1 for text in texts)
         self.model.zero_grad(set_to_none=True)
         for text in texts:
@@ -112,7 +112,7 @@ class TransformersModel(Subject):
             parameter.copy_(source.get(name))
 
     def tokenize(self, text: str) -> list[int]:
-        """Use the directory's tokenizer."""
+        """Tokenize with the directory's tokenizer."""
         if not read_extras(self._directory).has_tokenizer:
             raise NotOffered(f"{self._directory} has no tokenizer")
         tokenizer = AutoTokenizer.from_pretrained(self._directory)
@@ -121,7 +121,7 @@ class TransformersModel(Subject):
 
 
 class _Replacing:
-    """Puts other experts in the place of a router's choice."""
+    """Replaces the experts that a router chose."""
 
     def __init__(self, routes: Tensor) -> None:
         self._routes = routes
