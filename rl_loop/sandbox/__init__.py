@@ -1,4 +1,4 @@
-"""An isolated Python interpreter for programs that a model wrote. Needs Linux and bubblewrap."""
+"""Isolated Python interpreter for programs written by a model. Needs Linux and bubblewrap."""
 
 from rl_loop.sandbox.config import SandboxConfig, SandboxFailure, SandboxLimits, SandboxUnavailable
 from rl_loop.sandbox.connection import ExecutionResult

@@ -1,13 +1,13 @@
-"""A control group (v2) for each server, where the kernel lets this user make one.
+"""Control group (v2) for each server, if the kernel permits this user to create one.
 
-The *base* is a cgroup whose files this user may write: that of ``systemd-run --user --scope -p
-Delegate=yes``, or, for root, any writable cgroup2 mount. Under it every server has a cgroup of its
-own: the kernel then limits the memory of its calls, all that it holds for them included, and gives
-each server the same weight on the processors.
+The *base* is a cgroup whose files this user may write: the cgroup of ``systemd-run --user --scope
+-p Delegate=yes``, or, for root, any writable cgroup2 mount. Every server has a separate cgroup
+below the base. The kernel then limits the memory of its calls, including kernel memory, and gives
+each server the same processor weight.
 
-A cgroup with processes of its own can not divide what it has among children (the rule of no
-internal processes). A base that this process was started in is therefore emptied first: its
-processes move into a child named MAIN."""
+A cgroup that contains processes cannot distribute resources among children (the "no internal
+processes" rule). Therefore the processes of a base move into a child named MAIN first.
+"""
 
 import contextlib
 import os
@@ -20,20 +20,20 @@ from pathlib import Path
 
 MAIN = "gptoss-main"
 SERVER_NAME = re.compile(r"gptoss-sandbox-(\d+)-\d+")
-# the kernel hands the memory of dead processes back a moment after they are gone
+# The kernel returns the memory of dead processes shortly after they are gone.
 REMOVE_SECONDS = 2.0
-WEIGHT = 100  # the kernel's default, and that of MAIN: a server weighs as much as all of the owner's other processes
+WEIGHT = 100  # as the kernel's default, and so as MAIN with all other processes of the owner
 
 _base_lock = threading.Lock()
 _numbers = count()
 
 
 def find_base() -> Path | None:
-    """The nearest cgroup at or above this process's own under which servers can be limited, None
-    if there is none.
+    """Return the nearest usable cgroup at or above this process's cgroup; None if there is none.
 
     Processes of the base are moved into its child MAIN, and ``memory`` and ``cpu`` are enabled for
-    its children."""
+    its children.
+    """
     with _base_lock:
         own = own_cgroup()
         if own is None:
@@ -50,16 +50,15 @@ def find_base() -> Path | None:
 
 @dataclass(frozen=True)
 class Protection:
-    """How the limits of a call's memory and its share of the processors are kept on this
-    machine."""
+    """Method of limiting memory and sharing processors on this machine."""
 
     memory: str
     processors: str
-    advice: str  # how to get what is missing; empty if nothing is
+    advice: str  # how to get missing features; empty if there are none
 
 
 def describe_protection() -> Protection:
-    """What applies here, for ``gptoss doctor``."""
+    """Return the protection of this machine, for ``gptoss doctor``."""
     base = find_base()
     if base is None:
         return Protection(
@@ -76,8 +75,10 @@ def describe_protection() -> Protection:
 
 
 def own_cgroup(proc: Path = Path("/proc/self")) -> tuple[Path, Path] | None:
-    """Where cgroup2 is mounted and this process's folder below that, None without the memory
-    controller."""
+    """Return the mount of cgroup2 and this process's directory below it.
+
+    Returns None if cgroup2 has no memory controller.
+    """
     mount = None
     for line in (proc / "mountinfo").read_text().splitlines():
         fields, _, source = line.partition(" - ")
@@ -90,7 +91,7 @@ def own_cgroup(proc: Path = Path("/proc/self")) -> tuple[Path, Path] | None:
         return None
     path = mount / entries[0].removeprefix("0::").lstrip("/")
     try:
-        # a machine that gives the memory controller to cgroup v1 has none here
+        # None if the memory controller belongs to cgroup v1.
         controllers = (mount / "cgroup.controllers").read_text().split()
     except OSError:
         return None
@@ -105,8 +106,11 @@ def _is_writable(path: Path) -> bool:
 
 
 def _enable_controllers(base: Path) -> bool:
-    """Let children of ``base`` have memory limits, and processor weights where possible. Whether
-    memory is."""
+    """Enable memory limits for children of ``base``, and processor weights if possible.
+
+    Returns:
+        True if memory limits are enabled.
+    """
     available = (base / "cgroup.controllers").read_text().split()
     if "memory" not in available:
         return False
@@ -126,14 +130,17 @@ def _enabled(base: Path) -> list[str]:
 
 
 def _enable(base: Path, controller: str) -> None:
-    """Raises OSError if the base has processes that can not be moved, or the controller can not be
-    had."""
+    """Enable a controller for children of ``base``.
+
+    Raises:
+        OSError: if processes of the base cannot be moved or the controller is not available.
+    """
     for attempt in range(10):
         try:
             _write(base / "cgroup.subtree_control", f"+{controller}")
             return
         except OSError:
-            # busy: it has processes of its own. More may be started while they are moved
+            # Busy: the base has processes. More may start while they are moved.
             if attempt == 9:
                 raise
             _move_processes(base, base / MAIN)
@@ -142,7 +149,7 @@ def _enable(base: Path, controller: str) -> None:
 def _move_processes(source: Path, target: Path) -> None:
     target.mkdir(exist_ok=True)
     for process in (source / "cgroup.procs").read_text().split():
-        with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+        with contextlib.suppress(ProcessLookupError):  # the process has ended
             _write(target / "cgroup.procs", process)
 
 
@@ -152,36 +159,40 @@ def _write(file: Path, text: str) -> None:
 
 
 class ServerCgroup:
-    """The cgroup of one server and of the calls that it runs, one at a time."""
+    """Cgroup of one server and of its calls, which run one at a time."""
 
     def __init__(self, base: Path) -> None:
-        """Make it. Raises OSError."""
+        """Create the cgroup. Raises OSError if that fails."""
         remove_stale(base)
         self.path = base / f"gptoss-sandbox-{os.getpid()}-{next(_numbers)}"
         self.path.mkdir()
         self.has_cpu_weight = (self.path / "cpu.weight").exists()
         if self.has_cpu_weight:
             _write(self.path / "cpu.weight", str(WEIGHT))
-        # for the supervisors, which see no file system with it
+        # The supervisors cannot open it, because no file system with it is visible to them.
         self.memory_events = os.open(self.path / "memory.events", os.O_RDONLY)
 
     def joining(self, command: list[str]) -> list[str]:
-        """The command that joins the cgroup before it becomes ``command``, so that no child of it
-        is left outside."""
+        """Return a command that joins the cgroup and then executes ``command``.
+
+        All children of the command are in the cgroup, too.
+        """
         script = 'echo $$ > "$0" && exec "$@"'
         return ["/bin/sh", "-c", script, str(self.path / "cgroup.procs"), *command]
 
     def limit_calls(self, total_memory_bytes: int) -> None:
-        """Allow a call ``total_memory_bytes`` on top of what the server, which is ready, has now.
+        """Limit calls to ``total_memory_bytes`` above the present memory of the server.
 
-        The program is killed and not the server, because its oom_score_adj is 1000."""
+        Call it when the server is ready. The kernel kills the program instead of the server,
+        because the program's oom_score_adj is 1000.
+        """
         if (self.path / "memory.swap.max").exists():
             _write(self.path / "memory.swap.max", "0")
         used = int((self.path / "memory.current").read_text())
         _write(self.path / "memory.max", str(used + total_memory_bytes))
 
     def remove(self) -> None:
-        """Remove it, after its processes have ended. Safe to repeat."""
+        """Remove the cgroup after its processes have ended. May be called again."""
         if self.memory_events >= 0:
             os.close(self.memory_events)
             self.memory_events = -1
@@ -191,12 +202,12 @@ class ServerCgroup:
                 self.path.rmdir()
             except OSError:
                 if time.monotonic() > deadline:
-                    return  # the next server of another process tries again
+                    return  # the next server of another process retries
                 time.sleep(0.01)
 
 
 def remove_stale(base: Path) -> None:
-    """Remove the cgroups of owners that died without doing so."""
+    """Remove the cgroups of owners that died without removing them."""
     for path in base.glob("gptoss-sandbox-*"):
         match = SERVER_NAME.fullmatch(path.name)
         if match is not None and not Path("/proc", match[1]).exists():

@@ -1,4 +1,4 @@
-"""One running server, seen from the host: start it, hand it a program, end it."""
+"""Host side of one server: starts it, sends it programs, and stops it."""
 
 import contextlib
 import json
@@ -31,69 +31,79 @@ from rl_loop.sandbox.seccomp import seccomp_filter
 START_SECONDS = 60
 
 GRACE_SECONDS = 20.0
-"""How much later than its own limit a server may answer before it counts as hung: a loaded machine
-is slow, not broken."""
+"""Additional time, in seconds, before a server counts as hung. A busy machine may be slow."""
 
 LARGEST_HEADER = 1 << 16
-"""Bytes of a message beside the program's output."""
+"""Maximum size of a message without the program's output, in bytes."""
 
 SOCKET_BUFFER_FILE = Path("/proc/sys/net/core/wmem_default")
 
 
 @dataclass(frozen=True)
 class ExecutionResult:
-    """What one program did."""
+    """Result of one program."""
 
     output: str
-    """Standard output and standard error in the order written, undecodable bytes replaced."""
+    """Standard output and error in the order of writing. Undecodable bytes are replaced."""
 
     exit_code: int
     """0 to 255; 1 after an exception; minus the signal's number if it was killed."""
 
     error: str | None = None
-    """Why it was killed, or what failed in the sandbox; None when it ended by itself, whatever its
-    exit code."""
+    """Reason why it was killed, or failure of the sandbox. None if it ended normally, with any exit
+    code."""
 
     timed_out: bool = False
-    """It ran into the wall-clock limit and was killed."""
+    """True if it was killed at the wall-clock limit."""
 
     truncated: bool = False
-    """It printed more than the limit; the output then ends in a line that says so."""
+    """True if it printed more than the limit. The output then ends with a line about it."""
 
     seconds: float = 0.0
-    """Wall-clock time of the program, without its set-up and without its session's history."""
+    """Wall-clock time of the program, without set-up and without the session's history."""
 
     ended: bool = False
-    """It ended its interpreter, by exit() or because it was killed: no session goes on from here.
-    An exception does not end it."""
+    """True if the interpreter ended, by exit() or because it was killed. The session cannot
+    continue. An exception does not end the interpreter."""
 
 
 class ServerLost(Exception):
-    """The server died, hung or could not set the call up."""
+    """Server that died, hung or could not set up a call."""
 
     def __init__(self, reason: str, culprit: str, started: bool) -> None:
-        """``culprit``: the kind of failure. ``started``: the program had begun and may be the cause."""
+        """Create the error.
+
+        Args:
+            reason: message for users.
+            culprit: kind of failure.
+            started: True if the program had started and may be the cause.
+        """
         super().__init__(reason)
         self.culprit = culprit
         self.started = started
 
 
 class ServerProcess:
-    """A warm fork-server in bubblewrap. One call at a time.
+    """Fork-server in bubblewrap with preloaded modules. It runs one call at a time.
 
-    It dies with the *thread* that made it (bubblewrap's --die-with-parent), so make it in one that
-    lives as long."""
+    It dies with the *thread* that created it (bubblewrap's --die-with-parent), so create it in a
+    thread that lives as long.
+    """
 
     def __init__(self, config: SandboxConfig, limits: SandboxLimits) -> None:
-        """Start and wait until it is ready. Raises SandboxUnavailable with what bubblewrap or the
-        server said."""
+        """Start the server and wait until it is ready.
+
+        Raises:
+            SandboxUnavailable: if it does not start. The message has the error of bubblewrap or of
+                the server.
+        """
         self._config = config
         self._limits = limits
         self.calls = 0
         self._cgroup: ServerCgroup | None = None
 
         host_end, server_end = socket.socketpair()
-        # a server that hangs takes no large program
+        # A hung server does not read, so limit the time for sending a large program.
         send_timeout = struct.pack("@ll", START_SECONDS, 0)
         host_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, send_timeout)
         self._connection = Connection(host_end.detach())
@@ -112,13 +122,16 @@ class ServerProcess:
             reason = f"the sandbox's server did not start: {self.close() or error}"
             raise SandboxUnavailable("; ".join([reason, *hints()])) from error
         except BaseException:
-            # Of a machine whose system calls are not known, for one.
+            # For example, the system calls of this machine may be unknown.
             self.close()
             raise
 
     def _start_bubblewrap(self, control: socket.socket) -> int | None:
-        """Start the process and return the id that process 1 of the sandbox has on the host, None
-        if there is none."""
+        """Start the process.
+
+        Returns:
+            The host's process id of the sandbox's process 1. None if bubblewrap failed.
+        """
         with contextlib.ExitStack() as stack:
             sources = {
                 name: stack.enter_context((SERVER_FOLDER / name).open("rb")).fileno()
@@ -141,7 +154,7 @@ class ServerProcess:
                     stdin=control.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=self._stderr,
-                    # Ctrl-C in the owner's terminal is for the owner, who closes the sandbox
+                    # Ctrl-C in the terminal is for the owner, who closes the sandbox.
                     start_new_session=True,
                     pass_fds=inherited,
                 )
@@ -152,12 +165,12 @@ class ServerProcess:
             finally:
                 os.close(info_write)
 
-            # nothing, if bubblewrap has failed before it forked
+            # Empty if bubblewrap failed before it forked.
             text = info.read()
         return json.loads(text)["child-pid"] if text else None
 
     def _settings(self) -> ServerSettings:
-        """Collect the configuration and what else a server must be told."""
+        """Return the configuration and further data for the server."""
         config, limits = self._config, self._limits
         return ServerSettings(
             preload_modules=list(config.preload_modules),
@@ -181,10 +194,17 @@ class ServerProcess:
         return self._process.poll() is None
 
     def execute(self, code: str, history: Sequence[str] = ()) -> ExecutionResult:
-        """Run one program, after those of ``history``. Raises ServerLost; the server is then of no
-        further use."""
+        """Run one program after the programs of ``history``.
+
+        Args:
+            code: source of the program.
+            history: earlier programs of the session, oldest first.
+
+        Raises:
+            ServerLost: if the server failed. Do not use it again.
+        """
         self.calls += 1
-        # a lone surrogate is no UTF-8
+        # A lone surrogate cannot be encoded as UTF-8.
         programs = [program.encode("utf-8", "replace").decode() for program in (*history, code)]
         call = Call(code=programs[-1], history=programs[:-1])
 
@@ -195,7 +215,7 @@ class ServerProcess:
             )
             return ExecutionResult(output="", exit_code=1, error=reason)
 
-        # Of a server that is lost the caller must know whether the program may be the cause.
+        # If the server is lost, the caller must know whether the program may be the cause.
         started = False
         seconds = self._config.timeout_seconds * call.programs + GRACE_SECONDS
         try:
@@ -207,7 +227,7 @@ class ServerProcess:
 
             if kind == FAILED:
                 reason = payload.decode("utf-8", "replace")
-                # Once a program has begun, a server reports only this (``run_call``).
+                # After the start of a program a server reports only this failure (``run_call``).
                 culprit = "machine out of memory" if started else "set-up of a call"
                 raise ServerLost(f"a call failed in the sandbox: {reason}", culprit, started)
             if kind != RESULT or not started:
@@ -220,18 +240,19 @@ class ServerProcess:
             raise ServerLost(reason, "server died", started) from error
 
     def kill(self) -> None:
-        """Kill the server and all that runs in it; from any thread."""
+        """Kill the server and its processes. Can be called from any thread."""
         if self.is_alive():
             with contextlib.suppress(ProcessLookupError):
-                # process 1 of the sandbox: when it dies the kernel kills the rest, and bubblewrap
-                # ends after it
+                # When process 1 of the sandbox dies, the kernel kills the others. Then bubblewrap
+                # exits.
                 os.kill(self._init_process or self._process.pid, signal.SIGKILL)
 
     def close(self) -> str:
-        """Kill the server, wait until it and its processes are gone, free the descriptors. Safe to
-        repeat.
+        """Kill the server, wait for its processes, and close descriptors. May be called again.
 
-        Returns what bubblewrap and the server wrote to standard error, the last 500 characters."""
+        Returns:
+            The last 500 characters of the standard error of bubblewrap and the server.
+        """
         self.kill()
         try:
             self._process.wait(5.0)
@@ -249,15 +270,14 @@ class ServerProcess:
             return self._stderr.read().decode("utf-8", "replace").strip()[-500:]
 
     def _receive(self, seconds: float) -> tuple[bytes, bytes]:
-        """Kind and payload of the server's next message."""
+        """Return the kind and the payload of the server's next message."""
         if not self._connection.poll(seconds):
             raise TimeoutError(f"the server did not answer within {seconds:g} s")
         message = self._connection.recv_bytes(self._limits.output_bytes + LARGEST_HEADER)
         return message[:1], message[1:]
 
     def _result(self, payload: bytes) -> ExecutionResult:
-        """Put what the server says of a program into words. Raises ValueError or KeyError if it
-        says nothing."""
+        """Return the result in a message. Raises ValueError or KeyError if it is malformed."""
         call, output = CallResult.from_payload(payload)
         text = output.decode("utf-8", "replace")
         if call.truncated:
@@ -277,7 +297,7 @@ class ServerProcess:
         )
 
     def _reason(self, killed_for: str | None) -> str | None:
-        """Say to people, and to the model, why a program was killed."""
+        """Return the reason for killing a program as text for users and the model."""
         reasons = {
             "time": f"killed: it ran longer than {self._config.timeout_seconds:g} s",
             "memory": f"killed: its processes used more than {self._config.total_memory_bytes} bytes of memory",
@@ -289,7 +309,7 @@ class ServerProcess:
 
 
 def _signal_name(number: int) -> str:
-    """Return the name of a signal, or its description: most real-time signals have no name."""
+    """Return a signal's name, or its description: most real-time signals have no name."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -1,5 +1,4 @@
-"""The outer wall: the bubblewrap command around a server, and what may keep it from being
-built."""
+"""Outer isolation: the bubblewrap command of a server, and reasons why it may fail to start."""
 
 import os
 import shutil
@@ -10,7 +9,7 @@ from pathlib import Path
 from rl_loop.sandbox.config import SandboxConfig, SandboxUnavailable
 from rl_loop.sandbox.inside.confinement import NOBODY
 
-# what runs inside, seen there as this package: nothing else of the host's rl_loop is
+# Files of the server. Nothing else of the host's rl_loop is visible inside.
 SERVER_FOLDER = Path(__file__).parent / "inside"
 SERVER_FILES = (
     "confinement.py",
@@ -24,8 +23,9 @@ SERVER_FILES = (
 INSIDE_FOLDER = Path("/rl_loop/sandbox/inside")
 SERVER_MODULE = "rl_loop.sandbox.inside.server"
 
-# as seen inside: the host's device. /dev/zero is /dev/full, which reads the same: mapping it would
-# be memory that no counter shows. No terminals: their number is limited for the whole machine
+# name inside: device of the host. /dev/zero is /dev/full, which reads the same, because mappings of
+# /dev/zero are memory that no counter shows. No terminals, because the machine has a limited
+# number.
 DEVICES = {"null": "null", "zero": "full", "full": "full", "random": "random", "urandom": "urandom"}
 DEVICE_LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}
 
@@ -40,18 +40,25 @@ FORBIDDING_SYSCTLS = {
 def bubblewrap_command(
     config: SandboxConfig, source_descriptors: dict[str, int], info_descriptor: int
 ) -> list[str]:
-    """Build the command line of one server, whose descriptor 0 must be the control socket.
+    """Return the command line of one server.
 
-    Its files are read from ``source_descriptors``, by name; bubblewrap writes its process id, as
-    JSON, to ``info_descriptor``. Raises SandboxUnavailable without bubblewrap or interpreter."""
+    Descriptor 0 of the command must be the control socket.
+
+    Args:
+        config: settings of the sandbox.
+        source_descriptors: file name to open descriptor of each file of the server.
+        info_descriptor: descriptor to which bubblewrap writes its process id as JSON.
+
+    Raises:
+        SandboxUnavailable: if bubblewrap or the interpreter is missing.
+    """
     bubblewrap = shutil.which("bwrap")
     if bubblewrap is None:
         install = "apt-get install bubblewrap, dnf install bubblewrap"
         raise SandboxUnavailable(f"bubblewrap (bwrap) is not in PATH: install it ({install})")
 
     interpreter = find_interpreter(config)
-    # bubblewrap carries its options out in order: what is mounted later lies on what was mounted
-    # before
+    # bubblewrap processes options in order: later mounts cover earlier ones.
     return [
         bubblewrap,
         *_namespaces(),
@@ -62,17 +69,18 @@ def bubblewrap_command(
         *_server_files(source_descriptors),
         *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"),
         *_environment(interpreter.executable),
-        # not -I: it would ignore PYTHONHASHSEED
+        # -I would ignore PYTHONHASHSEED.
         *(str(interpreter.executable), "-s", "-m", SERVER_MODULE),
     ]
 
 
 def _namespaces() -> list[str]:
-    """Separate the server from the host, and make it nobody.
+    """Return options that separate the server from the host and run it as the user ``nobody``.
 
-    An ordinary user gets a user namespace in which it is nobody. Root gets none: the server itself
-    becomes the real nobody (uid 65534), for which it keeps three capabilities until then, so that
-    what escapes is not root."""
+    An ordinary user gets a user namespace in which it is ``nobody``. Root gets no user namespace.
+    The server itself changes to the real ``nobody`` (uid 65534) and keeps three capabilities until
+    then. Therefore a program that escapes is not root.
+    """
     arguments = [
         "--unshare-pid",
         "--unshare-net",
@@ -90,7 +98,7 @@ def _namespaces() -> list[str]:
 
 
 def _system_files() -> list[str]:
-    """Show /usr, and beside it what the host has: links into it, or folders of their own."""
+    """Return options that mount /usr, and the other system directories as links or mounts."""
     arguments = ["--ro-bind", "/usr", "/usr"]
     for path in (Path("/bin"), Path("/sbin"), Path("/lib"), Path("/lib64")):
         if path.is_symlink():
@@ -101,7 +109,7 @@ def _system_files() -> list[str]:
 
 
 def _proc_and_dev() -> list[str]:
-    # the server of root mounts its /proc itself (``drop_root``)
+    # The server of root mounts its /proc itself (``drop_root``).
     proc = ["--dir", "/proc"] if os.geteuid() == 0 else ["--proc", "/proc"]
 
     arguments = [*proc, "--tmpfs", "/dev", "--dir", "/dev/shm"]
@@ -113,7 +121,7 @@ def _proc_and_dev() -> list[str]:
 
 
 def _server_files(source_descriptors: dict[str, int]) -> list[str]:
-    """Copy the server's modules in; the places for a call's own /tmp are made with them."""
+    """Return options that copy the server's modules and create the mount point of /tmp."""
     arguments = ["--dir", "/tmp"]
     for folder in (Path("/rl_loop"), Path("/rl_loop/sandbox"), INSIDE_FOLDER):
         arguments += ["--dir", str(folder)]
@@ -143,21 +151,24 @@ def _environment(executable: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Interpreter:
-    """The Python that runs inside."""
+    """Python interpreter inside the sandbox."""
 
     executable: Path
-    """As seen inside the sandbox."""
+    """Path inside the sandbox."""
 
     arguments: list[str]
-    """Of bubblewrap, that bring it there."""
+    """Options of bubblewrap that mount it."""
 
 
 def find_interpreter(config: SandboxConfig) -> Interpreter:
-    """Find the configured interpreter, by default the base installation of the running one.
+    """Return the configured interpreter. Default: the base installation of the running one.
 
-    An installation outside /usr (pyenv, conda, uv) is seen under /python: only the executable and
-    its libraries, and nothing of the directory, often a home, that it lies in. Raises
-    SandboxUnavailable where there is no interpreter or it is a virtual environment."""
+    An installation outside /usr (pyenv, conda, uv) is mounted under /python. Only the executable
+    and its libraries are visible, because its directory is often a home directory.
+
+    Raises:
+        SandboxUnavailable: if the interpreter does not exist or is a virtual environment.
+    """
     executable = config.interpreter
     if executable is None:
         executable = (
@@ -180,7 +191,8 @@ def find_interpreter(config: SandboxConfig) -> Interpreter:
         return Interpreter(executable, arguments=[])
 
     inside = Path("/python/bin") / executable.name
-    # by name, because the parents that bubblewrap makes unasked are closed to nobody
+    # Create the parents explicitly. Those that bubblewrap creates implicitly are closed to
+    # ``nobody``.
     arguments = [
         "--dir",
         "/python",
@@ -197,7 +209,7 @@ def find_interpreter(config: SandboxConfig) -> Interpreter:
 
 
 def hints() -> list[str]:
-    """Say what on this machine may keep a server from starting, and what to do about it."""
+    """Return possible reasons why a server does not start on this machine, with remedies."""
     forbidden = [
         f"user namespaces are forbidden: {name} is {bad}; an administrator can allow them (sysctl -w {name}={good})"
         for name, (bad, good) in FORBIDDING_SYSCTLS.items()

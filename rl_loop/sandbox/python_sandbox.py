@@ -1,4 +1,4 @@
-"""``PythonSandbox``: a pool of isolated Python interpreters for programs that a model wrote."""
+"""Pool of isolated Python interpreters for programs written by a model."""
 
 import asyncio
 import contextlib
@@ -20,10 +20,12 @@ logger = logging.getLogger(__name__)
 def check_isolation(
     config: SandboxConfig | None = None, limits: SandboxLimits | None = None
 ) -> None:
-    """Raise SandboxUnavailable, with the reason and what to do, if this machine cannot isolate
-    programs.
+    """Check that this machine can isolate programs.
 
-    Start one server and run one program in it, because only that proves it (about 0.2 s).
+    It starts one server and runs one program in it (about 0.2 s), because only that is proof.
+
+    Raises:
+        SandboxUnavailable: if isolation fails, with the reason and a remedy.
     """
     server = ServerProcess(config or SandboxConfig(), limits or SandboxLimits())
     try:
@@ -41,13 +43,14 @@ def check_isolation(
 
 
 class PythonSandbox:
-    """Runs untrusted Python, ``config.workers`` programs at a time, each in a fresh isolated
-    process.
+    """Runs untrusted Python, up to ``config.workers`` programs at a time, in fresh isolated
+    processes.
 
-    As in a notebook, and as GPT-OSS's python tool has it, the repr of a last expression is
-    printed: ``1 + 1`` prints 2. No state lasts from one call to the next but what ``history``
-    makes again. Use it as ``async with PythonSandbox(config) as sandbox``. ``run`` may be awaited
-    from any event loop and thread."""
+    The repr of a last expression is printed, as in a notebook and in GPT-OSS's python tool: ``1 +
+    1`` prints 2. Calls share no state, except the state that ``history`` creates again. Use it as
+    ``async with PythonSandbox(config) as sandbox``. ``run`` may be awaited from any event loop and
+    thread.
+    """
 
     def __init__(
         self, config: SandboxConfig | None = None, limits: SandboxLimits | None = None
@@ -57,12 +60,11 @@ class PythonSandbox:
         self._threads: ThreadPoolExecutor | None = None
         self._servers: dict[
             int, ServerProcess
-        ] = {}  # by the thread that started it, with which it dies
+        ] = {}  # by the thread that started it, because a server dies with its thread
         self._closing = False
 
     async def start(self) -> None:
-        """Start the servers. Raises SandboxUnavailable, naming the reason, where isolation is not
-        possible."""
+        """Start the servers. Raises SandboxUnavailable, with the reason, if isolation fails."""
         if self._threads is not None:
             return
         await asyncio.to_thread(check_isolation, self.config, self.limits)
@@ -84,16 +86,23 @@ class PythonSandbox:
     async def run(
         self, code: str, history: Sequence[str] = (), on_begin: Callable[[], None] | None = None
     ) -> ExecutionResult:
-        """Run one program and return what it did; it never raises because of the program.
+        """Run one program. A failing program does not raise an exception.
 
-        history: programs of the same session, oldest first. They run again before it in the same
-        interpreter, unheard;
-            each has the limits of time to itself.
-        on_begin: called, on the event loop, when the program has waited for its turn.
+        If a server fails before the program starts, the call is repeated once on a new server.
 
-        A call that a server failed before the program began is tried once more, on a new server.
-        Raises SandboxFailure when the call failed for a reason that is not the program's, and
-        RuntimeError when the sandbox is not started."""
+        Args:
+            code: source of the program.
+            history: earlier programs of the session, oldest first. They run again in the same
+                interpreter, with separate time limits, and their output is discarded.
+            on_begin: function to call on the event loop when the program leaves the queue.
+
+        Returns:
+            The result of the program.
+
+        Raises:
+            SandboxFailure: if the call fails for a reason other than the program.
+            RuntimeError: if the sandbox is not started.
+        """
         if self._threads is None:
             raise RuntimeError(
                 "the sandbox is not running: call start(), or use it as an async context manager"
@@ -103,15 +112,17 @@ class PythonSandbox:
 
         def begin() -> None:
             if on_begin is not None:
-                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                with contextlib.suppress(RuntimeError):  # the loop is closed, so no caller waits
                     loop.call_soon_threadsafe(on_begin)
 
         self._threads.submit(self._answer, code, history, future, begin)
         return await asyncio.wrap_future(future)
 
     async def close(self) -> None:
-        """Kill what runs and end the servers. Calls still waiting raise SandboxFailure. Safe to
-        repeat."""
+        """Kill running programs and stop the servers. May be called again.
+
+        Waiting calls raise SandboxFailure.
+        """
         threads, self._threads = self._threads, None
         if threads is None:
             return
@@ -130,7 +141,7 @@ class PythonSandbox:
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
-    # ---- in the threads, each of which has one server
+    # ---- worker threads, each with one server
 
     def _answer(
         self,
@@ -149,18 +160,18 @@ class PythonSandbox:
             return
         future.set_result(result)
 
-        # now, so that no call waits for it: after any call that was killed, and after
-        # calls_per_server calls
+        # Replace the server before the next call needs it: after every killed call, and after
+        # calls_per_server calls.
         server = self._servers.get(threading.get_ident())
         if result.error is not None or (
             server is not None and server.calls >= self.limits.calls_per_server
         ):
-            # the next call tries again and reports why
+            # The next call tries again and reports the error.
             with contextlib.suppress(SandboxUnavailable, OSError):
                 self._replace_server()
 
     def _execute(self, code: str, history: Sequence[str]) -> ExecutionResult:
-        """Raises SandboxFailure."""
+        """Run a program on this thread's server. Raises SandboxFailure."""
         failure = SandboxFailure(_CLOSED, "closed")
         for _ in range(2):
             try:
@@ -169,8 +180,7 @@ class PythonSandbox:
                     server = self._replace_server()
                 return server.execute(code, history)
             except (SandboxUnavailable, OSError) as error:
-                # OSError: this process has no descriptor, process or memory left to start a server
-                # with
+                # OSError: this process has no descriptor, process or memory left to start a server.
                 failure = SandboxFailure(str(error))
             except ServerLost as error:
                 failure = SandboxFailure(str(error), error.culprit)
@@ -182,12 +192,15 @@ class PythonSandbox:
         raise SandboxFailure(_CLOSED, "closed") if self._closing else failure
 
     def _replace_server(self) -> ServerProcess:
-        """Raises SandboxUnavailable if the new server does not start, or the sandbox is being
-        closed."""
+        """Start a new server for this thread.
+
+        Raises:
+            SandboxUnavailable: if it does not start, or if the sandbox is being closed.
+        """
         self._discard_server()
         if not self._closing:
             server = self._servers[threading.get_ident()] = ServerProcess(self.config, self.limits)
-            if not self._closing:  # else ``close`` may not have seen the new one
+            if not self._closing:  # otherwise ``close`` may have missed the new server
                 return server
         raise SandboxUnavailable(_CLOSED)
 

@@ -1,22 +1,23 @@
 """System-call filter of a sandboxed program, as classic BPF, for x86_64 and aarch64.
 
-The filter is a deny-list. It refuses, with EPERM, calls that an unprivileged numeric program has no
-use for and calls with a history of kernel escapes. Python then raises an ordinary exception. It
-also refuses
+The filter is a deny-list. It rejects, with EPERM, calls that an unprivileged numeric program does
+not need and calls with a history of kernel escapes. Python then raises an ordinary exception. The
+filter also rejects
 
-- calls that hold kernel memory which neither a limit of the process nor ``process_watch`` counts;
-- calls that leave a mark on a file. ``/usr`` is the same inodes for all sandboxes. These are
+- calls that use kernel memory which neither a limit of the process nor ``process_watch`` counts;
+- calls that leave a mark on a file, because all sandboxes share the inodes of ``/usr``. These are
   ``flock``, open file description locks, leases, inotify, dnotify, write hints and extended
-  attributes. Locks of the ``fcntl(F_SETLK)`` kind stay, because SQLite needs them. Another sandbox
-  cannot see such a lock: ``F_GETLK`` is refused, ``/proc/locks`` is covered, and a file that is
-  only read takes no lock that makes another process wait;
-- ``setsid``: the kernel's autogroups share processors among sessions, so a call must stay one
+  attributes. ``fcntl(F_SETLK)`` is allowed, because SQLite needs it. Another sandbox cannot see its
+  locks: ``F_GETLK`` is rejected, ``/proc/locks`` is covered, and a read-only file cannot have a
+  lock that blocks another process;
+- ``setsid``: the kernel's autogroups share processors among sessions, so a call must stay in one
   session.
 
-Calls for which libraries have a substitute return ENOSYS, as on a kernel without them: clone3,
-epoll, and every call that is newer than this list.
+Some calls return ENOSYS, because libraries then use a substitute: clone3, epoll, and all calls that
+are newer than this list.
 
-Numbers are those of Linux ``asm/unistd.h``."""
+The numbers are from Linux ``asm/unistd.h``.
+"""
 
 import errno
 import struct
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 
 from rl_loop.sandbox.config import SandboxUnavailable
 
-# name: (number on x86_64, number on aarch64); None where the architecture does not have the call
+# name: (number on x86_64, number on aarch64); None if the architecture does not have the call
 DENIED_SYSCALLS: dict[str, tuple[int | None, int | None]] = {
     # other processes' memory and descriptors
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
@@ -53,28 +54,28 @@ DENIED_SYSCALLS: dict[str, tuple[int | None, int | None]] = {
     "io_setup": (206, 0), "seccomp": (317, 277), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
     "setxattrat": (463, 463), "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445),
     "landlock_restrict_self": (446, 446),
-    # marks on files that other sandboxes share, and what tells of them
+    # marks on files that other sandboxes share, and calls that reveal them
     "flock": (73, 32), "inotify_init": (253, None), "inotify_init1": (294, 26), "inotify_add_watch": (254, 27),
     "cachestat": (451, 451),
-    # a share of the processors that belongs to the call
+    # reserved for the processor share of a call
     "setsid": (112, 157),
 }  # fmt: skip
 
-# answered as by a kernel that does not have them, so that callers use something else
+# return ENOSYS, so that callers use something else
 MISSING_SYSCALLS: dict[str, tuple[int | None, int | None]] = {
-    # its flags lie in memory that a filter cannot see; the C library falls back to clone
+    # A filter cannot see the flags, which are in memory. The C library falls back to clone.
     "clone3": (435, 435),
-    # A watch of epoll is kernel memory, and one of a number that all processes of the user share. No
-    # limit bounds them: each pair of an open file and a descriptor number is one, in every instance,
-    # and other processes can keep the files open. Python's ``selectors`` fall back to poll.
+    # Watches of epoll are kernel memory, limited only by a number that all processes of the user
+    # share. Each pair of an open file and a descriptor number is a watch, in every instance, and
+    # other processes can keep the files open. Python's ``selectors`` fall back to poll.
     "epoll_create": (213, None), "epoll_create1": (291, 20),
 }  # fmt: skip
 
 NEWEST_SYSCALL = 467
-"""Largest number in these lists. Nothing is known of larger ones, which newer kernels have."""
+"""Largest number in these lists. Larger numbers belong to newer kernels and are unknown."""
 
-# answered with success and not done: advice about shared files, and writes to disks that hold
-# nothing of a sandbox
+# return success without effect: advice about shared files, and flushes of disks that have no data
+# of a sandbox
 IGNORED_SYSCALLS: dict[str, tuple[int, int]] = {
     "fadvise64": (221, 223),
     "sync": (162, 81),
@@ -84,10 +85,11 @@ IGNORED_SYSCALLS: dict[str, tuple[int, int]] = {
 
 @dataclass(frozen=True)
 class ArgumentRule:
-    """Refuses a call by the value of one of its arguments, or allows it by one.
+    """Rejects or allows a call by the value of one argument.
 
-    Only the lower half of an argument is looked at: each of these is an int, or has no meaning
-    above bit 31."""
+    Only the lower half of the argument is compared. Each of these arguments is an int, or has no
+    meaning above bit 31.
+    """
 
     numbers: tuple[int, int]  # on x86_64, on aarch64
     argument: int  # counted from 0
@@ -96,7 +98,7 @@ class ArgumentRule:
     ]  # the argument is one of these, or has every bit of one of them if ``bits``
     error: int  # errno of the refusal; 0 for a success that does nothing
     bits: bool = False
-    others: bool = False  # refuse all values but these
+    others: bool = False  # reject all other values instead
 
 
 AF_UNIX = 1
@@ -120,14 +122,14 @@ SO_SNDBUF, SO_SNDBUFFORCE = 7, 32
 
 ARGUMENT_RULES: dict[str, ArgumentRule] = {
     "clone into a namespace": ArgumentRule((56, 220), 0, CLONE_NEW_NAMESPACES, errno.EPERM, bits=True),
-    # AF_VSOCK, among others, is confined by no network namespace
+    # for example, network namespaces do not confine AF_VSOCK
     "socket": ArgumentRule((41, 198), 0, (AF_UNIX,), errno.EACCES, others=True),
     "socketpair": ArgumentRule((53, 199), 0, (AF_UNIX,), errno.EACCES, others=True),
-    # the watcher charges each socket for the default size of its buffer. The kernel, too, cuts a
-    # larger wish silently
+    # The watcher charges each socket for the default buffer size. Report success, because the
+    # kernel also cuts a larger size silently.
     "larger socket buffers": ArgumentRule((54, 208), 2, (SO_SNDBUF, SO_SNDBUFFORCE), 0),
-    # all pages of a shared anonymous mapping stay as long as one page of it is mapped, and no
-    # counter shows them
+    # All pages of a shared anonymous mapping stay while one of them is mapped, and no counter shows
+    # them.
     "shared anonymous memory": ArgumentRule(
         (9, 222), 3, (MAP_SHARED_ANONYMOUS, MAP_HUGETLB), errno.EPERM, bits=True
     ),
@@ -138,9 +140,9 @@ ARGUMENT_RULES: dict[str, ArgumentRule] = {
          F_GET_RW_HINT, F_SET_RW_HINT, F_GET_FILE_RW_HINT, F_SET_FILE_RW_HINT),
         errno.EPERM,
     ),
-    # not dumpable: the watcher could not tell shared pages from others. Filters and tables of
-    # futexes, which may have a gigabyte, are kernel memory. A core-scheduling cookie idles the
-    # host's other hyper-threads. Merged pages tell what other processes have in memory
+    # If a process is not dumpable, the watcher cannot distinguish shared pages from others. Filters
+    # and futex tables, which may have a gigabyte, are kernel memory. A core-scheduling cookie idles
+    # the host's other hyper-threads. Merged pages reveal memory contents of other processes.
     "process attributes": ArgumentRule(
         (157, 167), 0, (PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SCHED_CORE, PR_SET_MEMORY_MERGE, PR_FUTEX_HASH),
         errno.EPERM,
@@ -157,16 +159,23 @@ _NUMBER_OFFSET, _ARCHITECTURE_OFFSET, _ARGUMENTS_OFFSET = 0, 4, 16
 _X32_SYSCALL_BIT = 0x40000000
 
 GROUP_SIZE = 8
-"""Numbers of system calls that are looked for, or skipped, together."""
+"""Number of system calls that are compared, or skipped, together."""
 
 Instruction = tuple[int, int, int, int]  # operation, jump if true, jump if false, constant
 
 
 def seccomp_filter(machine: str) -> bytes:
-    """The filter as an array of ``struct sock_filter`` (8 bytes each), for SECCOMP_MODE_FILTER.
+    """Return the filter as an array of ``struct sock_filter`` (8 bytes each), for
+    SECCOMP_MODE_FILTER.
 
-    machine: as ``platform.machine()`` names it. Raises SandboxUnavailable for others than x86_64
-    and aarch64. A call of another architecture kills the process."""
+    A call with another architecture's convention kills the process.
+
+    Args:
+        machine: name as in ``platform.machine()``.
+
+    Raises:
+        SandboxUnavailable: if the machine is neither x86_64 nor aarch64.
+    """
     if machine not in _ARCHITECTURES:
         known = " and ".join(sorted(_ARCHITECTURES))
         raise SandboxUnavailable(f"the sandbox's system-call filter knows {known}, not {machine!r}")
@@ -202,10 +211,12 @@ def seccomp_filter(machine: str) -> bytes:
 
 
 def _verdicts_by_number(verdicts: dict[int, int]) -> list[Instruction]:
-    """Instructions that return the verdict on a call's number, or go on after them if it has none.
+    """Return instructions that decide by a call's number, or fall through if it is not listed.
 
-    In groups that are skipped as a whole: the kernel runs a filter for every number there is when
-    it is installed, that is in every call. One long list made calls 4 % slower."""
+    Numbers are grouped, so that a group can be skipped as a whole. When a filter is installed, the
+    kernel evaluates it for every system call, and each sandbox call installs it. A single long list
+    made sandbox calls 4% slower.
+    """
     numbers = sorted(verdicts)
     groups = [numbers[first : first + GROUP_SIZE] for first in range(0, len(numbers), GROUP_SIZE)]
 
@@ -214,14 +225,14 @@ def _verdicts_by_number(verdicts: dict[int, int]) -> list[Instruction]:
         body: list[Instruction] = []
         for number in group:
             body += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, verdicts[number])]
-        # larger numbers are in later groups; all others have been looked for, and pass over these
+        # Larger numbers are in later groups. Other numbers are not listed, so skip these groups.
         body.append((_JUMP, 0, 0, len(program)))
         program = [(_JUMP_AT_LEAST, len(body), 0, group[-1] + 1), *body, *program]
     return program
 
 
 def _argument_rule(rule: ArgumentRule) -> list[Instruction]:
-    """Instructions that judge one call by its argument; they end in a verdict either way."""
+    """Return instructions that decide about one call by its argument, for all values."""
     offset = _ARGUMENTS_OFFSET + 8 * rule.argument
     listed, unlisted = _ERRNO | rule.error, _ALLOW
     if rule.others:

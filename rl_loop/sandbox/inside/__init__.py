@@ -1,2 +1,1 @@
-"""What runs inside bubblewrap, on the standard library alone: its files are copied in, and nothing
-else of rl_loop."""
+"""Code that runs inside bubblewrap. It is copied in and uses only the standard library."""

@@ -1,8 +1,7 @@
-"""The inner walls: namespaces, mounts, limits, capabilities and the system-call filter, straight
-from the kernel.
+"""Inner isolation by direct system calls: namespaces, mounts, limits, capabilities and the filter.
 
-bubblewrap has built the outer walls around the server. These functions build those around a single
-call."""
+bubblewrap isolates the server. These functions isolate a single call.
+"""
 
 import ctypes
 import os
@@ -14,7 +13,7 @@ from rl_loop.sandbox.inside.messages import ServerSettings
 
 NOBODY = 65534
 
-# from linux/sched.h, linux/mount.h, linux/prctl.h, linux/seccomp.h and linux/capability.h
+# From linux/sched.h, linux/mount.h, linux/prctl.h, linux/seccomp.h and linux/capability.h.
 CLONE_NEWNS = 0x00020000
 CLONE_NEWIPC = 0x08000000
 CLONE_NEWUSER = 0x10000000
@@ -32,11 +31,10 @@ SECCOMP_MODE_FILTER = 2
 CAPABILITY_VERSION_3 = 0x20080522
 
 FIXED_LIMITS = {
-    # 0 would still hand the dump to a program of the host where core_pattern names one; 1 does not
-    # (core(5))
+    # With 0, a core_pattern that names a program would still give the dump to a program of the
+    # host. With 1 it does not (core(5)).
     resource.RLIMIT_CORE: 1,
-    # memory of the kernel: queued signals and timers, pages kept from being reclaimed, message
-    # queues
+    # Kernel memory: queued signals and timers, locked pages, message queues.
     resource.RLIMIT_SIGPENDING: 256,
     resource.RLIMIT_MEMLOCK: 0,
     resource.RLIMIT_MSGQUEUE: 0,
@@ -48,7 +46,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def check(result: int, what: str) -> None:
-    """Turn the C library's -1 into an OSError that names the step."""
+    """Raise an OSError that names the step if a C function returned -1."""
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -74,23 +72,23 @@ def write_file(path: str, text: str) -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the one that forked it ends."""
+    """Let the kernel kill this process when its parent exits."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def drop_root() -> None:
-    """Become nobody. Only needed when bubblewrap was started by root, without a user namespace of
-    its own."""
+    """Become ``nobody``. Only needed if root started bubblewrap, which then has no user namespace."""
     if os.getuid() == 0:
-        # as root, bubblewrap covers parts of its /proc, and the kernel then refuses the calls'
-        # namespaces a fresh one
+        # For root, bubblewrap covers parts of its /proc. The kernel would then not permit a new
+        # /proc in the calls' namespaces.
         mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
 
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
 
-        # changing the user made /proc/self/uid_map belong to root; the supervisors must write it
+        # After the change of user /proc/self/uid_map belongs to root, but supervisors must write
+        # it.
         check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
 
     if os.getresuid() != (NOBODY,) * 3 or os.getresgid() != (NOBODY,) * 3:
@@ -100,8 +98,10 @@ def drop_root() -> None:
 
 
 def enter_namespaces() -> None:
-    """Enter new user, process, mount and IPC namespaces; the process namespace holds for the next
-    fork."""
+    """Enter new user, process, mount and IPC namespaces.
+
+    The process namespace applies to the next fork.
+    """
     check(libc.unshare(CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC), "unshare")
     write_file("/proc/self/setgroups", "deny")
     write_file("/proc/self/uid_map", f"{NOBODY} {NOBODY} 1")
@@ -109,20 +109,22 @@ def enter_namespaces() -> None:
 
 
 def mount_own_files(settings: ServerSettings) -> None:
-    """Give the call a /tmp, /dev/shm and /proc of its own."""
+    """Mount the call's private /tmp, /dev/shm and /proc."""
     tmp_options = f"size={settings.tmp_bytes},nr_inodes={settings.tmp_files},mode=1777"
     mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, tmp_options)
     mount("/tmp", "/dev/shm", None, MS_BIND)
 
-    # read-only, so that nothing set here (oom_score_adj, autogroup) can be set back
+    # Read-only, so that the program cannot undo settings (oom_score_adj, autogroup).
     mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_RDONLY)
-    # it lists locks of files by all processes of the machine
+    # It lists file locks of all processes of the machine.
     mount("/dev/null", "/proc/locks", None, MS_BIND)
 
 
 def set_resource_limits(settings: ServerSettings, programs: int) -> None:
-    """Limit process 1 of a call; what it starts inherits that. Processor time is that of all the
-    call's programs."""
+    """Set the limits of process 1 of a call. Child processes inherit them.
+
+    The limit of processor time is for all ``programs`` of the call.
+    """
     configured = {
         resource.RLIMIT_AS: settings.memory_bytes,
         resource.RLIMIT_CPU: settings.cpu_seconds * programs,
@@ -134,7 +136,7 @@ def set_resource_limits(settings: ServerSettings, programs: int) -> None:
         resource.setrlimit(limit, (value, value))
 
     for limit, value in FIXED_LIMITS.items():
-        # the machine may allow even less, and nobody can raise that
+        # The machine's limit may be lower and cannot be raised.
         _, most = resource.getrlimit(limit)
         if most != resource.RLIM_INFINITY:
             value = min(value, most)
@@ -142,8 +144,7 @@ def set_resource_limits(settings: ServerSettings, programs: int) -> None:
 
 
 def drop_capabilities() -> None:
-    """Keep none of the capabilities that a new user namespace gave over itself, and never gain one
-    again."""
+    """Drop all capabilities in the new user namespace, and prevent gaining new ones."""
     header = struct.pack("Ii", CAPABILITY_VERSION_3, 0)
     check(libc.capset(header, bytes(24)), "capset")
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
@@ -158,6 +159,6 @@ class SeccompProgram:
         self._program = ctypes.create_string_buffer(packed, len(packed))
 
     def install(self) -> None:
-        """Filter the system calls of this process, and of all that it starts, from now on."""
+        """Filter the system calls of this process and of its children from this point."""
         address = ctypes.c_void_p(ctypes.addressof(self._program))
         check(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, address, 0, 0), "seccomp filter")

@@ -1,29 +1,29 @@
-"""Messages between the host and the server, on a Unix stream socket that is descriptor 0 of the
-server.
+"""Messages between the host and the server, on a Unix stream socket (descriptor 0 of the server).
 
-They are framed as by ``multiprocessing.connection``. The host sends ``ServerSettings`` once, then
-a ``Call`` whenever the last one is answered, as JSON. The first byte of an answer says what it is:
-READY, STARTED, RESULT (a line of JSON, then the raw output) or FAILED (the reason)."""
+They have the framing of ``multiprocessing.connection``. The host sends ``ServerSettings`` once.
+Then it sends a ``Call`` as JSON whenever the previous one is finished. The first byte of a reply is
+its
+kind: READY, STARTED, RESULT (a line of JSON, then the raw output) or FAILED (the reason).
+"""
 
 import json
 import struct
 from dataclasses import asdict, dataclass
 
 CONTROL = 0
-"""The descriptor of the socket in the server and its supervisors."""
+"""Descriptor of the socket in the server and its supervisors."""
 
 READY = b"Y"
 STARTED = b"S"
-"""The program has begun, and may be the cause of what goes wrong from now on."""
+"""The program has started. From here on it may be the cause of a failure."""
 RESULT = b"R"
 FAILED = b"F"
-"""The call failed for a reason that is not the program's."""
+"""The call failed for a reason other than the program."""
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Limits of every call (``SandboxConfig`` explains them), and what else a server must be
-    told."""
+    """Limits of every call (see ``SandboxConfig``), and further data for the server."""
 
     preload_modules: list[str]
     timeout_seconds: float
@@ -38,16 +38,16 @@ class ServerSettings:
     output_bytes: int
 
     seccomp: str
-    """The system-call filter: an array of ``struct sock_filter``, in hexadecimal."""
+    """System-call filter: an array of ``struct sock_filter``, in hexadecimal."""
 
     socket_buffer_bytes: int
-    """net.core.wmem_default, which only the host's network namespace tells."""
+    """Value of net.core.wmem_default, which is visible only in the host's network namespace."""
 
     memory_events: int | None
-    """Descriptor of ``memory.events`` of the server's cgroup; None without a cgroup."""
+    """Descriptor of ``memory.events`` of the server's cgroup. None without a cgroup."""
 
     has_cpu_weight: bool
-    """The cgroup shares processors."""
+    """True if the cgroup shares processors."""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -59,12 +59,12 @@ class ServerSettings:
 
 @dataclass(frozen=True)
 class Call:
-    """What the host asks for."""
+    """Request of the host to run a program."""
 
     code: str
 
     history: list[str]
-    """Programs of the session that ran before, oldest first."""
+    """Earlier programs of the session, oldest first."""
 
     @property
     def programs(self) -> int:
@@ -80,29 +80,29 @@ class Call:
 
 @dataclass(frozen=True)
 class CallResult:
-    """What the program of a call did; its output follows the result in the message."""
+    """Result of a call's program. The output follows it in the message."""
 
     exit_code: int
     """0 to 255, or minus the number of the signal that killed it."""
 
     killed_for: str | None
-    """"time", "memory", "locks", "output" or "history"; None if the program ended by itself."""
+    """Reason for killing: "time", "memory", "locks", "output" or "history". None if not killed."""
 
     ended: bool
-    """It ended its interpreter: no session goes on from here."""
+    """True if it ended its interpreter, so the session cannot continue."""
 
     truncated: bool
-    """It printed more than the limit."""
+    """True if it printed more than the limit."""
 
     seconds: float
-    """Wall-clock time of the last program."""
+    """Wall-clock time of the last program in seconds."""
 
     def to_message(self, output: bytes) -> bytes:
         return RESULT + json.dumps(asdict(self)).encode() + b"\n" + output
 
     @classmethod
     def from_payload(cls, payload: bytes) -> tuple["CallResult", bytes]:
-        """The result and the output. Raises ValueError or KeyError if it is neither."""
+        """Return the result and the output. Raises ValueError or KeyError if they are malformed."""
         line, _, output = payload.partition(b"\n")
         header = json.loads(line)
         result = cls(
@@ -116,8 +116,10 @@ class CallResult:
 
 
 def receive() -> bytes:
-    """Read the host's next message. Reads ahead: the host must not send another one before it has
-    an answer."""
+    """Read the host's next message.
+
+    It reads ahead, so the host must wait for a reply before it sends another message.
+    """
     with open(CONTROL, "rb", closefd=False) as stream:
         (size,) = struct.unpack("!i", stream.read(4))
         return stream.read(size)

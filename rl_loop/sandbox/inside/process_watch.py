@@ -1,23 +1,22 @@
-"""Watches what the processes of one call hold and use. Runs inside bubblewrap, on the standard
-library alone.
+"""Watches the resources of the processes of one call.
 
-The supervisor of a call looks ten times a second. Where the server has a cgroup of its own the
-kernel limits memory and shares processors by weight, and this only reads whether something was
-killed. Where it has none, memory is the sum of
+The supervisor of a call checks 10 times per second. If the server has a cgroup, the kernel limits
+memory and shares processors by weight, and this module only reads whether a process was killed.
+Otherwise memory is the sum of
 
-- anonymous pages of every process, each page once however many processes share it (proportional
-set sizes);
-- page tables, and ``MAPPING_BYTES`` for each mapping: a million empty mappings are a gigabyte of
-the kernel's;
-- ``DESCRIPTOR_BYTES`` for each open descriptor;
-- what lies in the call's own /tmp, mapped or not;
-- sockets that exist in the call's network namespace, each as if its buffers were full.
+- anonymous pages of all processes, with shared pages counted once (proportional set sizes);
+- page tables, and ``MAPPING_BYTES`` per mapping, because a million empty mappings use a gigabyte of
+  kernel memory;
+- ``DESCRIPTOR_BYTES`` per open descriptor;
+- the contents of the call's /tmp, mapped or not;
+- sockets of the call's network namespace, with full buffers.
 
-What else holds the kernel's memory is bounded by limits of the process (descriptors, queued
-signals and timers, locked memory), or refused by the system-call filter.
+Limits of the process (descriptors, queued signals and timers, locked memory) and the system-call
+filter bound all other kernel memory.
 
-Processors without a cgroup: a call with several busy tasks is made nicer, until together they
-weigh as much as one."""
+Without a cgroup, the niceness of a call with several busy tasks is increased until all of them
+together have the weight of one task.
+"""
 
 import contextlib
 import ctypes
@@ -28,30 +27,32 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 LOOK_SECONDS = 0.1
-# every tenth look is exact: the kernel's quick counters may be off by a megabyte for each
-# processor and process
+# Every tenth check is exact. The kernel's fast counters may be off by a megabyte per processor and
+# process.
 LOOKS_PER_EXACT_LOOK = 10
-# processes are read one after the other, and pages may move between them meanwhile: look again
-# before killing
+# Processes are read in sequence, and pages may move between them in the meantime. Therefore check
+# again before killing.
 CONFIRM_SECONDS = 0.02
 
-# struct vm_area_struct with its share of trees, rounded up
+# struct vm_area_struct with its share of trees, rounded up.
 MAPPING_BYTES = 1024
-# struct anon_vma_chain: each mapping links to those of its process's ancestors, half of all processes
-# on average
+# struct anon_vma_chain: each mapping links to the mappings of the process's ancestors, on average
+# half of all processes.
 LINK_BYTES = 32
-# A pipe that is full, which one descriptor keeps. The largest buffer of an open file, that of
-# /proc/stat, grows with the processors.
+# A full pipe, which one descriptor keeps. The largest buffer of an open file, of /proc/stat, grows
+# with the number of processors.
 DESCRIPTOR_BYTES = (1 << 16) + 256 * (os.cpu_count() or 1)
-LARGEST_OPTION_MEMORY = 1 << 17  # filters and the like attached to one socket (net.core.optmem_max)
-LOCKS = 1000  # of files, by all processes of the call; each is memory of the kernel that not even a cgroup counts
+# Filters and other options of one socket (net.core.optmem_max).
+LARGEST_OPTION_MEMORY = 1 << 17
+# File locks of all processes of the call. They are kernel memory that not even a cgroup counts.
+LOCKS = 1000
 READ_BYTES = 1 << 16
 
-# nice 1 more weighs 1.25 times less (kernel/sched/core.c, sched_prio_to_weight)
+# One level of niceness reduces the weight by a factor of 1.25 (sched_prio_to_weight in the kernel).
 WEIGHT_OF_A_NICE_LEVEL = 1.25
 LARGEST_NICE = 19
 
-# the number of the system call, and its question for the address space
+# Number of the system call, and its type for comparing address spaces.
 KCMP = {"x86_64": 312, "aarch64": 272}
 KCMP_VM = 1
 
@@ -63,14 +64,16 @@ class OutOfMemoryKills:
     """Counters of the kernel's out-of-memory killer."""
 
     own_limit: int
-    """Times that the server's own cgroup was full."""
+    """Number of times the server's cgroup was full."""
     total: int
-    """Processes killed, for whichever limit."""
+    """Number of processes killed, for any limit."""
 
 
 class ProcessWatch:
-    """All processes of one call but its supervisor. Make it in the supervisor, before the program
-    mounts its /proc."""
+    """All processes of one call except its supervisor.
+
+    Create it in the supervisor, before the program mounts its /proc.
+    """
 
     def __init__(
         self,
@@ -80,21 +83,24 @@ class ProcessWatch:
         has_cpu_weight: bool,
     ) -> None:
         """
-        memory_bytes: most that the call may hold, if there is no cgroup.
-        socket_buffer_bytes: net.core.wmem_default, which only the host's network namespace tells.
-        memory_events: open descriptor of the cgroup's memory.events, None without a cgroup.
-        has_cpu_weight: the cgroup shares processors, so that nothing need be done here.
+        Open the counters.
+
+        Args:
+            memory_bytes: memory limit of the call, used without a cgroup.
+            socket_buffer_bytes: net.core.wmem_default of the host's network namespace.
+            memory_events: open descriptor of the cgroup's memory.events; None without a cgroup.
+            has_cpu_weight: True if the cgroup shares processors.
         """
         self._limit = memory_bytes
-        # a message may begin while its buffer has room, and so fill it twice
+        # A message may start while its buffer has space, and so fill the buffer twice.
         self._socket_bytes = 2 * socket_buffer_bytes + LARGEST_OPTION_MEMORY
         self._memory_events = memory_events
         self._has_cpu_weight = has_cpu_weight
 
-        # /proc of the server's process namespace: it shows the call's processes too, and none can
-        # cover it
+        # /proc of the server's process namespace. It also shows the call's processes, and they
+        # cannot cover it.
         self._proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
-        # process 1 is bubblewrap's
+        # Process 1 is bubblewrap's.
         self._outsiders = {"1", str(os.getppid()), str(os.getpid())}
         self._sockets_file = os.open("self/net/sockstat", os.O_RDONLY, dir_fd=self._proc)
         self._sockets_before = self._count_sockets()
@@ -104,15 +110,18 @@ class ProcessWatch:
         self._looks = 0
         self._busy_before = 0
         self._counted_bytes = 0
-        """Memory of the kernel for mappings and descriptors, at the last exact look."""
+        """Kernel memory for mappings and descriptors at the last exact check."""
 
     def watch_tmp(self) -> None:
-        """Find the call's own /tmp, as soon as the program has mounted it."""
+        """Open the call's /tmp. Call it after the program has mounted it."""
         self._tmp = os.open("/tmp", os.O_RDONLY | os.O_DIRECTORY)
 
     def look(self) -> str | None:
-        """Why the call must be killed, "memory" or "locks", or None. Makes it nicer where it has
-        many busy tasks."""
+        """Check the limits, and increase the niceness of a call with many busy tasks.
+
+        Returns:
+            The reason for killing the call, "memory" or "locks"; None if there is none.
+        """
         self._looks += 1
         if not self._has_cpu_weight:
             self._share_processors()
@@ -139,10 +148,11 @@ class ProcessWatch:
         return "memory" if was_full and kills.total > self._kills_before.total else None
 
     def killed_by_machine(self) -> bool:
-        """Return True if the kernel killed a process for want of memory, not by the call's limit.
+        """Return True if the kernel killed a process because the machine is out of memory.
 
-        Without a cgroup this counts all processes of the machine, and is evidence only about a
-        process that a SIGKILL has ended."""
+        Without a cgroup this counts all processes of the machine. Then it is evidence only about a
+        process that ended with SIGKILL.
+        """
         kills = self._count_kills()
         was_full = kills.own_limit > self._kills_before.own_limit
         return kills.total > self._kills_before.total and not was_full
@@ -150,8 +160,11 @@ class ProcessWatch:
     # ---- memory
 
     def _memory_bytes(self, exact: bool) -> int:
-        """What the call holds. ``exact`` reads every page table; else that is done only for a sum
-        above the limit."""
+        """Return the memory of the call.
+
+        ``exact`` reads every page table. Otherwise page tables are read only for a sum above the
+        limit.
+        """
         processes = self._memory_of_processes()
         other = self._counted_bytes + self._tmp_bytes()
         other += max(0, self._count_sockets() - self._sockets_before) * self._socket_bytes
@@ -165,8 +178,11 @@ class ProcessWatch:
         return total
 
     def _memory_of_processes(self) -> list[tuple[str, int, int]]:
-        """For every process: the folder of a living task of it, anonymous resident bytes, bytes of
-        page tables."""
+        """Return data of every process: a task's directory, anonymous resident bytes, page table
+        bytes.
+
+        The task is alive.
+        """
         found = []
         for process in self._processes():
             for path in self._with_memory(process):
@@ -177,23 +193,27 @@ class ProcessWatch:
         return found
 
     def _with_memory(self, process: str) -> Iterator[str]:
-        """Folders that may tell of a process's memory. That of its first thread does not once the
-        thread has ended."""
+        """Yield directories with a process's memory data.
+
+        The directory of the first thread has no data after that thread has ended.
+        """
         yield process
         for task in self._list(f"{process}/task"):
             yield f"{process}/task/{task}"
 
     def _proportional_bytes(self, path: str, otherwise: int) -> int:
-        """Anonymous bytes, each page divided by the number of its mappings; ``otherwise`` where
-        they can not be read: an executable file that nobody may read makes its process unreadable
-        too."""
+        """Return anonymous bytes, with each page divided by its number of mappings.
+
+        Returns ``otherwise`` if they cannot be read. A process is unreadable if its executable file
+        is.
+        """
         rollup = self._read(f"{path}/smaps_rollup")
         if b"\nPss_Anon:" in rollup:
             return _field(rollup, b"Pss_Anon")
         return otherwise
 
     def _mappings_bytes(self) -> int:
-        """Memory of the kernel for the mappings of all processes, not far above the limit."""
+        """Return kernel memory for all processes' mappings. Counting stops above the limit."""
         processes = self._processes()
         bytes_each = MAPPING_BYTES + LINK_BYTES * len(processes)
         most = self._limit // bytes_each
@@ -209,12 +229,12 @@ class ProcessWatch:
         return count * bytes_each
 
     def _descriptors_bytes(self) -> int:
-        """Memory of the kernel for open descriptors, each as if it were a full pipe."""
+        """Return kernel memory for open descriptors, each counted as a full pipe."""
         count = 0
         for process in self._processes():
-            with contextlib.suppress(OSError):  # it ended meanwhile
+            with contextlib.suppress(OSError):  # the process has ended
                 size = os.stat(f"{process}/fd", dir_fd=self._proc).st_size
-                # Linux has the number as a size since 6.2.
+                # Since 6.2 Linux reports the number of descriptors as the size.
                 count += size or len(self._list(f"{process}/fd"))
         return count * DESCRIPTOR_BYTES
 
@@ -225,15 +245,18 @@ class ProcessWatch:
         return (usage.f_blocks - usage.f_bfree) * usage.f_frsize
 
     def _count_sockets(self) -> int:
-        """Sockets of the network namespace. One whose descriptor is closed counts until what it
-        sent is read."""
+        """Return the number of sockets of the network namespace.
+
+        A socket with a closed descriptor counts until its data is read.
+        """
         first_line, _, _ = os.pread(self._sockets_file, 4096, 0).partition(b"\n")
         return int(first_line.split()[-1])
 
     def _count_kills(self) -> "OutOfMemoryKills":
-        """Count what the kernel has killed so far: in the cgroup if there is one, else everywhere.
+        """Return the kernel's kill counters: of the cgroup if there is one, else of the machine.
 
-        The kernel raises both counters before it kills."""
+        The kernel increases both counters before it kills.
+        """
         if self._memory_events is None:
             return OutOfMemoryKills(0, _counter(self._read("vmstat"), b"oom_kill"))
         events = os.pread(self._memory_events, READ_BYTES, 0)
@@ -242,23 +265,25 @@ class ProcessWatch:
     # ---- processors
 
     def _share_processors(self) -> None:
-        """Make every task of the call so nice that the busy ones together weigh no more than one
-        that is not nice.
+        """Increase the niceness of all tasks until the busy ones together weigh no more than one
+        task.
 
-        Without privileges no task can be made less nice again: a program that once had thirty busy
-        tasks stays modest. Sleeping tasks count as well, because what they fork begins as they
-        are."""
+        Unprivileged processes cannot decrease niceness. Therefore a program that once had 30 busy
+        tasks keeps its niceness. Sleeping tasks count as well, because their children inherit it.
+        """
         busy = 0
         niceness: dict[int, int] = {}
         for process in self._processes():
             for task in self._list(f"{process}/task"):
-                # the name in parentheses may hold anything: what follows begins after the last one
+                # The name in parentheses may contain anything. The fields begin after the last
+                # parenthesis.
                 fields = self._read(f"{process}/task/{task}/stat").rpartition(b")")[2].split()
                 if len(fields) > 16:
                     busy += fields[0] == b"R"
                     niceness[int(task)] = int(fields[16])
 
-        # busy in two looks on end, so that a moment's burst has no lasting price
+        # Require busy tasks in two consecutive checks, because the effect of a short burst is
+        # permanent.
         steadily_busy = min(busy, self._busy_before)
         self._busy_before = busy
         if steadily_busy < 2:
@@ -269,7 +294,7 @@ class ProcessWatch:
                 try:
                     os.setpriority(os.PRIO_PROCESS, task_id, level)
                 except OSError:
-                    continue  # it ended meanwhile
+                    continue  # the task has ended
 
     # ---- /proc
 
@@ -293,7 +318,7 @@ class ProcessWatch:
             os.close(folder)
 
     def _read(self, path: str) -> bytes:
-        """The beginning of a file of /proc; empty if the process has ended or may not be read."""
+        """Return the beginning of a file of /proc. Empty if it cannot be read."""
         try:
             file = os.open(path, os.O_RDONLY, dir_fd=self._proc)
         except OSError:
@@ -306,7 +331,7 @@ class ProcessWatch:
             os.close(file)
 
     def _count_lines(self, path: str, most: int) -> int:
-        """Lines of a file, or a few more than ``most``."""
+        """Return the number of lines of a file. Counting stops above ``most``."""
         try:
             file = os.open(path, os.O_RDONLY, dir_fd=self._proc)
         except OSError:
@@ -323,8 +348,7 @@ class ProcessWatch:
 
 
 def without_borrowers(processes: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-    """Those of the processes that have memory of their own: a child of vfork has its parent's
-    until it executes."""
+    """Return processes with separate memory. A child of vfork shares its parent's until exec."""
     kept: list[tuple[str, int, int]] = []
     for entry in processes:
         task = int(entry[0].rpartition("/")[2])
@@ -334,8 +358,10 @@ def without_borrowers(processes: list[tuple[str, int, int]]) -> list[tuple[str, 
 
 
 def _same_memory(one: int, other: int) -> bool:
-    """Whether two tasks have one address space. False where the kernel has no kcmp, or one of them
-    has ended."""
+    """Return True if two tasks have the same address space.
+
+    Returns False if the kernel has no kcmp, or if a task has ended.
+    """
     number = KCMP.get(os.uname().machine)
     if number is None:
         return False

@@ -1,7 +1,7 @@
-"""The program's own process, process 1 of its namespace: builds its world, gives up every
-privilege, and runs the code.
+"""Process of the program, process 1 of its namespace: sets itself up, drops privileges, runs code.
 
-When it ends, or is killed, the kernel kills all that it started."""
+When it exits or is killed, the kernel kills all processes that it started.
+"""
 
 import ast
 import builtins
@@ -29,7 +29,7 @@ from rl_loop.sandbox.inside.messages import Call, ServerSettings
 from rl_loop.sandbox.inside.progress import Progress
 
 SET_UP = b"ok"
-"""What the process says to its supervisor when its world is built."""
+"""Message to the supervisor after the set-up."""
 
 PROGRAM_NAME = "<sandbox>"
 TRACEBACK_FRAMES = 8
@@ -44,13 +44,19 @@ def run_program(
     output_write: int,
     setup_write: int,
 ) -> NoReturn:
-    """Build the world of a call around this process, run its programs in it, and end.
+    """Set up this process for a call, run the programs, and exit.
 
-    ``output_write`` becomes standard output and error. ``setup_write`` hears SET_UP, or what went
-    wrong before it."""
+    Args:
+        call: programs to run.
+        settings: limits.
+        seccomp: system-call filter.
+        progress: page shared with the supervisor.
+        output_write: descriptor for standard output and error.
+        setup_write: descriptor for SET_UP, or for an error of the set-up.
+    """
     try:
         die_with_parent()
-        # else kill(0, ...) would reach the server's process group, namespaces or not
+        # Otherwise kill(0, ...) would reach the server's process group in spite of the namespaces.
         os.setsid()
         setup_write = keep_descriptors(output_write, setup_write)
 
@@ -58,7 +64,7 @@ def run_program(
         mount_own_files(settings)
         os.chdir("/tmp")
 
-        # in this order: mounting needs the capabilities, and the filter refuses what went before
+        # Mounting needs the capabilities, and the filter forbids the earlier steps.
         set_resource_limits(settings, call.programs)
         drop_capabilities()
         seccomp.install()
@@ -71,10 +77,11 @@ def run_program(
 
 
 def keep_descriptors(output_write: int, setup_write: int) -> int:
-    """Close all descriptors but those of standard input, which is empty, output and error, and
-    ``setup_write``.
+    """Close all descriptors except ``setup_write``, empty standard input, output and error.
 
-    Returns the new number of ``setup_write``."""
+    Returns:
+        The new number of ``setup_write``.
+    """
     os.dup2(output_write, 1)
     os.dup2(output_write, 2)
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
@@ -84,8 +91,10 @@ def keep_descriptors(output_write: int, setup_write: int) -> int:
 
 
 def execute(call: Call, settings: ServerSettings, progress: Progress) -> int:
-    """Run the session's programs as one ``__main__`` and return the exit code of the last, the
-    only one to be heard."""
+    """Run the session's programs in one ``__main__``, and return the exit code of the last one.
+
+    The output of the earlier programs is discarded.
+    """
     main = make_main_module()
     if call.history:
         with muted():
@@ -113,8 +122,7 @@ def execute(call: Call, settings: ServerSettings, progress: Progress) -> int:
 
 
 def make_main_module() -> types.ModuleType:
-    """Make this process look like a fresh interpreter: an empty ``__main__``, and nothing of the
-    server to import."""
+    """Create an empty ``__main__`` and remove the server's modules, as in a fresh interpreter."""
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = main
@@ -128,19 +136,26 @@ def make_main_module() -> types.ModuleType:
 
 
 def limit_remaining_cpu(cpu_seconds: int, programs: int) -> None:
-    """Leave the last program ``cpu_seconds`` on top of what its history took.
+    """Limit the last program to ``cpu_seconds`` in addition to the time of its history.
 
-    That is less than what was set for all programs together, and no process can raise it again."""
+    The result is below the limit for all programs together. No process can raise it again.
+    """
     used = resource.getrusage(resource.RUSAGE_SELF)
     seconds = min(math.ceil(used.ru_utime + used.ru_stime) + cpu_seconds, cpu_seconds * programs)
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
 
 
 def run_code(source: str, main: types.ModuleType) -> int:
-    """Run one program in ``main``; print a last expression's repr unless it is None, or the
-    traceback of an exception.
+    """Run one program in ``main``, and print a last expression's repr or an exception's traceback.
 
-    Returns 0, or 1 after an exception. SystemExit goes through: it ends the interpreter."""
+    A repr of None is not printed.
+
+    Returns:
+        0, or 1 after an exception.
+
+    Raises:
+        SystemExit: if the program ends the interpreter.
+    """
     show_source_in_tracebacks(source)
     namespace = main.__dict__
     try:
@@ -155,24 +170,27 @@ def run_code(source: str, main: types.ModuleType) -> int:
     except SystemExit:
         raise
     except BaseException as error:
-        # Whatever it is, KeyboardInterrupt and MemoryError too, it is the program's and not ours.
+        # All exceptions are the program's, including KeyboardInterrupt and MemoryError.
         print_traceback(error)
         return 1
     return 0
 
 
 def show_source_in_tracebacks(source: str) -> None:
-    """Let tracebacks quote the program's lines, which are in no file.
+    """Let tracebacks quote the program's lines, which are not in a file.
 
-    An entry of linecache is size, time of change, lines and name; without a time it is never
-    compared with a file."""
+    An entry of linecache has size, modification time, lines and name. Without a time it is never
+    compared with a file.
+    """
     lines = source.splitlines(keepends=True)
     linecache.cache[PROGRAM_NAME] = (len(source), None, lines, PROGRAM_NAME)
 
 
 def take_last_expression(tree: ast.Module) -> ast.Expression | None:
-    """Remove a program's last statement and return it, if it is an expression: as in a notebook,
-    its value is shown."""
+    """Remove a program's last statement and return it, if it is an expression.
+
+    As in a notebook, its value is printed.
+    """
     if not tree.body or not isinstance(tree.body[-1], ast.Expr):
         return None
     last = tree.body[-1]
@@ -182,7 +200,7 @@ def take_last_expression(tree: ast.Module) -> ast.Expression | None:
 
 @contextlib.contextmanager
 def muted() -> Iterator[None]:
-    """Throw away what is printed inside, by whatever route."""
+    """Discard all output within the block, including writes to descriptors."""
     null = os.open("/dev/null", os.O_WRONLY)
     outputs = {descriptor: os.dup(descriptor) for descriptor in (1, 2)}
     for descriptor in outputs:
@@ -199,8 +217,10 @@ def muted() -> Iterator[None]:
 
 
 def exit_code_of(error: SystemExit) -> int:
-    """The code that ``sys.exit`` stands for, 0 to 255; any other object is printed and counts as
-    1."""
+    """Return the exit code of a SystemExit, 0 to 255.
+
+    Codes that are not integers are printed and give 1.
+    """
     if error.code is None or isinstance(error.code, int):
         return (error.code or 0) & 255
     with contextlib.suppress(BaseException):
@@ -209,8 +229,7 @@ def exit_code_of(error: SystemExit) -> int:
 
 
 def print_traceback(error: BaseException) -> None:
-    """Print the traceback with the program's own frames only, the last TRACEBACK_FRAMES of them,
-    lines cut."""
+    """Print the traceback: the program's last TRACEBACK_FRAMES frames, with cut lines."""
     try:
         sys.stdout.flush()
         summary = traceback.TracebackException.from_exception(error)
@@ -220,7 +239,7 @@ def print_traceback(error: BaseException) -> None:
             shown.stack = traceback.StackSummary.from_list(frames[-TRACEBACK_FRAMES:])
             shown = shown.__cause__ or shown.__context__
 
-        # cut, because the error in a line of a megabyte would be quoted whole
+        # Cut lines, because an error in a line of a megabyte would quote the whole line.
         lines = "".join(summary.format()).splitlines()
         text = "".join(f"{line[:LINE_CHARACTERS]}\n" for line in lines)
     except BaseException:  # a hostile __str__, or no memory left

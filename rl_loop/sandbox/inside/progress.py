@@ -1,4 +1,4 @@
-"""How far the programs of a call have come, told by their process and read by the supervisor."""
+"""Progress of a call's programs, written by their process and read by the supervisor."""
 
 import mmap
 import struct
@@ -10,22 +10,22 @@ from rl_loop.sandbox.inside.messages import Call
 
 @dataclass(frozen=True)
 class Reached:
-    """How far the programs of a call have come."""
+    """Progress of a call's programs."""
 
     begun: int
-    """Programs that have begun."""
+    """Number of programs that have started."""
     reached_end: bool
-    """The last of them has come to its end."""
+    """True if the last of them has reached its end."""
     begun_at: float
-    """When it began, monotonic seconds."""
+    """Start time of the last of them on the monotonic clock, in seconds."""
 
 
 class Progress:
-    """A page that the program's process shares with the supervisor, to tell how far the call has
-    come.
+    """Memory page that the program's process shares with the supervisor to report progress.
 
-    The program may write what it likes into it. That can end its own session or change the time
-    that is reported, and give it no more than ``timeout_seconds`` for each program of the call."""
+    The program can write anything into it. That can end its own session or change the reported
+    time. It cannot get more than ``timeout_seconds`` for each program of the call.
+    """
 
     _FORMAT = "=IId"  # the fields of ``Reached``
     _REACHED_END_OFFSET = 4
@@ -34,12 +34,11 @@ class Progress:
         self._page = mmap.mmap(-1, mmap.PAGESIZE)
 
     def begin(self, program: int) -> None:
-        """Record that program number ``program``, from 1, begins now."""
+        """Record the start of program number ``program``, counted from 1."""
         struct.pack_into(self._FORMAT, self._page, 0, program, 0, time.monotonic())
 
     def reach_end(self) -> None:
-        """Record that the program has come to its end, or to an exception: it did not end the
-        interpreter."""
+        """Record that the program reached its end, or an exception that keeps the interpreter."""
         struct.pack_into("=I", self._page, self._REACHED_END_OFFSET, 1)
 
     def read(self) -> Reached:
@@ -48,8 +47,7 @@ class Progress:
 
 
 class Deadline:
-    """When the running program of a call must have ended: each has ``timeout_seconds`` of its
-    own."""
+    """Deadline of the running program of a call. Each program has ``timeout_seconds``."""
 
     def __init__(self, call: Call, progress: Progress, timeout_seconds: float) -> None:
         self._programs = call.programs
@@ -59,11 +57,10 @@ class Deadline:
         self.program = 0
 
     def update(self) -> float:
-        """Return the deadline on the monotonic clock. It moves on when another program of the call
-        has begun."""
+        """Return the deadline on the monotonic clock. The next program's start extends it."""
         reached = self._progress.read()
         if self.program < reached.begun <= self._programs:
-            # no earlier than what is known, no later than now: the page is the program's
+            # The program can write the page, so accept only times between the known start and now.
             self.begun_at = max(self.begun_at, min(reached.begun_at, time.monotonic()))
             self.program = reached.begun
         return self.begun_at + self._timeout

@@ -1,17 +1,16 @@
-"""The fork-server, the first process inside bubblewrap that is ours.
+"""Fork-server: the first process of this project inside bubblewrap.
 
-Three kinds of process:
+There are three kinds of processes:
 
-- the *server* imports modules once, then forks a supervisor per call. It reads no program and no
-output, so nothing of
-  one call is left in the memory that the next call is forked from;
-- the *supervisor* of a call (``supervisor.py``) reads the program, enters new user, process, mount
-and IPC namespaces,
-  forks the program and watches time, memory and output;
-- the *program* (``program.py``) is process 1 of its namespace.
+- The *server* imports modules once, then forks a supervisor per call. It reads no program and no
+  output, so its memory, from which calls are forked, has no data of earlier calls.
+- The *supervisor* of a call (``supervisor.py``) reads the program, enters new user, process, mount
+  and IPC namespaces, forks the program and watches time, memory and output.
+- The *program* (``program.py``) is process 1 of its namespace.
 
-A call of a session brings its history: programs that run again, in the same interpreter, before
-the new one, with their output thrown away and limits of their own."""
+A call includes the history of its session. These programs run again before the new one, in the same
+interpreter, with separate limits. Their output is discarded.
+"""
 
 import gc
 import importlib
@@ -25,22 +24,21 @@ from rl_loop.sandbox.inside.supervisor import supervise
 
 
 def main() -> None:
-    """Get ready, then serve one call after the other until the host closes the socket."""
+    """Set up the server, then serve calls in sequence until the host closes the socket."""
     settings = ServerSettings.from_json(receive())
     drop_root()
-    # The system-call filter of programs has no epoll. Modules that choose when they are imported,
-    # such as ``selectors``, must not choose it.
+    # The filter of programs has no epoll. Modules that choose at import, such as ``selectors``,
+    # must not choose it.
     del select.epoll
     for name in settings.preload_modules:
         importlib.import_module(name)
     seccomp = SeccompProgram(bytes.fromhex(settings.seccomp))
 
-    # line buffering, so that a program killed in the middle has shown what it printed
+    # Line buffering keeps the output of a program that is killed.
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
 
-    # what is frozen is not touched by a collection in a program, and so stays shared with the
-    # server
+    # Collections in a program do not touch frozen objects, so their memory stays shared.
     gc.collect()
     gc.freeze()
     send(READY)
@@ -49,8 +47,7 @@ def main() -> None:
 
 
 def serve_call(settings: ServerSettings, seccomp: SeccompProgram) -> None:
-    """Fork the supervisor of the next call and wait until it ends. Exits if the supervisor
-    failed."""
+    """Fork the supervisor of the next call and wait for it. Exit if the supervisor failed."""
     supervisor = os.fork()
     if supervisor == 0:
         try:

@@ -1,7 +1,7 @@
-"""The supervisor of one call: forks the program into new namespaces, watches it, ends it and
-reports what it did.
+"""Supervisor of one call: forks the program into new namespaces, watches it and reports its result.
 
-The program cannot see its supervisor, which is outside the program's process namespace."""
+The program cannot see its supervisor, which is outside the program's process namespace.
+"""
 
 import contextlib
 import os
@@ -29,13 +29,14 @@ READ_BYTES = 1 << 16
 
 
 class CallFailed(Exception):
-    """The call failed for a reason that is not the program's."""
+    """Call that failed for a reason other than the program."""
 
 
 def supervise(settings: ServerSettings, seccomp: SeccompProgram) -> None:
     """Receive one call, run it and send its result.
 
-    Processes of a call that was killed may still be ending then."""
+    Processes of a killed call may still be exiting afterwards.
+    """
     call = Call.from_json(receive())
     die_with_parent()
     try:
@@ -49,11 +50,22 @@ def supervise(settings: ServerSettings, seccomp: SeccompProgram) -> None:
 def run_call(
     call: Call, settings: ServerSettings, seccomp: SeccompProgram
 ) -> tuple[CallResult, bytes]:
-    """Run the programs of a call. Returns what the last one did, and its output. Raises
-    CallFailed."""
+    """Run the programs of a call.
+
+    Args:
+        call: programs to run.
+        settings: limits.
+        seccomp: system-call filter.
+
+    Returns:
+        The result of the last program, and its output.
+
+    Raises:
+        CallFailed: if the call failed for a reason other than the program.
+    """
     progress = Progress()
     try:
-        # before the namespaces: it keeps the server's /proc open
+        # Create it before the namespaces, because it opens the server's /proc.
         process_watch = ProcessWatch(
             memory_bytes=settings.total_memory_bytes,
             socket_buffer_bytes=settings.socket_buffer_bytes,
@@ -71,16 +83,16 @@ def run_call(
     deadline = Deadline(call, progress, settings.timeout_seconds)
     output, killed_for = watch(program, output_read, deadline, process_watch, settings.output_bytes)
     if killed_for is not None:
-        # The verdict does not wait for the end: a busy machine takes long to end many processes,
-        # and must not look as if it hung.
+        # Report without waiting for the end. A busy machine needs long to end many processes,
+        # and the server would seem to hang.
         os.kill(program, signal.SIGKILL)
         ending = Ending(-signal.SIGKILL, used_its_cpu_time=False, ended_at=time.monotonic())
     else:
         ending = collect_ended(program)
         killed_for = process_watch.killed_by_own_limit()
 
-    # A program has several ways to get a SIGKILL: a lower limit on its processor time, or a signal
-    # that it forges to come from the kernel. Only evidence makes it a failure of the machine.
+    # A program can get a SIGKILL in several ways: by a lower limit of its processor time, or by a
+    # signal that seems to come from the kernel. Blame the machine only with evidence.
     is_unexplained = killed_for is None and not ending.used_its_cpu_time
     if ending.exit_code == -signal.SIGKILL and is_unexplained and process_watch.killed_by_machine():
         raise CallFailed(
@@ -103,10 +115,20 @@ def run_call(
 def start_program(
     call: Call, settings: ServerSettings, seccomp: SeccompProgram, progress: Progress
 ) -> tuple[int, int]:
-    """Fork the program and wait until its world is set up.
+    """Fork the program and wait until it is set up.
 
-    Returns its process id and the end of the pipe that its output is read from. Raises
-    CallFailed."""
+    Args:
+        call: programs to run.
+        settings: limits.
+        seccomp: system-call filter.
+        progress: page shared with the program.
+
+    Returns:
+        The process id, and the read end of the output pipe.
+
+    Raises:
+        CallFailed: if the set-up fails.
+    """
     output_read, output_write = os.pipe()
     setup_read, setup_write = os.pipe()
     program = os.fork()
@@ -115,8 +137,7 @@ def start_program(
     os.close(output_write)
     os.close(setup_write)
 
-    # ends when the program closes its end: either it is set up, or it has ended and this is the
-    # reason
+    # The program closes its end after the set-up, or after writing an error.
     setup = b"".join(iter(lambda: os.read(setup_read, 4096), b""))
     if setup != SET_UP:
         os.waitpid(program, 0)
@@ -140,8 +161,8 @@ class Ending:
 
 
 def collect_ended(program: int) -> Ending:
-    """Return how the program's process, which has ended, did so."""
-    # Its limits can be read as long as it is not waited for.
+    """Return the end of the program's process, which has exited."""
+    # Its limits can be read only before it is waited for.
     cpu_limit = 0
     with contextlib.suppress(OSError):
         _, cpu_limit = resource.prlimit(program, resource.RLIMIT_CPU)
@@ -149,7 +170,7 @@ def collect_ended(program: int) -> Ending:
     _, status, usage = os.wait4(program, 0)
     return Ending(
         exit_code=os.waitstatus_to_exitcode(status),
-        # The kernel checks the limit at its ticks, and counts in other units than this.
+        # The kernel checks the limit at its ticks, and counts in other units.
         used_its_cpu_time=usage.ru_utime + usage.ru_stime > cpu_limit - 1,
         ended_at=time.monotonic(),
     )
@@ -164,8 +185,17 @@ def watch(
 ) -> tuple[bytearray, str | None]:
     """Read the program's output until it ends or must be killed.
 
-    Returns the output, at most one byte over ``output_bytes``, and why the program must be killed:
-    "time", "memory", "locks", "output", or None if it ended by itself."""
+    Args:
+        program: process id.
+        output_read: read end of the output pipe.
+        deadline: time limit.
+        process_watch: watcher of memory and processors.
+        output_bytes: maximum size of the output.
+
+    Returns:
+        The output, at most one byte over ``output_bytes``, and the reason for killing the program:
+        "time", "memory", "locks", "output", or None if it ended normally.
+    """
     process = os.pidfd_open(program)
     os.set_blocking(output_read, False)
     next_look = deadline.begun_at + LOOK_SECONDS
@@ -180,16 +210,15 @@ def watch(
             reason = process_watch.look()
             if reason is not None:
                 return output, reason
-            # a look at many large processes takes long: it has no more than a third of one
-            # processor
+            # Checking many large processes takes long. Limit it to a third of one processor.
             next_look = time.monotonic() + max(LOOK_SECONDS, 2 * (time.monotonic() - now))
 
         wait = max(0.0, min(deadline.update(), next_look) - time.monotonic())
         ready, _, _ = select.select(watched, [], [], wait)
         if process in ready:
-            # Process 1 is gone, so all of its namespace is. The pipe holds the rest of the output.
-            # Do not wait for its end-of-file: the program may have sent its descriptor over a
-            # socket that no process can read any more.
+            # Process 1 has exited, so all of its namespace has. The pipe has the rest of the
+            # output. Do not wait for its end-of-file: the program may have sent its descriptor over
+            # a socket that no process can read.
             while part := read_some(output_read, room - len(output)):
                 output += part
             return output, None
@@ -204,7 +233,7 @@ def watch(
 
 
 def read_some(pipe: int, most: int) -> bytes | None:
-    """Read up to ``most`` bytes: b"" at the end of the file, None if there is nothing to read."""
+    """Read up to ``most`` bytes. Returns b"" at the end of the file, None if there is no data."""
     try:
         return os.read(pipe, min(most, READ_BYTES))
     except BlockingIOError:
