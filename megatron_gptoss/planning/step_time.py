@@ -4,19 +4,21 @@ docs/performance.md compares predictions with measurements.
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple
-from dataclasses import dataclass
-from megatron_gptoss.config import AdapterConfig
-from megatron_gptoss.config import ModelConfig
-from megatron_gptoss.config import OptimizerConfig
-from megatron_gptoss.config import ParallelConfig
-from megatron_gptoss.config import Quantization
-from megatron_gptoss.planning.flops import forward_flops
-from megatron_gptoss.planning.flops import training_flops
-from megatron_gptoss.planning.parameter_counts import MXFP4_BYTES
-from megatron_gptoss.planning.parameter_counts import bytes_of
-from megatron_gptoss.planning.parameter_counts import trained_parameters_per_gpu
+from dataclasses import astuple, dataclass
 
+from megatron_gptoss.config import (
+    AdapterConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Quantization,
+)
+from megatron_gptoss.planning.flops import forward_flops, training_flops
+from megatron_gptoss.planning.parameter_counts import (
+    MXFP4_BYTES,
+    bytes_of,
+    trained_parameters_per_gpu,
+)
 
 GPUS_PER_NODE = 8
 """GPUs per node, which NVLink connects."""
