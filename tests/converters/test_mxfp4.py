@@ -332,7 +332,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_written(
 
 
 def test_widths_that_are_no_multiple_of_a_block_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConversionError, match="hidden_size is 40"):
+    with pytest.raises(ConversionError, match="hidden_size: 40 is not a multiple of 32"):
         written_shapes(TINY, quantized=True)
 
 

@@ -50,7 +50,9 @@ class Options(EngineConfig):
     orders: Path
     """Directory of orders."""
     deterministic: bool = True
-    """As of the embedded engine."""
+    """As in the embedded engine."""
+    quantization: None = None
+    """As in the embedded engine."""
 
 
 def flip_exponent(tensor: torch.Tensor) -> torch.Tensor:

@@ -60,7 +60,7 @@ def test_what_hides_a_package_of_every_process_is_named(tmp_path: Path) -> None:
     done = gptoss_beside(tmp_path, "--version")
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    hidden = "converters.py hides megatron-gptoss's package converters: rename it"
+    hidden = "converters.py hides megatron-gptoss's package converters. Rename it"
     assert hidden in line and str(tmp_path) in line
 
 

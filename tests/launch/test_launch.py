@@ -163,7 +163,7 @@ def test_a_local_launch_runs_in_the_background_and_goes_on_after_a_cancel(
     [
         ((), {"nodes": 1, "gpus_per_node": 8}, "servers (8 of 1 GPUs): no node has enough free GPUs for server 0"),
         ((), {"nodes": 1, "rollout_nodes": 1, "gpus_per_node": 4}, "needs 8 GPUs, but cluster.nodes x gpus_per_node"),
-        (("rollout.engine.servers=9",), {"nodes": 1, "rollout_nodes": 1, "gpus_per_node": 8}, "for server 8 beside"),
+        (("rollout.engine.servers=9",), {"nodes": 1, "rollout_nodes": 1, "gpus_per_node": 8}, "for server 8"),
         ((), {"nodes": 12, "gpus_per_node": 8}, "cluster.nodes: trainer 9, trainer 10, trainer 11"),
     ],
 )  # fmt: skip
@@ -221,7 +221,7 @@ def test_a_cluster_that_there_is_not_is_answered_with_those_that_there_are(
     command: ForkedCommand,
 ) -> None:
     ended = command.run("launch", "configs/rl/tiny_retool.yaml", "--cluster", "mars")
-    assert "clusters in configs/cluster: local, single_node, slurm, slurm_container" in ended.stderr
+    assert "Clusters in configs/cluster: local, single_node, slurm, slurm_container" in ended.stderr
 
 
 FAILED, INTERRUPTED, BAD = Result.FAILED, Result.INTERRUPTED, Result.BAD_NODES
@@ -231,19 +231,19 @@ FAILED, INTERRUPTED, BAD = Result.FAILED, Result.INTERRUPTED, Result.BAD_NODES
     ("earlier", "now", "again", "why"),
     [
         ([], (Result.FINISHED, 0, 9), False, "the run is complete"),
-        ([], (FAILED, 0, 0), True, "goes on from step 0"),
+        ([], (FAILED, 0, 0), True, "continues from step 0"),
         (
             [(FAILED, 0, 0)],
             (FAILED, 0, 0),
             False,
             "two attempts in a row did not get beyond step 0",
         ),
-        ([(FAILED, 0, 5)], (FAILED, 5, 5), True, "goes on from step 5"),
+        ([(FAILED, 0, 5)], (FAILED, 5, 5), True, "continues from step 5"),
         (
             [(FAILED, 0, 5), (INTERRUPTED, 5, 5)],
             (INTERRUPTED, 5, 5),
             False,
-            "no further than step 5",
+            "did not get beyond step 5",
         ),
         (
             [(FAILED, i, i + 1) for i in range(3)],
@@ -327,7 +327,7 @@ def test_a_node_with_a_busy_or_missing_gpu_is_bad(
     assert check == NodeCheck({"GPU": "H200", "driver": "570", "SM clock": "1980"})
     fake_nvidia_smi(tmp_path, "H200, 570, 1980, 0, 40960", monkeypatch)
     problems = check_node(cluster_of_gpus(tmp_path, min_free_disk=1e9), SMALL_STORE).problems
-    assert "1 GPUs visible, cluster.gpus_per_node is 2" in problems
+    assert "1 GPUs visible, but cluster.gpus_per_node is 2" in problems
     assert "GPU 0: another job uses 40960 MiB" in problems
     assert any("cluster.min_free_disk is 1e+09" in problem for problem in problems)
 
@@ -366,7 +366,7 @@ def test_a_node_with_another_driver_or_clock_is_named() -> None:
 def test_the_node_that_is_slow_with_both_neighbours_is_named() -> None:
     measured = {"n1": {"within": 400.0, "between": 45.0}, "n2": {"within": 400.0, "between": 3.0}}
     assert find_slow_nodes(measured, 20) == {
-        "n2": "all-reduce between nodes at 3.00 GB/s, cluster.min_bandwidth is 20",
+        "n2": "all-reduce between nodes at 3.00 GB/s, but cluster.min_bandwidth is 20",
     }
     assert find_slow_nodes({"n1": {"within": None, "between": None}}, 20) == {}
 

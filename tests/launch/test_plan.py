@@ -309,7 +309,7 @@ def test_step_plan_marks_the_configured_layout(name: str) -> None:
 def test_step_plan_states_its_lengths() -> None:
     config = load_config(CONFIGS / "untested/rl/gpt-oss-20b_1x8_80gb.yaml", RlConfig)
     text = step_plan(config.memory_inputs, 75)
-    assert "of 256 sequences of 16384 tokens, the longest that are allowed" in text
+    assert "with 256 sequences of the maximum 16384 tokens" in text
 
 
 def test_plan_counts_the_sequences_of_a_supervised_step(capfd: pytest.CaptureFixture[str]) -> None:
@@ -317,7 +317,7 @@ def test_plan_counts_the_sequences_of_a_supervised_step(capfd: pytest.CaptureFix
     with pytest.raises(SystemExit):
         app(["plan", str(CONFIGS / "untested/sft/gpt-oss-120b_2x8.yaml"), "--sft", "--gpu", "h200"])
     said = capfd.readouterr().out
-    assert "of 128 sequences of 16384 tokens" in said
+    assert "128 sequences of 16384 tokens" in said
     assert "in 32 micro-batches per data-parallel rank" in said
 
 

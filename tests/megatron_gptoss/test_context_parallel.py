@@ -327,6 +327,6 @@ def test_a_layout_that_cannot_be_split_is_named_with_one_that_can(
 
 def test_a_row_that_does_not_divide_names_the_padding_it_needs() -> None:
     with pytest.raises(
-        ValueError, match=r"19 packed tokens .* 4 context-parallel ranks; pad the row to 20 tokens"
+        ValueError, match=r"19 packed tokens .* 4 context-parallel ranks. Pad the row to 20 tokens"
     ):
         balanced_layout((0, 10, 19), 4)

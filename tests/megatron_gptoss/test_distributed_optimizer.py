@@ -419,7 +419,7 @@ def test_a_tensor_that_was_not_gathered_is_named(monkeypatch: pytest.MonkeyPatch
     replica = ShardedTensor.from_rank_offsets("moment", data, replica_id=(0, 0, 1))
     separate_tensors({"param_state": {0: {"exp_avg": replica}}})
     main = ShardedTensor.from_rank_offsets("moment", data, replica_id=(0, 0, 0))
-    with pytest.raises(RuntimeError, match="moment is to be written by rank 3"):
+    with pytest.raises(RuntimeError, match="moment: rank 3 must write it but has not gathered it"):
         separate_tensors({"param_state": {0: {"exp_avg": main}}})
 
 

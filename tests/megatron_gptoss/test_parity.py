@@ -270,5 +270,5 @@ def test_parity_fails_when_documents_are_not_kept_apart(reference: torch.nn.Modu
 
 def test_input_that_is_not_packed_is_refused(reference: torch.nn.Module) -> None:
     ids = torch.zeros(1, 4, dtype=torch.long)
-    with pytest.raises(ValueError, match="packed sequences only"):
+    with pytest.raises(ValueError, match="attention needs packed sequences"):
         megatron(reference)(ids, ids, None)

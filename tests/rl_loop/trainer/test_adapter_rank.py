@@ -187,7 +187,7 @@ def test_the_reference_of_a_run_that_starts_from_adapters_is_what_it_started_fro
     ("changes", "message"),
     [
         (["initial_weights=null", "quantization=null"], "was trained on another base"),
-        (["adapter.alpha=9"], "adapter.alpha of the model is 9.0, and of this adapter 8.0"),
+        (["adapter.alpha=9"], "adapter.alpha of the adapter is 8.0, but 9.0 in the model"),
     ],
 )
 def test_adapters_of_another_base_or_with_other_settings_are_no_start(
