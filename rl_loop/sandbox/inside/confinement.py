@@ -77,7 +77,7 @@ def die_with_parent() -> None:
 
 
 def drop_root() -> None:
-    """Become ``nobody``. Only needed if root started bubblewrap, which then has no user namespace."""
+    """Become ``nobody``. Only needed if root started bubblewrap, without a user namespace."""
     if os.getuid() == 0:
         # For root, bubblewrap covers parts of its /proc. The kernel would then not permit a new
         # /proc in the calls' namespaces.
