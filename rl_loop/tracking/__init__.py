@@ -1,1 +1,1 @@
-"""What a run leaves behind: its directory, metrics and where they go."""
+"""Output of a run: its directory, metrics, and exports of metrics."""

@@ -1,12 +1,13 @@
-"""The recorded episodes of a run: numbered Parquet files that appear whole or not at all.
+"""Recorded episodes of a run: numbered Parquet files, written atomically.
 
     episodes/000000-000031.parquet    the writes 0 to 31, merged
     episodes/000032-000032.parquet    one write: the episodes of a step
     episodes/vocabulary.parquet       the text of every token id
 
-Every step is a write of its own, so that a killed run leaves whole steps. Small files are merged
-when there are many. A merged file appears before those that it replaces are deleted: whoever reads
-leaves out files whose numbers lie within another's."""
+Every step is a separate write, so a killed run has complete steps. Many small files are merged. A
+merged file appears before the files that it replaces are deleted. Readers therefore skip files
+whose numbers lie within another file's range.
+"""
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,23 +27,27 @@ from rl_loop.tracking.run_directory import RunDirectoryError, atomic_write_bytes
 VOCABULARY_FILE = "vocabulary.parquet"
 
 FILES_PER_MERGE = 32
-"""So many neighbouring files of one kind become one: each episode is written once more for every
-power of this that the number of steps reaches."""
+"""Number of consecutive files of one level to merge.
+
+Each episode is written once more for every power of this number that the number of steps reaches.
+"""
 
 LARGEST_MERGE = 128 * 2**20
-"""Bytes. Files beyond stay as they are; a step of a large run is one."""
+"""Maximum size of a merged file in bytes. One step of a large run is larger and is not merged."""
 
 ROW_GROUP_TOKENS = 2**20
-"""A row group is what has to be read to show one episode: some 10 MB."""
+"""Tokens per row group, which is read to show one episode (some 10 MB)."""
 
 ROW_GROUP_EPISODES = 4096
 
 IDS_PER_WRITE = 2**24
-"""Episodes of a write have ids from its number times this."""
+"""Ids per write. The first id of a write is its number times this."""
 
 TEXT_COLUMN = "turns.list.element.text"
-"""What was said: hardly ever the same twice. Without a dictionary it is read faster, and zstd finds a
-prompt that a task's episodes share."""
+"""Column with the text of turns, written without a dictionary.
+
+Texts hardly repeat, so reading is faster without one. zstd still compresses repeated prompts.
+"""
 
 FLOAT_COLUMNS = (
     "rollout_log_probs",
@@ -52,8 +57,10 @@ FLOAT_COLUMNS = (
     "values",
     "returns",
 )
-"""Whose numbers hardly ever repeat: they compress better byte by byte than in a dictionary.
-Advantages do repeat."""
+"""Columns of numbers that hardly repeat.
+
+They compress better with byte-stream splitting than with a dictionary. Advantages do repeat.
+"""
 
 
 @dataclass(frozen=True, order=True)
@@ -68,7 +75,7 @@ class EpisodeFile:
 
     @property
     def merges(self) -> int:
-        """How often its episodes have been merged, as far as the count of writes says."""
+        """Level of merging, derived from the number of writes."""
         writes = self.last - self.first + 1
         level = 0
         while writes >= FILES_PER_MERGE:
@@ -78,15 +85,15 @@ class EpisodeFile:
 
 
 def list_files(directory: Path) -> list[EpisodeFile]:
-    """List the files that hold the run's episodes, oldest first. None of them overlap."""
+    """Return the files with the run's episodes, oldest first. They do not overlap."""
     found = []
     for path in directory.glob("*-*.parquet"):
         first, _, last = path.stem.partition("-")
-        # A link could lead to another run's episodes, and a pipe would block its reader.
+        # A link could lead to another run's episodes, and a pipe would block the reader.
         if first.isdigit() and last.isdigit() and path.is_file() and not path.is_symlink():
             found.append(EpisodeFile(int(first), int(last), path))
 
-    # Of files that begin together the longest comes first, and hides what a merge left behind.
+    # The longest of files with the same start comes first and hides leftovers of a merge.
     files: list[EpisodeFile] = []
     for file in sorted(found, key=lambda file: (file.first, -file.last)):
         if not files or file.first > files[-1].last:
@@ -106,8 +113,19 @@ def first_id(number: int) -> int:
 
 
 def write_episodes(directory: Path, number: int, table: pa.Table) -> Path:
-    """Write the rows of ``episode_table`` as write ``number``. Raises RunWriteError, which names
-    the file, if they cannot be written; nothing is left behind then."""
+    """Write the rows of ``episode_table`` as one write.
+
+    Args:
+        directory: ``RunDirectory.episodes``.
+        number: number of the write.
+        table: rows.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        RunWriteError: if it cannot be written. No partial file remains.
+    """
     if table.num_rows >= IDS_PER_WRITE:
         raise ValueError(f"{table.num_rows:,} episodes in one write, the most is {IDS_PER_WRITE:,}")
     directory.mkdir(exist_ok=True)
@@ -117,8 +135,13 @@ def write_episodes(directory: Path, number: int, table: pa.Table) -> Path:
 
 
 def merge_small_files(directory: Path) -> bool:
-    """Merge the newest files into one if there are FILES_PER_MERGE that have been merged equally
-    often and are not too large together. Returns whether there were."""
+    """Merge the newest files into one if FILES_PER_MERGE of them have the same level.
+
+    Files that are too large together are not merged.
+
+    Returns:
+        True if files were merged.
+    """
     newest = list_files(directory)[-FILES_PER_MERGE:]
     is_one_kind = len({file.merges for file in newest}) == 1
     if len(newest) < FILES_PER_MERGE or not is_one_kind:
@@ -135,9 +158,9 @@ def merge_small_files(directory: Path) -> bool:
 
 
 def keep_steps_up_to(directory: Path, step: int) -> None:
-    """Drop the episodes of later steps, and what a crash left half-way.
+    """Drop the episodes of later steps, and leftovers of a crash.
 
-    Held-out episodes of ``step`` itself are dropped, because a resume after it samples them again.
+    Held-out episodes of ``step`` are dropped, too, because a resume samples them again.
     """
     if not directory.exists():
         return
@@ -147,7 +170,7 @@ def keep_steps_up_to(directory: Path, step: int) -> None:
     files = list_files(directory)
     for path in directory.glob("*-*.parquet"):
         if path not in {file.path for file in files}:
-            path.unlink()  # merged into another
+            path.unlink()  # merged into another file
     for file in files:
         kept = _is_kept(_read(file.path, ["step", "split"]), step)
         if not pc.any(kept).as_py():
@@ -166,10 +189,16 @@ def _is_kept(table: pa.Table, step: int) -> pa.ChunkedArray:
 
 @contextmanager
 def opened(path: Path, *, pre_buffer: bool = True) -> Iterator[pq.ParquetFile]:
-    """Open a file, whose pages are compared with their checksums.
+    """Open a file with checksum verification.
 
-    ``pre_buffer``: whether Arrow reads ahead, in threads of its own. Raises RunDirectoryError naming
-    a damaged file, FileNotFoundError if there is none."""
+    Args:
+        path: Parquet file.
+        pre_buffer: let Arrow read ahead in background threads.
+
+    Raises:
+        RunDirectoryError: if the file is damaged.
+        FileNotFoundError: if there is no such file.
+    """
     try:
         with pq.ParquetFile(path, page_checksum_verification=True, pre_buffer=pre_buffer) as file:
             yield file
@@ -180,7 +209,7 @@ def opened(path: Path, *, pre_buffer: bool = True) -> Iterator[pq.ParquetFile]:
 
 
 def read_row_groups(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-    """Read a file one row group at a time. Raises RunDirectoryError naming a damaged file."""
+    """Read a file one row group at a time. Raises RunDirectoryError if it is damaged."""
     with opened(path) as file:
         for i in range(file.num_row_groups):
             yield file.read_row_group(i, columns=columns)
@@ -201,7 +230,7 @@ def _damaged(path: Path, error: Exception) -> RunDirectoryError:
 
 
 def write_vocabulary(directory: Path, size: int, decode_token: Callable[[int], str]) -> None:
-    """Write the text of every token id below ``size``, unless it is there already."""
+    """Write the text of every token id below ``size``, unless the file exists."""
     path = directory / VOCABULARY_FILE
     if path.exists():
         return
@@ -214,7 +243,7 @@ def write_vocabulary(directory: Path, size: int, decode_token: Callable[[int], s
 
 
 def read_vocabulary(directory: Path) -> list[str]:
-    """Read the text of every token id; empty if it has not been written yet."""
+    """Read the text of every token id. Returns an empty list if there is no file."""
     path = directory / VOCABULARY_FILE
     with suppress(FileNotFoundError):
         texts: list[str] = _read(path, ["text"]).column("text").to_pylist()
@@ -230,7 +259,7 @@ def _path_of(directory: Path, first: int, last: int) -> Path:
 
 
 def _to_parquet(tables: Iterable[pa.Table]) -> bytes:
-    """Write tables behind one another in row groups of about ROW_GROUP_TOKENS."""
+    """Return tables as a Parquet file with row groups of about ROW_GROUP_TOKENS."""
     floats = {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in FLOAT_COLUMNS}
     in_dictionary = [path for path in _leaf_paths() if path not in {TEXT_COLUMN, *floats}]
 
@@ -249,7 +278,7 @@ def _to_parquet(tables: Iterable[pa.Table]) -> bytes:
 
 
 def _leaf_paths() -> list[str]:
-    """Name the columns of a file as Parquet does."""
+    """Return Parquet's names of the columns."""
     schema = pq.ParquetFile(_empty_file()).schema
     return [schema.column(i).path for i in range(len(schema))]
 
@@ -261,7 +290,7 @@ def _empty_file() -> io.BytesIO:
 
 
 def _row_groups(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Cut and join tables so that each has at most ROW_GROUP_TOKENS, or one episode."""
+    """Split and join tables so that each has at most ROW_GROUP_TOKENS, or one episode."""
     pending: list[pa.Table] = []
     tokens = 0
     rows = 0
@@ -282,7 +311,7 @@ def _row_groups(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
 
 
 def _pieces(table: pa.Table) -> Iterator[pa.Table]:
-    """Cut a table wherever it has had another ROW_GROUP_TOKENS or ROW_GROUP_EPISODES."""
+    """Split a table after every ROW_GROUP_TOKENS tokens and every ROW_GROUP_EPISODES episodes."""
     tokens = np.cumsum(table.column("tokens").to_numpy(), dtype=np.int64)
     has_enough_tokens = np.diff((tokens - 1) // ROW_GROUP_TOKENS) > 0
     has_enough_rows = np.diff(np.arange(table.num_rows) // ROW_GROUP_EPISODES) > 0

@@ -1,4 +1,4 @@
-"""Reads the recorded episodes of a run, also while it goes on."""
+"""Reads the recorded episodes of a run, including a running one."""
 
 import os
 import re
@@ -28,25 +28,25 @@ from rl_loop.tracking.episode_table import FIGURES, SCHEMA
 from rl_loop.tracking.run_directory import RunDirectoryError
 
 TEXTS_REMEMBERED = 8
-"""Searches whose hits are kept, for their next pages."""
+"""Number of searches to cache, for their next pages."""
 
 _Stamp = tuple[int, int]
-"""When a file was written (ns) and its bytes: another one means another content."""
+"""Modification time (ns) and size of a file. They change with the content."""
 
 _RowGroup = tuple[Path, _Stamp, int]
-"""A file, as it was, and the number of one of its row groups."""
+"""File, its stamp, and the index of one of its row groups."""
 
 
 @dataclass(frozen=True)
 class TextSearch:
-    """What a search has found so far."""
+    """Results of a search so far."""
 
     ids: np.ndarray
-    """int64: ids of episodes with the text, in no order."""
+    """int64: ids of episodes with the text, in any order."""
     searched: int
-    """Episodes looked through."""
+    """Number of episodes searched."""
     of: int
-    """Episodes that there are."""
+    """Total number of episodes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,20 +54,25 @@ class _LoadedFile:
     file: EpisodeFile
     stamp: _Stamp
     figures: pa.Table
-    """The columns of FIGURES, of all rows."""
+    """Columns of FIGURES of all rows."""
     row_ends: np.ndarray
-    """int64 [row groups]: the number of rows up to the end of each."""
+    """int64 [row groups]: number of rows up to the end of each row group."""
 
 
 class EpisodeReader:
-    """The episodes of one run. Figures are kept in memory, about 200 bytes for each; tokens and
-    text are read when they are asked for. May be shared by threads."""
+    """Episodes of one run. Threads may share it.
+
+    Columns of FIGURES stay in memory, about 200 bytes per episode. Tokens and text are read on
+    request.
+    """
 
     def __init__(self, directory: Path, *, leaves_out_damaged: bool = False) -> None:
-        """``directory``: ``RunDirectory.episodes``; it may be missing.
+        """Create a reader.
 
-        ``leaves_out_damaged``: what cannot be read is named in ``damages``, and the rest is shown;
-        otherwise it is an error."""
+        Args:
+            directory: ``RunDirectory.episodes``. It may be missing.
+            leaves_out_damaged: list damaged files in ``damages`` instead of raising an error.
+        """
         self._directory = directory
         self._leaves_out_damaged = leaves_out_damaged
         self._damages: dict[tuple[Path, _Stamp | None], str] = {}
@@ -76,16 +81,19 @@ class EpisodeReader:
         self._vocabulary: list[str] = []
         self._searches: OrderedDict[str, dict[_RowGroup, np.ndarray]] = OrderedDict()
         self.figures = FIGURES.empty_table()
-        """The columns of FIGURES, oldest episode first; as of the last ``refresh``."""
+        """Columns of FIGURES at the last ``refresh``, oldest episode first."""
 
     @property
     def damages(self) -> list[str]:
-        """What was left out, and why."""
+        """Descriptions of the damaged files that were left out."""
         return sorted(set(self._damages.values()))
 
     def refresh(self) -> None:
-        """Read the figures of files that are new. Raises RunDirectoryError naming a damaged one,
-        unless those are left out."""
+        """Read the figures of new files.
+
+        Raises:
+            RunDirectoryError: if a file is damaged, unless damaged files are left out.
+        """
         with self._lock:
             known = {(loaded.file.path, loaded.stamp): loaded for loaded in self._files}
             files: list[_LoadedFile] = []
@@ -97,11 +105,11 @@ class EpisodeReader:
                     present.add((file.path, stamp))
                     loaded = known.get((file.path, stamp)) or self._load(file, stamp)
                 except FileNotFoundError:
-                    continue  # merged or dropped meanwhile: the next refresh sees what came of it
+                    continue  # merged or dropped; the next refresh sees the result
                 if loaded is not None:
                     files.append(loaded)
 
-            # A file that was moved away or written anew is not damaged any more.
+            # Files that were moved away or rewritten are no longer damaged.
             self._damages = {key: why for key, why in self._damages.items() if key in present}
 
             if files != self._files:
@@ -110,7 +118,7 @@ class EpisodeReader:
                 self.figures = pa.concat_tables(tables) if tables else FIGURES.empty_table()
 
     def _load(self, file: EpisodeFile, stamp: _Stamp) -> _LoadedFile | None:
-        """Read the figures of a file; None if it is damaged and left out."""
+        """Read the figures of a file. Returns None if it is damaged and left out."""
         if (file.path, stamp) in self._damages:
             return None
         try:
@@ -125,9 +133,18 @@ class EpisodeReader:
         self._damages[path, stamp] = str(error)
 
     def read(self, episode_id: int) -> dict[str, Any] | None:
-        """Read one episode whole: every column of ``episode_table`` as Python objects, and
-        ``texts``, the text of each token. None if there is no such episode. Raises
-        RunDirectoryError naming the file if this very episode is damaged."""
+        """Read one episode: all columns of ``episode_table``, and ``texts``, the text of each
+        token.
+
+        Args:
+            episode_id: id of the episode.
+
+        Returns:
+            The columns as Python objects. None if there is no such episode.
+
+        Raises:
+            RunDirectoryError: if the episode's row group is damaged.
+        """
         with self._lock:
             for loaded in self._files:
                 ids = loaded.figures.column("id").to_numpy()
@@ -160,10 +177,14 @@ class EpisodeReader:
         return [self._vocabulary[i] if i < known else f"<{i}>" for i in token_ids]
 
     def search(self, text: str, seconds: float) -> TextSearch:
-        """Look for a text in what prompts, policy and tools said, without regard to case, newest
-        episodes first.
+        """Search the text of prompts, policy and tools, ignoring case, newest episodes first.
 
-        Stops after ``seconds``; the same search again goes on where it stopped."""
+        The same search can be called again to continue.
+
+        Args:
+            text: text to find.
+            seconds: time after which the search stops.
+        """
         with self._lock:
             return self._search(text, time.monotonic() + seconds)
 
@@ -192,15 +213,16 @@ class EpisodeReader:
     def _scan(
         self, keys: list[_RowGroup], text: str, hits: dict[_RowGroup, np.ndarray], deadline: float
     ) -> None:
-        """Look through row groups, on all cores, until ``deadline``; adds to ``hits``.
+        """Search row groups on all cores until ``deadline``, and add the results to ``hits``.
 
-        At least one on each core, or a slow disk would never come to an end."""
+        Each core searches at least one row group, so that repeated searches finish on a slow disk.
+        """
         left = iter(keys)
 
         def scan_next(_: int) -> None:
             has_scanned = False
             while not has_scanned or time.monotonic() < deadline:
-                # The iterator hands each key to one thread only.
+                # The iterator gives each key to only one thread.
                 key = next(left, None)
                 if key is None:
                     return
@@ -237,14 +259,14 @@ def _load(file: EpisodeFile, stamp: _Stamp) -> _LoadedFile:
 
 
 def _ids_with_text(path: Path, row_group: int, text: str) -> np.ndarray:
-    """Return the ids of a row group's episodes in one of whose turns the text stands."""
+    """Return the ids of a row group's episodes with the text in one of their turns."""
     try:
-        # Threads of Arrow's own would wait for each other: row groups are shared out already.
+        # No threads of Arrow, because the row groups are already searched in parallel.
         with opened(path, pre_buffer=False) as file:
             columns = ["id", TEXT_COLUMN]
             table = file.read_row_group(row_group, columns, use_threads=False)
     except FileNotFoundError:
-        return np.zeros(0, np.int64)  # merged meanwhile; it is searched under its new name
+        return np.zeros(0, np.int64)  # merged; its new file is searched, too
 
     found = []
     for batch in table.to_batches():
@@ -256,10 +278,10 @@ def _ids_with_text(path: Path, row_group: int, text: str) -> np.ndarray:
 
 
 def _contains(texts: pa.StringArray, text: str) -> pa.BooleanArray:
-    """Say in which of ``texts`` a text stands, without regard to case."""
+    """Return a boolean per text: True if it contains ``text``, ignoring case."""
     if not text.isascii():
         return pc.match_substring(texts, text, ignore_case=True)
 
-    # Half the time: with one case only, RE2 skips to where the text begins. Letters outside
-    # ASCII are left as they are, and an ASCII text has none.
+    # Twice as fast: without case folding, RE2 skips to where the text begins. ``ascii_lower`` keeps
+    # letters outside ASCII, which an ASCII text does not have.
     return pc.match_substring_regex(pc.ascii_lower(texts), re.escape(text.lower()))

@@ -1,4 +1,4 @@
-"""Records the episodes of a run beside the loop: one thread makes the files."""
+"""Records the episodes of a run in a background thread."""
 
 import logging
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Vocabulary(Protocol):
-    """Says what token ids mean: a ``rl_loop.chat.codec.Vocabulary``."""
+    """Decoder of token ids, such as ``rl_loop.chat.codec.Vocabulary``."""
 
     size: int
 
@@ -31,10 +31,11 @@ class Vocabulary(Protocol):
 
 
 class EpisodeRecorder:
-    """Writes the episodes of steps, as a context that is left when all of them are on the disk.
+    """Writes the episodes of steps. As a context manager it waits until all are on disk.
 
-    The thread works on one step at a time and the loop goes on meanwhile, so at most two steps'
-    episodes are in memory. What the thread could not do is raised in the loop by the next call."""
+    The thread works on one step at a time while the loop continues, so the episodes of at most two
+    steps are in memory. An error of the thread is raised by the next call.
+    """
 
     def __init__(
         self,
@@ -43,10 +44,15 @@ class EpisodeRecorder:
         keep: Literal["all"] | int,
         resume_after: int | None = None,
     ) -> None:
-        """``keep``: episodes of each step and split, as ``tracking.episodes`` says.
+        """Open the recorder.
 
-        ``resume_after``: number of steps in the loaded checkpoint. Episodes of later steps are
-        dropped. None for a new run."""
+        Args:
+            directory: ``RunDirectory.episodes``.
+            vocabulary: decoder of token ids.
+            keep: number of episodes per step and split, as in ``tracking.episodes``.
+            resume_after: number of steps in the loaded checkpoint. Episodes of later steps are
+                dropped. None for a new run.
+        """
         self._directory = directory
         self._vocabulary = vocabulary
         self._at_most = None if keep == "all" else keep
@@ -70,14 +76,16 @@ class EpisodeRecorder:
         except RunWriteError as failure:
             if error is None:
                 raise
-            logger.error("%s", failure)  # what ended the run comes first
+            logger.error("%s", failure)  # the other exception is more important
         finally:
             self._thread.shutdown()
 
     def record(self, step: int, splits: Sequence[EpisodesOfSplit]) -> None:
-        """Write the episodes of a step, beside whatever comes next.
+        """Start writing the episodes of a step.
 
-        Raises RunWriteError if those of the step before could not be written."""
+        Raises:
+            RunWriteError: if the episodes of the previous step could not be written.
+        """
         if self._at_most == 0:
             return
         self.finish_writing()
@@ -89,7 +97,7 @@ class EpisodeRecorder:
         self._number += 1
 
     def finish_writing(self) -> None:
-        """Wait until everything is on the disk. Raises RunWriteError if it cannot be."""
+        """Wait until all episodes are on disk. Raises RunWriteError if writing failed."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.result()

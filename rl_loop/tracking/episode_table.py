@@ -1,5 +1,4 @@
-"""Recorded episodes as rows of a table: what each column holds, and how rows are made of
-trajectories."""
+"""Recorded episodes as rows of a table: its columns, and the conversion from trajectories."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ TURN = pa.struct([pa.field("role", pa.string()), *SPAN, pa.field("text", pa.stri
 
 FIGURES = pa.schema(
     [
-        # Unique in a run; later episodes have larger ones. See ``episode_files.first_id``.
+        # Unique in a run, and increasing. See ``episode_files.first_id``.
         pa.field("id", pa.int64(), nullable=False),
         pa.field("step", pa.int32(), nullable=False),
         pa.field("split", pa.string(), nullable=False),  # "train", "held_out" or "replaced"
@@ -27,7 +26,7 @@ FIGURES = pa.schema(
         pa.field("task_id", pa.string(), nullable=False),
         pa.field("reward", pa.float64()),  # null of an invalid episode
         pa.field("reward_parts", pa.map_(pa.string(), pa.float64())),
-        # Mean over the tokens that are trained on; null if there are none.
+        # Mean over the tokens in the loss; null if there are none.
         pa.field("advantage", pa.float32()),
         pa.field("finish_reason", pa.string(), nullable=False),
         pa.field("format_error", pa.string()),
@@ -41,14 +40,14 @@ FIGURES = pa.schema(
         pa.field("tool_errors", pa.int32(), nullable=False),
         pa.field("tokens", pa.int32(), nullable=False),
         pa.field("sampled_tokens", pa.int32(), nullable=False),
-        # Of the weights that sampled it; null if the engine did not say.
+        # Versions of the weights that sampled it; null if the engine did not report them.
         pa.field("oldest_version", pa.int32()),
         pa.field("newest_version", pa.int32()),
-        # Mean |trainer - engine| of the log-probs of sampled tokens, nats; null if not known.
+        # Mean |trainer - engine| of the log-probs of sampled tokens, nats; null if unknown.
         pa.field("logprob_gap", pa.float32()),
     ]
 )
-"""One value per episode: what tables of episodes show and filter by."""
+"""Columns with one value per episode, for tables and filters."""
 
 CONTENTS = pa.schema(
     [
@@ -58,7 +57,7 @@ CONTENTS = pa.schema(
         pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
         pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),
         pa.field("rollout_log_probs", pa.list_(pa.float32()), nullable=False),
-        # Null where the episode was not trained on, or nobody computed them. In nats.
+        # Null if the episode was not trained on, or if they were not computed. In nats.
         pa.field("trainer_log_probs", pa.list_(pa.float32())),
         pa.field("reference_log_probs", pa.list_(pa.float32())),
         pa.field("entropy", pa.list_(pa.float32())),
@@ -67,51 +66,53 @@ CONTENTS = pa.schema(
         pa.field("returns", pa.list_(pa.float32())),
     ]
 )
-"""One list per episode. Those of tokens are as long as ``token_ids``; 0.0 where a token was not
-sampled."""
+"""Columns with one list per episode.
+
+Lists of tokens are as long as ``token_ids``, with 0.0 for tokens that were not sampled.
+"""
 
 SCHEMA = pa.schema([*FIGURES, *CONTENTS])
 
 ESTIMATES = ("advantages", "reference_log_probs", "values", "returns")
-"""Columns that are taken from TrainingSamples under the same name."""
+"""Columns copied from TrainingSamples under the same name."""
 
 UPDATED = ("trainer_log_probs", "entropy")
-"""Columns that come of the updates: TrainedTokens."""
+"""Columns of the update's results (TrainedTokens)."""
 
 
 @dataclass(frozen=True)
 class EpisodesOfSplit:
-    """Finished episodes of one step and what the trainer says of their tokens."""
+    """Finished episodes of one step, with the trainer's values of their tokens."""
 
     split: str
-    """One of train, held_out and replaced: by dynamic sampling, for want of a signal."""
+    """train, held_out or replaced. Dynamic sampling replaces groups without a signal."""
     groups: Sequence[TrajectoryGroup]
     samples: TrainingSamples | None = None
-    """Of the valid episodes of ``groups``, in order; None if they are not trained on."""
+    """Samples of the valid episodes of ``groups``, in order. None if they are not trained on."""
     trained: TrainedTokens | None = None
-    """Of ``samples``; None if the policy was not trained on them."""
+    """Update results for ``samples``. None if the policy was not trained on them."""
     step: int | None = None
-    """Number of completed steps that the episodes belong to; None for that of the recorded step."""
+    """Number of completed steps for these episodes. None for the number of the recorded step."""
 
 
 @dataclass(frozen=True)
 class SampleRow:
-    """One episode as people read it."""
+    """One episode in readable form."""
 
     step: int
     split: str
     task_id: str
     reward: float | None
-    """None of an invalid episode."""
+    """Reward. None for an invalid episode."""
     finish_reason: str
     answer: str | None
     text: str
-    """The whole episode, each turn behind the name of who said it."""
+    """Text of the whole episode, with the role in front of each turn."""
 
 
 @dataclass(frozen=True)
 class _Row:
-    """One episode and where it belongs."""
+    """One episode with its position in the step."""
 
     step: int
     split: str
@@ -119,19 +120,19 @@ class _Row:
     sample: int
     trajectory: Trajectory
     tokens: slice | None
-    """Where the columns of TrainingSamples have its tokens; None if it was not trained on."""
+    """Range of its tokens in the columns of TrainingSamples. None if it was not trained on."""
     estimates: dict[str, np.ndarray]
-    """Columns of all tokens of the split, by their name in CONTENTS."""
+    """Columns of all tokens of the split, by name in CONTENTS."""
 
     def estimate(self, name: str) -> np.ndarray | None:
-        """Return one of ``estimates`` of this episode's tokens; None if nobody computed it."""
+        """Return a column of ``estimates`` for this episode's tokens. None if there is none."""
         if self.tokens is None or name not in self.estimates:
             return None
         column = self.estimates[name][self.tokens]
         if name not in UPDATED:
             return column
 
-        # One that no update took has no figures; of prompts and tools' outputs nobody asks.
+        # Episodes that no update used have only NaN. Values outside the loss mask are not used.
         if np.isnan(column[1:]).all():
             return None
         return np.where(self.trajectory.loss_mask, column, np.float32(0))
@@ -143,14 +144,15 @@ def episode_table(
     first_id: int = 0,
     at_most: int | None = None,
 ) -> pa.Table:
-    """Make the rows of all episodes of a step, invalid ones included: one for each of their
-    token sequences.
+    """Build the table of all episodes of a step, including invalid ones.
+
+    Each token sequence of an episode has a row.
 
     Args:
         step: number of the step; the first training step has 1.
-        splits: what there is to record.
-        first_id: of the first row; the others count on.
-        at_most: rows of each split, evenly spread over its tasks; None takes all.
+        splits: episodes to record.
+        first_id: id of the first row. Ids are consecutive.
+        at_most: maximum rows per split, evenly spread over its tasks; None for all.
     """
     rows: list[_Row] = []
     for split in splits:
@@ -175,7 +177,7 @@ def episode_table(
 
 
 def sample_rows(step: int, splits: Sequence[EpisodesOfSplit], at_most: int) -> list[SampleRow]:
-    """Return a few episodes of a step, ``at_most`` of each split, evenly spread over its tasks."""
+    """Return up to ``at_most`` episodes per split of a step, evenly spread over its tasks."""
     rows: list[_Row] = []
     for split in splits:
         rows += _thinned(_rows_of(step, split), at_most)
@@ -206,7 +208,7 @@ def _rows_of(step: int, split: EpisodesOfSplit) -> list[_Row]:
     rows = []
     sequence = 0
     for number, group in enumerate(split.groups):
-        # An episode of several sequences has a row for each, with the same sample number.
+        # Each sequence of an episode has a row, with the same sample number.
         numbered = [
             (i, trajectory)
             for i, episode in enumerate([*group.trajectories, *group.invalid])
@@ -315,7 +317,7 @@ FIGURE_OF: dict[str, Callable[[_Row], Any]] = {
     "newest_version": lambda row: max(_versions(row), default=None),
     "logprob_gap": _logprob_gap,
 }
-"""How the columns of FIGURES are made, but for "id" and "step"."""
+"""Functions that compute the columns of FIGURES, except "id" and "step"."""
 
 
 # -- lists ----------------------------------------------------------------------------------------
@@ -341,13 +343,13 @@ SPANS_OF: dict[str, Callable[[_Row], list[dict[str, Any]]]] = {
     "weight_versions": _weight_versions,
     "grafted": _grafted,
 }
-"""How the columns of token ranges are made."""
+"""Functions that compute the columns of token ranges."""
 
 TRAJECTORY_COLUMNS = ("token_ids", "loss_mask", "rollout_log_probs")
 
 
 def _token_column(field: pa.Field, rows: Sequence[_Row]) -> pa.Array:
-    """Lay what the episodes have of a column end to end; null for those that have nothing."""
+    """Concatenate a column's values of all episodes. Episodes without values get null."""
     parts = []
     for row in rows:
         if field.name in TRAJECTORY_COLUMNS:
@@ -366,5 +368,5 @@ def _token_column(field: pa.Field, rows: Sequence[_Row]) -> pa.Array:
 
 
 def _utf8(text: str) -> str:
-    """Replace what UTF-8 cannot write: sampled text may hold lone surrogates."""
+    """Replace characters that UTF-8 cannot encode. Sampled text may contain lone surrogates."""
     return text.encode(errors="replace").decode()

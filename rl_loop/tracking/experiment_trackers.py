@@ -1,5 +1,7 @@
-"""Services that show many runs side by side, if they are asked for: Weights & Biases and MLflow. They
-get the metrics of steps, the configuration, and a few episodes as tables."""
+"""Optional experiment trackers: Weights & Biases and MLflow.
+
+They receive the metrics of steps, the configuration, and some episodes as tables.
+"""
 
 import logging
 import os
@@ -18,30 +20,32 @@ logger = logging.getLogger(__name__)
 
 SAMPLE_COLUMNS = [field.name for field in fields(SampleRow)]
 MOST_PARAMETERS = 100
-"""Of a request to MLflow."""
+"""Maximum number of parameters per request to MLflow."""
 MOST_FAILURES = 3
-"""Requests in a row after which MLflow is given up: each may cost the loop some seconds."""
+"""Consecutive failures after which MLflow is disabled. Each one may delay the loop by seconds."""
 
 
 class ExperimentTracker(Protocol):
-    """A service that shows many runs side by side."""
+    """Service that shows the metrics of many runs."""
 
     def log_step(self, step: int, values: dict[str, float]) -> None:
-        """Take the metrics of a step."""
+        """Send the metrics of a step."""
         ...
 
     def log_samples(self, step: int, samples: Sequence[SampleRow]) -> None:
-        """Take a few episodes of a step, as a table."""
+        """Send some episodes of a step as a table."""
         ...
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send pending data and finish the run."""
         ...
 
 
 class WandbTracker:
-    """The same curves at Weights & Biases; a resumed run continues its own. The configuration goes
-    there as a tree, so that runs can be filtered and grouped by its keys."""
+    """Tracker for Weights & Biases. A resumed run continues its earlier curves.
+
+    The configuration is sent as a tree, so that runs can be filtered and grouped by key.
+    """
 
     def __init__(self, run_name: str, config_yaml: str) -> None:
         try:
@@ -67,15 +71,24 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """The same curves at MLflow, in the experiment MLFLOW_EXPERIMENT_NAME.
+    """Tracker for MLflow, with the experiment MLFLOW_EXPERIMENT_NAME.
 
-    The configuration's values are its parameters, samples are artifacts. A server that does not
-    answer ends no run: what is lost there is in the run's own directory."""
+    The configuration's values are parameters, and samples are artifacts. If the server fails, the
+    run continues. The run's directory has all of the data.
+    """
 
     def __init__(self, run_name: str, config_yaml: str, run: RunDirectory) -> None:
-        """A resumed run continues the one that its directory names. Raises ConfigError if a new one
-        cannot be begun."""
-        # MLflow would try for minutes, and steps would wait.
+        """Start a run at MLflow. A resumed run continues the MLflow run that its directory names.
+
+        Args:
+            run_name: name of a new run.
+            config_yaml: configuration.
+            run: directory of the run.
+
+        Raises:
+            ConfigError: if a new run cannot be started.
+        """
+        # MLflow's defaults would retry for minutes and delay steps.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         try:
@@ -94,14 +107,14 @@ class MlflowTracker:
             else:
                 self._id = self._begin(run_name, config_yaml, run)
         except Exception as error:
-            # Nothing has been trained yet, so a wrong address is best mended now.
+            # No step is lost at this point, so report a wrong address immediately.
             uri = os.environ.get("MLFLOW_TRACKING_URI")
             raise ConfigError(
                 f"MLFLOW_TRACKING_URI is {uri}, and no run can be begun there: {error}"
             ) from None
 
         if is_resumed:
-            # A job that is queued again at night goes on without it.
+            # A resumed job must continue even if MLflow is not available.
             self._try(
                 "that the run goes on",
                 lambda: self._client.update_run(self._id, status="RUNNING"),
@@ -143,13 +156,13 @@ class MlflowTracker:
         self._try("that the run has ended", lambda: self._client.set_terminated(self._id))
 
     def _try(self, what: str, send: Callable[[], object]) -> None:
-        """Send something; warn where it fails, and give up after MOST_FAILURES in a row."""
+        """Send data. Log a failure, and stop sending after MOST_FAILURES consecutive failures."""
         if self._failures == MOST_FAILURES:
             return
         try:
             send()
         except Exception as error:
-            # Its stores raise all sorts of things.
+            # Stores of MLflow raise many types of exceptions.
             self._failures += 1
             logger.warning("MLflow did not take %s: %s", what, error)
             if self._failures == MOST_FAILURES:
@@ -159,7 +172,7 @@ class MlflowTracker:
 
 
 def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of a tree of mappings by dotted key."""
+    """Yield the values of nested mappings by dotted key."""
     for key, value in tree.items():
         if isinstance(value, dict) and value:
             yield from _leaves(value, f"{prefix}{key}.")
@@ -170,8 +183,16 @@ def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def experiment_trackers(
     run_name: str, config_yaml: str, run: RunDirectory
 ) -> list[ExperimentTracker]:
-    """Make the trackers that are switched on by variables of their own: WANDB_PROJECT,
-    MLFLOW_TRACKING_URI. Raises ConfigError for one that cannot be used."""
+    """Create the trackers that WANDB_PROJECT and MLFLOW_TRACKING_URI enable.
+
+    Args:
+        run_name: name of the run.
+        config_yaml: configuration.
+        run: directory of the run.
+
+    Raises:
+        ConfigError: if a tracker cannot be used.
+    """
     trackers: list[ExperimentTracker] = []
     if "WANDB_PROJECT" in os.environ:
         trackers.append(WandbTracker(run_name, config_yaml))

@@ -1,4 +1,4 @@
-"""Numbers of a run for Prometheus, which finds them beside Ray's own metrics on every node."""
+"""Exports a run's metrics to Prometheus, together with Ray's metrics on every node."""
 
 import re
 
@@ -9,8 +9,7 @@ from rl_loop.tracking.metrics import Listener
 
 
 class RolloutCounters:
-    """Totals per rollout worker: its engine's sampled tokens, its episodes, and its sandbox's
-    calls and failures."""
+    """Totals per rollout worker: sampled tokens, episodes, and tool calls with their failures."""
 
     def __init__(self) -> None:
         counted = {"sampled_tokens": "tokens that the engine sampled", "episodes": "finished episodes",
@@ -28,12 +27,12 @@ class RolloutCounters:
             "tool_errors": sum(sequence.tool_errors for sequence in group.sequences),
         }
         for name, total in totals.items():
-            if total > 0:  # Ray refuses a zero
+            if total > 0:  # Ray rejects 0
                 self._counters[name].inc(total, tags={"worker": str(worker)})
 
 
 def prometheus_listener(run_name: str) -> Listener:
-    """Every metric of a step as a gauge ``gptoss_NAME``."""
+    """Return a listener that exports each metric of a step as a gauge ``gptoss_NAME``."""
     gauges: dict[str, Gauge] = {}
 
     def listen(step: int, values: dict[str, float]) -> None:

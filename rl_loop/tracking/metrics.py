@@ -1,8 +1,7 @@
-"""The scalars of one step: how each is reduced over optimizer steps and rollout rounds, and where
-it is written.
+"""Metrics of one step: their reduction over optimizer steps and rollout rounds, and their files.
 
-A mean is kept as its sum and its count: the mean of means is wrong if they hold different numbers
-of tokens."""
+A mean is stored as sum and count, because a mean of means is wrong for different numbers of tokens.
+"""
 
 import json
 import math
@@ -17,20 +16,22 @@ Listener = Callable[[int, dict[str, float]], None]
 
 
 class Name:
-    """The metrics that the progress display and the report know by name; any other name is written
-    and plotted too."""
+    """Names of metrics that the progress display and the report use.
+
+    Metrics with other names are written and plotted, too.
+    """
 
     REWARD = "reward"  # mean over sequences
     ACCURACY = "accuracy"  # mean over sequences of the training tasks
-    HELD_OUT_ACCURACY = "held_out/accuracy"  # mean over sequences; only on steps that evaluate
-    HELD_OUT_REWARD = "held_out/reward"  # mean over sequences; only on steps that evaluate
+    HELD_OUT_ACCURACY = "held_out/accuracy"  # mean over sequences, on steps that evaluate
+    HELD_OUT_REWARD = "held_out/reward"  # mean over sequences, on steps that evaluate
     HELD_OUT_TOOL_CALL_RATE = "held_out/tool_call_rate"
     HELD_OUT_TURNS = "held_out/turns"
     TOOL_CALL_RATE = "tool_call_rate"  # share of sequences with at least one tool call
     TURNS = "turns"  # assistant turns, mean over sequences
     RESPONSE_TOKENS = "response_tokens"  # sampled tokens, mean over sequences
-    LOSS = "loss"  # as aggregated; of several optimizer steps the mean
-    VALIDATION_LOSS = "validation/loss"  # nats, mean over learned tokens; on steps that measure it
+    LOSS = "loss"  # as aggregated, mean over optimizer steps
+    VALIDATION_LOSS = "validation/loss"  # nats, mean over loss tokens, on steps that validate
     LOGPROB_GAP = (
         "mismatch/logprob_gap"  # |log pi_train - log pi_rollout|, mean over sampled tokens, nats
     )
@@ -50,13 +51,15 @@ class Name:
 
 @dataclass(frozen=True)
 class Scalar:
-    """One metric of one step, still reducible. ``total`` is a sum for mean and sum, else the value
-    itself."""
+    """One metric of one step, which can be merged with further parts.
+
+    ``total`` is a sum for mean and sum, otherwise the value.
+    """
 
     total: float
-    count: float  # what a mean divides by; 1 otherwise
-    reduction: Literal["mean", "sum", "max", "last"]  # how parts of one step become one number
-    over: str  # "tokens", "sequences", "steps": what one count is
+    count: float  # divisor of a mean, otherwise 1
+    reduction: Literal["mean", "sum", "max", "last"]  # reduction of the parts of one step
+    over: str  # noun for one count: "tokens", "sequences", "steps"
 
     @property
     def value(self) -> float:
@@ -64,50 +67,63 @@ class Scalar:
 
     @property
     def description(self) -> str:
-        """Such as "mean over tokens"."""
+        """Text such as "mean over tokens"."""
         return f"{self.reduction} over {self.over}"
 
     def merged(self, other: "Scalar") -> "Scalar":
-        """This and a later part of the same metric."""
+        """Return this part merged with a later part of the same metric."""
         if self.reduction in ("mean", "sum"):
             return Scalar(
                 self.total + other.total, self.count + other.count, self.reduction, self.over
             )
         if self.reduction == "last":
             return other
-        # A NaN must survive: max(1.0, nan) is 1.0 in Python, and a hidden NaN is exactly what
-        # metrics are for.
+        # Keep NaN, because metrics must show it. In Python max(1.0, nan) is 1.0.
         return max(self, other, key=lambda part: (math.isnan(part.total), part.total))
 
 
 @dataclass
 class StepMetrics:
-    """Every scalar of one step. Adding a name again merges into it, so micro-batches simply add
-    their parts."""
+    """All metrics of one step. Adding a name again merges the parts, such as of micro-batches."""
 
     step: int
-    """Number of completed steps that the values belong to; the first training step has 1."""
+    """Number of completed steps. The first training step has 1."""
     scalars: dict[str, Scalar] = field(default_factory=dict)
 
     def add_mean(self, name: str, total: float, count: float, over: str) -> None:
-        """A mean given as its sum and the number of things summed. ``over`` names them: "tokens",
-        "sequences"."""
+        """Add a mean.
+
+        Args:
+            name: name of the metric.
+            total: sum of the values.
+            count: number of values.
+            over: noun for the values, such as "tokens" or "sequences".
+        """
         self._add(name, Scalar(float(total), float(count), "mean", over))
 
     def add(
         self, name: str, value: float, reduction: Literal["sum", "max", "last"], over: str = "steps"
     ) -> None:
-        """A value as it is. "last", the newest of several, is for what is the same on every
-        rank."""
+        """Add a single value.
+
+        Args:
+            name: name of the metric.
+            value: value.
+            reduction: reduction over several values. Use "last", the newest one, for values that
+                are equal on all ranks.
+            over: noun for the values.
+        """
         self._add(name, Scalar(float(value), 1.0, reduction, over))
 
     def values(self) -> dict[str, float]:
-        """name -> reduced value. A mean over nothing has no value and is left out; NaN and
-        infinity are kept."""
+        """Return {name: reduced value}.
+
+        A mean without values is left out. NaN and infinity are kept.
+        """
         return {name: scalar.value for name, scalar in self.scalars.items() if scalar.count}
 
     def descriptions(self) -> dict[str, str]:
-        """name -> "mean over tokens" and the like."""
+        """Return {name: description}, such as "mean over tokens"."""
         return {name: scalar.description for name, scalar in self.scalars.items()}
 
     def _add(self, name: str, scalar: Scalar) -> None:
@@ -127,19 +143,21 @@ class MetricsWriter:
     """Writes values to ``metrics.jsonl`` (flushed lines) and ``tensorboard/``, and passes them on.
 
     A line's step is the number of completed steps: 1 for the first training step, 0 for an
-    evaluation before it. An evaluation has a line of its own.
+    evaluation before it. An evaluation has a separate line.
 
     Args:
+        run: directory of the run.
         resume_after: number of steps in the loaded checkpoint. Lines of later steps are dropped
             (hidden in TensorBoard), and the curve continues. None starts a new curve.
-        listeners: get (step, values) of each line. NaN and infinity are null in JSON.
+        listeners: functions to call with (step, values) of each line. JSON has null for NaN and
+            infinity.
     """
 
     def __init__(
         self, run: RunDirectory, resume_after: int | None = None, listeners: Iterable[Listener] = ()
     ) -> None:
-        # Here, because importing it takes seconds and the commands that only read metrics need
-        # none of it.
+        # Imported here, because the import takes seconds and commands that only read metrics do not
+        # need it.
         from torch.utils.tensorboard import SummaryWriter
 
         self._run = run
@@ -155,8 +173,11 @@ class MetricsWriter:
         )
 
     def write(self, metrics: StepMetrics) -> None:
-        """Raises RunWriteError, naming the file, if the disk is full; what was written before
-        stays valid."""
+        """Write the metrics of a step.
+
+        Raises:
+            RunWriteError: if the disk is full. Earlier lines stay valid.
+        """
         values = metrics.values()
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         record = {"step": metrics.step, "time": round(time.time(), 3), **finite}

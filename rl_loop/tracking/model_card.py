@@ -1,4 +1,4 @@
-"""The model card of an export: what was trained, from what, how well it does, and how to serve it."""
+"""Model card of an export: training, data, results, and commands for serving."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from megatron_gptoss.package_version import package_version
 from rl_loop.tracking.run_directory import RunDirectory, atomic_write_text, read_json
 
 KINDS = {"rl": "on-policy reinforcement learning", "sft": "supervised fine-tuning"}
-"""What commands do, in words."""
+"""Descriptions of the commands."""
 PARSERS = {
     "harmony": (
         "--reasoning-parser gpt-oss --tool-call-parser gpt-oss",
@@ -20,50 +20,49 @@ PARSERS = {
     ),
     "chatml": ("--tool-call-parser qwen25", "--tool-call-parser hermes"),
 }
-"""With which options SGLang and vLLM parse a chat format."""
+"""Options with which SGLang and vLLM parse a chat format."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """What a card says of the run, from its configuration."""
+    """Facts about a run for the card, from its configuration."""
 
     name: str
     command: str
-    """rl or sft."""
+    """Command: rl or sft."""
     initial_weights: Path | None
-    """None for random ones."""
+    """Directory of the initial weights. None for random weights."""
     model: ModelConfig
     adapter_rank: int | None
-    """None if all weights were trained."""
+    """Rank of the adapters. None if all weights were trained."""
     dtype: str
     seed: int
     algorithm: str
-    """A sentence on advantages and loss; empty for supervised fine-tuning."""
+    """Sentence about advantages and loss. Empty for supervised fine-tuning."""
     data_kind: str
-    """Conversations or Tasks."""
+    """Kind of data: Conversations or Tasks."""
     data: dict[str, Any]
-    """Where they are from: that part of the configuration, without defaults, as JSON."""
+    """Configuration of the data sources, without defaults, as JSON."""
     chat_format: Literal["harmony", "chatml"]
-    """What the model speaks."""
+    """Chat format of the model."""
     has_released_vocabulary: bool
-    """Whether its token ids are those of a released model: only such answers can be parsed by other
-    servers."""
+    """True if the token ids are a released model's. Other servers can parse only these."""
 
 
 def write_model_card(run: RunDirectory, training: Training) -> None:
-    """Write README.md into the export of a finished run, whose summary is written."""
+    """Write README.md into the export of a finished run. The run's summary must exist."""
     figures = read_json(run.summary)
     has_template = (run.export / "chat_template.jinja").exists()
     atomic_write_text(run.export / "README.md", model_card(training, figures, has_template))
 
 
 def model_card(training: Training, figures: Mapping[str, Any], has_template: bool) -> str:
-    """Return the card as Hugging Face's hub reads it.
+    """Return the card in the format of the Hugging Face hub.
 
     Args:
-        training: what was done.
-        figures: of its ``summary.json``.
-        has_template: whether the export holds a chat template.
+        training: facts about the run.
+        figures: values of ``summary.json``.
+        has_template: True if the export has a chat template.
     """
     header = yaml.safe_dump(_header(training), sort_keys=False).strip()
     sections = [
@@ -123,7 +122,7 @@ def _figure(value: Any) -> str:
 
 
 def _serving(training: Training, has_template: bool) -> str:
-    """Say with which commands the export can be served, and what is in the way of others."""
+    """Return the commands that serve the export, or the reason why a server cannot."""
     ours = "With this project, from the directory of the run:\n\n```\ngptoss serve RUN\n```"
     if not training.has_released_vocabulary:
         return (

@@ -1,4 +1,4 @@
-"""How a run tells the user what it is doing."""
+"""Interface for showing a run's progress to the user."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -6,31 +6,31 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Receives what happens in a run, to show it."""
+    """Receiver of a run's events, to display them."""
 
     def phase(self, name: str) -> None:
-        """Take the name of what the run does from now on."""
+        """Receive the name of the phase that starts."""
         ...
 
     def episodes(self, ended: int, wanted: int) -> None:
-        """Take how many episodes of the present phase have ended, of how many."""
+        """Receive the number of finished episodes of the phase, and the total number."""
         ...
 
     def note(self, message: str) -> None:
-        """Take a message to the user."""
+        """Receive a message to the user."""
         ...
 
     def step(self, step: int, values: dict[str, float]) -> None:
-        """Take the metrics of a finished step."""
+        """Receive the metrics of a finished step."""
         ...
 
 
 ProgressFactory = Callable[[str, int, int], AbstractContextManager[Progress]]
-"""(title, total steps, first step) -> a context in which progress is shown."""
+"""(title, total steps, first step) -> context manager that shows the progress."""
 
 
 class SilentProgress:
-    """A display that shows nothing. A subclass shows what it overrides."""
+    """Display without output. Subclasses override methods to show events."""
 
     def phase(self, name: str) -> None:
         pass
@@ -47,5 +47,5 @@ class SilentProgress:
 
 @contextmanager
 def silent(title: str, total: int, first: int) -> Iterator[Progress]:
-    """Show nothing; a ``ProgressFactory``."""
+    """Show nothing. A ``ProgressFactory``."""
     yield SilentProgress()

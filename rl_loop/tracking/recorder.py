@@ -1,5 +1,4 @@
-"""Records the steps of a run: metrics, whole episodes for the report, drift, and a warning if
-nothing is learned."""
+"""Records the steps of a run: metrics, episodes for the report, drift, and missing signals."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -29,37 +28,37 @@ from rl_loop.tracking.step_metrics import (
 )
 
 TABLE_EPISODES = 4
-"""Episodes of each step and split that experiment trackers show as a table."""
+"""Number of episodes per step and split in the tables of experiment trackers."""
 
 DRIFT_STEPS = 10
-"""Steps at the start of a run that later ones are compared with."""
+"""Number of first steps of a run that later steps are compared with."""
 
 
 class StepRecord:
     """Metrics of one step while it runs.
 
     The step number of a record is the number of completed steps. The update of the step belongs to
-    ``done + 1`` steps. An evaluation of the policy before that update belongs to ``done`` steps."""
+    ``done + 1`` steps. An evaluation of the policy before that update belongs to ``done`` steps.
+    """
 
     def __init__(self, done: int, progress: Progress) -> None:
-        """``done``: steps that were completed before this one."""
+        """Start a record. ``done`` is the number of completed steps before this one."""
         self.metrics = StepMetrics(done + 1)
         """Metrics of the episodes and of the update."""
         self.evaluation = StepMetrics(done)
-        """Metrics of held-out data; empty if the step has no evaluation."""
+        """Metrics of held-out data. Empty if the step has no evaluation."""
         self._progress = progress
         self._began = time.monotonic()
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Show ``phase`` to the user and add the seconds that the block takes to
-        ``seconds/PHASE``."""
+        """Show ``phase`` to the user and add the block's seconds to ``seconds/PHASE``."""
         with self._timed(phase, self.metrics):
             yield
 
     @contextmanager
     def timed_evaluation(self, phase: str) -> Iterator[None]:
-        """Do the same as ``timed`` for a phase that belongs to the evaluation."""
+        """Do the same as ``timed`` for a phase of the evaluation."""
         with self._timed(phase, self.evaluation):
             yield
 
@@ -71,15 +70,14 @@ class StepRecord:
         metrics.add(f"seconds/{phase}", time.monotonic() - began, "sum", "phases")
 
     def add_speed(self, tokens: int) -> None:
-        """Add the step's wall time until now, and the tokens that it sampled
-        and trained per second."""
+        """Add the step's wall time until now, and its sampled and trained tokens per second."""
         seconds = time.monotonic() - self._began
         self.metrics.add(Name.STEP_SECONDS, seconds, "last")
         self.metrics.add(Name.TOKENS_PER_SECOND, tokens / seconds, "last")
 
 
 class StepRecorder:
-    """Writes what a step was like, and remembers what later steps are compared with."""
+    """Writes the results of steps, and keeps the values of the first steps for comparison."""
 
     def __init__(
         self,
@@ -124,8 +122,14 @@ class StepRecorder:
         samples: TrainingSamples,
         updates: RlUpdates,
     ) -> None:
-        """Write a finished step of reinforcement learning. ``samples``: of ``rollouts.train``,
-        with advantages."""
+        """Write a finished step of reinforcement learning.
+
+        Args:
+            record: metrics of the step.
+            rollouts: episodes of the step.
+            samples: samples of ``rollouts.train``, with advantages.
+            updates: results of the updates.
+        """
         metrics = record.metrics
         metrics.add("rollout/staleness_max", max_staleness(samples), "max", "tokens")
         if rollouts.replaced is not None:
@@ -153,13 +157,13 @@ class StepRecorder:
         self._writer.write(metrics)
 
     def record_sft_step(self, record: StepRecord, tokens: int) -> None:
-        """Write a finished step of supervised fine-tuning, which trained on ``tokens``."""
+        """Write a finished step of supervised fine-tuning, which trained on ``tokens`` tokens."""
         self._write_evaluation(record)
         record.add_speed(tokens)
         self._writer.write(record.metrics)
 
     def record_validation(self, record: StepRecord) -> None:
-        """Write a measurement of the loss that belongs to no training step."""
+        """Write a validation loss that belongs to no training step."""
         self._write_evaluation(record)
 
     def record_evaluation(self, record: StepRecord, groups: Sequence[TrajectoryGroup]) -> None:
@@ -169,7 +173,7 @@ class StepRecorder:
         self._write_evaluation(record)
 
     def finish_writing(self) -> None:
-        """Wait until all episodes are on the disk. Raises RunWriteError if they cannot be."""
+        """Wait until all episodes are on disk. Raises RunWriteError if writing failed."""
         self._episodes.finish_writing()
 
     def _write_evaluation(self, record: StepRecord) -> None:
@@ -185,13 +189,12 @@ class StepRecorder:
             tracker.log_samples(step, samples)
 
     def _add_drift(self, metrics: StepMetrics) -> None:
-        """Add the mismatch of engine and trainer as a multiple of what it was in the
-        first steps of the run."""
+        """Add the mismatch of engine and trainer relative to the first steps of the run."""
         gap = metrics.values().get(Name.LOGPROB_GAP)
         if gap is None:  # the critic is warming up
             return
 
-        # The first steps are compared with the mean of those before them, themselves included.
+        # The first steps are compared with the mean of the steps until then.
         if len(self._first_gaps) < DRIFT_STEPS:
             self._first_gaps.append(gap)
         before = sum(self._first_gaps) / len(self._first_gaps)

@@ -1,4 +1,4 @@
-"""The directory of a run: what lies where, and writes that leave no half-written file behind."""
+"""Layout of a run's directory, and writes that leave no partial files."""
 
 import difflib
 import errno
@@ -16,39 +16,40 @@ from megatron_gptoss.new_directory import OLD, PARTIAL
 from megatron_gptoss.user_error import UserError
 
 MOST_RUNS_SHOWN = 10
-"""In the error of a run that is not there."""
+"""Maximum number of runs that an error about a missing run lists."""
 
 
 class RunDirectoryError(UserError):
-    """A run directory is not what the command needs; the message says which and what to do."""
+    """Run directory that does not fit the command. The message has a remedy."""
 
 
 class RunWriteError(UserError, OSError):
-    """A file of a run could not be written; the message names it. The file's previous content is
-    still valid."""
+    """File of a run that could not be written. The message names it.
+
+    The file's previous content is still valid.
+    """
 
     def __str__(self) -> str:
-        return str(self.strerror)  # without OSError's "[Errno 28]" in front
+        return str(self.strerror)  # without the prefix "[Errno 28]" of OSError
 
 
 class Start(StrEnum):
-    """How a run begins. A directory that already holds one is only touched if that was asked
-    for."""
+    """Mode of starting a run. An existing run is changed only if the user requested it."""
 
     NEW = "new"
 
     RESUME = "resume"
-    """Go on with the run that is there; refused where there is none."""
+    """Continue the existing run. An error if there is none."""
 
     RESUME_OR_NEW = "resume or new"
-    """What ``gptoss launch`` does, whose first attempt does not know that it is the first."""
+    """Continue the existing run, or start one. For ``gptoss launch``, which may restart a run."""
 
     OVERWRITE = "overwrite"
-    """Delete the run's own files first."""
+    """Delete the files of the existing run first."""
 
     @classmethod
     def chosen(cls, *, resume: bool, overwrite: bool, resume_or_new: bool = False) -> "Start":
-        """Translate the options of a command. Raises RunDirectoryError for more than one."""
+        """Return the mode for a command's options. Raises RunDirectoryError for more than one."""
         if resume + overwrite + resume_or_new > 1:
             raise RunDirectoryError(
                 "--resume, --resume-or-new and --overwrite exclude each other; give one of them"
@@ -68,70 +69,75 @@ class Start(StrEnum):
 
 
 class RunDirectory:
-    """The paths of one run. Make one with ``start_run`` to write, directly to read.
+    """Paths of one run. Create it with ``start_run`` to write, or directly to read.
 
-    Beside what ``__init__`` lists there may be ``run.lock``, ``error.log`` and ``output.log``, and
-    of SGLang's servers ``engine/``: none of them is worth keeping when a run begins anew."""
+    Further files are ``run.lock``, ``error.log`` and ``output.log``, and ``engine/`` of SGLang's
+    servers. A new run does not need them.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
         self.config = path / "config.yaml"
-        """As resolved, overrides included; what a resume changed stands on top."""
+        """Resolved configuration, including overrides, with the changes of a resume at the top."""
 
         self.inputs = path / "inputs.json"
-        """Paths and digests of the files that the run began with (``rl_loop.lifecycle.inputs``)."""
+        """Paths and digests of the run's initial input files (``rl_loop.lifecycle.inputs``)."""
 
         self.metrics = path / "metrics.jsonl"
-        """Lines of {"step", "time", NAME: value, ...}: one per training step, numbered from 1, and
-        one per evaluation, whose step is the number of training steps before it."""
+        """Lines of {"step", "time", NAME: value, ...}.
+
+        There is one line per training step, numbered from 1, and one per evaluation. The step of an
+        evaluation is the number of training steps before it.
+        """
 
         self.metric_descriptions = path / "metrics.describe.json"
         """{NAME: "mean over tokens", ...}."""
 
         self.episodes = path / "episodes"
-        """Whole episodes as Parquet files, see ``episode_files``."""
+        """Complete episodes as Parquet files (``episode_files``)."""
 
         self.refused = path / "refused.jsonl"
-        """Conversations of ``data`` that were left out, one a line: {"source", "file", "line" or
-        "row", "reason"}."""
+        """Refused conversations of ``data``, one per line.
+
+        Keys are "source", "file", "line" or "row", and "reason".
+        """
 
         self.mlflow_run = path / "mlflow_run_id"
-        """The run of MLflow that a resumed run continues; only where MLflow is on."""
+        """Id of the MLflow run that a resumed run continues. Only if MLflow is used."""
 
         self.tensorboard = path / "tensorboard"
-        """The same numbers as event files."""
+        """Metrics as event files."""
 
         self.checkpoints = path / "checkpoints"
-        """What a run resumes from."""
+        """Checkpoints for resuming."""
 
         self.critic_checkpoints = path / "critic_checkpoints"
-        """The same of PPO's critic."""
+        """Checkpoints of PPO's critic."""
 
         self.episodes_ahead = path / "episodes_ahead"
-        """Episodes that a resume need not run again (``rl_loop.rollout.group_store``)."""
+        """Episodes that a resume does not repeat (``rl_loop.rollout.group_store``)."""
 
         self.export = path / "export"
-        """The Hugging Face checkpoint; of a run with adapters, merged."""
+        """Hugging Face checkpoint. Adapters are merged."""
 
         self.adapter = path / "adapter"
-        """Its adapters by themselves, in PEFT's format."""
+        """Adapters in PEFT's format."""
 
         self.adapters = path / "adapters"
-        """The same of every checkpoint, those that are deleted included; only with
-        ``training.keep_adapters``."""
+        """Adapters of all checkpoints, also of deleted ones. Needs ``training.keep_adapters``."""
 
         self.curve = path / "curve.png"
-        """Reward and accuracy."""
+        """Plot of reward and accuracy."""
 
         self.report = path / "report.html"
-        """Everything above on one page."""
+        """Report with all of the above on one page."""
 
         self.summary = path / "summary.json"
-        """The figures that a script compares."""
+        """Final values for scripts."""
 
     def existing(self) -> list[Path]:
-        """List what there is of the paths above, and what a killed export has left beside them."""
+        """Return the existing paths of the run, including leftovers of a killed export."""
         listed = [path for path in vars(self).values() if path != self.path]
         return [path for path in listed + self._beside_exports() if os.path.lexists(path)]
 
@@ -143,8 +149,10 @@ class RunDirectory:
         ]
 
     def unfinished(self) -> list[Path]:
-        """List checkpoints, adapters and exports that nobody has finished. Whoever holds the run's lock, and
-        writes none, may delete them."""
+        """Return unfinished checkpoints, adapters and exports.
+
+        A process that holds the run's lock, and is not writing any, may delete them.
+        """
         found: list[Path] = []
         for root in (self.checkpoints, self.critic_checkpoints, self.adapters):
             found += root.glob(f"*{PARTIAL}")
@@ -153,8 +161,10 @@ class RunDirectory:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is more than what a start writes that fails before the first step, of
-        which nothing is lost."""
+        """True if the run has files that are worth keeping.
+
+        A start that fails before the first step writes only files that are not.
+        """
         of_a_start = {
             self.config,
             self.inputs,
@@ -165,14 +175,15 @@ class RunDirectory:
         return not of_a_start.issuperset(self.existing())
 
     def append_refusals(self, records: Sequence[dict[str, Any]]) -> None:
-        """Add conversations that were left out."""
+        """Append refused conversations."""
         append_lines(self.refused, [json.dumps(record) for record in records])
 
     def keep_steps_up_to(self, step: int) -> None:
-        """Drop metrics of later steps, and a last line that a crash cut short.
+        """Drop metrics of later steps, and a last line that a crash truncated.
 
-        A resume after ``step`` steps begins with it. It evaluates again where an evaluation after
-        that step is due, so such an evaluation is dropped too."""
+        A resume after ``step`` steps calls it first. An evaluation after that step is dropped, too,
+        because the resumed run repeats it.
+        """
         if self.metrics.exists():
             kept = [
                 record
@@ -183,22 +194,31 @@ class RunDirectory:
             atomic_write_text(self.metrics, text)
 
     def delete_adapters_after(self, step: int) -> None:
-        """Delete kept adapters of more than ``step`` finished steps. A resume goes on from there,
-        and takes those steps again."""
+        """Delete adapters of later steps, because a resume after ``step`` repeats those steps."""
         for directory in self.adapters.glob("step_*"):
             number = directory.name.removeprefix("step_").partition(".")[0]
             if number.isdecimal() and int(number) > step:
                 shutil.rmtree(directory, ignore_errors=True)
 
     def write_summary(self, **figures: Any) -> None:
-        """Set these figures in summary.json and keep the others. Values must be JSON."""
+        """Set values in summary.json and keep the others. Values must be JSON."""
         known = read_json(self.summary) if self.summary.exists() else {}
         write_json(self.summary, known | figures, indent=2)
 
 
 def check_start(path: Path | str, how: Start) -> RunDirectory:
-    """Return the run at ``path``. Changes nothing. Raises RunDirectoryError if it may not begin as
-    ``how`` says."""
+    """Check that a run may start at ``path``, without changes.
+
+    Args:
+        path: directory of the run.
+        how: mode of starting.
+
+    Returns:
+        The run.
+
+    Raises:
+        RunDirectoryError: if the mode does not fit the directory.
+    """
     run = RunDirectory(Path(path))
     if run.path.exists() and not run.path.is_dir():
         raise RunDirectoryError(f"{run.path} is a file; a run needs a directory")
@@ -217,8 +237,16 @@ def check_start(path: Path | str, how: Start) -> RunDirectory:
 
 
 def start_run(path: Path | str, config_yaml: str, how: Start = Start.NEW) -> RunDirectory:
-    """Make or reopen the directory of a run and write its resolved config. Raises
-    RunDirectoryError."""
+    """Create or reopen the directory of a run and write its resolved configuration.
+
+    Args:
+        path: directory of the run.
+        config_yaml: resolved configuration.
+        how: mode of starting.
+
+    Raises:
+        RunDirectoryError: if the mode does not fit the directory.
+    """
     run = check_start(path, how)
     if how in (Start.NEW, Start.OVERWRITE):
         for old in run.existing():
@@ -232,10 +260,10 @@ def start_run(path: Path | str, config_yaml: str, how: Start = Start.NEW) -> Run
 
 
 def make_run_directory(path: Path) -> None:
-    """Make the directory of a run if it is missing, closed to other users.
+    """Create the directory of a run if it is missing, without access for other users.
 
     Raises:
-        RunDirectoryError: if it cannot be made.
+        RunDirectoryError: if it cannot be created.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -246,7 +274,7 @@ def make_run_directory(path: Path) -> None:
 
 
 def _runs_beside(path: Path) -> str:
-    """Name the runs that a mistyped name may have meant."""
+    """Return a text that lists other runs, in case of a mistyped name."""
     try:
         names = sorted(
             folder.name for folder in path.parent.iterdir() if (folder / "config.yaml").exists()
@@ -273,16 +301,17 @@ def write_json(path: Path, value: Any, indent: int | None = None) -> None:
 
 
 def atomic_write_bytes(path: Path, data: bytes) -> None:
-    """Replace ``path`` by a file with this content. See ``atomic_file``."""
+    """Replace ``path`` by a file with this content, as ``atomic_file`` does."""
     with atomic_file(path) as file:
         file.write(data)
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that replaces ``path`` as a whole when the block ends, or not at all.
+    """Open a file that replaces ``path`` when the block ends without an exception.
 
-    Raises RunWriteError.
+    Raises:
+        RunWriteError: if it cannot be written.
     """
     try:
         with cache.atomic_file(path) as file:
@@ -292,11 +321,11 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def append_lines(path: Path, lines: Sequence[str]) -> None:
-    """Append lines and flush. If not all of them fit, none is kept. Raises RunWriteError."""
+    """Append lines and flush: all of them or none. Raises RunWriteError if that fails."""
     data = "".join(line + "\n" for line in lines).encode()
     try:
-        # Unbuffered: a buffered file would try its leftover bytes again when closed, after the
-        # repair below.
+        # Unbuffered, because closing a buffered file would write leftover bytes after the repair
+        # below.
         with open(path, "ab", buffering=0) as file:
             before = file.seek(0, os.SEEK_END)
             try:
@@ -312,10 +341,13 @@ def append_lines(path: Path, lines: Sequence[str]) -> None:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Read all records; none if there is no file.
+    """Read all records. Returns none if the file is missing.
 
-    A last line that a crash cut short is skipped; of any other that is no JSON RunDirectoryError
-    is raised."""
+    A last line that a crash truncated is skipped.
+
+    Raises:
+        RunDirectoryError: if another line is not JSON.
+    """
     if not path.exists():
         return []
 
@@ -344,17 +376,17 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def is_training_step(record: dict[str, Any]) -> bool:
-    """Return True if a line of metrics.jsonl is of a training step, and not of an evaluation."""
+    """Return True for a training step's line of metrics.jsonl, False for an evaluation's."""
     return "seconds/step" in record
 
 
 def read_training_steps(path: Path) -> list[dict[str, Any]]:
-    """Read the records of training steps of a metrics.jsonl, without evaluations."""
+    """Read the training steps of a metrics.jsonl, without evaluations."""
     return list(filter(is_training_step, read_json_lines(path)))
 
 
 def metric_curve(records: Iterable[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """Return steps and values of one metric, where it has a finite value."""
+    """Return the steps and finite values of one metric."""
     points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
     return [step for step, _ in points], [float(value) for _, value in points]
 

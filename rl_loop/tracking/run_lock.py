@@ -1,4 +1,4 @@
-"""One process per run: a lock that the kernel frees when its holder ends, however that happens."""
+"""Lock for one process per run. The kernel releases it whenever its holder exits."""
 
 import errno
 import fcntl
@@ -14,26 +14,35 @@ from rl_loop.tracking.run_directory import RunDirectoryError, make_run_directory
 LOCK_FILE = "run.lock"
 
 LEASE_SECONDS = 150.0
-"""How long an NFS server may keep the lock of a node that has died: Linux's lease of 90 s, and
-time to notice."""
+"""Maximum time in seconds that an NFS server keeps the lock of a dead node.
+
+It consists of Linux's lease of 90 s and the time for detection.
+"""
 
 
 class RunLocked(RunDirectoryError):
-    """Another process works on the run; the message says which."""
+    """Run that another process uses. The message names the process."""
 
 
 @contextmanager
 def locked_run(path: Path, wait_seconds: float = 0.0) -> Iterator[None]:
-    """Hold the lock of the run at ``path``, whose directory is made if it is missing.
+    """Hold the lock of the run at ``path``.
 
-    Raises RunLocked if another process has it, and still has it after ``wait_seconds``;
-    RunDirectoryError if the directory cannot be made. A directory that was made here and in which
-    nothing was put is removed again.
+    A missing directory is created. If it is still empty at the end, it is removed again.
 
-    The lock is flock(2) on LOCK_FILE. On NFS the server keeps it (Linux does so since 2.6.12) and
-    frees that of a dead node when its lease ends, after a minute or two; a mount with
-    ``local_lock=flock``, or a file system without locks, protects against a second run on the same
-    node only, or not at all."""
+    The lock is flock(2) on LOCK_FILE. On NFS the server has the lock (since Linux 2.6.12), and
+    releases a dead node's lock when its lease ends, after 1 or 2 minutes. A mount with
+    ``local_lock=flock`` protects only against a second run on the same node. A file system without
+    locks does not protect.
+
+    Args:
+        path: directory of the run.
+        wait_seconds: time to wait for another process.
+
+    Raises:
+        RunLocked: if another process has the lock.
+        RunDirectoryError: if the directory cannot be created.
+    """
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         make_run_directory(path)
@@ -42,17 +51,16 @@ def locked_run(path: Path, wait_seconds: float = 0.0) -> Iterator[None]:
             yield
         finally:
             if missing and os.listdir(path) == [LOCK_FILE]:
-                (path / LOCK_FILE).unlink()  # while it is held: nobody else can begin in between
+                (path / LOCK_FILE).unlink()  # while the lock is held, so that no other run starts
             os.close(file)
     finally:
         for folder in missing:
-            with suppress(OSError):  # it was not made, or something is in it
+            with suppress(OSError):  # it was not created, or it is not empty
                 folder.rmdir()
 
 
 def _acquire(path: Path, wait_seconds: float) -> int:
-    """Return a file descriptor that holds the lock; closing it frees the lock. Raises as
-    ``locked_run`` does."""
+    """Return a file descriptor that holds the lock until closed. Raises as ``locked_run``."""
     deadline = time.monotonic() + wait_seconds
     while True:
         try:
@@ -81,8 +89,7 @@ def _acquire(path: Path, wait_seconds: float) -> int:
 
 
 def _is_current(path: Path, file: int) -> bool:
-    """Whether ``path`` is still the file that was opened: its last holder may have removed it
-    since."""
+    """Return True if ``path`` is still the opened file. Its last holder may have removed it."""
     try:
         return os.stat(path).st_ino == os.fstat(file).st_ino
     except FileNotFoundError:
@@ -90,7 +97,7 @@ def _is_current(path: Path, file: int) -> bool:
 
 
 def _name_holder(file: int) -> None:
-    """Write into the lock's file who holds it, for the error of a second run."""
+    """Write the holder into the lock's file, for the error of a second run."""
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     os.ftruncate(file, 0)
     os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)

@@ -1,17 +1,21 @@
-"""Notices that a run learns nothing, and says why as far as its metrics tell."""
+"""Detects that a run has no learning signal, and derives the reason from its metrics."""
 
 from collections.abc import Mapping, Sequence
 
 from rl_loop.tracking.metrics import Name
 
 PATIENCE = 5
-"""Steps in a row without anything to learn from before the warning; a shorter run warns at its end.
-A step or two of them are ordinary luck in a longer run."""
+"""Number of consecutive steps without a signal before the warning. Shorter runs warn at their end.
+
+One or two such steps are normal chance in a longer run.
+"""
 
 
 class SignalWatch:
-    """Looks at the metrics of every step. Warns once: the reason does not change while nothing is
-    learned."""
+    """Checks the metrics of every step.
+
+    It warns once, because the reason does not change without learning.
+    """
 
     def __init__(self, patience: int = PATIENCE) -> None:
         self._patience = patience
@@ -19,12 +23,18 @@ class SignalWatch:
         self._warned = False
 
     def observe(self, values: dict[str, float], gradients: Sequence[float]) -> str | None:
-        """Take one more step of the policy: its metrics and the gradient norms of its optimizer
-        steps. Return the warning when it is due.
+        """Check one more step of the policy. Do not pass steps in which only the critic learns.
 
-        A step teaches nothing if no group has a signal, if its gradients are exactly 0, or if
-        there was no update as all tokens were masked. Steps in which only the critic learns are
-        not to be given."""
+        A step has no signal if no group has one, if its gradients are exactly 0, or if all tokens
+        are masked and there is no update.
+
+        Args:
+            values: metrics of the step.
+            gradients: gradient norms of its optimizer steps.
+
+        Returns:
+            A warning when it is due, else None.
+        """
         has_signal = values.get(Name.GROUPS_WITHOUT_SIGNAL) != 1
         if has_signal and any(gradient != 0 for gradient in gradients):
             self._steps = 0
@@ -53,7 +63,7 @@ def _reason(values: dict[str, float], gradients: Sequence[float]) -> str:
 
 
 def explain_no_signal(values: Mapping[str, float]) -> str:
-    """Return why no group has a signal, and what to do about it, from the metrics of a step."""
+    """Return why no group has a signal, and a remedy, from the metrics of a step."""
     reward = values.get(Name.REWARD, 0.0)
     finding = (
         "no task has episodes that earn differently, so every advantage is 0 "
@@ -68,7 +78,7 @@ def explain_no_signal(values: Mapping[str, float]) -> str:
 
 
 def _endings(values: Mapping[str, float]) -> str:
-    """The most frequent ending of episodes, such as "100 % end as format_error"."""
+    """Return the most frequent end of episodes, such as "100% end as format_error"."""
     endings = {name: share for name, share in values.items() if name.startswith("finish/")}
     if not endings:
         return "no episodes"

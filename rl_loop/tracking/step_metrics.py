@@ -1,4 +1,4 @@
-"""The numbers worth watching about the episodes and the updates of one step."""
+"""Metrics of the episodes and updates of one step."""
 
 import re
 from collections import Counter
@@ -17,20 +17,20 @@ from rl_loop.infrastructure import COMPONENTS
 from rl_loop.tracking.metrics import Name, StepMetrics
 
 PER_TOKEN = ("entropy", "clip_fraction", "ratio/", "correction/", "kl_reference", LOSS_METRICS)
-"""Beginnings of the names of sums over all loss tokens."""
+"""Prefixes of the names of sums over all loss tokens."""
 
 USED_SUMS = ("loss", "tokens", "comparable", "sequences", "routes_agreeing", "routes_compared")
-"""Sums of the policy's update that have no curve of their own name."""
+"""Sums of the policy's update that are not plotted under their names."""
 
 SPEEDS = ("tokens_per_second_per_gpu", "tflops_per_gpu", "mfu")
-"""Fields of StepStatistics that are None where nothing was measured."""
+"""Fields of StepStatistics that are None if they were not measured."""
 
 
 # -- episodes -------------------------------------------------------------------------------------
 
 
 def outcome_sums(episodes: Sequence[Trajectory]) -> dict[str, float]:
-    """Add up what matters most about episodes."""
+    """Return the sums of the main metrics of episodes."""
     return {
         Name.REWARD: sum(episode.reward for episode in episodes),
         Name.ACCURACY: sum(episode.reward_parts["correct"] for episode in episodes),
@@ -42,7 +42,7 @@ def outcome_sums(episodes: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def add_rollout_metrics(metrics: StepMetrics, groups: Sequence[TrajectoryGroup]) -> None:
-    """Add what the episodes of a step were like."""
+    """Add the metrics of a step's episodes."""
     episodes = [trajectory for group in groups for trajectory in group.trajectories]
     sums = outcome_sums(episodes)
     sums[Name.RESPONSE_TOKENS] = sum(episode.episode_sampled_tokens for episode in episodes)
@@ -50,14 +50,14 @@ def add_rollout_metrics(metrics: StepMetrics, groups: Sequence[TrajectoryGroup])
     sums["rollout/purified_turns"] = sum(len(episode.grafted) for episode in episodes)
     for reason in FinishReason:
         sums[f"finish/{reason}"] = sum(episode.finish_reason is reason for episode in episodes)
-    # Only kinds of errors that occurred have a curve; there are many.
+    # Plot only kinds of errors that occurred, because there are many kinds.
     sums |= Counter(
         f"format_error/{e.format_error}" for e in episodes if e.format_error is not None
     )
     for name, total in sums.items():
         metrics.add_mean(name, total, len(episodes), "sequences")
 
-    # Parts that only some environments have are means over the episodes that have them.
+    # Average parts that only some environments have over the episodes that have them.
     known = {"correct", "format_error"}
     parts = {part for episode in episodes for part in episode.reward_parts} - known
     for part in parts:
@@ -75,7 +75,7 @@ def add_rollout_metrics(metrics: StepMetrics, groups: Sequence[TrajectoryGroup])
 
 
 def add_held_out_metrics(metrics: StepMetrics, groups: Sequence[TrajectoryGroup]) -> None:
-    """Add what the episodes of an evaluation were like."""
+    """Add the metrics of an evaluation's episodes."""
     episodes = [trajectory for group in groups for trajectory in group.trajectories]
     add_lost_episodes(metrics, groups, prefix="held_out")
     if not episodes:
@@ -85,8 +85,13 @@ def add_held_out_metrics(metrics: StepMetrics, groups: Sequence[TrajectoryGroup]
 
 
 def add_lost_episodes(metrics: StepMetrics, groups: Sequence[TrajectoryGroup], prefix: str) -> None:
-    """Add the share of episodes that infrastructure failures ended, by cause, and the share of tasks
-    that could not be run."""
+    """Add the shares of invalid episodes, by cause, and of skipped tasks.
+
+    Args:
+        metrics: metrics of the step.
+        groups: groups of the step.
+        prefix: prefix of the names.
+    """
     lost = [episode.invalid for group in groups for episode in group.invalid]
     invalid = [reason for reason in lost if reason is not None]
     episodes = len(lost) + sum(len(group.trajectories) for group in groups)
@@ -94,7 +99,7 @@ def add_lost_episodes(metrics: StepMetrics, groups: Sequence[TrajectoryGroup], p
     name = f"{prefix}/invalid"
     shares = Counter({name: len(lost)} | {f"{name}/{component}": 0 for component in COMPONENTS})
     shares.update(f"{name}/{reason.component}" for reason in invalid)
-    # Only causes that occurred have a curve: they are named by servers and functions.
+    # Plot only causes that occurred, because they have names of servers and functions.
     shares.update(
         f"{name}/{reason.component}/{_curve_name(reason.culprit)}"
         for reason in invalid
@@ -108,22 +113,25 @@ def add_lost_episodes(metrics: StepMetrics, groups: Sequence[TrajectoryGroup], p
 
 
 def _curve_name(culprit: str) -> str:
-    """Return a culprit's name in the letters that a metric's name may have."""
+    """Return a culprit's name with only the characters that metrics' names may have."""
     return re.sub(r"[^A-Za-z0-9.-]+", "_", culprit).strip("_")[:80] or "unnamed"
 
 
 def add_signal_metrics(
     metrics: StepMetrics, groups: Sequence[TrajectoryGroup], samples: TrainingSamples
 ) -> None:
-    """Add in how many groups no token that is trained on has an advantage: nothing is learned from
-    them.
+    """Add the share of groups without a signal: no token in the loss has an advantage.
 
-    ``samples``: of the groups' episodes, in order, with advantages."""
+    Args:
+        metrics: metrics of the step.
+        groups: groups of the step.
+        samples: samples of the groups' episodes, in order, with advantages.
+    """
     assert samples.advantages is not None
     silent = 0
     first = 0
     for group in groups:
-        # Samples are in the order of the groups' sequences; each group takes its share.
+        # Samples have the order of the groups' sequences.
         last = first + len(group.sequences)
         tokens = slice(int(samples.offsets[first]), int(samples.offsets[last]))
         has_advantage = samples.advantages[tokens] != 0
@@ -138,7 +146,7 @@ def add_staleness_metrics(
     episodes: Sequence[Trajectory],
     samples: TrainingSamples,
 ) -> None:
-    """Add how far rollouts are ahead of training, and how old the step's tokens are.
+    """Add the lead of rollouts over training, and the staleness of the step's tokens.
 
     Args:
         metrics: metrics of the step.
@@ -166,9 +174,13 @@ def add_staleness_metrics(
 def add_mismatch_without_replay(
     metrics: StepMetrics, samples: TrainingSamples, scores: np.ndarray
 ) -> None:
-    """Add the mismatch that the trainer would have with the experts that it chooses itself.
+    """Add the mismatch of a trainer without routing replay.
 
-    ``scores``: its log-probs of the samples with these experts, in nats, float32 [tokens]."""
+    Args:
+        metrics: metrics of the step.
+        samples: samples of the step.
+        scores: the trainer's log-probs with its own choice of experts, in nats, float32 [tokens].
+    """
     assert samples.rollout_log_probs is not None
     rollout = torch.from_numpy(samples.rollout_log_probs[samples.loss_mask])
     scored = torch.from_numpy(scores[samples.loss_mask])
@@ -180,8 +192,8 @@ def add_mismatch_without_replay(
 
 
 def add_update_metrics(metrics: StepMetrics, updates: RlUpdates) -> None:
-    """Add what the optimizer steps of policy and critic were like."""
-    # While the critic warms up there are no updates of the policy, and its curves have gaps.
+    """Add the metrics of the optimizer steps of policy and critic."""
+    # During the critic's warm-up there are no updates of the policy, and its curves have gaps.
     for update in updates.policy:
         _add_policy_update(metrics, update)
     for update in updates.critic:
@@ -217,7 +229,7 @@ def _add_policy_update(metrics: StepMetrics, update: StepStatistics) -> None:
 
 
 def _add_metrics_by_age(metrics: StepMetrics, age: str, sums: Mapping[str, float]) -> None:
-    """Add what the tokens of one age are like, if there are any."""
+    """Add the metrics of the tokens of one age, if there are any."""
     tokens = sums.get(f"{age}/tokens", 0)
     if tokens == 0:
         return
@@ -236,8 +248,8 @@ def _add_critic_update(metrics: StepMetrics, update: StepStatistics) -> None:
     metrics.add_mean("critic/clip_fraction", sums["clipped"], tokens, "tokens")
     metrics.add("critic/grad_norm", update.grad_norm, "last")
 
-    # From sums over all ranks and micro-batches, so that any split gives the same figure. Returns
-    # that are all equal leave nothing to explain.
+    # Sums over all ranks and micro-batches give the same value for any split. Equal returns have no
+    # variance to explain.
     variance = sums["returns_square"] / tokens - (sums["returns"] / tokens) ** 2
     if variance > 1e-12:
         explained = 1 - sums["error"] / tokens / variance
@@ -245,7 +257,7 @@ def _add_critic_update(metrics: StepMetrics, update: StepStatistics) -> None:
 
 
 def add_optimizer_metrics(metrics: StepMetrics, update: StepStatistics) -> None:
-    """Add what every optimizer step says of itself, whatever its loss."""
+    """Add the metrics that every optimizer step has, for any loss."""
     metrics.add(Name.GRAD_NORM, update.grad_norm, "last")
     metrics.add(Name.LEARNING_RATE, update.learning_rate, "last")
     metrics.add("skipped_updates", not update.parameters_updated, "sum")
