@@ -1,1 +1,1 @@
-"""The Harmony format on token ids: rendering, parsing, vocabularies."""
+"""Harmony format on token ids: rendering, parsing, vocabularies."""

@@ -1,10 +1,10 @@
-"""Tokenizes text of any length in time that is linear in it.
+"""Tokenizes text of any length in linear time.
 
-Byte-pair encoding cuts text into pieces (words, runs of spaces, numbers) and merges the bytes of
-each piece, in time that grows with the square of the piece. A tool can print a piece that is as
-long as it likes: 64 KB of U+FFFD, a run without breaks, took 14 seconds. Here pieces of more than
-LONGEST_PIECE characters are cut. All other text has exactly the ids that it has as a whole; a
-longer run has a few others around each cut, which decode to the same text.
+Byte-pair encoding splits text into pieces (words, runs of spaces, numbers) and merges the bytes of
+each piece. Its time is quadratic in the length of a piece. A tool can print a piece of any length:
+64 KB of U+FFFD, a run without breaks, took 14 s. Therefore pieces above LONGEST_PIECE characters
+are cut. The ids of all other text are unchanged. A cut piece has a few other ids around each cut,
+which decode to the same text.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from tokenizers.pre_tokenizers import PreTokenizer
 
 LONGEST_PIECE = 1024
-"""Characters; words of people, identifiers, hashes and rules of dashes are far shorter."""
+"""Maximum characters per piece. Words, identifiers, hashes and lines of dashes are far shorter."""
 WINDOW = 2048
-"""Characters that are cut into pieces, and then tokenized, at a time: what a thread may hold the
-interpreter for."""
+"""Number of characters that are split and tokenized at a time, because a thread holds the
+interpreter lock for this long."""
 UNSURE_PIECES = 2
-"""The last pieces of a window may be others when more text follows: "don" and "'" become
+"""Number of last pieces of a window that may change with the following text: "don" and "'" become
 "don't"."""
 
-# How o200k splits text before byte-pair merging; published with the vocabulary.
+# o200k's pattern for splitting text before byte-pair merging, published with the vocabulary.
 O200K_PATTERN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -34,7 +34,7 @@ O200K_PATTERN = (
 
 
 def encode_bounded(text: str, encode: Callable[[str], list[int]]) -> list[int]:
-    """Encode ``text`` by ``encode``, which gets several pieces of o200k's splitting at a time."""
+    """Encode ``text`` with ``encode``, which gets several pieces of o200k's splitting at a time."""
     if len(text) <= LONGEST_PIECE:
         return encode(text)
 
@@ -45,9 +45,12 @@ def encode_bounded(text: str, encode: Callable[[str], list[int]]) -> list[int]:
 
 
 def parts_of(text: str, longest: int = LONGEST_PIECE, window: int = WINDOW) -> Iterator[str]:
-    """Cut ``text`` where byte-pair encoding does, and pieces of more than ``longest`` anywhere.
+    """Split ``text`` at boundaries of o200k's pieces, and pieces that are too long anywhere.
 
-    ``longest`` and ``window`` are in characters.
+    Args:
+        text: text to split.
+        longest: maximum characters per piece.
+        window: number of characters to split at a time.
     """
     start = 0
     while start < len(text):
@@ -56,10 +59,10 @@ def parts_of(text: str, longest: int = LONGEST_PIECE, window: int = WINDOW) -> I
 
         pieces = [span for _, span in _splitter().pre_tokenize_str(visible)]
         if more_follows:
-            # They come again with the next window.
+            # The next window includes them again.
             pieces = pieces[:-UNSURE_PIECES]
 
-        # All pieces up to the first that is too long.
+        # Take all pieces before the first one that is too long.
         ends = []
         for first, last in pieces:
             if last - first > longest:
@@ -67,11 +70,11 @@ def parts_of(text: str, longest: int = LONGEST_PIECE, window: int = WINDOW) -> I
             ends.append(last)
 
         if more_follows or len(ends) < len(pieces):
-            # How spaces are cut depends on what follows them, which must be in the same part.
+            # The splitting of spaces depends on the following text, which must be in the same part.
             behind_words = [end for end in ends if not visible[end - 1].isspace()]
             ends = behind_words or ends
 
-        # If already the first piece is too long, it is cut anywhere.
+        # If the first piece is too long, cut it anywhere.
         end = min(longest, len(visible))
         if ends:
             end = ends[-1]

@@ -1,9 +1,9 @@
-"""Renders developer messages of any length in time that is linear in it.
+"""Renders developer messages of any length in linear time.
 
-openai-harmony tokenizes the text of a message as a whole, while it holds the interpreter, in time that
-grows with the square of the longest word. So it gets only short descriptions of single functions, and
-long words are put in afterwards. The text is what openai-harmony writes, and is tokenized in parts
-(``rl_loop.harmony.bounded_encoding``).
+openai-harmony tokenizes the text of a message as a whole and holds the interpreter lock. Its time
+is quadratic in the longest word. Therefore it gets only short descriptions of single functions, and
+long words are inserted afterwards. The text is the same as openai-harmony's. It is tokenized in
+parts (``rl_loop.harmony.bounded_encoding``).
 """
 
 import json
@@ -16,17 +16,20 @@ from openai_harmony import DeveloperContent, Message, Role, ToolDescription
 from rl_loop.harmony.vocabulary import harmony_encoding
 
 SHORT_CHARACTERS = 8192
-"""Characters of a message that openai-harmony renders in a millisecond or two."""
+"""Maximum length of a message that openai-harmony renders within 1-2 ms."""
 LONG_WORD = re.compile(r"\S{256,}|[^\S\r\n]{256,}")
-"""Text within a line that byte-pair encoding takes long for."""
+"""Text within a line for which byte-pair encoding is slow."""
 LONG_RUN = re.compile(r"\S{256,}|\s{256,}")
-"""The same, across lines: functions are described line by line, instructions are not."""
+"""Text across lines for which byte-pair encoding is slow.
+
+Functions are described line by line, but instructions are not.
+"""
 FUNCTIONS_BEGIN = "# Tools\n\n## functions\n\nnamespace functions {\n\n"
 FUNCTIONS_END = "} // namespace functions"
 
 
 def takes_long(messages: Sequence[Message]) -> bool:
-    """Return True if openai-harmony would take long to render messages."""
+    """Return True if openai-harmony would render messages slowly."""
     size = 0
     for message in messages:
         for part in message.content:
@@ -39,9 +42,9 @@ def takes_long(messages: Sequence[Message]) -> bool:
 
 
 def developer_text(content: DeveloperContent) -> str | None:
-    """Return the text of a developer message, as openai-harmony writes it.
+    """Return the text of a developer message as openai-harmony writes it.
 
-    None if it describes tools other than functions.
+    Returns None if it describes tools other than functions.
     """
     parts: list[str] = []
     if content.instructions:
@@ -59,10 +62,10 @@ def developer_text(content: DeveloperContent) -> str | None:
 
 
 def _function_text(tool: ToolDescription) -> str:
-    """Return the description of one function, as openai-harmony writes it."""
+    """Return the description of one function as openai-harmony writes it."""
     words: list[str] = []
     written = json.dumps([tool.name, tool.description, tool.parameters], ensure_ascii=False)
-    # Private characters, more of them than the description itself has in a row.
+    # A run of private-use characters that is longer than any run in the description.
     mark = "\ue000"
     while mark in written:
         mark += "\ue000"
@@ -82,7 +85,7 @@ def _function_text(tool: ToolDescription) -> str:
 
 
 def _replaced(value: Any, shortened: Any) -> Any:
-    """Return a value of JSON whose long words are replaced."""
+    """Return a JSON value with its long words replaced."""
     match value:
         case str():
             return LONG_WORD.sub(shortened, value)

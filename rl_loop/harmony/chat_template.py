@@ -1,7 +1,8 @@
-"""The chat template of exported models whose vocabulary is our own: Harmony in Jinja.
+"""Chat template of exported models with a tiny vocabulary: Harmony in Jinja.
 
-Models with the released vocabulary get the template of the checkpoint that they began with, which knows tools and
-channels; this one is for people who want to talk to a small model of the demos."""
+Models with the released vocabulary get the template of their initial checkpoint, which has tools
+and channels. This template is for chats with small models of the demos.
+"""
 
 ASSISTANT = "<|start|>assistant"
 
@@ -21,7 +22,6 @@ MESSAGES = """\
 
 
 def chat_template(system: str) -> str:
-    """Return the template that renders users' and assistants' texts behind ``system``, the rendered
-    system message of a configuration."""
+    """Return the template for users' and assistants' texts behind a rendered system message."""
     quoted = system.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'{{{{- "{quoted}" -}}}}\n{MESSAGES}'

@@ -1,8 +1,8 @@
-"""Harmony in token space: rendering prompts and tool output, and parsing what the policy sampled.
+"""Renders prompts and tool output to Harmony tokens, and parses sampled turns.
 
-openai-harmony does both on token ids; there are no regular expressions here. Sampled ids are
-parsed and then kept as they are: rendering a parsed message again gives other ids (the recipient
-moves before the channel).
+openai-harmony does both on token ids, without regular expressions. Sampled ids are parsed and kept
+unchanged, because rendering a parsed message gives other ids: the recipient moves in front of the
+channel.
 """
 
 from collections.abc import Sequence
@@ -59,13 +59,13 @@ __all__ = [
 
 
 REMEMBERED_HEADERS = 4096
-"""Headers of which the tokens are kept: there are few different ones."""
+"""Size of the cache of headers. There are few distinct headers."""
 TRIED_ENDS = 16
-"""Messages at the end of an illegal turn that are tried as its last legal one."""
+"""Number of last messages of a malformed turn that are tried as its last valid message."""
 
 
 class Harmony:
-    """Renders and parses for one vocabulary. Implements ``rl_loop.chat.codec.ChatCodec``."""
+    """Renders and parses with one vocabulary. Implements ``rl_loop.chat.codec.ChatCodec``."""
 
     knows_reasoning_effort = True
 
@@ -75,7 +75,13 @@ class Harmony:
         prompt: PromptConfig,
         python_seconds: float = 10.0,
     ) -> None:
-        """``python_seconds``: the sandbox's limit for a call, stated in the system message."""
+        """Create a codec.
+
+        Args:
+            vocabulary: token ids of the model.
+            prompt: contents of the system message.
+            python_seconds: time limit of the sandbox, for the system message.
+        """
         self.vocabulary = vocabulary
         self.stop_token_ids = vocabulary.stop_token_ids
         self._prompt = prompt
@@ -83,7 +89,7 @@ class Harmony:
 
         self._sampled_headers: dict[tuple[str, str | None, str | None], list[int]] = {}
 
-        # A prompt ends inside the assistant's header, which the policy goes on to write.
+        # A prompt ends within the assistant's header, which the policy continues.
         header = harmony_encoding().encode("<|start|>assistant", allowed_special="all")
         self.assistant_header = vocabulary.from_harmony(header)
         [self.answer_end] = self._special("<|return|>")
@@ -103,17 +109,17 @@ class Harmony:
         drop_analysis: bool = True,
         reasoning_effort: Effort | None = None,
     ) -> list[int]:
-        """Render a conversation, ending where the assistant begins its turn.
+        """Render a conversation up to the beginning of the assistant's turn.
 
         Args:
-            messages: as ``rl_loop.harmony.conversation`` describes them.
-            tools: described in the first developer message, or in one of their own.
-            builtin_tools: described in the system message, with what the configuration says.
-            drop_analysis: leave out analysis that led to earlier answers, as the format says.
-            reasoning_effort: instead of what the configuration says; None leaves it at that.
+            messages: messages in the format of ``rl_loop.harmony.conversation``.
+            tools: functions for the first developer message, which is added if there is none.
+            builtin_tools: built-in tools for the system message.
+            drop_analysis: leave out the analysis before earlier answers, as the format specifies.
+            reasoning_effort: replacement for the configured effort. None uses the configured one.
 
         Raises:
-            ValueError: naming the message that cannot be rendered.
+            ValueError: if a message cannot be rendered.
         """
         check_names(tools)
         check_names(builtin_tools)
@@ -136,7 +142,7 @@ class Harmony:
                 ids += self._render_bounded(message, has_functions=bool(tools))
             return ids + self.assistant_header
 
-        # openai-harmony's own dropping leaves out too little: see without_finished_analysis.
+        # openai-harmony itself drops too little: see without_finished_analysis.
         ids = harmony_encoding().render_conversation_for_completion(
             Conversation.from_messages(rendered),
             Role.ASSISTANT,
@@ -152,17 +158,16 @@ class Harmony:
         system: Message | None = None,
         reasoning_effort: ReasoningEffort | None = None,
     ) -> list[int]:
-        """Render what stands before everything that is said: the system message and those of the
-        developer.
+        """Render the system message and the developer messages at the beginning of a conversation.
 
         Args:
-            messages: the developer's, of openai-harmony.
-            tools: described in the first of them, or in one of their own.
-            system: in place of what the configuration says.
-            reasoning_effort: of this conversation, in place of what the configuration says.
+            messages: developer messages of openai-harmony.
+            tools: functions for the first of them. A message is added if there is none.
+            system: replacement for the configured system message.
+            reasoning_effort: replacement for the configured effort.
 
         Raises:
-            ValueError: if two tools have one name.
+            ValueError: if two tools have the same name.
         """
         check_names(tools)
         opening = _with_tools(messages, tools) if tools else list(messages)
@@ -179,7 +184,8 @@ class Harmony:
                 bounded += self._render_bounded(message, has_functions=has_functions)
             return bounded
 
-        # As a whole: the system message speaks of functions if the developer's describes any.
+        # Rendered together, because the system message mentions functions if a developer message
+        # describes any.
         ids = harmony_encoding().render_conversation(
             Conversation.from_messages(opening),
             RenderConversationConfig(auto_drop_analysis=False),
@@ -187,29 +193,30 @@ class Harmony:
         return self.vocabulary.from_harmony(ids)
 
     def render_message(self, message: Message) -> list[int]:
-        """Render one message as history has it, from <|start|> to its end.
+        """Render one message in its history form, from <|start|> to its end.
 
-        Of the developer, with whatever it describes; of all others, with the text that they have.
+        System and developer messages include tool descriptions. Others are rendered with their
+        text.
         """
         if message.author.role in (Role.DEVELOPER, Role.SYSTEM):
             return self._render_bounded(message, has_functions=False)
 
-        # openai-harmony tokenizes a text as a whole, in time that grows with the square of its
-        # longest word; `encode_text` does not. So it gets the message without its text.
+        # openai-harmony tokenizes a text in time that is quadratic in its longest word.
+        # ``encode_text`` is linear, so openai-harmony renders the message without its text.
         header = (message.author.role, message.author.name, message.channel)
         frame = _frame(*header, message.recipient, message.content_type)
         before = self.vocabulary.from_harmony(frame[:-1])
-        after = self.vocabulary.from_harmony(frame[-1:])  # <|end|>, of a call <|call|>
+        after = self.vocabulary.from_harmony(frame[-1:])  # <|end|>, or <|call|> for a call
         return before + self.vocabulary.encode_text(message_text(message)) + after
 
     def _render_bounded(self, message: Message, *, has_functions: bool) -> list[int]:
         """Render one message in time that is linear in its length.
 
-        ``has_functions``: whether a developer message describes functions, of which the system message
-        speaks then.
+        ``has_functions`` is True if a developer message describes functions. The system message
+        then mentions them.
         """
         if message.author.role is Role.SYSTEM and has_functions:
-            # Rendered before a function, which is left out again.
+            # Render it in front of a function, and cut off the function.
             function = DeveloperContent.new().with_function_tools([ToolDescription.new("f", "")])
             pair = [message, Message.from_role_and_content(Role.DEVELOPER, function)]
             ids = harmony_encoding().render_conversation(
@@ -239,8 +246,8 @@ class Harmony:
     ) -> list[int]:
         """Render the messages that follow a conversation whose tokens exist already.
 
-        Ends where the assistant begins its turn. Texts are tokenized in time that is linear in
-        their length. Arguments and errors are those of ``prompt_messages``.
+        The result ends at the beginning of the assistant's turn. The time is linear in the length
+        of the texts. Arguments and errors are the same as for ``prompt_messages``.
         """
         rendered = prompt_messages(messages, open_calls, first_number)
         ids: list[int] = []
@@ -257,9 +264,9 @@ class Harmony:
         reasoning_effort: Effort | None = None,
         keys: Sequence[bytes] = (),
     ) -> list[int]:
-        """Render a client's conversation of which nothing is stored: see ``ChatCodec``."""
-        # What developers say first stands before the description of tools; all else is rendered
-        # as it would be in a conversation that goes on.
+        """Render a client's conversation of which no tokens exist: see ``ChatCodec``."""
+        # The first developer messages precede the tools. All other messages are rendered as
+        # continuations.
         first = 0
         while first < len(messages) and messages[first]["role"] == "developer":
             first += 1
@@ -273,10 +280,13 @@ class Harmony:
         outputs: Sequence[ToolOutput],
         user: str | None = None,
     ) -> list[int]:
-        """Render what tools answer to the assistant and what the user then says.
+        """Render the answers of tools to the assistant, and then the user's message.
 
-        Ends where the assistant begins again. Half of a surrogate pair, which is no text, becomes
-        U+FFFD.
+        The result ends at the beginning of the assistant's turn. Lone surrogates become U+FFFD.
+
+        Args:
+            outputs: results of the tools.
+            user: next message of the user.
         """
         ids: list[int] = []
         for output in outputs:
@@ -293,7 +303,9 @@ class Harmony:
     ) -> list[int]:
         """Render an assistant turn as a policy would sample it, after ``<|start|>assistant``.
 
-        ``end``: None for that of what the last message is, a call or an answer.
+        Args:
+            messages: messages of the turn.
+            end: last token. None chooses it by the last message: a call or an answer.
         """
         if end is None:
             end = "<|return|>" if messages[-1].recipient is None else "<|call|>"
@@ -309,17 +321,18 @@ class Harmony:
     ) -> list[int]:
         """Render one message as a policy would sample it, after ``<|start|>assistant``.
 
-        For demonstrations. The header has the order that GPT-OSS itself writes: channel, then
-        recipient, then content type. (In history, openai-harmony writes the recipient before the
-        channel; both are legal and are parsed alike.)
+        The header has GPT-OSS's own order: channel, recipient, content type. openai-harmony writes
+        the recipient before the channel in history. Both are valid and parsed equally.
 
-        ``end``: None if sampling was cut off within the message.
+        Args:
+            message: message to render.
+            end: last token. None if sampling was cut off within the message.
         """
         key = (message.channel, message.recipient, message.content_type)
         header = self._sampled_headers.get(key)
         if header is None:
             header = self._sampled_header(*key)
-            # Recipients are what data sets have in them: there is no end to them.
+            # Bound the cache, because data sets contain any number of recipients.
             if len(self._sampled_headers) >= REMEMBERED_HEADERS:
                 self._sampled_headers.clear()
             self._sampled_headers[key] = header
@@ -332,7 +345,7 @@ class Harmony:
     def _sampled_header(
         self, channel: str, recipient: str | None, content_type: str | None
     ) -> list[int]:
-        """Render what precedes the text of a message, <|message|> included."""
+        """Render the header of a message, including <|message|>."""
         encode_text = self.vocabulary.encode_text
         ids = self._special("<|channel|>") + encode_text(channel)
         if recipient is not None:
@@ -346,7 +359,7 @@ class Harmony:
         return self.vocabulary.from_harmony([special_id(token)])
 
     def _content_type(self, content_type: str) -> list[int]:
-        """Encode a content type, the space before it included."""
+        """Encode a content type, including the space before it."""
         encode_text = self.vocabulary.encode_text
         if not content_type.startswith(CONSTRAIN):
             return encode_text(f" {content_type}")
@@ -358,9 +371,9 @@ class Harmony:
         builtin_tools: Sequence[BuiltinTool | PythonTool],
         effort: ReasoningEffort | None = None,
     ) -> Message | None:
-        """Make the system message; None if the configuration leaves nothing to say.
+        """Return the system message. None if the configuration leaves it empty.
 
-        ``effort`` replaces that of the configuration.
+        ``effort`` replaces the configured effort.
         """
         prompt = self._prompt
         if effort is None and prompt.reasoning_effort:
@@ -380,7 +393,7 @@ class Harmony:
         )
         if prompt.python_tool:
             for tool in builtin_tools:
-                # Only here is the sandbox's limit known, which the description states.
+                # The description has the sandbox's time limit, which is known only here.
                 if isinstance(tool, PythonTool):
                     tool = tool.in_sandbox(self._python_seconds)
                 content = content.with_tools(described_builtin(tool))
@@ -392,29 +405,29 @@ class Harmony:
     # ---- parsing
 
     def parse(self, ids: Sequence[int]) -> list[ParsedMessage] | FormatError:
-        """Parse one sampled assistant turn: thoughts and comments, then calls or a final answer.
+        """Parse one sampled assistant turn: analysis and comments, then calls or a final answer.
 
-        ``ids`` are those after ``<|start|>assistant``, the stop token included. A recipient is
-        whatever the policy wrote: the environment says which tools there are.
+        ``ids`` follow ``<|start|>assistant`` and include the stop token. Recipients are not
+        checked, because the environment knows its tools.
         """
         return parse_turn(self.vocabulary.to_harmony(ids))
 
     def parse_for_client(self, ids: Sequence[int]) -> list[ParsedMessage] | FormatError:
-        """Parse a turn as ``parse`` does: channels say what is whose."""
+        """Parse a turn as ``parse`` does. Channels separate reasoning and answers."""
         return self.parse(ids)
 
     def parse_cut_for_client(self, ids: Sequence[int]) -> CutTurn:
-        """Read a turn that a limit cut off: see ``ChatCodec``.
+        """Parse a turn that a limit cut off: see ``ChatCodec``.
 
-        A header that was cut off is left out: it says nothing yet.
+        A header that was cut off is dropped, because it has no usable information.
         """
-        # Within a text, which may be the arguments of a call.
+        # Case 1: cut within a text, which may be the arguments of a call.
         for end, closing in ((self.answer_end, self.message_end), (self.call_end, self.call_end)):
             messages = self.parse([*ids, end])
             if not isinstance(messages, FormatError):
                 return CutTurn(messages, (closing,))
 
-        # Within a header, or somewhere illegal: as far as the last message that is complete.
+        # Case 2: cut within a header, or malformed. Keep the last message that is complete.
         ends = [place for place, token in enumerate(ids) if token == self.message_end]
         for place in reversed(ends[-TRIED_ENDS:]):
             for end in (self.answer_end, self.call_end):
@@ -428,7 +441,7 @@ class Harmony:
         return self._history.without_finished_analysis(ids)
 
     def reasoning_tokens(self, sampled: Sequence[int]) -> int:
-        """Count the tokens of a sampled turn that are analysis, their headers included."""
+        """Return the number of analysis tokens in a sampled turn, including headers."""
         return self._history.reasoning_tokens(sampled)
 
     def split_at_calls(
@@ -439,7 +452,7 @@ class Harmony:
         if first_call == 0:
             return [], list(ids)
 
-        # A turn is sampled behind a header, so the first one within it is that of the second
+        # A turn is sampled behind a header, so the first header within it belongs to the second
         # message.
         header = self.assistant_header
         headers = [i for i, token in enumerate(ids) if token == header[0]]
@@ -447,18 +460,18 @@ class Harmony:
         return list(ids[:start]), list(ids[start + len(header) :])
 
     def join_with_calls(self, reasoning: Sequence[int], calls: Sequence[int]) -> list[int]:
-        """Put together what ``split_at_calls`` gave, of one turn or of two."""
+        """Concatenate results of ``split_at_calls``, of one turn or of two turns."""
         if not reasoning:
             return list(calls)
         return [*reasoning, *self.assistant_header, *calls]
 
     def chat_template(self) -> str:
-        """Return the Jinja template of an export whose vocabulary is our own."""
+        """Return the Jinja template for an export with a tiny vocabulary."""
         system = self.decode(self.render_prompt([])).removesuffix(chat_template.ASSISTANT)
         return chat_template.chat_template(system)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids of the model, special tokens written out."""
+        """Decode ids of the model. Special tokens are written as their names."""
         return self.vocabulary.decode(ids)
 
     def decode_token(self, token_id: int) -> str:
@@ -474,7 +487,7 @@ def _frame(
     recipient: str | None,
     content_type: str | None,
 ) -> tuple[int, ...]:
-    """Render a message without text, in Harmony ids: its header and the token that ends it."""
+    """Render a message without text in Harmony ids: its header and its last token."""
     message = Message.from_author_and_content(Author(role=role, name=name), "")
     message.channel = channel
     message.recipient = recipient
@@ -483,7 +496,7 @@ def _frame(
 
 
 def _with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-    """Describe functions in the first developer message, or in one before all others."""
+    """Describe functions in the first developer message. Add one in front if there is none."""
     rendered = list(messages)
     developer = [i for i, m in enumerate(rendered) if m.author.role is Role.DEVELOPER]
     place = 0
@@ -498,12 +511,12 @@ def _with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Mess
 
 
 def described_function(tool: Tool) -> ToolDescription:
-    """Return the description of a function that openai-harmony renders."""
+    """Return openai-harmony's description of a function."""
     return ToolDescription.new(tool.name, tool.description, harmony_schema(tool.parameters))
 
 
 def described_builtin(tool: BuiltinTool) -> ToolNamespaceConfig:
-    """Return the description of a built-in tool that openai-harmony renders."""
+    """Return openai-harmony's description of a built-in tool."""
     return ToolNamespaceConfig(
         name=tool.name,
         description=tool.description,

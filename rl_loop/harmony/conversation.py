@@ -1,19 +1,19 @@
-"""Turns conversations, as data sets and clients write them, into messages of Harmony.
+"""Converts conversations of data sets and clients to messages of Harmony.
 
-A message is a dictionary, as in OpenAI's chat format, and may say more where Harmony knows more:
+A message is a dictionary in OpenAI's chat format, with further keys for Harmony:
 
     role          "system" or "developer", "user", "assistant", "tool"
     content       text, or a list of parts {"type": "text", "text": ...}
     name          of a user; of the tool that answers
-    tool_call_id  which call a tool answers, by the id that the call has
-    thinking      the analysis before an assistant's message
+    tool_call_id  id of the call that a tool answers
+    thinking      analysis before an assistant's message
     tool_calls    functions that the assistant calls: [{"id", "function": {"name", "arguments"}}]
     channel       of an assistant's message or a tool's answer: "analysis", "commentary" or "final"
-    recipient     whom an assistant's message calls, such as "python" or "functions.search"
+    recipient     called tool of an assistant's message, such as "python" or "functions.search"
     content_type  of an assistant's message, such as "code" or "<|constrain|>json"
 
-What is left out, or null as Parquet has it, is filled in as the format documents it
-(github.com/openai/harmony, docs/format.md).
+Missing values, and null as in Parquet, get the format's defaults (github.com/openai/harmony,
+docs/format.md).
 """
 
 import json
@@ -39,26 +39,32 @@ ALLOWED_KEYS = {
     "tool": {"content", "name", "tool_call_id", "channel", "recipient"},
 }
 
-# What a header can carry: it is read by splitting it at spaces, and "<" begins a special token.
+# Words that a header can contain. It is read by splitting at spaces, and "<" begins a special
+# token.
 HEADER_WORD = re.compile(r"[^\s<>|]+")
 CONTENT_TYPE = re.compile(r"(<\|constrain\|> ?)?[^\s<>|]+")
 
 
 class MessageTranslator:
-    """Turns one message of a conversation after the other into those of Harmony.
+    """Converts the messages of a conversation to Harmony, one at a time.
 
-    A tool's answer belongs to a call that came before, so the order counts.
+    A tool's answer belongs to an earlier call, so the order matters.
     """
 
     def __init__(self, open_calls: list[OpenCall] | None = None) -> None:
-        """``open_calls``: of messages that were translated before; changed in place."""
+        """Create a translator. ``open_calls`` of earlier messages are changed in place."""
         self.open_calls: list[OpenCall] = [] if open_calls is None else open_calls
-        """The calls that no tool has answered yet, the oldest first."""
+        """Calls without an answer, oldest first."""
 
     def translate(self, number: int, message: Any) -> list[Message]:
-        """Turn message ``number`` into one or, with thoughts or calls, several.
+        """Convert a message to one message of Harmony, or to several with thoughts or calls.
 
-        Raises ValueError naming the message and the reason.
+        Args:
+            number: index of the message, for errors.
+            message: message in the module's format.
+
+        Raises:
+            ValueError: if it cannot be converted. The error names the message.
         """
         if isinstance(message, dict) and message.get("role") == "tool":
             return self.translate_answers([(number, message)])
@@ -70,9 +76,10 @@ class MessageTranslator:
             raise ValueError(f"{describe_message(number, message)}: {error}") from None
 
     def translate_answers(self, answers: Sequence[Numbered]) -> list[Message]:
-        """Turn answers of tools that follow one another into messages, in the order of their calls.
+        """Convert consecutive answers of tools, in the order of their calls.
 
-        Raises ValueError naming the message and the reason.
+        Raises:
+            ValueError: if one cannot be converted. The error names the message.
         """
         for number, message in answers:
             try:
@@ -96,7 +103,7 @@ class MessageTranslator:
 
 
 def describe_message(number: int, message: Any) -> str:
-    """Name a message of a conversation, as errors do."""
+    """Return a message's description for errors."""
     role = None
     if isinstance(message, dict):
         role = message.get("role")
@@ -108,19 +115,20 @@ def prompt_messages(
     open_calls: list[OpenCall] | None = None,
     first_number: int = 0,
 ) -> list[Message]:
-    """Turn the conversation of a prompt into messages of Harmony, analysis of every turn included.
+    """Convert the conversation of a prompt to messages of Harmony, with the analysis of all turns.
 
-    A chat's "system" message is what Harmony calls the developer message. A tool's answer belongs
-    to the open call of its ``tool_call_id`` or its ``name``, or to the only one, and gets that
-    call's recipient as its name. Answers that follow one another are put into the order of their
-    calls.
+    A chat's "system" message is Harmony's developer message. A tool's answer belongs to the open
+    call of its ``tool_call_id`` or its ``name``, or to the only open call. The call's recipient
+    becomes its name. Consecutive answers are sorted by the order of their calls.
 
-    Raises ValueError, naming the message and the reason, for what cannot be rendered, and if the
-    assistant's turn is not what comes next.
+    Args:
+        messages: messages in the module's format.
+        open_calls: open calls of earlier messages. On return it has the calls that are open then.
+        first_number: number of earlier messages, for errors.
 
-    Where ``messages`` go on from others, ``open_calls`` are the calls in those that no tool has
-    answered, and ``first_number`` is how many they are, for error messages. ``open_calls`` is
-    changed: afterwards it holds the calls that are open then.
+    Raises:
+        ValueError: if a message cannot be rendered, or if the last one is the assistant's. The
+            error names the message.
     """
     translator = MessageTranslator(open_calls)
     rendered: list[Message] = []
@@ -143,13 +151,13 @@ def prompt_messages(
 
 
 def without_finished_analysis(messages: Sequence[Message]) -> list[Message]:
-    """Leave out the analysis that led to earlier answers, as the format does once they are given.
+    """Leave out the analysis before earlier answers, as the format specifies.
 
-    Analysis since the last message on ``final`` stays: calls to tools are part of a train of
-    thought that goes on. With it go calls on that channel and their answers (Python's).
+    Analysis since the last message on ``final`` stays, because reasoning continues over tool calls.
+    Calls on the analysis channel, and their answers (Python's), are dropped with it.
 
-    openai-harmony 0.0.8 drops only what precedes the *first* answer, and nothing while a later
-    turn is calling tools; the documentation has no such exceptions.
+    openai-harmony 0.0.8 drops only analysis before the *first* answer, and nothing while a later
+    turn calls tools. The documentation has no such exceptions.
     """
     last_final = 0
     for number, message in enumerate(messages):
@@ -166,7 +174,7 @@ def assistant_message(
     recipient: str | None = None,
     content_type: str | None = None,
 ) -> Message:
-    """Make a message of the assistant."""
+    """Create a message of the assistant."""
     return Message(
         author=_author(Role.ASSISTANT, None),
         content=[TextContent(text=text)],
@@ -177,7 +185,7 @@ def assistant_message(
 
 
 def tool_message(name: str, channel: str, text: str, recipient: str = "assistant") -> Message:
-    """Make a tool's answer; ``name`` and ``channel`` are the call's recipient and channel."""
+    """Create a tool's answer. ``name`` and ``channel`` are the call's recipient and channel."""
     return Message(
         author=_author(Role.TOOL, name),
         content=[TextContent(text=text)],
@@ -187,25 +195,25 @@ def tool_message(name: str, channel: str, text: str, recipient: str = "assistant
 
 
 def user_message(text: str, name: str | None = None) -> Message:
-    """Make a message of the user."""
+    """Create a message of the user."""
     return Message(author=_author(Role.USER, name), content=[TextContent(text=text)])
 
 
 @lru_cache(maxsize=1024)
 def _author(role: Role, name: str | None) -> Author:
-    """Make the author of a message, once for all that have the same: nobody changes one."""
+    """Return the author of a message. Equal authors share an object, which must not change."""
     return Author(role=role, name=name)
 
 
 def content_text(message: dict[str, Any]) -> str:
-    """Return the text of a message that ``prompt_messages`` takes, "" if it has none."""
+    """Return the text of a message in the format of ``prompt_messages``, "" if it has none."""
     if not message.get("content"):
         return ""
     return _content(message)
 
 
 def _to_harmony(message: dict[str, Any], open_calls: list[OpenCall]) -> list[Message]:
-    """Turn one message into those of Harmony, and keep account of the open calls."""
+    """Convert one message to Harmony, and append its calls to the open calls."""
     if not isinstance(message, dict):
         raise ValueError(
             f"a message must be a mapping of keys to values, not {type(message).__name__}"
@@ -224,12 +232,12 @@ def _to_harmony(message: dict[str, Any], open_calls: list[OpenCall]) -> list[Mes
 
 
 def _check_keys(message: dict[str, Any]) -> str:
-    """Return the role of a message. Raises ValueError for a wrong one and for an unknown key."""
+    """Return the role of a message. Raises ValueError for a wrong role or an unknown key."""
     role = message.get("role")
     if not isinstance(role, str) or role not in ALLOWED_KEYS:
         raise ValueError(f"the role must be one of {', '.join(ALLOWED_KEYS)}")
 
-    # null, "" and [] say nothing, and data sets write them for what is not there.
+    # Data sets write null, "" and [] for missing values.
     present = {key for key, value in message.items() if value not in (None, "", [], {})}
     allowed = ALLOWED_KEYS[role]
     if unknown := sorted(present - allowed - {"role"}):
@@ -239,7 +247,7 @@ def _check_keys(message: dict[str, Any]) -> str:
 
 
 def _assistant_messages(message: dict[str, Any]) -> tuple[list[Message], list[OpenCall]]:
-    """Turn a message of the assistant into thoughts, text and calls; return them and the calls."""
+    """Convert an assistant message to thoughts, text and calls. Returns them and the calls."""
     rendered: list[Message] = []
     calls: list[OpenCall] = []
 
@@ -254,8 +262,8 @@ def _assistant_messages(message: dict[str, Any]) -> tuple[list[Message], list[Op
     if tool_calls and recipient:
         raise ValueError("it has both tool_calls and a recipient")
 
-    # Beside thoughts or calls, a message without text is none, unless its header says that there
-    # is one.
+    # A message with thoughts or calls needs no text message, unless its header has further
+    # fields.
     has_header = any(message.get(key) for key in ("channel", "recipient", "content_type"))
     says_more = tool_calls or message.get("thinking")
     if message.get("content") or has_header or not says_more:
@@ -283,7 +291,7 @@ def _assistant_messages(message: dict[str, Any]) -> tuple[list[Message], list[Op
 
 
 def _usual_channel(recipient: str | None, before_calls: bool) -> str:
-    """Return the channel of a message that names none."""
+    """Return the channel of a message without one."""
     if recipient is None:
         # Text before calls is a preamble for the user.
         return "commentary" if before_calls else "final"
@@ -293,12 +301,12 @@ def _usual_channel(recipient: str | None, before_calls: bool) -> str:
 
 @dataclass(frozen=True)
 class _FunctionCall:
-    """One entry of ``tool_calls``."""
+    """One item of ``tool_calls``."""
 
     call_id: str | None
     recipient: str
     arguments: str
-    """JSON."""
+    """Arguments as JSON."""
 
 
 def _function_call(tool_call: Any) -> _FunctionCall:
@@ -314,7 +322,7 @@ def _function_call(tool_call: Any) -> _FunctionCall:
     if not HEADER_WORD.fullmatch(name):
         raise ValueError(f"a function is called {name!r}, which no header can carry")
 
-    # OpenAI's format has them as a string of JSON, data sets often as the object itself.
+    # OpenAI's format has a JSON string. Data sets often have the object itself.
     arguments = function.get("arguments")
     if arguments is None:
         arguments = {}
@@ -328,7 +336,7 @@ def _function_call(tool_call: Any) -> _FunctionCall:
 
 
 def _tool_answer(message: dict[str, Any], call: OpenCall) -> Message:
-    """Turn a tool's answer into a message. ``call``: the call that it answers."""
+    """Convert a tool's answer to ``call`` to a message."""
     channel = message.get("channel") or call.channel
     _check_channel(channel)
     recipient = _header_word(message, "recipient") or "assistant"
@@ -341,7 +349,7 @@ def _check_channel(channel: Any) -> None:
 
 
 def _content(message: dict[str, Any]) -> str:
-    """Return the text of a message; raise ValueError if it has none."""
+    """Return the text of a message. Raises ValueError if it has none."""
     content = message.get("content")
     if not isinstance(content, list):
         return _text(content, "content")
@@ -360,7 +368,7 @@ def _content(message: dict[str, Any]) -> str:
 
 
 def _text(value: Any, key: str) -> str:
-    """Return ``value`` if it is text that UTF-8 can have."""
+    """Return ``value`` if it is text that UTF-8 can encode. Raises ValueError otherwise."""
     if not isinstance(value, str):
         raise ValueError(f"{key!r} must be text, not {type(value).__name__}")
     try:
@@ -373,7 +381,7 @@ def _text(value: Any, key: str) -> str:
 
 
 def _header_word(message: dict[str, Any], key: str) -> str | None:
-    """Return a value that goes into a header, None if there is none."""
+    """Return a value for a header. None if there is none."""
     value = message.get(key)
     if not value:
         return None
@@ -394,10 +402,10 @@ def _content_type(message: dict[str, Any]) -> str | None:
 
 
 def sampled_content_type(content_type: str | None, recipient: str | None) -> str | None:
-    """Return a content type as GPT-OSS samples it, so that it is read as one.
+    """Return a content type in the form that GPT-OSS samples, so that it is parsed correctly.
 
-    There is no space behind <|constrain|>. Without a recipient, a single word would be read as the
-    recipient.
+    There is no space behind <|constrain|>. Without a recipient, a single word would be parsed as
+    the recipient.
     """
     if content_type is None:
         return None

@@ -1,4 +1,4 @@
-"""Conversations in tokens: where their messages are, and which of them the format drops."""
+"""Finds messages in tokenized conversations, and drops finished analysis."""
 
 from collections.abc import Sequence
 
@@ -25,11 +25,11 @@ class History:
         return split_messages(specials, len(ids))
 
     def without_finished_analysis(self, ids: Sequence[int]) -> list[int]:
-        """Leave out the analysis that led to earlier answers, as the format documents it.
+        """Leave out the analysis before earlier answers, as the format specifies.
 
-        Analysis since the last message on ``final`` stays: it is part of a train of thought that
-        goes on. ``<|return|>`` behind an answer becomes ``<|end|>``, as in every history. No text
-        is tokenized again.
+        Analysis since the last message on ``final`` stays, because the reasoning is not finished.
+        ``<|return|>`` behind an answer becomes ``<|end|>``, as in every history. Texts keep their
+        tokens.
         """
         spans = self.spans(ids)
         last_final = -1
@@ -48,14 +48,14 @@ class History:
         return kept
 
     def reasoning_tokens(self, sampled: Sequence[int]) -> int:
-        """Count the tokens of a sampled turn that are analysis, their headers included."""
+        """Return the number of analysis tokens in a sampled turn, including headers."""
         # A turn begins behind <|start|>assistant.
         ids = [self._start, *sampled]
         analysis = [span for span in self.spans(ids) if self._channel_of(ids, span) == "analysis"]
         return sum(span.end - span.start - 1 for span in analysis)
 
     def _channel_of(self, ids: Sequence[int], span: MessageSpan) -> str | None:
-        """Return the channel of a message; None for a user's and for a header that is cut short."""
+        """Return the channel of a message. None for users' messages and truncated headers."""
         header_end = span.body_end if span.body is None else span.body - 1
         return read_header(self._vocabulary.decode(ids[span.header : header_end])).channel
 

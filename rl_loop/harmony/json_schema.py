@@ -1,9 +1,9 @@
-"""JSON schemas of tools in the words that Harmony's ``namespace functions`` can show.
+"""Converts JSON schemas of tools to the keywords that Harmony's ``namespace functions`` shows.
 
 openai-harmony shows types, enums of texts, defaults, nested objects, arrays, ``oneOf`` and
-``nullable``, and writes ``any`` for everything else. Here ``$ref``, ``anyOf``, ``allOf``, ``const``
-and schemas without ``type``, which pydantic and others write, are put into these words. A schema of
-shown words only is left as it is.
+``nullable``. It writes ``any`` for everything else. This module converts ``$ref``, ``anyOf``,
+``allOf``, ``const`` and schemas without ``type``, which pydantic and others write. A schema with
+only supported keywords is unchanged.
 """
 
 import json
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 DEEPEST = 24
-"""Levels of a schema that are shown."""
+"""Maximum depth of a schema. Deeper levels are left out."""
 MOST_NODES = 1000
-"""Schemas within the schema of one tool that are shown. References can multiply without end."""
+"""Maximum number of nested schemas per tool, because references can multiply endlessly."""
 LONGEST_VALUE = 2000
-"""Characters of a default or of an example, written as JSON, that are shown."""
+"""Maximum characters of a default or an example as JSON. Longer ones are left out."""
 
 SHOWN = (
     "type",
@@ -39,8 +39,8 @@ Schema = dict[str, Any]
 def harmony_schema(schema: Mapping[str, Any] | None) -> Schema | None:
     """Return the schema of a tool's arguments as openai-harmony can show it.
 
-    Returns None for a tool without arguments, which the format and the released models' chat template
-    write as ``() => any``.
+    Returns None for a tool without arguments. The format and the released models' chat template
+    write ``() => any`` for it.
     """
     if schema is None:
         return None
@@ -48,7 +48,7 @@ def harmony_schema(schema: Mapping[str, Any] | None) -> Schema | None:
     is_object = shown.get("type", "object") == "object" and "oneOf" not in shown
     if is_object and not shown.get("properties"):
         return None
-    # pydantic names the model of the arguments after the function.
+    # pydantic uses the function's name as the title of the arguments.
     if "properties" in shown:
         shown.pop("title", None)
     return shown
@@ -56,20 +56,20 @@ def harmony_schema(schema: Mapping[str, Any] | None) -> Schema | None:
 
 @dataclass
 class _Translation:
-    """The translation of one tool's schema."""
+    """Conversion of one tool's schema."""
 
     root: Mapping[str, Any]
-    """The schema that ``$ref`` refers into."""
+    """Root schema of ``$ref``."""
     nodes: int = 0
-    """Number of schemas that were translated."""
+    """Number of converted schemas."""
 
     def shown(self, schema: Any, levels: int, within: frozenset[str]) -> Schema:
-        """Translate a schema and everything in it.
+        """Convert a schema and its parts.
 
         Args:
-            schema: of JSON schema; anything else allows any value.
-            levels: levels that may be shown.
-            within: references that this schema is part of. A type that refers to itself has no end.
+            schema: JSON schema. Any other value allows any value.
+            levels: number of levels to show.
+            within: references that contain this schema, to stop at recursive types.
         """
         self.nodes += 1
         if not isinstance(schema, Mapping) or levels == 0 or self.nodes > MOST_NODES:
@@ -80,7 +80,7 @@ class _Translation:
         for key, value in list(translated.items()):
             if not _can_be_shown(key, value):
                 del translated[key]
-        # A default of null says no more than that the argument may be left out.
+        # A default of null only means that the argument is optional.
         if is_translated and translated.get("default", 0) is None:
             del translated["default"]
 
@@ -107,12 +107,13 @@ class _Translation:
     def _resolved(
         self, schema: Mapping[str, Any], within: frozenset[str], levels: int
     ) -> tuple[Mapping[str, Any], frozenset[str], bool]:
-        """Replace what openai-harmony does not show at the top of a schema.
+        """Replace unsupported keywords at the top level of a schema.
 
-        Returns the schema, the references that it is part of, and whether anything was replaced.
+        Returns:
+            The schema, the references that contain it, and True if a keyword was replaced.
         """
         is_translated = False
-        # Each replacement removes one keyword; references may lead to further ones.
+        # Each replacement removes one keyword. References may contain further ones.
         for _ in range(levels):
             if isinstance(schema.get("$ref"), str):
                 schema, within = self._dereferenced(schema, within)
@@ -132,14 +133,14 @@ class _Translation:
     ) -> tuple[Mapping[str, Any], frozenset[str]]:
         """Replace ``$ref`` by its schema. Keywords next to it win.
 
-        A reference within itself allows any value.
+        A recursive reference allows any value.
         """
         reference = schema["$ref"]
         referred: Mapping[str, Any] = {}
         if reference not in within:
             referred = _referred(reference, self.root)
 
-        # The name of the model, as pydantic writes it.
+        # pydantic uses the model's name as the title.
         if referred.get("title") == reference.rpartition("/")[2]:
             referred = _without(referred, "title")
         return {**referred, **_without(schema, "$ref")}, within | {reference}
@@ -147,7 +148,7 @@ class _Translation:
     def _joined(
         self, schema: Mapping[str, Any], within: frozenset[str], levels: int
     ) -> tuple[Mapping[str, Any], frozenset[str]]:
-        """Join the parts of ``allOf`` to one schema; keywords next to it are the last part."""
+        """Merge the parts of ``allOf`` into one schema. Keywords next to it are the last part."""
         parts = [*schema["allOf"], _without(schema, "allOf")]
         joined: Schema = {}
         for part in parts:
@@ -167,7 +168,7 @@ class _Translation:
     def _add_map(
         self, schema: Mapping[str, Any], translated: Schema, levels: int, within: frozenset[str]
     ) -> None:
-        """Show the values of an object whose keys are free, as TypeScript's index signature."""
+        """Show the values of an object with arbitrary keys as TypeScript's index signature."""
         values = schema.get("additionalProperties")
         if translated.get("type") == "object" and isinstance(values, Mapping) and values:
             key = "[key: string]"
@@ -179,7 +180,7 @@ class _Translation:
     def _add_items(
         self, schema: Mapping[str, Any], translated: Schema, levels: int, within: frozenset[str]
     ) -> None:
-        """Show the elements of an array. Those of a tuple are shown as one of their types."""
+        """Show the elements of an array. A tuple's elements become one type with choices."""
         items = schema.get("items")
         tuple_items = schema.get("prefixItems", items if isinstance(items, list) else None)
         if isinstance(tuple_items, list):
@@ -194,12 +195,12 @@ class _Translation:
 
 
 def _without(schema: Mapping[str, Any], keyword: str) -> Schema:
-    """Return the other keywords of a schema."""
+    """Return a schema without a keyword."""
     return {key: value for key, value in schema.items() if key != keyword}
 
 
 def _with_choices(schema: Mapping[str, Any]) -> Schema:
-    """Return a schema with ``oneOf`` in place of ``anyOf``, or with the only choice there is."""
+    """Return a schema with ``oneOf`` instead of ``anyOf``, or with its only choice."""
     choices = schema["anyOf"]
     beside = _without(schema, "anyOf")
     others = [choice for choice in choices if not _is_null(choice)]
@@ -217,7 +218,7 @@ def _with_choices(schema: Mapping[str, Any]) -> Schema:
 
 
 def _add_null(choices: list[Schema]) -> None:
-    """Let the last choice be null, too: of ``oneOf`` itself this is not shown."""
+    """Make the last choice nullable, because openai-harmony does not show this for ``oneOf``."""
     for choice in reversed(choices):
         if isinstance(choice.get("type"), str):
             choice["nullable"] = True
@@ -245,7 +246,7 @@ def _implied_type(schema: Mapping[str, Any]) -> Schema:
 
 
 def _values_in_words(schema: Mapping[str, Any]) -> Schema:
-    """Return a description that lists the values of an enum, which is shown of texts only."""
+    """Return a description that lists an enum's values. Only enums of texts are shown otherwise."""
     values = [value for value in _list(schema, "enum") if value is not None]
     if not values or not _is_short(values):
         return {}
@@ -267,7 +268,7 @@ def _type_of(value: Any) -> str:
 
 
 def _referred(reference: str, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what ``#/$defs/NAME`` stands for; nothing for references into other documents."""
+    """Return the schema at ``#/$defs/NAME``. Empty for references to other documents."""
     found: Any = root
     if reference != "#" and not reference.startswith("#/"):
         return {}
@@ -308,7 +309,7 @@ def _can_be_shown(key: str, value: Any) -> bool:
 
 
 def _is_short(value: Any) -> bool:
-    """Return True if a value of JSON is short and flat enough to be shown."""
+    """Return True if a JSON value is short and flat enough to be shown."""
     try:
         text = json.dumps(value, allow_nan=False)
     except (ValueError, TypeError, RecursionError):
@@ -317,7 +318,7 @@ def _is_short(value: Any) -> bool:
 
 
 def _without_title(name: str, schema: Schema) -> Schema:
-    """Leave out a title that only repeats the property's name, as pydantic writes it."""
+    """Drop a title that only repeats the property's name, as pydantic writes it."""
     if schema.get("title") == name.replace("_", " ").title():
         schema.pop("title")
     return schema

@@ -1,9 +1,9 @@
-"""The messages of Harmony tokens: where each begins and ends, and what its header says.
+"""Splits Harmony tokens into messages and reads their headers.
 
 A message is <|start|> HEADER <|message|> TEXT and <|end|>, <|call|> or <|return|>. HEADER is a role
 with <|channel|>, <|constrain|> and a recipient. ``split_messages`` finds messages in any tokens,
-those that are cut short included. ``split_turn`` is strict, for sampled turns: openai-harmony's
-parser takes special tokens inside a text for text, and inside a header for a recipient.
+including truncated ones. ``split_turn`` is strict, for sampled turns. openai-harmony's parser is
+not: it reads special tokens inside a text as text, and inside a header as a recipient.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,15 +19,15 @@ from rl_loop.harmony.vocabulary import (
 
 MESSAGE_ENDS = ("<|end|>", *TURN_ENDS)
 HEADER_TOKENS = ("<|channel|>", "<|constrain|>")
-"""Special tokens that a header may hold, once each and in any order."""
+"""Special tokens that a header may contain, once each and in any order."""
 
 
 @dataclass(frozen=True)
 class MessageSpan:
-    """Places of one message in a sequence of tokens."""
+    """Positions of one message in a sequence of tokens."""
 
     start: int
-    """Index of the first token: <|start|>, or of the header if that stands before the sequence."""
+    """Index of the first token: <|start|>, or the header if <|start|> precedes the sequence."""
     header: int
     """Index of the first token of the header."""
     body: int | None
@@ -37,26 +37,26 @@ class MessageSpan:
     end: int
     """Index behind the last token."""
     ended_by: str | None
-    """Special token that ends the message; None if it is cut short."""
+    """Special token that ends the message; None if it is truncated."""
 
 
 class Header(NamedTuple):
-    """The fields of a header."""
+    """Fields of a header."""
 
     role: str
-    """system, developer, user, assistant or the name of a tool; assistant if it is left out."""
+    """system, developer, user, assistant or the name of a tool. Default: assistant."""
     channel: str | None
     """analysis, commentary or final."""
     recipient: str | None
-    """The tool that is called, or the role that a tool answers."""
+    """Called tool, or the role that a tool answers."""
     content_type: str | None
-    """Such as "code" or "<|constrain|>json"."""
+    """Content type, such as "code" or "<|constrain|>json"."""
 
 
 def split_messages(specials: Iterable[tuple[int, str]], length: int) -> list[MessageSpan]:
     """Split a sequence of tokens into messages.
 
-    Every token belongs to exactly one message. Tokens that are in no legal message become one
+    Every token belongs to exactly one message. Tokens outside valid messages become messages
     without a text.
 
     Args:
@@ -94,7 +94,7 @@ def split_turn(harmony_ids: Sequence[int]) -> list[MessageSpan] | None:
     all others with <|end|>.
     """
     names = {special_id(token): token for token in SPECIAL_TOKENS}
-    # Reserved tokens have no name and are allowed nowhere.
+    # Reserved tokens have no name and are not valid in any position.
     specials = [
         (place, names.get(token_id, ""))
         for place, token_id in enumerate(harmony_ids)
@@ -130,10 +130,10 @@ def _has_legal_specials(message: MessageSpan, specials: Mapping[int, str]) -> bo
 
 
 def read_header(text: str) -> Header:
-    """Read a header in either order that Harmony allows.
+    """Read a header in either order of Harmony.
 
     Both "assistant<|channel|>commentary to=functions.f <|constrain|>json" and
-    "assistant to=functions.f<|channel|>commentary" are legal.
+    "assistant to=functions.f<|channel|>commentary" are valid.
     """
     before, _, after = text.partition("<|channel|>")
     role = ""

@@ -1,6 +1,6 @@
-"""The o200k vocabulary file that openai-harmony needs, fetched, checked and cached.
+"""Downloads, verifies and caches the o200k vocabulary file of openai-harmony.
 
-``python -m rl_loop.harmony.o200k`` fetches it once and prints where it is.
+``python -m rl_loop.harmony.o200k`` downloads it once and prints its path.
 """
 
 import hashlib
@@ -18,30 +18,32 @@ FILE_NAME = "o200k_base.tiktoken"
 SHA256 = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
 VARIABLE = "TIKTOKEN_ENCODINGS_BASE"
 
-# A package that ships the file, under the name that tiktoken's cache gives it.
+# Package that contains the file, under its name in tiktoken's cache.
 WHEEL = "litellm==1.80.0"
 WHEEL_MEMBER = "litellm/litellm_core_utils/tokenizers/fb374d419588a4632f3f557e76b4b70aebbca790"
 
 MOST_BYTES = 1 << 24
-"""That the file may have; it has 3.6 MB."""
+"""Maximum size of the file. Its actual size is 3.6 MB."""
 DOWNLOAD_SECONDS = 300
 
 
 class VocabularyUnavailable(UserError, RuntimeError):
-    """The file could neither be found nor fetched; the message says which variable to set."""
+    """The file can neither be found nor downloaded. The message names the variable to set."""
 
 
 def ensure_o200k() -> Path | None:
-    """Find or fetch the verified file, and tell openai-harmony by TIKTOKEN_ENCODINGS_BASE.
+    """Find or download the file, verify it, and set TIKTOKEN_ENCODINGS_BASE for openai-harmony.
 
-    It is looked for in this order: the folder that TIKTOKEN_ENCODINGS_BASE names already; the
-    cache (XDG_CACHE_HOME, ~/.cache); a wheel that ships the file, by pip; openai-harmony's own
-    download.
+    The sources are tried in this order: the directory in TIKTOKEN_ENCODINGS_BASE, the cache
+    (XDG_CACHE_HOME, ~/.cache), a wheel from pip, and openai-harmony's own download.
 
-    Returns its path; None if openai-harmony had to download it and keeps it in a cache of its own.
-    Raises VocabularyUnavailable.
+    Returns:
+        The path. None if openai-harmony downloaded the file into its own cache.
+
+    Raises:
+        VocabularyUnavailable: if all sources fail.
     """
-    # A folder that the user names is used or is an error, never replaced by another source.
+    # A directory of the user is used or is an error. No other source replaces it.
     if folder := os.environ.get(VARIABLE):
         path = Path(folder) / FILE_NAME
         if not _is_valid(path):
@@ -73,9 +75,10 @@ def _is_valid(path: Path) -> bool:
 
 
 def _fetch(path: Path) -> bool:
-    """Take the file out of the wheel and write it atomically. False if it cannot be had.
+    """Extract the file from the wheel and write it atomically. Returns False if that fails.
 
-    Raises VocabularyUnavailable if it cannot be written.
+    Raises:
+        VocabularyUnavailable: if it cannot be written.
     """
     try:
         data = _read_from_wheel()
@@ -92,7 +95,7 @@ def _fetch(path: Path) -> bool:
 
 
 def _read_from_wheel() -> bytes:
-    """Download the wheel and return the file. Raises what pip, files and archives raise."""
+    """Download the wheel and return the file. Raises errors of pip, files and archives."""
     with tempfile.TemporaryDirectory() as scratch:
         pip = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps"]
         subprocess.run(
@@ -110,7 +113,7 @@ def _read_from_wheel() -> bytes:
 
 
 def _harmony_downloads() -> bool:
-    """Whether openai-harmony can load the encoding, by a download of its own if need be."""
+    """Return True if openai-harmony can load the encoding, which may download the file."""
     from openai_harmony import HarmonyEncodingName, HarmonyError, load_harmony_encoding
 
     try:

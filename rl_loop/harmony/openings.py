@@ -1,6 +1,7 @@
-"""What conversations begin with: the system message, the developer's, and the description of tools.
+"""Cache of rendered system messages, developer messages and descriptions of tools.
 
-All sessions of one agent have the same, and it may be pages of tools."""
+All sessions of an agent begin with the same ones, which may be pages of tools.
+"""
 
 import threading
 from collections.abc import Sequence
@@ -11,11 +12,11 @@ from rl_loop.chat.tools import Tool
 
 REMEMBERED_OPENINGS = 64
 REMEMBERED_TOKENS = 65_536
-"""Of one opening; a longer one is rendered for each conversation."""
+"""Maximum number of tokens per entry. Longer ones are rendered for each conversation."""
 
 
 class Renderer(Protocol):
-    """What renders openings: ``Harmony``."""
+    """Renderer for cache misses: ``Harmony``."""
 
     assistant_header: list[int]
 
@@ -29,17 +30,16 @@ class Renderer(Protocol):
 
 
 class Openings:
-    """Renders openings for one vocabulary, each once while it is in use."""
+    """Least-recently-used cache for one vocabulary."""
 
     def __init__(self, harmony: Renderer) -> None:
         self._harmony = harmony
         self._tokens: dict[bytes, tuple[int, ...]] = {}
-        """By the key of the conversation so far, the one that was used last at the end."""
-        # Long conversations are rendered on threads.
+        """Tokens by conversation key, in order of use. The most recent entry is the last."""
+        # Threads render long conversations.
         self._lock = threading.Lock()
 
-    # A codec travels to the processes that render conversations: neither the lock nor what is
-    # remembered goes along.
+    # A codec is sent to the processes that render conversations, without the lock and the cache.
     def __getstate__(self) -> dict[str, Any]:
         return {"harmony": self._harmony}
 
@@ -53,10 +53,17 @@ class Openings:
         tools: Sequence[Tool],
         effort: Effort | None,
     ) -> tuple[int, ...]:
-        """Return the tokens, up to where the first message behind the developer's begins.
+        """Return the tokens up to the first message after the developer's.
 
-        ``key``: of ``messages``, ``tools`` and ``effort`` (``TurnRequest.conversation_keys``); None to
-        remember nothing. Raises ValueError for what cannot be rendered.
+        Args:
+            key: key of the other arguments (``TurnRequest.conversation_keys``). None bypasses the
+                cache.
+            messages: developer messages.
+            tools: functions for the first of them.
+            effort: reasoning effort.
+
+        Raises:
+            ValueError: if a message cannot be rendered.
         """
         if key is None:
             return self._rendered(messages, tools, effort)
@@ -77,5 +84,5 @@ class Openings:
         self, messages: Sequence[dict[str, Any]], tools: Sequence[Tool], effort: Effort | None
     ) -> tuple[int, ...]:
         rendered = self._harmony.render_prompt(messages, tools, reasoning_effort=effort)
-        # It ends where the assistant would begin.
+        # Cut off the assistant's header.
         return tuple(rendered[: len(rendered) - len(self._harmony.assistant_header)])

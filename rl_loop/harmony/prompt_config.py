@@ -1,4 +1,4 @@
-"""What the Harmony system message says: ``prompt`` of a configuration."""
+"""Contents of the Harmony system message: ``prompt`` of a configuration."""
 
 import datetime
 from typing import Any, Literal
@@ -11,32 +11,32 @@ Channel = Literal["analysis", "commentary", "final"]
 
 
 class PromptConfig(BaseModel):
-    """What the Harmony system message says.
+    """Contents of the Harmony system message.
 
-    Shorter prompts cost less; the released models expect the full ones.
+    Shorter prompts cost less. The released models expect the full message.
     """
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     model_identity: str | None = "You are ChatGPT, a large language model trained by OpenAI."
-    """First line of the system message; null leaves it out."""
+    """First line of the system message. null: none."""
     knowledge_cutoff: str | None = "2024-06"
-    """Shown as the knowledge cutoff; null leaves it out."""
+    """Knowledge cutoff. null: none."""
     current_date: str | None = None
-    """Shown as the current date, such as "2025-08-05"; null leaves it out. It is written here and
-    not taken from the clock, so that a resumed run has the prompts that it began with."""
+    """Current date, such as "2025-08-05". null: none. It is not taken from the clock, so that a
+    resumed run keeps its prompts."""
     reasoning_effort: Effort | None = "medium"
-    """Shown as the reasoning effort; null leaves it out."""
+    """Reasoning effort. null: none."""
     channels: bool | list[Channel] = True
-    """Which channels the system message lists as valid: true for all three, false for no such
-    line, or some of them, such as [analysis, final]."""
+    """Valid channels in the system message. true: all three. false: no such line. Or a list, such
+    as [analysis, final]."""
     python_tool: bool = True
-    """Whether the built-in tools of an environment, such as Python, are described."""
+    """Describe the environment's built-in tools, such as Python."""
 
     @field_validator("current_date", mode="before")
     @classmethod
     def _read_date(cls, value: Any) -> Any:
-        # YAML makes a date of what looks like one.
+        # YAML converts text that looks like a date.
         if isinstance(value, datetime.date):
             return value.isoformat()
         if isinstance(value, str) and not _is_date(value):
@@ -54,7 +54,7 @@ class PromptConfig(BaseModel):
 
 
 def _is_date(text: str) -> bool:
-    # fromisoformat takes other spellings too, such as 20250805.
+    # fromisoformat accepts other formats, too, such as 20250805.
     try:
         return datetime.date.fromisoformat(text).isoformat() == text
     except ValueError:

@@ -1,7 +1,7 @@
-"""Parsing what the policy sampled: a turn in Harmony ids, into thoughts, calls and an answer.
+"""Parses a sampled turn in Harmony ids into analysis, calls and an answer.
 
-openai-harmony's parser does it, behind checks that are stricter than its own. What a turn is made of
-stays its sampled ids; nobody renders it again from what is parsed here.
+It uses openai-harmony's parser, with stricter checks in front. The sampled ids of the turn are
+kept and never rendered again from the parsed messages.
 """
 
 from collections.abc import Sequence
@@ -16,29 +16,28 @@ from rl_loop.harmony.messages import MessageSpan, split_turn
 from rl_loop.harmony.vocabulary import FIRST_SPECIAL_ID, harmony_encoding, special_id
 
 REMEMBERED_FRAMES = 4096
-"""Messages without their texts whose parsed form is kept: there are few different ones."""
+"""Size of the cache of messages without texts. There are few distinct ones."""
 LONGEST_FRAME = 128
-"""Tokens of a message without its text, beyond which its parsed form is not kept."""
+"""Maximum number of tokens of a cached message without its text."""
 
 
 def parse_turn(harmony_ids: Sequence[int]) -> list[ParsedMessage] | FormatError:
-    """Parse an assistant's turn, in Harmony ids.
+    """Parse an assistant's turn in Harmony ids.
 
-    They are those after ``<|start|>assistant``, the token included that ends the turn.
+    The ids follow ``<|start|>assistant`` and include the token that ends the turn.
     """
-    # Stricter than openai-harmony's parser, which reads nonsense into some illegal turns.
+    # Stricter than openai-harmony's parser, which accepts some malformed turns.
     spans = split_turn(harmony_ids)
     if spans is None:
         return FormatError("structure")
 
-    # openai-harmony takes the *name* of a special token, spelled in ordinary tokens, for the
-    # token.
+    # openai-harmony reads the *name* of a special token, in ordinary tokens, as the special token.
     headers = (_header_words(harmony_ids, span) for span in spans)
     if any("<|" in harmony_encoding().decode(header) for header in headers):
         return FormatError("header")
 
-    # Message by message: the parser takes 0.1 ms for each, and holds the interpreter until it has
-    # parsed all. A policy can write thousands.
+    # One message at a time, because the parser takes 0.1 ms for each and holds the interpreter lock
+    # until all are parsed. A policy can write thousands.
     messages: list[ParsedMessage] = []
     errors: list[FormatError] = []
     for number, span in enumerate(spans):
@@ -48,7 +47,7 @@ def parse_turn(harmony_ids: Sequence[int]) -> list[ParsedMessage] | FormatError:
         else:
             messages.append(message)
     if errors:
-        # A header that cannot be read comes before roles and channels.
+        # Report a malformed header before wrong roles and channels.
         return next((error for error in errors if error.kind == "header"), errors[0])
 
     ends_with_call_token = harmony_ids[-1] == special_id("<|call|>")
@@ -67,17 +66,17 @@ def _parse_message(
     harmony_ids: Sequence[int], span: MessageSpan, *, is_first: bool
 ) -> ParsedMessage | FormatError:
     """Parse one message of a turn. The first one begins behind ``<|start|>assistant``."""
-    # The parser takes 0.3 ms for the shortest message, most of it for the header, of which there are
-    # few different ones. What it says of a header does not depend on the text.
+    # The parser takes 0.3 ms for the shortest message, mostly for the header. There are few
+    # distinct headers, and their result does not depend on the text. Therefore results are cached.
     frame = (*harmony_ids[span.start : span.body], *harmony_ids[span.body_end : span.end])
     text = list(harmony_ids[span.body : span.body_end])
     try:
         decoded = harmony_encoding().decode_utf8(text)
     except HarmonyError:
-        # Bytes that are not UTF-8, of which the parser makes what it does.
+        # The text is not UTF-8, so leave the decoding to the parser.
         return _parse_checked_message(tuple(harmony_ids[span.start : span.end]), is_first)
 
-    # A policy that writes nonsense writes long headers: they would fill the memory.
+    # Do not cache long headers, because malformed ones would fill the memory.
     parse = _remembered_frame if len(frame) <= LONGEST_FRAME else _parse_checked_message
     message = parse(frame, is_first)
     return message if isinstance(message, FormatError) else replace(message, text=decoded)
@@ -105,8 +104,8 @@ def _read_message(message: Message) -> ParsedMessage:
     recipient = message.recipient
     content_type = message.content_type
 
-    # openai-harmony takes the only word of a header for a recipient. In "final <|constrain|>json",
-    # which GPT-OSS writes before structured output, it is the content type.
+    # openai-harmony reads the only word of a header as the recipient. GPT-OSS writes
+    # "final <|constrain|>json" before structured output, where it is the content type.
     if recipient is not None and recipient.startswith(CONSTRAIN):
         content_type = recipient
         recipient = None
@@ -115,7 +114,7 @@ def _read_message(message: Message) -> ParsedMessage:
 
 
 def _calls_are_legal(messages: Sequence[ParsedMessage], ends_with_call_token: bool) -> bool:
-    """Whether calls come last in a turn, end with <|call|>, and exclude a final answer."""
+    """Return True if calls come last in a turn, end with <|call|>, and exclude a final answer."""
     ends_with_call = messages[-1].recipient is not None
     if ends_with_call_token != ends_with_call:
         return False

@@ -1,8 +1,8 @@
-"""Token ids: the vocabulary of the released models, and a small one cut from it.
+"""Token ids: the vocabulary of the released models, and tiny vocabularies cut from it.
 
 openai-harmony renders and parses in the ids of the released models ("Harmony ids"). A vocabulary
-translates between those and the ids of its model. Text from outside (prompts, tool output) is
-always encoded as text: it can never become a special token.
+translates between Harmony ids and the ids of its model. Untrusted text (prompts, tool output) is
+always encoded as text and cannot become a special token.
 """
 
 from binascii import a2b_base64
@@ -34,20 +34,21 @@ SPECIAL_TOKENS = (
     "<|call|>",
 )
 TURN_ENDS = ("<|return|>", "<|call|>")
-"""What ends an assistant turn."""
+"""Tokens that end an assistant turn."""
 FIRST_SPECIAL_ID = 199_998
-"""Harmony ids from here on are special tokens, the reserved ones included."""
+"""First Harmony id of special tokens, including reserved ones."""
 FIRST_RESERVED_ID = 200_013
-"""Harmony ids from here on are special tokens that mean nothing."""
+"""First Harmony id of reserved special tokens, which have no meaning."""
 BYTES = 256
-"""Single-byte tokens, which come first in o200k."""
+"""Number of single-byte tokens, which come first in o200k."""
 
 
 @cache
 def harmony_encoding() -> HarmonyEncoding:
     """Load openai-harmony's encoding.
 
-    Raises VocabularyUnavailable where its file cannot be had.
+    Raises:
+        VocabularyUnavailable: if its file is not available.
     """
     ensure_o200k()
     return load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
@@ -56,13 +57,13 @@ def harmony_encoding() -> HarmonyEncoding:
 @cache
 def special_id(token: str) -> int:
     """Return the Harmony id of a special token."""
-    # Without the check for all others, whose regular expression takes 0.2 s to compile.
+    # Only this token may be special. The regular expression for all of them takes 0.2 s to compile.
     (token_id,) = harmony_encoding().encode(token, allowed_special={token}, disallowed_special=())
     return token_id
 
 
 def _harmony_ids(text: str) -> list[int]:
-    """Encode plain text; nothing in it becomes a special token."""
+    """Encode plain text. No part of it becomes a special token."""
 
     def encode(piece: str) -> list[int]:
         return harmony_encoding().encode(piece, disallowed_special=())
@@ -71,7 +72,7 @@ def _harmony_ids(text: str) -> list[int]:
 
 
 class GptOssVocabulary:
-    """The 201,088 ids of GPT-OSS-20B and 120B: the same as Harmony's."""
+    """Vocabulary of GPT-OSS-20B and 120B with 201,088 ids, equal to Harmony's ids."""
 
     def __init__(self) -> None:
         self.size = 201_088
@@ -79,39 +80,39 @@ class GptOssVocabulary:
         check_encodes_text(self, range(FIRST_SPECIAL_ID, self.size), SPECIAL_TOKENS)
 
     def encode_text(self, text: str) -> list[int]:
-        """Encode plain text; "<|end|>" in it is seven characters, not the special token.
+        """Encode plain text. "<|end|>" in it is seven characters, not the special token.
 
-        Halves of surrogate pairs become U+FFFD.
+        Lone surrogates become U+FFFD.
         """
         return _harmony_ids(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode with special tokens written out; bytes that are not UTF-8 become U+FFFD."""
+        """Decode, with special tokens as names. Bytes that are not UTF-8 become U+FFFD."""
         return harmony_encoding().decode(list(ids))
 
     def from_harmony(self, ids: Sequence[int]) -> list[int]:
-        """Translate Harmony ids to those of the model."""
+        """Convert Harmony ids to the model's ids."""
         return list(ids)
 
     def to_harmony(self, ids: Sequence[int]) -> list[int]:
-        """Translate ids of the model to Harmony's."""
+        """Convert the model's ids to Harmony ids."""
         return list(ids)
 
     def save(self, directory: Path) -> list[Path]:
-        """Write what transformers' AutoTokenizer needs; return the files.
+        """Write the files that transformers' AutoTokenizer needs, and return them.
 
-        None here: those of the checkpoint that training started from are copied.
+        Returns no files here, because the files of the initial checkpoint are copied.
         """
         return []
 
 
 class TinyVocabulary:
-    """The tokens that a corpus is made of: what small models of the demos and tests use.
+    """Vocabulary with the tokens of a corpus, for small models of demos and tests.
 
     The ids are the 256 bytes, then o200k tokens in o200k's order, then the special tokens, then
-    unused ids up to ``size``. With every token come the shorter ones that byte-pair merging makes
-    it from. So text like the corpus is split as GPT-OSS splits it, and all other text can be
-    encoded too, only in more tokens.
+    unused ids up to ``size``. Every token comes with the shorter tokens of its byte-pair merges.
+    Therefore text like the corpus is split as GPT-OSS splits it. All other text can be encoded with
+    more tokens.
     """
 
     def __init__(self, size: int, corpus: str) -> None:
@@ -130,7 +131,7 @@ class TinyVocabulary:
         names = [*SPECIAL_TOKENS, *(f"<|unused_{i}|>" for i in range(unused))]
         self._names = dict(enumerate(names, start=first_special))
 
-        # Unused ids become reserved ones of Harmony: sampled, they are format errors as there.
+        # Unused ids are reserved tokens of Harmony. Sampling them is a format error, as in Harmony.
         reserved = range(FIRST_RESERVED_ID, FIRST_RESERVED_ID + unused)
         harmony_ids = [*map(special_id, SPECIAL_TOKENS), *reserved]
         self._to_harmony = dict(enumerate(harmony_ids, start=first_special))
@@ -138,14 +139,14 @@ class TinyVocabulary:
         turn_ends = self.from_harmony([special_id(token) for token in TURN_ENDS])
         self.stop_token_ids: tuple[int, ...] = tuple(turn_ends)
 
-        # Without the special tokens, so that no text can become one.
+        # Without the special tokens, so that text cannot become one.
         self._tokenizer = byte_pair_tokenizer(self._bytes)
         check_encodes_text(self, range(first_special, size), names)
 
     def encode_text(self, text: str) -> list[int]:
-        """Encode plain text; nothing in it becomes a special token.
+        """Encode plain text. No part of it becomes a special token.
 
-        Halves of surrogate pairs become U+FFFD.
+        Lone surrogates become U+FFFD.
         """
 
         def encode(piece: str) -> list[int]:
@@ -154,7 +155,7 @@ class TinyVocabulary:
         return encode_bounded(without_surrogates(text), encode)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode with special tokens written out; bytes that are not UTF-8 become U+FFFD."""
+        """Decode, with special tokens as names. Bytes that are not UTF-8 become U+FFFD."""
         text = ""
         for piece in self._pieces(ids):
             if isinstance(piece, bytes):
@@ -165,7 +166,7 @@ class TinyVocabulary:
 
     def _pieces(self, ids: Sequence[int]) -> Iterator[bytes | int]:
         """Split ids into runs of ordinary tokens, as bytes, and special or unused ids."""
-        # A run is joined before it is decoded: one character may be spread over several tokens.
+        # Join a run before decoding, because a character may span several tokens.
         for is_ordinary, group in groupby(ids, key=lambda i: i < len(self._bytes)):
             if is_ordinary:
                 yield b"".join(self._bytes[i] for i in group)
@@ -173,7 +174,7 @@ class TinyVocabulary:
                 yield from group
 
     def from_harmony(self, ids: Sequence[int]) -> list[int]:
-        """Translate Harmony ids to those of the model; text is encoded anew."""
+        """Convert Harmony ids to the model's ids. Text is encoded again."""
         translated: list[int] = []
         for is_special, group in groupby(ids, key=lambda i: i in self._from_harmony):
             if is_special:
@@ -183,9 +184,9 @@ class TinyVocabulary:
         return translated
 
     def to_harmony(self, ids: Sequence[int]) -> list[int]:
-        """Translate ids of the model to Harmony's, for parsing only.
+        """Convert the model's ids to Harmony ids, for parsing only.
 
-        Text that is not UTF-8 or is split unusually does not come back as the same ids.
+        Text that is not UTF-8, or is split unusually, does not convert back to the same ids.
         """
         translated: list[int] = []
         for piece in self._pieces(ids):
@@ -196,7 +197,7 @@ class TinyVocabulary:
         return translated
 
     def save(self, directory: Path) -> list[Path]:
-        """Write what transformers' AutoTokenizer needs; return the files."""
+        """Write the files that transformers' AutoTokenizer needs, and return them."""
         from tokenizers import AddedToken
         from transformers import PreTrainedTokenizerFast
 
@@ -222,9 +223,14 @@ def make_vocabulary(
     size: int,
     corpus: Callable[[], str],
 ) -> Vocabulary:
-    """Make the vocabulary of a model with ``size`` ids; the tiny one is made for ``corpus``.
+    """Return the vocabulary of a model.
 
-    Raises ValueError if that is not its size.
+    Args:
+        size: number of ids.
+        corpus: text for a tiny vocabulary.
+
+    Raises:
+        ValueError: if ``size`` does not fit.
     """
     if kind == "tiny":
         return TinyVocabulary(size, corpus())
@@ -237,21 +243,21 @@ def make_vocabulary(
     return vocabulary
 
 
-# Driver and rollout workers that share a process make the vocabulary of a run for each of them.
+# Cached, because driver and rollout workers in one process each create the run's vocabulary.
 @lru_cache(maxsize=4)
 def tokens_of(corpus: str) -> tuple[bytes, ...]:
-    """Collect the single bytes and all tokens on the merge paths of ``corpus``, by rank."""
+    """Return the single bytes and all tokens on the merge paths of ``corpus``, by rank."""
     path = ensure_o200k()
     if path is None:
         raise VocabularyUnavailable(
             f"the tiny vocabulary needs the file {FILE_NAME}; set TIKTOKEN_ENCODINGS_BASE to its folder"
         )
 
-    # A line of the file is a token in base64 and its rank; the ranks are the numbers of the lines.
+    # A line of the file has a token in base64 and its rank, which is the line's number.
     by_rank = [a2b_base64(token) for token in path.read_bytes().split()[::2]]
     ranks = {token: rank for rank, token in enumerate(by_rank)}
 
-    # A token can only be made by merging two shorter ones, so these are needed too, down to bytes.
+    # A token arises only by merging two shorter ones, so include those as well, down to bytes.
     chosen = set(range(BYTES))
     waiting = set(harmony_encoding().encode(corpus, disallowed_special=()))
     while waiting:
@@ -263,7 +269,7 @@ def tokens_of(corpus: str) -> tuple[bytes, ...]:
 
 
 def byte_pair_tokenizer(tokens: Sequence[bytes]) -> "Tokenizer":
-    """Make a Hugging Face byte-level BPE of the tokens; merges are recovered from their ranks."""
+    """Build a Hugging Face byte-level BPE of the tokens. Merges are derived from their ranks."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     # Byte-level BPE writes each byte as one printable character.
@@ -272,7 +278,7 @@ def byte_pair_tokenizer(tokens: Sequence[bytes]) -> "Tokenizer":
     def spell(token: bytes) -> str:
         return "".join(characters[byte] for byte in token)
 
-    # Hugging Face wants the merges in the order in which they are preferred: that of the ranks.
+    # Hugging Face needs the merges in order of preference, which is the order of the ranks.
     ranks = {token: rank for rank, token in enumerate(tokens)}
     vocabulary = {spell(token): rank for token, rank in ranks.items()}
     merges = []
@@ -283,7 +289,7 @@ def byte_pair_tokenizer(tokens: Sequence[bytes]) -> "Tokenizer":
 
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
     split = pre_tokenizers.Split(Regex(O200K_PATTERN), "isolated")
-    # The pattern above has cut the text already: ByteLevel must not cut it by GPT-2's.
+    # The pattern above has split the text already, so ByteLevel must not split it by GPT-2's.
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
@@ -291,19 +297,21 @@ def byte_pair_tokenizer(tokens: Sequence[bytes]) -> "Tokenizer":
 
 
 def byte_characters() -> list[str]:
-    """Return the character that byte-level BPE writes each byte as: GPT-2's, 256 of them.
+    """Return the 256 characters that byte-level BPE (GPT-2) uses for bytes.
 
-    transformers has the same, and importing it takes a second."""
+    transformers has the same table, but importing it takes a second.
+    """
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)}
     printable |= set(range(ord("®"), ord("ÿ") + 1))
 
-    # A printable byte is its own character; the others get those after the last byte, in order.
+    # A printable byte is its own character. The others get characters after the last byte, in
+    # order.
     substitutes = count(BYTES)
     return [chr(byte if byte in printable else next(substitutes)) for byte in range(BYTES)]
 
 
 def _last_merge(ranks: dict[bytes, int], token: bytes) -> tuple[bytes, bytes]:
-    """Return the two parts whose merge makes ``token``.
+    """Return the two parts whose merge gives ``token``.
 
     Its bytes are merged, the pair of the lowest rank first, until two parts are left.
     """
