@@ -1,1 +1,1 @@
-"""ChatML with tools, the chat format of Qwen2.5 and of many dense models: rendering and parsing."""
+"""ChatML with tools, the chat format of Qwen2.5 and many dense models: rendering and parsing."""

@@ -1,8 +1,8 @@
-"""The chat template of exported models whose vocabulary is our own: ChatML with tools in Jinja.
+"""Chat template of exported models with a tiny vocabulary: ChatML with tools in Jinja.
 
-It renders what Qwen2.5's renders; ``default_system`` is what stands where a conversation has no system
-message, and is left out if it is empty. Models with a released tokenizer keep the template of the
-checkpoint that they began with.
+It renders the same text as Qwen2.5's template. ``default_system`` replaces a missing system message
+and is left out if it is empty. Models with a released tokenizer keep the template of their initial
+checkpoint.
 """
 
 CHAT_TEMPLATE = r"""

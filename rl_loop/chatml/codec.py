@@ -1,6 +1,6 @@
-"""ChatML in token space: rendering prompts and tool output, and parsing what the policy sampled.
+"""Renders prompts and tool output to ChatML tokens, and parses sampled turns.
 
-The format is that of Qwen2.5's chat template, token for token:
+The tokens are the same as those of Qwen2.5's chat template:
 
     <|im_start|>system
     TEXT, and the tools as JSON<|im_end|>
@@ -16,8 +16,8 @@ The format is that of Qwen2.5's chat template, token for token:
     1
     </tool_response><|im_end|>
 
-There are no channels. Text before calls is what Harmony calls analysis, a turn without calls is the
-final answer as a whole, thoughts included.
+ChatML has no channels. Text before calls corresponds to Harmony's analysis. A turn without calls is
+the final answer as a whole, including thoughts.
 """
 
 import json
@@ -60,7 +60,7 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {"name": <function-name>, "arguments": <args-json-object>}
 </tool_call>"""
-"""Qwen2.5's words for tools."""
+"""Qwen2.5's text about tools."""
 
 MARKUP = re.compile(f"({re.escape(TOOL_CALL)}|{re.escape(TOOL_CALL_END)})")
 PYTHON = "python"
@@ -68,7 +68,7 @@ PYTHON = "python"
 
 @dataclass(frozen=True)
 class _Markup:
-    """A token that is no text, by its name."""
+    """Name of a token that is not text."""
 
     name: str
 
@@ -78,31 +78,37 @@ Piece = str | _Markup
 
 @dataclass(frozen=True)
 class _SampledCall:
-    """A call as the policy wrote it."""
+    """Sampled call."""
 
     name: str
     arguments: Any
-    """A value of JSON."""
+    """JSON value."""
 
 
 @dataclass(frozen=True)
 class _SampledTurn:
-    """A turn of the policy."""
+    """Sampled turn."""
 
     text: str
-    """What is before the calls; without calls all of it."""
+    """Text before the calls, or the whole turn if there are none."""
     calls: Sequence[_SampledCall] = ()
 
 
 class ChatMl:
-    """Renders and parses for one vocabulary. Implements ``rl_loop.chat.codec.ChatCodec``."""
+    """Renders and parses with one vocabulary. Implements ``rl_loop.chat.codec.ChatCodec``."""
 
     knows_reasoning_effort = False
 
     def __init__(
         self, vocabulary: ChatMlVocabulary, prompt: ChatMlConfig, python_seconds: float = 10.0
     ) -> None:
-        """``python_seconds``: the sandbox's limit for a call, stated where Python is described."""
+        """Create a codec.
+
+        Args:
+            vocabulary: token ids of the model.
+            prompt: options of the system message.
+            python_seconds: time limit of the sandbox, for the description of Python.
+        """
         self.vocabulary = vocabulary
         self.stop_token_ids = vocabulary.stop_token_ids
         self._prompt = prompt
@@ -117,15 +123,15 @@ class ChatMl:
         tools: Sequence[Tool] = (),
         builtin_tools: Sequence[BuiltinTool | PythonTool] = (),
     ) -> list[int]:
-        """Render a conversation, ending where the assistant begins its turn.
+        """Render a conversation up to the beginning of the assistant's turn.
 
         Args:
-            messages: as ``rl_loop.chatml.conversation`` describes them.
-            tools: described in the system message.
+            messages: messages in the format of ``rl_loop.chatml.conversation``.
+            tools: functions for the system message.
             builtin_tools: Python, described as a function of one argument, ``code``.
 
         Raises:
-            ValueError: naming the message or tool that cannot be rendered.
+            ValueError: if a message or a tool cannot be rendered. The error names it.
         """
         return self.render_opening(chat_messages(messages), (*builtin_tools, *tools))
 
@@ -134,13 +140,13 @@ class ChatMl:
         messages: Sequence[ChatMessage],
         tools: Sequence[Tool | BuiltinTool | PythonTool] = (),
     ) -> list[int]:
-        """Render messages that were read, as ``render_prompt`` does. Raises ValueError for a tool."""
+        """Render messages that were read, like ``render_prompt``. Raises ValueError for a tool."""
         return self._render_opening(messages, self._described(tools))
 
     def _render_opening(
         self, messages: Sequence[ChatMessage], functions: Sequence[dict[str, Any]]
     ) -> list[int]:
-        """Render messages behind the description of ``functions``, which are in OpenAI's format."""
+        """Render a description of ``functions``, in OpenAI's format, and then the messages."""
         system = self._prompt.system
         rest = list(messages)
         if rest and rest[0].role == "system":
@@ -157,10 +163,10 @@ class ChatMl:
         reasoning_effort: Effort | None = None,
         keys: Sequence[bytes] = (),
     ) -> list[int]:
-        """Render a client's conversation of which nothing is stored: see ``ChatCodec``.
+        """Render a client's conversation of which no tokens exist: see ``ChatCodec``.
 
-        Its tools are described whatever the configuration says of an environment's, and one of them may
-        be named python.
+        Its tools are always described, whatever the configuration says about the environment's
+        tools. A tool may be named python.
         """
         check_names(tools)
         read = answered_messages(messages, open_calls)
@@ -175,10 +181,13 @@ class ChatMl:
     def render_observation(
         self, outputs: Sequence[ToolOutput], user: str | None = None
     ) -> list[int]:
-        """Render what tools answer to a sampled turn and what the user then says.
+        """Render the answers of tools to a sampled turn, and then the user's message.
 
-        Ends where the assistant begins again. Half of a surrogate pair, which is no text, becomes
-        U+FFFD.
+        The result ends at the beginning of the assistant's turn. Lone surrogates become U+FFFD.
+
+        Args:
+            outputs: results of the tools.
+            user: next message of the user.
         """
         messages = [ChatMessage("tool", without_surrogates(output.text)) for output in outputs]
         if user is not None:
@@ -186,32 +195,35 @@ class ChatMl:
         return self.render_replies(messages)
 
     def render_replies(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Render what others say between two turns of the assistant, from the line break behind
-        the first to the header of the second."""
-        # What a turn ends with is sampled; the line break behind it is not.
+        """Render the messages between two turns of the assistant.
+
+        The result begins with the line break behind the first turn and ends with the second's
+        header.
+        """
+        # The end of a turn is sampled, but the line break behind it is not.
         return self._encode(["\n", *_conversation_pieces(messages), *_ASSISTANT])
 
     def render_assistant(self, messages: Sequence[ParsedMessage]) -> list[int]:
-        """Render a turn exactly as a policy would sample it, behind a prompt: with its stop token.
+        """Render a turn with its stop token exactly as a policy would sample it behind a prompt.
 
-        Thoughts and an answer become one text, a line each.
+        Thoughts and an answer become one text, with a line each.
         """
         text = "\n".join(m.text for m in messages if m.recipient is None and m.text)
         calls = tuple(_call_of(m) for m in messages if m.recipient is not None)
         return self.render_turn(ChatMessage("assistant", text, calls))
 
     def render_turn(self, message: ChatMessage, is_cut: bool = False) -> list[int]:
-        """Render a turn as a policy would sample it; without its stop token if it was cut off."""
+        """Render a turn as a policy would sample it, without a stop token if it was cut off."""
         end: list[Piece] = [] if is_cut else [_Markup(IM_END)]
         return self._encode([*_turn_pieces(message), *end])
 
     def chat_template(self) -> str:
-        """Return the Jinja template of an export whose vocabulary is our own."""
+        """Return the Jinja template for an export with a tiny vocabulary."""
         system = json.dumps(self._prompt.system or "")
         return f"{{%- set default_system = {system} -%}}\n{CHAT_TEMPLATE}"
 
     def _described(self, tools: Sequence[Tool | BuiltinTool | PythonTool]) -> list[dict[str, Any]]:
-        """Describe tools as OpenAI's format does. Raises ValueError."""
+        """Return the tools in OpenAI's format. Raises ValueError if one cannot be described."""
         check_names(tools)
         functions: list[dict[str, Any]] = []
         for tool in tools:
@@ -227,9 +239,10 @@ class ChatMl:
         return functions if self._prompt.describe_tools else []
 
     def _encode(self, pieces: Sequence[Piece]) -> list[int]:
-        """Encode pieces; what stands between two markup tokens is encoded as one text.
+        """Encode pieces. The pieces between two markup tokens are encoded as one text.
 
-        Raises ValueError for half of a surrogate pair, which JSON can spell in arguments and tools.
+        Raises:
+            ValueError: for a lone surrogate, which JSON can contain in arguments and tools.
         """
         ids: list[int] = []
         waiting = ""
@@ -237,7 +250,7 @@ class ChatMl:
             if isinstance(piece, str):
                 waiting += piece
                 continue
-            # Not every tokenizer has tokens for calls: there they are text.
+            # Some tokenizers have no tokens for calls. These are then encoded as text.
             token_id = self.vocabulary.markup.get(piece.name)
             if token_id is None:
                 waiting += piece.name
@@ -257,10 +270,10 @@ class ChatMl:
     # ---- parsing
 
     def parse(self, ids: Sequence[int]) -> list[ParsedMessage] | FormatError:
-        """Parse one sampled turn, its stop token included: thoughts, then calls or a final answer.
+        """Parse one sampled turn with its stop token: thoughts, then calls or a final answer.
 
-        As in servers of this format, ``<tool_call>`` that is spelled in ordinary tokens counts as the
-        token. A recipient is whatever the policy wrote: the environment says which tools there are.
+        ``<tool_call>`` in ordinary tokens counts as the token, as in servers of this format.
+        Recipients are not checked, because the environment knows its tools.
         """
         turn = self._read_turn(ids)
         if isinstance(turn, FormatError):
@@ -270,7 +283,8 @@ class ChatMl:
     def parse_for_client(self, ids: Sequence[int]) -> list[ParsedMessage] | FormatError:
         """Parse a turn whose calls are all a client's functions: see ``ChatCodec``.
 
-        Text before calls is said to the client, who repeats it: ChatML has no thoughts.
+        Text before calls is a message to the client, who sends it back, because ChatML has no
+        thoughts.
         """
         turn = self._read_turn(ids)
         if isinstance(turn, FormatError):
@@ -278,10 +292,10 @@ class ChatMl:
         return _messages_of(turn, "commentary", [_function_call(call) for call in turn.calls])
 
     def parse_cut_for_client(self, ids: Sequence[int]) -> CutTurn:
-        """Read a turn that a limit cut off: see ``ChatCodec``.
+        """Parse a turn that a limit cut off: see ``ChatCodec``.
 
-        The conversation continues behind all of it. A call that was cut off is not read: its name
-        and its arguments are one value of JSON.
+        The conversation continues behind the whole turn. A truncated call is ignored, because its
+        name and arguments are one JSON value.
         """
         messages = self.parse_for_client([*ids, self._end])
         if isinstance(messages, FormatError):
@@ -294,11 +308,11 @@ class ChatMl:
         return CutTurn(messages, (self._end,))
 
     def without_finished_analysis(self, ids: Sequence[int]) -> list[int]:
-        """Return all of a conversation: ChatML shows earlier turns whole."""
+        """Return all of a conversation, because ChatML shows earlier turns in full."""
         return list(ids)
 
     def reasoning_tokens(self, sampled: Sequence[int]) -> int:
-        """Return 0: ChatML has no thoughts."""
+        """Return 0, because ChatML has no thoughts."""
         return 0
 
     def _read_turn(self, ids: Sequence[int]) -> "_SampledTurn | FormatError":
@@ -316,22 +330,22 @@ class ChatMl:
     ) -> tuple[list[int], list[int]]:
         """Split a turn with calls into reasoning, with the line break behind it, and calls.
 
-        The reasoning is empty if a token spans the border.
+        The reasoning is empty if a token spans the boundary.
         """
         text = self.decode(ids)
         border = text.index(TOOL_CALL)
-        # Text grows with every token, so that halving finds the first tokens that reach the border.
+        # Text grows with every token, so bisection finds the first tokens that reach the boundary.
         place = bisect_left(range(len(ids)), border, key=lambda n: len(self.decode(ids[:n])))
         if self.decode(ids[:place]) != text[:border]:
             return [], list(ids)
         return list(ids[:place]), list(ids[place:])
 
     def join_with_calls(self, reasoning: Sequence[int], calls: Sequence[int]) -> list[int]:
-        """Put together what ``split_at_calls`` gave, of one turn or of two."""
+        """Concatenate results of ``split_at_calls``, of one turn or of two turns."""
         return [*reasoning, *calls]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids of the model, markup written out."""
+        """Decode ids of the model. Markup is written as text."""
         return self.vocabulary.decode(ids)
 
     def decode_token(self, token_id: int) -> str:
@@ -343,7 +357,7 @@ _ASSISTANT: list[Piece] = [_Markup(IM_START), "assistant\n"]
 
 
 def _system_pieces(system: str | None, functions: Sequence[dict[str, Any]]) -> list[Piece]:
-    """Render the system message with the tools that it describes; nothing if it is empty."""
+    """Return the system message with a description of tools. Empty if there is neither."""
     if system is None and not functions:
         return []
     pieces: list[Piece] = [_Markup(IM_START), "system\n", system or ""]
@@ -353,13 +367,13 @@ def _system_pieces(system: str | None, functions: Sequence[dict[str, Any]]) -> l
         described = "".join(
             f"\n{json.dumps(function, ensure_ascii=False)}" for function in functions
         )
-        # The template's words have the tokens of calls in them; descriptions are text.
+        # The template's text contains tokens of calls, but descriptions are plain text.
         pieces += [TOOLS_BEGIN, described, *_with_markup(TOOLS_END)]
     return [*pieces, _Markup(IM_END), "\n"]
 
 
 def _conversation_pieces(messages: Sequence[ChatMessage]) -> list[Piece]:
-    """Render messages that follow one another."""
+    """Render consecutive messages."""
     is_tool = [False, *(message.role == "tool" for message in messages), False]
     pieces: list[Piece] = []
     for number, message in enumerate(messages):
@@ -368,9 +382,12 @@ def _conversation_pieces(messages: Sequence[ChatMessage]) -> list[Piece]:
 
 
 def _message_pieces(message: ChatMessage, follows_tool: bool, more_answers: bool) -> list[Piece]:
-    """Render a message. Answers of tools that follow one another are one message of the user.
+    """Render a message. Consecutive answers of tools become one message of the user.
 
-    ``follows_tool``, ``more_answers``: whether the message before, or behind, is a tool's, too.
+    Args:
+        message: message to render.
+        follows_tool: True if the previous message is a tool's answer.
+        more_answers: True if the next message is a tool's answer.
     """
     if message.role == "tool":
         pieces: list[Piece] = [] if follows_tool else [_Markup(IM_START), "user"]
@@ -384,7 +401,7 @@ def _message_pieces(message: ChatMessage, follows_tool: bool, more_answers: bool
 
 
 def _turn_pieces(message: ChatMessage) -> list[Piece]:
-    """Render what an assistant says between the header and the end of its turn."""
+    """Render the text and calls of an assistant's turn, without header and end."""
     pieces: list[Piece] = [message.text] if message.text else []
     for number, call in enumerate(message.calls):
         if message.text or number > 0:
@@ -398,7 +415,7 @@ def _turn_pieces(message: ChatMessage) -> list[Piece]:
 
 
 def _with_markup(text: str) -> list[Piece]:
-    """Split words of the template into text and tokens of calls."""
+    """Split the template's text into text and tokens of calls."""
     return [_Markup(part) if MARKUP.fullmatch(part) else part for part in MARKUP.split(text)]
 
 
@@ -409,7 +426,7 @@ def _openai_function(tool: Tool) -> dict[str, Any]:
 
 
 def _python_function(tool: BuiltinTool) -> Tool:
-    """Describe Python as a function. Raises ValueError for another built-in tool."""
+    """Return Python as a function. Raises ValueError for another built-in tool."""
     if tool.name != PYTHON or tool.functions:
         raise ValueError(
             f"the built-in tool {tool.name!r} is GPT-OSS's own: ChatML knows python only"
@@ -420,7 +437,7 @@ def _python_function(tool: BuiltinTool) -> Tool:
 
 
 def _call_of(message: ParsedMessage) -> Call:
-    """Return a call as ChatML writes it. Raises ValueError for arguments that are no JSON."""
+    """Return a call in ChatML's form. Raises ValueError if its arguments are not JSON."""
     assert message.recipient is not None
     if message.recipient == PYTHON:
         return Call(PYTHON, json.dumps({"code": message.text}, ensure_ascii=False))
@@ -429,12 +446,12 @@ def _call_of(message: ParsedMessage) -> Call:
 
 
 def call_recipient(call: Call) -> str:
-    """Return the recipient that environments see of a call."""
+    """Return the recipient of a call for environments."""
     return PYTHON if call.name == PYTHON else f"{FUNCTIONS}{call.name}"
 
 
 def _sampled_call(parts: Sequence[str]) -> _SampledCall | None:
-    """Read <tool_call>, JSON, </tool_call> and the text behind it; None if that is no call."""
+    """Parse <tool_call>, JSON, </tool_call> and following text. None if it is not a call."""
     if len(parts) != 4 or parts[0] != TOOL_CALL or parts[2] != TOOL_CALL_END or parts[3].strip():
         return None
     try:
@@ -448,12 +465,12 @@ def _sampled_call(parts: Sequence[str]) -> _SampledCall | None:
 
 
 def _turn_of(said: str) -> _SampledTurn | FormatError:
-    """Read the text of a turn, with the markup of its calls."""
+    """Parse the text of a turn, including the markup of its calls."""
     text, *parts = MARKUP.split(said)
     if not parts:
         return _SampledTurn(text)
 
-    # begin, JSON, end, what follows; begin again...
+    # The parts are: begin, JSON, end, following text; begin again...
     calls: list[_SampledCall] = []
     for start in range(0, len(parts), 4):
         call = _sampled_call(parts[start : start + 4])
@@ -461,14 +478,14 @@ def _turn_of(said: str) -> _SampledTurn | FormatError:
             return FormatError("tool_call")
         calls.append(call)
 
-    # The line break before the first call is the format's.
+    # The line break before the first call belongs to the format.
     return _SampledTurn(text.removesuffix("\n"), calls)
 
 
 def _messages_of(
     turn: _SampledTurn, channel: str, calls: list[ParsedMessage]
 ) -> list[ParsedMessage]:
-    """Return a turn's text and its ``calls``. ``channel``: of a text before calls."""
+    """Return a turn's text and its ``calls``. Text before calls gets ``channel``."""
     if not calls:
         return [ParsedMessage("final", None, None, turn.text)]
     if not turn.text:
@@ -477,11 +494,11 @@ def _messages_of(
 
 
 def _environment_call(call: _SampledCall) -> ParsedMessage:
-    """Return a call as environments see it: a program of Python, or a function's arguments."""
+    """Return a call for environments: a program of Python, or a function's arguments."""
     arguments = call.arguments
     is_program = isinstance(arguments, dict) and arguments.keys() == {"code"}
     if call.name == PYTHON and is_program and isinstance(arguments["code"], str):
-        # JSON can spell half of a surrogate pair, which no program can hold.
+        # JSON can contain a lone surrogate, but a program cannot.
         return ParsedMessage("analysis", PYTHON, "code", without_surrogates(arguments["code"]))
     return _function_call(call)
 

@@ -1,4 +1,4 @@
-"""Reads the messages of a conversation, as data sets and clients write them, for ChatML.
+"""Reads the messages of conversations of data sets and clients for ChatML.
 
 A message is a dictionary as in OpenAI's chat format:
 
@@ -6,8 +6,8 @@ A message is a dictionary as in OpenAI's chat format:
     content     text, or a list of parts {"type": "text", "text": ...}
     tool_calls  functions that the assistant calls: [{"function": {"name", "arguments"}}]
 
-ChatML says neither ``name`` nor ``tool_call_id`` of a tool's answer: which call it belongs to is known by
-its place. What only Harmony can say (thinking, channels, recipients) is refused.
+ChatML has no ``name`` or ``tool_call_id`` of a tool's answer. Answers belong to calls by their
+order. Keys that only Harmony supports (thinking, channels, recipients) are errors.
 """
 
 import json
@@ -39,16 +39,16 @@ ALLOWED_KEYS: dict[str, set[str]] = {
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a function."""
+    """Call of a function."""
 
     name: str
     arguments: str
-    """JSON, as the prompt shows it."""
+    """Arguments as JSON, in the form of the prompt."""
 
 
 @dataclass(frozen=True)
 class ChatMessage:
-    """A message, ready to be rendered."""
+    """Message that is ready for rendering."""
 
     role: Role
     text: str
@@ -58,8 +58,9 @@ class ChatMessage:
 def chat_messages(messages: Sequence[dict[str, Any]]) -> list[ChatMessage]:
     """Read the conversation of a prompt.
 
-    Raises ValueError, naming the message and the reason, for what cannot be rendered, and if the
-    assistant's turn is not what comes next.
+    Raises:
+        ValueError: if a message cannot be rendered, or if the last one is the assistant's. The
+            error names the message.
     """
     read = [chat_message(number, message) for number, message in enumerate(messages)]
     _check_end(read)
@@ -69,16 +70,17 @@ def chat_messages(messages: Sequence[dict[str, Any]]) -> list[ChatMessage]:
 def answered_messages(
     messages: Sequence[dict[str, Any]], open_calls: list[OpenCall], first_number: int = 0
 ) -> list[ChatMessage]:
-    """Read a client's conversation, or what goes on from one, with answers in the order of their calls.
+    """Read a client's conversation, or its continuation, with answers in the order of their calls.
 
     Args:
-        messages: answers name their calls by ``tool_call_id`` or ``name``.
-        open_calls: of the turn before ``messages``; emptied, since all of them are answered here.
-        first_number: how many messages are before these, for errors.
+        messages: messages whose answers name their calls by ``tool_call_id`` or ``name``.
+        open_calls: open calls of the turn before ``messages``. Emptied, because all must be
+            answered.
+        first_number: number of earlier messages, for errors.
 
     Raises:
-        ValueError: as ``chat_messages``, and for a call that something else than its answer follows,
-            or an answer without a call.
+        ValueError: as in ``chat_messages``. Also if a message other than its answer follows a call,
+            or if an answer has no call.
     """
     read: list[ChatMessage] = []
     calls = list(open_calls)
@@ -101,7 +103,7 @@ def answered_messages(
 
 
 class MissingAnswer(ValueError):
-    """A call has no answer where the conversation continues."""
+    """Call without an answer although the conversation continues."""
 
 
 def _answers_in_order(calls: Sequence[OpenCall], answers: Sequence[Numbered]) -> list[ChatMessage]:
@@ -121,7 +123,7 @@ def _answers_in_order(calls: Sequence[OpenCall], answers: Sequence[Numbered]) ->
 
 
 def _check_end(messages: Sequence[ChatMessage]) -> None:
-    """Raise ValueError if it is not the assistant's turn that comes next."""
+    """Raise ValueError if the next turn is not the assistant's."""
     if messages and messages[-1].role == "assistant":
         raise ValueError(
             "the prompt ends with a message of the assistant, whose turn comes next; "
@@ -130,9 +132,15 @@ def _check_end(messages: Sequence[ChatMessage]) -> None:
 
 
 def chat_message(number: int, message: Any) -> ChatMessage:
-    """Read one message. Raises ValueError, naming it and the reason, if it cannot be rendered.
+    """Read one message.
 
-    ``number``: of the message, from 0."""
+    Args:
+        number: index of the message, from 0.
+        message: message in the module's format.
+
+    Raises:
+        ValueError: if it cannot be rendered. The error names the message.
+    """
     try:
         return _chat_message(message)
     except ValueError as error:
@@ -140,7 +148,7 @@ def chat_message(number: int, message: Any) -> ChatMessage:
 
 
 def _chat_message(message: Any) -> ChatMessage:
-    """Read one message. Raises ValueError."""
+    """Read one message. Raises ValueError if it cannot be rendered."""
     if not isinstance(message, dict):
         raise ValueError(
             f"a message must be a mapping of keys to values, not {type(message).__name__}"
@@ -149,13 +157,13 @@ def _chat_message(message: Any) -> ChatMessage:
     if role not in ALLOWED_KEYS:
         raise ValueError(f"the role must be one of {', '.join(ALLOWED_KEYS)}")
 
-    # null, "" and [] say nothing, and data sets write them for what is not there.
+    # Data sets write null, "" and [] for missing values.
     present = {key for key, value in message.items() if value not in (None, "", [], {})}
     if unknown := sorted(present - ALLOWED_KEYS[role] - {"role"}):
         known = ", ".join(sorted(ALLOWED_KEYS[role]))
         raise ValueError(f"{unknown[0]!r} cannot be rendered in ChatML; known: {known}")
 
-    # As a chat's "system" message is Harmony's developer message.
+    # "developer" is the same as "system", as in Harmony.
     role_of_chatml: Role = "system" if role == "developer" else role
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
@@ -166,7 +174,7 @@ def _chat_message(message: Any) -> ChatMessage:
 
 
 def _call(tool_call: Any) -> Call:
-    """Read one entry of ``tool_calls``. Raises ValueError."""
+    """Read one item of ``tool_calls``. Raises ValueError if it is malformed."""
     function = None
     if isinstance(tool_call, dict):
         function = tool_call.get("function") or tool_call
@@ -179,7 +187,7 @@ def _call(tool_call: Any) -> Call:
             f"a function is called {name!r}; a name has letters, digits and any of _ . -"
         )
 
-    # OpenAI's format has them as a string of JSON, data sets often as the object itself.
+    # OpenAI's format has a JSON string. Data sets often have the object itself.
     arguments = function.get("arguments")
     if arguments is None:
         arguments = {}

@@ -1,4 +1,4 @@
-"""What a ChatML prompt says besides the conversation: ``chatml`` of a configuration."""
+"""Options of a ChatML prompt: ``chatml`` of a configuration."""
 
 from pydantic import BaseModel, ConfigDict
 
@@ -6,13 +6,13 @@ QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assista
 
 
 class ChatMlConfig(BaseModel):
-    """What a ChatML prompt says besides the conversation, for families that speak ChatML."""
+    """Options of a ChatML prompt, for model families with this chat format."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     system: str | None = QWEN_SYSTEM
-    """The system message of a conversation that has none of its own, which is what the model's chat
-    template says there; the default is Qwen2.5's. null leaves it out."""
+    """System message of conversations without one. Use the text of the model's chat template.
+    Default: Qwen2.5's text. null: none."""
     describe_tools: bool = True
-    """Whether the system message describes an environment's tools. Off, a prompt is some two
-    hundred tokens shorter: for a policy that has learned from demonstrations how it calls them."""
+    """Describe an environment's tools in the system message. false saves some 200 tokens per
+    prompt, for policies that learned the calls from demonstrations."""

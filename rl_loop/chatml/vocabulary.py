@@ -1,7 +1,7 @@
-"""The token ids of a model that speaks ChatML: those of a checkpoint's tokenizer, or a small set.
+"""Token ids of ChatML models: a checkpoint's tokenizer, or a tiny vocabulary.
 
-Text from outside (prompts, tool output) is always encoded as text: it can never become a token with
-a meaning of its own, such as ``<|im_end|>``.
+Untrusted text (prompts, tool output) is always encoded as text and cannot become a markup token
+such as ``<|im_end|>``.
 """
 
 import json
@@ -26,12 +26,12 @@ TOOL_CALL = "<tool_call>"
 TOOL_CALL_END = "</tool_call>"
 
 TINY_MARKUP = (END_OF_TEXT, IM_START, IM_END, TOOL_CALL, TOOL_CALL_END)
-"""Added tokens of a small vocabulary; Qwen2.5 has these and more."""
+"""Added tokens of a tiny vocabulary. Qwen2.5 has these and more."""
 UNKNOWN = "<|no token of the vocabulary|>"
-"""Name of the id that bytes without a token become before they are replaced."""
+"""Name of the id for bytes without a token, before they are replaced."""
 TOKENIZER_FILE = "tokenizer.json"
 
-# How Qwen2.5 splits text before byte-pair merging.
+# Qwen2.5's pattern for splitting text before byte-pair merging.
 QWEN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
     r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -39,20 +39,20 @@ QWEN_PATTERN = (
 
 
 class TokenizerError(UserError, ValueError):
-    """A tokenizer cannot be used; the message names its file and the reason."""
+    """Tokenizer that cannot be used. The message names its file and the reason."""
 
 
 class ChatMlVocabulary:
-    """The ids of a Hugging Face tokenizer."""
+    """Ids of a Hugging Face tokenizer."""
 
     def __init__(self, tokenizer_json: str, size: int, where: str, is_own: bool = False) -> None:
         """Read a tokenizer.
 
         Args:
             tokenizer_json: content of ``tokenizer.json``.
-            size: rows of the model's embedding; ids that the tokenizer does not know are unused.
-            where: names the tokenizer in errors.
-            is_own: whether it was made for this run, so that an export gets it from here.
+            size: rows of the model's embedding. Ids that the tokenizer does not have are unused.
+            where: name of the tokenizer for errors.
+            is_own: True if it was created for this run, so that exports get it from here.
 
         Raises:
             TokenizerError: if the tokenizer has no ChatML tokens or more ids than the model.
@@ -62,7 +62,7 @@ class ChatMlVocabulary:
         self._tokenizer = Tokenizer.from_str(tokenizer_json)
 
         self.markup: dict[str, int] = {}
-        """Ids of the tokens that are no text."""
+        """Ids of the tokens that are not text."""
         description = json.loads(tokenizer_json)
         for added in description["added_tokens"]:
             self.markup[added["content"]] = added["id"]
@@ -79,7 +79,7 @@ class ChatMlVocabulary:
 
         self._text_tokenizer = Tokenizer.from_str(json.dumps(_text_only(description, where)))
         self._forbidden = frozenset([*self._names, self._text_tokenizer.token_to_id(UNKNOWN)])
-        """Ids that encoded text must not contain: the markup, and the id of unknown bytes."""
+        """Ids that encoded text must not contain: markup, and the id of unknown bytes."""
         try:
             check_encodes_text(self, self._forbidden, self.markup)
         except ValueError as error:
@@ -91,10 +91,10 @@ class ChatMlVocabulary:
         self.stop_token_ids: tuple[int, ...] = tuple(self.markup[name] for name in ends)
 
     def encode_text(self, text: str) -> list[int]:
-        """Encode plain text; nothing in it becomes a token with a meaning of its own.
+        """Encode plain text. No part of it becomes a markup token.
 
-        Characters without tokens, and halves of surrogate pairs, become U+FFFD ("?" if the
-        tokenizer has no tokens for U+FFFD either).
+        Characters without tokens, and lone surrogates, become U+FFFD ("?" if the tokenizer has no
+        tokens for U+FFFD either).
         """
         text = without_surrogates(text)
         ids = self._encode(text)
@@ -104,8 +104,8 @@ class ChatMlVocabulary:
         # Normalization may join characters.
         if self._text_tokenizer.normalizer is not None:
             text = self._text_tokenizer.normalizer.normalize_str(text)
-        # Each character by itself: byte-pair merging starts from single characters, so that a
-        # character whose bytes all have tokens can be encoded wherever it stands.
+        # Test each character separately. Byte-pair merging starts from single characters, so a
+        # character whose bytes all have tokens can be encoded in any position.
         fallback = REPLACEMENT if self._has_tokens(REPLACEMENT) else "?"
         missing = {character for character in set(text) if not self._has_tokens(character)}
         ids = self._encode("".join(fallback if c in missing else c for c in text))
@@ -120,7 +120,7 @@ class ChatMlVocabulary:
         return self._forbidden.isdisjoint(self._encode(character))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode with markup written out; bytes that are not UTF-8 become U+FFFD."""
+        """Decode with markup as text. Bytes that are not UTF-8 become U+FFFD."""
         text = ""
         for is_text, group in groupby(ids, key=self.is_text):
             if is_text:
@@ -130,12 +130,15 @@ class ChatMlVocabulary:
         return text
 
     def is_text(self, token_id: int) -> bool:
-        """Say whether an id is a piece of text."""
+        """Return True if an id is a piece of text."""
         return token_id < self._known and token_id not in self._names
 
     def save(self, directory: Path) -> list[Path]:
-        """Write what transformers' AutoTokenizer needs if this vocabulary is the run's own; return
-        the files. Those of a checkpoint's tokenizer are copied from there."""
+        """Write the files for transformers' AutoTokenizer and return them, for the run's own
+        vocabulary.
+
+        The files of a checkpoint's tokenizer are copied from the checkpoint instead.
+        """
         if not self._is_own:
             return []
         from transformers import PreTrainedTokenizerFast
@@ -151,7 +154,12 @@ class ChatMlVocabulary:
 def read_vocabulary(directory: Path, size: int) -> ChatMlVocabulary:
     """Read the tokenizer of a Hugging Face directory.
 
-    Raises TokenizerError naming the file if it is missing, unreadable or knows no ChatML.
+    Args:
+        directory: Hugging Face directory.
+        size: rows of the model's embedding.
+
+    Raises:
+        TokenizerError: if the file is missing or unreadable, or has no ChatML tokens.
     """
     file = directory / TOKENIZER_FILE
     try:
@@ -166,17 +174,19 @@ def read_vocabulary(directory: Path, size: int) -> ChatMlVocabulary:
         return ChatMlVocabulary(content.decode(), size, str(file))
     except TokenizerError:
         raise
-    except Exception as error:  # what tokenizers raises has no class of its own
+    except Exception as error:  # tokenizers raises no specific class
         raise TokenizerError(f"{file}: cannot be read as a tokenizer: {error}") from None
 
 
 def tiny_vocabulary(size: int, corpus: str) -> ChatMlVocabulary:
-    """Make a small vocabulary: o200k's tokens that ``corpus`` is made of, all bytes and the markup.
-    Text is cut as Qwen2.5's tokenizer cuts it.
+    """Return a tiny vocabulary: o200k's tokens in ``corpus``, all bytes and the markup.
 
-    Raises TokenizerError if ``size`` is too small for the corpus.
+    Text is split as Qwen2.5's tokenizer splits it.
+
+    Raises:
+        TokenizerError: if ``size`` is too small for the corpus.
     """
-    # Of numbers Qwen2.5 has digits only.
+    # Qwen2.5 has only single digits.
     tokens = tokens_of(re.sub("[0-9]", r"\g<0>\n", corpus))
     needed = len(tokens) + len(TINY_MARKUP)
     if needed > size:
@@ -184,7 +194,7 @@ def tiny_vocabulary(size: int, corpus: str) -> ChatMlVocabulary:
             f"a tiny vocabulary of {size} ids is too small: the tasks need {needed}"
         )
 
-    # transformers gives whatever tokenizer a qwen2 directory holds these two parts.
+    # transformers adds these two parts to any tokenizer in a qwen2 directory.
     tokenizer = byte_pair_tokenizer(tokens)
     tokenizer.normalizer = normalizers.NFC()
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -196,30 +206,34 @@ def tiny_vocabulary(size: int, corpus: str) -> ChatMlVocabulary:
 
 
 def _text_only(description: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a tokenizer that knows text only, so that no text can become another token.
+    """Return a tokenizer without added tokens, so that no text can become one.
 
-    ``description``: content of ``tokenizer.json``. Raises TokenizerError if the tokenizer is not a
-    byte-pair encoding.
+    Args:
+        description: content of ``tokenizer.json``.
+        where: name of the tokenizer for errors.
+
+    Raises:
+        TokenizerError: if the tokenizer is not a byte-pair encoding.
     """
     model = description["model"]
-    # Older files do not name the type of their model.
+    # Older files have no model type.
     if model.get("type", "BPE") != "BPE":
         raise TokenizerError(
             f"{where}: the tokenizer's model is {model['type']}. Use one with byte-pair encoding"
         )
 
     # Bytes without a token become the tokenizer's unknown token, which may be a stop token
-    # (SmolLM2), or vanish if there is none. With an id of their own they are found.
+    # (SmolLM2), or vanish if there is none. A separate id makes them detectable.
     vocabulary = model["vocab"]
     unknown = 1 + max([*vocabulary.values(), *(t["id"] for t in description["added_tokens"])])
     model = {
         **model,
         "vocab": {**vocabulary, UNKNOWN: unknown},
         "unk_token": UNKNOWN,
-        "dropout": None,  # would encode one text differently each time
+        "dropout": None,  # would encode the same text differently each time
     }
-    # The post-processor would look for the added tokens. Truncation would lose text, and padding
-    # would add a special token.
+    # The post-processor would need the added tokens. Truncation would lose text, and padding would
+    # add a special token.
     return {
         **description,
         "model": model,
@@ -231,7 +245,7 @@ def _text_only(description: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _check_markup(added_tokens: list[dict[str, Any]], where: str) -> None:
-    """Raise TokenizerError if the tokenizer cannot say what ChatML says."""
+    """Raise TokenizerError if the tokenizer lacks tokens that ChatML needs."""
     by_name = {added["content"]: added for added in added_tokens}
     for name in (IM_START, IM_END):
         if name not in by_name:
@@ -240,6 +254,6 @@ def _check_markup(added_tokens: list[dict[str, Any]], where: str) -> None:
             )
 
     for name in (IM_START, IM_END, TOOL_CALL, TOOL_CALL_END):
-        # Such a token takes spaces away from the text beside it, which is not built.
+        # Such a token removes spaces of adjacent text, which is not supported.
         if name in by_name and (by_name[name]["lstrip"] or by_name[name]["rstrip"]):
             raise TokenizerError(f"{where}: the token {name} strips the text beside it")
