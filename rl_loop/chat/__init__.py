@@ -1,1 +1,1 @@
-"""What every chat format has: messages of the policy, tools, and the codec that renders and parses."""
+"""Common parts of all chat formats: messages, tools, and the codec that renders and parses."""

@@ -1,7 +1,7 @@
-"""The seam between chat formats and everything that plays, makes or learns episodes.
+"""Interface of chat formats for all code that runs, creates or trains on episodes.
 
-A codec renders conversations to token ids and parses what a policy sampled. Sampled ids are parsed and
-then kept as they are: nothing that was sampled is rendered again.
+A codec renders conversations to token ids and parses sampled turns. Sampled ids are kept unchanged
+and never rendered again.
 """
 
 from collections.abc import Sequence
@@ -13,26 +13,28 @@ from rl_loop.chat.open_calls import OpenCall
 from rl_loop.chat.tools import BuiltinTool, PythonTool, Tool
 
 Effort = Literal["low", "medium", "high"]
-"""How much a policy is asked to think, where a format can say it."""
+"""Reasoning effort in the prompt, for formats that support it."""
 
 
 class Vocabulary(Protocol):
-    """The token ids of a model."""
+    """Token ids of a model."""
 
     size: int
-    """Rows of the model's embedding."""
+    """Number of rows of the model's embedding."""
 
     def encode_text(self, text: str) -> list[int]:
-        """Encode plain text; nothing in it becomes a special token."""
+        """Encode plain text. No part of it becomes a special token."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode with special tokens written out; bytes that are not UTF-8 become U+FFFD."""
+        """Decode, with special tokens as names. Bytes that are not UTF-8 become U+FFFD."""
         ...
 
     def save(self, directory: Path) -> list[Path]:
-        """Write what transformers' AutoTokenizer needs and return the files; none if those of the
-        checkpoint that training started from are to be copied."""
+        """Write the files that transformers' AutoTokenizer needs, and return them.
+
+        Returns no files if the files of the initial checkpoint must be copied instead.
+        """
         ...
 
 
@@ -41,7 +43,7 @@ class ChatCodec(Protocol):
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """What token ids mean."""
+        """Vocabulary of the token ids."""
         ...
 
     @property
@@ -55,31 +57,40 @@ class ChatCodec(Protocol):
         tools: Sequence[Tool] = (),
         builtin_tools: Sequence[BuiltinTool | PythonTool] = (),
     ) -> list[int]:
-        """Render a conversation, ending where the assistant begins its turn.
+        """Render a conversation up to the beginning of the assistant's turn.
 
-        ``messages`` are those that ``rl_loop.harmony.conversation`` describes, as far as the format
-        can say them. Raises ValueError naming the message that cannot be rendered.
+        Args:
+            messages: messages in the format of ``rl_loop.harmony.conversation``, as far as the chat
+                format supports it.
+            tools: functions to describe.
+            builtin_tools: built-in tools to describe.
+
+        Raises:
+            ValueError: if a message cannot be rendered. The error names it.
         """
         ...
 
     def render_observation(
         self, outputs: Sequence[ToolOutput], user: str | None = None
     ) -> list[int]:
-        """Render what tools answer to a sampled turn and what the user then says.
+        """Render the answers of tools to a sampled turn, and then the user's message.
 
-        Ends where the assistant begins again. Half of a surrogate pair, which is no text, becomes
-        U+FFFD.
+        The result ends at the beginning of the assistant's turn. Lone surrogates become U+FFFD.
+
+        Args:
+            outputs: results of the tools.
+            user: next message of the user.
         """
         ...
 
     def render_assistant(self, messages: Sequence[ParsedMessage]) -> list[int]:
-        """Render a turn exactly as a policy would sample it, behind a prompt: with its stop token."""
+        """Render a turn with its stop token exactly as a policy would sample it behind a prompt."""
         ...
 
     def parse(self, ids: Sequence[int]) -> list[ParsedMessage] | FormatError:
-        """Parse one sampled turn, its stop token included: thoughts, then calls or a final answer.
+        """Parse one sampled turn with its stop token: thoughts, then calls or a final answer.
 
-        A recipient is whatever the policy wrote: the environment says which tools there are.
+        Recipients are not checked, because the environment knows its tools.
         """
         ...
 
@@ -90,11 +101,11 @@ class ChatCodec(Protocol):
         ...
 
     def join_with_calls(self, reasoning: Sequence[int], calls: Sequence[int]) -> list[int]:
-        """Put together what ``split_at_calls`` gave, of one turn or of two."""
+        """Concatenate results of ``split_at_calls``, of one turn or of two turns."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids of the model, special tokens written out."""
+        """Decode ids of the model. Special tokens are written as their names."""
         ...
 
     def decode_token(self, token_id: int) -> str:
@@ -102,14 +113,14 @@ class ChatCodec(Protocol):
         ...
 
     def chat_template(self) -> str:
-        """Return the Jinja template of an export whose vocabulary is our own."""
+        """Return the Jinja template for an export with a tiny vocabulary."""
         ...
 
-    # ---- conversations of clients, which the gateway serves
+    # ---- conversations of the gateway's clients
 
     @property
     def knows_reasoning_effort(self) -> bool:
-        """Whether a prompt can say how much the policy is to think."""
+        """True if a prompt can set the reasoning effort."""
         ...
 
     def render_conversation(
@@ -121,49 +132,59 @@ class ChatCodec(Protocol):
         reasoning_effort: Effort | None = None,
         keys: Sequence[bytes] = (),
     ) -> list[int]:
-        """Render a client's conversation from its first message to where the assistant begins its turn.
+        """Render a client's whole conversation up to the beginning of the assistant's turn.
 
-        ``tools`` are functions of the client. The calls that no message answers are added to
-        ``open_calls``. ``reasoning_effort``: None for what the configuration says. ``keys``: one for each
-        beginning of the messages, from none of them to all, equal for equal ones behind equal tools and
-        effort, by which a codec may remember what many conversations begin with. Raises ValueError
-        naming what cannot be rendered.
+        Args:
+            messages: messages of the conversation.
+            tools: functions of the client.
+            open_calls: list to which calls without an answer are appended.
+            reasoning_effort: replacement for the configured effort. None uses the configured one.
+            keys: cache keys, one for each prefix of the messages, from none of them to all. Equal
+                prefixes with equal tools and effort have equal keys.
+
+        Raises:
+            ValueError: if a message or a tool cannot be rendered. The error names it.
         """
         ...
 
     def render_continuation(
         self, messages: Sequence[dict[str, Any]], open_calls: list[OpenCall], first_number: int
     ) -> list[int]:
-        """Render messages that follow tokens which end with a turn of the assistant.
+        """Render messages behind tokens that end with a turn of the assistant.
 
-        ``open_calls``: those in these tokens; afterwards those that are open then. ``first_number``:
-        messages before these ones, for errors. Otherwise as ``render_conversation``.
+        Args:
+            messages: messages to render.
+            open_calls: open calls of the tokens. On return it has the calls that are open then.
+            first_number: number of earlier messages, for errors.
+
+        Raises:
+            ValueError: as in ``render_conversation``.
         """
         ...
 
     def parse_for_client(self, ids: Sequence[int]) -> list[ParsedMessage] | FormatError:
         """Parse one sampled turn in which every call is one of a client's functions.
 
-        On "analysis" is only what the format itself tells apart as thoughts; all other text is said to
+        Only thoughts that the format itself marks are on "analysis". All other text is a message to
         the client.
         """
         ...
 
     def parse_cut_for_client(self, ids: Sequence[int]) -> CutTurn:
-        """Read a turn that a limit cut off, as far as ``parse_for_client`` would read it."""
+        """Parse a turn that a limit cut off, as far as possible like ``parse_for_client``."""
         ...
 
     def without_finished_analysis(self, ids: Sequence[int]) -> list[int]:
-        """Leave out of a conversation's tokens what the format drops once an answer is given."""
+        """Leave out the tokens that the format drops after an answer."""
         ...
 
     def reasoning_tokens(self, sampled: Sequence[int]) -> int:
-        """Count the tokens of a sampled turn that the format itself tells apart as thoughts."""
+        """Return the number of tokens in a sampled turn that the format marks as thoughts."""
         ...
 
 
 def without_surrogates(text: str) -> str:
-    """Join surrogate pairs to characters, and replace a half of one by U+FFFD."""
+    """Join surrogate pairs to characters, and replace lone surrogates by U+FFFD."""
     if text.isascii():
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

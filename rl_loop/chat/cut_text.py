@@ -4,17 +4,17 @@ from rl_loop.chat.codec import without_surrogates
 
 
 def cut_text(text: str, max_bytes: int) -> str:
-    """Return ``text`` if its UTF-8 has at most ``max_bytes``, else its beginning and its end.
+    """Return ``text``, or its beginning and end if its UTF-8 has more than ``max_bytes``.
 
-    These have ``max_bytes`` together, and between them stands how much is left out. Lone
-    surrogates become U+FFFD."""
+    Beginning and end have ``max_bytes`` together. A note between them has the size of the gap. Lone
+    surrogates become U+FFFD.
+    """
     if len(text) <= max_bytes:
         data = without_surrogates(text).encode()
         if len(data) <= max_bytes:
             return data.decode()
 
-    # Only as many characters are encoded as can be kept. Errors are those of a character that is
-    # cut in two.
+    # Encode only characters that can be kept. An error means that a character was cut in two.
     half = max_bytes // 2
     begin = without_surrogates(text[:half]).encode()[:half].decode(errors="ignore")
     end = ""

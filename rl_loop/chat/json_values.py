@@ -1,4 +1,4 @@
-"""Equality of JSON by value: spelling, order of keys and the type of numbers do not count."""
+"""Equality of JSON by value, independent of spelling, order of keys and type of numbers."""
 
 import json
 import math
@@ -6,16 +6,16 @@ from decimal import Decimal
 from typing import Any
 
 LONGEST_TEXT = 65_536
-"""Characters of JSON that is compared by its value."""
+"""Maximum characters of JSON that is compared by value."""
 LONGEST_INTEGER = 8192
-"""Bits of an integer that is compared by its decimal digits."""
+"""Maximum bits of an integer that is compared by its decimal digits."""
 
 
 def canonical_json(text: str) -> Any:
-    """Return the same value of JSON for all spellings of one value; other text as it is.
+    """Return equal values for all spellings of a JSON value. Other text is returned unchanged.
 
-    Arguments that are empty are an empty object, as clients send them. Very long text is compared as
-    it is: it would take too long to parse.
+    Empty arguments are an empty object, because clients send them. Very long text is returned
+    unchanged, because parsing would take too long.
     """
     if len(text) > LONGEST_TEXT:
         return text
@@ -32,9 +32,10 @@ def canonical_json(text: str) -> Any:
 
 
 def canonical_value(value: Any) -> Any:
-    """Return a value that ``json.dumps`` writes alike for all equal values.
+    """Return a value whose ``json.dumps`` is the same for all equal values.
 
-    Raises RecursionError for a value that is nested too deeply.
+    Raises:
+        RecursionError: if the value is nested too deeply.
     """
     match value:
         case Number():
@@ -42,13 +43,13 @@ def canonical_value(value: Any) -> Any:
         case bool() | None | str():
             return value
         case int():
-            # Python refuses to write thousands of digits.
+            # Python does not convert integers with thousands of digits.
             is_short = value.bit_length() < LONGEST_INTEGER
             return ["number", _integer(str(value)).digits if is_short else hex(value)]
         case float():
             return ["number", _float(repr(value)).digits]
         case dict():
-            # Keys of Python objects may be anything; those of JSON are text.
+            # Keys of Python objects can have any type. JSON's are text.
             members = {str(key): canonical_value(member) for key, member in value.items()}
             return ["object", dict(sorted(members.items()))]
         case list() | tuple():
@@ -57,15 +58,15 @@ def canonical_value(value: Any) -> Any:
 
 
 class Number:
-    """A number of JSON."""
+    """Number of JSON."""
 
     def __init__(self, digits: str) -> None:
-        """``digits``: sign, significant digits and exponent, the same for equal numbers."""
+        """Create a number from its sign, significant digits and exponent, in a unique form."""
         self.digits = digits
 
 
 def _integer(literal: str) -> Number:
-    """Read an integer exactly, however many digits it has."""
+    """Parse an integer exactly, with any number of digits."""
     digits = literal.lstrip("-").lstrip("0")
     significant = digits.rstrip("0")
     if not significant:
@@ -75,9 +76,9 @@ def _integer(literal: str) -> Number:
 
 
 def _float(literal: str) -> Number:
-    """Read a number with a point or an exponent.
+    """Parse a number with a point or an exponent.
 
-    Programs read it as a float, and write the shortest digits of the float.
+    Programs parse it as a float, and write the shortest digits of the float.
     """
     value = float(literal)
     if not math.isfinite(value):
@@ -92,5 +93,5 @@ def _float(literal: str) -> Number:
 
 
 def _constant(literal: str) -> Number:
-    """Read NaN or an infinity, which Python's JSON has."""
+    """Parse NaN or an infinity, which Python's JSON accepts."""
     return Number(literal)

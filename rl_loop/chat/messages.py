@@ -1,53 +1,53 @@
-"""Messages that a codec reads from sampled tokens, and messages that it renders."""
+"""Messages that a codec parses from sampled tokens, and messages that it renders."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class ParsedMessage:
-    """One message that the policy wrote.
+    """One message of the policy.
 
-    Channels and recipients are those of Harmony in every format: environments read them, and a
-    format without them says them in its own way.
+    Channels and recipients are Harmony's in every format, because environments read them. Other
+    formats express them in their own way.
     """
 
     channel: str
-    """"analysis" (thoughts), "commentary" (calls of functions) or "final" (what the user reads)."""
+    """Channel: "analysis" (thoughts), "commentary" (calls of functions) or "final" (answer)."""
     recipient: str | None
-    """The tool that is called, such as "python" or "functions.search"; None if it is no call."""
+    """Called tool, such as "python" or "functions.search". None if it is not a call."""
     content_type: str | None
-    """Such as "code"; begins with "<|constrain|>" where Harmony has that token before it."""
+    """Content type, such as "code". It begins with "<|constrain|>" if Harmony has that token."""
     text: str
 
 
 @dataclass(frozen=True)
 class ToolOutput:
-    """What a tool answers."""
+    """Answer of a tool."""
 
     tool: str
-    """The recipient of the call."""
+    """Recipient of the call."""
     channel: str
-    """The channel of the call."""
+    """Channel of the call."""
     text: str
 
 
 @dataclass(frozen=True)
 class FormatError:
-    """The sampled ids are not what the chat format allows."""
+    """Violation of the chat format in sampled ids."""
 
     kind: str
-    """Under which it is counted. Of Harmony "structure", "header", "role", "channel" or "recipient",
-    of ChatML "structure" or "tool_call"."""
+    """Kind of error, for counting. Harmony has "structure", "header", "role", "channel" and
+    "recipient". ChatML has "structure" and "tool_call"."""
 
 
 @dataclass(frozen=True)
 class CutTurn:
-    """A sampled turn that a limit cut off."""
+    """Sampled turn that a limit cut off."""
 
     messages: list[ParsedMessage]
-    """The messages that can be read; the last one, a call too, may be incomplete."""
+    """Messages that can be read. The last one, even a call, may be incomplete."""
     closing: tuple[int, ...]
-    """Token ids that stand behind the turn when the conversation continues."""
+    """Token ids to append to the turn when the conversation continues."""
     dropped: int = 0
-    """Number of tokens at the end of the conversation that are left out when it continues, because
-    they are part of no message."""
+    """Number of tokens to drop at the end when the conversation continues, because they belong to
+    no message."""

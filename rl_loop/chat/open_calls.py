@@ -1,8 +1,7 @@
 """Matches the answers of tools with the calls of a policy.
 
-Neither Harmony nor ChatML has ids of calls. A policy knows by the place of an answer which call it
-belongs to, so that answers are rendered in the order of their calls. Clients and data sets send them
-in any order.
+Harmony and ChatML have no ids of calls. A policy identifies the call of an answer by its position,
+so answers are rendered in the order of their calls. Clients and data sets send them in any order.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,26 +11,26 @@ from typing import Any
 from rl_loop.chat.tools import FUNCTIONS
 
 Numbered = tuple[int, dict[str, Any]]
-"""Number of a message in its conversation, and the message."""
+"""Index of a message in its conversation, and the message."""
 
 
-# With slots a call is one object for the garbage collector instead of two.
+# With slots, a call is one object instead of two for the garbage collector.
 @dataclass(eq=False, slots=True)
 class OpenCall:
-    """A call of the assistant that no tool has answered yet."""
+    """Call of the assistant without an answer."""
 
     call_id: str | None
     recipient: str
     channel: str
     is_left: bool = False
-    """True if the conversation went on with something other than the answer."""
+    """True if the conversation continued with a message other than the answer."""
 
 
 class UnmatchedAnswer(ValueError):
-    """An answer of a tool belongs to no call, or to one that cannot be told."""
+    """Answer of a tool that belongs to no call, or to an ambiguous one."""
 
     def __init__(self, place: int, message: str) -> None:
-        """``place``: index of the answer."""
+        """Create the error. ``place`` is the index of the answer."""
         super().__init__(message)
         self.place = place
 
@@ -51,26 +50,26 @@ def calls_of(message: Mapping[str, Any]) -> list[OpenCall]:
 def answered_calls(
     calls: Sequence[OpenCall], answers: Sequence[Mapping[str, Any]], *, by_place: bool = False
 ) -> list[OpenCall]:
-    """Return the call that each answer belongs to.
+    """Return the call of each answer.
 
-    Ids decide first (``tool_call_id``), then names (``name``). Answers with neither belong to the
-    calls that are left, in their order.
+    Answers are matched by id (``tool_call_id``), then by function (``name``). Answers with neither
+    belong to the remaining calls, in order.
 
     Args:
-        calls: the calls that are open, the oldest first.
-        answers: messages of tools that follow one another.
-        by_place: whether answers without id and name may belong to calls of different functions.
+        calls: open calls, oldest first.
+        answers: consecutive messages of tools.
+        by_place: allow answers without id and name if calls of different functions are open.
 
     Raises:
-        UnmatchedAnswer: if a call is missing, or it is not clear which one is answered.
+        UnmatchedAnswer: if a call is missing or ambiguous.
     """
-    # Ids of answers say nothing if the calls were written down without theirs.
+    # Ids of answers are useless if the calls were recorded without ids.
     has_ids = any(call.call_id is not None for call in calls) or not by_place
     claims = [_claim(answer, has_ids) for answer in answers]
 
     left = [*(c for c in calls if not c.is_left), *(c for c in calls if c.is_left)]
     matched: dict[int, OpenCall] = {}
-    # The answers that say most about their call choose first.
+    # The most specific answers choose first.
     for place in sorted(range(len(answers)), key=lambda i: claims[i].rank):
         try:
             call = claims[place].choose(left, by_place)
@@ -84,10 +83,11 @@ def answered_calls(
 def in_call_order(
     calls: Sequence[OpenCall], answers: Sequence[Numbered], *, by_place: bool = False
 ) -> list[tuple[Numbered, OpenCall]]:
-    """Put answers that follow one another into the order of their calls.
+    """Sort consecutive answers by the order of their calls. Arguments as in ``answered_calls``.
 
-    Arguments as in ``answered_calls``. Raises UnmatchedAnswer, also if a call of a function is
-    answered while an earlier call of the same turn and function is not.
+    Raises:
+        UnmatchedAnswer: as in ``answered_calls``. Also if a call of a function is answered but an
+            earlier call of the same turn and function is not.
     """
     matched = answered_calls(calls, [message for _, message in answers], by_place=by_place)
     place_of = {id(call): place for place, call in enumerate(calls)}
@@ -111,9 +111,9 @@ def in_call_order(
 def with_answers_in_order(
     messages: Iterable[dict[str, Any]], earlier: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[str, Any], ...]:
-    """Return a conversation whose answers of tools are in the order of their calls.
+    """Return a conversation with tools' answers in the order of their calls.
 
-    Answers that cannot be matched stay where they are. ``earlier``: messages that precede.
+    Answers that cannot be matched keep their positions. ``earlier`` are the preceding messages.
     """
     ordered: list[dict[str, Any]] = []
     answers: list[Numbered] = []
@@ -139,7 +139,7 @@ def with_answers_in_order(
 
 @dataclass(frozen=True)
 class _Claim:
-    """The call that an answer names."""
+    """Call that an answer names."""
 
     call_id: str | None
     name: str | None
@@ -149,7 +149,7 @@ class _Claim:
         return 0 if self.call_id is not None else 1 if self.name is not None else 2
 
     def choose(self, calls: Sequence[OpenCall], by_place: bool) -> OpenCall:
-        """Return one of ``calls``. Raises ValueError."""
+        """Return one of ``calls``. Raises ValueError if none fits or several do."""
         candidates = list(calls)
         if self.call_id is not None:
             candidates = [call for call in candidates if call.call_id == self.call_id]

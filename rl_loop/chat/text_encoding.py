@@ -1,15 +1,15 @@
-"""The promise of every vocabulary: text never becomes a special token, and no part of it is lost."""
+"""Check that text never becomes a special token and is encoded without loss, for vocabularies."""
 
 from collections.abc import Collection, Iterable
 from functools import cache
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
-"""Encoded in place of characters that a vocabulary has no tokens for."""
+"""Replacement for characters without tokens."""
 
 
 class TextVocabulary(Protocol):
-    """The part of ``rl_loop.chat.codec.Vocabulary`` that is checked."""
+    """Part of ``rl_loop.chat.codec.Vocabulary`` that is checked."""
 
     def encode_text(self, text: str) -> list[int]: ...
 
@@ -17,7 +17,7 @@ class TextVocabulary(Protocol):
 @cache
 def probe_texts() -> tuple[str, ...]:
     """Return texts that contain every byte that UTF-8 can contain."""
-    # All of ASCII, every continuation byte, and one character for every first byte above.
+    # All of ASCII, every continuation byte, and one character for every other first byte.
     points = [*range(0x800), *range(0x800, 0x10000, 0x1000), *range(0x10000, 0x110000, 0x40000)]
     characters = [chr(point) for point in points if not 0xD800 <= point < 0xE000]
     return (*characters[:128], "".join(characters[128:]), REPLACEMENT, "\ud800", "a\x00\x04\x7fb")
@@ -30,11 +30,11 @@ def check_encodes_text(
 
     Args:
         vocabulary: the vocabulary to check.
-        special_ids: ids that no text may become.
-        names: names of special tokens, which are text where a text spells them.
+        special_ids: ids that text must not become.
+        names: names of special tokens, which are plain text within a text.
 
     Raises:
-        ValueError: naming the text that becomes a special token or nothing at all.
+        ValueError: if a text becomes a special token or is lost. The error names the text.
     """
     special = set(special_ids)
     spelled = [text for name in names for text in (name, f"a {name}\n{name}b")]

@@ -1,4 +1,4 @@
-"""Tools, as environments offer them and codecs describe them in a prompt."""
+"""Tools of environments, which codecs describe in prompts."""
 
 import re
 from collections.abc import Sequence
@@ -7,21 +7,24 @@ from typing import Any, ClassVar
 
 NAME = re.compile(r"[\w.-]+")
 FUNCTIONS = "functions."
-"""How the recipient of a function's call begins."""
+"""Prefix of the recipient of a function call."""
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the policy calls as ``functions.name`` with JSON arguments.
+    """Function that the policy calls as ``functions.name`` with JSON arguments.
 
-    Harmony shows ``parameters`` in TypeScript, see ``rl_loop.harmony.json_schema``. ChatML shows the
-    schema itself. Raises ValueError for a name that no header can carry.
+    Harmony shows ``parameters`` in TypeScript (``rl_loop.harmony.json_schema``). ChatML shows the
+    schema itself.
+
+    Raises:
+        ValueError: if a header cannot contain the name.
     """
 
     name: str
     description: str
     parameters: dict[str, Any] | None = None
-    """JSON schema of the arguments; None for a function without any."""
+    """JSON schema of the arguments. None for a function without arguments."""
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
@@ -32,32 +35,34 @@ class Tool:
 
 @dataclass(frozen=True)
 class BuiltinTool:
-    """A tool that GPT-OSS knows from its training, or a namespace of such tools, called by its
-    own name."""
+    """Tool that GPT-OSS knows from its training, or a namespace of such tools.
+
+    The policy calls it by its name.
+    """
 
     name: str
-    """"python", or the namespace "browser" with functions such as browser.search."""
+    """Name "python", or a namespace such as "browser" with functions such as browser.search."""
     description: str
     functions: tuple[Tool, ...] = ()
 
 
 @dataclass(frozen=True)
 class PythonTool:
-    """The built-in ``python`` of this project's sandbox."""
+    """Built-in ``python`` tool, run by this project's sandbox."""
 
     name: ClassVar[str] = "python"
     stateful: bool = False
-    """Whether variables last from one call of an episode to the next."""
+    """True if variables persist from one call of an episode to the next."""
 
     def in_sandbox(self, timeout_seconds: float) -> BuiltinTool:
-        """Describe the tool as it is in a sandbox with this limit for one call."""
+        """Return the tool's description for a sandbox with this time limit per call."""
         text = STATEFUL_PYTHON if self.stateful else STATELESS_PYTHON
         return BuiltinTool(self.name, text.format(seconds=float(timeout_seconds)))
 
 
-# The text that the released models were trained with, but for three things: the seconds are those
-# of the sandbox, the drive /mnt/data is left out because there is none, and the internet is known
-# to be out of reach.
+# The text from the training of the released models, with three changes. The seconds are the
+# sandbox's, the drive /mnt/data is left out because there is none, and the internet is declared
+# inaccessible.
 STATEFUL_PYTHON = """\
 Use this tool to execute Python code in your chain of thought. The code will not be shown to the user. This tool \
 should be used for internal reasoning, but not for code that is intended to be visible to the user (e.g. when \
@@ -67,10 +72,9 @@ When you send a message containing Python code to python, it will be executed in
 environment. python will respond with the output of the execution or time out after {seconds} seconds. Internet \
 access for this session is disabled."""
 
-# After the text that OpenAI's reference implementation puts in place of the one above where the
-# tool is stateless (github.com/openai/gpt-oss, gpt_oss/tools/python_docker/docker_tool.py). There
-# it runs in a Docker container without a limit of time, and values of last expressions are not
-# printed.
+# Adapted from the text that OpenAI's reference implementation uses for a stateless tool
+# (github.com/openai/gpt-oss, gpt_oss/tools/python_docker/docker_tool.py). That tool runs in a
+# Docker container without a time limit, and does not print the value of the last expression.
 STATELESS_PYTHON = """\
 Use this tool to execute STATELESS Python code in your chain of thought. The code will not be shown to the user. This \
 tool should be used for internal reasoning, but not for code that is intended to be visible to the user (e.g. when \
@@ -83,7 +87,7 @@ IMPORTANT: Your python environment is not shared between calls. You will have to
 
 
 def check_names(tools: Sequence[Tool | BuiltinTool | PythonTool]) -> None:
-    """Raise ValueError if two tools have one name."""
+    """Raise ValueError if two tools have the same name."""
     names: set[str] = set()
     for tool in tools:
         if tool.name in names:
