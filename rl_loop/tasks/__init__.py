@@ -1,1 +1,1 @@
-"""The tasks of a run: sources, files, demonstrations."""
+"""Tasks of a run: sources, files, demonstrations."""

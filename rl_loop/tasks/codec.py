@@ -1,6 +1,6 @@
-"""The codec of a run: which chat format its family of models speaks, and in which token ids.
+"""Builds the codec of a run from its model family and vocabulary.
 
-A family's format is registered in ``CHAT_FORMATS``, how a format's codec is built in ``_BUILDERS``.
+``CHAT_FORMATS`` has a family's chat format, and ``_BUILDERS`` has a format's constructor.
 """
 
 import re
@@ -31,22 +31,23 @@ CHAT_FORMATS: dict[type[ModelConfig], ChatFormat] = {
     GptOssModelConfig: "harmony",
     DenseModelConfig: "chatml",
 }
-"""What the models of a family speak."""
+"""Chat formats by model family."""
 
 CORPUS_TASKS = 100
-"""Demonstrations of a source that a tiny vocabulary is made for."""
+"""Number of demonstrations per source from which a tiny vocabulary is built."""
 
 
 def codec_of(config: EpisodesConfig) -> ChatCodec:
-    """Build the codec of a run. A tiny vocabulary is made for demonstrations of its generated
-    tasks.
+    """Build the codec of a run. A tiny vocabulary is built from demonstrations of generated tasks.
 
-    Raises ValueError for a vocabulary that is not the model's."""
+    Raises:
+        ValueError: if the vocabulary does not fit the model.
+    """
     return _BUILDERS[CHAT_FORMATS[type(config.model)]](config)
 
 
 def tokenizer_directory(source: Path | None) -> Path | None:
-    """Return where ``source``, a Hugging Face directory or a run with an export, has a tokenizer."""
+    """Return the directory with the tokenizer of a Hugging Face directory or a run's export."""
     if source is None:
         return None
     for directory in (source, source / "export"):
@@ -60,7 +61,7 @@ def _build_harmony(config: EpisodesConfig) -> Harmony:
         raise ValueError("vocabulary tokenizer: GPT-OSS has gptoss, the released one, or tiny")
 
     def corpus() -> str:
-        # Episodes need an event loop of their own, and the caller may be running one.
+        # Episodes need a separate event loop, because the caller may be running one.
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(vocabulary_corpus, config).result()
 
@@ -94,14 +95,15 @@ _BUILDERS: dict[ChatFormat, Callable[[EpisodesConfig], ChatCodec]] = {
 }
 
 
-# ---- what tiny vocabularies are made for
+# ---- corpora of tiny vocabularies
 
 
 def vocabulary_corpus(config: EpisodesConfig) -> str:
-    """Return the text that a run's tiny vocabulary of Harmony is made for.
+    """Return the corpus of a run's tiny Harmony vocabulary.
 
-    The texts of registered environments are in it whichever the run uses: words that every
-    conversation has, such as "assistant", are then tokens of every tiny vocabulary."""
+    It includes the texts of all registered environments. Therefore words of every conversation,
+    such as "assistant", are tokens of every tiny vocabulary.
+    """
     harmony = Harmony(GptOssVocabulary(), config.prompt, config.sandbox.timeout_seconds)
     if config.vocabulary_conversations is not None:
         return "\n".join(conversation_texts(config.vocabulary_conversations, harmony))
@@ -118,8 +120,8 @@ def vocabulary_corpus(config: EpisodesConfig) -> str:
 
 
 def _chatml_corpus(config: EpisodesConfig) -> str:
-    """Return the text that a run's tiny vocabulary of ChatML is made for."""
-    # In single bytes: only the text is of interest.
+    """Return the corpus of a run's tiny ChatML vocabulary."""
+    # A vocabulary of single bytes is enough, because only the text is used.
     codec = ChatMl(tiny_vocabulary(512, ""), config.chatml, config.sandbox.timeout_seconds)
     if config.vocabulary_conversations is not None:
         return "\n".join(conversation_texts(config.vocabulary_conversations, codec))
@@ -131,14 +133,15 @@ def _chatml_corpus(config: EpisodesConfig) -> str:
         if source.held_out_path is None:
             demonstrated = _demonstrated_texts(source, codec)
         if text:
-            # It says which numbers are tokens; those of a hundred tasks are hardly met again.
+            # It determines which numbers are tokens. Numbers of a hundred tasks would hardly be
+            # used again.
             demonstrated = [re.sub("[0-9]+", "0", line) for line in demonstrated]
         lines += [text, *demonstrated]
     return "\n".join(lines)
 
 
 def _demonstrated_texts(source: SourceConfig, codec: ChatCodec) -> list[str]:
-    """Return episodes on generated tasks of a source as text."""
+    """Return the text of episodes on generated tasks of a source."""
     environment = environment_class(source.environment)
     options = environment.Options.model_validate(source.options)
 

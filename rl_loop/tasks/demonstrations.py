@@ -1,5 +1,4 @@
-"""Demonstrations for supervised fine-tuning: episodes of scripts, in the tokens that a policy
-would sample."""
+"""Demonstrations for supervised fine-tuning: scripted episodes as a policy would sample them."""
 
 import asyncio
 from collections.abc import Sequence
@@ -17,13 +16,13 @@ from rl_loop.environments.base import Environment
 
 @dataclass
 class Demonstration:
-    """The tokens of an episode, or of a turn and what precedes it."""
+    """Tokens of an episode, or of a turn with its history."""
 
     token_ids: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)
-    """1 on what a policy would have sampled, 0 elsewhere; as long as ``token_ids``."""
+    """1 for tokens that a policy would have sampled, else 0. As long as ``token_ids``."""
     result: StepResult | None = None
-    """What the last turn led to."""
+    """Result of the last turn."""
 
     def add(self, ids: list[int], mask: int) -> None:
         """Append tokens that all have the same mask."""
@@ -33,7 +32,7 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class Turn:
-    """What a scripted policy wrote in one turn, and what it led to."""
+    """One turn of a scripted policy, with its result."""
 
     messages: list[ParsedMessage]
     result: StepResult
@@ -41,7 +40,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Episode:
-    """A scripted episode, not yet in tokens."""
+    """Scripted episode before tokenization."""
 
     prompt: list[dict[str, Any]]
     tools: Sequence[Tool]
@@ -49,22 +48,23 @@ class Episode:
     turns: list[Turn]
 
 
-# ---- making demonstrations
+# ---- creating demonstrations
 
 
 def demonstrate(
     task: Task, codec: ChatCodec, mixture: DemonstrationConfig, seed: str
 ) -> Demonstration:
-    """Make one episode on ``task`` as a rollout would have it, a function of the arguments.
+    """Return one episode on ``task`` as in a rollout. Equal arguments give equal episodes.
 
-    No code runs: environments simulate the Python that their scripts call."""
+    No code runs, because environments simulate the Python calls of their scripts.
+    """
     return render_as_sampled(_play_script(task, mixture, seed), codec)
 
 
 def demonstrations_of(
     task: Task, codec: ChatCodec, mixture: DemonstrationConfig, seed: str
 ) -> list[Demonstration]:
-    """Make the samples of one episode on ``task``, rendered as ``mixture.history`` says."""
+    """Return the samples of one episode on ``task``, rendered according to ``mixture.history``."""
     episode = _play_script(task, mixture, seed)
     if mixture.history == "harmony":
         return render_by_user_turn(episode, codec)
@@ -72,7 +72,7 @@ def demonstrations_of(
 
 
 def _play_script(task: Task, mixture: DemonstrationConfig, seed: str) -> Episode:
-    """Play an expert's or a faulty script on a task, as the mixture has it."""
+    """Run an expert's or a faulty script on a task, chosen according to the mixture."""
     rng = Random(seed)
     environment = make_offline_environment(task)
     script = environment.solve(task, rng, faulty=rng.random() >= mixture.expert)
@@ -80,10 +80,12 @@ def _play_script(task: Task, mixture: DemonstrationConfig, seed: str) -> Episode
 
 
 async def play(environment: Environment, script: Script) -> Episode:
-    """Play the episode of a scripted policy.
+    """Run the episode of a scripted policy.
 
-    Raises ValueError if the script ends before the episode does, and InfrastructureFailure if the
-    environment cannot be opened, or a tool of it fails."""
+    Raises:
+        ValueError: if the script ends before the episode.
+        InfrastructureFailure: if the environment or one of its tools fails.
+    """
     await environment.open()
     try:
         return await _play_opened(environment, script)
@@ -129,8 +131,7 @@ def render_as_sampled(episode: Episode, codec: ChatCodec) -> Demonstration:
 
 
 def render_by_user_turn(episode: Episode, codec: ChatCodec) -> list[Demonstration]:
-    """Render a demonstration for each turn of the user, behind the history as the format has
-    it."""
+    """Render a demonstration for each turn of the user, with the history of the format."""
     demonstrations: list[Demonstration] = []
     prompt = list(episode.prompt)
     current: list[Turn] = []
@@ -142,7 +143,7 @@ def render_by_user_turn(episode: Episode, codec: ChatCodec) -> list[Demonstratio
                 render_as_sampled(replace(episode, prompt=prompt, turns=current), codec)
             )
             history = [message for earlier in current for message in _as_conversation(earlier)]
-            # What was said becomes history, which the format renders shorter than it was sampled.
+            # In history, the format renders turns shorter than they were sampled.
             prompt = prompt + history
             current = []
 
@@ -150,7 +151,7 @@ def render_by_user_turn(episode: Episode, codec: ChatCodec) -> list[Demonstratio
 
 
 def _as_conversation(turn: Turn) -> list[dict[str, Any]]:
-    """Return a turn and what it led to as messages that ``Harmony.render_prompt`` takes."""
+    """Return a turn and its result as messages for ``Harmony.render_prompt``."""
     messages: list[dict[str, Any]] = []
     for message in turn.messages:
         messages.append(

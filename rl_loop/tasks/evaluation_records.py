@@ -1,6 +1,7 @@
-"""The records that an evaluation leaves: one per episode, as JSON lines.
+"""Records of an evaluation, one per episode, as JSON lines.
 
-``gptoss eval`` writes them; its statistics and the filter of tasks by pass rate read them."""
+``gptoss eval`` writes them. Its statistics and the filter by pass rate read them.
+"""
 
 import json
 from collections import defaultdict
@@ -11,11 +12,11 @@ from typing import Any
 from rl_loop.tasks.task_file import TaskFileError
 
 KEYS = {"task_id", "sample", "reward_parts", "answer", "category"}
-"""What every record has."""
+"""Keys of every record."""
 
 
 def read_evaluation(path: Path) -> list[dict[str, Any]]:
-    """Read the records of an evaluation. Raises TaskFileError if the file holds none."""
+    """Read the records of an evaluation. Raises TaskFileError if the file has none."""
     try:
         records = [json.loads(line) for line in path.read_text().split("\n") if line]
         complete = all(set(record) >= KEYS for record in records)
@@ -28,7 +29,7 @@ def read_evaluation(path: Path) -> list[dict[str, Any]]:
 
 
 def by_task(records: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Group records by task_id, in the order of their samples."""
+    """Group records by task_id and sort each group by sample."""
     tasks: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for record in sorted(records, key=lambda record: record["sample"]):
         tasks[record["task_id"]].append(record)
@@ -36,7 +37,7 @@ def by_task(records: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]
 
 
 def pass_rates(records: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Compute the share of correct episodes by task_id."""
+    """Return the share of correct episodes by task_id."""
     return {
         task_id: sum(is_correct(episode) for episode in episodes) / len(episodes)
         for task_id, episodes in by_task(records).items()
@@ -44,5 +45,5 @@ def pass_rates(records: Iterable[dict[str, Any]]) -> dict[str, float]:
 
 
 def is_correct(record: dict[str, Any]) -> bool:
-    """Say whether the episode of a record was correct."""
+    """Return True if the episode was correct."""
     return bool(record["reward_parts"]["correct"])

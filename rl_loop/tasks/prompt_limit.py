@@ -1,4 +1,4 @@
-"""Which prompts leave room for an answer."""
+"""Check that prompts leave enough tokens for an answer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,19 +12,20 @@ from rl_loop.infrastructure import describe
 LONGEST_TOKEN = 128
 """Bytes of the longest token of o200k, a run of spaces."""
 FRAME_TOKENS = 1024
-"""More than a codec puts around the texts of a prompt: the system message and the headers of a few
-messages."""
+"""Upper bound of the tokens that a codec adds to the texts of a prompt: the system message and some
+headers."""
 
 
 class UnusablePrompt(ValueError):
-    """No episode of the task can be run: its prompt is too long or cannot be rendered.
+    """Prompt that is too long or cannot be rendered, so the task cannot be run.
 
-    The message names the task."""
+    The message names the task.
+    """
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What an environment starts its episodes from."""
+    """Beginning of an environment's episodes."""
 
     messages: Sequence[dict[str, Any]]
     tools: Sequence[Tool] = ()
@@ -32,7 +33,7 @@ class Prompt:
 
 
 def prompt_of(environment: Environment) -> Prompt:
-    """Ask an environment for the prompt of its episode."""
+    """Return the prompt of an environment's episode."""
     return Prompt(environment.prompt(), environment.tools(), environment.builtin_tools())
 
 
@@ -46,9 +47,15 @@ class PromptLimit:
     def render(self, task_id: str, prompt: Prompt) -> list[int]:
         """Return the ids of a prompt.
 
-        Raises UnusablePrompt naming the task, and the limit if it is too long."""
+        Args:
+            task_id: id of the task, for errors.
+            prompt: prompt to render.
+
+        Raises:
+            UnusablePrompt: if it is too long or cannot be rendered.
+        """
         try:
-            # A prompt of megabytes is refused before it is tokenised, which would take minutes.
+            # Reject prompts of megabytes early, because tokenizing them would take minutes.
             contents = [str(message.get("content")) for message in prompt.messages]
             size = sum(len(text.encode("utf-8", "replace")) for text in contents)
             if size > LONGEST_TOKEN * self._max_tokens:
@@ -66,9 +73,10 @@ class PromptLimit:
         return ids
 
     def surely_fits(self, prompt: Prompt) -> bool:
-        """Say whether a prompt is short enough whatever its tokens are, without tokenising it.
+        """Return True if a prompt is certainly short enough, without tokenizing it.
 
-        Every token has a byte or more. False says nothing."""
+        Every token has at least one byte. A prompt may be short enough even if this returns False.
+        """
         described = sum(len(repr(tool).encode()) for tool in (*prompt.tools, *prompt.builtin_tools))
         written = sum(len(repr(message).encode()) for message in prompt.messages)
         return written + 2 * described + FRAME_TOKENS < self._max_tokens

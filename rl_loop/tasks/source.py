@@ -1,5 +1,4 @@
-"""The tasks of a run: which ones a step trains on, which ones measure it, and demonstrations of
-them."""
+"""Training tasks, held-out tasks and demonstrations of a run."""
 
 import logging
 import random
@@ -27,24 +26,31 @@ from rl_loop.tasks.task_file import TaskData, TaskFileError
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 1000
-"""Generated tasks that are tried for one that is neither held out nor too long."""
+"""Maximum number of generated tasks to try for a usable one: not held out and not too long."""
 NAMED_TASKS = 5
-"""As many tasks that are left out are named in the warning."""
+"""Maximum number of tasks that the warning about unusable tasks names."""
 
 
 class TaskSource:
     """All tasks of a run.
 
-    Access is random, by position, so that a resumed run goes on where it was."""
+    Tasks are accessed by position, so that a resumed run continues at its last position.
+    """
 
     def __init__(
         self, config: TaskConfig, codec: ChatCodec, max_prompt_tokens: int | None = None
     ) -> None:
-        """Read and check the data of all sources. Raises TaskFileError for data that cannot be
-        used.
+        """Read and check the data of all sources.
 
-        ``max_prompt_tokens``: tasks whose prompt is as long are left out; None where nothing is
-        rolled out."""
+        Args:
+            config: ``tasks`` of the configuration.
+            codec: chat format of the model.
+            max_prompt_tokens: limit of prompts. Tasks at or above it are left out. None without
+                rollouts.
+
+        Raises:
+            TaskFileError: if data cannot be used.
+        """
         self.config = config
         self.codec = codec
         self.sources: dict[str, Source] = {}
@@ -52,8 +58,8 @@ class TaskSource:
             self.sources[name] = Source(name, source_config, config)
 
         self.unusable: list[str] = []
-        """Why tasks were left out, each reason once."""
-        # Before decontamination: a held-out prompt that is left out gives nothing away.
+        """Distinct reasons why tasks were left out."""
+        # Before decontamination, because unusable held-out prompts need none.
         if max_prompt_tokens is not None:
             self._leave_out_unusable_prompts(max_prompt_tokens)
 
@@ -67,20 +73,18 @@ class TaskSource:
         self._mixture = Mixture(weights, f"{config.seed}/mixture")
 
     def train(self, position: int, count: int) -> list[Task]:
-        """Return ``count`` training tasks from ``position`` on; there is no last one.
+        """Return ``count`` training tasks, starting at ``position``. There is no last position.
 
-        Sources are mixed by weight, data is shuffled in each epoch."""
+        Sources are mixed by weight. Data is shuffled in each epoch.
+        """
         return [self._train_task(i) for i in range(position, position + count)]
 
     def cursor(self, position: int) -> dict[str, Any]:
-        """Return, as JSON, how far the data is used when the next task is that at ``position``.
+        """Return the used part of the data as JSON, if the next task is the task at ``position``.
 
-        The order of the data does not depend on which tasks are left out, and a cursor counts the
-        ones that are. So a run that continues from a cursor repeats and loses no task, even if
-        it leaves out other tasks than before.
-
-        Args:
-            position: position of the next task.
+        The order of the data does not depend on which tasks are left out, and a cursor counts these
+        tasks. Therefore a run that continues from a cursor repeats and loses no task, even if it
+        leaves out other tasks.
         """
         sources = {}
         for number, (name, source) in enumerate(self.sources.items()):
@@ -90,9 +94,10 @@ class TaskSource:
         return {"position": position, "sources": sources}
 
     def continue_from(self, cursor: Mapping[str, Any]) -> None:
-        """Continue where a run was when it made ``cursor``.
+        """Continue at a cursor of an earlier run.
 
-        Raises TaskFileError if a source has another number of tasks.
+        Raises:
+            TaskFileError: if a source has another number of tasks.
         """
         for number, (name, source) in enumerate(self.sources.items()):
             saved = cursor["sources"].get(name)
@@ -107,11 +112,11 @@ class TaskSource:
                 source.continue_from(used, saved["passed"])
 
     def held_out(self) -> list[Task]:
-        """Return the tasks on which the policy is measured."""
+        """Return the tasks for evaluation."""
         return self._held_out
 
     def reward_parts(self) -> set[str]:
-        """Return the names of what rewards are made of, in the environments of all sources."""
+        """Return the names of the parts of rewards in all sources' environments."""
         names = {"correct", "format_error", "score"}
         for source in self.sources.values():
             if source.held_out:
@@ -125,15 +130,17 @@ class TaskSource:
         return self.codec.render_prompt(prompt.messages, prompt.tools, prompt.builtin_tools)
 
     def canary(self) -> list[int]:
-        """Return a real text of the domain in tokens: the first held-out prompt and its answer."""
+        """Return the tokens of a real text: the first held-out prompt and its answer."""
         task = self._held_out[0]
         answer = make_offline_environment(task).reference_answer()
         return self.prompt_ids(task) + self.codec.vocabulary.encode_text(answer)
 
     def check_demonstrations(self) -> None:
-        """Demonstrate the first training task of every source, as an expert and as a faulty policy.
+        """Run a demonstration of every source's first task, as an expert and as a faulty policy.
 
-        Raises TaskFileError for a source whose tasks no script can solve."""
+        Raises:
+            TaskFileError: if no script can solve a source's tasks.
+        """
         for source in self.sources.values():
             if source.config.weight == 0:
                 continue
@@ -150,7 +157,7 @@ class TaskSource:
     def demonstrations(
         self, position: int, count: int, mixture: DemonstrationConfig
     ) -> TrainingSamples:
-        """Return demonstrations on ``count`` training tasks, as samples to learn from."""
+        """Return demonstrations on ``count`` training tasks as training samples."""
         sequences = []
         names = []
         for i, task in enumerate(self.train(position, count), start=position):
@@ -162,7 +169,7 @@ class TaskSource:
         return TrainingSamples.join(sequences, names)
 
     def _leave_out_unusable_prompts(self, max_tokens: int) -> None:
-        """Leave out tasks whose prompt cannot be rendered or is too long, and say so."""
+        """Leave out tasks whose prompt is too long or cannot be rendered, and log a warning."""
         limit = PromptLimit(self.codec, max_tokens)
 
         def is_usable(task: Task) -> bool:
@@ -183,7 +190,7 @@ class TaskSource:
     def _train_task(self, position: int) -> Task:
         """Return the task at a training position."""
         source = self._source_at(position)
-        # The source's own index: how often its turn came in all positions before.
+        # Index in the source: how often the mixture chose the source before this position.
         return source.train(self._mixture.earlier(position))
 
     def _source_at(self, position: int) -> "Source":
@@ -191,10 +198,10 @@ class TaskSource:
 
 
 class Source:
-    """The tasks of one entry of ``tasks.sources``."""
+    """Tasks of one item of ``tasks.sources``."""
 
     def __init__(self, name: str, config: SourceConfig, tasks: TaskConfig) -> None:
-        """Read its data, if it has any, and its held-out tasks. Raises TaskFileError."""
+        """Read data, if any, and held-out tasks. Raises TaskFileError if that fails."""
         self.name = name
         self.config = config
         self.seed = tasks.seed
@@ -202,16 +209,16 @@ class Source:
         self.options = self.environment.Options.model_validate(config.options)
 
         self._excluded: frozenset[str] = frozenset()
-        """Held-out prompts, which no training task may have."""
+        """Held-out prompts. No training task may have one."""
         self._is_usable: Callable[[Task], bool] = lambda task: True
         self._data: TaskData | None = None
-        """The training tasks; None if they are generated."""
+        """Training tasks. None if they are generated."""
         self._passed = 0
-        """Places of the data that earlier attempts have passed, in all epochs."""
+        """Number of positions that earlier attempts used, over all epochs."""
         self._kept_orders: dict[int, list[int]] = {}
         """Results of ``_kept_order`` by epoch."""
         self._offset = 0
-        """Task ``index`` is the (``index`` + offset)-th that is not left out."""
+        """Task ``index`` is the (``index`` + offset)-th task that is not left out."""
 
         if config.train_path is not None:
             self._data = self._read("train", config.train_path)
@@ -225,9 +232,11 @@ class Source:
             self.held_out = [self._generate("held_out", i) for i in range(tasks.held_out_tasks)]
 
     def keep_usable(self, is_usable: Callable[[Task], bool]) -> None:
-        """Leave out the tasks of which ``is_usable`` is false.
+        """Leave out tasks for which ``is_usable`` is false.
 
-        Raises TaskFileError if hardly any is left."""
+        Raises:
+            TaskFileError: if no task is left.
+        """
         self._is_usable = is_usable
         self.held_out = [task for task in self.held_out if is_usable(task)]
         mask = [True] if self._data is None else [is_usable(task) for task in self._data]
@@ -240,10 +249,10 @@ class Source:
             self._kept_orders = {}
 
     def decontaminate(self, held_out: list[str]) -> None:
-        """Leave out training tasks that give away one of these prompts, and say how many.
+        """Leave out training tasks that contain one of these prompts, and log their number.
 
-        Generated tasks do if they have the same prompt. Tasks of data also do if
-        ``find_giveaways`` finds a copy of one in their question, or the other way round.
+        A generated task is left out if it has the same prompt. A task of data is also left out if
+        ``find_giveaways`` finds a copy of a held-out prompt in its question, or the reverse.
         """
         self._excluded = frozenset(held_out)
         if self._data is None:
@@ -259,27 +268,27 @@ class Source:
 
     @property
     def total(self) -> int | None:
-        """Number of tasks in the data, those included that are left out. None if generated."""
+        """Number of tasks in the data, including those left out. None if they are generated."""
         return None if self._data is None else self._data.total
 
     def place_of(self, index: int) -> int:
-        """Return the place in the data of training task ``index``."""
+        """Return the position in the data of training task ``index``."""
         assert self._data is not None
         epoch, rank = divmod(index + self._offset, len(self._data))
         return self._kept_order(epoch)[rank]
 
     def passed(self, index: int) -> int:
-        """Return how many places, over all epochs, are passed when task ``index`` is the next."""
+        """Return the number of used positions, over all epochs, if task ``index`` is the next."""
         if index + self._offset == 0:
             return self._passed
         assert self._data is not None
         epoch = (index - 1 + self._offset) // len(self._data)
         place = self._order(epoch).index(self.place_of(index - 1))
-        # Places behind the last task of an earlier attempt may have had tasks in that attempt.
+        # An earlier attempt may have used positions behind its last task.
         return max(self._passed, epoch * self._data.total + place + 1)
 
     def continue_from(self, index: int, passed: int) -> None:
-        """Let task ``index`` be the first one behind ``passed`` places that is not left out."""
+        """Make task ``index`` the first usable one behind ``passed`` positions."""
         assert self._data is not None
         epoch, offset = divmod(passed, self._data.total)
         kept = set(self._data.places)
@@ -288,29 +297,31 @@ class Source:
         self._offset = epoch * len(kept) + rank - index
 
     def _order(self, epoch: int) -> list[int]:
-        """Return the order of an epoch over all places, those included that are left out."""
+        """Return the order of an epoch over all positions, including those left out."""
         assert self._data is not None
         return _shuffled(self._data.total, f"{self.seed}/{epoch}")
 
     def _kept_order(self, epoch: int) -> list[int]:
-        """Return the order of an epoch over the places that are not left out."""
+        """Return the order of an epoch over the positions that are not left out."""
         assert self._data is not None
         if epoch not in self._kept_orders:
             kept = set(self._data.places)
             order = [place for place in self._order(epoch) if place in kept]
-            # Steps that are sampled ahead ask for two epochs in turn, at most.
+            # Steps that are sampled ahead use at most two epochs at a time.
             self._kept_orders = dict([*self._kept_orders.items(), (epoch, order)][-2:])
         return self._kept_orders[epoch]
 
     def train(self, index: int) -> Task:
-        """Return training task ``index``; data is repeated, in another order, after its last task.
+        """Return training task ``index``. Data is repeated in another order after its last task.
 
-        Raises TaskFileError if the generator makes hardly any task that may be used."""
+        Raises:
+            TaskFileError: if the generator gives hardly any usable task.
+        """
         if self._data is not None:
             return self._data.task_at(self.place_of(index))
 
         for attempt in range(ATTEMPTS):
-            # Far behind the indices of other tasks, so that none is given twice.
+            # Retries use indices far above those of other tasks, so that no task occurs twice.
             task = self._generate("train", index + (attempt << 32))
             if asked_text(task) not in self._excluded and self._is_usable(task):
                 return task
@@ -318,9 +329,7 @@ class Source:
         raise TaskFileError(f"tasks.sources.{self.name}: the generator gives {few}")
 
     def _read(self, split: Split, place: str) -> TaskData:
-        """Read task data.
-
-        Its ids name source and split, so that no two tasks of a run share one."""
+        """Read task data. Ids contain the source and the split, so they are unique in a run."""
         prefix = f"{self.name}-{split}-"
         config = self.config
         return TaskData(
@@ -338,9 +347,11 @@ class Source:
         )
 
     def _is_instructive(self, data: TaskData, limits: PassRateConfig) -> list[bool]:
-        """Say which training tasks have a pass rate within the limits, or were not evaluated.
+        """Return a boolean per training task: True within the limits, or if it was not evaluated.
 
-        Raises TaskFileError if none was evaluated, which is a mistake in the configuration."""
+        Raises:
+            TaskFileError: if no task was evaluated, because then the configuration is wrong.
+        """
         rates = pass_rates(read_evaluation(limits.episodes))
         of_rows = [self._pass_rate(row_id, rates) for row_id in data.row_ids]
         if all(rate is None for rate in of_rows):
@@ -352,24 +363,28 @@ class Source:
         return [rate is None or limits.minimum <= rate <= limits.maximum for rate in of_rows]
 
     def _pass_rate(self, row_id: str, rates: dict[str, float]) -> float | None:
-        """Return the pass rate of a row, None if it was not evaluated.
+        """Return the pass rate of a row. None if it was not evaluated.
 
-        An evaluation of the file names its tasks as held out, or by the ids that its rows have."""
+        An evaluation of the file identifies tasks as held out, or by the ids of the rows.
+        """
         return rates.get(f"{self.name}-held_out-{row_id}", rates.get(row_id))
 
 
 def asked_text(task: Task) -> str:
-    """Return what is asked: all that the user and the assistant say.
+    """Return the text of the user's and the assistant's messages.
 
-    Instructions of the developer are left out, as many tasks have the same ones."""
+    Developer messages are left out, because many tasks have the same ones.
+    """
     asked = [message for message in task.messages if message["role"] not in ("system", "developer")]
     return "\n".join(content_text(message) for message in asked or task.messages)
 
 
 def _unusable_reason(task: Task, limit: PromptLimit) -> str | None:
-    """Say why no episode of a task can be run, or return None.
+    """Return the reason why a task cannot be run. None if it can.
 
-    Raises TaskFileError if it has no prompt."""
+    Raises:
+        TaskFileError: if it has no prompt.
+    """
     try:
         prompt = prompt_of(make_offline_environment(task))
     except Exception as error:

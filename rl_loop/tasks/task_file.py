@@ -1,5 +1,4 @@
-"""Task data: JSONL and Parquet files, and data sets of the Hugging Face hub, read row by row in
-place."""
+"""Task data, read row by row: JSONL and Parquet files, and data sets of the Hugging Face hub."""
 
 import dataclasses
 import json
@@ -21,14 +20,15 @@ KEYS = tuple(field.name for field in dataclasses.fields(Task))
 
 
 class TaskFileError(UserError, ValueError):
-    """Task data cannot be used; the message names the file and, if one is to blame, the line."""
+    """Task data that cannot be used. The message names the file, and the line if known."""
 
 
 class TaskData:
-    """The tasks of a file or a hub data set, in its order; only row positions stay in memory.
+    """Tasks of a file or a hub data set, in its order. Only row positions stay in memory.
 
-    A row is a ``Task`` (task_id, messages, ground_truth, ...) or what ``environment.from_record``
-    reads. All rows are checked once, here."""
+    A row is a ``Task`` (task_id, messages, ground_truth, ...) or a record for
+    ``environment.from_record``. All rows are checked once, when the data is opened.
+    """
 
     def __init__(
         self,
@@ -39,12 +39,19 @@ class TaskData:
         prefix: str = "",
         columns: Mapping[str, str] | None = None,
     ) -> None:
-        """Read and check all rows. Raises TaskFileError.
+        """Read and check all rows.
 
-        ``place``: a path (.jsonl, .parquet), or "hub:NAME:SPLIT" or
-        "hub:NAME:CONFIGURATION:SPLIT". ``environment_name``: of rows that name none. ``options``:
-        of the environment. ``prefix`` goes before a row's own id, or its number, and tells the
-        tasks of one file from those of another. ``columns``: see ``SourceConfig``."""
+        Args:
+            place: path (.jsonl, .parquet), "hub:NAME:SPLIT" or "hub:NAME:CONFIGURATION:SPLIT".
+            environment_name: environment of rows that do not name one.
+            environment: class of that environment.
+            options: options of the environment.
+            prefix: prefix of the tasks' ids, which end with the row's id or number.
+            columns: column mapping, see ``SourceConfig``.
+
+        Raises:
+            TaskFileError: if the data cannot be used.
+        """
         self._place = place
         self._name = environment_name
         self._environment = environment
@@ -54,17 +61,19 @@ class TaskData:
         self._rows = _open_rows(place)
 
         self._numbers: list[int] = []
-        """Row number of every task, those included that are left out."""
+        """Row number of every task, including those left out."""
         self.places: list[int] = []
         """Indices in ``_numbers`` of the tasks that are not left out."""
         self.row_ids: list[str] = []
-        """Ids of the same tasks, without the prefix."""
+        """Ids of these tasks without the prefix."""
         self._index_rows()
 
     def _index_rows(self) -> None:
         """Read every row once.
 
-        Raises TaskFileError for a bad row, an id that is not unique, and no task at all."""
+        Raises:
+            TaskFileError: for a bad row, for a duplicate id, or if there is no task.
+        """
         first_rows: dict[str, int] = {}
         for number in range(len(self._rows)):
             task = self._read(number)
@@ -87,13 +96,15 @@ class TaskData:
 
     @property
     def total(self) -> int:
-        """Number of tasks, those included that are left out."""
+        """Number of tasks, including those left out."""
         return len(self._numbers)
 
     def keep(self, mask: Sequence[bool]) -> None:
         """Leave out the tasks for which ``mask`` is false.
 
-        Raises TaskFileError if none is left."""
+        Raises:
+            TaskFileError: if none is left.
+        """
         self.places = [place for place, kept in zip(self.places, mask, strict=True) if kept]
         self.row_ids = [row_id for row_id, kept in zip(self.row_ids, mask, strict=True) if kept]
         if not self.places:
@@ -118,9 +129,11 @@ class TaskData:
         return task
 
     def _read(self, number: int) -> Task | None:
-        """Return the task of a row, None if the environment leaves it out.
+        """Return the task of a row. None if the environment leaves it out.
 
-        Raises TaskFileError."""
+        Raises:
+            TaskFileError: if the row is invalid.
+        """
         record: Any = None
         try:
             record = self._rows[number]
@@ -130,7 +143,7 @@ class TaskData:
         raise TaskFileError(f"{self._where(number)}: {reason}")
 
     def _to_task(self, record: Any, number: int) -> Task | None:
-        """Return the task that a row is, or that the environment makes of it."""
+        """Return the task in a row, or the task that the environment creates from it."""
         if not isinstance(record, dict):
             raise ValueError(f"a task must be a JSON object, not {_kind(record)}")
 
@@ -138,7 +151,7 @@ class TaskData:
         if "messages" in self._columns and "task_id" not in self._columns:
             record["task_id"] = str(number)
 
-        # A row with either is meant to be a task, and is told what it lacks to be one.
+        # A row with either key is meant to be a task, so report missing keys of tasks.
         if "messages" in record or "task_id" in record:
             task = checked_task(record, self._name)
             return replace(task, task_id=f"{self._prefix}{task.task_id}")
@@ -153,21 +166,21 @@ class TaskData:
         return "line" if isinstance(self._rows, JsonLines) else "row"
 
     def _line(self, number: int) -> int:
-        """Return the line or row as editors count it, from 1."""
+        """Return the line or row number, from 1."""
         if isinstance(self._rows, JsonLines):
             return self._rows.lines[number]
         return number + 1
 
 
 class JsonLines:
-    """The values of a JSONL file; empty lines are skipped."""
+    """Values of a JSONL file. Empty lines are skipped."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb")
         self.lines: list[int] = []
         """Line number of every value, from 1."""
         self._offsets: list[int] = []
-        """Byte at which its line begins."""
+        """Byte offset of every value's line."""
 
         offset = 0
         number = 1
@@ -182,17 +195,22 @@ class JsonLines:
         return len(self._offsets)
 
     def __getitem__(self, index: int) -> Any:
-        # Read anew each time: a file of problems may be larger than memory.
+        # Not cached, because a file of tasks may be larger than memory.
         self._file.seek(self._offsets[index])
         return json.loads(self._file.readline().decode("utf-8"))
 
 
 def checked_task(record: dict[str, Any], environment: str) -> Task:
-    """Return the task that a record is, of ``environment`` if it names none.
+    """Return the task in a record.
 
-    Raises ValueError naming the key that is missing or wrong, or the message that cannot be
-    rendered."""
-    # Parquet has null for a key that a row lacks.
+    Args:
+        record: row of the data.
+        environment: environment of rows that do not name one.
+
+    Raises:
+        ValueError: if a key is missing or wrong, or if a message cannot be rendered.
+    """
+    # Parquet has null for a missing key.
     present = {key: value for key, value in record.items() if value is not None or key in REQUIRED}
     missing = [key for key in REQUIRED if key not in present]
     unknown = [str(key) for key in present if key not in KEYS]
@@ -224,7 +242,7 @@ def checked_task(record: dict[str, Any], environment: str) -> Task:
 
 
 def _open_rows(place: str) -> Any:
-    """Open data as a sequence of rows, memory-mapped unless it is JSONL. Raises TaskFileError."""
+    """Open data as a sequence of rows, memory-mapped except JSONL. Raises TaskFileError."""
     try:
         if is_of_hub(place):
             from datasets import load_dataset
@@ -242,12 +260,12 @@ def _open_rows(place: str) -> Any:
 
         return JsonLines(Path(place))
     except Exception as error:
-        # pyarrow and the hub raise all sorts of things.
+        # pyarrow and the hub raise many types of exceptions.
         raise TaskFileError(f"{place}: cannot be read: {error}") from None
 
 
 def _explain(error: Exception, record: Any, environment: str) -> str:
-    """Say in one line why a row is no task. ``record`` is None if it could not be read."""
+    """Return why a row is not a task, in one line. ``record`` is None if it could not be read."""
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON: {error.msg} at character {error.colno}"
     if isinstance(error, UnicodeDecodeError):
@@ -263,7 +281,7 @@ def _explain(error: Exception, record: Any, environment: str) -> str:
 
 
 def _check_text(key: str, value: Any) -> None:
-    """Raise ValueError if the value of a key is not text that can be written as UTF-8."""
+    """Raise ValueError if a value is not text that UTF-8 can encode."""
     if not isinstance(value, str):
         raise ValueError(f"{key!r} must be text, not {_kind(value)}")
 
@@ -277,7 +295,7 @@ def _check_text(key: str, value: Any) -> None:
 
 
 def _kind(value: Any) -> str:
-    """Name the type of a value as JSON does."""
+    """Return the JSON name of a value's type."""
     if value is None:
         return "null"
     if isinstance(value, list):
