@@ -1,1 +1,1 @@
-"""Measuring a policy, and comparing an engine with the trainer."""
+"""Evaluation of a policy, and comparison of an engine with the trainer."""

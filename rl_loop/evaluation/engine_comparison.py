@@ -1,6 +1,8 @@
-"""What ``gptoss doctor --engine`` prints: how an engine is set up, and how far its log-probs of
-held-out episodes are from the trainer's: with experts chosen freely and, if the algorithm replays
-routes, as the engine chose them."""
+"""Report of ``gptoss doctor --engine``: settings of an engine, and its log-prob gap to the trainer.
+
+The gap is measured on held-out episodes, with freely chosen experts. If the algorithm replays
+routes, it is also measured with the engine's experts.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from rl_loop.trainer.group import TrainerGroup
 from rl_loop.weight_sync.canary import CanaryTolerance, check_canary
 
 POSITIONS = (0, 128, 512, 2048, 8192)
-"""Where ranges of positions begin: GPT-OSS's window, then four times as far each."""
+"""Starts of the ranges of positions: GPT-OSS's window, then factors of four."""
 
 SETTINGS = (
     "version",
@@ -28,19 +30,19 @@ SETTINGS = (
     "dtype",
     "tp_size",
 )
-"""What an engine is asked about itself."""
+"""Settings of the engine in the report."""
 
 QUANTILES = (0.5, 0.95, 0.99)
 
 
 @dataclass(frozen=True)
 class TokenGap:
-    """How far engine and trainer are apart on one sampled token."""
+    """Log-prob gap between engine and trainer on one sampled token."""
 
     position: int
-    """In its episode."""
+    """Position in its episode."""
     token_class: str
-    """What kind of text it is."""
+    """Class of its text."""
     gap: float
     """|log-prob of the trainer - log-prob of the engine|, in nats."""
 
@@ -54,8 +56,14 @@ def engine_report(
     temperature: float,
     canary_tolerance: CanaryTolerance,
 ) -> str:
-    """Compare a trainer and an engine that are ready, on held-out tasks. Raises CanaryError if
-    they hold two models."""
+    """Compare a trainer and an engine, which must be ready, on held-out tasks.
+
+    Returns:
+        The report.
+
+    Raises:
+        CanaryError: if they have different models.
+    """
     rollouts.sync_weights(trainer, 0)
     lines = [f"{name}: {value}" for name, value in rollouts.engine_settings(SETTINGS).items()]
     canary = check_canary(trainer, rollouts, tasks.canary(), tolerance=canary_tolerance, version=0)
@@ -63,7 +71,7 @@ def engine_report(
 
     groups = rollouts.run(held_out_requests(tasks, temperature, with_routes=True))
     samples = to_samples(groups, algorithm, version=0)
-    # First with the experts that the trainer chooses: what a run without replay would see.
+    # First with the trainer's own experts, as in a run without replay.
     table = gap_table(samples, trainer.score(samples.without_routes()), tasks.codec)
     lines += ["", "|d log p|, the trainer routes freely", *table]
     if samples.routed_experts is not None:
@@ -81,8 +89,13 @@ def engine_report(
 
 
 def gap_table(samples: TrainingSamples, scores: np.ndarray, codec: ChatCodec) -> list[str]:
-    """Format the distribution of |trainer's - engine's log-prob|, in nats, by position and class
-    of token. ``scores``: the trainer's, [tokens]."""
+    """Return a table of |trainer's - engine's log-prob| in nats, by position and class of token.
+
+    Args:
+        samples: samples with the engine's log-probs.
+        scores: the trainer's log-probs, [tokens].
+        codec: codec that decodes tokens.
+    """
     tokens = _token_gaps(samples, scores, codec)
     if not tokens:
         return ["no token was sampled"]
@@ -113,7 +126,7 @@ def _token_gaps(samples: TrainingSamples, scores: np.ndarray, codec: ChatCodec) 
 
 
 def _row(name: str, tokens: Sequence[TokenGap]) -> list[str]:
-    """Format one line of the table; none for no tokens."""
+    """Return one line of the table. Returns none without tokens."""
     if not tokens:
         return []
     gaps = np.array([token.gap for token in tokens])
@@ -122,7 +135,7 @@ def _row(name: str, tokens: Sequence[TokenGap]) -> list[str]:
 
 
 def _class_of(text: str) -> str:
-    """Name the kind of text that a token is."""
+    """Return the class of a token's text."""
     if text.startswith("<|") and text.endswith("|>"):
         return "special tokens"
     stripped = text.strip()

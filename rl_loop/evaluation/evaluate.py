@@ -1,5 +1,4 @@
-"""The parts of ``gptoss eval``: episodes of held-out tasks, sampled by any checkpoint or endpoint,
-and their records."""
+"""Parts of ``gptoss eval``: episodes of held-out tasks from a checkpoint or endpoint, and records."""
 
 import asyncio
 import json
@@ -32,8 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def hf_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all weights by Hugging Face name, of a Hugging Face directory, a Megatron checkpoint
-    or a run directory."""
+    """Yield {Hugging Face name: weight} pairs of a Hugging Face directory, checkpoint or run."""
     if (path / "config.json").exists():
         directory = HfDirectory(path)
         yield from ((name, directory.get(name)) for name in directory.names())
@@ -48,7 +46,7 @@ def hf_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     weights = MegatronCheckpoint(checkpoint)
     for name, tensor in weights.hf_tensors():
         if weights.is_quantized:
-            # It holds experts as they are before rounding, which is not what multiplies.
+            # It stores experts before rounding, but the model computes with rounded ones.
             tensor = rounded_to_mxfp4(name, tensor)
         yield name, tensor
 
@@ -56,7 +54,9 @@ def hf_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 def load_weights(source: Path | None, dtype: str) -> LoadedWeights:
     """Read all weights of ``source``, as in ``hf_tensors``, in the precision ``dtype``.
 
-    Raises ConversionError if there is nothing to read."""
+    Raises:
+        ConversionError: if there are no weights.
+    """
     if source is None:
         raise ConversionError(
             "nothing to evaluate: give --weights, initial_weights or evaluation.endpoint"
@@ -68,7 +68,7 @@ def load_weights(source: Path | None, dtype: str) -> LoadedWeights:
 def evaluation_requests(
     tasks: HeldOutTasks, samples_per_task: int, temperature: float
 ) -> list[GroupRequest]:
-    """Ask for so many episodes of every held-out task, with the same seeds every time."""
+    """Return requests for episodes of every held-out task, with the same seeds in every call."""
     seeds = tuple(range(samples_per_task))
     return [GroupRequest(task, seeds, temperature) for task in tasks.held_out()]
 
@@ -76,7 +76,7 @@ def evaluation_requests(
 def run_with_engines(
     requests: Sequence[GroupRequest], rollouts: RolloutPool, weights: LoadedWeights
 ) -> list[TrajectoryGroup]:
-    """Run the episodes with the engines of ``rollouts``, given these weights."""
+    """Run the episodes with the engines of ``rollouts`` and the given weights."""
     rollouts.ready()
     rollouts.sync_weights(weights, version=0)
     return rollouts.run(requests)
@@ -88,15 +88,17 @@ async def run_at_endpoint(
     evaluation: EvaluationConfig,
     config: EpisodesConfig,
 ) -> list[TrajectoryGroup]:
-    """Run the episodes in this process; the server at ``url`` samples.
+    """Run the episodes in this process, with the server at ``url`` as the policy.
 
-    Raises EndpointError if it cannot be used."""
+    Raises:
+        EndpointError: if the server cannot be used.
+    """
     engine = CompletionsEngine(url, evaluation.endpoint_model, evaluation.concurrency)
     runs_episodes = worker_class(config.tasks)
     worker = runs_episodes(config, lambda: engine, torch.get_num_threads())
     rollout = config.rollout
     breaker = InfrastructureBreaker.with_streak(rollout.max_invalid_share)
-    # The endpoint takes so many episodes at a time, and a task brings several.
+    # Limit the episodes, not the tasks, because a task has several episodes.
     slots = asyncio.Semaphore(max(1, evaluation.concurrency // evaluation.samples_per_task))
 
     async def run(request: GroupRequest) -> TrajectoryGroup:
@@ -110,7 +112,7 @@ async def run_at_endpoint(
         async with asyncio.TaskGroup() as running:
             groups = [running.create_task(run(request)) for request in requests]
     except ExceptionGroup as errors:
-        # One is enough: an endpoint that is away fails every episode.
+        # One failed task is enough, because an unreachable endpoint fails every episode.
         raise errors.exceptions[0] from None
     finally:
         await worker.close()
@@ -126,7 +128,7 @@ async def run_at_endpoint(
 def write_records(
     requests: Sequence[GroupRequest], groups: Sequence[TrajectoryGroup], output: Path
 ) -> list[dict[str, Any]]:
-    """Write the episodes of an evaluation to ``output``, one record a line; returns the records."""
+    """Write one record per episode to ``output``, and return the records."""
     records = []
     for request, group in zip(requests, groups, strict=True):
         for sample, trajectory in enumerate(group.trajectories):

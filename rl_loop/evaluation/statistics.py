@@ -1,6 +1,7 @@
 """avg@k, pass@k and maj@k with confidence intervals.
 
-They are computed from the records that ``rl_loop.evaluation.evaluate`` writes."""
+They are computed from the records of ``rl_loop.evaluation.evaluate``.
+"""
 
 import itertools
 import math
@@ -13,17 +14,18 @@ from typing import Any
 from rl_loop.tasks.evaluation_records import by_task, is_correct, pass_rates
 
 Z = 1.96
-"""Standard normal quantile of a two-sided 95 % interval."""
+"""Standard normal quantile of a two-sided 95% interval."""
 
 SUBSETS = 200
-"""Subsets of k answers that maj@k averages over, if there are more."""
+"""Maximum number of subsets of k answers that maj@k averages over."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over tasks with its 95 % confidence interval.
+    """Mean over tasks with its 95% confidence interval.
 
-    Tasks are independent, episodes of one task are not."""
+    Tasks are independent. Episodes of the same task are not.
+    """
 
     value: float
     low: float
@@ -36,7 +38,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, mean and unbiased variance of a sample; the variance of a single value is 0."""
+    """Count, mean and unbiased variance of a sample. The variance of a single value is 0."""
 
     count: int
     mean: float
@@ -53,9 +55,10 @@ class Moments:
 def estimate(values: Sequence[float]) -> Estimate:
     """Estimate the mean of one number between 0 and 1 per task, with Wilson's interval.
 
-    Wilson's formula is for binomials. It gets as many trials as a binomial would need for the
-    standard error that the tasks show, so it holds for all values between 0 and 1, and also where
-    all tasks are equal."""
+    Wilson's formula is for binomials. The number of trials is chosen to give the standard error of
+    the tasks. Therefore the interval is valid for all values between 0 and 1, even if all tasks are
+    equal.
+    """
     sample = Moments.of(values)
     mean = sample.mean
     trials = float(sample.count)
@@ -77,24 +80,26 @@ def difference(values: Sequence[float]) -> Estimate:
 
 
 def pass_at(correct: Sequence[bool], k: int) -> float:
-    """Estimate, without bias, the chance that one of k episodes is correct.
+    """Return an unbiased estimate of the chance that one of k episodes is correct.
 
-    arXiv 2107.03374, eq. 1."""
+    See arXiv 2107.03374, eq. 1.
+    """
     episodes = len(correct)
     wrong = episodes - sum(correct)
     return 1.0 - math.comb(wrong, k) / math.comb(episodes, k)
 
 
 def majority_at(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> float:
-    """Estimate the chance that the most frequent answer of k episodes is correct.
+    """Return the estimated chance that the most frequent answer of k episodes is correct.
 
-    Ties are shared; no answer is no vote."""
+    A tie counts by its share of correct answers. Episodes without an answer have no vote.
+    """
     indices = range(len(answers))
     subsets: Iterable[Sequence[int]]
     if math.comb(len(answers), k) <= SUBSETS:
         subsets = itertools.combinations(indices, k)
     else:
-        # A fixed seed: two evaluations of the same answers give the same table.
+        # A fixed seed gives the same table for the same answers.
         rng = random.Random(0)
         subsets = [rng.sample(indices, k) for _ in range(SUBSETS)]
 
@@ -118,7 +123,8 @@ def _share_of_correct_winners(
 def scores(records: Sequence[dict[str, Any]]) -> dict[str, Estimate]:
     """Compute avg@n of correctness, and pass@k and maj@k for k = 2, 4, ... n.
 
-    n is the fewest samples that a task has. maj@k is left out if no episode has an answer."""
+    n is the smallest number of samples of a task. maj@k is left out if no episode has an answer.
+    """
     tasks = list(by_task(records).values())
     samples = min(map(len, tasks))
     answers = [[record["answer"] for record in task] for task in tasks]
@@ -139,7 +145,7 @@ def scores(records: Sequence[dict[str, Any]]) -> dict[str, Estimate]:
 def compare(
     records: Sequence[dict[str, Any]], baseline: Sequence[dict[str, Any]]
 ) -> Estimate | None:
-    """Estimate accuracy minus that of ``baseline``, task by task; None if no task is in both."""
+    """Estimate accuracy minus the accuracy of ``baseline``, per task. None without common tasks."""
     new = pass_rates(records)
     old = pass_rates(baseline)
     gains = [new[task] - old[task] for task in new if task in old]
