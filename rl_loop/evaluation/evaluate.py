@@ -1,4 +1,4 @@
-"""Parts of ``gptoss eval``: episodes of held-out tasks from a checkpoint or endpoint, and records."""
+"""Parts of ``gptoss eval``: held-out episodes of a checkpoint or an endpoint, and their records."""
 
 import asyncio
 import json
