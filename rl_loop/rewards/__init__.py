@@ -1,4 +1,4 @@
-"""Judging answers. Nothing here needs Ray, Megatron or torch."""
+"""Judgment of answers. This package does not need Ray, Megatron or torch."""
 
 from rl_loop.rewards.checker_pool import CheckerFailure
 

@@ -1,4 +1,4 @@
-"""Judges answers of the policy in processes of their own: an answer must not hold up other episodes."""
+"""Judges answers of the policy in separate processes, so that they do not delay other episodes."""
 
 import asyncio
 from typing import Any
@@ -15,20 +15,20 @@ class CheckerFailure(RuntimeError):
 
 
 class CheckerPool(ForkedPool):
-    """A pool of processes whose questions hold answers of the policy."""
+    """Process pool for questions with untrusted answers of the policy."""
 
     def judge(self, question: Any, *, too_expensive: Any, control: Any = None) -> Any:
-        """Return the verdict of the function, from any thread.
+        """Return the function's verdict. Can be called from any thread.
 
         Args:
             question: argument of the function.
-            too_expensive: verdict on an answer that exceeds the limits of a question, or kills
-                the processes that judge it.
+            too_expensive: verdict on an answer that exceeds the limits of a question, or kills the
+                processes that judge it.
             control: see ``ForkedPool.ask``.
 
         Raises:
-            CheckerFailure: no process can be started, none answers any question, or they die while
-                the machine is out of memory.
+            CheckerFailure: if no process can be started, none answers any question, or they die
+                while the machine is out of memory.
         """
         try:
             return self.ask(question, control)
@@ -38,7 +38,7 @@ class CheckerPool(ForkedPool):
             raise CheckerFailure(str(error)) from None
 
     async def judged(self, question: Any, *, too_expensive: Any, control: Any = None) -> Any:
-        """Return the verdict of the function off the event loop: see ``judge``."""
+        """Do the same as ``judge`` without blocking the event loop."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(
             self.threads,

@@ -1,7 +1,8 @@
-"""Compares two answers that were read whole (``rl_loop.rewards.statement``).
+"""Compares two complete statements (``rl_loop.rewards.statement``).
 
-Everything that was read is compared: values exactly, relations, moduli, bases, units, brackets, and
-the order where it says something."""
+All parts are compared: exact values, relations, moduli, bases, units and brackets. The order is
+compared if it has a meaning.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -49,9 +50,10 @@ from rl_loop.rewards.units import same_units
 
 
 def says_the_same(answer: str, truth: str) -> bool:
-    """Return True if two texts in standard notation say the same.
+    """Return True if two texts in standard notation mean the same.
 
-    False unless both are read whole."""
+    Returns False if one of them cannot be read completely.
+    """
     try:
         return equal(read_statement(answer), read_statement(truth))
     except Unreadable:
@@ -59,7 +61,7 @@ def says_the_same(answer: str, truth: str) -> bool:
 
 
 def equal(answer: Statement, truth: Statement, modulus: Expr | None = None) -> bool:
-    """Return True if an answer says what the truth says; values may differ by ``modulus``."""
+    """Return True if an answer means the same as the truth. Values may differ by ``modulus``."""
     if isinstance(answer, Congruence) or isinstance(truth, Congruence):
         return _equal_congruences(answer, truth)
     if isinstance(answer, Chain) or isinstance(truth, Chain):
@@ -67,7 +69,7 @@ def equal(answer: Statement, truth: Statement, modulus: Expr | None = None) -> b
     if isinstance(answer, Value) and isinstance(truth, Value):
         return _equal_signs(answer, truth, modulus)
 
-    # One value is a list, or a set, of one.
+    # A single value is a list, or a set, with one item.
     items, true_items = _items(answer), _items(truth)
     if items is not None and true_items is not None:
         return _equal_collections(answer, truth, items, true_items, modulus)
@@ -79,7 +81,7 @@ def equal(answer: Statement, truth: Statement, modulus: Expr | None = None) -> b
 
 
 def _equal_rest(answer: Statement, truth: Statement) -> bool:
-    """Compare statements that have no other form."""
+    """Compare statements of all other types."""
     if isinstance(answer, Words) and isinstance(truth, Words):
         return bool(answer.text) and answer.text == truth.text
     if isinstance(answer, Builder) and isinstance(truth, Builder):
@@ -98,7 +100,7 @@ def _equal_rest(answer: Statement, truth: Statement) -> bool:
 
 
 def _equal_signs(answer: Value, truth: Value, modulus: Expr | None) -> bool:
-    r"""Compare values, with all that \pm stands for."""
+    r"""Compare values, including both values of \pm."""
     values, true_values = signs_expanded(answer), signs_expanded(truth)
     if len(values) != len(true_values):
         return False
@@ -118,7 +120,7 @@ def _equal_values(answer: Value, truth: Value, modulus: Expr | None) -> bool:
     if truth.number is not None and truth.number.places >= ROUNDED_PLACES:
         number = as_number(answer.value)
         return number is not None and same_number(number, truth.number)
-    # 50 % may stand for 50 and for 0.5.
+    # 50% may mean 50 or 0.5.
     percents = [value.number is not None and value.number.percent for value in (answer, truth)]
     values = [answer.value, answer.value / 100] if percents[0] else [answer.value]
     true_values = [truth.value, truth.value / 100] if percents[1] else [truth.value]
@@ -129,7 +131,7 @@ def _equal_values(answer: Value, truth: Value, modulus: Expr | None) -> bool:
 
 
 def _items(statement: Statement) -> tuple[Statement, ...] | None:
-    """Return what a list or set holds; a value is one of one. None for anything else."""
+    """Return the items of a list or set. A value is a single item. None for other statements."""
     if isinstance(statement, Listing | Collection):
         return statement.items
     if isinstance(statement, Value):
@@ -150,7 +152,7 @@ def _equal_collections(
         return False
     if isinstance(answer, Collection) and isinstance(truth, Collection):
         items, true_items = _distinct(items), _distinct(true_items)
-    # The order of a sequence with an ellipsis says how it goes on.
+    # The order of a sequence with an ellipsis determines its continuation.
     if any(isinstance(item, Dots) for item in (*items, *true_items)):
         return _equal_in_order(items, true_items, modulus)
     return _match(items, true_items, lambda a, b: equal(a, b, modulus))
@@ -165,7 +167,7 @@ def _distinct(items: Iterable[Statement]) -> list[Statement]:
 
 
 def _match[T](items: Sequence[T], others: Sequence[T], same: Callable[[T, T], bool]) -> bool:
-    """Return True if every item has one of the others to itself."""
+    """Return True if items and others can be paired."""
     if len(items) != len(others):
         return False
     left = list(others)
@@ -188,7 +190,7 @@ def _equal_in_order(
 
 
 def _equal_brackets(answer: Statement, truth: Statement, modulus: Expr | None) -> bool:
-    """Compare points, intervals and matrices; 1, 2 may be meant for (1, 2)."""
+    """Compare points, intervals and matrices. "1, 2" may mean (1, 2)."""
     items, true_items = _ordered(answer), _ordered(truth)
     if isinstance(answer, Brackets) and isinstance(truth, Brackets):
         if (answer.opening, answer.closing) != (truth.opening, truth.closing):
@@ -205,7 +207,7 @@ def _equal_brackets(answer: Statement, truth: Statement, modulus: Expr | None) -
 
 
 def _ordered(statement: Statement) -> tuple[Statement, ...] | None:
-    """Return the entries of a point, a list, or a matrix of one row or column."""
+    """Return the entries of a point, a list, or a matrix with one row or column."""
     if isinstance(statement, Listing) and statement.connective == ",":
         return statement.items
     if isinstance(statement, Brackets) and (statement.opening, statement.closing) == ("(", ")"):
@@ -240,7 +242,7 @@ def _equal_cases(answer: Cases, truth: Cases) -> bool:
 
 
 def _equal_ratios(answer: Ratio, truth: Ratio) -> bool:
-    """3:4 is 6:8."""
+    """Compare ratios: 3:4 equals 6:8."""
     parts = [part for part in answer.parts if isinstance(part, Value)]
     true_parts = [part for part in truth.parts if isinstance(part, Value)]
     if len(parts) != len(answer.parts) or len(true_parts) != len(truth.parts):
@@ -249,7 +251,7 @@ def _equal_ratios(answer: Ratio, truth: Ratio) -> bool:
         return False
     if not all(same_units(a.units, b.units) for a, b in zip(parts, true_parts, strict=True)):
         return False
-    # Each part over the last one: the ratio 3:4:5 is two shares.
+    # Divide each part by the last one: the ratio 3:4:5 has two quotients.
     last, true_last = parts[-1].value, true_parts[-1].value
     if last == 0 or true_last == 0:
         return False
@@ -269,7 +271,7 @@ def _equal_congruences(answer: Statement, truth: Statement) -> bool:
     if not same_value(modulus.value, true_modulus.value) or modulus.value == 0:
         return False
     statement, true_statement = answer.statement, truth.statement
-    # "x = 3 (mod 5)", and "3 (mod 5)" for what x is.
+    # "x = 3 (mod 5)" also matches "3 (mod 5)".
     sides, true_sides = sides_of(statement), sides_of(true_statement)
     if len(sides) > 1 and len(true_sides) > 1:
         return _equal_in_order(sides, true_sides, modulus.value) and len(sides) == 2
@@ -294,7 +296,7 @@ def _equal_chains(answer: Statement, truth: Statement, modulus: Expr | None) -> 
     interval = interval_of(truth)
     if interval is not None and is_set(answer):
         return equal(answer, interval)
-    # x = 5 is asked for, and 5 is said.
+    # The truth may be x = 5 and the answer 5.
     name, *values = truth.sides
     if truth.relations == ("=",) and is_name(name, may_have_numbers=is_unknown_name(name)):
         return equal(answer, values[0], modulus)
@@ -302,7 +304,7 @@ def _equal_chains(answer: Statement, truth: Statement, modulus: Expr | None) -> 
 
 
 def _chain_says(answer: Chain, truth: Statement, modulus: Expr | None) -> bool:
-    """Return True if equations say ``truth``: x = 5 and 2 + 3 = 5 do, 3 = 4 = 5 does not."""
+    """Return True if equations imply ``truth`` 5: x = 5 and 2 + 3 = 5 do, 3 = 4 = 5 does not."""
     sides = list(answer.sides)
     relations = list(answer.relations)
     # A rounded value at the end, as in 1/3 = 0.333.
@@ -321,7 +323,7 @@ def _chain_says(answer: Chain, truth: Statement, modulus: Expr | None) -> bool:
     if set(relations) != {"="}:
         return False
 
-    # The name of the value comes first, or last: 5 = x.
+    # The name of the value is first or last: 5 = x.
     if is_name(sides[0]):
         sides = sides[1:]
     elif is_name(sides[-1]) and not has_variables(truth):
@@ -351,7 +353,7 @@ def _same_sides(answer: Chain, truth: Chain) -> bool:
 
 
 def _same_equation(answer: Chain, truth: Chain) -> bool:
-    """x = 2 + 3 = 5 says x = 5, and 2x - 2y = 4 says x - y = 2."""
+    """Compare equations: x = 2 + 3 = 5 implies x = 5, and 2x - 2y = 4 equals x - y = 2."""
     if len(answer.sides) > 2:
         name, *values = answer.sides
         steps = [Chain((name, value), ("=",)) for value in values]
@@ -359,7 +361,7 @@ def _same_equation(answer: Chain, truth: Chain) -> bool:
     differences = [difference_of(chain) for chain in (answer, truth)]
     if differences[0] is None or differences[1] is None:
         return False
-    # A value that has a name is compared as such, not as an equation between names.
+    # Compare equations with a named value by value, not as equations between names.
     return constant_ratio(differences[0], differences[1]) is not None
 
 

@@ -1,24 +1,23 @@
-"""Compares answers in separate processes, because an answer can make algebra run forever or use all
-memory."""
+"""Compares answers in separate processes, because algebra may take forever or use all memory."""
 
 import atexit
 
 from rl_loop.rewards.checker_pool import CheckerPool
 
 SECONDS = 2.0
-"""Processor time of one comparison, which usually takes a thousandth of that; a slower one counts
-as not equivalent."""
+"""Limit of processor time per comparison in seconds. Comparisons usually take a thousandth of it.
+A slower one counts as not equivalent."""
 WORKERS = 32
-"""Comparisons at the same time; more wait until one of these is over."""
+"""Maximum number of concurrent comparisons. Others wait."""
 LONGEST = 2000
-"""Characters of an expression; a longer one counts as not equivalent."""
+"""Maximum characters of an expression. A longer one counts as not equivalent."""
 
 Pair = tuple[str, str]
-"""An answer and the truth, in standard notation."""
+"""Answer and truth in standard notation."""
 
 
 class ComparisonPool:
-    """Compares expressions, from any number of threads."""
+    """Compares expressions. Any number of threads may use it."""
 
     def __init__(self, seconds: float = SECONDS, workers: int = WORKERS) -> None:
         self.processes = CheckerPool(
@@ -31,38 +30,38 @@ class ComparisonPool:
         )
 
     def equivalent(self, answer: str, truth: str) -> bool:
-        """Return True if two answers in standard notation say the same.
+        """Return True if two answers in standard notation mean the same.
 
-        An answer over which two processes die says something else, unless the machine is out of memory.
+        An answer that kills two processes counts as different, unless the machine is out of memory.
 
         Raises:
-            CheckerFailure: no process can be started, none answers any question, or two die while
-                the machine is out of memory.
+            CheckerFailure: if no process can be started, none answers any question, or two die
+                while the machine is out of memory.
         """
         if max(len(answer), len(truth)) > LONGEST:
             return False
         return bool(self.processes.judge((answer, truth), too_expensive=False))
 
     def close(self) -> None:
-        """End all processes; the next comparison starts new ones."""
+        """Stop all processes. The next comparison starts new ones."""
         self.processes.close()
 
 
 def prepare(_: None) -> None:
-    """Import sympy and use it once: every worker then has what that leaves in memory."""
+    """Import sympy and use it once, so that forked workers inherit its caches."""
     compare((r"\sin^2 x+\cos^2 x+\sqrt{2}\pi", r"1+\frac{2\pi}{\sqrt{2}}"))
 
 
 def compare(pair: Pair) -> bool:
-    """Return True if two texts in standard notation say the same. Runs in a worker."""
-    # Imported here: the side that asks needs no sympy.
+    """Return True if two texts in standard notation mean the same. Runs in a worker."""
+    # Imported here, because the caller's process does not need sympy.
     from rl_loop.rewards.comparison import says_the_same
 
     answer, truth = pair
     try:
         return says_the_same(answer, truth)
     except (Exception, RecursionError, MemoryError):
-        # sympy raises all sorts of things.
+        # sympy raises many types of exceptions.
         return False
 
 

@@ -1,4 +1,4 @@
-"""Equality of expressions, at points first and by algebra where these do not suffice."""
+"""Equality of expressions, first at some points, then by algebra if points are not enough."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -10,11 +10,11 @@ from sympy.core.function import AppliedUndef
 from rl_loop.rewards.number import Number
 
 DIGITS = 60
-"""Decimal digits with which expressions are compared at some points."""
+"""Number of decimal digits for comparing expressions at points."""
 EQUAL = sympy.Float(10) ** -45
-"""Largest relative difference of equal values."""
+"""Maximum relative difference of equal values."""
 MOST_MAGNITUDE = 10**18
-"""With larger or smaller numbers in them, values can differ by less than EQUAL."""
+"""Values with larger numbers, or smaller inverses, may differ by less than EQUAL."""
 POINTS = (
     Fraction(7, 19),
     Fraction(-31, 17),
@@ -22,7 +22,7 @@ POINTS = (
     Fraction(10**4, 7),
     Fraction(-(10**4), 11),
 )
-"""Values of the first variable; the others are near it. Far ones, too: |x - 9| is 9 - x below 9."""
+"""Values of the first variable; others are near it. Some are large: |x - 9| is 9 - x if x < 9."""
 OPAQUE = (
     AppliedUndef,
     sympy.Abs,
@@ -31,7 +31,7 @@ OPAQUE = (
     sympy.floor,
     sympy.ceiling,
 )
-"""Functions that can agree at all points and differ elsewhere: compared by their arguments."""
+"""Functions that may agree at all points and differ elsewhere. Their arguments are compared."""
 
 
 def same_value(one: Expr, other: Expr) -> bool:
@@ -47,7 +47,7 @@ def same_value(one: Expr, other: Expr) -> bool:
         one, other = _without_functions(one, other)
     symbols = sorted(one.free_symbols | other.free_symbols, key=str)
     if one == 0 or other == 0:
-        # No difference is small beside 0, so algebra has to say that it is none.
+        # Relative to 0 no difference is small, so algebra must show that it is 0.
         is_small = _agree_at_points(one - other + 1, S.One, symbols)
         return is_small and bool(sympy.simplify(one - other) == 0)
     if not _agree_at_points(one, other, symbols):
@@ -55,14 +55,14 @@ def same_value(one: Expr, other: Expr) -> bool:
     difference = sympy.expand(one - other)
     if difference == 0:
         return True
-    # Agreement in DIGITS digits is proof enough, unless terms are too small to be seen.
+    # Agreement in DIGITS digits is enough proof, unless terms are too small to be visible.
     if _has_usual_numbers(one) and _has_usual_numbers(other):
         return True
     return bool(sympy.simplify(difference) == 0)
 
 
 def _without_functions(one: Expr, other: Expr) -> tuple[Expr, Expr]:
-    """Replace functions by variables where a few points do not prove equality: f(x), |x|."""
+    """Replace functions by variables if a few points do not prove equality: f(x), |x|."""
     dummies: dict[Expr, Expr] = {}
 
     def replaced(function: Expr) -> Expr:
@@ -84,7 +84,7 @@ def _agree_at_points(one: Expr, other: Expr, symbols: Sequence[Expr]) -> bool:
         }
         here, there = (_evaluated(value, values) for value in (one, other))
         if here is None or there is None:
-            # Where one has a value and the other has none, they are not known to be equal.
+            # If only one has a value at the point, they are not known to be equal.
             if (here is None) != (there is None):
                 return False
             continue
@@ -96,7 +96,7 @@ def _agree_at_points(one: Expr, other: Expr, symbols: Sequence[Expr]) -> bool:
 
 
 def _evaluated(value: Expr, point: dict[Expr, Expr]) -> Expr | None:
-    """Return the value of an expression at a point; None if it has no finite one."""
+    """Return the value of an expression at a point. None if it has no finite value."""
     try:
         result = value.subs(point).evalf(DIGITS)
     except (ValueError, TypeError, ArithmeticError):
@@ -107,7 +107,7 @@ def _evaluated(value: Expr, point: dict[Expr, Expr]) -> Expr | None:
 
 
 def _has_usual_numbers(value: Expr) -> bool:
-    """Return True if no number is so large or small that a difference could hide."""
+    """Return True if no number is so large or small that it could hide a difference."""
     for number in value.atoms(Rational):
         if abs(number.p) > MOST_MAGNITUDE or number.q > MOST_MAGNITUDE:
             return False

@@ -1,7 +1,8 @@
-r"""Reads one mathematical expression in LaTeX, whole or not at all.
+r"""Parses one mathematical expression in LaTeX, completely or not at all.
 
-The grammar is closed: a token that it does not know makes the text unreadable, so no part of an
-answer is ever left out. Values are exact sympy expressions; decimals are fractions."""
+An unknown token makes the whole text unreadable, so no part of an answer is ignored. Values are
+exact sympy expressions. Decimals are fractions.
+"""
 
 import re
 from fractions import Fraction
@@ -24,14 +25,14 @@ from rl_loop.rewards.tokens import (
 )
 
 DEGREE = Symbol("degree")
-"""The unit of an angle, which is a factor: 30 degree."""
+"""Unit of an angle, used as a factor: 30 degree."""
 SIGN = Symbol("plus_minus")
-r"""1 or -1, for \pm."""
+r"""Symbol for \pm: 1 or -1."""
 DEEPEST = 60
-"""Nested groups beyond this are unreadable; Python's stack has an end."""
+"""Maximum depth of nested groups, because Python's stack is limited."""
 
 UNDEFINED_FUNCTIONS = frozenset("fghFGH")
-"""Letters that are functions if a bracket follows. Others are factors."""
+"""Letters that are functions in front of a bracket. Other letters are factors."""
 
 TIMES = frozenset({"*", r"\cdot", r"\times", r"\ast"})
 OVER = frozenset({"/", r"\div"})
@@ -39,9 +40,9 @@ SIGNS = frozenset({"+", "-", r"\pm", r"\mp"})
 
 CONSTANTS: dict[str, Expr] = {"pi": sympy.pi, "infty": S.Infinity, "imath": I}
 FIGURES = frozenset({"angle", "triangle"})
-"""Commands that make one name with the letters after them."""
+"""Commands that form one name with the following letters."""
 BRACKETS: dict[str, Any] = {"lfloor": sympy.floor, "lceil": sympy.ceiling, "lvert": sympy.Abs}
-"""Left brackets of functions. The right ones begin with r."""
+"""Left brackets of functions. Names of right brackets begin with r."""
 SERIES: dict[str, Any] = {"sum": sympy.Sum, "prod": sympy.Product}
 FACTORS = frozenset(
     {
@@ -57,16 +58,16 @@ FACTORS = frozenset(
         "operatorname",
     }
 )
-"""Commands that can follow a factor without a sign of multiplication."""
+"""Commands that may follow a factor without a multiplication sign."""
 
 
 def read_expression(text: str) -> Expr:
-    """Return the value of an expression. Raises Unreadable unless all of it is understood."""
+    """Return the value of an expression. Raises Unreadable if a part is not understood."""
     return _Reader(text).read()
 
 
 class _Reader:
-    """Recursive descent over the tokens of one text."""
+    """Recursive-descent parser for the tokens of one text."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -74,7 +75,7 @@ class _Reader:
         self._at = 0
         self._depth = 0
         self._bars = 0
-        """Open | of absolute values."""
+        """Number of open | of absolute values."""
 
     def read(self) -> Expr:
         value = self._sum()
@@ -147,11 +148,11 @@ class _Reader:
                 return value
 
     def _mixed_number(self) -> Expr | None:
-        r"""Read 1\frac{1}{2} and "1 1/2"; None if no such number is next."""
+        r"""Parse 1\frac{1}{2} and "1 1/2". Returns None if no mixed number is next."""
         pattern = r"([0-9]+)\s*\\frac\{([0-9]+)\}\{([0-9]+)\}|([0-9]+) ([0-9]+)/([0-9]+)"
         text = ""
         for token in self._tokens[self._at : self._at + 9]:
-            # Only between two numbers a blank says something.
+            # A space has a meaning only between two numbers.
             text += " " if token.kind == "number" and text[-1:].isdigit() else ""
             text += token.text
         match = re.match(rf"(?:{pattern})(?![0-9.])", text)
@@ -171,8 +172,10 @@ class _Reader:
         return -value if negative else value
 
     def _begins_factor(self) -> bool:
-        """Return True if a factor without a sign of multiplication follows. No number does:
-        "2 3" and "x2" are not clear."""
+        """Return True if a factor without a multiplication sign follows.
+
+        Numbers do not count, because "2 3" and "x2" are ambiguous.
+        """
         token = self._next
         if token.kind == "letter":
             return True
@@ -192,7 +195,7 @@ class _Reader:
         if self._skip("^"):
             value = self._raised(value, self._exponent())
             value = self._postfix(value)
-            # "2^3^2" is not LaTeX, and is read in two ways.
+            # "2^3^2" is not valid LaTeX and is ambiguous.
             if self._next.text == "^":
                 raise self._unreadable()
         return value
@@ -310,7 +313,7 @@ class _Reader:
             pieces.append(token.text)
 
     def _argument(self) -> Expr:
-        r"""Read an argument of a command: in braces, or one digit, letter or command."""
+        r"""Parse an argument of a command: in braces, or one digit, letter or command."""
         if self._next.text == "{":
             return self._group("{", "}")
         token = self._next
@@ -322,7 +325,7 @@ class _Reader:
         raise self._unreadable()
 
     def _command(self, name: str) -> Expr:
-        """Read a command of which the name was taken."""
+        """Parse a command after its name."""
         # Constants and names.
         if name in CONSTANTS:
             return CONSTANTS[name]
@@ -345,7 +348,7 @@ class _Reader:
         if name in SERIES:
             return self._series(SERIES[name])
 
-        # Functions, which \operatorname may name as well.
+        # Functions, also in \operatorname.
         if name == "operatorname":
             name = self._raw_group()
         if name in OF_SEVERAL:
@@ -355,7 +358,7 @@ class _Reader:
         raise self._unreadable()
 
     def _figure(self, name: str) -> Expr:
-        r"""Read the letters of \angle ABC."""
+        r"""Parse the letters of \angle ABC."""
         letters = ""
         while self._next.kind == "letter":
             letters += self._take().text
@@ -364,7 +367,7 @@ class _Reader:
         return Symbol(f"\\{name} {letters}")
 
     def _bracketed(self, name: str) -> Expr:
-        r"""Read the rest of \lfloor x \rfloor."""
+        r"""Parse the rest of \lfloor x \rfloor."""
         value = self._sum()
         self._expect("\\r" + name[1:])
         return BRACKETS[name](value)
@@ -412,7 +415,7 @@ class _Reader:
         return value if exponent is None else self._raised(value, exponent)
 
     def _function_argument(self) -> Expr:
-        r"""Read (x) or {x}, or factors without a sign between them, such as 2x in \sin 2x."""
+        r"""Parse (x) or {x}, or factors without signs between them, such as 2x in \sin 2x."""
         if self._next.text in ("(", "{", "["):
             opening = self._next.text
             return self._group(opening, {"(": ")", "[": "]", "{": "}"}[opening])
@@ -440,7 +443,7 @@ class _Reader:
         if all(value.is_Integer for value in values):
             numbers = [int(value) for value in values]
             return sympy.Integer(sympy.igcd(*numbers) if name == "gcd" else sympy.ilcm(*numbers))
-        # sympy's gcd of polynomials, of a and 3 for instance, is not that of integers.
+        # sympy's gcd of polynomials, for example of a and 3, differs from the gcd of integers.
         return Function(name)(*sorted(values, key=str))
 
     def _series(self, kind: Any) -> Expr:

@@ -1,8 +1,9 @@
-r"""Judges if the answer in \boxed{} is equivalent to the ground truth.
+r"""Checks whether the answer in \boxed{} is equivalent to the ground truth.
 
-An answer is right if it was read whole and everything in it was compared. Letters of a choice and
-words are compared as text, plain numbers here, and everything else in processes of their own
-(``comparison``), because algebra can take any amount of time."""
+An answer is correct only if all of it was read and compared. Choice letters and words are compared
+as text, and plain numbers in this module. All others are compared in separate processes
+(``comparison``), because algebra can take any amount of time.
+"""
 
 import asyncio
 import re
@@ -16,19 +17,19 @@ from rl_loop.rewards.number import same_number
 from rl_loop.rewards.units import parse_quantity, same_units
 
 BOX_WINDOW = 20_000
-"""The last box is looked for around its last mention: an answer may be megabytes of boxes."""
+"""Characters to search around the last mention of a box. Answers may be megabytes of boxes."""
 DEEPEST = 50
-"""Deeper braces exhaust the parser's stack."""
+"""Maximum depth of braces, because deeper ones exhaust the parser's stack."""
 MOST_DIGITS = 100_000
-"""Decimal digits of a power that may be computed."""
+"""Maximum decimal digits of a power that is computed."""
 LARGEST_FACTORIAL = 20_000
 MOST_POWERS = 20
-"""Powers and factorials of one expression that are looked at; more count as too large."""
+"""Maximum powers and factorials of one expression that are checked. More count as too large."""
 
-# "-12.5", with so few digits that computing with it costs nothing.
+# "-12.5", with few digits, so that computing with it is fast.
 PLAIN_NUMBER = re.compile(r"-?([0-9]{1,30}|[0-9]{1,8}\.[0-9]{1,6})")
 
-# Every brace, and whether it opens a box; "\{" and "\}" are matched to be passed over.
+# Every brace, and whether it opens a box. "\{" and "\}" are matched so that they are skipped.
 BOX = re.compile(r"(?P<box>\\boxed\s*)?\{|\\.|\}", re.DOTALL)
 
 # "C", "(C)", "C.", "option C", and "(C) 5 cm": the letter and its option.
@@ -39,16 +40,16 @@ CHOICE = re.compile(
 )
 # "A, B and D"
 CHOICES = re.compile(r"\(?[A-Z]\)?(?:(?:\s*,\s*|\s*,?\s*and\s+|\s+)\(?[A-Z]\)?)+")
-# "Tuesday", "not defined": words alone.
+# "Tuesday", "not defined": only words.
 WORDS = re.compile(r"[A-Za-z][A-Za-z'-]+(?: [A-Za-z'-]+)*")
 
-# "10:15" may be a time, and is then not the ratio 2:3.
+# "10:15" may be a time, which is not the ratio 2:3.
 CLOCK = re.compile(r"[0-9]{1,2}:[0-5][0-9]")
 
-# "12,345,678"; neither "0,123", which may be a decimal, nor the beginning of "1,000,2".
+# "12,345,678". Neither "0,123", which may be a decimal, nor the beginning of "1,000,2".
 THOUSANDS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9,])")
 
-# "2^{10}" and "2^9" of plain numbers, which sympy computes at once.
+# "2^{10}" and "2^9" of plain numbers, which sympy computes immediately.
 LITERAL_POWER = re.compile(
     r"(?<![0-9.])(?P<base>[0-9]+)\s*\^\s*(?:\{\s*(?P<braced>[0-9]+)\s*\}|(?P<digit>[0-9]))"
 )
@@ -56,23 +57,27 @@ LITERAL_FACTORIAL = re.compile(r"(?<![0-9.])([0-9]+)\s*!")
 # "(3)!" and "{2}^3", whose brackets hide that they are numbers.
 BRACKETED_LITERAL = re.compile(r"[({]\s*([0-9]+)\s*[)}](?=\s*[!^])")
 
-# As many as there can be comparisons, each of which waits for a process.
+# One thread per concurrent comparison, because each waits for a process.
 _threads = ThreadPoolExecutor(max_workers=WORKERS, thread_name_prefix="answers")
 
 
 async def judge(answer: str, ground_truth: str) -> bool:
-    """Run ``is_correct`` off the event loop, on threads that nothing else has to wait for.
+    """Run ``is_correct`` on separate threads, without blocking the event loop.
 
-    Raises CheckerFailure."""
+    Raises:
+        CheckerFailure: if comparisons cannot run.
+    """
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(_threads, is_correct, answer, ground_truth)
 
 
 def is_correct(answer: str, ground_truth: str) -> bool:
-    r"""Say whether the last \boxed{} of ``answer`` equals ``ground_truth``.
+    r"""Return True if the last \boxed{} of ``answer`` equals ``ground_truth``.
 
-    Raises CheckerFailure if the processes of comparisons do not work."""
-    # The policy wrote a text that exhausts a parser, so it is a wrong answer and not a failure.
+    Raises:
+        CheckerFailure: if comparisons cannot run.
+    """
+    # A text that exhausts a parser is a wrong answer, not a failure.
     boxed = last_boxed(answer)
     if boxed is None or len(boxed) > LONGEST or _depth(boxed) > DEEPEST:
         return False
@@ -88,7 +93,8 @@ class _OpenBrace:
 def last_boxed(text: str) -> str | None:
     r"""Return the content of the last complete \boxed{...}, or None.
 
-    Braces may nest; of boxes in each other it is the outer one."""
+    Braces may be nested. The outer one of nested boxes is returned.
+    """
     last_mention = text.rfind(r"\boxed")
     if last_mention < 0:
         return None
@@ -103,20 +109,20 @@ def last_boxed(text: str) -> str | None:
             opened.append(_OpenBrace(brace.end(), is_box=brace["box"] is not None))
         elif opened:
             closed = opened.pop()
-            # An outer box is closed after the ones in it.
+            # An outer box closes after its inner boxes.
             if closed.is_box:
                 content = text[closed.content_start : brace.start()]
     return content
 
 
 def is_number(text: str) -> bool:
-    """Say whether it is a plain number or a fraction of two."""
+    """Return True for a plain number or a fraction of two numbers."""
     parts = text.strip().strip("$").replace(",", "").split("/")
     return len(parts) <= 2 and all(PLAIN_NUMBER.fullmatch(part.strip()) for part in parts)
 
 
 def normalised(answer: str | None) -> str | None:
-    """Return equal text for answers that are written alike, with numbers in one form."""
+    """Return equal text for answers with the same spelling, with numbers in one form."""
     if answer is None:
         return None
 
@@ -131,7 +137,7 @@ def normalised(answer: str | None) -> str | None:
 
 
 def is_equivalent(answer: str, truth: str) -> bool:
-    """Say whether two answers in standard notation say the same. Raises CheckerFailure."""
+    """Return True if two texts in standard notation mean the same. Raises CheckerFailure."""
     if not answer or not truth:
         return False
     if _without_spaces(answer) == _without_spaces(truth):
@@ -139,7 +145,7 @@ def is_equivalent(answer: str, truth: str) -> bool:
 
     plain_answer = _unwrapped(answer)
     plain_truth = _unwrapped(truth)
-    # Letters of a choice, which are no variables.
+    # Choice letters are not variables.
     choice = _choice(truth)
     if choice is not None and _choice(answer) == choice:
         return True
@@ -160,7 +166,7 @@ def is_equivalent(answer: str, truth: str) -> bool:
         is_same = same_number(quantity.number, true_quantity.number)
         return is_same and same_units(quantity.units, true_quantity.units)
 
-    # The truth is one value, so the comma of "x = 1,000" separates none.
+    # The truth is one value, so the comma of "x = 1,000" separates no values.
     if "," not in _without_thousands_separators(truth):
         answer = _without_thousands_separators(answer)
         truth = _without_thousands_separators(truth)
@@ -170,7 +176,7 @@ def is_equivalent(answer: str, truth: str) -> bool:
 
 
 def _choice(text: str) -> str | None:
-    """Return the letter of a choice, such as C, (C), C. and (C) 5 cm. None if it is no choice."""
+    """Return the letter of a choice: C, (C), C. and (C) 5 cm. None if it is not a choice."""
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text).strip()
     choice = CHOICE.fullmatch(text)
     if choice is None:
@@ -184,24 +190,24 @@ def _choice(text: str) -> str | None:
 
 
 def _letters(text: str) -> list[str]:
-    """Return the letters of several choices, each once."""
+    """Return the letters of several choices without duplicates."""
     return sorted(set(re.findall(r"[A-Z]", text)))
 
 
 def _unwrapped(text: str) -> str:
-    r"""Remove the \text{} around all of it."""
+    r"""Remove a \text{} around the whole text."""
     if text.startswith(r"\text{") and closing_brace(text, len(r"\text")) == len(text) - 1:
         return text[len(r"\text{") : -1].strip().rstrip(".")
     return text
 
 
 def _without_spaces(text: str) -> str:
-    """Remove spaces that say nothing: all but those between letters, digits, points and commas."""
+    """Remove meaningless spaces: all except between letters, digits, points and commas."""
     return re.sub(r"(?<![A-Za-z0-9.,])\s+|\s+(?![A-Za-z0-9.,])", "", text)
 
 
 def _without_thousands_separators(text: str) -> str:
-    """Write 1,000 as 1000, but not within brackets: (1,000) may be a point."""
+    """Write 1,000 as 1000, except within brackets, because (1,000) may be a point."""
 
     def joined(number: re.Match[str]) -> str:
         is_bracketed = _open_brackets(text[: number.start()]) != 0
@@ -211,13 +217,13 @@ def _without_thousands_separators(text: str) -> str:
 
 
 def _open_brackets(text: str) -> int:
-    """Return how many more brackets open than close."""
+    """Return the number of left minus right brackets."""
     return sum(map(_depth_change, text))
 
 
 def _depth(text: str) -> int:
-    """Return how deep brackets nest."""
-    # A closing bracket too many makes the depth negative, which is no harm.
+    """Return the maximum depth of brackets."""
+    # An extra closing bracket makes the depth negative, which has no effect.
     depth = 0
     deepest = 0
     for character in text:
@@ -230,14 +236,15 @@ def _depth_change(character: str) -> int:
     return (character in "([{") - (character in ")]}")
 
 
-# ---- what cannot be computed
+# ---- expressions that are too large
 
 
 def _is_too_large(text: str) -> bool:
-    """Say whether a power or factorial of literal numbers is too large to be computed.
+    """Return True if a power or factorial of literal numbers is too large to be computed.
 
-    sympy computes 9^(9^(9^9)) before anything else. Time limits hold nevertheless; this check saves
-    the time."""
+    sympy computes 9^(9^(9^9)) before anything else. Time limits stop it, too. This check saves the
+    time.
+    """
     for _ in range(MOST_POWERS):
         text = BRACKETED_LITERAL.sub(r"\1", text)
         operation = _innermost(text)
@@ -252,7 +259,7 @@ def _is_too_large(text: str) -> bool:
 
 
 def _innermost(text: str) -> re.Match[str] | None:
-    """Return the factorial or power to compute first: of a tower of powers, the last."""
+    """Return the factorial or power to compute first. In a tower of powers it is the last one."""
     factorial = LITERAL_FACTORIAL.search(text)
     if factorial is not None:
         return factorial
@@ -261,7 +268,7 @@ def _innermost(text: str) -> re.Match[str] | None:
 
 
 def _factorial(factorial: re.Match[str]) -> str | None:
-    """Return a number of about a factorial's size, which is enough; None if it is too large."""
+    """Return a number of about a factorial's size. None if it is too large."""
     digits = factorial[1]
     if len(digits) >= 8 or int(digits) > LARGEST_FACTORIAL:
         return None
@@ -269,7 +276,7 @@ def _factorial(factorial: re.Match[str]) -> str | None:
 
 
 def _power(power: re.Match[str]) -> str | None:
-    """Return a power, or nines in place of a large one; None if it is too large."""
+    """Return a power, or nines in place of a large one. None if it is too large."""
     base = power["base"]
     exponent = power["braced"] or power["digit"]
     if exponent == "0":

@@ -1,8 +1,8 @@
-r"""One notation for what means the same: typography, Unicode and packages' commands become plain
-LaTeX.
+r"""Converts typography, Unicode and packages' commands to one notation in plain LaTeX.
 
-For texts of at most a few thousand characters. Regular expressions here have no repeated group
-inside a repeated group, which could take exponential time."""
+Texts may have up to a few thousand characters. Regular expressions here have no nested repeated
+groups, which could take exponential time.
+"""
 
 import re
 import unicodedata
@@ -79,7 +79,7 @@ SHOWN = (
         "cancel",
     ),
 )
-"""Commands that only change how their argument looks."""
+"""Commands that change only the look of their argument."""
 WORDS = (
     "mathrm",
     "textrm",
@@ -93,7 +93,7 @@ WORDS = (
     "hbox",
     "text",
 )
-r"""Commands that become \text{}, if there are letters in their argument."""
+r"""Commands that become \text{} if their argument contains letters."""
 FRACTIONS = ("dfrac", "tfrac", "cfrac", "nicefrac", "sfrac", "xfrac", "flatfrac", "frac")
 
 CURRENCIES = {
@@ -104,7 +104,7 @@ CURRENCIES = {
     "rupee": "₹",
     "cent": r"\\(?:text)?cent(?![a-zA-Z])(?:\{\})?",
 }
-"""Unit of a currency -> its signs."""
+"""Signs by unit of currency."""
 
 REPLACEMENTS = [
     (re.compile(pattern), replacement)
@@ -147,7 +147,7 @@ REPLACEMENTS = [
         (r"\\lt(?![a-zA-Z])", "<"),
         (r"\\gt(?![a-zA-Z])", ">"),
         (r"==", "="),
-        # Other names of the same thing.
+        # Synonyms.
         (r"\\varnothing(?![a-zA-Z])", r"\\emptyset "),
         (r"\\[dt]binom(?![a-zA-Z])", r"\\binom"),
         (rf"\\(?:{'|'.join(FRACTIONS)})(?![a-zA-Z])", r"\\frac"),
@@ -172,10 +172,10 @@ REPLACEMENTS = [
         (r"\^\s*\{?\s*\\prime\s*\}?", "'"),
     )
 ]
-"""Applied in this order: some match what an earlier one wrote."""
+"""Replacements in order. Some match results of earlier ones."""
 
 LONGEST_PRODUCT = 3
-"""Letters in a row beyond this are a word, not a product of variables."""
+"""Maximum number of letters of a product of variables. More letters are a word."""
 
 FRACTION_OF_DIGITS = re.compile(
     r"\\frac\s*(?:\{(?P<above>[^{}]*)\}|(?P<digit_above>[0-9]))"
@@ -204,7 +204,7 @@ BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def standard_notation(text: str) -> str:
-    """Return the same answer in the LaTeX that ``statement`` reads: what is shown, not how."""
+    """Return the same answer in LaTeX for ``statement``, without its formatting."""
     text = _without_unicode(text)
     for pattern, replacement in REPLACEMENTS:
         text = pattern.sub(replacement, text)
@@ -220,7 +220,7 @@ def standard_notation(text: str) -> str:
     text = LIST_WORD.sub(_separator, text)
     text = DIGIT_GROUPS.sub(lambda digits: digits[0].replace(" ", ""), text)
 
-    # The stop of "The answer is 5." may stand inside or behind the box.
+    # The period of "The answer is 5." may be inside or behind the box.
     text = without_punctuation(text)
     text = without_punctuation(_without_introduction(text))
     text = _without_box(text)
@@ -230,7 +230,7 @@ def standard_notation(text: str) -> str:
 
 
 def without_punctuation(text: str) -> str:
-    """Remove the full stop of a sentence; 0.333... keeps its dots, 5. does not."""
+    """Remove the period of a sentence. 0.333... keeps its dots, 5. does not."""
     text = text.strip()
     while text and text[-1] in ".,;" and not text.endswith("..."):
         text = text[:-1].rstrip()
@@ -238,7 +238,14 @@ def without_punctuation(text: str) -> str:
 
 
 def replace_command(text: str, command: str, count: int, replacement: Callable[..., str]) -> str:
-    r"""Replace each ``\command`` by what ``replacement`` makes of its ``count`` arguments."""
+    r"""Replace each ``\command``.
+
+    Args:
+        text: text to change.
+        command: name of the command.
+        count: number of its arguments.
+        replacement: function that returns the replacement for the arguments.
+    """
     pattern = re.compile(rf"\\{command}(?![a-zA-Z])\*?\s*(?=\{{)")
     position = 0
     while match := pattern.search(text, position):
@@ -249,8 +256,8 @@ def replace_command(text: str, command: str, count: int, replacement: Callable[.
 
         shown = replacement(*arguments)
         text = text[: match.start()] + shown + text[end:]
-        # What a command shows may hold another one of its kind, but what stays a command is not
-        # looked at again.
+        # The replacement may contain the same command, but an unchanged command is not processed
+        # again.
         position = match.start()
         if shown.startswith("\\" + command):
             position += len(shown)
@@ -258,7 +265,7 @@ def replace_command(text: str, command: str, count: int, replacement: Callable[.
 
 
 def closing_brace(text: str, opening: int) -> int | None:
-    r"""Return where the brace that opens at ``opening`` is closed; \{ and \} are text."""
+    r"""Return the position of the brace that closes the one at ``opening``. \{ and \} are text."""
     depth = 0
     for brace in BRACE.finditer(text, opening):
         if brace[0] == "{":
@@ -274,7 +281,7 @@ def closing_brace(text: str, opening: int) -> int | None:
 
 
 def _arguments_at(text: str, start: int, count: int) -> tuple[list[str], int]:
-    """Return at most ``count`` arguments in braces that begin at ``start``, and where they end."""
+    """Return up to ``count`` arguments in braces from ``start``, and the position behind them."""
     arguments: list[str] = []
     end = start
     while len(arguments) < count and text[end : end + 1] == "{":
@@ -287,7 +294,7 @@ def _arguments_at(text: str, start: int, count: int) -> tuple[list[str], int]:
 
 
 def _without_commands(text: str) -> str:
-    """Replace the commands of packages by what they show."""
+    """Replace the commands of packages by their contents."""
     for command in SHOWN:
         text = replace_command(text, command, 1, lambda shown: shown)
     for command in ("textcolor", "color"):
@@ -301,16 +308,17 @@ def _without_commands(text: str) -> str:
 
 
 def _separator(word: re.Match[str]) -> str:
-    r"""Write \lor for "or" where the parts are conditions, and a comma otherwise.
+    r"""Write \lor for "or" between conditions, and a comma between values.
 
-    Values, "1 or 2", are listed; "x < 1 or x > 3" is not "x < 1 and x > 3"."""
+    "1 or 2" is a list of values. "x < 1 or x > 3" is not "x < 1 and x > 3".
+    """
     is_or = (word["text"] or word["word"]) == "or"
     has_conditions = re.search(r"[<>]|\\[lg]e(?![a-zA-Z])", word.string) is not None
     return r" \lor " if is_or and has_conditions else ", "
 
 
 def _words(content: str) -> str:
-    r"""Put \text{} around words only: numbers and single symbols in it are mathematics."""
+    r"""Put \text{} around words only. Numbers and single symbols in it are mathematics."""
     if not any(character.isalpha() for character in content):
         return content
     return rf"\text{{{content}}}"
@@ -323,7 +331,7 @@ def _braced_fraction(fraction: re.Match[str]) -> str:
 
 
 def _without_unicode(text: str) -> str:
-    """Write characters beyond ASCII in LaTeX."""
+    """Write characters outside ASCII in LaTeX."""
     pieces: list[str] = []
     for character in text:
         if character < "\x80":
@@ -342,7 +350,8 @@ def _without_unicode(text: str) -> str:
 def _raised_or_lowered(character: str, before: list[str]) -> str:
     """Write an exponent or index: ^{12} for two characters, with one pair of braces.
 
-    Takes what it opens again from ``before``."""
+    It removes the previous closing brace from ``before`` to extend a group.
+    """
     if character in SUPERSCRIPTS:
         command = "^"
         plain = SUPERSCRIPTS[character]
@@ -365,7 +374,7 @@ def _plain_character(character: str) -> str:
     if kind in ("<font", "<wide", "<narrow"):
         return unicodedata.normalize("NFKC", character)
 
-    # "GREEK SMALL LETTER ALPHA"; LaTeX has no commands for those that look like Latin letters.
+    # "GREEK SMALL LETTER ALPHA". LaTeX has no commands for letters that look like Latin ones.
     name = unicodedata.name(character, "").split()
     if (
         len(name) == 4
@@ -381,7 +390,7 @@ def _plain_character(character: str) -> str:
 
 
 def _without_introduction(text: str) -> str:
-    """Return 5 for 'The answer is 5', as text or in text."""
+    """Return 5 for 'The answer is 5', with or without \\text{}."""
     if text.startswith(r"\text{"):
         close = closing_brace(text, len(r"\text"))
         if close is not None:
@@ -399,7 +408,7 @@ def _without_introduction(text: str) -> str:
 
 
 def _without_box(text: str) -> str:
-    """Remove boxes around all of it."""
+    """Remove boxes around the whole text."""
     for command in (r"\boxed", r"\fbox"):
         inside = text.removeprefix(command).lstrip()
         if (

@@ -1,29 +1,30 @@
-r"""Numbers as people write them: grouped digits, fractions, mixed numbers, powers of ten,
+r"""Parses numbers in common notations: grouped digits, fractions, mixed numbers, powers of ten,
 repeating decimals, percent.
 
-Everything is exact. When is a decimal right? If the ground truth is exact (an integer, a
-fraction, an expression, a decimal of few places), only what equals it: 3.141593 is not \pi and
-0.333333 is not 1/3. If the ground truth is a decimal of at least ROUNDED_PLACES places, it is
-taken for rounded, and what rounds to it is right too."""
+Values are exact. If the ground truth is exact (an integer, a fraction, an expression, a decimal of
+few places), only an equal value is correct: 3.141593 is not \pi and 0.333333 is not 1/3. A ground
+truth with at least ROUNDED_PLACES decimal places counts as rounded. Values that round to it are
+then correct, too.
+"""
 
 import re
 from dataclasses import dataclass
 from fractions import Fraction
 
 ROUNDED_PLACES = 6
-"""Decimals of the ground truth with at least this many places are taken for rounded."""
+"""Minimum number of decimal places of a ground truth that counts as rounded."""
 
 MOST_DIGITS = 400
 LARGEST_EXPONENT = 400
-"""Beyond these, computing with a number could take long."""
+"""Maximum exponent, because computing with larger ones could take long."""
 
-# "12", "12.", ".5"; the empty text and "." match too, and are refused for want of a digit.
+# "12", "12.", ".5". The empty text and "." match, too, and are rejected later.
 PLAIN = re.compile(r"[0-9]*\.?[0-9]*")
 
 GROUPED = re.compile(
     r"[0-9]{1,3}(?P<separator>[, '_])[0-9]{3}(?:(?P=separator)[0-9]{3})*(?P<places>\.[0-9]*)?"
 )
-"""1,234,567 with one and the same separator; spaces also stand for the thin spaces of LaTeX."""
+"""1,234,567 with one separator throughout. Spaces also represent the thin spaces of LaTeX."""
 CONTINENTAL = re.compile(r"[0-9]{1,3}(?:\.[0-9]{3})+,[0-9]+")
 """1.234.567,8"""
 
@@ -39,7 +40,7 @@ r"""0.1\dot{6}; with two dots, the block between them repeats."""
 ELLIPSIS = re.compile(
     r"(?P<start>[0-9]*\.[0-9]*?)(?P<block>[0-9]{1,6}?)(?P=block){2,}(?:\.\.\.|\\ldots|\\dots|\\cdots)"
 )
-"""0.333... and 0.1666...: the last digits must be there three times; 1.4142... repeats nothing."""
+"""0.333... and 0.1666...: the last digits must occur three times. 1.4142... has no repetition."""
 
 # "1.5 \times 10^3" and "10^{-4}"
 POWER_OF_TEN = re.compile(
@@ -51,7 +52,7 @@ SCIENTIFIC = re.compile(r"(?P<factor>[^eE]+)[eE](?P<exponent>[-+]?[0-9]{1,4})")
 
 FRACTION = re.compile(r"\\frac\s*\{(?P<above>[^{}]*)\}\s*\{(?P<below>[^{}]*)\}")
 SLASH = re.compile(r"(?P<above>[^/]+)/(?P<below>[^/]+)")
-# "1 1/2", where only the space tells it from 11/2, and "1\frac{1}{2}".
+# "1 1/2", which only the space distinguishes from 11/2, and "1\frac{1}{2}".
 MIXED = re.compile(r"(?P<whole>[0-9]+)\s*(?P<part>\\frac.*|(?<=\s)[0-9]+\s*/\s*[0-9]+)")
 
 # "50%", "50\%", "50 percent"
@@ -60,17 +61,17 @@ PERCENT = re.compile(r"(?P<number>.*?)\s*(?:\\?%|(?:\\text\{)?\s*(?:percentage|p
 
 @dataclass(frozen=True)
 class Number:
-    """A number and how it was written."""
+    """Number with its notation."""
 
     value: Fraction
     places: int = 0
-    """Digits after the decimal point; 0 for what is exact."""
+    """Number of digits after the decimal point. 0 for an exact number."""
     percent: bool = False
-    """Whether a percent sign follows, before which ``value`` stands."""
+    """True if a percent sign follows. ``value`` is the number in front of it."""
 
 
 def parse_number(text: str) -> Number | None:
-    """Return the number that ``text`` is, in standard notation, or None if it is anything else."""
+    """Return the number in ``text``, in standard notation. None if it is anything else."""
     text = text.strip()
     if len(text) > MOST_DIGITS:
         return None
@@ -85,9 +86,7 @@ def parse_number(text: str) -> Number | None:
 
 
 def same_number(answer: Number, truth: Number) -> bool:
-    """Say whether ``answer`` is right.
-
-    50 % may stand for 50 and for 0.5."""
+    """Return True if ``answer`` is correct. 50% may mean 50 or 0.5."""
     if _is_value(answer.value, truth):
         return True
     if answer.percent == truth.percent:
@@ -97,20 +96,20 @@ def same_number(answer: Number, truth: Number) -> bool:
 
 
 def _is_value(value: Fraction, truth: Number) -> bool:
-    """Say whether a value equals the truth, or rounds to it if that is rounded."""
+    """Return True if a value equals the truth, or rounds to a rounded truth."""
     if value == truth.value:
         return True
     if truth.places < ROUNDED_PLACES or truth.value == 0:
         return False
 
-    # Half a unit of the sixth place; of the sixth significant digit if there are zeros before it.
+    # Half a unit of the sixth place, or of the sixth significant digit after leading zeros.
     places = ROUNDED_PLACES
     while abs(truth.value) * 10 ** (places - ROUNDED_PLACES + 1) < 1 and places < MOST_DIGITS:
         places += 1
     return abs(value - truth.value) * 2 * 10**places <= 1
 
 
-# ---- notations, each tried in turn
+# ---- notations, tried in this order
 
 
 def _signed(text: str) -> Number | None:
@@ -134,7 +133,7 @@ def _unsigned(text: str) -> Number | None:
 
 
 def _decimal(text: str) -> Number | None:
-    """12, 12., .5, 1 234.5, 1,234,567 and 1.234,5."""
+    """Parse 12, 12., .5, 1 234.5, 1,234,567 and 1.234,5."""
     grouped = GROUPED.fullmatch(text)
     if CONTINENTAL.fullmatch(text):
         text = text.replace(".", "").replace(",", ".")
@@ -148,7 +147,7 @@ def _decimal(text: str) -> Number | None:
 
 
 def _repeating(text: str) -> Number | None:
-    r"""0.1\overline{6}, 0.1(6), 0.1\dot{6} and 0.1666...; all are 1/6."""
+    r"""Parse 0.1\overline{6}, 0.1(6), 0.1\dot{6} and 0.1666..., which are all 1/6."""
     if written := REPEATING.fullmatch(text):
         block = written["bar"] or written["bracket"]
     elif written := DOTTED.fullmatch(text):
@@ -161,13 +160,13 @@ def _repeating(text: str) -> Number | None:
     start = written["start"]
     places = start.partition(".")[2]
     beginning = Fraction("0" + start.rstrip("."))
-    # A block of n digits, repeated without end, is that block over n nines.
+    # A repeating block of n digits equals the block divided by n nines.
     nines = 10 ** len(block) - 1
     return Number(beginning + Fraction(int(block), nines * 10 ** len(places)))
 
 
 def _power_of_ten(text: str) -> Number | None:
-    r"""1.5e3, 1.5 \times 10^3 and 10^3."""
+    r"""Parse 1.5e3, 1.5 \times 10^3 and 10^3."""
     if written := POWER_OF_TEN.fullmatch(text):
         exponent = int(written["braced"] or written["digit"])
     elif written := SCIENTIFIC.fullmatch(text):
@@ -187,7 +186,7 @@ def _power_of_ten(text: str) -> Number | None:
 
 
 def _mixed(text: str) -> Number | None:
-    r"""1 1/2 and 1\frac{1}{2}."""
+    r"""Parse 1 1/2 and 1\frac{1}{2}."""
     written = MIXED.fullmatch(text)
     if written is None:
         return None
@@ -198,11 +197,11 @@ def _mixed(text: str) -> Number | None:
 
 
 def _fraction(text: str) -> Number | None:
-    r"""1/2 and \frac{1}{2}."""
+    r"""Parse 1/2 and \frac{1}{2}."""
     written = FRACTION.fullmatch(text) or SLASH.fullmatch(text)
     if written is None:
         return None
-    # Decimals within a fraction make an exact number of it.
+    # A fraction of decimals is an exact number.
     above = _plain_part(written["above"])
     below = _plain_part(written["below"])
     if above is None or below is None or below == 0:

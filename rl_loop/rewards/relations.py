@@ -1,4 +1,4 @@
-"""Chains of relations: their sides, the same chain from its end, and the interval that one describes."""
+"""Chains of relations: their sides, the reversed chain, and the interval that a chain describes."""
 
 import sympy
 from sympy import Expr, Rational, S
@@ -24,7 +24,7 @@ ORDERED = frozenset({"<", "<=", ">", ">="})
 
 
 def sides_of(statement: Statement) -> tuple[Statement, ...]:
-    """Return the sides of an equation or congruence; a statement is one side."""
+    """Return the sides of an equation or congruence. Other statements are a single side."""
     if isinstance(statement, Chain) and set(statement.relations) <= {"=", "=="}:
         return statement.sides
     return (statement,)
@@ -41,7 +41,7 @@ def has_variables(statement: Statement) -> bool:
 
 
 def rounds_to(exact: Statement, rounded: Statement) -> bool:
-    """Return True if a decimal is a value to the places that it has."""
+    """Return True if a value rounds to a decimal at the decimal's number of places."""
     if not isinstance(exact, Value) or not isinstance(rounded, Value) or rounded.number is None:
         return False
     number = exact.number or as_number(exact.value)
@@ -52,7 +52,7 @@ def rounds_to(exact: Statement, rounded: Statement) -> bool:
 
 
 def reversed_chain(chain: Chain) -> Chain | None:
-    """Return a chain read from its end."""
+    """Return a chain with reversed sides and relations."""
     if not set(chain.relations) <= set(FLIPPED):
         return None
     relations = tuple(FLIPPED[relation] for relation in reversed(chain.relations))
@@ -90,13 +90,13 @@ def _is_unknown(value: Expr) -> bool:
 
 
 def variable_of(chain: Chain) -> str | None:
-    """Return the only name among the sides, if there is one."""
+    """Return the only name among the sides. None if there is no single name."""
     names = [str(side.value) for side in chain.sides if isinstance(side, Value) and is_name(side)]
     return names[0] if len(names) == 1 else None
 
 
 def interval_of(chain: Chain) -> Statement | None:
-    """Return the interval that 1 < x < 2, x > 3 or x in (1, 2) say a variable is in."""
+    """Return the interval of the variable in 1 < x < 2, x > 3 or x in (1, 2)."""
     if chain.relations == ("in",) and is_name(chain.sides[0]):
         return chain.sides[1] if is_set(chain.sides[1]) else None
 
@@ -127,7 +127,7 @@ def interval_of(chain: Chain) -> Statement | None:
 
 
 def _rising(chain: Chain) -> Chain | None:
-    """Return inequalities with < and <= only; None for others, and for mixed directions."""
+    """Return inequalities with only < and <=. None for mixed directions and other relations."""
     if not set(chain.relations) <= ORDERED:
         return None
     falling = [relation.startswith(">") for relation in chain.relations]

@@ -1,8 +1,9 @@
-r"""Reads an answer, whole or not at all: a value, a list, a set, an interval, a relation, a congruence,
-a matrix, cases.
+r"""Parses an answer, completely or not at all.
 
-Brackets and separators hold statements again, down to expressions
-(``rl_loop.rewards.expression``). ``rl_loop.rewards.units`` reads numbers with units."""
+An answer is a value, a list, a set, an interval, a relation, a congruence, a matrix or cases. Parts
+between brackets and separators are statements again, down to expressions
+(``rl_loop.rewards.expression``). ``rl_loop.rewards.units`` parses numbers with units.
+"""
 
 import re
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ class Value:
     text: str
     value: Expr
     number: Number | None = None
-    """How it was written, if it is a plain number."""
+    """Parsed notation, if it is a plain number."""
     units: Units = NO_UNIT
 
 
@@ -41,14 +42,14 @@ class BasedNumber:
 
 @dataclass(frozen=True)
 class Words:
-    r"""Words in \text{}, or nothing, as one side of a relation or an entry of a list."""
+    r"""Words in \text{}, or nothing, as one side of a relation or an item of a list."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Dots:
-    r"""An ellipsis in a list."""
+    r"""Ellipsis in a list."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,12 @@ class Listing:
 
     items: tuple["Statement", ...]
     connective: str
-    """"," or "or"."""
+    """Connective: "," or "or"."""
 
 
 @dataclass(frozen=True)
 class Brackets:
-    """A point, a vector or an interval."""
+    """Point, vector or interval."""
 
     items: tuple["Statement", ...]
     opening: str
@@ -71,14 +72,14 @@ class Brackets:
 
 @dataclass(frozen=True)
 class Collection:
-    r"""A set of listed elements, \{1, 2\}."""
+    r"""Set of listed elements, \{1, 2\}."""
 
     items: tuple["Statement", ...]
 
 
 @dataclass(frozen=True)
 class Builder:
-    r"""A set by its condition, \{x : x > 3\}."""
+    r"""Set with a condition, \{x : x > 3\}."""
 
     member: "Statement"
     condition: "Statement"
@@ -86,7 +87,7 @@ class Builder:
 
 @dataclass(frozen=True)
 class NamedSet:
-    r"""\emptyset, \mathbb{R}, with signs as in \mathbb{R}^+."""
+    r"""Named set: \emptyset, \mathbb{R}, with signs as in \mathbb{R}^+."""
 
     name: str
 
@@ -109,7 +110,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Congruence:
-    """A statement about residues."""
+    """Statement about residues."""
 
     statement: "Statement"
     modulus: "Statement"
@@ -117,21 +118,21 @@ class Congruence:
 
 @dataclass(frozen=True)
 class Ratio:
-    """3:4"""
+    """Ratio such as 3:4."""
 
     parts: tuple["Statement", ...]
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A matrix, row by row."""
+    """Matrix as a sequence of rows."""
 
     rows: tuple[tuple["Statement", ...], ...]
 
 
 @dataclass(frozen=True)
 class Cases:
-    """Values with their conditions; None for "otherwise"."""
+    """Values with their conditions. None for "otherwise"."""
 
     rows: tuple[tuple["Statement", "Statement | None"], ...]
 
@@ -186,10 +187,10 @@ SEPARATORS = (
     {";": ","},
     {",": ",", r"\land": ",", r"\wedge": ",", r"\lor": "or", r"\vee": "or"},
 )
-"""Separator -> connective, the one that binds least first."""
+"""Connectives by separator, the weakest binding first."""
 OPERATIONS = {r"\cup": "cup", r"\cap": "cap", r"\setminus": "minus", r"\backslash": "minus"}
 
-# A command, or a character; "\{" and "\\" are commands of one sign.
+# A command, or a character. "\{" and "\\" are commands of one sign.
 PIECE = re.compile(r"\\(?:[a-zA-Z]+|.)|.", re.DOTALL)
 OPENING = frozenset({"(", "[", "{", r"\{", r"\langle", r"\lfloor", r"\lceil"})
 CLOSING = frozenset({")", "]", "}", r"\}", r"\rangle", r"\rfloor", r"\rceil"})
@@ -206,8 +207,11 @@ OTHERWISE = re.compile(r"\\text\{\s*(?:otherwise|else)\s*\.?\s*\}|\s*(?:otherwis
 
 
 def read_statement(text: str) -> Statement:
-    """Return what a text in standard notation says. Raises Unreadable unless all of it is
-    understood."""
+    """Return the statement in a text in standard notation.
+
+    Raises:
+        Unreadable: if a part is not understood.
+    """
     return _read(text, depth=0)
 
 
@@ -229,7 +233,7 @@ def _read(text: str, depth: int) -> Statement:
         inner = text[: modulus.start()].rstrip().rstrip(",")
         return Congruence(_read(inner, depth + 1), _value(text[modulus.end() : -1]))
 
-    # Separators bind least, then relations, then operations of sets.
+    # Separators bind weakest, then relations, then operations of sets.
     for level in SEPARATORS:
         parts, separators = _split(text, level)
         if separators:
@@ -252,7 +256,7 @@ def _read(text: str, depth: int) -> Statement:
 
 
 def _single(text: str, depth: int) -> Statement:
-    """Read a text without separators and relations outside of brackets."""
+    """Parse a text without separators and relations outside of brackets."""
     bracketed = _bracketed(text)
     if bracketed is not None:
         opening, inside, closing = bracketed
@@ -283,7 +287,7 @@ def _single(text: str, depth: int) -> Statement:
 
 
 def _value(text: str) -> Statement:
-    """Read an expression with its units, or words."""
+    """Parse an expression with its units, or words."""
     text = _unbraced(text.strip())
     quantity = parse_quantity(text)
     if quantity is not None:
@@ -379,8 +383,9 @@ def _based(based: re.Match[str]) -> Statement:
 def is_name(side: Statement, *, may_have_numbers: bool = False) -> bool:
     """Return True if a side of an equation names a value: a variable, f(x), words.
 
-    A name in an answer has no numbers: what is said of a_2 is not said of a_3. The ground truth may
-    name what was asked for in any way."""
+    A name in an answer has no numbers, because a statement about a_2 is not one about a_3. The
+    ground truth may use any name.
+    """
     if isinstance(side, Ratio):
         return all(is_name(part, may_have_numbers=may_have_numbers) for part in side.parts)
     if isinstance(side, Brackets):
@@ -399,7 +404,7 @@ def is_name(side: Statement, *, may_have_numbers: bool = False) -> bool:
 
 
 def signs_expanded(value: Value) -> tuple[Value, ...]:
-    r"""Return the two values that \pm stands for; the value itself if there is none."""
+    r"""Return the two values of an expression with \pm, or the value itself without it."""
     if not value.value.has(SIGN):
         return (value,)
     return tuple(
@@ -411,7 +416,7 @@ def signs_expanded(value: Value) -> tuple[Value, ...]:
 
 
 def _split(text: str, separators: dict[str, str]) -> tuple[list[str], list[str]]:
-    """Cut a text at separators outside of all brackets. Returns the parts and what was between."""
+    """Split a text at separators outside of all brackets. Returns the parts and the separators."""
     parts: list[str] = []
     found: list[str] = []
     depth = 0
@@ -434,7 +439,7 @@ def _split(text: str, separators: dict[str, str]) -> tuple[list[str], list[str]]
 
 
 def _bracketed(text: str) -> tuple[str, str, str] | None:
-    """Return opening bracket, contents and closing bracket if one pair is around all of a text."""
+    """Return left bracket, contents and right bracket if one pair encloses the whole text."""
     pieces = [(piece[0], piece.start(), piece.end()) for piece in PIECE.finditer(text)]
     if len(pieces) < 2:
         return None

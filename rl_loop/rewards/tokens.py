@@ -46,16 +46,16 @@ LITTLE = """
 an and are as at be but by for from has if in is it its mod no not of off on one or out per than the then to two was
 """
 LITTLE_WORDS = frozenset(LITTLE.split())
-"""Words of two or three letters that are no products."""
+"""Words of two or three letters that are not products."""
 
 
 class Unreadable(ValueError):
-    """The text is not one whole expression of the grammar."""
+    """Text that is not one complete expression of the grammar."""
 
 
 @dataclass(frozen=True)
 class Token:
-    """A part of an expression that has no smaller parts."""
+    """Smallest part of an expression."""
 
     text: str
     kind: str
@@ -64,7 +64,7 @@ class Token:
 
 
 def tokens_of(text: str) -> Iterator[Token]:
-    """Yield the tokens of an expression, the end last. Raises Unreadable for any other character."""
+    """Yield the tokens of an expression, with an end token. Raises Unreadable for others."""
     position = 0
     after_space = False
     while position < len(text):
@@ -83,13 +83,13 @@ def tokens_of(text: str) -> Iterator[Token]:
 
 
 def _tokens_of_word(word: str, after_space: bool) -> Iterator[Token]:
-    """Yield letters without a backslash: a function, a name, a word, or factors of a letter each."""
+    """Yield tokens of letters without a backslash: a function, a name, a word, or factors."""
     if word in FUNCTIONS:
         yield Token(f"\\{word}", "command", after_space)
     elif word in NAMES:
         yield Token(NAMES[word], "command", after_space)
     elif _is_no_product(word):
-        # Readable only inside of a name, such as \overline{ABCD}.
+        # Readable only within a name, such as \overline{ABCD}.
         yield Token(word, "word", after_space)
     else:
         for i, letter in enumerate(word):
@@ -97,5 +97,5 @@ def _tokens_of_word(word: str, after_space: bool) -> Iterator[Token]:
 
 
 def _is_no_product(word: str) -> bool:
-    """Return True for words that are too long for a product of letters, or little ones of a text."""
+    """Return True for words that are too long for a product of letters, and for LITTLE_WORDS."""
     return len(word) > LONGEST_PRODUCT or (word.lower() in LITTLE_WORDS and not word.isupper())

@@ -1,4 +1,4 @@
-"""Units behind a number. An answer may leave them out, but two different ones are two answers."""
+"""Units behind a number. An answer may omit them, but different units are different answers."""
 
 import re
 from collections import Counter
@@ -60,9 +60,9 @@ K kelvin
 Hz hertz
 mol moles
 """
-"""Ways to write a unit, one unit a line."""
+"""Spellings of units, one unit per line."""
 UNITS = {name: line.split()[0] for line in SYNONYMS.strip().splitlines() for name in line.split()}
-"""Way to write a unit -> the unit."""
+"""Units by spelling."""
 SCALES = {
     "dozen": 12,
     "hundred": 100,
@@ -82,9 +82,9 @@ COMPOUND = {
 }
 """Names of products of units."""
 KINDS_OF_DEGREES = ("celsius", "fahrenheit")
-"""They are degrees, and not each other."""
+"""Units that are degrees, but not interchangeable."""
 POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
-"""Words before a unit."""
+"""Powers by the words in front of a unit."""
 
 NOT_UNITS = """
 or and not nor if when for while unless to of than but except without with plus minus times over divided by into from
@@ -98,15 +98,15 @@ eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety
 is are was equals equal isn't aren't never cannot can't no none
 """
 NO_UNITS = frozenset(NOT_UNITS.split())
-r"""Words that are no units: with them a text says more, or something else, than the number."""
+r"""Words that are not units. With them a text means more than the number, or something else."""
 
-# "\text{cm}^2", "cm", "\degree", and marks of feet, inches and arcs, at the end of what is left.
+# "\text{cm}^2", "cm", "\degree", and marks of feet, inches and arcs, at the end of the rest.
 LAST_UNIT = re.compile(
     r"(?:\\text\s*\{(?P<text>[^{}]*)\}|(?<![a-zA-Z\\{])(?P<word>[a-zA-Z]+)"
     r"|(?P<degree>\\degree)|(?P<mark>(?<=[0-9}\s])'{1,3}))"
     r"\s*(?:\^\s*\{?\s*(?P<power>-?[0-9])\s*\}?)?\s*$"
 )
-# What may stand between number and unit, or between two units: "5 km/h", "5 N\cdot m".
+# Separators between number and unit, or between two units: "5 km/h", "5 N\cdot m".
 LAST_SEPARATOR = re.compile(r"(?:\s|/|\\cdot(?![a-z])|\\times(?![a-z])|\*|(?<![a-z])per)+$")
 WORD_IN_TEXT = re.compile(
     r"\s*(?:(?P<over>/|per(?![a-zA-Z]))|(?P<times>[*\u00b7-])"
@@ -114,17 +114,17 @@ WORD_IN_TEXT = re.compile(
 )
 
 MOST_UNITS = 6
-"""Most units, or texts of units, behind a number."""
+"""Maximum number of units, or texts of units, behind a number."""
 
 
 @dataclass(frozen=True)
 class Units:
-    """The units behind a number."""
+    """Units behind a number."""
 
     powers: tuple[tuple[str, int], ...] = ()
     """Known units and their powers, sorted."""
     words: frozenset[str] = frozenset()
-    """Words that are no known unit, in the singular."""
+    """Words that are not known units, in the singular."""
 
     @classmethod
     def of(cls, name: str) -> Self:
@@ -133,13 +133,13 @@ class Units:
 
     @property
     def is_given(self) -> bool:
-        """True if there are any."""
+        """True if there are any units."""
         return bool(self.powers or self.words)
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number with the units behind it."""
+    """Number with its units."""
 
     number: Number
     units: Units
@@ -147,7 +147,7 @@ class Quantity:
 
 @dataclass
 class _Collected:
-    """Units that were taken off the end of a text so far."""
+    """Units removed from the end of a text so far."""
 
     powers: Counter[str] = field(default_factory=Counter)
     words: set[str] = field(default_factory=set)
@@ -159,11 +159,11 @@ class _Collected:
 
 
 def parse_quantity(text: str) -> Quantity | None:
-    r"""Return the number and units that ``text`` is, such as 5 \text{cm}^2; None if it is not."""
+    r"""Return the number and units of ``text``, such as 5 \text{cm}^2. None if it is neither."""
     for rest, collected in _without_units(text, takes_words=True):
         number = parse_number(rest)
         if number is not None:
-            # A number that is scaled is exact: 1.234567 million is an integer.
+            # A scaled number is exact: 1.234567 million is an integer.
             places = number.places if collected.scale == 1 else 0
             value = number.value * Fraction(collected.scale)
             return Quantity(Number(value, places, number.percent), collected.units())
@@ -171,7 +171,7 @@ def parse_quantity(text: str) -> Quantity | None:
 
 
 def parse_units(text: str) -> tuple[str, Units]:
-    r"""Split an expression and the units in \text{} behind it."""
+    r"""Split a text into an expression and the units in \text{} behind it."""
     body = text
     units = Units()
     for rest, collected in _without_units(text, takes_words=False):
@@ -183,9 +183,10 @@ def parse_units(text: str) -> tuple[str, Units]:
 
 
 def same_units(answer: Units, truth: Units) -> bool:
-    """Return True if they can be the same: either may be left out, and so may words.
+    """Return True if units are compatible. Either side may omit them, and also words.
 
-    Words that are no known unit do not contradict fewer of them: 5 red apples are 5 apples."""
+    Words that are not known units do not contradict fewer words: 5 red apples are 5 apples.
+    """
     if not answer.is_given or not truth.is_given:
         return True
     if answer.powers != truth.powers:
@@ -194,7 +195,7 @@ def same_units(answer: Units, truth: Units) -> bool:
 
 
 def _without_units(text: str, *, takes_words: bool) -> Iterator[tuple[str, _Collected]]:
-    """Yield a text with none, one, two, ... units taken off its end."""
+    """Yield a text with none, one, two, ... units removed from its end."""
     collected = _Collected()
     yield text, collected
     for _ in range(MOST_UNITS):
@@ -217,9 +218,10 @@ def _without_units(text: str, *, takes_words: bool) -> Iterator[tuple[str, _Coll
 
 
 def _take(collected: _Collected, last: re.Match[str], sign: int) -> bool:
-    """Add the end of a text to the units. Returns False if it is no unit.
+    """Add the end of a text to the units. Returns False if it is not a unit.
 
-    Without \\text{}, unknown letters are variables."""
+    Without \\text{}, unknown letters are variables.
+    """
     power = int(last["power"] or 1)
     if last["degree"]:
         collected.powers["deg"] += sign * power
@@ -236,7 +238,7 @@ def _take(collected: _Collected, last: re.Match[str], sign: int) -> bool:
 
 
 def _take_text(collected: _Collected, text: str, sign: int, power: int) -> bool:
-    """Add the units of a \\text{}, such as "square feet per second"; ``power`` is of the last."""
+    """Add the units of a \\text{}: "square feet per second". ``power`` is the last unit's."""
     position = 0
     direction = sign
     next_power = 1
