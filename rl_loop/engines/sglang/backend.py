@@ -1,4 +1,4 @@
-"""The backend whose engines are clients of SGLang servers, which all rollout workers share."""
+"""Backend for SGLang servers, which all rollout workers share."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -19,7 +19,7 @@ from rl_loop.weight_sync.source import WeightSource
 
 
 class SglangBackend(RolloutBackend):
-    """A fleet of servers that take the policy's weights, and workers that send them requests."""
+    """Fleet of servers that hold the policy, and rollout workers with clients of the servers."""
 
     settings: SglangConfig
 
@@ -71,7 +71,14 @@ class SglangBackend(RolloutBackend):
 def connect_engine(
     servers: list[Any], model: ModelConfig, wait_seconds: float, api_key: str
 ) -> RolloutEngine:
-    """Build a client of ``servers``, which are actors of SglangServer. No server is asked yet."""
+    """Return a client of ``servers``. It sends no request yet.
+
+    Args:
+        servers: Ray actors of SglangServer.
+        model: configuration of the model.
+        wait_seconds: longest time that a request waits for a server that holds the policy.
+        api_key: key of the servers.
+    """
     from rl_loop.engines.sglang.engine import SglangEngine
 
     return SglangEngine(

@@ -1,7 +1,7 @@
-"""HTTP client of one SGLang server (0.5.17), as far as rollouts need it.
+"""HTTP client of one SGLang server (0.5.17).
 
-A fault of the server (ServerFailed: another one can do the same request) is told apart from a
-fault of the request (RequestRejected: every server would refuse it).
+``ServerFailed`` is a fault of the server: another server may serve the same request.
+``RequestRejected`` is a fault of the request: every server would reject it.
 """
 
 import asyncio
@@ -14,22 +14,24 @@ import aiohttp
 
 CONNECT_SECONDS = 10.0
 SHOWN_CHARACTERS = 300
-"""Of an answer that an error quotes."""
+"""Length limit of a server's response in an error message."""
 
 
 class ServerFailed(RuntimeError):
-    """The server is gone, silent or talks nonsense; the message names it."""
+    """The server is gone, silent, or sent an invalid response. The message names the server."""
 
 
 class RequestRejected(ValueError):
-    """The server understood the request and refuses it; so would every other one."""
+    """The server understood the request and rejected it. Every other server would, too."""
 
 
 class SglangClient:
-    """Talks to the server at ``url`` (``http://host:port``).
+    """Client of the server at ``url``.
 
-    After ``idle_seconds`` of silence on a connection the server counts as dead. ``api_key`` is the
-    key that the server was started with, if it has one.
+    Args:
+        url: ``http://host:port``.
+        idle_seconds: the server counts as dead after this many seconds of silence on a connection.
+        api_key: key that the server was started with, if any.
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class SglangClient:
     ) -> None:
         self.url = url
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        # No limit of the whole answer: a stream lasts as long as a turn does.
+        # The response as a whole has no time limit: a stream lasts as long as a turn does.
         self._timeout = aiohttp.ClientTimeout(
             total=None,
             sock_connect=CONNECT_SECONDS,
@@ -46,7 +48,7 @@ class SglangClient:
         self._session: aiohttp.ClientSession | None = None
 
     def _connection(self) -> aiohttp.ClientSession:
-        # Made with the first call, because a session belongs to the event loop that runs then.
+        # Created by the first call, because a session belongs to the running event loop.
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),  # no limit of connections
@@ -62,13 +64,19 @@ class SglangClient:
         *,
         seconds: float | None = None,
     ) -> Any:
-        """POST ``body`` as JSON, or GET without one.
+        """Send ``body`` as JSON with POST, or send a GET request if it is None.
 
-        Returns the decoded answer, None if it is empty or no JSON.
+        Args:
+            path: path of the endpoint, such as ``/generate``.
+            body: JSON object.
+            seconds: time limit of the call. None: no limit.
+
+        Returns:
+            The decoded response. None if it is empty or not JSON.
 
         Raises:
-            RequestRejected: for HTTP 4xx and ``success: false``.
-            ServerFailed: for every other answer that is not 2xx, and after ``seconds``.
+            RequestRejected: for HTTP 4xx and for ``success: false``.
+            ServerFailed: for HTTP 5xx, without a connection, and after ``seconds``.
         """
         where = f"{self.url}{path}"
         method = "GET" if body is None else "POST"
@@ -84,7 +92,7 @@ class SglangClient:
         except ValueError:
             content = None
 
-        # Some endpoints answer 200 and say in the body that they refused.
+        # Some endpoints reject a request with HTTP 200 and ``success: false`` in the body.
         refused = isinstance(content, dict) and content.get("success") is False
         if answer.status >= 400 or refused:
             quoted = text[:SHOWN_CHARACTERS]
@@ -94,7 +102,9 @@ class SglangClient:
     async def generate(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
         """Yield the chunks of a streamed ``/generate``: ``output_ids`` and ``meta_info``.
 
-        Raises as ``call`` does.
+        Raises:
+            RequestRejected: for HTTP 4xx, also as an error within the stream.
+            ServerFailed: for every other failure, and if the stream ends early.
         """
         where = f"{self.url}/generate"
         try:
@@ -112,7 +122,10 @@ class SglangClient:
         raise ServerFailed(f"{where}: the answer ended in the middle")
 
     async def healthy(self, seconds: float) -> bool:
-        """Whether the server generates a token within ``seconds`` (it takes at least one)."""
+        """Return True if the server generates a token within ``seconds``.
+
+        The request is ``/health_generate``. SGLang generates at least one token for it.
+        """
         try:
             await self.call("/health_generate", seconds=seconds)
         except (ServerFailed, RequestRejected):
@@ -120,7 +133,7 @@ class SglangClient:
         return True
 
     async def close(self) -> None:
-        """Close all connections; a later call makes new ones."""
+        """Close all connections. A later call opens new ones."""
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -128,8 +141,8 @@ class SglangClient:
 
 async def _event_payloads(stream: aiohttp.StreamReader) -> AsyncGenerator[bytes]:
     """Split server-sent events (``data: ...`` and an empty line) into their payloads."""
-    # aiohttp's reading by lines has a limit, and the routes of a whole episode are one line of
-    # megabytes.
+    # aiohttp limits the length of a line when it reads by lines. The expert indices of an episode
+    # are one line of several MB.
     unread = bytearray()
     async for data in stream.iter_any():
         unread += data
@@ -150,7 +163,7 @@ def _read_chunk(where: str, payload: bytes) -> dict[str, Any]:
     except ValueError:
         raise ServerFailed(f"{where}: a chunk is no JSON: {payload[:100]!r}") from None
 
-    # Errors in the middle of a stream come as a chunk, with the status that they would have had.
+    # An error within a stream is a chunk that contains the HTTP status of the error.
     if error := chunk.get("error"):
         raise _error_class(error.get("code", 400))(f"{where}: {error.get('message')}")
     return chunk

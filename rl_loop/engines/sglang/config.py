@@ -1,4 +1,4 @@
-"""How SGLang servers are run: ``rollout.engine`` with ``type: sglang``."""
+"""Configuration of SGLang servers: ``rollout.engine`` with ``type: sglang``."""
 
 import os
 import shutil
@@ -22,13 +22,15 @@ from rl_loop.engines.sglang.gpu_memory import (
 )
 
 Command = Callable[[str, int], list[str]]
-"""(host, port) -> the argument vector of a server, built where and when it starts."""
+"""(host, port) -> argument vector of a server. Called on the server's node whenever it starts."""
 PLUGIN = Path(__file__).parent / "plugin"
-"""Added to a server's PYTHONPATH, where SGLang looks for plugins."""
+"""Directory with plugins for SGLang, part of every server's PYTHONPATH."""
 PLUGIN_MODULE = "gptoss_sglang"
 MOE_CONFIGS = Path(__file__).parent / "moe_configs"
-"""Settings of SGLang's mixture-of-experts kernel for GPT-OSS's shapes, by GPU; made by
-``benchmarks/experts/tuning.py``."""
+"""Settings of SGLang's mixture-of-experts kernel for GPT-OSS's shapes, by GPU.
+
+``benchmarks/experts/tuning.py`` writes them.
+"""
 
 RESERVED_ARGUMENTS = {
     "--api-key": "every run makes a random key for its servers",
@@ -37,88 +39,97 @@ RESERVED_ARGUMENTS = {
     "--tokenizer-worker-num": "SGLang then does not ask for the key",
     "--grpc-port": "SGLang does not ask for the key there",
 }
-"""Options that would open a server to others, and why a user cannot set them."""
+"""Options that would open a server to others: {option: reason why a user cannot set it}."""
 
 BUCKET_BYTES = 1 << 30
 PACKED_BUCKET_BYTES = 2 << 30
-"""With MXFP4 experts. How long their sync takes goes by the number of requests: 11 for the whole 20B
-instead of 20 (docs/quantization.md)."""
-PREFILL_GRAPH_TOKENS = 512
-"""Tokens of the largest prefill that colocated servers of GPT-OSS capture, unless it is configured."""
-SMALLEST_PREFILL_GRAPH = 8
-"""Tokens; shorter prefills than half of it are rare."""
-ASLEEP_BYTES = 1_650_000_000
-"""What a sleeping server of the 20B keeps on an H200: context, libraries, kernels, the buffers that
-CUDA graphs read. 1.62 GB (``benchmarks/sglang/memory.py``)."""
-TENSOR_PARALLEL_ASLEEP_BYTES = 1_300_000_000
-"""What a sleeping server with tensor parallelism keeps besides, of each of its GPUs, for every rank of it.
+"""Bucket size with MXFP4 experts.
 
-By difference: a GPU with a trainer and a sleeping server had 2.8 to 2.9 GB more with two ranks to a server than
-with one, and 4.3 to 5.1 more with four, where what torch's allocator held in the trainer is left out (H200s;
-120B and 20B). Process groups are 1.1 and 1.4 GB of it by SGLang's log. What the rest is has not been measured:
-communicators that are made later, and a context for each rank whose memory another one opens, are guesses."""
+The duration of their sync depends on the number of requests: 11 for the 20B instead of 20
+(docs/quantization.md).
+"""
+PREFILL_GRAPH_TOKENS = 512
+"""Default for the largest prefill that colocated servers of GPT-OSS capture, in tokens."""
+SMALLEST_PREFILL_GRAPH = 8
+"""Smallest captured prefill, in tokens. Prefills of less than half of it are rare."""
+ASLEEP_BYTES = 1_650_000_000
+"""GPU memory of a sleeping server: context, libraries, kernels, input buffers of CUDA graphs.
+
+Measured with the 20B on an H200: 1.62 GB (``benchmarks/sglang/memory.py``).
+"""
+TENSOR_PARALLEL_ASLEEP_BYTES = 1_300_000_000
+"""Additional memory of a sleeping server with tensor parallelism, on each GPU, per rank.
+
+Measured on H200 with the 120B and the 20B. Compared with one rank per server, a GPU with a trainer
+and a sleeping server had 2.8 to 2.9 GB more with 2 ranks, and 4.3 to 5.1 GB more with 4 ranks. The
+trainer's allocated memory is not counted. According to SGLang's log, process groups are 1.1 and 1.4
+GB of it. The origin of the rest is not measured.
+"""
 RECEIVING_BYTES = 1_500_000_000
-"""What a server takes in a weight sync besides weights and cache: CUDA graphs, which are there from the
-start, 0.7 GB for up to 256 requests, and as much for taking tensors in. By difference in the first syncs of
-runs on one, two and four H200 1.5 GB; 0.9 with graphs for up to 32 requests."""
+"""Memory of a server in a weight sync, without weights and cache.
+
+CUDA graphs, which exist from the start, take 0.7 GB for up to 256 requests. Receiving tensors takes
+as much. Measured in the first syncs of runs on 1, 2 and 4 H200: 1.5 GB, and 0.9 GB with graphs for
+up to 32 requests.
+"""
 
 
 class SglangConfig(EngineConfig):
-    """Servers of SGLang 0.5.17, each a process of its own, in any Python environment."""
+    """SGLang 0.5.17 servers. Each runs in a separate process, in any Python environment."""
 
     type: Literal["sglang"] = "sglang"
-    """This engine."""
+    """Engine type."""
     servers: int = Field(1, gt=0)
-    """Processes; rollout workers share all of them."""
+    """Number of servers. All rollout workers share them."""
     tensor_parallel: int = Field(1, gt=0)
-    """GPUs of one server."""
+    """GPUs per server."""
     python: str = sys.executable
-    """The interpreter that has SGLang installed. Its pins need not agree with the trainer's."""
+    """Python interpreter with SGLang installed. Its packages may differ from the trainer's."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of the servers, besides those of this process (PYTHONPATH is not
-    passed on)."""
+    """Environment variables of the servers, added to those of this process except PYTHONPATH."""
     arguments: list[str] = Field(default_factory=list)
-    """Further arguments of ``sglang.launch_server``; of an option given twice the last counts.
-    Options that would open a server to others are refused, such as ``--api-key``."""
+    """Further arguments of ``sglang.launch_server``. The last value of a repeated option counts.
+    Options that would open a server to others, such as ``--api-key``, are rejected."""
     attention_backend: Literal["fa3", "triton", "fa4", "trtllm_mha", "intel_amx"] = "fa3"
-    """Those that compute attention sinks: fa3 for Hopper, trtllm_mha for Blackwell, triton
-    anywhere, with a plugin that mends its window."""
+    """SGLang backend that computes attention sinks: fa3 for Hopper, trtllm_mha for Blackwell, or
+    triton for any GPU, with a plugin that corrects its sliding window."""
     memory_fraction: float = Field(0.85, gt=0, lt=1)
-    """Share of the whole GPU for all that an awake server holds: weights, key/value cache, CUDA
-    graphs, activations, its process. With colocated what the trainer leaves, about half. (On a CPU,
-    SGLang's own ``--mem-fraction-static``.)"""
+    """Fraction of a GPU's total memory for an awake server: weights, key/value cache, CUDA graphs,
+    activations, process. With ``colocated``: the part that the trainer leaves, about half. On a
+    CPU: SGLang's ``--mem-fraction-static``."""
     max_running_requests: int = Field(256, gt=0)
-    """Requests that one server generates for at a time; more wait. CUDA graphs are captured for
-    batches of up to as many, which takes time at the start, and memory."""
+    """Requests that one server generates at a time. Further requests wait. CUDA graphs are captured
+    for batches up to this size, which costs memory and start-up time."""
     deterministic: bool = False
-    """The same tokens for the same seed whatever a request is batched with; slower, without prefix
-    cache."""
+    """Sample the same tokens for the same seed, independent of the batch. Slower, without
+    prefix cache."""
     fp32_logits: bool | None = None
     """Keep logits in fp32, as the trainer does, instead of rounding them to bf16 (docs/sglang.md).
-    null: on GPUs without ``deterministic``."""
+    null: true on GPUs without ``deterministic``."""
     weight_sync: Literal["nccl", "cuda_ipc", "gloo", "shared_memory", "disk"] = "nccl"
-    """Transport of weights: NCCL between GPUs, CUDA IPC within a GPU, gloo and shared_memory on CPUs,
-    disk if trainer and servers share only the run's directory. Default: cuda_ipc with
+    """Transport of weights: nccl between GPUs, cuda_ipc within a GPU, gloo and shared_memory on
+    CPUs, disk if trainer and servers share only the run's directory. Default: cuda_ipc with
     ``colocated``, else nccl."""
     bucket_bytes: int | None = Field(None, gt=0)
-    """Most weights under way at a time, if no tensor is larger: gate and up projections of a layer go as a
-    whole (bf16, 20B: 1.06 GB, 120B: 4.2). A bucket goes when it is more than half full. A server holds up to
-    so much besides its model, and the trainer twice. null: 1 GiB, or 2 GiB where ``quantization`` makes
-    servers hold MXFP4 experts."""
+    """Maximum bytes of weights in flight, unless one tensor is larger. Gate and up projections of a
+    layer are one tensor (bf16, 20B: 1.06 GB, 120B: 4.2 GB). A bucket is sent when it is more than
+    half full. A server needs this much memory in addition to its model, the trainer twice as much.
+    null: 1 GiB, or 2 GiB if ``quantization`` is set."""
     quantization: Quantization | None = None
-    """Format of the servers' experts. null: bf16, which has the values of MXFP4, too. mxfp4: packed, in
-    a third of the memory, on Hopper GPUs; needs ``quantization: mxfp4`` without ``adapter``."""
+    """Format of the servers' experts. null: bf16, which represents MXFP4 values exactly. mxfp4:
+    packed, 1/3 of the memory, Hopper GPUs only. Needs ``quantization: mxfp4`` without
+    ``adapter``."""
     colocated: bool = False
-    """Servers on the trainer's GPUs: they give their memory back while the trainer works."""
+    """Run the servers on the trainer's GPUs. They release their memory while the trainer works."""
     prefill_graph_tokens: int = Field(0, ge=0)
     """Largest prefill, in tokens, that colocated servers with fa3 run as a CUDA graph, such as the
-    answer of a tool. 0: none. Default for GPT-OSS: 512, which makes multi-turn rollouts of the 20B
-    1.44x as fast. Other servers have SGLang's own graphs."""
+    output of a tool. 0: none. Default for GPT-OSS: 512, which makes multi-turn rollouts of the 20B
+    1.44x as fast. Other servers use SGLang's own graphs."""
     start_seconds: float = Field(1200.0, gt=0)
-    """Until then a started server must be healthy."""
+    """Seconds until a started server must be healthy."""
     sync_seconds: float = Field(40.0, gt=0)
-    """Longest that servers may take for one bucket, to sleep or to wake; weight_sync disk, which
-    has one bucket, gets fifteen times as long. Then the sync failed and is tried again."""
+    """Time limit in seconds for one bucket, for sleeping and for waking. weight_sync disk has only
+    one bucket and gets 15 times as long. After the limit the sync fails and is retried."""
 
     @model_validator(mode="after")
     def _choose_weight_sync(self) -> Self:
@@ -170,7 +181,7 @@ class SglangConfig(EngineConfig):
         if self.quantization is None:
             return
 
-        # Others keep experts in layouts that the plugin does not write.
+        # The plugin does not write the layouts of other MoE runners or of expert parallelism.
         if names & {"--moe-runner-backend", "--ep-size", "--ep"}:
             raise ValueError(
                 f"rollout.engine.quantization {self.quantization} has weight syncs for --moe-runner-backend "
@@ -197,7 +208,7 @@ class SglangConfig(EngineConfig):
             )
 
     def for_model(self, model: ModelConfig) -> Self:
-        # Graphs of prefills ran with GPT-OSS only.
+        # Captured prefills were tested with GPT-OSS only.
         captures_prefills = (
             self.colocated
             and self.weight_sync == "cuda_ipc"
@@ -221,16 +232,16 @@ class SglangConfig(EngineConfig):
     def samples_quickly(self) -> bool:
         """True if servers sample in one pass over the logits.
 
-        It draws the tokens of a batch from one generator, and deterministic servers have a seed per
-        request.
+        This kernel draws the tokens of a batch from one generator. Deterministic servers have a
+        seed per request.
         """
         return not self.deterministic and not self._is_on_cpus
 
     @property
     def attends_quickly(self) -> bool:
-        """True if servers decode windowed layers in the plugin's kernel.
+        """True if servers decode windowed layers with the plugin's kernel.
 
-        It replaces fa3, and computes decoding in another order than prefill.
+        It replaces fa3. It sums in another order than a prefill does.
         """
         return self.attention_backend == "fa3" and not self.deterministic and not self._is_on_cpus
 
@@ -248,7 +259,7 @@ class SglangConfig(EngineConfig):
 
     @property
     def resolved_bucket_bytes(self) -> int:
-        """``bucket_bytes``, or what its null stands for."""
+        """``bucket_bytes``, or its default if it is null."""
         if self.bucket_bytes is not None:
             return self.bucket_bytes
         if self.packs_experts:
@@ -269,8 +280,8 @@ class SglangConfig(EngineConfig):
         if not self.colocated:
             return None
 
-        # One GPU of a server opens the memory of the trainer there; the others copy whole tensors to
-        # their own (SGLang's ``_unwrap_tensor``).
+        # The first rank of a server opens the memory of the trainer's GPU. The other ranks copy
+        # whole tensors to their own GPUs (``_unwrap_tensor`` of SGLang 0.5.17).
         asleep = ASLEEP_BYTES
         shares_model = self.tensor_parallel > 1
         if shares_model:
@@ -297,8 +308,11 @@ class SglangConfig(EngineConfig):
         return False
 
     def check_machine(self) -> None:
-        """Raise EngineUnavailable if ``python`` is no interpreter that can import SGLang, and our
-        plugin where servers need it."""
+        """Check that ``python`` exists and can import SGLang, and the plugin if servers load it.
+
+        Raises:
+            EngineUnavailable: if it does not. The message says how to install SGLang.
+        """
         python = shutil.which(self.python)
         if python is None:
             raise EngineUnavailable(
@@ -312,8 +326,8 @@ class SglangConfig(EngineConfig):
                 "and prints what to write here"
             )
 
-        # A wrapper that sets PYTHONPATH, instead of adding to it, would serve what is to be mended
-        # without a word.
+        # A wrapper that replaces PYTHONPATH would start servers without the plugin's patches, and
+        # without an error.
         if self.has_plugin and not self._can_import(python, PLUGIN_MODULE):
             raise EngineUnavailable(
                 f"rollout.engine.python: {python} does not take PYTHONPATH, with which servers get the plugin for "
@@ -322,11 +336,11 @@ class SglangConfig(EngineConfig):
 
     @property
     def has_plugin(self) -> bool:
-        """True if servers load our plugin."""
+        """True if servers load the plugin."""
         return self.environment.get("SGLANG_PLUGINS") != "none"
 
     def _can_import(self, python: str, module: str) -> bool:
-        """Tell whether a server's interpreter finds a module, with a server's environment."""
+        """Return True if a server's interpreter, with a server's environment, finds ``module``."""
         find = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
         finding = subprocess.run(
             [python, "-c", find],
@@ -339,21 +353,21 @@ class SglangConfig(EngineConfig):
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of the servers: ``env``, and what the other settings need.
+        """Environment variables of the servers: ``env``, and the variables of the other settings.
 
-        ``env`` wins over those, but for the path of the plugin, which is put before its own.
+        ``env`` has priority, except for PYTHONPATH: the plugin's path comes before that of ``env``.
         """
         variables = {"SGLANG_MOE_CONFIG_DIR": str(MOE_CONFIGS)}
         if self.deterministic:
-            # FlashInfer computes the router of up to 128 tokens, another kernel that of more, and
-            # their last bits differ.
+            # With FlashInfer, SGLang computes the router of up to 128 tokens with another kernel
+            # than that of more tokens, and the last bits of the results differ.
             variables["SGLANG_IS_FLASHINFER_AVAILABLE"] = "false"
         if self.weight_sync == "nccl":
-            # SGLang would set 0, and NCCL could not open what a trainer's has allocated ("invalid
-            # argument").
+            # SGLang would set 0. NCCL in the server could then not open memory that the trainer's
+            # NCCL has allocated ("invalid argument").
             variables["NCCL_CUMEM_ENABLE"] = os.environ.get("NCCL_CUMEM_ENABLE", "1")
         if self.colocated:
-            # SGLang keeps the memory of its CUDA graphs while it sleeps, unless this is set.
+            # Without it SGLang keeps the memory of its CUDA graphs while it sleeps.
             variables["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
         variables |= self.env
 
@@ -366,7 +380,7 @@ class SglangConfig(EngineConfig):
 
     @property
     def _mends(self) -> list[str]:
-        """What the plugin has to mend in a server (``plugin/gptoss_sglang.py``)."""
+        """Names of the plugin's patches for these servers (``plugin/gptoss_sglang.py``)."""
         mends = ["hidden_key", "bound_store"]
         if self.attention_backend == "triton":
             mends.append("triton_window")
@@ -376,12 +390,12 @@ class SglangConfig(EngineConfig):
         if self.packs_experts:
             mends += ["mxfp4_experts", "sound_assembler"]
             if not self.deterministic:
-                # Its gates can differ in the last bit from those of a prefill.
+                # Its gates may differ from those of a prefill in the last bit.
                 mends.append("quick_routing")
             mends += ["quick_products", "quick_few_tokens"]
 
         if not self.colocated:
-            # Syncs of colocated servers find no request running.
+            # Colocated servers have no running request when a sync begins.
             mends.append("quick_pause")
         if self.samples_quickly:
             mends.append("quick_sampling")
@@ -392,8 +406,8 @@ class SglangConfig(EngineConfig):
         return mends
 
     def describe_model(self, model: ModelConfig, dtype: str) -> dict[str, Any]:
-        """Return the config.json from which servers learn what they hold."""
-        # Needs torch, which reading a configuration does not.
+        """Return the config.json for servers: architecture, dtype and quantization."""
+        # Imported here, because it needs torch and reading a configuration does not.
         from converters.hf_layouts import QUANTIZATION_CONFIG
 
         description = model.to_hf_config(dtype=dtype)
@@ -410,10 +424,17 @@ class SglangConfig(EngineConfig):
         routed_experts: bool,
         seed: int,
     ) -> Command:
-        """Return what builds the arguments of server ``index`` whenever it starts.
+        """Return a function that builds the arguments of a server whenever it starts.
 
-        ``model`` is a directory with a config.json; the weights are dummies until the first sync.
-        The result raises NotEnoughGpuMemory if ``memory_fraction`` does not suit the GPU.
+        Args:
+            index: number of the server.
+            model: directory with a config.json. Servers have random weights until the first sync.
+            dtype: dtype of weights and cache.
+            routed_experts: whether servers report the experts of every token.
+            seed: seed of the servers.
+
+        Returns:
+            The function. It raises NotEnoughGpuMemory if ``memory_fraction`` does not fit the GPU.
         """
         options: dict[str, object] = {
             "--model-path": model,
@@ -422,12 +443,12 @@ class SglangConfig(EngineConfig):
             "--tp-size": self.tensor_parallel,
             "--random-seed": seed,
             "--attention-backend": self.attention_backend,
-            # triton_kernel, SGLang's default for GPT-OSS, records no routes without our plugin. Dense
-            # models have no experts for either.
+            # triton_kernel is SGLang's default for GPT-OSS. Without the plugin it does not record
+            # the experts of a token. Dense models ignore the option.
             "--moe-runner-backend": "triton_kernel" if self.packs_experts else "triton",
             "--max-running-requests": self.max_running_requests,
             "--cuda-graph-max-bs-decode": self.max_running_requests,
-            # FlashInfer's sampling takes no seed of a request.
+            # FlashInfer's sampling ignores the seed of a request.
             "--sampling-backend": "pytorch",
             "--grammar-backend": "none",
         }
@@ -436,8 +457,8 @@ class SglangConfig(EngineConfig):
         if routed_experts:
             flags.append("--enable-return-routed-experts")
         if self.deterministic:
-            # fa3 cuts the keys of 64-wide heads otherwise for 8 new tokens than for 9, as after a
-            # cached prefix.
+            # fa3 splits the keys of heads of size 64 differently for 8 new tokens than for 9, and a
+            # cached prefix changes the number of new tokens.
             flags += ["--enable-deterministic-inference", "--disable-radix-cache"]
         if self.colocated:
             flags += ["--enable-memory-saver", *prefill_graph_options(self.prefill_graph_tokens)]
@@ -449,7 +470,7 @@ class SglangConfig(EngineConfig):
             words += [name, str(value)]
 
         def build(host: str, port: int) -> list[str]:
-            # The user's arguments come last: of an option given twice the last counts.
+            # The user's arguments come last, because the last value of a repeated option counts.
             place = self._place_and_memory(index, model, dtype)
             return [*words, *flags, *place, *self.arguments, "--host", host, "--port", str(port)]
 
@@ -457,21 +478,22 @@ class SglangConfig(EngineConfig):
 
     @property
     def _names_all_reduce_fusion(self) -> bool:
-        """Whether the user asks for sums over ranks that FlashInfer fuses with the norms behind them.
+        """True if the user configures FlashInfer's all-reduce that is fused with a norm.
 
-        SGLang would fuse them by itself. FlashInfer compiles for minutes when a machine starts its first
-        server, and whether its buffers survive that a server sleeps has not been tried."""
+        SGLang would enable this fusion by default. FlashInfer compiles for minutes when a machine
+        starts its first server, and its buffers were not tested with servers that sleep.
+        """
         return any(
             "--flashinfer-allreduce-fusion-backend" in argument for argument in self.arguments
         )
 
     def _place_and_memory(self, index: int, model: Path, dtype: str) -> list[str]:
-        """Return the options that say which GPUs server ``index`` uses, and how much of them."""
+        """Return the options for the GPUs of server ``index`` and for its share of their memory."""
         environment = inherited_environment() | self.environment
         gpus = [] if "cpu" in self.arguments else settled_gpus(environment)
 
-        # Ray shows a server its own GPUs only, unless they are the trainer's: there it shows all of
-        # the node.
+        # Ray shows a server only the GPUs that it has reserved. A colocated server has reserved
+        # none and sees all GPUs of the node.
         first = 0
         if self.colocated:
             first = index * self.tensor_parallel
@@ -490,11 +512,10 @@ class SglangConfig(EngineConfig):
 
 
 def prefill_graph_options(tokens: int) -> list[str]:
-    """Return the options of a server that gives its memory back, for prefills of up to ``tokens``.
+    """Return the options of a colocated server that captures prefills of up to ``tokens``.
 
-    SGLang's usual graphs of prefills, broken off at each attention, cannot give their memory back.
-    Whole ones can. A graph runs for at least half as many tokens as it is made for, so a size and its double
-    leave no gap.
+    SGLang's default graphs of prefills are split at each attention and cannot release their memory.
+    Full graphs can. A graph runs prefills of at least half its size, so sizes double.
     """
     if tokens == 0:
         return ["--disable-prefill-cuda-graph"]
@@ -510,7 +531,7 @@ def prefill_graph_options(tokens: int) -> list[str]:
 def inherited_environment() -> dict[str, str]:
     """Return this process's environment without its Python paths.
 
-    Servers may live in another Python environment, whose packages these would hide.
+    Servers may run in another Python environment, and these paths would hide its packages.
     """
     environment = dict(os.environ)
     for name in ("PYTHONPATH", "VIRTUAL_ENV"):

@@ -1,8 +1,8 @@
-"""RolloutEngine over many SGLang servers: routing, faults and aborts.
+"""RolloutEngine that uses several SGLang servers: routing, faults and aborts.
 
-A turn is streamed. Whatever ends the stream early, the tokens that came are kept: after an
-``abort`` they are the answer, and after the death of a server the turn goes on from them on
-another one. What a turn asks of a server and how the answer is read is in ``turn``.
+A turn is streamed. If the stream ends early, the received tokens are kept. After an ``abort`` they
+are the result. After the death of a server, the turn continues from them on another server. The
+module ``turn`` builds request bodies and reads responses.
 """
 
 import asyncio
@@ -21,21 +21,21 @@ from rl_loop.engines.sglang.turn import AnswerReader, Turn, check_routes_came, e
 from rl_loop.infrastructure import EngineFault
 
 MAX_FAULTS = 20
-"""Faults of one request; more are not the servers' bad luck."""
+"""Number of faults after which a request fails. Bad luck with servers is no longer likely then."""
 MAX_PAUSE = 1.0
-"""Longest pause in seconds between two faults of one request; the pause doubles with each."""
+"""Longest pause in seconds after a fault of a request. The pause doubles with each fault."""
 REMEMBERED_EPISODES = 100_000
-"""Episodes whose server is remembered, the latest ones."""
+"""Number of episodes whose server is remembered. The oldest are dropped."""
 REFRESH_SECONDS = 1.0
-"""How long the states of the servers are taken to hold."""
+"""Seconds after which the states of the servers are requested again."""
 
 
 class SglangEngine:
-    """Samples on whichever server holds the policy.
+    """Client that samples on any server that holds the policy.
 
-    Servers are not trusted: an answer that cannot be one is a fault, and the turn goes on
-    elsewhere. A server that does not hold policy weights ``min_version`` or later is not used,
-    and an answer that was made with other weights is thrown away.
+    Servers are not trusted: an impossible response is a fault, and the turn continues on another
+    server. Servers with weights older than ``min_version`` are not used, and tokens that older
+    weights sampled are rejected.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class SglangEngine:
         abort_seconds: float = 5.0,
         api_key: str | None = None,
     ) -> None:
-        """Prepare for generation; nothing is connected yet.
+        """Prepare for generation without connecting.
 
         Args:
-            servers: returns the state of all servers; asked again after a second and after a fault.
-            model: configuration that answers are read with.
-            wait_seconds: longest that a request waits for a server that holds the policy.
-            abort_seconds: longest that a turn lives on after it was aborted.
-            api_key: key of the servers, if they have one.
+            servers: returns the state of all servers. Called again after 1 s and after a fault.
+            model: configuration that is needed to check responses.
+            wait_seconds: longest time that a request waits for a server that holds the policy.
+            abort_seconds: longest time that a turn runs after its abort.
+            api_key: key of the servers, if any.
         """
         self.min_version = 0
         self._reader = AnswerReader(model)
@@ -62,26 +62,26 @@ class SglangEngine:
         self._abort_seconds = abort_seconds
         self._api_key = api_key
 
-        # What is known of the servers, and when (on the event loop's clock) they were asked.
+        # Latest states of the servers, and time of that request on the event loop's clock.
         self._servers = servers
         self._statuses: list[ServerStatus] = []
         self._refreshed_at = -math.inf
         self._refreshing = asyncio.Lock()
 
-        # By the server's address. The load is requests under way, of this worker only.
+        # By the server's address. The load is the number of this worker's requests in flight.
         self._clients: dict[str, SglangClient] = {}
         self._load: Counter[str] = Counter()
 
         self._homes: OrderedDict[str, str] = OrderedDict()
-        """Episode -> address of the server that has its prefix cached."""
+        """Address of the server that has an episode's prefix cached, by episode."""
         self._turns: dict[str, Turn] = {}
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Sample one continuation.
 
         Raises:
-            ValueError: for a request that no server takes.
-            EngineFault: after ``MAX_FAULTS`` faults, naming the last.
+            ValueError: if the request id is not unique, or servers reject the request.
+            EngineFault: after ``MAX_FAULTS`` faults. The message names the last.
             RuntimeError: if no server held the policy for ``wait_seconds``.
         """
         if request.request_id in self._turns:
@@ -94,7 +94,7 @@ class SglangEngine:
             async with turn.limit:
                 await self._sample(turn)
         except TimeoutError:  # only an abort sets a limit
-            # Routes come with the last token, which will not come: the tokens are of no use.
+            # Expert indices come with the last token. Without them the tokens are useless.
             if request.return_routed_experts:
                 return GenerateResult([], [], FinishReason.ABORT)
         finally:
@@ -102,10 +102,10 @@ class SglangEngine:
         return turn.result
 
     async def _sample(self, turn: Turn) -> None:
-        """Let one server after another work on a turn, until one ends it."""
+        """Let servers work on a turn, in sequence, until one ends it."""
         while True:
             server = await self._route(turn.request.episode, turn.failures)
-            # Aborted between two servers: what has come so far is the answer.
+            # Aborted between two servers: the tokens so far are the result.
             if turn.aborted:
                 return
 
@@ -115,7 +115,7 @@ class SglangEngine:
                 check_routes_came(turn, server.url)
                 return
             except ServerFailed as failure:
-                # The tokens so far are kept. The server may be dead: its state is asked for anew.
+                # The tokens so far are kept. Request the states again: the server may be dead.
                 turn.failures[server.url] += 1
                 faults = turn.failures.total()
                 self._refreshed_at = -math.inf
@@ -128,9 +128,14 @@ class SglangEngine:
                 self._load[server.url] -= 1
 
     async def _route(self, episode: str, failures: Counter[str]) -> ServerStatus:
-        """Wait for a server that holds the policy, and choose one.
+        """Wait for a server that holds the policy and return the best one.
 
-        ``failures`` are the faults that the turn met, by address.
+        Args:
+            episode: episode of the request.
+            failures: number of faults that the turn met, by server address.
+
+        Raises:
+            RuntimeError: if no server held the policy for ``wait_seconds``.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._wait_seconds
@@ -151,7 +156,7 @@ class SglangEngine:
             await asyncio.sleep(0.1)
 
     def _choose_server(self, episode: str, failures: Counter[str]) -> ServerStatus | None:
-        """Choose the episode's server, or the one with least to do; None if none is ready."""
+        """Return the episode's server, else the least loaded one. None if none is ready."""
         ready = {
             status.url: status
             for status in self._statuses
@@ -160,7 +165,7 @@ class SglangEngine:
         if not ready:
             return None
 
-        # An episode stays where its prefix is cached, unless that server failed more than another.
+        # An episode stays where its prefix is cached, unless another server failed less often.
         home = self._homes.get(episode)
         fewest_failures = min(failures[url] for url in ready)
         if home not in ready or failures[home] > fewest_failures:
@@ -173,8 +178,8 @@ class SglangEngine:
         return ready[home]
 
     async def _refresh(self) -> None:
-        """Ask for the servers' states if they are not known from just now."""
-        # Many requests may come at once: one of them asks for all.
+        """Request the servers' states if the known ones are older than ``REFRESH_SECONDS``."""
+        # Only the first of several concurrent requests asks. The others wait for its result.
         async with self._refreshing:
             now = asyncio.get_running_loop().time()
             if now > self._refreshed_at + REFRESH_SECONDS:
@@ -190,17 +195,18 @@ class SglangEngine:
         return self._clients[url]
 
     async def _stream(self, turn: Turn, server: ServerStatus) -> None:
-        """Let ``server`` go on with the turn to its end.
+        """Let ``server`` continue the turn to its end.
 
-        Raises ServerFailed; what came before is kept.
+        Raises:
+            ServerFailed: if the server fails. The tokens before are kept.
         """
         turn.client = self._client(server.url)
         start = len(turn.result.output_ids)
 
-        # A stream that is left early must be closed, or the server would go on sampling.
+        # Close a stream that is left early, because the server would continue to sample.
         async with aclosing(turn.client.generate(turn.next_body())) as chunks:
             async for content in chunks:
-                # A server does not say when it began; with the first tokens at the latest.
+                # A server does not report that it has begun. The first tokens show it.
                 if turn.request.on_begin is not None:
                     turn.request.on_begin()
 
@@ -213,7 +219,7 @@ class SglangEngine:
                 )
                 self._reader.append(turn, chunk, server.url)
                 if start == 0:
-                    # Later attempts also find what the turn itself has sampled.
+                    # In later attempts the cache also contains tokens that the turn has sampled.
                     cached_tokens = chunk.meta.get("cached_tokens", turn.result.cached_tokens)
                     turn.result.cached_tokens = cached_tokens
                 if chunk.finish is not None:
@@ -222,14 +228,14 @@ class SglangEngine:
         raise ServerFailed(f"{server.url}: the answer has no finish reason")
 
     async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
-        """Score on any server that holds the policy; see ``score_on``."""
+        """Score a text on any server that holds the policy (see ``score_on``)."""
         server = await self._route(episode="", failures=Counter())
         return await score_on(self._client(server.url), input_ids, temperature)
 
     async def abort(self, request_id: str | None = None) -> None:
-        """Stop one request, or all.
+        """Abort one request, or all if ``request_id`` is None.
 
-        A turn ends ``abort_seconds`` later at the latest, whatever its server does about it.
+        The turn ends after at most ``abort_seconds``, even if its server does not respond.
         """
         now = asyncio.get_running_loop().time()
         calls = []
@@ -237,7 +243,7 @@ class SglangEngine:
             if request_id not in (None, name) or turn.aborted:
                 continue
 
-            # A server may still have tokens to send. Between servers there is nothing to wait for.
+            # The server may still send tokens. Between two servers there is no reason to wait.
             turn.aborted = True
             if turn.client is None:
                 turn.limit.reschedule(now)
@@ -249,9 +255,9 @@ class SglangEngine:
         await asyncio.gather(*calls, return_exceptions=True)
 
     def set_min_version(self, version: int) -> None:
-        """Use only answers that were made with weights ``version`` or later.
+        """Use only tokens that weights ``version`` or later have sampled.
 
-        The servers get their weights from the trainer (``weight_endpoints``), not from here.
+        The trainer sends weights to the servers (``weight_endpoints``), not to this engine.
         """
         self.min_version = version
         self._refreshed_at = -math.inf
@@ -267,11 +273,17 @@ async def score_on(
     input_ids: list[int],
     temperature: float = 1.0,
 ) -> list[float]:
-    """Compute log p(input_ids[i] | input_ids[:i]) for i >= 1, past the prefix cache.
+    """Return log p(input_ids[i] | input_ids[:i]) for i >= 1, computed without the prefix cache.
+
+    Args:
+        client: client of the server.
+        input_ids: text.
+        temperature: must be 1, because SGLang has no temperature for prompts.
 
     Raises:
-        ServerFailed: if the server does not answer, or scored other tokens.
-        ValueError: for another temperature than 1: SGLang knows no other one for prompts.
+        ServerFailed: if the server fails or scored other tokens.
+        RequestRejected: if the server rejects the request.
+        ValueError: if ``temperature`` is not 1.
     """
     if temperature != 1:
         raise ValueError(f"SGLang scores at temperature 1 only, not {temperature}")
@@ -282,7 +294,7 @@ async def score_on(
         "input_ids": input_ids,
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
         "return_logprob": True,
-        # From the first token on, which also keeps the prefix cache out of it.
+        # Log-probs from the first token on. This also disables the prefix cache.
         "logprob_start_len": 0,
     }
     answer = await client.call("/generate", body)

@@ -1,11 +1,12 @@
-"""The SGLang servers of a run as Ray actors: started, brought to the policy's weights, scored,
-paused.
+"""The SGLang servers of a run, as Ray actors: start, weight syncs, scores and pauses.
 
-A sync that fails anywhere leaves no server serving. The servers that took part are killed, come
-back with dummy weights as STALE and are synced again from the beginning.
+If a sync fails, none of its servers serves. They are killed, restart with random weights as STALE,
+and are synced again.
 
-Servers on the trainer's GPUs sleep while the trainer works: none is started then, since it would
-take memory that the trainer needs. One that ended meanwhile comes back with the next sync."""
+Servers on the trainer's GPUs sleep while the trainer works. None is started during that time,
+because it would take memory that the trainer needs. A server that ended restarts with the next
+sync.
+"""
 
 import asyncio
 import json
@@ -42,39 +43,41 @@ from rl_loop.weight_sync.source import SyncFailed, WeightSource
 logger = logging.getLogger(__name__)
 
 NEWS_SECONDS = 30.0
-"""Between two lines about servers that are waited for."""
+"""Seconds between two log lines about servers that are not ready."""
 
 MAX_SYNCS = 3
-"""Attempts to bring the servers to one version. Servers that failed are restarted between two."""
+"""Attempts to bring the servers to one version. Failed servers are restarted between attempts."""
 
 MAX_SCORINGS = 3
-"""Attempts to have all servers score one text."""
+"""Attempts to let all servers score one text."""
 SCORING_PAUSE = 0.5
-"""Seconds between two of them."""
+"""Seconds between two such attempts."""
 
 COMPARED_EVERY = 7
-"""Versions between two comparisons of checksums. 7 divides neither 24 nor 36 layers, so every
-layer has its turn."""
+"""Number of versions between two comparisons of checksums.
+
+7 divides neither 24 nor 36 layers, so that all layers are compared in turn.
+"""
 
 DISK_PATIENCE = 15
-"""How many times longer than for a bucket a server may take to read all weights from a disk."""
+"""Factor between the time limit for reading all weights from a disk and that for one bucket."""
 
 KEY_BYTES = 32
 
 ANSWER_SECONDS = 60.0
-"""How long an actor may take to answer; its methods return at once."""
+"""Seconds within which an actor must respond. Its methods return at once."""
 
 
 @dataclass(frozen=True)
 class HeldWeights:
-    """Weights that restarted servers get."""
+    """Weights for servers that restart."""
 
     source: WeightSource
     version: int
 
 
 async def statuses(actors: list[Any]) -> list[ServerStatus]:
-    """Ask all servers for their status; one whose actor is being restarted counts as dead."""
+    """Return the status of all servers. A server whose actor is restarting counts as dead."""
     answers = await asyncio.gather(
         *(actor.status.remote() for actor in actors), return_exceptions=True
     )
@@ -89,28 +92,31 @@ async def statuses(actors: list[Any]) -> list[ServerStatus]:
 
 
 class SglangFleet:
-    """The ``servers`` of an SglangConfig. Methods block. No two run at the same time, but for
-    ``heal`` in the thread of rollouts that overlap training."""
+    """The ``servers`` of an SglangConfig.
+
+    Methods block and must not overlap. Only ``heal`` may overlap others: rollouts that overlap
+    training call it in their thread.
+    """
 
     def __init__(self, settings: SglangConfig, context: BackendContext) -> None:
-        """Create the actors. Their servers start with the first question, which ``ready`` asks."""
+        """Create the actors. Their servers start with the first status request (``ready``)."""
         self._settings = settings
         self._model = context.model
         self._directory = context.directory
         self.api_key = secrets.token_hex(KEY_BYTES)
-        """Key of all servers: without it a server answers nothing but health checks."""
+        """Key of all servers. Without it a server serves only health checks."""
         self.actors = self._create_actors(context)
 
-        # Weights for restarted servers. None while there is nothing that could be sent.
+        # Weights for restarted servers. None while there are none to send.
         self._held: HeldWeights | None = None
         self._canary: Canary | None = None
 
-        # Incarnations of servers: those that gave their memory back, and those whose checksums
+        # Incarnations of servers that have released their memory, and of servers whose checksums
         # were compared once.
         self._paused: set[int] = set()
         self._compared: set[int] = set()
 
-        # Held while the trainer updates the weights that ``heal`` would ask for.
+        # Locked while the trainer updates the weights that ``heal`` would send.
         self._updating = Lock()
 
     def _create_actors(self, context: BackendContext) -> list[Any]:
@@ -119,8 +125,8 @@ class SglangFleet:
         architecture = settings.describe_model(context.model, context.dtype)
         (self._directory / "config.json").write_text(json.dumps(architecture, indent=2))
 
-        # Without GPUs in the cluster (tests, SGLang on CPUs) there is nothing to reserve; on the
-        # trainer's GPUs the ranks have reserved them already.
+        # A cluster without GPUs (tests, SGLang on CPUs) has none to reserve. The ranks of the
+        # trainer have reserved the GPUs of colocated servers.
         has_gpus = (
             ray.cluster_resources().get("GPU", 0) >= settings.servers * settings.tensor_parallel
         )
@@ -152,13 +158,26 @@ class SglangFleet:
     # -- servers ----------------------------------------------------------------------------------
 
     def ready(self) -> None:
-        """Wait until every server is healthy. Raises EngineUnavailable with what to change, or
-        the end of its log, if one cannot start."""
+        """Wait until every server is healthy.
+
+        Raises:
+            EngineUnavailable: if a server cannot start. The message gives a remedy, or quotes the
+                end of the server's log.
+        """
         self._healthy(wait_for=(ServerState.DEAD, ServerState.STARTING))
 
     def _healthy(self, wait_for: Sequence[ServerState] = ()) -> dict[Any, ServerStatus]:
-        """Return the healthy servers by actor, at least one, as soon as no server is in a
-        state of ``wait_for``. Says now and then how many are."""
+        """Wait for servers and return the healthy ones, at least one, by actor.
+
+        Logs the number of ready servers every ``NEWS_SECONDS``.
+
+        Args:
+            wait_for: states of servers to wait for.
+
+        Raises:
+            EngineUnavailable: if a server was given up that is waited for, or none is healthy and
+                one was given up.
+        """
         began = told = time.monotonic()
         while True:
             known = dict(zip(self.actors, asyncio.run(statuses(self.actors)), strict=True))
@@ -189,8 +208,10 @@ class SglangFleet:
         }
 
     def settings(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return what the first healthy server says of itself in /server_info, as
-        far as it has ``names``."""
+        """Return the named settings as the first healthy server reports them in /server_info.
+
+        Unknown names are left out. "engine" names the server.
+        """
         url = next(iter(self._healthy().values())).url
         (info,) = self._at_all((url,), lambda client: client.call("/server_info", seconds=60))
         return {"engine": f"SGLang at {url}"} | {name: info[name] for name in names if name in info}
@@ -203,9 +224,13 @@ class SglangFleet:
     # -- weights ----------------------------------------------------------------------------------
 
     def sync(self, source: WeightSource, version: int) -> None:
-        """Give all healthy servers weights ``version``. Raises SyncFailed when it
-        failed ``MAX_SYNCS`` times, and WeightMismatch (a ValueError) for weights that
-        are none of this model."""
+        """Give all healthy servers weights ``version``.
+
+        Raises:
+            SyncFailed: after ``MAX_SYNCS`` failed attempts.
+            WeightMismatch: a ValueError, if the weights do not belong to this model or a server
+                holds others.
+        """
         self._held = HeldWeights(source, version)
         self._canary = None
         for attempt in range(MAX_SYNCS):
@@ -223,8 +248,14 @@ class SglangFleet:
                 )
 
     def heal(self) -> None:
-        """Bring servers that were restarted to the current weights. They serve only if they score
-        the canary as the others did. Does nothing while the trainer updates the weights."""
+        """Bring restarted servers to the current weights.
+
+        They serve only if their canary scores match those of the other servers. Does nothing while
+        the trainer updates the weights.
+
+        Raises:
+            SyncFailed: if the sync fails and no other server is healthy.
+        """
         if self._held is None or not self._updating.acquire(blocking=False):
             return
         try:
@@ -247,8 +278,10 @@ class SglangFleet:
 
     @contextmanager
     def updating_weights(self, version: int) -> Iterator[None]:
-        """Block healing while the trainer updates its weights; afterwards the source
-        has weights ``version``."""
+        """Block ``heal`` while the trainer updates its weights.
+
+        Afterwards ``heal`` sends weights ``version``.
+        """
         with self._updating:
             yield
             if self._held is not None:
@@ -256,18 +289,18 @@ class SglangFleet:
                 self._canary = None
 
     def _bring_to_held_weights(self, servers: dict[Any, ServerStatus]) -> None:
-        """Sync ``servers``. They serve afterwards, or are killed if anything went wrong."""
+        """Sync ``servers``. Afterwards they serve, or are killed if the sync failed."""
         assert self._held is not None
         version = self._held.version
         taking_part = self._begin_syncs(servers)
-        reached: int | None = None  # None: the servers may hold anything
+        reached: int | None = None  # None: the weights of the servers are unknown
         try:
             if not taking_part:
                 raise SyncFailed(f"weights {version}: every server died before the sync began")
             self._send_to(taking_part, version)
             reached = version
         except (ServerFailed, RequestRejected) as failure:
-            # It did not wake, or ended while it scored.
+            # The server did not wake, or ended while it scored.
             raise SyncFailed(f"weights {version} did not reach all servers: {failure}") from failure
         finally:
             for actor, status in taking_part.items():
@@ -275,8 +308,7 @@ class SglangFleet:
 
     @staticmethod
     def _begin_syncs(servers: dict[Any, ServerStatus]) -> dict[Any, ServerStatus]:
-        """Take ``servers`` out of service and return those that are still
-        the processes we know."""
+        """Take ``servers`` out of service. Return those whose process has not changed."""
         begun = {}
         for actor, status in servers.items():
             if _ask(actor.begin_sync.remote(status.incarnation)):
@@ -290,7 +322,7 @@ class SglangFleet:
         )
         self._paused.clear()
 
-        # Weights first: the caches may need the memory that the trainer uses while it sends.
+        # Weights first: the trainer uses memory while it sends, which the caches may need later.
         self._change_memory(paused, "/resume_memory_occupation", ["weights"])
         compare = version % COMPARED_EVERY == 0 or not incarnations <= self._compared
         self._send(servers, compare=compare)
@@ -334,13 +366,15 @@ class SglangFleet:
         self._held.source.send_weights(SglangSender(self._model, plans))
 
     def _stores(self, urls: Sequence[str]) -> Path | None:
-        """Return where trainer and servers meet in a file; None if it has to be a port."""
+        """Return the directory of rendezvous files. None if trainer and servers need a port."""
         is_here = all(urlsplit(url).hostname == LOOPBACK for url in urls)
         return local_directory() if is_here and self._settings.has_plugin else None
 
     def _sending_rank(self, actor: Any) -> int:
-        """Return the trainer rank that sends weights to a server: the one on the server's own
-        (first) GPU if they share memory, else rank 0."""
+        """Return the trainer rank that sends weights to a server.
+
+        It is the rank on the server's first GPU if both share memory, else rank 0.
+        """
         settings = self._settings
         if settings.colocated and settings.weight_sync in ("cuda_ipc", "shared_memory"):
             return self.actors.index(actor) * settings.tensor_parallel
@@ -348,23 +382,35 @@ class SglangFleet:
 
     @property
     def _weights_directory(self) -> Path:
-        """Where the transport ``disk`` puts weights."""
+        """Directory of the weights of transport ``disk``."""
         return self._directory / "weights"
 
     def compare(self) -> None:
-        """Raise WeightMismatch naming the first tensor of the last ``sync`` that a
-        server holds otherwise."""
+        """Compare the servers' weights with those of the last ``sync``.
+
+        Raises:
+            WeightMismatch: if a server holds other weights. The message names the first tensor.
+        """
         if self._held is not None:
             self._send(self._synced(), compare=True, transport="none")
 
     # -- scores -----------------------------------------------------------------------------------
 
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
-        """Return the log-probs of ``token_ids[1:]`` from every server that holds the policy, at
-        least one. The text is the canary of servers that are restarted later.
+        """Return the log-probs of ``token_ids[1:]``, in nats, from every server with the policy.
 
-        A server that ends meanwhile is left out, and one that lost its connection is asked again.
-        Raises as ``score_on`` does when that happened ``MAX_SCORINGS`` times."""
+        At least one server scores. The text becomes the canary of servers that restart later. A
+        server that ends is left out. A server that lost its connection is asked again.
+
+        Args:
+            token_ids: text.
+            temperature: must be 1.
+
+        Raises:
+            ServerFailed: if a server failed in each of ``MAX_SCORINGS`` attempts.
+            EngineUnavailable: if no server lived long enough.
+            ValueError: if ``temperature`` is not 1.
+        """
 
         async def score(client: SglangClient) -> list[float] | ServerFailed:
             try:
@@ -375,7 +421,7 @@ class SglangFleet:
         for attempt in range(MAX_SCORINGS):
             synced = self._synced()
             if not synced and self._held is not None:
-                # All have ended since the sync; their successors hold nothing yet.
+                # All servers have ended since the sync. Restarted servers have no weights yet.
                 self.sync(self._held.source, self._held.version)
                 synced = self._synced()
 
@@ -408,11 +454,13 @@ class SglangFleet:
     # -- memory -----------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Free the servers' weights and caches if they share GPUs with the trainer,
-        until the next ``sync``. A server that cannot be paused is ended."""
+        """Free the weights and caches of colocated servers until the next ``sync``.
+
+        A server that cannot be paused is killed.
+        """
         if not self._settings.colocated:
             return
-        # A server that restarts from now on is given the next version, not this one, and not before
+        # A server that restarts from here on must get the next version, and must not start before
         # the trainer has left the GPU.
         self._held = None
         self._ask_all("hold_starts")
@@ -429,7 +477,7 @@ class SglangFleet:
                 _ask(actor.end_sync.remote(status.incarnation, None))
 
     async def _put_to_sleep(self, client: SglangClient) -> str | None:
-        """Return what kept a server from it."""
+        """Free a server's memory. Return the error, None if there was none."""
         seconds = self._settings.sync_seconds
         tags = {"tags": ["kv_cache", "weights", "cuda_graph"]}
         try:
@@ -451,7 +499,7 @@ class SglangFleet:
     def _at_all[T](
         self, urls: tuple[str, ...], call: Callable[[SglangClient], Awaitable[T]]
     ) -> list[T]:
-        """Make one call at every server, all at the same time."""
+        """Make one call at every server, in parallel."""
 
         async def call_one(url: str) -> T:
             client = SglangClient(url, api_key=self.api_key)
@@ -467,7 +515,7 @@ class SglangFleet:
 
 
 def _ask(reference: Any) -> Any:
-    """Return an actor's answer, None if the actor died."""
+    """Return the result of an actor's method. None if the actor died or did not respond."""
     try:
         return ray.get(reference, timeout=ANSWER_SECONDS)
     except (*ACTOR_DEATHS, TimeoutError):

@@ -1,13 +1,13 @@
-"""A server's share of a GPU, in the terms of SGLang's ``--mem-fraction-static``.
+"""Conversion of a server's share of a GPU into SGLang's ``--mem-fraction-static``.
 
-``rollout.engine.memory_fraction`` is a share of the whole GPU that holds all of an awake server.
-SGLang's fraction f is of the memory that is free when its process has a CUDA context and process
-groups, before its weights (``_profile_available_bytes`` in ``srt/mem_cache/kv_cache_configurator.py``
-of 0.5.17):
+``rollout.engine.memory_fraction`` is the share of the whole GPU for all memory of an awake server.
+SGLang's fraction f refers to the memory that is free before the weights are loaded, when the
+process has a CUDA context and process groups (``_profile_available_bytes`` in
+``srt/mem_cache/kv_cache_configurator.py`` of 0.5.17):
 
-    weights + key/value cache = f * free;  CUDA graphs and activations come on top
+    weights + key/value cache = f * free;  CUDA graphs and activations are not part of it
 
-so that the same f is another share beside a trainer than on an empty GPU.
+Therefore one f is a different share on an empty GPU than on a GPU with a trainer.
 """
 
 import math
@@ -22,36 +22,49 @@ from rl_loop.engines.backend import EngineUnavailable
 KEY = "rollout.engine.memory_fraction"
 
 CONTEXT_BYTES = 800_000_000
-"""What a server's process has of a GPU before SGLang looks what is free: CUDA context, libraries,
-process groups. 0.75 GB on an H200."""
+"""GPU memory of a server's process before SGLang reads the free memory.
+
+CUDA context, libraries and process groups. Measured on an H200: 0.75 GB.
+"""
 WORKING_BYTES = 6_500_000_000
-"""What SGLang takes besides weights and key/value cache: CUDA graphs of up to 256 requests, the
-activations of 8,192 tokens of prefill, logits of a text of 4,096 that is scored, the table of
-requests. 6.38 GB of the 20B on an H200 (``benchmarks/sglang/memory.py``)."""
+"""GPU memory of a server without weights, key/value cache and context.
+
+CUDA graphs of up to 256 requests, activations of a prefill of 8,192 tokens, logits of a scored text
+of 4,096 tokens, and the table of requests. Measured with the 20B on an H200: 6.38 GB
+(``benchmarks/sglang/memory.py``).
+"""
 PROCESS_GROUP_BYTES = 900_000_000
-"""What the process groups of a server with tensor parallelism take of each of its GPUs, before SGLang
-looks what is free: NCCL's buffers, and 82 MB of SGLang's own all-reduce. Two ranks on two H200 logged
-1.15 GB for them, and had about 1.7 with their contexts, where one rank has 0.75; four on four logged 1.1 to
-1.4. A sleeping server keeps more (``TENSOR_PARALLEL_ASLEEP_BYTES``)."""
+"""Memory of process groups per GPU with tensor parallelism, before SGLang reads the free memory.
+
+NCCL's buffers, and 82 MB of SGLang's all-reduce. 2 ranks on 2 H200 logged 1.15 GB for them. With
+their contexts they had about 1.7 GB, compared with 0.75 GB of a single rank. 4 ranks on 4 H200
+logged 1.1 to 1.4 GB. A sleeping server keeps more (``TENSOR_PARALLEL_ASLEEP_BYTES``).
+"""
 FUSED_TOKENS = 2048
-"""The most tokens of a batch whose sums over ranks FlashInfer fuses with the norm behind them
-(``FUSE_ALLREDUCE_MAX_BATCH_SIZE`` of ``srt/layers/communicator.py``)."""
+"""Largest batch, in tokens, whose all-reduce FlashInfer fuses with the norm after it.
+
+``FUSE_ALLREDUCE_MAX_BATCH_SIZE`` of ``srt/layers/communicator.py``.
+"""
 BLOCK = 32
-"""Values of MXFP4 that share a scale."""
+"""MXFP4 values that share a scale."""
 PACKED_LOADING_BYTES = 250_000_000
-"""What SGLang counts among MXFP4 weights besides these, as rounding of torch's allocator: 0.29 GB of the
-20B with one rank, 0.21 with two."""
+"""Rounding by torch's allocator that SGLang counts as part of MXFP4 weights.
+
+Measured with the 20B: 0.29 GB with 1 rank, 0.21 GB with 2.
+"""
 USEFUL_CACHE_TOKENS = 65_536
-"""A server whose key/value cache has room for fewer tokens is a mistake."""
+"""Smallest useful key/value cache, in tokens."""
 WINDOWED_CACHE_SHARE = 0.8
-"""Tokens of the windowed layers' cache per token of the other layers' (SGLang's default of
-``--swa-full-tokens-ratio``)."""
+"""Tokens in the cache of windowed layers, per token in the cache of other layers.
+
+SGLang's default of ``--swa-full-tokens-ratio``.
+"""
 
 SHARE_TOO_SMALL = (
     "Loaded weights leave no GPU memory",
     "Not enough memory. Please try to increase --mem-fraction-static",
 )
-"""What SGLang says when weights or cache do not fit ``--mem-fraction-static``."""
+"""SGLang's messages if weights or cache do not fit ``--mem-fraction-static``."""
 MEMORY_USED_UP = (
     "CUDA out of memory",
     "CUDA error: out of memory",
@@ -59,58 +72,62 @@ MEMORY_USED_UP = (
     "CUDA_ERROR_OUT_OF_MEMORY",
     "The memory capacity is unbalanced",
 )
-"""What SGLang, torch and the driver say when a GPU has no more memory."""
+"""Messages of SGLang, torch and the driver if a GPU has no free memory."""
 
 SHOWN_CHARACTERS = 300
-"""Of a line of a server's log that an error quotes."""
+"""Length limit of a log line in an error message."""
 
 SETTLING_SECONDS = 30.0
-"""Longest wait for the memory of a process that was killed."""
+"""Longest wait in seconds until the memory of a killed process is free."""
 SETTLED_BYTES = 64 << 20
-"""Free memory that grew by less than this within a second has settled."""
+"""Free memory has settled if it grows by less than this many bytes within a second."""
 
 HIDE_THE_REST = ("", "-1", "NoDevFiles")
-"""Entries of CUDA_VISIBLE_DEVICES from which on CUDA shows no GPU; Slurm writes the last one."""
+"""Entries of CUDA_VISIBLE_DEVICES after which CUDA ignores the rest. Slurm writes "NoDevFiles"."""
 
 
 class NotEnoughGpuMemory(EngineUnavailable):
-    """A server cannot have what it needs of a GPU; the message names the key and a value."""
+    """A GPU has too little memory for a server. The message names the key and a value."""
 
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """Memory of one GPU in bytes, without what the driver reserves."""
+    """Memory of one GPU in bytes, without the driver's reservation."""
 
     name: str
-    """Such as "GPU 3"."""
+    """Name for messages, such as "GPU 3"."""
     total: int
     free: int
 
 
 @dataclass(frozen=True)
 class ServerNeeds:
-    """What a server must have of each of its GPUs, in bytes."""
+    """Memory that a server needs on each of its GPUs, in bytes."""
 
     weights: int
     cache: int
-    """The smallest useful key/value cache."""
+    """Size of the smallest useful key/value cache."""
     context: int = CONTEXT_BYTES
-    """What its process has before SGLang looks what is free."""
+    """Memory of the process before SGLang reads the free memory."""
     working: int = WORKING_BYTES
-    """What SGLang takes besides weights and cache."""
+    """Memory of SGLang without weights, cache and context."""
 
     @classmethod
     def of(
         cls, model: ModelConfig, dtype: str, tensor_parallel: int, *, packed: bool = False
     ) -> "ServerNeeds":
-        """Count for a server of ``tensor_parallel`` GPUs.
+        """Estimate the memory of a server.
 
-        ``dtype``: of weights and cache. ``packed``: its experts' matrices are MXFP4.
+        Args:
+            model: configuration of the model.
+            dtype: dtype of weights and cache.
+            tensor_parallel: GPUs of the server.
+            packed: whether the experts' matrices are MXFP4.
         """
         element = 4 if dtype == "float32" else 2
         windowed = model.layer_types.count("sliding_attention")
         layers = model.num_layers - windowed + WINDOWED_CACHE_SHARE * windowed
-        # With more GPUs than key/value heads, several GPUs have the same head.
+        # If there are more GPUs than key/value heads, several GPUs hold the same head.
         heads_shared = min(tensor_parallel, model.num_key_value_heads)
         per_token = layers * 2 * model.key_size * element / heads_shared
         weights = model.num_parameters * element // tensor_parallel
@@ -132,16 +149,16 @@ class ServerNeeds:
 
     @property
     def all(self) -> int:
-        """Everything that the server holds awake."""
+        """Total memory of an awake server."""
         return self.weights + self.cache + self.working + self.context
 
 
 def packed_expert_bytes(model: ModelConfig, tensor_parallel: int) -> int:
-    """Count a rank's MXFP4 experts in the layouts that the plugin writes (``gptoss_hopper_layout``).
+    """Return the bytes of a rank's MXFP4 experts in the layouts of ``gptoss_hopper_layout``.
 
-    They are not a share of the whole: SGLang pads what a rank has of the intermediate size to
-    multiples of 64, and the layout pads once more. 5.35 GB on each of two ranks of the 20B, where one
-    has 10.39.
+    SGLang pads a rank's part of the intermediate size to a multiple of 64, and the layout pads once
+    more. Therefore the size is not inversely proportional to the number of ranks: 10.39 GB for the
+    20B with 1 rank, 5.35 GB on each of 2 ranks.
     """
     inner = _round_up_to(math.ceil(model.intermediate_size / tensor_parallel), 64)
     matrices = [(2 * inner, model.hidden_size), (model.hidden_size, inner)]
@@ -156,15 +173,15 @@ def _packed_matrix_bytes(rows: int, inputs: int) -> int:
 
 
 def _expert_values(model: ModelConfig) -> int:
-    """Count the weights that MXFP4 packs."""
+    """Return the number of weights that MXFP4 packs."""
     return model.num_layers * model.num_experts * 3 * model.intermediate_size * model.hidden_size
 
 
 def _fused_all_reduce_bytes(model: ModelConfig, tensor_parallel: int) -> int:
-    """Count FlashInfer's buffers for sums over ranks that are fused with a norm.
+    """Return the bytes of FlashInfer's buffers for all-reduces that are fused with a norm.
 
-    There are two sets, one behind attention and one behind the experts. A set has four times what all
-    ranks add up, in bf16: one buffer, and three that take turns
+    There are two sets: one after attention, one after the experts. A set is 4 times the size of all
+    ranks' inputs in bf16: one buffer, and three that alternate
     (``trtllm_create_ipc_workspace_for_all_reduce_fusion``).
     """
     summands = 2 * tensor_parallel * FUSED_TOKENS * model.hidden_size
@@ -172,16 +189,16 @@ def _fused_all_reduce_bytes(model: ModelConfig, tensor_parallel: int) -> int:
 
 
 def static_fraction(fraction: float, gpus: Sequence[GpuMemory], needs: ServerNeeds) -> float:
-    """Translate the share of whole GPUs into SGLang's fraction of what is free on them.
+    """Convert a share of whole GPUs into SGLang's fraction of the free memory on them.
 
     Args:
-        fraction: of each whole GPU that the server may hold awake.
-        gpus: of the server; SGLang counts with the one that has least free.
-        needs: of the server on each of them.
+        fraction: share of each whole GPU for the awake server.
+        gpus: GPUs of the server. SGLang uses the free memory of the fullest one.
+        needs: memory that the server needs on each of them.
 
     Raises:
-        NotEnoughGpuMemory: if the share is more than what is free, or less than what the server
-            needs.
+        NotEnoughGpuMemory: if the share is larger than the free memory, or too small for the
+            server.
     """
     gpu = min(gpus, key=lambda gpu: gpu.free)
     least = _round_up(needs.all / gpu.total)
@@ -208,9 +225,11 @@ def static_fraction(fraction: float, gpus: Sequence[GpuMemory], needs: ServerNee
 
 
 def memory_fault(log: str, fraction: float) -> str | None:
-    """Say that a server ended for want of GPU memory, and what to change; None if it did not.
+    """Return the log line and the remedy if a server ended because it had no GPU memory, else None.
 
-    ``log`` is what the server printed, ``fraction`` the configuration's.
+    Args:
+        log: output of the server.
+        fraction: configured ``memory_fraction``.
     """
     lines = [line.strip()[:SHOWN_CHARACTERS] for line in log.splitlines()]
     too_small = [line for line in lines if any(sign in line for sign in SHARE_TOO_SMALL)]
@@ -250,10 +269,10 @@ def _gb(number: float) -> str:
 
 
 def settled_gpus(environment: Mapping[str, str]) -> list[GpuMemory]:
-    """Return ``visible_gpus`` once their free memory no longer grows.
+    """Return ``visible_gpus`` after their free memory has stopped growing.
 
-    The driver takes a while to give back what a killed process had. A server that was measured
-    before would get more than its share.
+    The driver frees the memory of a killed process with a delay. A server whose share was computed
+    during the delay would get too much.
     """
     deadline = time.monotonic() + SETTLING_SECONDS
     gpus = visible_gpus(environment)
@@ -270,18 +289,18 @@ def settled_gpus(environment: Mapping[str, str]) -> list[GpuMemory]:
 def visible_gpus(environment: Mapping[str, str]) -> list[GpuMemory]:
     """Return the GPUs of this machine that a process with ``environment`` sees, in its order.
 
-    Empty where there is no nvidia-smi: on a CPU, SGLang's fraction is of the main memory.
+    The list is empty without nvidia-smi: on a CPU, SGLang's fraction refers to the main memory.
 
     Raises:
-        EngineUnavailable: if there is one that does not answer or does not know a GPU's memory, or if
-            CUDA_VISIBLE_DEVICES names something that is not one of its GPUs.
+        EngineUnavailable: if nvidia-smi does not respond, does not report a GPU's memory, or if
+            CUDA_VISIBLE_DEVICES names an unknown GPU.
     """
     try:
         rows = query_gpus("index", "uuid", "memory.used", "memory.free")
     except NvidiaSmiMissing:
         return []
     except OSError as error:
-        # Without it the share would silently be of something else.
+        # Without this error, the share would silently refer to the main memory.
         raise EngineUnavailable(
             f"{KEY} is a share of the whole GPU, whose size is not known: {error}"
         ) from error
@@ -290,7 +309,7 @@ def visible_gpus(environment: Mapping[str, str]) -> list[GpuMemory]:
     for row in rows:
         used, free = memory_bytes(row["memory.used"]), memory_bytes(row["memory.free"])
         if used is None or free is None:
-            # "[N/A]", as of GPUs that share the machine's main memory.
+            # "[N/A]", for example for GPUs that share the machine's main memory.
             raise EngineUnavailable(
                 f"{KEY} is a share of the whole GPU, and nvidia-smi does not say how much memory GPU "
                 f"{row['index']} has: memory.used is {row['memory.used']!r}, memory.free "
@@ -311,16 +330,20 @@ class _ListedGpu:
 
     index: str
     uuid: str
-    """Such as "GPU-8932f937-..."."""
+    """UUID, such as "GPU-8932f937-..."."""
     memory: GpuMemory
 
     def is_called(self, name: str) -> bool:
-        """Whether an entry of CUDA_VISIBLE_DEVICES means it: a number, or how its UUID begins."""
+        """Return True if an entry of CUDA_VISIBLE_DEVICES (index or UUID prefix) means this GPU."""
         return name == self.index or (name.startswith("GPU-") and self.uuid.startswith(name))
 
 
 def _chosen_gpus(visible: str, gpus: Sequence[_ListedGpu]) -> list[GpuMemory]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES names, in its order. Raises EngineUnavailable."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES names, in its order.
+
+    Raises:
+        EngineUnavailable: if an entry does not name exactly one GPU.
+    """
     chosen = []
     for entry in visible.split(","):
         name = entry.strip()

@@ -1,12 +1,12 @@
-"""One SGLang server: its process, its health and whether it holds the policy.
+"""One SGLang server: its process, its health and its weights.
 
-``fleet`` makes Ray actors of ``SglangServer``.
+``fleet`` creates Ray actors of ``SglangServer``.
 
     DEAD -> STARTING -> STALE -> SYNCED
       ^________|__________|________|    the process ended, was silent or did not finish a sync
 
-Only a SYNCED server serves. A process that is started again is another *incarnation*: what was
-known about the one before, such as its weights, does not hold for it.
+Only a SYNCED server serves. Every process is a new *incarnation*: facts about the previous one,
+such as its weights, do not hold for it.
 """
 
 import asyncio
@@ -33,40 +33,42 @@ from rl_loop.engines.sglang.config import Command, inherited_environment
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 5
-"""Starts that failed one after the other, after which a server is given up."""
+"""Number of failed starts in sequence after which a server is given up."""
 MAX_BACK_OFF = 60.0
-"""Longest pause in seconds before another start; the pause doubles with each failure."""
+"""Longest pause in seconds before another start. The pause doubles with each failure."""
 STOP_SECONDS = 10.0
-"""How long the kernel may take to end a killed process."""
+"""Seconds within which the kernel must end a killed process."""
 HEALTH_SECONDS = 60.0
-"""Time between two health checks of a running server, and time limit of one. A busy machine is slow
-to answer; a process that ends is noticed at once."""
+"""Seconds between two health checks of a running server, and time limit of one check.
+
+The limit is long because a busy machine responds slowly. The end of a process is noticed at once.
+"""
 LOG_BYTES = 2000
 LOG_LINES = 3
-"""How much of the end of a server's log an error quotes."""
+"""Number of lines at the end of a server's log that an error quotes, within ``LOG_BYTES``."""
 
 
 class ServerState(StrEnum):
-    DEAD = "dead"  # no process, or one that is being killed
+    DEAD = "dead"  # no process, or a process that is being killed
     STARTING = "starting"  # not healthy yet
-    STALE = "stale"  # healthy, but its weights are not the policy
-    SYNCED = "synced"  # healthy and holds policy weights ``version``
+    STALE = "stale"  # healthy, but without the policy's weights
+    SYNCED = "synced"  # healthy, holds policy weights ``version``
 
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """What is known of a server at one moment."""
+    """State of a server at one moment."""
 
     url: str
     state: ServerState
     incarnation: int = 0
-    """Another one for every process."""
+    """Number that is unique per process."""
     version: int | None = None
-    """Of the weights, if SYNCED."""
+    """Version of the weights if SYNCED, else None."""
     fault: str = ""
-    """How the last process ended, if one did."""
+    """Reason of the end of the last process, if one ended."""
     given_up: bool = False
-    """Whether it is not started again: it failed too often, or another start would fail too."""
+    """True if the server is not restarted: it failed too often, or a restart would fail, too."""
 
     @property
     def healthy(self) -> bool:
@@ -75,17 +77,17 @@ class ServerStatus:
 
 @dataclass(frozen=True)
 class Fault:
-    """How a process ended."""
+    """Reason of the end of a process."""
 
     message: str
     is_lasting: bool = False
-    """Whether another start would end the same way; the message then says what to change."""
+    """True if a restart would end in the same way. The message then gives a remedy."""
 
 
 class SglangServer:
-    """Keeps one server process alive.
+    """Supervisor of one server process, which it restarts.
 
-    All methods run on one event loop and return at once, except ``stop``.
+    All methods run on one event loop. All of them except ``stop`` return at once.
     """
 
     def __init__(
@@ -98,17 +100,17 @@ class SglangServer:
         memory_fault: Callable[[str], str | None] = lambda log: None,
         api_key: str | None = None,
     ) -> None:
-        """Prepare a server; the first call of ``status`` starts it.
+        """Prepare a server. The first call of ``status`` starts it.
 
         Args:
-            command: (host, port) -> the argument vector of the process.
-            env: environment variables besides those of this process.
-            log: file that gets what the server prints.
-            start_seconds: the process must be healthy within this time.
-            health_seconds: time between two health checks, and longest that one may take.
-            memory_fault: (what a process printed) -> what to change, if it ended for want of GPU
-                memory.
-            api_key: key that the server asks its clients for; None asks for none.
+            command: (host, port) -> argument vector of the process.
+            env: environment variables in addition to those of this process.
+            log: file for the output of the server.
+            start_seconds: time limit for the process to become healthy.
+            health_seconds: time between two health checks, and time limit of one.
+            memory_fault: (output of a process) -> remedy if it ended because it had no GPU memory,
+                else None.
+            api_key: key that the server requires of its clients. None: no key.
         """
         self._command = command
         self._api_key = api_key
@@ -120,14 +122,14 @@ class SglangServer:
         self._directory = local_directory()
         self._environment = inherited_environment() | {"GPTOSS_STORES": str(self._directory)} | env
         self._store: Path | None = None
-        """File in which the processes of the server meet."""
+        """File for the rendezvous of the server's processes."""
 
         self._status = ServerStatus("", ServerState.DEAD)
         self._syncing = False
         self._may_start = asyncio.Event()
         self._may_start.set()
         self._process: subprocess.Popen[bytes] | None = None
-        self._log_start = 0  # where the log of the last process begins
+        self._log_start = 0  # offset of the last process's output in the log
         self._supervisor: asyncio.Task[None] | None = None
 
     async def status(self) -> ServerStatus:
@@ -135,33 +137,34 @@ class SglangServer:
         if self._supervisor is None:
             self._supervisor = asyncio.create_task(self._supervise())
 
-        # The supervisor ends by itself only after giving the server up. An exception in it is a
-        # fault of ours, and since nobody awaits the task it is raised here.
+        # The supervisor returns only after giving the server up. An exception in it is a bug of
+        # this project. It is raised here, because no caller awaits the task.
         if self._supervisor.done() and not self._supervisor.cancelled():
             self._supervisor.result()
 
-        # The process may have ended and the supervisor not have noticed yet.
+        # The process may have ended before the supervisor notices it.
         if self._status.healthy and not self._is_running():
             return replace(self._status, state=ServerState.DEAD, version=None)
         return self._status
 
     async def begin_sync(self, incarnation: int) -> bool:
-        """Take the server out of service: from now on its weights are in doubt.
+        """Take the server out of service, because a sync changes its weights.
 
-        Returns False if it is no longer that incarnation.
+        Returns:
+            False if ``incarnation`` is no longer running.
         """
         if not self._is_alive(incarnation):
             return False
-        self._syncing = True  # a paused server answers no health check
+        self._syncing = True  # a paused server does not pass health checks
         self._change(state=ServerState.STALE, version=None)
         return True
 
     async def end_sync(self, incarnation: int, version: int | None) -> None:
-        """Put the server back into service with weights ``version``.
+        """Return the server to service with weights ``version``.
 
-        None: nobody knows what it holds, and its process is started anew.
+        None means that its weights are unknown. Its process is then killed and restarted.
         """
-        # A process that was started since then has never taken part in the sync.
+        # A process that was started during the sync did not take part in it.
         if not self._is_alive(incarnation):
             return
         self._syncing = False
@@ -172,18 +175,20 @@ class SglangServer:
             self._change(state=ServerState.SYNCED, version=version)
 
     async def hold_starts(self) -> None:
-        """Start no process until ``allow_starts``, and end one that is starting: its memory is
-        the trainer's now."""
+        """Start no process until ``allow_starts``, and kill one that is starting.
+
+        The trainer needs its memory.
+        """
         self._may_start.clear()
         if self._status.state is ServerState.STARTING:
             self._kill()
 
     async def allow_starts(self) -> None:
-        """Start processes again, at once where one is missing."""
+        """Allow starts again. A missing process starts at once."""
         self._may_start.set()
 
     async def stop(self) -> None:
-        """End the process for good."""
+        """End the process permanently."""
         if self._supervisor is not None:
             self._supervisor.cancel()
             with suppress(asyncio.CancelledError):
@@ -201,7 +206,7 @@ class SglangServer:
         self._status = replace(self._status, **fields)
 
     async def _supervise(self) -> None:
-        """Run one process after another, with growing pauses, until the server is given up."""
+        """Run processes in sequence, with growing pauses, until the server is given up."""
         failures = 0
         was_healthy = False
         while True:
@@ -209,7 +214,7 @@ class SglangServer:
             fault = await self._run_once()
             self._kill()
             if not self._may_start.is_set() and not self._status.healthy:
-                # It was ended by hold_starts, or did not survive it: that says nothing of the next.
+                # hold_starts ended it, or it ended during the hold. This is not a failed start.
                 self._change(state=ServerState.DEAD, version=None, fault=fault.message)
                 continue
 
@@ -218,13 +223,14 @@ class SglangServer:
                 failures = 0
                 was_healthy = True
             failures += 1
-            # What once started may only have met a bad moment, such as memory that was not free yet.
+            # A server that has started once may have failed for a passing reason, such as memory
+            # that was not free yet.
             is_hopeless = fault.is_lasting and not was_healthy
             given_up = is_hopeless or failures >= MAX_FAILURES
 
             message = fault.message
             if not fault.is_lasting:
-                # end_sync knows better why it ended
+                # A reason that end_sync has set is more precise.
                 message = f"{self._status.fault or message}{self._log_tail()}"
             self._change(state=ServerState.DEAD, version=None, fault=message, given_up=given_up)
             if given_up:
@@ -241,9 +247,9 @@ class SglangServer:
             await asyncio.sleep(back_off)
 
     async def _run_once(self) -> Fault:
-        """Run a process until it fails; return how it did."""
-        # A new address every time: the old port may still be taken by what is being killed, and
-        # whoever knows servers by their URL sees that this is another one.
+        """Run a process until it fails. Return the reason."""
+        # A new address for every process, because the previous process may still occupy its port.
+        # Callers that identify servers by URL also see that this is another process.
         host, port = free_address()
         url = f"http://{host}:{port}"
         client = SglangClient(url, api_key=self._api_key)
@@ -252,7 +258,7 @@ class SglangServer:
         self._status = ServerStatus(url, ServerState.STARTING, incarnation=time.time_ns())
 
         try:
-            # In a thread, because it looks at the GPU's memory, perhaps for a while.
+            # In a thread, because it waits until the GPU's free memory has settled.
             command = await asyncio.to_thread(self._command, host, port)
             if not self._may_start.is_set():
                 return Fault("held while it started")
@@ -274,11 +280,12 @@ class SglangServer:
     def _key_options(self) -> Iterator[list[str]]:
         """Yield the options that give a server its key, while a file holds the key.
 
-        The command line of a process is visible to every user of the machine."""
+        A command line is visible to every user of the machine, so it must not contain the key.
+        """
         if self._api_key is None:
             yield []
             return
-        # Only this user can read it. A server reads it once, when it starts.
+        # Only this user can read the file. A server reads it once, when it starts.
         with NamedTemporaryFile("w", prefix="gptoss-", suffix=".yaml") as file:
             # YAML would read some unquoted keys as numbers.
             file.write(f'api-key: "{self._api_key}"\n')
@@ -286,7 +293,7 @@ class SglangServer:
             yield ["--config", file.name]
 
     def _explain(self, fault: str) -> Fault:
-        """Say of a process that ended for want of memory what to change."""
+        """Return the fault, with a remedy if the process ended because it had no GPU memory."""
         advice = self._memory_fault(self._printed())
         if advice is None:
             return Fault(fault)
@@ -294,7 +301,7 @@ class SglangServer:
 
     def _start_process(self, command: list[str]) -> subprocess.Popen[bytes]:
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        # The processes of a server are on one node. A store on a port would let others join them.
+        # The processes of a server are on one node. Other users could join a store on a port.
         self._store = self._directory / f"server-{uuid.uuid4().hex}"
         meeting = {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{self._store}"}
         with open(self._log, "ab", opener=_open_private) as log:
@@ -304,7 +311,7 @@ class SglangServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=meeting | self._environment,
-                # A process group of its own, which _kill ends with all of SGLang's helpers.
+                # In a separate process group, which _kill ends with all processes of SGLang.
                 start_new_session=True,
                 preexec_fn=_prepare_process,
             )
@@ -314,7 +321,7 @@ class SglangServer:
         client: SglangClient,
         process: subprocess.Popen[bytes],
     ) -> str | None:
-        """Return None once the server is healthy, or why it will not be."""
+        """Return None when the server is healthy, else the reason why it cannot become healthy."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._start_seconds
         while not await client.healthy(self._health_seconds):
@@ -330,7 +337,7 @@ class SglangServer:
         client: SglangClient,
         process: subprocess.Popen[bytes],
     ) -> str:
-        """Check the server's health for as long as it lasts; return what ended it."""
+        """Check the server's health until it fails. Return the reason."""
         loop = asyncio.get_running_loop()
         checked_at = loop.time()
         while process.poll() is None:
@@ -338,7 +345,7 @@ class SglangServer:
             if self._syncing or loop.time() < checked_at + self._health_seconds:
                 continue
 
-            # A sync may have begun, and paused the server, while it was asked.
+            # A sync may have begun, and paused the server, during the check.
             healthy = await client.healthy(self._health_seconds)
             if not healthy and not self._syncing:
                 return f"no answer to a health check within {self._health_seconds:.0f} seconds"
@@ -346,23 +353,23 @@ class SglangServer:
         return f"the process ended with status {process.returncode}"
 
     def _kill(self) -> None:
-        """End the process and all that it started."""
+        """Kill the process and all processes that it started."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            # A process in the middle of a call of the GPU's driver ends when that returns.
+            # A process within a call of the GPU's driver ends when the call returns.
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_SECONDS)
         if self._store is not None:
             self._store.unlink(missing_ok=True)
 
     def _log_tail(self) -> str:
-        """Quote the end of the log, for the person who reads the error."""
+        """Return the end of the log, formatted for an error message."""
         lines = self._printed()[-LOG_BYTES:].strip().splitlines()[-LOG_LINES:]
         return f"; {self._log} ends with: {' | '.join(lines)}"
 
     def _printed(self) -> str:
-        """Return what the last process printed."""
+        """Return the output of the last process."""
         try:
             with self._log.open("rb") as log:
                 log.seek(self._log_start)
@@ -376,7 +383,7 @@ def _open_private(path: str, flags: int) -> int:
 
 
 def _prepare_process() -> None:
-    """Called in a server's process between fork and exec."""
+    """Prepare a server's process, between fork and exec."""
     end_with_parent()
-    # SGLang's processes unpickle what comes through the Unix sockets that they make in /tmp.
+    # SGLang's processes unpickle data from Unix sockets that they create in /tmp.
     os.umask(0o077)

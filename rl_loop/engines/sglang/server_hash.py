@@ -1,16 +1,16 @@
-"""The 64-bit hash by which SGLang's ``/weights_checker`` names the contents of a tensor.
+"""The 64-bit hash of a tensor that SGLang's ``/weights_checker`` reports.
 
-SGLang 0.5.17 computes it in ``tensor_hash`` of ``srt/managers/mm_utils.py``: on a CPU the first 8
-bytes of SHA-256, on a GPU with a Triton kernel (``gpu_tensor_hash`` and
-``hash_tiles32_kernel_blocked`` in ``kernels/ops/memory/gpu_tensor_hash.py``). This module computes the
-same numbers with torch operations on any device, also of a tensor in several parts.
-All names in capitals below are constants of that kernel, and all its arithmetic is modulo 2**32.
-Hashes that need not be SGLang's are in ``megatron_gptoss.tensor_hash``.
+SGLang 0.5.17 computes it in ``tensor_hash`` of ``srt/managers/mm_utils.py``. On a CPU it is the
+first 8 bytes of SHA-256. On a GPU a Triton kernel computes it (``gpu_tensor_hash`` and
+``hash_tiles32_kernel_blocked`` in ``kernels/ops/memory/gpu_tensor_hash.py``). This module computes
+equal hashes with torch operations on any device, also for a tensor in several parts. The names in
+capitals below are constants of that kernel, and all arithmetic is modulo 2**32.
+``megatron_gptoss.tensor_hash`` is for hashes that need not equal SGLang's.
 
-The kernel reads a tensor as 32-bit words. It XORs the word at index i with a number made from i and
-mixes the result. The sum of a tile's words, XORed with the tensor's size, is mixed again. Two such
-sums, with different numbers, are the halves of a 64-bit word per tile. These words are added modulo
-2**64 and mixed once more.
+The kernel reads a tensor as 32-bit words. It XORs the word at index i with a number that depends on
+i and mixes the result. The sum of a tile's words is XORed with the tensor's size and mixed again.
+Two such sums, with different constants, are the halves of a 64-bit word per tile. These words are
+summed modulo 2**64, and the sum is mixed.
 """
 
 import hashlib
@@ -22,22 +22,25 @@ import torch
 from megatron_gptoss.tensor_hash import mix
 
 PIECE_BYTES = 1 << 24
-"""Bytes that are hashed at a time, or one expert if that is more. Bounds the memory that it takes."""
+"""Bytes that are hashed at a time, or one expert if it is larger. Bounds the memory use."""
 TILE = 8192
-"""Words that one program of the kernel adds up (``tile_words``)."""
+"""Words that one program of the kernel sums (``tile_words``)."""
 
 
 @dataclass(frozen=True)
 class _Half:
-    """How one half of a tile's 64-bit word is made: word i meets (i * factor + seed) ^ rotl(i)."""
+    """Constants of one half of a tile's 64-bit word.
+
+    Word i is XORed with (i * factor + seed) ^ rotl(i).
+    """
 
     factor: int
-    """POS_C1 and POS_C2 of the kernel."""
+    """POS_C1 or POS_C2 of the kernel."""
     seed: int
     rotation: int
-    """Bits by which the index is rotated to the left."""
+    """Number of bits by which the index is rotated to the left."""
     shift: int
-    """Place of this half in the 64-bit word."""
+    """Position of this half in the 64-bit word, in bits."""
 
 
 SEED = 0x243F6A88
@@ -46,7 +49,7 @@ HALVES = (
     _Half(factor=0x165667B1, seed=SEED * 0x9E3779B1 ^ 0xDEADBEEF, rotation=13, shift=0),
 )
 MURMUR_STEPS = ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1))
-"""(shift, factor) of MurmurHash3's 32-bit finalizer (``_fmix32``); the last has no product."""
+"""(shift, factor) of MurmurHash3's 32-bit finalizer (``_fmix32``). The last step only shifts."""
 
 
 def cpu_hash(parts: list[torch.Tensor]) -> int:
@@ -58,14 +61,14 @@ def cpu_hash(parts: list[torch.Tensor]) -> int:
 
 
 def gpu_hash(parts: list[torch.Tensor]) -> int:
-    """Hash ``parts``, joined along dim 0, as SGLang does on a GPU; they may lie on any device."""
+    """Hash ``parts``, joined along dim 0, as SGLang does on a GPU. They may be on any device."""
     total_bytes = sum(part.nbytes for part in parts)
     size = -(-total_bytes // 4) * 4  # padded to whole words
 
     first = 0
     total = torch.zeros((), dtype=torch.int64, device=parts[0].device)
     for tiles in _tiles(parts):
-        # torch has no uint32 arithmetic: int32 wraps around to the same bits.
+        # torch has no uint32 arithmetic. int32 arithmetic wraps around to the same bits.
         index = torch.arange(
             first,
             first + tiles.numel(),
@@ -78,8 +81,8 @@ def gpu_hash(parts: list[torch.Tensor]) -> int:
         for half in HALVES:
             words = index * half.factor
             words += _as_int32(half.seed)
-            # Rotation by shifts. The right one brings in copies of the sign, which is 0: an index
-            # reaches 2^31 with tensors of 8 GB only.
+            # Rotation by shifts. The right shift copies the sign bit, which is 0: an index reaches
+            # 2^31 only with tensors of 8 GB.
             words ^= (index << half.rotation) | (index >> (32 - half.rotation))
             words ^= tiles
 
@@ -102,8 +105,8 @@ def _byte_pieces(parts: list[torch.Tensor]) -> Iterator[torch.Tensor]:
 def _tiles(parts: list[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield the words of all parts, int32 [tiles, TILE].
 
-    An incomplete tile comes last, [1, rest], padded with zeros to whole words. Tiles do not end
-    where parts or pieces do, so the bytes left over from one are put before the next.
+    The last tile may be incomplete, [1, rest], padded with zeros to whole words. Parts and pieces
+    do not end at the end of a tile, so the remaining bytes of one are put before the next.
     """
     tile_bytes = 4 * TILE
     rest = torch.empty(0, dtype=torch.uint8, device=parts[0].device)
@@ -121,7 +124,7 @@ def _tiles(parts: list[torch.Tensor]) -> Iterator[torch.Tensor]:
 def _murmur_mix(words: torch.Tensor) -> torch.Tensor:
     """Mix the bits of each word, int32, in place."""
     for shift, factor in MURMUR_STEPS:
-        # >> on a signed integer repeats the sign; the mask takes those bits away.
+        # >> on a signed integer copies the sign bit. The mask removes the copies.
         words ^= (words >> shift) & ((1 << (32 - shift)) - 1)
         words *= _as_int32(factor)
     return words

@@ -1,13 +1,13 @@
-"""Parameters of SGLang servers, the tensors that they are made of, and their checksums.
+"""Parameters of SGLang servers, their source tensors, and their checksums.
 
-SGLang's GPT-OSS returns no tensors (``/get_weights_by_name`` is an error for this model). Its
+SGLang does not return tensors of GPT-OSS (``/get_weights_by_name`` is an error for this model). Its
 ``/weights_checker`` hashes every parameter as each rank holds it: QKV fused, experts output-major,
-biases of experts in fp32, each rank with its own shard. This module makes the same hashes of Hugging
+biases of experts in fp32, and only the rank's shard. This module computes equal hashes from Hugging
 Face tensors.
 
-Parameters follow ``load_weights`` in ``srt/models/gpt_oss.py``, ``llama.py`` and ``qwen2.py`` of SGLang
-0.5.17. ``WeightChecker._compute_checksum`` in ``srt/utils/weight_checker.py`` chooses those that are
-hashed. The hash is in ``server_hash``.
+Parameters follow ``load_weights`` in ``srt/models/gpt_oss.py``, ``llama.py`` and ``qwen2.py`` of
+SGLang 0.5.17. ``WeightChecker._compute_checksum`` in ``srt/utils/weight_checker.py`` chooses the
+parameters that are hashed. ``server_hash`` has the hash.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,8 +22,10 @@ from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.engines.sglang.server_hash import cpu_hash, gpu_hash
 
 VOCABULARY_PADDING = 64
-"""SGLang pads embeddings to a multiple of this (``DEFAULT_VOCAB_PADDING_SIZE`` in
-``srt/layers/vocab_parallel_embedding.py``); padded ones are not compared."""
+"""SGLang pads embeddings to a multiple of this number of tokens. Padded ones are not compared.
+
+``DEFAULT_VOCAB_PADDING_SIZE`` in ``srt/layers/vocab_parallel_embedding.py``.
+"""
 SHARDED_DIMENSIONS = {
     "sinks": 0,
     "embed_tokens.weight": 0,
@@ -34,8 +36,10 @@ SHARDED_DIMENSIONS = {
     "w2_weight": 2,
     "down_proj.weight": 1,
 }
-"""Dimension along which tensor-parallel ranks share a parameter, by the end of its name. QKV and gate
-and up projections have rules of their own. Each rank holds all of every other parameter."""
+"""Dimension along which a parameter is sharded over tensor-parallel ranks, by the end of its name.
+
+QKV and gate and up projections have separate rules. All other parameters are replicated.
+"""
 GPT_OSS_PARAMETERS = (
     "input_layernorm.weight",
     "post_attention_layernorm.weight",
@@ -45,21 +49,21 @@ GPT_OSS_PARAMETERS = (
     "self_attn.o_proj.weight",
     "self_attn.o_proj.bias",
 )
-"""Parameters of a GPT-OSS layer that have one name in SGLang and in Hugging Face's checkpoints."""
+"""Parameters of a GPT-OSS layer with equal names in SGLang and in Hugging Face's checkpoints."""
 DENSE_PARAMETERS = (
     "input_layernorm.weight",
     "post_attention_layernorm.weight",
     "self_attn.o_proj.weight",
     "mlp.down_proj.weight",
 )
-"""The same of a layer of Llama or Qwen2."""
+"""Parameters of a Llama or Qwen2 layer with equal names in SGLang and Hugging Face."""
 EXPERT_PARAMETERS = {
     "w13_weight": "gate_up_proj",
     "w13_weight_bias": "gate_up_proj_bias",
     "w2_weight": "down_proj",
     "w2_weight_bias": "down_proj_bias",
 }
-"""SGLang's name -> Hugging Face's, behind ``mlp.experts.``."""
+"""Hugging Face's name by SGLang's name, after ``mlp.experts.``."""
 PACKED_EXPERT_PARAMETERS = {
     "w13_weight": "gate_up_proj_blocks",
     "w13_weight_scale": "gate_up_proj_scales",
@@ -68,17 +72,26 @@ PACKED_EXPERT_PARAMETERS = {
     "w2_weight_scale": "down_proj_scales",
     "w2_weight_bias": "down_proj_bias",
 }
-"""The same of experts that are MXFP4. Our plugin hashes them as they were sent, each rank its
-part."""
+"""Hugging Face's name by SGLang's name, for MXFP4 experts.
+
+The plugin hashes them in the format in which they were sent, each rank its shard.
+"""
 
 
 def sampled_parameters(
     config: ModelConfig, version: int, *, packed: bool = False
 ) -> dict[str, list[str]]:
-    """Choose what to compare after sync ``version``: one layer, and one parameter outside them.
+    """Choose parameters to compare after sync ``version``: one layer, and one outside the layers.
 
-    Returns SGLang's parameters and the Hugging Face tensors that each is made of. Other versions
-    take others, until every parameter had its turn.
+    Consecutive versions choose different ones, until every parameter was chosen.
+
+    Args:
+        config: configuration of the model.
+        version: version of the weights.
+        packed: whether experts' matrices are MXFP4.
+
+    Returns:
+        {SGLang's parameter: names of the Hugging Face tensors that it consists of}.
     """
     outside_layers = ["model.norm.weight"]
     if config.vocab_size % VOCABULARY_PADDING == 0:
@@ -93,9 +106,13 @@ def sampled_parameters(
 
 
 def _gpt_oss_layer(config: GptOssModelConfig, layer: str, packed: bool) -> dict[str, list[str]]:
-    """Return the parameters of a GPT-OSS layer and the tensors that they are made of.
+    """Return the parameters of a GPT-OSS layer and the names of their source tensors.
 
-    ``packed``: its experts are MXFP4."""
+    Args:
+        config: configuration of the model.
+        layer: name prefix of the layer.
+        packed: whether its experts are MXFP4.
+    """
     parameters = {f"{layer}.{suffix}": [f"{layer}.{suffix}"] for suffix in GPT_OSS_PARAMETERS}
     for kind in ("weight", "bias"):
         parameters |= _fused(f"{layer}.self_attn", "qkv_proj", "qkv", kind)
@@ -106,7 +123,7 @@ def _gpt_oss_layer(config: GptOssModelConfig, layer: str, packed: bool) -> dict[
 
 
 def _dense_layer(config: DenseModelConfig, layer: str, packed: bool) -> dict[str, list[str]]:
-    """Return the same of a layer of Llama or Qwen2, which has nothing to pack."""
+    """Return the parameters of a Llama or Qwen2 layer. ``packed`` is ignored: it has no experts."""
     parameters = {f"{layer}.{suffix}": [f"{layer}.{suffix}"] for suffix in DENSE_PARAMETERS}
     parameters |= _fused(f"{layer}.self_attn", "qkv_proj", "qkv", "weight")
     if config.has_qkv_bias:
@@ -116,7 +133,7 @@ def _dense_layer(config: DenseModelConfig, layer: str, packed: bool) -> dict[str
 
 
 def _fused(module: str, name: str, parts: Iterable[str], kind: str) -> dict[str, list[str]]:
-    """Return the parameter of projections that SGLang holds in one."""
+    """Return the parameter that fuses several projections, with the names of its source tensors."""
     return {f"{module}.{name}.{kind}": [f"{module}.{part}_proj.{kind}" for part in parts]}
 
 
@@ -127,7 +144,7 @@ _LAYER_PARAMETERS: dict[type[ModelConfig], Callable[[Any, str, bool], dict[str, 
 
 
 class SglangLayout:
-    """A ServerLayout of SGLang's servers."""
+    """ServerLayout of SGLang servers."""
 
     def __init__(
         self,
@@ -140,9 +157,9 @@ class SglangLayout:
         """Describe servers.
 
         Args:
-            config: of the model.
+            config: configuration of the model.
             ranks: tensor-parallel ranks of each server.
-            server_info: what a server answers to /server_info.
+            server_info: a server's response to /server_info.
             packed: whether experts' matrices are MXFP4.
         """
         self._config = config
@@ -151,20 +168,23 @@ class SglangLayout:
         self._info = server_info
 
     def parameters(self, versions: range) -> dict[str, list[str]]:
-        """Return the parameters to compare after syncs ``versions``, and the Hugging Face tensors
-        that each is made of."""
+        """Return the parameters to compare after the syncs ``versions``.
+
+        Returns:
+            {SGLang's parameter: names of the Hugging Face tensors that it consists of}.
+        """
         sources: dict[str, list[str]] = {}
         for version in versions:
             sources |= sampled_parameters(self._config, version, packed=self._packed)
         if self._info["ep_size"] > 1 or self._info["enable_dp_attention"]:
-            # The shards of all other parameters on a rank are not known here.
+            # With these options the shards of all other parameters are not known here.
             for name in list(sources):
                 if "norm" not in name and "router" not in name:
                     del sources[name]
         return sources
 
     def checksums(self, parameter: str, parts: Sequence[torch.Tensor]) -> list[str]:
-        """Return the checksum of a parameter on each rank, as ``/weights_checker`` does."""
+        """Return the checksum of a parameter on each rank, as ``/weights_checker`` reports it."""
         return [self._checksum(parameter, list(parts), rank) for rank in range(self._ranks)]
 
     def _checksum(self, parameter: str, parts: list[torch.Tensor], rank: int) -> str:
@@ -192,10 +212,10 @@ class SglangLayout:
         parts: list[torch.Tensor],
         rank: int,
     ) -> list[torch.Tensor]:
-        """Cut out what tensor-parallel ``rank`` holds: views that are joined along dim 0."""
+        """Return a rank's shard of a parameter, as views to join along dim 0."""
         if "qkv_proj" in parameter:
             return self._shard_qkv(parts, rank)
-        # Gate and up projections of experts are one tensor already.
+        # Gate and up projections of experts are one tensor, those of dense layers are two.
         if len(parts) > 1:
             return [part.chunk(self._ranks)[rank] for part in parts]
 
@@ -203,7 +223,7 @@ class SglangLayout:
         if self._packed and ".experts.w" in parameter:
             return [self._shard_packed(parameter, part, rank)]
 
-        # The ranks' outputs of the down projection are added up, so only one rank has its bias.
+        # The outputs of the ranks' down projections are summed, so only one rank has the bias.
         if parameter.endswith("w2_weight_bias"):
             return [torch.zeros_like(part) if rank else part]
 
@@ -217,26 +237,26 @@ class SglangLayout:
         return [part]
 
     def _shard_packed(self, parameter: str, part: torch.Tensor, rank: int) -> torch.Tensor:
-        """Cut out a rank's experts, in whole blocks of their intermediate size."""
-        # As the plugin's Shard.of cuts, which follows SGLang: the last ranks may have less, but all
-        # have whole blocks. 2,880 / 32 = 90 blocks over 4 ranks are 23, 23, 23 and 21.
+        """Return a rank's shard of MXFP4 experts: whole blocks of their intermediate size."""
+        # Equal to ``Shard.of`` of the plugin, which follows SGLang. The last ranks may have fewer
+        # blocks: 2,880 / 32 = 90 blocks over 4 ranks are 23, 23, 23 and 21.
         per_rank = -(-self._config.intermediate_size // BLOCK // self._ranks) * BLOCK
         first = rank * per_rank
         last = min(first + per_rank, self._config.intermediate_size)
         if "w13_weight" in parameter:
-            # Rows of gate and up take turns.
+            # Rows of gate and up alternate.
             return part[:, 2 * first : 2 * last]
         if parameter.endswith("_bias"):
             return torch.zeros_like(part) if rank else part
         return part[:, :, first // BLOCK : last // BLOCK]
 
     def _shard_qkv(self, parts: list[torch.Tensor], rank: int) -> list[torch.Tensor]:
-        """Cut out a rank's heads of Q, K and V.
+        """Return a rank's heads of Q, K and V.
 
-        With more ranks than key/value heads, neighbouring ranks have the same one.
+        If there are more ranks than key/value heads, adjacent ranks hold the same head.
         """
-        # SGLang's QKVParallelLinear replicates a key/value head where ranks are more than heads:
-        # with 8 heads and 16 ranks, ranks 0 and 1 have head 0.
+        # QKVParallelLinear of SGLang replicates key/value heads: with 8 heads and 16 ranks, ranks 0
+        # and 1 hold head 0.
         q, k, v = parts
         kv_shards = min(self._ranks, self._config.num_key_value_heads)
         kv_shard = rank * kv_shards // self._ranks

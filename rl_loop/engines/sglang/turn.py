@@ -1,7 +1,7 @@
-"""One turn at an SGLang server: what it is asked for, and what its streamed answer adds, checked.
+"""One turn at an SGLang server: the request body, and checks of the streamed response.
 
-Servers are not trusted. Whatever cannot be true of an answer is a ServerFailed that names the
-server, and what the turn had before stays as it was.
+Servers are not trusted. An impossible response raises ServerFailed, which names the server. The
+tokens that the turn had before are kept.
 """
 
 import asyncio
@@ -34,12 +34,12 @@ FINISH_REASONS = {
     "abort": FinishReason.ABORT,
 }
 STREAM_INTERVAL = 32
-"""Tokens per chunk: what the death of a server can cost a turn."""
+"""Tokens per chunk: the most that a turn loses if its server dies."""
 
 
 @dataclass(eq=False)
 class Turn:
-    """A request under way, and what has come of it so far."""
+    """A request in flight and its result so far."""
 
     request: GenerateRequest
     result: GenerateResult = field(
@@ -47,20 +47,20 @@ class Turn:
     )
     aborted: bool = False
     limit: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
-    """Ends the turn some time after an abort, whatever its server does."""
+    """Time limit, set by an abort. It ends the turn even if the server does not respond."""
     failures: Counter[str] = field(default_factory=Counter)
-    """Faults that this turn met, by the server's address."""
+    """Number of faults that this turn met, by server address."""
     client: SglangClient | None = None
-    """Of the server that works on the turn."""
+    """Client of the server that works on the turn. None between two servers."""
     server_request_id: str = ""
-    """The id of the turn's latest request to a server, which an abort names."""
+    """Id of the turn's latest request to a server. An abort names it."""
 
     def next_body(self) -> dict[str, object]:
-        """Build the body of a request that goes on from the tokens so far."""
+        """Return the body of a request that continues from the tokens so far."""
         sampling = self.request.sampling
         output_ids = self.result.output_ids
 
-        # Another id for every attempt: the one before may still run under the old one.
+        # Every attempt has a new id, because the previous one may still be running.
         self.server_request_id = f"{self.request.request_id}#{uuid.uuid4().hex[:12]}"
         return {
             "rid": self.server_request_id,
@@ -81,20 +81,20 @@ class Turn:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one chunk of a stream adds to a turn, checked."""
+    """Checked content of one chunk of a stream."""
 
     ids: list[int]
     log_probs: list[float]
     version: int
-    """Of the weights that sampled the tokens."""
+    """Weight version that sampled the tokens."""
     finish: dict[str, Any] | None
-    """Why the stream ends, ``{"type": ...}``; None if it goes on."""
+    """Reason of the end of the stream, ``{"type": ...}``. None if the stream continues."""
     meta: dict[str, Any]
-    """``meta_info`` as the server sent it."""
+    """``meta_info`` of the chunk, unmodified."""
 
 
 class AnswerReader:
-    """Reads the chunks of streamed answers, for one model."""
+    """Reader of streamed responses of one model."""
 
     def __init__(self, model: ModelConfig) -> None:
         self._routes_shape = (-1, model.num_layers, model.experts_per_token)
@@ -109,29 +109,32 @@ class AnswerReader:
         url: str,
         min_version: int,
     ) -> Chunk:
-        """Read one chunk of a stream.
+        """Return the checked content of one chunk.
 
         Args:
-            content: the chunk as the server sent it.
-            turn: the turn with the chunks before.
+            content: chunk as the server sent it.
+            turn: turn with the chunks before.
             start: number of tokens that the turn had when the stream began.
             url: address of the server.
-            min_version: earliest version of weights that may sample the tokens.
+            min_version: lowest accepted weight version.
+
+        Returns:
+            The chunk. It has no tokens if the server only repeated the last one.
 
         Raises:
-            ServerFailed: the chunk is malformed, or its values are impossible.
+            ServerFailed: if the chunk is malformed or its values are impossible.
         """
         with _nonsense_is_a_fault(url):
             meta = content["meta_info"]
             version = _checked_version(meta, turn, url, min_version)
-            # Checked in every chunk, because ``end_turn`` looks the reason up.
+            # Checked in every chunk, because ``end_turn`` uses it as a key.
             finish = _checked_finish(meta, url)
 
             ids = content["output_ids"]
             total = meta["completion_tokens"]
             received = len(turn.result.output_ids) - start
             if total == received:
-                # A request that is aborted while it waits repeats its last token.
+                # SGLang repeats the last token of a request that is aborted in its queue.
                 return Chunk([], [], version, finish, meta)
 
             entries = meta["output_token_logprobs"]
@@ -154,10 +157,21 @@ class AnswerReader:
             )
 
     def append(self, turn: Turn, chunk: Chunk, url: str) -> None:
-        """Add a chunk to what the turn has. Raises ServerFailed if the server gave up in it."""
+        """Append a chunk to the turn's result.
+
+        Args:
+            turn: turn to extend.
+            chunk: chunk from ``read``.
+            url: address of the server.
+
+        Raises:
+            ServerFailed: if the chunk reports a failure of the server, or its expert indices cannot
+                be read.
+            RuntimeError: if an expert index is out of range.
+        """
         result = turn.result
         if chunk.finish is not None:
-            # The server's own failures come as an abort with the status that they would have had.
+            # SGLang reports an internal failure as an abort with an HTTP status code.
             is_abort = chunk.finish["type"] == "abort"
             if is_abort and (chunk.finish.get("status_code") or 0) >= 500:
                 raise ServerFailed(f"{url}: {chunk.finish.get('message')}")
@@ -171,10 +185,18 @@ class AnswerReader:
         _extend_versions(result.weight_versions, len(chunk.ids), chunk.version)
 
     def _read_routes(self, meta: dict[str, Any], tokens: int) -> np.ndarray | None:
-        """Decode the routes of so many tokens, uint8 or int16 [tokens, layers, top_k]; None if none
-        came.
+        """Return the expert indices of ``tokens`` tokens.
 
-        Raises RuntimeError if there are routes that no router chose.
+        Args:
+            meta: ``meta_info`` of the last chunk.
+            tokens: expected number of tokens.
+
+        Returns:
+            uint8 or int16 [tokens, layers, top_k]. None if the server sent none.
+
+        Raises:
+            ServerFailed: if they cannot be read or belong to another number of tokens.
+            RuntimeError: if an index is out of range.
         """
         if tokens == 0 or "routed_experts" not in meta:
             return None
@@ -188,12 +210,16 @@ class AnswerReader:
             raise ServerFailed(
                 f"routed experts of {len(routes)} tokens came back, expected {tokens}"
             )
-        # Checked as they came: a smaller dtype would make experts of numbers that are none.
+        # Checked before the cast: a smaller dtype would turn invalid indices into valid ones.
         return check_routes(routes, self._num_experts).astype(route_dtype(self._num_experts))
 
 
 def _checked_version(meta: dict[str, Any], turn: Turn, url: str, min_version: int) -> int:
-    """Return the weight version of a chunk. Raises ServerFailed for a wrong version or request."""
+    """Return the weight version of a chunk.
+
+    Raises:
+        ServerFailed: if the version is too old or invalid, or the chunk belongs to another request.
+    """
     version = str(meta.get("weight_version"))
     if not version.isdigit() or int(version) < min_version:
         raise ServerFailed(
@@ -205,7 +231,11 @@ def _checked_version(meta: dict[str, Any], turn: Turn, url: str, min_version: in
 
 
 def _checked_finish(meta: dict[str, Any], url: str) -> dict[str, Any] | None:
-    """Return the finish reason of a chunk; None if the stream continues. Raises ServerFailed."""
+    """Return the finish reason of a chunk. None if the stream continues.
+
+    Raises:
+        ServerFailed: if the reason is unknown.
+    """
     finish: dict[str, Any] | None = meta.get("finish_reason")
     if finish is not None and finish["type"] not in FINISH_REASONS:
         raise ServerFailed(f"{url}: the answer ended by {finish['type']!r}, which is no reason")
@@ -215,17 +245,17 @@ def _checked_finish(meta: dict[str, Any], url: str) -> dict[str, Any] | None:
 def _check_counts(ids: list[int], entries: list[Any], received: int, total: int, url: str) -> None:
     """Check that no chunk was lost or repeated.
 
-    With --incremental-streaming-output a chunk has the new tokens only.
+    With --incremental-streaming-output a chunk contains only the new tokens.
 
     Args:
         ids: tokens of the chunk.
-        entries: log-probs and ids of the chunk.
-        received: number of tokens of all chunks before.
-        total: number of tokens of all chunks, as the server counts them.
+        entries: [log-prob, token id, ...] of every token of the chunk.
+        received: number of tokens of all earlier chunks.
+        total: number of tokens of all chunks, as counted by the server.
         url: address of the server.
 
     Raises:
-        ServerFailed: the numbers do not fit.
+        ServerFailed: if the numbers do not match.
     """
     if received + len(ids) != total or [entry[1] for entry in entries] != ids:
         raise ServerFailed(
@@ -236,7 +266,7 @@ def _check_counts(ids: list[int], entries: list[Any], received: int, total: int,
 
 @contextmanager
 def _nonsense_is_a_fault(url: str) -> Iterator[None]:
-    """Raise ServerFailed if reading a malformed chunk raises an error."""
+    """Raise ServerFailed if the code in the context meets a malformed chunk."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -244,7 +274,11 @@ def _nonsense_is_a_fault(url: str) -> Iterator[None]:
 
 
 def check_routes_came(turn: Turn, url: str) -> None:
-    """Raise RequestRejected if routes were asked for and tokens came without them."""
+    """Check that tokens came with expert indices if the request needs them.
+
+    Raises:
+        RequestRejected: if the indices are missing.
+    """
     asked = turn.request.return_routed_experts and turn.result.output_ids
     if asked and turn.result.routed_experts is None:
         raise RequestRejected(
@@ -254,14 +288,18 @@ def check_routes_came(turn: Turn, url: str) -> None:
 
 
 def end_turn(turn: Turn, reason: str, url: str) -> None:
-    """Set the turn's finish reason. Raises ServerFailed if it has no token and was not aborted."""
+    """Set the finish reason of a turn.
+
+    Raises:
+        ServerFailed: if the turn has no token and was not aborted.
+    """
     turn.result.finish_reason = FINISH_REASONS[reason]
     if not turn.result.output_ids and turn.result.finish_reason is not FinishReason.ABORT:
         raise ServerFailed(f"{url}: the answer has no token and ended by {reason!r}")
 
 
 def _extend_versions(spans: list[WeightVersionSpan], tokens: int, version: int) -> None:
-    """Add so many tokens of weights ``version`` to spans that follow one another."""
+    """Append ``tokens`` tokens of weights ``version`` to adjacent spans, in place."""
     if tokens == 0:
         return
     if spans and spans[-1].version == version:

@@ -1,4 +1,7 @@
-"""Weight syncs as requests to SGLang's servers (0.5.17): the WeightServers of ``rl_loop.weight_sync``."""
+"""Weight syncs as HTTP requests to SGLang servers (0.5.17).
+
+``SglangServers`` implements the WeightServers of ``rl_loop.weight_sync``.
+"""
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,13 +20,25 @@ from rl_loop.weight_sync.servers import Bucket, GroupPlace, SyncPlan
 
 BEGIN_SYNC = "gptoss_begin_sync"
 END_SYNC = "gptoss_end_sync"
-"""Actions of /weights_checker that servers with packed experts have from our plugin."""
+"""Actions of /weights_checker that the plugin adds to servers with MXFP4 experts."""
 
 
 async def send_weights(
     named: Iterable[tuple[str, torch.Tensor]], model: ModelConfig, plan: SyncPlan
 ) -> None:
-    """Give the servers of ``plan`` all weights. Raises as ``send_to_servers`` does."""
+    """Send all weights to the servers of a plan.
+
+    Args:
+        named: weights as (Hugging Face name, tensor).
+        model: configuration of the weights.
+        plan: servers and transport.
+
+    Raises:
+        SyncFailed: if a server fails. The message names it.
+        WeightMismatch: if the weights do not fit the model, or a server holds other weights
+            afterwards. The message names the tensor.
+        GatheringBroken: if ``named`` raises it.
+    """
     servers = SglangServers(model, plan)
     try:
         await send_to_servers(named, model, servers)
@@ -33,12 +48,12 @@ async def send_weights(
 
 @dataclass(frozen=True)
 class SglangSender:
-    """A WeightSender that follows one SyncPlan on each of its ranks."""
+    """A WeightSender with one SyncPlan per trainer rank."""
 
     model: ModelConfig
     """Configuration of the weights."""
     plans: Mapping[int, SyncPlan]
-    """Plan by trainer rank: what it sends, and to which servers."""
+    """Plan by trainer rank: servers that the rank sends to, and transport."""
 
     @property
     def ranks(self) -> list[int]:
@@ -46,8 +61,7 @@ class SglangSender:
 
     @property
     def transposed(self) -> bool:
-        # CUDA IPC shares the trainer's own memory, where Megatron keeps expert matrices the other
-        # way round.
+        # CUDA IPC shares the trainer's memory, where Megatron keeps expert matrices transposed.
         return any(plan.transport == "cuda_ipc" for plan in self.plans.values())
 
     @property
@@ -55,12 +69,22 @@ class SglangSender:
         return any(plan.packed for plan in self.plans.values())
 
     def send(self, named: Iterable[tuple[str, torch.Tensor]], rank: int) -> None:
-        """Raises SyncFailed naming the server or WeightMismatch naming the tensor."""
+        """Send the weights of ``rank`` to its servers.
+
+        Raises:
+            SyncFailed: if a server fails. The message names it.
+            WeightMismatch: if the weights do not fit the model, or a server holds other weights
+                afterwards. The message names the tensor.
+            GatheringBroken: if ``named`` raises it.
+        """
         asyncio.run(send_weights(named, self.model, self.plans[rank]))
 
     def send_from_driver(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Send through files, whatever the plan's transport: the driver has no GPU.
-        Raises as ``send`` does."""
+        """Send through files to the servers of all plans.
+
+        The plans' transport is ignored, because the driver has no GPU. Raises the errors of
+        ``send``.
+        """
         plans = list(self.plans.values())
         urls = tuple(url for plan in plans for url in plan.urls)
         plan = replace(plans[0], urls=urls, transport="disk")
@@ -68,11 +92,12 @@ class SglangSender:
 
 
 class SglangServers:
-    """The WeightServers of one SyncPlan: requests to all servers at the same time."""
+    """WeightServers of one SyncPlan. Every request goes to all servers in parallel."""
 
-    # All tensor-parallel ranks but the first fill these with zeros
-    # (``GptOssForCausalLM._load_normal_weights`` in srt/models/gpt_oss.py): in host memory the shared
-    # tensor. A rank with its own GPU has copied it before (``_unwrap_tensor``).
+    # Every tensor-parallel rank except the first fills these tensors with zeros
+    # (``GptOssForCausalLM._load_normal_weights`` in srt/models/gpt_oss.py). In host memory that
+    # would overwrite the shared tensor. A rank with a separate GPU has copied the tensor before
+    # (``_unwrap_tensor``).
     overwritten: tuple[str, ...] = (".experts.down_proj_bias",)
 
     def __init__(self, model: ModelConfig, plan: SyncPlan) -> None:
@@ -81,11 +106,12 @@ class SglangServers:
         self._clients = [SglangClient(url, plan.seconds, api_key=plan.api_key) for url in plan.urls]
 
     async def begin(self) -> None:
-        # By abort: in the other modes requests stay, and /flush_cache refuses for as long as they do.
+        # Mode "abort", because the other modes keep requests and /flush_cache fails while any
+        # exist.
         await self.call("/pause_generation", {"mode": "abort"})
 
     async def begin_transfer(self) -> None:
-        # Servers with packed experts count what comes: SGLang itself would not miss a bucket.
+        # The plugin counts the tensors of MXFP4 experts: SGLang would not notice a missing bucket.
         if self.plan.packed:
             await self.call("/weights_checker", {"action": BEGIN_SYNC})
 
@@ -128,7 +154,7 @@ class SglangServers:
     async def load_directory(self, directory: Path) -> None:
         body = {
             "model_path": str(directory),
-            # Servers start with --load-format dummy, which would hold here too.
+            # Servers are started with --load-format dummy, which would also apply here.
             "load_format": "auto",
             "flush_cache": False,
         }
@@ -157,7 +183,15 @@ class SglangServers:
         await self.call("/continue_generation", {"torch_empty_cache": False})
 
     async def call(self, path: str, body: dict[str, Any] | None) -> list[Any]:
-        """POST ``body`` to each server, or GET without one; return their answers."""
+        """Send a request to every server.
+
+        Args:
+            path: path of the endpoint.
+            body: JSON object for POST. None: send a GET request.
+
+        Returns:
+            The decoded responses, in the order of the plan's servers.
+        """
         async with asyncio.TaskGroup() as tasks:
             answers = self._ask_all(tasks, path, [body] * len(self._clients))
         return [answer.result() for answer in answers]
@@ -165,14 +199,15 @@ class SglangServers:
     async def _call_while[T](
         self, path: str, bodies: Sequence[dict[str, Any]], work: Callable[[], T]
     ) -> T:
-        """POST each server its body and run ``work`` in a thread until all have answered.
+        """Send each server its body with POST, and run ``work`` in a thread at the same time.
 
-        Returns the result of ``work``.
+        Returns:
+            The result of ``work``, after all servers have responded.
         """
         async with asyncio.TaskGroup() as tasks:
             self._ask_all(tasks, path, bodies)
-            # In a thread, because ``work`` blocks, in a broadcast or while weights are gathered,
-            # and the requests to the servers need the event loop meanwhile.
+            # ``work`` blocks in a broadcast or while weights are gathered. It runs in a thread,
+            # because the requests to the servers need the event loop.
             return await asyncio.to_thread(work)
 
     def _ask_all(
