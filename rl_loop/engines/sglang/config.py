@@ -89,47 +89,58 @@ class SglangConfig(EngineConfig):
     """Environment variables of the servers, added to those of this process except PYTHONPATH."""
     arguments: list[str] = Field(default_factory=list)
     """Further arguments of ``sglang.launch_server``. The last value of a repeated option counts.
-    Options that would open a server to others, such as ``--api-key``, are rejected."""
+    Options that would open a server to others, such as ``--api-key``, are rejected.
+    """
     attention_backend: Literal["fa3", "triton", "fa4", "trtllm_mha", "intel_amx"] = "fa3"
     """SGLang backend that computes attention sinks: fa3 for Hopper, trtllm_mha for Blackwell, or
-    triton for any GPU, with a plugin that corrects its sliding window."""
+    triton for any GPU, with a plugin that corrects its sliding window.
+    """
     memory_fraction: float = Field(0.85, gt=0, lt=1)
     """Fraction of a GPU's total memory for an awake server: weights, key/value cache, CUDA graphs,
     activations, process. With ``colocated``: the part that the trainer leaves, about half. On a
-    CPU: SGLang's ``--mem-fraction-static``."""
+    CPU: SGLang's ``--mem-fraction-static``.
+    """
     max_running_requests: int = Field(256, gt=0)
     """Requests that one server generates at a time. Further requests wait. CUDA graphs are captured
-    for batches up to this size, which costs memory and start-up time."""
+    for batches up to this size, which costs memory and start-up time.
+    """
     deterministic: bool = False
     """Sample the same tokens for the same seed, independent of the batch. Slower, without
-    prefix cache."""
+    prefix cache.
+    """
     fp32_logits: bool | None = None
     """Keep logits in fp32, as the trainer does, instead of rounding them to bf16 (docs/sglang.md).
-    null: true on GPUs without ``deterministic``."""
+    null: true on GPUs without ``deterministic``.
+    """
     weight_sync: Literal["nccl", "cuda_ipc", "gloo", "shared_memory", "disk"] = "nccl"
     """Transport of weights: nccl between GPUs, cuda_ipc within a GPU, gloo and shared_memory on
     CPUs, disk if trainer and servers share only the run's directory. Default: cuda_ipc with
-    ``colocated``, else nccl."""
+    ``colocated``, else nccl.
+    """
     bucket_bytes: int | None = Field(None, gt=0)
     """Maximum bytes of weights in flight, unless one tensor is larger. Gate and up projections of a
     layer are one tensor (bf16, 20B: 1.06 GB, 120B: 4.2 GB). A bucket is sent when it is more than
     half full. A server needs this much memory in addition to its model, the trainer twice as much.
-    null: 1 GiB, or 2 GiB if ``quantization`` is set."""
+    null: 1 GiB, or 2 GiB if ``quantization`` is set.
+    """
     quantization: Quantization | None = None
     """Format of the servers' experts. null: bf16, which represents MXFP4 values exactly. mxfp4:
     packed, 1/3 of the memory, Hopper GPUs only. Needs ``quantization: mxfp4`` without
-    ``adapter``."""
+    ``adapter``.
+    """
     colocated: bool = False
     """Run the servers on the trainer's GPUs. They release their memory while the trainer works."""
     prefill_graph_tokens: int = Field(0, ge=0)
     """Largest prefill, in tokens, that colocated servers with fa3 run as a CUDA graph, such as the
     output of a tool. 0: none. Default for GPT-OSS: 512, which makes multi-turn rollouts of the 20B
-    1.44x as fast. Other servers use SGLang's own graphs."""
+    1.44x as fast. Other servers use SGLang's own graphs.
+    """
     start_seconds: float = Field(1200.0, gt=0)
     """Seconds until a started server must be healthy."""
     sync_seconds: float = Field(40.0, gt=0)
     """Time limit in seconds for one bucket, for sleeping and for waking. weight_sync disk has only
-    one bucket and gets 15 times as long. After the limit the sync fails and is retried."""
+    one bucket and gets 15 times as long. After the limit the sync fails and is retried.
+    """
 
     @model_validator(mode="after")
     def _choose_weight_sync(self) -> Self:

@@ -1,15 +1,17 @@
-"""Which assembler Triton uses for a server's kernels.
+"""Selection of the assembler (ptxas) for Triton's kernels in a server.
 
-The products of MXFP4 experts turn codes into numbers in registers, from which the tensor cores read
-them while the program goes on. Until CUDA 13.3 NVIDIA's assembler, ptxas, hands such registers out
-again before they have been read (triton issue 9433 and pull request 11781; release notes of CUDA
-13.3). Triton 3.6 comes with that of CUDA 12.8. With it an H200 computed wrong values in up to 7 % of
-the launches of a shape that servers never had, an H100 in up to all of them, and neither in any of
-those that servers have, although the code of triton_kernels' has the same fault
-(scripts/register_hazards.py, docs/quantization.md).
+GEMMs of MXFP4 experts decode values into registers. The tensor cores read these registers while the
+program continues. NVIDIA's ptxas before CUDA 13.3 reuses such registers before they have been read
+(triton issue 9433, triton pull request 11781, release notes of CUDA 13.3). Triton 3.6 contains the
+ptxas of CUDA 12.8.
 
-SGLang's environment has a newer assembler anyway, in the package nvidia-cuda-nvcc. Of all kernels that
-servers have that of CUDA 13.5 makes code without the fault; of some others it does not.
+With that ptxas, one tested shape computed wrong values in up to 7% of the launches on an H200, and
+in up to all launches on an H100. Servers do not use this shape. No shape that servers use computed
+wrong values, although the code of triton_kernels has the same fault (scripts/register_hazards.py,
+docs/quantization.md).
+
+SGLang's environment contains a newer ptxas in the package nvidia-cuda-nvcc. ptxas of CUDA 13.5
+compiles all kernels that servers use without the fault, but not all other kernels.
 """
 
 import logging
@@ -21,20 +23,21 @@ from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
 SOUND = (13, 3)
-"""The first version of CUDA whose assembler waits."""
+"""First version of CUDA whose ptxas waits until the registers have been read."""
 PACKAGE = "nvidia-cuda-nvcc"
 TOOLKIT = "/usr/local/cuda"
-"""Where CUDA's toolkit lies if no variable says where."""
+"""Default directory of CUDA's toolkit."""
 VARIABLE = "TRITON_PTXAS_PATH"
-"""With which Triton is told of another assembler than its own."""
+"""Variable that replaces Triton's ptxas."""
 
 logger = logging.getLogger(__name__)
 
 
 def install() -> None:
-    """Let Triton use an assembler that waits, unless somebody has chosen one; warn if there is none.
+    """Let Triton use a ptxas without the fault, unless the user has chosen one.
 
-    Before the first kernel is compiled."""
+    Warns if there is none. Must run before the first kernel is compiled.
+    """
     chosen = os.environ.get(VARIABLE)
     if chosen is not None:
         warn_of_others(chosen)
@@ -55,7 +58,7 @@ def install() -> None:
 
 
 def warn_of_others(path: str) -> None:
-    """Say so if an assembler that somebody has chosen does not wait."""
+    """Warn if the ptxas that the user has chosen has the fault."""
     if version_of(path) < SOUND:
         logger.warning(
             "%s=%s is none of CUDA %d.%d or newer, and can make wrong products of MXFP4 experts",
@@ -66,7 +69,7 @@ def warn_of_others(path: str) -> None:
 
 
 def installed_assemblers() -> Iterator[str]:
-    """Look for assemblers in this environment and in a CUDA toolkit."""
+    """Yield paths of ptxas in this environment and in CUDA toolkits. They may not exist."""
     try:
         package = files(PACKAGE) or []
     except PackageNotFoundError:
@@ -81,7 +84,7 @@ def installed_assemblers() -> Iterator[str]:
 
 
 def version_of(path: str) -> tuple[int, int]:
-    """Ask an assembler for its version of CUDA; (0, 0) if it is not there or does not run."""
+    """Return the CUDA version of a ptxas. (0, 0) if it does not exist or does not run."""
     try:
         told = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -91,8 +94,11 @@ def version_of(path: str) -> tuple[int, int]:
 
 
 def cuda_family() -> int:
-    """Return the major version of CUDA that torch is for. Drivers for it run what any assembler of it makes,
-    and nothing says so of others."""
+    """Return the major version of CUDA that torch was built for.
+
+    A driver for this major version runs the output of every ptxas of this major version. For other
+    major versions there is no such guarantee.
+    """
     import torch
 
     return int((torch.version.cuda or "0").split(".")[0])

@@ -1,4 +1,4 @@
-"""The MoE layers of SGLang 0.5.17, and their experts in the layouts of triton_kernels."""
+"""MoE layers of SGLang 0.5.17 with experts in the layouts of triton_kernels."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 def allocate(layer: Any, method: Any, device: torch.device) -> Experts:
-    """Allocate the layouts of a layer's experts in place of the parameters that SGLang has made.
+    """Allocate the layouts of a layer's experts, which replace SGLang's parameters.
 
-    Weights are zero until they come: padding is counted as stale till then.
+    Weights are zero until they are loaded, so unloaded padding counts as stale.
 
     Args:
-        layer: whose parameters have shapes only, on the meta device.
-        method: of the layer, which gets what it computes with.
-        device: of the layouts.
+        layer: MoE layer whose parameters are on the meta device.
+        method: quantization method of the layer. It gets the tensors for its forward pass.
+        device: device of the layouts.
     """
     from triton_kernels.matmul_ogs import FlexCtx, PrecisionConfig
     from triton_kernels.numerics import InFlexData
@@ -28,7 +28,7 @@ def allocate(layer: Any, method: Any, device: torch.device) -> Experts:
         values = torch.zeros(experts, *layout.value_storage_shape(rows, row_bytes), **place)
         scales = torch.zeros(experts, *layout.scale_storage_shape(rows, blocks), **place)
 
-        # What SGLang's forward pass looks for, under the names that its own loading gives.
+        # SGLang's forward pass reads these names, which its own loading would set.
         values, scales = wrap(values, scales, (experts, rows, row_bytes))
         config = PrecisionConfig(weight_scale=scales, flex_ctx=FlexCtx(rhs_data=InFlexData()))
         setattr(method, f"{name}_weight_triton_tensor", values)
@@ -43,26 +43,30 @@ def allocate(layer: Any, method: Any, device: torch.device) -> Experts:
 
 
 def wrap(values: Tensor, scales: Tensor, shape: tuple[int, int, int]) -> tuple[Any, Any]:
-    """Return layouts in memory as triton_kernels' tensors, the same as ``_swizzle_mxfp4`` of SGLang does
-    for as many warps.
+    """Wrap layouts in memory as tensors of triton_kernels.
+
+    The result equals that of SGLang's ``_swizzle_mxfp4`` for the same number of warps.
 
     Args:
         values: uint8 [experts, *value_storage_shape].
         scales: uint8 [experts, *scale_storage_shape].
-        shape: experts, rows and bytes of a row of the matrices.
+        shape: experts, rows, and bytes per row of the matrices.
+
+    Returns:
+        Values and scales.
     """
     from triton_kernels.tensor import FP4, Storage
     from triton_kernels.tensor import Tensor as KernelTensor
     from triton_kernels.tensor_details.layout import HopperMXScaleLayout, HopperMXValueLayout
 
     experts, rows, row_bytes = shape
-    # triton_kernels names matrices input-major, [experts, inputs, outputs], and keeps the storage
-    # transposed: ``.mT`` is a view, no byte moves.
+    # triton_kernels describes matrices as input-major, [experts, inputs, outputs], and stores them
+    # transposed. ``.mT`` is a view, so no byte moves.
     packed_shape = torch.Size((experts, row_bytes, rows))
     scale_shape = torch.Size((experts, row_bytes // (BLOCK // 2), rows))
     value_layout = HopperMXValueLayout(packed_shape, mx_axis=1)
     scale_layout = HopperMXScaleLayout(scale_shape, mx_axis=1, num_warps=layout.SCALE_WARPS)
-    # Two values to a byte: triton_kernels counts values.
+    # A byte holds two values, and triton_kernels counts values.
     wrapped_values = KernelTensor(
         Storage(values.mT, value_layout), dtype=FP4, shape=[experts, 2 * row_bytes, rows]
     )
@@ -71,11 +75,10 @@ def wrap(values: Tensor, scales: Tensor, shape: tuple[int, int, int]) -> tuple[A
 
 
 def take_over(layer: Any, method: Any) -> Experts:
-    """Describe the experts of a layer that has its layouts, and free the scales that SGLang makes
-    beside them.
+    """Return the experts of a layer that has its layouts, and free SGLang's unused scales.
 
     Raises:
-        RuntimeError: naming what is otherwise than in SGLang 0.5.17.
+        RuntimeError: if the layer differs from SGLang 0.5.17. The message names the difference.
     """
     matrices = {
         "w13_weight": method.w13_weight_triton_tensor,
@@ -103,7 +106,7 @@ def take_over(layer: Any, method: Any) -> Experts:
         scale_shape = layout.scale_storage_shape(rows, inputs // BLOCK)
         _check_shape(f"{name}_scale", storage[f"{name}_scale"], scale_shape)
 
-    # SGLang does not read them, and would load into them without a word.
+    # SGLang does not compute with these parameters, but would load into them silently.
     del layer.w13_weight_scale, layer.w2_weight_scale
     return experts
 
@@ -114,7 +117,11 @@ def _intermediate_size(layer: Any) -> int:
 
 
 def _storage_of(name: str, tensor: Any) -> Tensor:
-    """Return the memory of a tensor of triton_kernels, output-major as the layouts make it."""
+    """Return the memory of a triton_kernels tensor, output-major and contiguous.
+
+    Raises:
+        RuntimeError: if its layout is not that of Hopper GPUs.
+    """
     kind = type(tensor.storage.layout).__name__
     expected = "HopperMXScaleLayout" if name.endswith("_scale") else "HopperMXValueLayout"
     memory: Tensor = tensor.storage.data.mT
@@ -135,25 +142,25 @@ def _check_shape(name: str, storage: Tensor, expected: tuple[int, int]) -> None:
 
 
 def compare_layouts(swizzle: Any, device: torch.device) -> None:
-    """Compare SGLang's own layouts with ours, of odd sizes that both pad to as many rows.
+    """Compare SGLang's layouts with those of this plugin, for sizes that need padding.
 
-    Ours are the same but for the bits inside a word of values and what a scale's byte counts from.
+    They differ only in the order of bits in a word of values, and in the offset of a scale's byte.
 
     Args:
         swizzle: ``_swizzle_mxfp4`` of SGLang.
-        device: of the server.
+        device: device of the server.
 
     Raises:
         RuntimeError: if a byte differs.
     """
-    # SGLang makes models with another default device.
+    # On the CPU explicitly, because SGLang creates models with another default device.
     generator = torch.Generator("cpu").manual_seed(0)
     for rows, row_bytes in ((160, 176), (2800, 1440)):
         shape = (2, rows, row_bytes)
         packed = torch.randint(
             0, 256, shape, dtype=torch.uint8, device="cpu", generator=generator
         ).to(device)
-        # Any bytes do for scales.
+        # Any bytes serve as scales.
         scales = packed[:, :, : row_bytes // 16].contiguous()
         their_values, _, their_scales = swizzle(packed, scales, layout.SCALE_WARPS)
 
@@ -166,11 +173,11 @@ def compare_layouts(swizzle: Any, device: torch.device) -> None:
 
 
 def _compare_values(packed: Tensor, theirs: Any) -> Tensor:
-    """Compare the layout of values [experts, rows, row_bytes] with SGLang's, and return ours."""
+    """Compare the plugin's layout of values [experts, rows, row_bytes] with SGLang's. Return it."""
     experts, rows, row_bytes = packed.shape
     name = f"values {list(packed.shape)}"
 
-    # Filled with ones: padding that is not written shows.
+    # Filled with ones, so that padding that is not written is detected.
     ours = packed.new_full((experts, *layout.value_storage_shape(rows, row_bytes)), 1)
     layout.swizzle_values(packed, ours)
     memory = theirs.storage.data.mT
@@ -184,7 +191,7 @@ def _compare_values(packed: Tensor, theirs: Any) -> Tensor:
 
 
 def _compare_scales(scales: Tensor, theirs: Any) -> Tensor:
-    """Compare the layout of scales [experts, rows, blocks] with SGLang's, and return ours."""
+    """Compare the plugin's layout of scales [experts, rows, blocks] with SGLang's. Return it."""
     experts, rows, blocks = scales.shape
     name = f"scales {list(scales.shape)}"
 
@@ -200,7 +207,14 @@ def _compare_scales(scales: Tensor, theirs: Any) -> Tensor:
 
 
 def _compare_bytes(name: str, ours: Tensor, expected: Tensor, theirs: Any) -> None:
-    """``expected``: what ours would be, by theirs."""
+    """Raise RuntimeError unless the layouts are equal.
+
+    Args:
+        name: name of the tensor for messages.
+        ours: layout of this plugin.
+        expected: SGLang's layout, converted to that of this plugin.
+        theirs: SGLang's layout as a tensor of triton_kernels.
+    """
     memory = theirs.storage.data.mT
     place = f"{type(theirs.storage.layout).__name__}, {list(memory.shape)}, {memory.stride()}"
     if ours.shape != memory.shape:
@@ -224,6 +238,6 @@ def _compare_descriptions(name: str, ours: Any, theirs: Any) -> None:
 
 
 def _describe(tensor: Any) -> tuple[Any, ...]:
-    """Return what triton_kernels chooses its kernels by."""
+    """Return the properties by which triton_kernels chooses its kernels."""
     shape, largest_shape = list(tensor.shape), list(tensor.shape_max)
     return tensor.dtype, shape, largest_shape, tensor.stride(), tensor.storage.layout

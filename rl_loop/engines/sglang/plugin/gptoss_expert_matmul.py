@@ -1,25 +1,27 @@
-"""Products of few tokens with MXFP4 experts, as in a decoding step or a short prefill, in a kernel of ours.
+"""A custom GEMM kernel for MXFP4 experts with few tokens, as in decoding or in a short prefill.
 
-triton_kernels 3.6 cuts the tokens of each expert into blocks of one size, about twice their mean, so that no
-matrix is read and taken apart twice. With 256 tokens for 32 experts, four of which each token has, a block
-has 64 rows for 32 tokens: half of what the tensor cores do is thrown away. It also compiles its kernel two
-or four times for each of these sizes, as numbers of tokens with other divisors come, in the middle of a rollout.
+triton_kernels 3.6 divides the tokens of each expert into blocks of one size, about twice their
+mean. Thereby it does not read and decode a matrix twice. With 256 tokens, 4 experts per token and
+32 experts, a block has 64 rows for 32 tokens, so half of the tensor cores' work is wasted. It also
+compiles its kernel 2 or 4 times for each block size, when numbers of tokens with other divisors
+occur in the middle of a rollout.
 
-Here a program looks how many tokens its block has and multiplies with 16, 32, 48 or 64 rows of them. Sums
-are made in the same order, 16 inputs at a time, so that the output is the same to the last bit. It is
-compiled twice for each of a layer's products, whatever the number of tokens.
+In this kernel a program reads the number of tokens in its block and multiplies 16, 32, 48 or 64
+rows. Sums keep their order, 16 inputs at a time, so that the output is identical in every bit. The
+kernel is compiled twice for each GEMM of a layer, for all numbers of tokens.
 
-Matrices lie as ``gptoss_hopper_layout`` keeps them. A program has 128 columns of outputs and steps through
-128 inputs at a time, of which ``gptoss_expert_values`` makes numbers, in two products of 64: of one of 128 the
-compiler makes eight groups of matrix instructions, each with a wait and registers of its own, of two it
-makes two groups, and a step has a sixth fewer instructions. Where a processor holds four programs
-(few rows) or three (many) without spilling much, both products of a layer were the fastest on an H200
+Matrices are in the layout of ``gptoss_hopper_layout``. A program computes 128 columns of outputs
+and loops over the inputs. A step decodes 128 inputs (``gptoss_expert_values``) and multiplies them
+in two halves of 64. For one product of 128 inputs the compiler would emit 8 groups of matrix
+instructions, each with a wait and separate registers. For two products it emits 2 groups, and a
+step has 1/6 fewer instructions. A multiprocessor holds 4 programs with few rows or 3 with many,
+with little register spilling. This was the fastest variant for both GEMMs of a layer on an H200
 (docs/design/mxfp4_kernels.md).
 
-Larger prefills, and products of any other kind, are left to triton_kernels.
+triton_kernels computes larger prefills and all other GEMMs.
 """
 
-# Triton reads parameter annotations as its own
+# Triton evaluates parameter annotations, so its kernels have none.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 from collections.abc import Callable
@@ -35,7 +37,7 @@ from gptoss_expert_values import scaled_values
 from torch import Tensor
 
 MOST_TOKENS = 64
-"""Of an expert, on average. With more, triton_kernels takes blocks of 128 rows."""
+"""Maximum mean number of tokens per expert. With more, triton_kernels uses blocks of 128 rows."""
 COLUMNS = 128
 INPUTS = 128
 WARPS = 4
@@ -43,14 +45,14 @@ WARPS = 4
 
 @dataclass(frozen=True)
 class Program:
-    """How the kernel is compiled."""
+    """Compile-time options of the kernel."""
 
     rows: int
-    """Of tokens in a block."""
+    """Token rows per block."""
     stages: int
-    """Steps for which a program has room in shared memory."""
+    """Number of steps that fit in a program's shared memory."""
     registers: int
-    """Of a thread, at most."""
+    """Maximum registers per thread."""
 
 
 FEW_ROWS = Program(rows=16, stages=4, registers=128)
@@ -58,14 +60,14 @@ MANY_ROWS = Program(rows=64, stages=3, registers=168)
 
 
 def program_for(entries: int, experts: int) -> Program:
-    """Choose a program for ``entries`` of tokens, those of a token with each of its experts."""
-    # An expert with twice the mean has its matrix read once more.
+    """Return the program for ``entries`` pairs of a token and one of its experts."""
+    # An expert with twice the mean number of tokens has its matrix read once more.
     return FEW_ROWS if 2 * entries <= FEW_ROWS.rows * experts else MANY_ROWS
 
 
 @dataclass(frozen=True)
 class Swiglu:
-    """The activation of GPT-OSS, as ``compute_swiglu`` of triton_kernels computes it."""
+    """Activation of GPT-OSS, as in ``compute_swiglu`` of triton_kernels."""
 
     alpha: float
     limit: float
@@ -85,20 +87,21 @@ def multiply(
 ) -> None:
     """Multiply tokens with the matrices of their experts.
 
-    Either the first product of a layer, which gathers tokens and ends with the activation, or the second one,
-    which scatters what it computes, times the gates.
+    The first GEMM of a layer gathers tokens and applies the activation. The second GEMM multiplies
+    with the gates and scatters its outputs. Give either ``swiglu`` or ``gates``.
 
     Args:
-        x: bf16, contiguous: [tokens, inputs] of the first product, [entries, inputs] by expert of the second.
+        x: bf16, contiguous. First GEMM: [tokens, inputs]. Second GEMM: [entries, inputs], sorted by
+            expert.
         values: uint8 [experts, *value_storage_shape].
         scales: uint8 [experts, *scale_storage_shape].
         bias: fp32 [experts, outputs], contiguous.
         routes: ``RoutingData`` of triton_kernels.
-        entries: int32 [entries], by expert: number ``token * top_k + slot`` of each.
-        out: bf16, contiguous, is written: [entries, outputs / 2] by expert of the first product, [entries,
-            outputs] in the tokens' order of the second.
-        swiglu: makes it the first product. Rows of gate and up take turns in its matrices.
-        gates: [entries] by expert, makes it the second.
+        entries: int32 [entries], sorted by expert: ``token * top_k + slot`` of each entry.
+        out: bf16, contiguous, is written. First GEMM: [entries, outputs / 2], sorted by expert.
+            Second GEMM: [entries, outputs], in the order of the tokens.
+        swiglu: activation of the first GEMM. Rows of gate and up alternate in its matrices.
+        gates: [entries], sorted by expert. Gates of the second GEMM.
     """
     assert (swiglu is None) != (gates is None)
     outputs = bias.shape[1]
@@ -139,7 +142,8 @@ def multiply(
     )
 
 
-# What is cut out of larger tensors begins anywhere: one kernel does for all.
+# These arguments are slices of larger tensors with any alignment. Without specialization one kernel
+# serves all alignments.
 @triton.jit(
     do_not_specialize_on_alignment=["entries", "gates", "sizes", "starts", "blocks", "schedule"]
 )
@@ -170,7 +174,7 @@ def _multiply_kernel(
     COLUMNS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    # Grid: blocks of tokens, as many as there can be, and for each its columns of outputs.
+    # Grid: the maximum number of token blocks, times the column blocks of the outputs.
     program = tl.program_id(0)
     if program >= tl.load(blocks + experts) * columns:
         return
@@ -181,11 +185,11 @@ def _multiply_kernel(
     start = tl.load(starts + expert)
     size = tl.load(sizes + expert)
 
-    # Where things lie is counted in 32 bits without a sign from an address that all threads share, and only
-    # that address moves with the loop's steps: an addition less for each of a thread's loads.
+    # Offsets are unsigned 32-bit numbers relative to an address that all threads share. Only that
+    # address advances in the loop, which saves an addition per thread and load.
     #
-    # Storage has a quarter of the rows, and as many as fill 64. The last program's rows begin again at the
-    # first, and what comes of these is not stored.
+    # The storage of values has 1/4 of the matrix's rows, padded to 64 matrix rows. Storage rows of
+    # the last program wrap around to the first ones, and their results are not stored.
     value_row = (column * (COLUMNS // 4) + tl.arange(0, COLUMNS // 4)) % value_rows
     value_row = tl.max_contiguous(tl.multiple_of(value_row, COLUMNS // 4), COLUMNS // 4)
     value_at = value_row[:, None] * value_bytes + tl.arange(0, INPUTS)[None, :]
@@ -225,10 +229,11 @@ def _multiply_rows(
     INPUTS: tl.constexpr,
     TOP_K: tl.constexpr,
 ):
-    """Multiply ROWS and MORE_ROWS tokens of an expert, from ``first`` on, with some columns' matrix.
+    """Multiply ROWS + MORE_ROWS tokens of an expert, from ``first`` on, with a block of columns.
 
-    Sizes of Triton's tensors are powers of two: 48 rows are 32 and 16, for which the matrix is taken apart
-    once."""
+    Sizes of Triton's tensors are powers of two. Therefore 48 rows are two tensors of 32 and 16
+    rows. Both use the matrix that was decoded once.
+    """
     # fmt: off
     (x, values, value_at, scales, scale_at, bias, out, entries, gates, start, first, size, outputs,
      scale_bytes, first_column, alpha, limit) = rest
@@ -237,7 +242,7 @@ def _multiply_rows(
     row = first + tl.arange(0, ROWS)
     x_at = _places_of(entries, gates, start + row % size, SIZE, HALF, TOP_K)
     sums = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
-    # Without further rows nothing reads these.
+    # Placeholders that are not used if MORE_ROWS is 0.
     further_at = x_at
     further_sums = sums
     if MORE_ROWS:
@@ -274,13 +279,24 @@ def _multiply_rows(
 
 @triton.jit
 def _add_half(sums, further_sums, values, scale, x, at, left, MORE_ROWS: tl.constexpr):
-    """Add what half of a step's inputs make to both sums.
+    """Add the products of half of a step's inputs to both sums.
 
-    ``values`` and ``x``: addresses of its first input, from which ``at`` counts; ``scale``: [columns, blocks];
-    ``left``: inputs from there to the last one."""
+    Args:
+        sums: fp32 [columns, rows].
+        further_sums: fp32 [columns, further rows].
+        values: address of the first input's values.
+        scale: uint8 [columns, blocks].
+        x: address of the first input in the tokens.
+        at: offsets of values, tokens and further tokens from these addresses.
+        left: number of inputs from there to the end.
+        MORE_ROWS: number of further rows, 0 for none.
+
+    Returns:
+        The new sums and further sums.
+    """
     value_at, x_at, further_at = at
     is_input = (tl.arange(0, x_at.shape[1]) < left)[None, :]
-    # Values behind the last input are zeros in storage; tokens and scales have to be finite there.
+    # Values after the last input are zeros in storage. Tokens and scales must be finite there.
     matrix = scaled_values(tl.load(values + value_at), scale, 1)
     tokens = tl.load(x + x_at, mask=is_input, other=0.0)
     sums = tl.dot(matrix, tokens.trans(), sums)
@@ -294,7 +310,7 @@ def _add_half(sums, further_sums, values, scale, x, at, left, MORE_ROWS: tl.cons
 def _places_of(
     entries, gates, entry, SIZE: tl.constexpr, INPUTS: tl.constexpr, TOP_K: tl.constexpr
 ):
-    """Return where in the tokens the first inputs of entries lie, numbers by expert: [entries, INPUTS]."""
+    """Return the offsets of the first inputs of entries (sorted by expert): [entries, INPUTS]."""
     row = entry
     if gates is None:
         row = tl.load(entries + entry) // TOP_K
@@ -303,7 +319,7 @@ def _places_of(
 
 @triton.jit
 def _store(sums, bias, out, entries, gates, entry, is_entry, outputs, first_column, alpha, limit):
-    """Finish and store sums [columns, entries], of entries by expert."""
+    """Finish and store sums [columns, entries] of entries that are sorted by expert."""
     columns: tl.constexpr = sums.shape[0]
     column = first_column + tl.arange(0, columns)
     of_column = tl.load(bias + column, mask=column < outputs, other=0.0)
@@ -327,20 +343,23 @@ def _store(sums, bias, out, entries, gates, entry, is_entry, outputs, first_colu
     tl.store(out + row[:, None] * width + column[None, :], result.to(tl.bfloat16), mask=is_inside)
 
 
-# -- SGLang's call ----------------------------------------------------------------------------------
+# -- calls by SGLang
+# --------------------------------------------------------------------------------
 
 
 def install() -> None:
-    """Let SGLang's layers of MXFP4 experts multiply few tokens with this kernel."""
+    """Let SGLang's layers with MXFP4 experts use this kernel if there are few tokens."""
     from sglang.srt.layers.moe.fused_moe_triton import triton_kernels_moe
 
     triton_kernels_moe.matmul_ogs = few_tokens_at_once(triton_kernels_moe.matmul_ogs)
 
 
 def few_tokens_at_once(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``matmul_ogs`` for SGLang's layers, which calls triton_kernels' own for what is not for us.
+    """Return a replacement of ``matmul_ogs`` for SGLang's layers.
 
-    It takes what ``triton_kernel_fused_experts_with_bias`` of SGLang 0.5.17 gives it."""
+    It accepts the arguments of ``triton_kernel_fused_experts_with_bias`` of SGLang 0.5.17, and
+    calls the original for all other GEMMs.
+    """
 
     @wraps(original)
     def matmul_ogs(

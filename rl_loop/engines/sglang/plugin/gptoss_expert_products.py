@@ -1,23 +1,23 @@
-"""Shapes of the programs that multiply tokens with MXFP4 experts on a Hopper GPU.
+"""Launch shapes of triton_kernels' MXFP4 expert GEMMs on Hopper GPUs.
 
-A product of triton_kernels, bf16 rows with an MXFP4 matrix, is cut into programs, each of some rows of
-tokens and columns of outputs, which step through the inputs. Compiled by Triton 3.6 for the shapes that
-SGLang 0.5.17 has, 256 columns and 8 warps, most take more than 128 of a thread's registers. A processor
-has 65,536 registers, so that it holds one such program, and waits whenever that one waits for memory.
-With a limit of 128 it holds two, but a program of 64 rows then waits for each of its matrix instructions,
-as the compiler finds too few registers to have several under way.
+A GEMM of triton_kernels multiplies bf16 rows with an MXFP4 matrix. Each of its programs computes a
+block of rows (tokens) and columns (outputs) in a loop over the inputs. For the shapes of SGLang
+0.5.17, 256 columns and 8 warps, Triton 3.6 compiles most programs to more than 128 registers per
+thread. A multiprocessor has 65,536 registers. It then holds one program and idles whenever this
+program waits for memory. With a limit of 128 registers it holds two. But a program of 64 rows then
+waits for each of its matrix instructions, because it has too few registers for several in flight.
 
-Programs of 4 warps do better: two to four fit, none waits, nothing is spilled, and fewer instructions make
-a value of a code. ``SHAPES`` are the fastest of those that ``benchmarks/experts/products.py`` tried on an
-H200 (docs/quantization.md). What is computed stays the same to the last bit: sums of a product are made in
-the same order, 16 inputs at a time.
+Programs of 4 warps are faster: two to four fit, none waits, none spills registers, and decoding a
+value takes fewer instructions. ``SHAPES`` are the fastest shapes that
+``benchmarks/experts/products.py`` found on an H200 (docs/quantization.md). Results are identical in
+every bit, because the sums keep their order, 16 inputs at a time.
 
-Scales lie where 4 warps look for them (``gptoss_hopper_layout``). Large prefills are faster in programs of
-8 warps, as SGLang has them. These find the scales, too, once they know of the layout: triton_kernels takes
-it for granted that a layout is for as many warps as a program has.
+Scales are laid out for 4 warps (``gptoss_hopper_layout``). Large prefills are faster in programs of
+8 warps, which SGLang uses. triton_kernels assumes that the layout is for the program's number of
+warps. ``scales_of_program`` removes this assumption, so that 8 warps read the layout, too.
 """
 
-# Triton reads parameter annotations as its own
+# Triton evaluates parameter annotations, so its kernels have none.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 from collections.abc import Callable
@@ -35,40 +35,47 @@ WARPS = tl.constexpr(SCALE_WARPS)
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a program."""
+    """Launch shape of a program."""
 
     columns: int
-    """Outputs."""
+    """Outputs per program."""
     inputs: int
-    """Of one step of the program's loop."""
+    """Inputs per step of the program's loop."""
     warps: int
     stages: int
-    """Steps for which a program has room in shared memory."""
+    """Number of steps that fit in a program's shared memory."""
     registers: int | None = None
-    """Of a thread, at most; None leaves it to the compiler."""
+    """Maximum registers per thread. None: the compiler decides."""
 
 
 WIDE = Shape(columns=256, inputs=64, warps=4, stages=4)
 NARROW = Shape(columns=128, inputs=128, warps=4, stages=4)
 LARGE_PREFILL = Shape(columns=256, inputs=128, warps=8, stages=4)
-"""Of 128 rows, the most that triton_kernels takes: what it chooses for SGLang's own layout."""
+"""Shape for 128 rows, the maximum of triton_kernels. Equal to its choice for SGLang's layout."""
 SHAPES = {
     16: (replace(WIDE, registers=128), replace(NARROW, registers=128)),
     32: (WIDE, replace(NARROW, registers=168)),
     64: (WIDE, NARROW),
     128: (LARGE_PREFILL, LARGE_PREFILL),
 }
-"""By the rows of a program, those for many outputs, such as gate and up projections of a whole layer, and for
-few, such as the down projections."""
+"""Shapes by rows of a program: (for many outputs, for few outputs).
+
+The gate and up projections of a whole layer have many outputs, the down projections few.
+"""
 MANY_OUTPUTS = 4096
-"""From so many on wide programs are as fast or faster. With 2,880 the processors' last round has too few."""
+"""Number of outputs from which wide programs are not slower.
+
+With 2,880 outputs the last wave of wide programs leaves multiprocessors idle.
+"""
 
 
 def install() -> None:
-    """Let triton_kernels' products of MXFP4 experts run in these shapes.
+    """Let triton_kernels compute GEMMs of MXFP4 experts with ``SHAPES``.
 
-    Before any is compiled: Triton keeps what it compiles by what a kernel calls then."""
-    # The module, not the function in it that has its name.
+    Must run before a kernel is compiled, because Triton caches a kernel with the functions that it
+    called at that time.
+    """
+    # import_module returns the module. The package also has a function of this name.
     matmul_ogs: Any = import_module("triton_kernels.matmul_ogs")
     matmul_ogs.make_opt_flags = with_shapes(matmul_ogs.make_opt_flags)
 
@@ -77,7 +84,7 @@ def install() -> None:
 
 
 def with_shapes(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``make_opt_flags`` for triton_kernels, whose own is called by it."""
+    """Return a replacement of triton_kernels' ``make_opt_flags`` that applies ``SHAPES``."""
 
     @wraps(original)
     def make_opt_flags(
@@ -107,7 +114,7 @@ def with_shapes(original: Callable[..., Any]) -> Callable[..., Any]:
 
         for_many, for_few = SHAPES[flags.block_m]
         shape = for_many if outputs >= MANY_OUTPUTS else for_few
-        # What a kernel is started with besides its own arguments.
+        # Launch options of the kernel, in addition to its arguments.
         launch = {} if shape.registers is None else {"maxnreg": shape.registers}
         return replace(
             flags,
@@ -122,7 +129,7 @@ def with_shapes(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_laid_out_by_us(precision_config: Any) -> bool:
-    """Tell whether a ``PrecisionConfig`` of triton_kernels has scales as ``gptoss_hopper_layout`` keeps them."""
+    """Return True if a ``PrecisionConfig`` has scales in the layout of ``gptoss_hopper_layout``."""
     scales = precision_config.weight_scale
     if scales is None:
         return False
@@ -132,16 +139,17 @@ def is_laid_out_by_us(precision_config: Any) -> bool:
 
 @triton.jit
 def scales_of_program(x, mx_axis: tl.constexpr, num_warps: tl.constexpr):
-    """Return what ``unswizzle_mxfp4_scale_hopper`` of triton_kernels does, in its place, for a program of
-    any number of warps.
+    """Reorder scales, in place of triton_kernels' ``unswizzle_mxfp4_scale_hopper``.
+
+    Unlike the original, it serves programs of any number of warps.
 
     Args:
-        x: uint8 [columns / 32, 32 * blocks], a program's part of a matrix' storage.
-        mx_axis: of the inputs, 1.
-        num_warps: of the program, which does not matter here.
+        x: uint8 [columns / 32, 32 * blocks], a program's part of a matrix's storage.
+        mx_axis: dimension of the inputs, 1.
+        num_warps: warps of the program. Ignored.
 
     Returns:
-        uint8 [columns, blocks], as they are stored.
+        uint8 [columns, blocks], the stored bytes.
     """
     tl.static_assert(mx_axis == 1)
     rows: tl.constexpr = x.shape[0]

@@ -1,23 +1,23 @@
-"""Routing of a decoding step in one kernel, and the sum of a token's experts in a quick one.
+"""Custom kernels for routing in a decoding step and for the sum over a token's experts.
 
-Before the experts of a layer, SGLang 0.5.17 runs nine kernels of triton_kernels on a handful of
-tokens: top-k, the count of every expert's tokens, their order, and the blocks that the products
-take. Behind them a sum over each token's experts runs in programs of 64 tokens by 128 values, too few
-to fill a GPU. On an H100 both took a tenth of a decoding step of 64 requests
-(``benchmarks.sglang decode --profile``). Here one kernel does the first, with a program per expert,
-and one the second, with a program per token. The order of experts and tokens is the same, and so are
-the sums, to the last bit. Gates are summed in another order before they are rounded to the logits'
-dtype.
+Before the experts of a layer, SGLang 0.5.17 runs 9 kernels of triton_kernels on a few tokens:
+top-k, the number of tokens per expert, their order, and the blocks of the GEMMs. After the experts,
+a sum over each token's experts runs in programs of 64 tokens by 128 values, too few to fill a GPU.
+On an H100 both took 10% of a decoding step of 64 requests (``benchmarks.sglang decode --profile``).
+This module replaces the 9 kernels by one with a program per expert, and the sum by one with a
+program per token. The order of experts and tokens is equal, and so are the sums, in every bit. The
+sums of gates have another order before they are rounded to the logits' dtype.
 
-Where an expert's tokens begin depends on all other experts. Programs do not wait for one another:
-each reads all logits and chooses all tokens' experts, on a processor that would have been idle, and
-writes what concerns its own expert. With one program for all, the warps of one processor counted
-along both axes of a table, which took almost three times as long with 256 tokens as with 64.
+The offset of an expert's tokens depends on all other experts. Programs do not wait for each other.
+Each program reads all logits, chooses the experts of all tokens on a multiprocessor that would
+otherwise be idle, and writes only the results of its expert. One program for all experts was
+slower: the warps of one multiprocessor counted along both axes of a table, which took almost 3x as
+long with 256 tokens as with 64.
 
-More tokens than a program can hold, as in a prefill, are routed as before.
+SGLang routes more tokens than a program can hold, as in a prefill.
 """
 
-# Triton reads parameter annotations as its own
+# Triton evaluates parameter annotations, so its kernels have none.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 from collections.abc import Callable
@@ -32,69 +32,78 @@ import triton.language as tl
 from torch import Tensor
 
 LARGEST_TABLE = 8192
-"""Tokens times experts that a program holds in its registers."""
+"""Maximum size, tokens times experts, of the table in a program's registers."""
 FEWEST_ROWS = 8
-"""Of that table: a warp has four threads for each of eight tokens with 32 experts."""
+"""Minimum rows of that table: with 32 experts, a warp has 4 threads for each of 8 tokens."""
 VALUES_OF_A_THREAD = 32
-"""Of that table, at most: all logits of a token with 32 experts, so that its choice needs no other
-thread."""
+"""Maximum table entries per thread.
+
+32 are all logits of a token with 32 experts, so that the choice needs no other thread.
+"""
 BYTES_OF_A_LOAD = 16
-"""The longest that a thread makes."""
+"""Longest load of a thread, in bytes."""
 SMALLEST_BLOCK_LOG2 = 4
 BLOCK_SIZES = 4
-"""Blocks of 16, 32, 64 and 128 tokens: triton_kernels chooses one of these for each product."""
+"""Number of block sizes: 16, 32, 64 and 128 tokens. triton_kernels chooses one for each GEMM."""
 SUMMED_VALUES = 1024
-"""Values of a token that a program sums."""
+"""Values of a token that one program sums."""
 EXPERTS = "gptoss_experts"
-"""The attribute of RoutingData that has ``Routes.experts``, for those who record them."""
+"""Attribute of RoutingData with ``Routes.experts``, for code that records the experts."""
 
 
 @dataclass(frozen=True)
 class Routes:
-    """Which experts take which tokens. An entry is a token and one of its experts: number
-    ``token * top_k + slot``, with a token's experts in rising order."""
+    """Assignment of tokens to experts.
+
+    An entry is a pair of a token and one of its experts. Its number is ``token * top_k + slot``,
+    where the slots of a token are in ascending order of experts.
+    """
 
     experts: Tensor
-    """int32 [tokens, top_k]: each token's, rising."""
+    """int32 [tokens, top_k]: experts of each token, ascending."""
     gates: Tensor
-    """In the logits' dtype, [entries]: softmax over a token's experts, in the order of
-    ``by_expert``."""
+    """[entries] in the logits' dtype: softmax over a token's experts, ordered as ``by_expert``."""
     by_expert: Tensor
-    """int32 [entries]: entries by rising expert, then token."""
+    """int32 [entries]: numbers of entries, sorted by expert, then by token."""
     places: Tensor
-    """int32 [entries]: where each entry stands in ``by_expert``."""
+    """int32 [entries]: position of each entry in ``by_expert``."""
     sizes: Tensor
-    """int32 [experts]: tokens of each expert."""
+    """int32 [experts]: number of tokens of each expert."""
     starts: Tensor
-    """int32 [experts + 1]: where an expert's entries begin in ``by_expert``; last their number."""
+    """int32 [experts + 1]: first position of each expert in ``by_expert``, then the total."""
     block_starts: Tensor
-    """int32 [BLOCK_SIZES, experts + 1]: the number of an expert's first block, if each has whole
-    blocks; last the number of blocks."""
+    """int32 [BLOCK_SIZES, experts + 1]: number of each expert's first block, then the total.
+
+    A block holds tokens of one expert only.
+    """
     schedule: Tensor
-    """int32 [BLOCK_SIZES, most blocks]: of each block, its number within its expert times 65,536
-    plus the expert; -1 behind the last."""
+    """int32 [BLOCK_SIZES, maximum number of blocks]: ``block * 65536 + expert`` of each block.
+
+    ``block`` is its number within the expert. Entries after the last block are -1.
+    """
 
 
 def fits(logits: Tensor) -> bool:
-    """Tell whether a program can hold these logits [tokens, experts]."""
+    """Return True if a program can hold these logits [tokens, experts]."""
     tokens, experts = logits.shape
     rows, columns = _table(tokens, experts)
     return tokens > 0 and rows * columns <= LARGEST_TABLE and logits.stride(1) == 1
 
 
 def _table(tokens: int, experts: int) -> tuple[int, int]:
-    """Return the rows and columns of a program's table."""
+    """Return rows and columns of a program's table."""
     rows = max(FEWEST_ROWS, triton.next_power_of_2(max(tokens, 1)))
     columns = triton.next_power_of_2(experts)
     return rows, columns
 
 
 def _added_in_turn(tokens: int, experts: int, bytes_of_logit: int) -> int:
-    """Return how many neighbouring experts' gates are added one after the other.
+    """Return the number of adjacent experts whose gates are summed sequentially.
 
-    The sums of these groups are then added in halves: the first group's to that of the group in the
-    middle, and so on, until one is left. Neither has to do with how many logits a thread holds today: it
-    is the order of a kernel with one program for all tokens, kept so that gates have the same bits.
+    The sums of these groups are then summed in halves: group 0 with the middle group, and so on,
+    until one sum is left. The number is that of a kernel with one program for all tokens, so that
+    gates have equal bits in both. It does not depend on the number of logits per thread of this
+    kernel.
     """
     rows = max(16, triton.next_power_of_2(tokens))
     columns = triton.next_power_of_2(experts)
@@ -103,17 +112,20 @@ def _added_in_turn(tokens: int, experts: int, bytes_of_logit: int) -> int:
 
 
 def most_blocks(entries: int, experts: int) -> int:
-    """Return into how many blocks of 16 the entries can fall at most."""
+    """Return the maximum number of blocks of 16 that the entries of all experts can occupy."""
     if entries <= experts:
         return entries
     return experts - 1 - ((experts - entries - 1) // (1 << SMALLEST_BLOCK_LOG2))
 
 
 def route(logits: Tensor, top_k: int) -> Routes:
-    """Choose the ``top_k`` experts of each token with the largest logits, of equal ones the first.
+    """Choose the ``top_k`` experts with the largest logits for each token.
+
+    Experts with lower numbers win ties.
 
     Args:
-        logits: [tokens, experts], which ``fits``.
+        logits: [tokens, experts], for which ``fits`` is true.
+        top_k: experts per token.
     """
     tokens, experts = logits.shape
     entries = tokens * top_k
@@ -133,7 +145,7 @@ def route(logits: Tensor, top_k: int) -> Routes:
     )
     warps = max(1, rows * columns // (32 * VALUES_OF_A_THREAD))
     threads_of_token = max(1, 32 * warps // rows)
-    # One program more than experts, for what is behind the last one.
+    # One more program than experts. It writes the totals after the last expert.
     _route_kernel[(experts + 1,)](
         logits,
         logits.stride(0),
@@ -154,8 +166,8 @@ def route(logits: Tensor, top_k: int) -> Routes:
         WIDTH=min(columns, threads_of_token * BYTES_OF_A_LOAD // logits.element_size()),
         CHOICES=triton.next_power_of_2(top_k),
         ADDED_IN_TURN=_added_in_turn(tokens, experts, logits.element_size()),
-        # Both follow from the rows: a server meets all numbers of tokens, and a program is compiled
-        # for a second or more.
+        # Both are computed from the padded number of rows, because a server sees every number of
+        # tokens and compiling a program takes at least 1 s.
         BLOCKS=triton.next_power_of_2(most_blocks(rows * top_k, experts)),
         BLOCKS_OF_EXPERT=triton.cdiv(rows, 1 << SMALLEST_BLOCK_LOG2),  # an expert has a token once
         SMALLEST_BLOCK_LOG2=SMALLEST_BLOCK_LOG2,
@@ -191,15 +203,15 @@ def _route_kernel(
     SMALLEST_BLOCK_LOG2: tl.constexpr,
     BLOCK_SIZES: tl.constexpr,
 ):
-    # The expert whose entries this program writes. The last program has none: what it finds before it
-    # are the totals.
+    # Expert whose entries this program writes. The last program has none: its sums over all experts
+    # before it are the totals.
     own = tl.program_id(0)
     token = tl.arange(0, TOKENS)
     is_token = token < tokens
 
-    # [tokens, chunks, experts of a chunk]: what neighbouring threads load at once is the chunk, and
-    # Triton gives a warp the chunks of other tokens before it gives it others of the same. So with
-    # enough tokens a thread has all logits of one, and the largest of them needs no other thread.
+    # [tokens, chunks, experts of a chunk]: a chunk is the load of adjacent threads. Triton assigns
+    # the chunks of different tokens to a warp first, then further chunks of the same tokens. With
+    # enough tokens a thread therefore holds all logits of one token and finds their maximum alone.
     chunk = tl.arange(0, COLUMNS // WIDTH)[None, :, None]
     column = chunk * WIDTH + tl.arange(0, WIDTH)[None, None, :]
     inside = is_token[:, None, None]
@@ -210,9 +222,9 @@ def _route_kernel(
     value = value.to(tl.float32)
     own_value = tl.load(rows + own, mask=is_token & (own < EXPERTS), other=0.0).to(tl.float32)
 
-    # Numbers that rise as the logits do, and of equal ones with the first expert: bits of a float,
-    # all of them turned over if it is negative, otherwise its sign alone. Those of a bf16 are the
-    # upper half of a register, which has room for the expert.
+    # Integers in the order of the logits. Ties rise with lower expert numbers. The key is the bits
+    # of the float: all inverted if it is negative, otherwise only the sign. A bf16 occupies the
+    # upper half of 32 bits, so the lower half can hold the expert.
     bits = value.to(tl.int32, bitcast=True)
     rising = (bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True)
     first_is_larger = (COLUMNS - column).to(tl.uint32)
@@ -223,8 +235,8 @@ def _route_kernel(
     if EXPERTS < COLUMNS:
         number = tl.where(inside, number, 0)
 
-    # Less the best, what is as large or larger is near zero, and what is smaller wraps around to the
-    # largest numbers, the next best to the largest of all. So nothing has to be taken out.
+    # Subtract the best: equal and larger numbers become small, and smaller numbers wrap around to
+    # the largest numbers, of which the next best is the maximum. Chosen experts need no removal.
     best = tl.max(tl.max(number, 2), 1)
     choice = tl.arange(0, CHOICES)[:, None]
     bests = tl.zeros((CHOICES, TOKENS), dtype=number.dtype) + best[None, :]
@@ -234,7 +246,7 @@ def _route_kernel(
     chosen = COLUMNS - (bests & 0xFFFF).to(tl.int32)
     is_choice = (choice < TOP_K) & is_token[None, :]
 
-    # A token has an expert once, and its entries are in rising order of experts.
+    # A token has an expert at most once, and its entries are in ascending order of experts.
     takes = tl.sum((is_choice & (chosen == own)).to(tl.int32), 0)
     slot = tl.sum((is_choice & (chosen < own)).to(tl.int32), 0)
 
@@ -242,8 +254,8 @@ def _route_kernel(
     raised = tl.exp(value - largest[:, None, None])
     raised = tl.where(number >= best[:, None, None], raised, 0.0)
     total = _add_groups(raised, TOKENS, COLUMNS, ADDED_IN_TURN)
-    # The sum has a one, of the largest logit itself. In rows behind the last token it is not a number,
-    # and nothing of them is stored.
+    # The sum contains a 1 for the largest logit. In rows after the last token it is NaN, and these
+    # rows are not stored.
     gate = tl.exp(own_value - largest) / tl.maximum(total, 1.0)
 
     size = tl.histogram(tl.ravel(chosen), COLUMNS, mask=tl.ravel(is_choice))
@@ -282,7 +294,7 @@ def _route_kernel(
 
 @triton.jit
 def _add_groups(table, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ADDED_IN_TURN: tl.constexpr):
-    """Add up a table's rows in the order that ``_added_in_turn`` tells. Returns [rows]."""
+    """Sum each row of a table in the order of ``_added_in_turn``. Returns [rows]."""
     GROUPS: tl.constexpr = COLUMNS // ADDED_IN_TURN
     sums = tl.sum(tl.reshape(table, (ROWS, GROUPS, ADDED_IN_TURN)), 2)
     for halving in tl.static_range(1, GROUPS.bit_length()):
@@ -291,11 +303,11 @@ def _add_groups(table, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ADDED_IN_TURN:
 
 
 def sum_experts(outputs: Tensor, sums: Tensor) -> None:
-    """Add up what a token's experts have computed, in fp32, one after the other.
+    """Sum the outputs of a token's experts in fp32, sequentially.
 
     Args:
         outputs: [tokens, top_k, width], contiguous.
-        sums: [tokens, width], contiguous; is written, rounded to its dtype.
+        sums: [tokens, width], contiguous, is written. Rounded to its dtype.
     """
     tokens, top_k, width = outputs.shape
     grid = (tokens, triton.cdiv(width, SUMMED_VALUES))
@@ -314,14 +326,14 @@ def _sum_kernel(outputs, sums, width, TOP_K: tl.constexpr, VALUES: tl.constexpr)
     tl.store(sums + token * width + value, total.to(sums.dtype.element_ty), mask=inside)
 
 
-# -- SGLang's and triton_kernels' functions ---------------------------------------------------------
+# -- functions of SGLang and triton_kernels --------------------------------------------------------
 
 
 def install() -> None:
     """Let SGLang's layers route and sum with these kernels."""
     from sglang.srt.layers.moe import topk
 
-    # The module, not the function in it that has its name.
+    # import_module returns the module. The package also has a function of this name.
     matmul_ogs: Any = import_module("triton_kernels.matmul_ogs")
 
     topk.routing = quick_routing(topk)
@@ -329,12 +341,12 @@ def install() -> None:
 
 
 def quick_routing(topk: Any) -> Callable[..., Any]:
-    """Return a ``routing`` for SGLang's module ``topk``, whose own is called where it has to."""
+    """Return a replacement of ``routing`` in SGLang's module ``topk``. It may call the original."""
     original = topk.routing
 
     @wraps(original)
     def routing(logits: Tensor, n_expts_act: int, **options: Any) -> Any:
-        # Gates that are a softmax over all experts, and routes from elsewhere, are not for here.
+        # The kernel has no softmax over all experts and cannot take given routes.
         is_plain = not options.get("sm_first") and options.keys() <= {"sm_first"}
         if not is_plain or not fits(logits):
             return original(logits, n_expts_act, **options)
@@ -344,7 +356,7 @@ def quick_routing(topk: Any) -> Callable[..., Any]:
 
 
 def as_routing_data(topk: Any, routes: Routes, top_k: int) -> tuple[Any, Any, Any]:
-    """Return what triton_kernels' products take."""
+    """Return routes as the arguments of triton_kernels' GEMMs: (routing data, gather, scatter)."""
     from triton_kernels.tensor import RaggedTensorMetadata
 
     metadata = RaggedTensorMetadata(
@@ -358,7 +370,7 @@ def as_routing_data(topk: Any, routes: Routes, top_k: int) -> tuple[Any, Any, An
 
 
 def quick_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``reduce`` for triton_kernels' products, whose own is called for what is no plain sum."""
+    """Return a replacement of triton_kernels' ``reduce``. It calls the original for other sums."""
 
     @wraps(original)
     def reduce(x: Tensor, dim: int, **options: Any) -> Any:
@@ -370,8 +382,8 @@ def quick_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
             and sums is not None
             and sums.is_contiguous()
             and x.dtype == sums.dtype == torch.bfloat16
-            # Of bf16 nothing is scaled; and the mask hides entries of tokens that are not there,
-            # which SGLang has none of.
+            # bf16 outputs have no scales. The mask of ``reduce`` hides entries of missing tokens,
+            # which do not occur in SGLang.
             and options.get("scale") is None
             and options.get("x_mxscale") is None
             and not options.get("y_has_mx")

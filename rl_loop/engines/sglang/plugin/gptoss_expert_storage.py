@@ -1,7 +1,8 @@
 """The experts of one layer in the memory that a server computes with.
 
-Tensors by Hugging Face's names are cut for a tensor-parallel rank, written into the layouts of
-``gptoss_hopper_layout``, and read back as they came. Neither SGLang nor triton_kernels is needed.
+Tensors with Hugging Face's names are sharded for a tensor-parallel rank, written into the layouts
+of ``gptoss_hopper_layout``, and read back in their original format. This module needs neither
+SGLang nor triton_kernels.
 """
 
 from dataclasses import dataclass
@@ -11,10 +12,13 @@ import torch
 from torch import Tensor
 
 BLOCK = 32
-"""Values that share a scale."""
+"""Number of values that share a scale."""
 LARGEST_SCALE = 128
-"""A scale byte e means 2^(e - 127); with larger ones ``gptoss_expert_values`` would make infinities. Values up
-to 12 are far above what weights are."""
+"""Largest accepted scale byte. A byte e means the scale 2^(e - 127).
+
+``gptoss_expert_values`` would turn larger bytes into infinities. This byte allows values up to 12,
+far above real weights.
+"""
 SOURCES = {
     "w13_weight": "gate_up_proj_blocks",
     "w13_weight_scale": "gate_up_proj_scales",
@@ -23,26 +27,31 @@ SOURCES = {
     "w2_weight_scale": "down_proj_scales",
     "w2_weight_bias": "down_proj_bias",
 }
-"""SGLang's name of a tensor of the experts -> Hugging Face's. The trainer's side has the same table
-(``server_layout``), which this process cannot import."""
+"""Hugging Face's name by SGLang's name of an expert tensor.
+
+The trainer's side has an equal table (``server_layout``), which this process cannot import.
+"""
 
 
 class WrongWeights(ValueError):
-    """A sync brought something else than the server's model has; the message names the tensor."""
+    """A tensor of a sync does not fit the server's model. The message names the tensor."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What a tensor-parallel rank holds of the experts' intermediate size."""
+    """A tensor-parallel rank's part of the experts' intermediate size: [first, last)."""
 
     first: int
     last: int
-    """One behind it."""
+    """End of the part, exclusive."""
     is_first_rank: bool
 
     @classmethod
     def of(cls, rank: int, ranks: int, intermediate_size: int) -> "Shard":
-        """Cut whole blocks, as ``GptOssForCausalLM._load_mxfp4_experts_weights`` does."""
+        """Return a rank's part, in whole blocks.
+
+        Equal to that of SGLang's ``GptOssForCausalLM._load_mxfp4_experts_weights``.
+        """
         per_rank = -(-intermediate_size // BLOCK // ranks) * BLOCK
         return cls(
             first=min(rank * per_rank, intermediate_size),
@@ -51,48 +60,57 @@ class Shard:
         )
 
     def cut(self, source: str, whole: Tensor) -> Tensor:
-        """Return this rank's part of a tensor by the end of its Hugging Face name; blocks as
-        [experts, rows, bytes]."""
+        """Return this rank's part of a tensor.
+
+        Args:
+            source: end of the tensor's Hugging Face name.
+            whole: tensor of all ranks.
+
+        Returns:
+            The part. Blocks are flattened to [experts, rows, bytes].
+        """
         if source.endswith("_blocks"):
             whole = whole.flatten(-2)
         if source.startswith("gate_up"):
-            # Rows of gate and up take turns.
+            # Rows of gate and up alternate.
             return whole[:, 2 * self.first : 2 * self.last]
 
         if source == "down_proj_bias":
-            # The ranks' outputs are added up.
+            # The outputs of the ranks are summed, so only one rank adds the bias.
             return whole if self.is_first_rank else torch.zeros_like(whole)
 
-        # Inputs are split: a byte of blocks has two of them, a scale 32.
+        # Inputs are sharded. A byte of blocks holds 2 of them, a scale belongs to 32.
         columns = 2 if source.endswith("_blocks") else BLOCK
         return whole[:, :, self.first // columns : self.last // columns]
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of one layer on this rank, and where they are kept.
+    """The experts of one layer on this rank, and their memory.
 
-    The memory of ``storage`` never changes: CUDA graphs read it.
+    Addresses in ``storage`` never change, because CUDA graphs contain them.
     """
 
     prefix: str
-    """Of the names of their tensors, such as "model.layers.0.mlp.experts."."""
+    """Name prefix of their tensors, such as "model.layers.0.mlp.experts."."""
     storage: dict[str, Tensor]
-    """By SGLang's name. Of values and scales [experts, *storage shape], contiguous uint8; of biases
-    fp32."""
+    """Memory by SGLang's name.
+
+    Values and scales: contiguous uint8 [experts, *storage shape]. Biases: fp32.
+    """
     shard: Shard
     intermediate_size: int
-    """Of the whole model."""
+    """Intermediate size of the whole model."""
     hidden_size: int
     padded_intermediate_size: int
-    """On this rank, as SGLang pads it."""
+    """Intermediate size on this rank, with SGLang's padding."""
 
     @property
     def count(self) -> int:
         return len(self.storage["w13_weight"])
 
     def whole_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of Hugging Face's tensor."""
+        """Return the shape of the Hugging Face tensor."""
         rows, inputs = 2 * self.intermediate_size, self.hidden_size
         if name.startswith("w2"):
             rows, inputs = self.hidden_size, self.intermediate_size
@@ -103,21 +121,25 @@ class Experts:
         return self.count, rows, inputs // BLOCK, BLOCK // 2
 
     def shape(self, name: str, *, padded: bool = False) -> tuple[int, int]:
-        """Return rows and inputs on this rank of a matrix, without or with SGLang's padding."""
+        """Return rows and inputs of this rank's matrix, without or with SGLang's padding."""
         inner = self.padded_intermediate_size if padded else self.shard.last - self.shard.first
         if name.startswith("w2"):
             return self.hidden_size, inner
         return 2 * inner, self.hidden_size
 
     def load(self, name: str, whole: Tensor) -> Tensor | None:
-        """Write a tensor to where the server computes with it, without waiting until the GPU has.
+        """Write a tensor into the memory that the server computes with. Does not wait for the GPU.
+
+        Args:
+            name: SGLang's name of the tensor.
+            whole: tensor of all ranks.
 
         Returns:
-            Of scales the largest byte, uint8 without dimensions on the storage's device, which must not be
-            above ``LARGEST_SCALE``. None of other tensors.
+            For scales: the largest byte, a uint8 scalar on the device of the storage. The caller
+            checks that it is at most ``LARGEST_SCALE``. For other tensors: None.
 
         Raises:
-            WrongWeights: if its shape or dtype is another.
+            WrongWeights: if shape or dtype differ from the model's.
         """
         source = SOURCES[name]
         is_bias = name.endswith("_bias")
@@ -132,7 +154,7 @@ class Experts:
         storage = self.storage[name]
         whole = whole.to(storage.device)
         part = self.shard.cut(source, whole)
-        # Padding, too: memory that a sleeping server gave back comes back with anything in it.
+        # Also write the padding: the memory of a server that slept comes back with arbitrary bytes.
         if is_bias:
             storage.zero_()
             storage[:, : part.shape[1]].copy_(part)
@@ -145,9 +167,13 @@ class Experts:
         return None
 
     def read(self, name: str) -> tuple[Tensor, int]:
-        """Return this rank's part of a tensor as it came, and how many elements of its padding are
-        not what ``load`` writes there."""
-        # Not from a copy that was kept: what is hashed has to be what the kernels compute with.
+        """Return this rank's part of a tensor in its original format, and count stale padding.
+
+        Returns:
+            The part, and the number of padding elements that differ from those that ``load``
+            writes.
+        """
+        # Read from the kernels' memory, not from a copy, because the hash must cover that memory.
         storage = self.storage[name]
         rows, inputs = self.shape(name)
         if name.endswith("_bias"):

@@ -1,19 +1,21 @@
-"""Values of MXFP4 experts, as products on Hopper GPUs make them whenever they read a matrix.
+"""Decoding of MXFP4 experts to bf16 in GEMMs on Hopper GPUs.
 
-Shifts and masks take the codes of a word of ``gptoss_hopper_layout`` apart into numbers of bf16's smallest
-exponents. In triton_kernels 3.6 a multiplication by 2^126 makes values of these, and one by 2^(e - 127), for
-a block's scale byte e, what the product needs. Both factors are powers of two, and so is their product
-2^(e - 1), which bf16 has for every e up to 128: one multiplication, and the same bits.
+Shifts and masks turn the codes in a word of ``gptoss_hopper_layout`` into bf16 numbers with the
+smallest exponents. Then triton_kernels 3.6 multiplies twice: by 2^126, which gives the values, and
+by 2^(e - 127), where e is the block's scale byte. Both factors are powers of two. Their product
+2^(e - 1) is a bf16 number for every e up to 128. Therefore this module multiplies once, with the
+same bits as result.
 
-Bits of a word, and bytes of scales, lie where they are soon in place, too. Eight codes take 13 instructions,
-with triton_kernels' words 15 and with its two multiplications 19, and four factors 4 instead of 6.
+The layout puts bits of words and bytes of scales where decoding needs few instructions: 13 for 8
+codes, compared with 15 for triton_kernels' words and 19 with its two multiplications. Four scale
+factors take 4 instructions instead of 6.
 
-Scale bytes above 128, for which 2^(e - 1) is infinite, are refused when a sync ends, before anything is
-computed with them (``gptoss_synced_model``). With byte 0 triton_kernels makes a zero of every value, here
-they are what they mean, at most 6 * 2^-127.
+Scale bytes above 128, for which 2^(e - 1) is infinite, are rejected at the end of a sync, before
+anything is computed with them (``gptoss_synced_model``). For scale byte 0 triton_kernels returns
+zeros. This module returns the represented values, at most 6 * 2^-127.
 """
 
-# Triton reads parameter annotations as its own
+# Triton evaluates parameter annotations, so its kernels have none.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 from importlib import import_module
@@ -35,34 +37,40 @@ UNPACK = tl.constexpr("""{
     and.b32 bit, bit, 0x01000100;
     or.b32 $3, moved, bit;
 }""")
-"""A word of eight codes, $4, into four pairs of bf16 numbers: in each half of the word the mask takes a sign
-and the lowest three bits of exponent and mantissa. Those of the second pair, rotated by 4, all lie inside the
-word's shift by 4; those of the fourth pair lie in two parts where the others leave room."""
+"""PTX: a word of 8 codes, $4, to four pairs of bf16 numbers.
+
+In each half of the word the mask selects a sign and the lowest three bits of exponent and mantissa.
+The second pair, rotated by 4, lies entirely within the word shifted by 4. The fourth pair is in two
+parts, in the bits that the other pairs do not use.
+"""
 FACTORS = tl.constexpr("""{
     prmt.b32 $0, $2, 0, 0x5140;
     shl.b32 $0, $0, 7;
     prmt.b32 $1, $2, 0, 0x7362;
     shl.b32 $1, $1, 7;
 }""")
-"""Four scales' bytes of storage, $2, into two pairs of bf16 numbers 2^(e - 1), whose exponents these bytes are:
-first those of bytes 0 and 1, then those of 2 and 3."""
+"""PTX: 4 stored scale bytes, $2, to two pairs of bf16 numbers 2^(e - 1).
+
+The stored bytes are the exponents of these numbers. First pair: bytes 0 and 1. Second pair: bytes 2
+and 3.
+"""
 
 
 def install() -> None:
-    """Let triton_kernels' products make their values like this, which no others find in our layouts."""
+    """Let triton_kernels' GEMMs decode with ``scaled_values``, which the plugin's layout needs."""
     products: Any = import_module("triton_kernels.matmul_ogs_details._matmul_ogs")
-    # The kernel looks it up when it is compiled, which nobody has done yet.
+    # The kernel looks the function up when it is compiled, which has not happened yet.
     products.mxfp4_to_bf16_triton = scaled_values
 
 
 @triton.jit
 def scaled_values(x, scale, mx_axis: tl.constexpr):
-    """Return what ``mxfp4_to_bf16_triton`` of triton_kernels does, in its place.
+    """Decode and scale values, in place of triton_kernels' ``mxfp4_to_bf16_triton``.
 
     Args:
-        x: uint8 [rows / 4, 2 * inputs], a block of a matrix' storage.
+        x: uint8 [rows / 4, 2 * inputs], a block of a matrix's storage.
         scale: uint8 [rows, inputs / 32].
-        mx_axis: of the inputs, 1.
+        mx_axis: dimension of the inputs, 1.
 
     Returns:
         bf16 [rows, inputs].
@@ -76,7 +84,7 @@ def scaled_values(x, scale, mx_axis: tl.constexpr):
         is_pure=True,
         pack=4,
     )
-    # The pairs of a word, one after the other.
+    # Join the pairs of each word, in sequence.
     x = tl.join(first, second)
     x = x.reshape(x.shape[0], x.shape[1] // 4, 4, x.shape[2])
     x = x.trans(0, 1, 3, 2)
@@ -99,8 +107,10 @@ def scaled_values(x, scale, mx_axis: tl.constexpr):
 
 @triton.jit
 def _in_order(x):
-    """Bring values of the storage's order, [rows / 4, 4 * inputs], into the matrix', as
-    ``_unshuffle_triton`` of triton_kernels does."""
+    """Reorder values from the storage's order, [rows / 4, 4 * inputs], to the matrix's order.
+
+    Equal to ``_unshuffle_triton`` of triton_kernels.
+    """
     quarter: tl.constexpr = x.shape[0]
     values: tl.constexpr = x.shape[1]
     x = x.reshape(quarter // 4, 4, values // 256, 2, 4, 8, 2, 2)

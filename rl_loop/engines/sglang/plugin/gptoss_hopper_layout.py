@@ -1,30 +1,33 @@
-"""Where servers keep MXFP4 matrices for Hopper's tensor cores, written and read in place.
+"""Memory layouts of MXFP4 matrices for Hopper's tensor cores, written and read in place.
 
-These are nearly the layouts ``HopperMXValueLayout(mx_axis=1)`` and ``HopperMXScaleLayout(mx_axis=1,
-num_warps=4)`` of triton_kernels 3.6. Inside a word of values the bits lie where fewer instructions make
-numbers of them, and scales are those numbers' exponents (``gptoss_expert_values``); everything else is the
-same. SGLang makes triton_kernels' layouts (with 8 warps) of whole layers, in a dozen passes over memory
-that need several times the layer. Here a matrix goes into memory that exists, once per byte, and every
-byte of that memory is written, padding too. ``gptoss_mxfp4_experts`` compares both when a server
-starts.
+They are close to ``HopperMXValueLayout(mx_axis=1)`` and ``HopperMXScaleLayout(mx_axis=1,
+num_warps=4)`` of triton_kernels 3.6, with two differences: the order of bits in a word of values,
+which needs fewer instructions to decode, and scales, which are stored as exponents of bf16 numbers
+(``gptoss_expert_values``).
 
-A matrix has ``rows`` outputs, each of ``row_bytes`` bytes of two codes along the inputs.
+SGLang creates triton_kernels' layouts, with 8 warps, of whole layers, in about 12 passes over
+memory that need several times the size of the layer. The functions below write a matrix into
+existing memory once per byte. They write every byte of that memory, including padding.
+``gptoss_mxfp4_experts`` compares both layouts when a server starts.
+
+A matrix has ``rows`` outputs. A row has ``row_bytes`` bytes of two codes along the inputs.
 
 Values: both sizes are padded with zeros to multiples of 64. The storage has a quarter of the rows,
-each four times as long, in 32-bit words of 4 x 2 codes whose bits change places (``_spread``). Word
-(R, C) of the storage has the codes of the bytes
+each four times as long, in 32-bit words of 4 x 2 codes, whose bits are permuted (``_spread``). Word
+(R, C) of the storage contains the codes of the bytes
 
     A[m, k], A[m + 8, k], A[m, k + 4], A[m + 8, k + 4]
     m = 16 (R / 4) + 2 (R % 4) + (C / 16) % 2
     k = 32 (C / 32) + 8 (C % 4) + (C / 4) % 4
 
-Scales: rows are padded to multiples of 256, columns to even numbers, with zeros. Scale (m, k) with
-m = 128 a + 64 b + 16 w + 8 c + d and k = 2 e + f is byte ((((2 e + b) 8 + d) 2 + f) 2 + c) of row
-4 a + w. triton_kernels pads to multiples of 128; with 256 a program that multiplies with 256 rows at
-a time stays inside. The byte is the scale's plus ``SCALE_BIAS``, modulo 256.
+Scales: rows are padded with zeros to multiples of 256, columns to even numbers. With m = 128 a + 64
+b + 16 w + 8 c + d and k = 2 e + f, scale (m, k) is byte ((((2 e + b) 8 + d) 2 + f) 2 + c) of row 4
+a + w. triton_kernels pads to multiples of 128. With 256, a program that multiplies 256 rows at a
+time does not read outside the storage. The stored byte is the scale byte plus ``SCALE_BIAS``,
+modulo 256.
 """
 
-# Triton reads parameter annotations as its own
+# Triton evaluates parameter annotations, so its kernels have none.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 import torch
@@ -33,21 +36,26 @@ import triton.language as tl
 from torch import Tensor
 
 VALUE_ALIGNMENT = 64
-"""Rows, and bytes of a row, are padded to multiples of it."""
+"""Rows, and bytes per row, are padded to multiples of this number."""
 SCALE_WARPS = 4
-"""Of a program for which scales are laid out. Those of more warps can read them, too, if they know it
-(``gptoss_expert_products``)."""
+"""Number of warps of a program for which scales are laid out.
+
+Programs with more warps can read them with ``scales_of_program`` (``gptoss_expert_products``).
+"""
 SCALE_ROWS = 256
-"""Rows of scales are padded to multiples of it, the most that a program multiplies with."""
+"""Rows of scales are padded to multiples of this number, the maximum rows of a program."""
 SCALE_BIAS = 126
-"""A scale byte e means 2^(e - 127), and the factor of a value is 2^(e - 1): of that number's bf16 exponent the
-byte in storage."""
+"""Difference between stored and original scale bytes.
+
+A scale byte e means 2^(e - 127), and the factor of a value is 2^(e - 1). The stored byte is the
+exponent of that bf16 factor.
+"""
 NEUTRAL_SCALE = 127
-"""2 ** 0, which SGLang puts beside the scales of a matrix that it pads itself."""
+"""2 ** 0, the scale with which SGLang pads matrices."""
 ROTATIONS = (0, 4, 10)
-"""Of the first three of a word's bytes."""
+"""Rotations to the right, in bits, of the first three bytes of a word."""
 WORDS = 1024
-"""Words that a program of the kernels takes."""
+"""Words per program of the kernels."""
 
 
 def value_storage_shape(rows: int, row_bytes: int) -> tuple[int, int]:
@@ -71,9 +79,9 @@ def swizzle_values(packed: Tensor, storage: Tensor) -> None:
     """Write matrices into their storage.
 
     Args:
-        packed: uint8 [experts, rows, row_bytes], of any strides but bytes of a row side by side.
-        storage: uint8 [experts, *value_storage_shape], contiguous; all of it is written. It may
-            be of larger matrices, to which ``packed`` is padded with zeros.
+        packed: uint8 [experts, rows, row_bytes], any strides, but bytes of a row must be adjacent.
+        storage: uint8 [experts, *value_storage_shape], contiguous. All bytes are written. It may be
+            the storage of larger matrices, to which ``packed`` is padded with zeros.
     """
     if storage.is_cuda:
         _launch(_swizzle_kernel, packed, storage, packed)
@@ -83,8 +91,8 @@ def swizzle_values(packed: Tensor, storage: Tensor) -> None:
     padded = packed.new_zeros(experts, storage.shape[1] * 4, storage.shape[2] // 4)
     padded[:, :rows, :row_bytes] = packed
 
-    # The formulas at the top of this file, as digits of the row m and the byte k:
-    #     m = 16 m2 + 8 upper + 2 pair + odd        upper and right: which of a word's four bytes
+    # The formulas of the module's docstring, as digits of the row m and the byte k:
+    #     m = 16 m2 + 8 upper + 2 pair + odd        (right, upper) is the byte within a word
     #     k = 32 k2 + 8 octet + 4 right + byte
     # -> [experts, m2, upper, pair, odd, k2, octet, right, byte]
     bytes_of = padded.view(experts, -1, 2, 4, 2, padded.shape[2] // 32, 4, 2, 4)
@@ -100,8 +108,13 @@ def swizzle_values(packed: Tensor, storage: Tensor) -> None:
 def unswizzle_values(storage: Tensor, rows: int, row_bytes: int) -> tuple[Tensor, int]:
     """Read matrices back.
 
+    Args:
+        storage: uint8 [experts, *value_storage_shape].
+        rows: rows of the matrices.
+        row_bytes: bytes per row.
+
     Returns:
-        uint8 [experts, rows, row_bytes], and how many bytes of padding are not zero.
+        uint8 [experts, rows, row_bytes], and the number of padding bytes that are not zero.
     """
     experts = len(storage)
     packed = storage.new_empty(experts, rows, row_bytes)
@@ -110,7 +123,7 @@ def unswizzle_values(storage: Tensor, rows: int, row_bytes: int) -> tuple[Tensor
         _launch(_unswizzle_kernel, packed, storage, stale)
         return packed, int(stale)
 
-    # int64, so that shifts bring in zeros and not copies of a sign
+    # int64, because shifts of int32 would copy the sign bit.
     word = storage.view(torch.int32).long() & 0xFFFFFFFF
     bytes_of = torch.stack([_gather(word, place) for place in range(4)], -1).to(torch.uint8)
 
@@ -122,20 +135,25 @@ def unswizzle_values(storage: Tensor, rows: int, row_bytes: int) -> tuple[Tensor
     padded = bytes_of.permute(0, 1, 8, 2, 4, 3, 6, 7, 5).reshape(experts, -1, row_words)
     packed.copy_(padded[:, :rows, :row_bytes])
 
-    # What is not zero outside the matrix was not written by swizzle_values.
+    # swizzle_values writes zeros outside the matrix, so other bytes there are stale.
     stale_bytes = int(padded.count_nonzero()) - int(packed.count_nonzero())
     return packed, stale_bytes
 
 
-# Every byte of a word is two codes, each a sign and three bits. As numbers these have, in each half of the
-# word, the places that a sign and the last bits of exponent and first of the mantissa have in a bf16: bits
-# 15, 8, 7 and 6. The first three bytes' numbers are rotated by 0, 4 and 10 bits to the right, so that a
-# rotation and a mask make two bf16 numbers of them. That leaves bits 10, 9, 1 and 0 of each half for the
-# fourth byte, of which bit 8 goes 2 bits to the left and the rest 6 to the right.
+# A byte of a word holds two codes, each a sign and three bits. In the two halves of a 32-bit number
+# the codes occupy the bits of bf16's sign, lowest two exponent bits and highest mantissa bit: 15,
+# 8, 7 and 6. The numbers of the first three bytes are rotated right by 0, 4 and 10 bits, so that a
+# rotation and a mask decode two bf16 numbers. This leaves bits 10, 9, 1 and 0 of each half for the
+# fourth byte: its bit 8 moves 2 bits to the left, its other bits 6 to the right.
 
 
 def _spread(byte: Tensor, place: int) -> Tensor:
-    """Return where the bits of a word's byte number ``place`` go, int64."""
+    """Return the bits of a byte at their positions in the word, int64.
+
+    Args:
+        byte: int64 byte values.
+        place: index of the byte in the word, 0 to 3.
+    """
     number = ((byte & 8) << 12) | ((byte & 7) << 6) | ((byte & 0x80) << 24) | ((byte & 0x70) << 18)
     if place == 3:
         return ((number & 0x80C080C0) >> 6) | ((number & 0x01000100) << 2)
@@ -143,14 +161,14 @@ def _spread(byte: Tensor, place: int) -> Tensor:
 
 
 def _gather(word: Tensor, place: int) -> Tensor:
-    """Invert ``_spread``."""
+    """Invert ``_spread``: return byte number ``place`` of a word."""
     if place == 3:
         return _byte_of(((word << 6) & 0x80C080C0) | ((word >> 2) & 0x01000100))
     return _byte_of(_rotated(word, ROTATIONS[place]))
 
 
 def _byte_of(number: Tensor) -> Tensor:
-    """Return the byte whose bits are in the places of a bf16 number, whatever is in others."""
+    """Return the byte whose codes are at the bf16 positions of a number. Other bits are ignored."""
     low = ((number >> 12) & 8) | ((number >> 6) & 7)
     return low | ((number >> 24) & 0x80) | ((number >> 18) & 0x70)
 
@@ -161,18 +179,18 @@ def _rotated(word: Tensor, bits: int) -> Tensor:
 
 
 def _as_int32(word: Tensor) -> Tensor:
-    """Return the signed numbers with the same 32 bits."""
+    """Return signed numbers with the same 32 bits."""
     return (word - ((word >> 31) << 32)).to(torch.int32)
 
 
 def in_our_words(storage: Tensor) -> Tensor:
-    """Return the storage of values that triton_kernels makes with the bits of every word where ours are.
+    """Convert values in triton_kernels' layout to the bit order of this module.
 
     Args:
         storage: uint8 [..., bytes of a row], contiguous.
     """
     word = storage.view(torch.int32).long() & 0xFFFFFFFF
-    # There numbers lie 0, 3 and 6 bits lower, and the fourth's bits where those leave room.
+    # There the numbers are 0, 3 and 6 bits lower, and the fourth number fills the remaining bits.
     fourth = ((word << 1) & 0x80008000) | ((word >> 3) & 0x01800180) | ((word >> 7) & 0x00400040)
     numbers = (word, word << 3, word << 6, fourth)
     ours = torch.zeros_like(word)
@@ -184,8 +202,15 @@ def in_our_words(storage: Tensor) -> Tensor:
 def _launch(kernel, packed: Tensor, storage: Tensor, result: Tensor) -> None:
     """Run a kernel over all words of ``storage``.
 
-    ``result`` is the kernel's third argument: where ``_unswizzle_kernel`` counts stale bytes. The
-    other kernel ignores it, and is given any pointer."""
+    Args:
+        kernel: ``_swizzle_kernel`` or ``_unswizzle_kernel``.
+        packed: uint8 [experts, rows, row_bytes].
+        storage: uint8 [experts, *value_storage_shape], contiguous.
+        result: counter of stale bytes for ``_unswizzle_kernel``. The other kernel ignores it.
+
+    Raises:
+        ValueError: if the strides are not supported.
+    """
     experts, rows, row_bytes = packed.shape
     if packed.stride(2) != 1 or not storage.is_contiguous():
         raise ValueError(
@@ -214,7 +239,7 @@ def _launch(kernel, packed: Tensor, storage: Tensor, result: Tensor) -> None:
 
 @triton.jit
 def _place_in_matrix(word, row_words):
-    """Return the row and byte of a storage word's first byte in the matrix."""
+    """Return the matrix row and byte of the first byte of a storage word."""
     storage_row = word // row_words
     column = word % row_words
     row = (storage_row // 4) * 16 + (storage_row % 4) * 2 + (column // 16) % 2
@@ -235,7 +260,7 @@ def _swizzle_kernel(
     count,
     WORDS: tl.constexpr,
 ):
-    # Grid: words of a matrix, experts. Each program gathers the four bytes of its words.
+    # Grid: words of a matrix, experts. A program gathers the four bytes of each of its words.
     expert = tl.program_id(1).to(tl.int64)
     word = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
     inside = word < count
@@ -274,8 +299,7 @@ def _unswizzle_kernel(
     count,
     WORDS: tl.constexpr,
 ):
-    # As above, the other way. Padding is not written anywhere, but its bytes that are not zero are
-    # counted.
+    # The inverse of _swizzle_kernel. Padding is not returned, but its nonzero bytes are counted.
     expert = tl.program_id(1).to(tl.int64)
     word = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
     inside = word < count
@@ -312,8 +336,8 @@ def swizzle_scales(scales: Tensor, padded_shape: tuple[int, int], storage: Tenso
 
     Args:
         scales: uint8 [experts, rows, blocks].
-        padded_shape: rows and blocks to which SGLang pads the matrix, with neutral scales.
-        storage: uint8 [experts, *scale_storage_shape(*padded_shape)], contiguous; all of it is
+        padded_shape: rows and blocks to which SGLang pads the matrix, with ``NEUTRAL_SCALE``.
+        storage: uint8 [experts, *scale_storage_shape(*padded_shape)], contiguous. All bytes are
             written.
     """
     experts, rows, blocks = scales.shape
@@ -333,9 +357,15 @@ def unswizzle_scales(
 ) -> tuple[Tensor, int]:
     """Read scales back.
 
+    Args:
+        storage: uint8 [experts, *scale_storage_shape(*padded_shape)].
+        rows: rows of the matrices.
+        blocks: blocks per row.
+        padded_shape: rows and blocks to which SGLang pads the matrix.
+
     Returns:
-        uint8 [experts, rows, blocks], and how many bytes of padding are not what
-        ``swizzle_scales`` writes there.
+        uint8 [experts, rows, blocks], and the number of padding bytes that differ from those that
+        ``swizzle_scales`` writes.
     """
     experts = len(storage)
     pairs = storage.shape[2] // 64

@@ -1,12 +1,13 @@
-"""Logits of SGLang's servers in fp32, as the trainer computes them.
+"""Logits of SGLang servers in fp32, as the trainer computes them.
 
-SGLang 0.5.17 multiplies hidden states and the output layer in bf16, rounds the logits to bf16 and then
-converts them to fp32. A logit of 16 to 32 is rounded by up to 0.06, so that sampled log-probabilities
-differ from the trainer's, which keeps the fp32 accumulator of the same product.
+SGLang 0.5.17 multiplies hidden states with the output layer in bf16, rounds the logits to bf16, and
+converts them to fp32 (``LogitsProcessor._compute_lm_head``). This rounds a logit of 16 to 32 by up
+to 0.06. Sampled log-probs then differ from the trainer's, which keep the fp32 accumulator of the
+same product.
 
-SGLang's own ``--enable-fp32-lm-head`` converts the weight to fp32 in every step and multiplies in fp32.
-Here the product takes the bf16 weight, and only its result is fp32: the same logits up to the order of
-the sum, without the copy.
+SGLang's ``--enable-fp32-lm-head`` converts the weight to fp32 in every step and multiplies in fp32.
+This module multiplies with the bf16 weight, and only the result is fp32. The logits are equal up to
+the order of the sum, and there is no copy of the weight.
 """
 
 from collections.abc import Callable
@@ -26,11 +27,11 @@ def install() -> None:
 
 
 def compute_in_fp32(logits_processor: Any) -> Callable[..., Tensor]:
-    """Return a ``LogitsProcessor._compute_lm_head`` with fp32 logits.
+    """Return a replacement of ``LogitsProcessor._compute_lm_head`` with fp32 logits.
 
     Args:
-        logits_processor: SGLang's module of that name. Its own method serves output layers with an
-            adapter, a quantization or a dtype of their own.
+        logits_processor: SGLang's module of this name. The original method is called for output
+            layers with an adapter, with quantization, or with another dtype than bf16 and fp16.
     """
     original = logits_processor.LogitsProcessor._compute_lm_head
 
@@ -68,5 +69,5 @@ def fp32_product(hidden_states: Tensor, weight: Tensor) -> Tensor:
     """
     if hidden_states.is_cuda:
         return torch.mm(hidden_states, weight.t(), out_dtype=torch.float32)
-    # torch has no such product on CPUs.
+    # On CPUs torch.mm has no out_dtype.
     return hidden_states.float() @ weight.float().t()

@@ -1,28 +1,29 @@
-"""Weight syncs, checksums and routes of SGLang 0.5.17 servers that hold MXFP4 experts.
+"""Weight syncs, checksums and expert indices for SGLang 0.5.17 servers with MXFP4 experts.
 
-With ``--moe-runner-backend triton_kernel`` a server turns the experts that it loads into layouts of
-the GPU's tensor cores (``gptoss_hopper_layout``) and deletes what they were made from. A later
-``load_weights`` finds nothing to load them into: blocks are a KeyError, biases a TypeError, and
-scales go into a copy that nobody reads. Here
+With ``--moe-runner-backend triton_kernel``, SGLang converts the loaded experts into layouts for the
+GPU's tensor cores (``gptoss_hopper_layout``) and deletes the original parameters. A later
+``load_weights`` cannot load experts: blocks raise a KeyError, biases a TypeError, and scales go
+into an unused copy. This module patches SGLang as follows:
 
-* the layouts are allocated instead of SGLang's parameters when the model is made. Parameters that
-  are deleted later stay in the memory saver's pool, which gives nothing back: every server would
-  hold its experts twice;
-* blocks, scales and biases by Hugging Face's names are cut as SGLang cuts them for its ranks, and
-  written into the memory that the server computes with, which CUDA graphs know by its address. All
-  of that memory is written, padding too: a server that slept has lost it. A server that starts
-  from a checkpoint loads it in the same way;
-* a tensor that is unknown, comes twice, has another shape or dtype, or, when a sync ends, has not
-  come or has a scale that is too large, is an error that names it, on whichever rank that is:
-  SGLang tells the first rank's only;
-* ``/weights_checker`` hashes the experts as they came, read back from where they are computed with;
-  stale padding takes the place of the hash;
-* products make values of what is in that memory (``gptoss_expert_values``);
-* experts that the router chose are recorded, as with other expert kernels.
+* Layouts are allocated instead of SGLang's parameters when the model is created. Parameters that
+  are deleted later would stay in the memory saver's pool, so that a server would hold its experts
+  twice.
+* Blocks, scales and biases with Hugging Face's names are sharded as SGLang shards them. They are
+  written into the memory that the server computes with, whose addresses CUDA graphs contain. All of
+  that memory is written, including padding, because a server that slept has lost it. A server that
+  starts from a checkpoint loads it in the same way.
+* A tensor raises an error that names it if it is unknown, comes twice, has another shape or dtype,
+  is missing at the end of a sync, or has a scale that is too large. This holds on every rank.
+  SGLang reports only errors of the first rank.
+* ``/weights_checker`` hashes the experts in their original format, read back from the memory that
+  the server computes with. Stale padding is reported instead of the hash.
+* GEMMs decode values with ``gptoss_expert_values``.
+* The experts that the router chooses are recorded, as SGLang does for its other expert kernels.
 
-This module changes SGLang's classes. What they then do is in ``gptoss_expert_layers`` (allocating),
-``gptoss_expert_storage`` (cutting, writing, reading) and ``gptoss_synced_model`` (what has come). All
-of these are imported in servers by their own names, where nothing else of the project is installed.
+This module changes SGLang's classes. The work is done in ``gptoss_expert_layers`` (allocation),
+``gptoss_expert_storage`` (sharding, writing, reading) and ``gptoss_synced_model`` (received
+tensors). Servers import these modules as top-level modules, because the project is not installed
+there.
 """
 
 import logging
@@ -41,12 +42,14 @@ logger = logging.getLogger(__name__)
 
 BEGIN_SYNC = "gptoss_begin_sync"
 END_SYNC = "gptoss_end_sync"
-"""Actions of ``/weights_checker``: forget which tensors came, and raise unless all have come, with
-scales that the kernels multiply with."""
+"""Actions of ``/weights_checker``: clear the record of received tensors, and check it.
+
+The check raises unless all tensors have come, with scales that the kernels support.
+"""
 
 
 def install() -> None:
-    """Change SGLang's classes, and what they multiply with."""
+    """Patch SGLang's classes and triton_kernels' decoding of MXFP4."""
     gptoss_expert_values.install()
     _install_loading()
     _install_checker()
@@ -66,14 +69,14 @@ def _install_loading() -> None:
     def create_weights(self: Any, layer: Any, *arguments: Any, **options: Any) -> None:
         if not self.use_triton_kernels:
             raise RuntimeError("MXFP4 experts are synced with --moe-runner-backend triton_kernel")
-        device = torch.empty(0).device  # on which SGLang makes the model
-        # SGLang's own parameters, as shapes without memory: ``allocate`` reads the shapes, and
-        # replaces or deletes every one of them.
+        device = torch.empty(0).device  # SGLang sets it as default while it creates the model
+        # SGLang's own parameters, as shapes without memory. ``allocate`` reads the shapes, and
+        # replaces or deletes every parameter.
         with torch.device("meta"):
             original_create(self, layer, *arguments, **options)
 
-        # In every rank of a server. A triton_kernels with other layouts ends the start here, before
-        # a token is sampled from scrambled experts.
+        # On every rank of a server: a triton_kernels with other layouts stops the start here,
+        # before a server samples tokens from scrambled experts.
         if layer.layer_id == 0:
             compare_layouts(mxfp4._swizzle_mxfp4, device)
         self.gptoss_experts = allocate(layer, self, device)
@@ -83,7 +86,7 @@ def _install_loading() -> None:
 
     @wraps(method.process_weights_after_loading)
     def mark_as_loaded(self: Any, layer: Any) -> None:
-        # Nothing is left to do. SGLang calls this once more whenever it has loaded from a disk.
+        # No work is left. SGLang calls this again whenever it has loaded from a disk.
         self.gptoss_loaded = True
 
     @wraps(original_load)
@@ -93,14 +96,14 @@ def _install_loading() -> None:
             return original_load(self, weights, *arguments, **options)
         try:
             with torch.no_grad():
-                # SGLang iterates over what it is given: experts' tensors are taken out on the way,
-                # and it sees the rest.
+                # SGLang iterates over the weights. ``load_experts`` takes the experts' tensors out
+                # and yields the others.
                 result = original_load(self, known.load_experts(weights), *arguments, **options)
             if is_starting(self):
-                known.end_sync()  # a checkpoint has all
+                known.end_sync()  # a checkpoint contains all tensors
             return result
         except Exception:
-            # An answer has half a sentence of it; the log has all.
+            # SGLang's response contains only a part of the error. The log contains all of it.
             logger.exception("weights were refused")
             raise
 
@@ -143,7 +146,7 @@ def _install_checker() -> None:
 
 
 def _install_answers_of_all_ranks() -> None:
-    """Let a sync begin and end well only if it does so on every tensor-parallel rank."""
+    """Let BEGIN_SYNC and END_SYNC succeed only if every tensor-parallel rank succeeds."""
     from sglang.srt.managers.scheduler_components import weight_updater
 
     manager = weight_updater.SchedulerWeightUpdaterManager
@@ -155,8 +158,8 @@ def _install_answers_of_all_ranks() -> None:
         if request.action not in (BEGIN_SYNC, END_SYNC):
             return answer
 
-        # Only the first rank's answer leaves the server, here as where weights arrive: what another
-        # rank could not load, nobody would hear of.
+        # SGLang returns only the first rank's result, also for endpoints that load weights. Errors
+        # of other ranks would be lost.
         ranks = torch.distributed.get_world_size(group=self.tp_cpu_group)
         failures = [""] * ranks
         own_failure = "" if answer.success else answer.message
@@ -172,7 +175,7 @@ def _install_answers_of_all_ranks() -> None:
 
 
 def _install_routes() -> None:
-    """Record the experts of every token, which SGLang does for its other expert kernels."""
+    """Record the experts of every token, as SGLang does for its other expert kernels."""
     from sglang.srt.layers.moe import topk
 
     original_topk = topk.triton_kernels_topk
@@ -187,15 +190,15 @@ def _install_routes() -> None:
 
     @wraps(original_forward)
     def forward(self: Any, *arguments: Any, **options: Any) -> Any:
-        # By way of a list: the choice is made in a function inside, which knows neither the layer
-        # nor its configuration.
+        # Passed through a list, because an inner function makes the choice without access to the
+        # layer or its configuration.
         chosen.clear()
         result = original_forward(self, *arguments, **options)
-        # What gptoss_expert_routing has routed, if it is installed, it tells with its answer.
+        # gptoss_expert_routing, if installed, returns the experts with the routing data.
         routed = getattr(getattr(result, "routing_data", None), EXPERTS, None)
         if routed is not None:
             chosen.append(routed)
-        # [tokens, top_k], by number of the expert. Inside a CUDA graph this becomes a part of it.
+        # [tokens, top_k]: expert numbers. In a CUDA graph the recording is captured, too.
         for indices in chosen:
             topk.capture_routed_experts_if_allowed(self.topk_config, self.layer_id, indices)
         chosen.clear()

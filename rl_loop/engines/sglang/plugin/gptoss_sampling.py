@@ -1,25 +1,25 @@
-"""Sampling, and the log-probability of what is sampled, in one reading of the logits.
+"""Sampling of tokens and their log-probs in one pass over the logits.
 
-SGLang 0.5.17 samples with some 16 kernels of torch that each pass over fp32 [requests, vocabulary]:
-temperature, softmax, checks, noise, argmax, log-probs of the whole vocabulary. With 256 requests of
-GPT-OSS on an H200 these took 1.1 ms of a decoding step of 13.4 ms
-(``benchmarks.sglang decode --profile``), of which one reading of the logits would take 43 us.
+SGLang 0.5.17 samples with about 16 kernels of torch, each of which passes over fp32 [requests,
+vocabulary]: temperature, softmax, checks, noise, argmax, log-probs of the whole vocabulary. With
+256 requests of GPT-OSS on an H200 they took 1.1 ms of a decoding step of 13.4 ms
+(``benchmarks.sglang decode --profile``). One pass over the logits would take 43 us.
 
-Here a row is cut into slices. A first kernel reads all logits and keeps of each slice its largest
-logit and the sum of its exponentials. A second one, with a program for each request, chooses a slice
-by these sums, reads that slice again and chooses a token of it. Each choice takes a uniform number
-and goes along the running sum of the weights (inversion), so no noise is drawn for every token. The
-sums also give the log-probability.
+This module divides a row into slices. The first kernel reads all logits and stores the largest
+logit and the sum of exponentials of each slice. The second kernel, with one program per request,
+chooses a slice by these sums, reads this slice again, and chooses one of its tokens. Each choice
+compares a uniform random number with the cumulative sum of the weights (inversion). Therefore no
+noise per token is needed. The sums also give the log-prob.
 
-Weights are fp32, their running sums and the uniform numbers fp64: a token's probability is off by
-some millionths of itself, and by 2^-53, so that one of 1e-13 is still right to about a thousandth.
-``torch.multinomial`` divides by exponential noise that on a GPU is no smaller than 2^-24 and comes in
-steps of about as much, so that it samples tokens below 1e-8 too seldom or never.
+Weights are fp32. Their cumulative sums and the random numbers are fp64. A token's probability has a
+relative error of a few millionths, plus 2^-53, so that a probability of 1e-13 is still correct to
+about 1/1000. ``torch.multinomial`` divides by exponential noise. On a GPU this noise is at least
+2^-24, in steps of about that size, so that tokens below 1e-8 are sampled too rarely or never.
 
-Requests that ask for more than temperature and log-probs are sampled by SGLang.
+SGLang samples requests that need more than temperature and log-probs.
 """
 
-# Triton reads parameter annotations as its own
+# Triton evaluates parameter annotations, so its kernels have none.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 from collections.abc import Callable
@@ -32,33 +32,32 @@ import triton.language as tl
 from torch import Tensor
 
 SLICE_LOGITS = 4096
-"""Logits of a slice. GPT-OSS's vocabulary has 50 slices."""
+"""Logits per slice. GPT-OSS's vocabulary has 50 slices."""
 WEIGHING_WARPS = 4
-"""Of a program that reads a slice: 32 logits a thread, all of them on their way at once."""
+"""Warps of a program that reads a slice: 32 logits per thread, all of them loaded at once."""
 CHOOSING_WARPS = 8
-"""Of a program that chooses: a slice is 16 fp64 numbers a thread."""
+"""Warps of a program that chooses: a slice is 16 fp64 numbers per thread."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def fits(logits: Tensor) -> bool:
-    """Tell whether the kernels can read these logits [requests, vocabulary]."""
+    """Return True if the kernels can read these logits [requests, vocabulary]."""
     return logits.dtype == torch.float32 and logits.stride(1) == 1 and len(logits) > 0
 
 
 def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample a token of each row, with probability softmax(logits / temperature).
+    """Sample a token of each row with probability softmax(logits / temperature).
 
-    A logit of -inf is never sampled. A row with a NaN or +inf, or with nothing but -inf, has a
-    log-probability of NaN; its token is one of the vocabulary's.
+    A logit of -inf is never sampled. A row that contains NaN or +inf, or only -inf, gets a log-prob
+    of NaN and an arbitrary token of the vocabulary.
 
     Args:
-        logits: [requests, vocabulary], which ``fits``; stays as it is.
+        logits: [requests, vocabulary], for which ``fits`` is true. Not changed.
         temperatures: fp32 [requests], contiguous, positive.
-        uniforms: fp64 [requests, 2], contiguous, uniform in [0, 1): what chooses slice and token.
+        uniforms: fp64 [requests, 2], contiguous, uniform in [0, 1). They choose slice and token.
 
     Returns:
-        int32 [requests], the tokens, and fp32 [requests], their log-probabilities at these
-        temperatures.
+        int32 [requests]: tokens. fp32 [requests]: their log-probs at these temperatures, in nats.
     """
     requests, vocabulary = logits.shape
     slices = triton.cdiv(vocabulary, SLICE_LOGITS)
@@ -107,9 +106,9 @@ def _weigh_slices_kernel(
     sums_out,
     SLICE_LOGITS: tl.constexpr,
 ):
-    # One program has one slice of one request.
+    # Grid: slices, requests.
     number = tl.program_id(0)
-    request = tl.program_id(1).to(tl.int64)  # times the stride it would not fit 32 bits
+    request = tl.program_id(1).to(tl.int64)  # its product with the stride exceeds 32 bits
     column = number * SLICE_LOGITS + tl.arange(0, SLICE_LOGITS)
     row = logits + request * logits_stride
     logit = tl.load(row + column, mask=column < vocabulary, other=float("-inf"))
@@ -135,12 +134,12 @@ def _choose_token_kernel(
     SLICE_LOGITS: tl.constexpr,
     SLICES: tl.constexpr,
 ):
-    # One program has one request.
+    # Grid: requests.
     request = tl.program_id(0).to(tl.int64)
     row = logits + request * logits_stride
     temperature = tl.load(temperatures + request)
 
-    # All slices' sums, relative to the largest logit of the row.
+    # The sums of all slices, relative to the largest logit of the row.
     number = tl.arange(0, SLICES)
     is_slice = number < slices
     place = request * slices + number
@@ -150,14 +149,14 @@ def _choose_token_kernel(
     slice_weight = slice_sum.to(tl.float64) * _weights(slice_largest, largest, temperature)
     chosen_slice = _choose(slice_weight, tl.load(uniforms + 2 * request), SLICES)
 
-    # The same weights as in the first kernel, of this slice alone.
+    # The weights of this slice, as in the first kernel.
     column = chosen_slice * SLICE_LOGITS + tl.arange(0, SLICE_LOGITS)
     logit = tl.load(row + column, mask=column < vocabulary, other=float("-inf"))
     weight = _weights(logit, tl.max(logit, 0), temperature).to(tl.float64)
     in_slice = _choose(weight, tl.load(uniforms + 2 * request + 1), SLICE_LOGITS)
     token = chosen_slice * SLICE_LOGITS + in_slice
 
-    # In fp64, so that the only rounding to be seen is that of the result.
+    # In fp64, so that only the result is rounded.
     below_largest = tl.load(row + token).to(tl.float64) - largest.to(tl.float64)
     log_prob = below_largest / temperature.to(tl.float64) - tl.log(tl.sum(slice_weight, 0))
     tl.store(tokens_out + request, token)
@@ -166,20 +165,23 @@ def _choose_token_kernel(
 
 @triton.jit
 def _weights(logit, largest, temperature):
-    """Return exp((logit - largest) / temperature). The difference comes first: of two logits it is
-    nearly exact, while dividing them rounds numbers of 20 or 30."""
-    # Where all are -inf their difference would be NaN; all weights are to be 0.
+    """Return exp((logit - largest) / temperature).
+
+    The subtraction comes first because the difference of two logits is nearly exact, while a
+    division would round numbers of 20 or 30.
+    """
+    # If all logits are -inf, their difference would be NaN. The weights must be 0.
     reference = tl.where(largest == float("-inf"), 0.0, largest)
     return tl.exp2((logit - reference) * tl.div_rn(LOG2_E, temperature))
 
 
 @triton.jit
 def _choose(weight, uniform, SIZE: tl.constexpr):
-    """Return a number below SIZE with a probability in proportion to its weight.
+    """Return a number below SIZE with a probability proportional to its weight.
 
-    It is the first one whose running sum exceeds the uniform share of the whole. Sums are added up as
-    a tree and may fall in their last bit from one number to the next, so weights of 0 have to be ruled
-    out, and the last number with a weight stands in where rounding leaves none.
+    It is the first number whose cumulative sum exceeds ``uniform`` times the total. The sums are
+    computed as a tree, so the last bits of a later sum can be smaller. Therefore weights of 0 are
+    excluded, and if rounding leaves no number, the last one with a weight is returned.
     """
     number = tl.arange(0, SIZE)
     can_be_chosen = weight > 0
@@ -189,7 +191,8 @@ def _choose(weight, uniform, SIZE: tl.constexpr):
     return tl.minimum(first, last)
 
 
-# -- SGLang's sampler -------------------------------------------------------------------------------
+# -- SGLang's sampler
+# -------------------------------------------------------------------------------
 
 
 def install() -> None:
@@ -200,8 +203,10 @@ def install() -> None:
 
 
 def quick_forward(sampler: Any) -> Callable[..., Tensor]:
-    """Return a ``Sampler.forward`` for SGLang's module ``sampler``, whose own is called where it has
-    to."""
+    """Return a replacement of ``Sampler.forward`` in SGLang's module ``sampler``.
+
+    It calls the original for batches that the kernels do not support.
+    """
     original = sampler.Sampler.forward
 
     @wraps(original)
@@ -235,8 +240,8 @@ def quick_forward(sampler: Any) -> Callable[..., Tensor]:
             )
 
         logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info)
-        # From torch's generator on the GPU, which all ranks of a server have seeded alike and from
-        # which they draw the same, as for torch.multinomial: so they choose the same tokens.
+        # All ranks of a server choose equal tokens: torch's GPU generator has the same seed on
+        # every rank, and every rank draws the same numbers from it, as with torch.multinomial.
         uniforms = torch.rand(len(logits), 2, dtype=torch.float64, device=logits.device)
         tokens, log_probs = sample(logits, sampling_info.temperatures.flatten(), uniforms)
         if return_logprob:
@@ -248,12 +253,13 @@ def quick_forward(sampler: Any) -> Callable[..., Tensor]:
 
 
 def samples_plainly(sampler: Any, sampling_info: Any) -> bool:
-    """Tell whether a batch is sampled with nothing but temperatures.
+    """Return True if a batch is sampled only with temperatures.
 
     Args:
         sampler: SGLang's Sampler.
         sampling_info: SGLang's SamplingBatchInfo.
     """
+    # A greedy request in a mixed batch has top_k 1.
     # Greedy requests among others are those with top_k 1.
     return not (
         sampling_info.is_all_greedy

@@ -1,37 +1,38 @@
-"""A plugin for SGLang 0.5.17 that mends what servers of GPT-OSS need mended.
+"""SGLang 0.5.17 plugin with patches for servers of GPT-OSS.
 
-``GPTOSS_SGLANG_MENDS`` names what, with commas in between:
+``GPTOSS_SGLANG_MENDS`` names the patches to apply, separated by commas:
 
-* ``hidden_key``: the key of a server does not appear in its log, where SGLang prints all arguments.
-* ``bound_store``: the store in which processes meet listens on one address. torch would open it on
-  every address of the machine, and it has no authentication. The store of a weight sync within one
-  machine is a file in GPTOSS_STORES, which only this user can read. Groups of gloo check that all
-  ranks know the run's token (``rl_loop.cluster.group_authentication``).
-* ``triton_window``: ``triton`` attention decodes with all 128 keys of a window. SGLang gives
-  backends the window without the query, 127. Prefill, and other backends, add the query; the
-  buffer of keys from which ``triton`` decodes counts the query among the 127 (sglang pull request
-  32087). That buffer is all that reads the backend's ``sliding_window_size``; prefill masks by the
-  layers' own.
-* ``sleeping_cache``: a server that sleeps gives its key/value cache back. ``SWAKVPool``, the cache
-  of models with windowed layers, switches the memory saver off for both of its pools, so that
-  ``/release_memory_occupation`` answers "success" and frees none of it.
-* ``mxfp4_experts``: servers that hold MXFP4 experts take those of a weight sync, tell checksums of
-  them and record routes (``gptoss_mxfp4_experts``). SGLang loses them without a word.
-* ``sound_assembler``: Triton's kernels are assembled by a ptxas that does not hand out registers which
-  the tensor cores are still to read (``gptoss_assembler``).
-* ``quick_routing``: a decoding step routes its tokens in one kernel instead of nine
+* ``hidden_key``: remove the server's key from its log, where SGLang prints all arguments.
+* ``bound_store``: let the rendezvous store of processes listen on one address. torch would open it
+  on every address of the machine, and the store has no authentication. The store of a weight sync
+  within a machine is a file in GPTOSS_STORES, which only this user can read. Groups of gloo check
+  that all ranks know the run's token (``rl_loop.cluster.group_authentication``).
+* ``triton_window``: let ``triton`` attention decode with all 128 keys of a window. SGLang gives
+  attention backends the window without the query, 127. Prefill and the other backends add the
+  query. The buffer of keys from which ``triton`` decodes includes the query in the 127 (sglang pull
+  request 32087). Only this buffer reads the backend's ``sliding_window_size``: prefill masks by the
+  windows of the layers.
+* ``sleeping_cache``: let a sleeping server release its key/value cache. ``SWAKVPool``, the cache of
+  models with windowed layers, disables the memory saver for both of its pools, so that
+  ``/release_memory_occupation`` reports success but frees none of it.
+* ``mxfp4_experts``: let servers with MXFP4 experts load them in a weight sync, report their
+  checksums and record the experts of tokens (``gptoss_mxfp4_experts``). SGLang would drop them
+  silently.
+* ``sound_assembler``: compile Triton's kernels with a ptxas that does not reuse registers which the
+  tensor cores have not read yet (``gptoss_assembler``).
+* ``quick_routing``: route the tokens of a decoding step in one kernel instead of nine
   (``gptoss_expert_routing``).
-* ``quick_products``: two to four programs of its expert products run at a time on each of the GPU's
-  processors instead of one (``gptoss_expert_products``).
-* ``quick_few_tokens``: products of a decoding step or a short prefill run in a kernel of ours
-  (``gptoss_expert_matmul``).
-* ``quick_pause``: a pause by abort ends as soon as the last request has. SGLang looks once, and if
-  anything runs then, again after a whole second.
-* ``quick_sampling``: tokens are sampled, and their log-probs computed, in one reading of the logits
+* ``quick_products``: run 2 to 4 programs of the expert GEMMs at a time on each multiprocessor of
+  the GPU instead of one (``gptoss_expert_products``).
+* ``quick_few_tokens``: compute the expert GEMMs of a decoding step or a short prefill with a custom
+  kernel (``gptoss_expert_matmul``).
+* ``quick_pause``: end a pause with mode "abort" as soon as the last request has ended. SGLang
+  checks once, and then again every second while a request is running.
+* ``quick_sampling``: sample tokens and compute their log-probs in one pass over the logits
   (``gptoss_sampling``).
-* ``quick_window``: attention of a decoding step in layers with a sliding window runs in a kernel of
-  ours (``gptoss_window_attention``).
-* ``fp32_logits``: logits are kept in fp32 instead of being rounded to bf16 (``gptoss_logits``).
+* ``quick_window``: compute the attention of a decoding step in layers with a sliding window with a
+  custom kernel (``gptoss_window_attention``).
+* ``fp32_logits``: keep logits in fp32 instead of rounding them to bf16 (``gptoss_logits``).
 """
 
 import asyncio
@@ -48,28 +49,30 @@ from typing import Any
 
 VERSION = "0.5.17"
 FILE_HOST = "file.invalid"
-"""Host that stands for GPTOSS_STORES; its ports are files (``weight_transports.store_path``)."""
+"""Host that means GPTOSS_STORES. Its ports are files (``rl_loop.weight_sync.transports.store_path``)."""
 GROUP_AUTHENTICATION = Path(__file__).parents[3] / "cluster" / "group_authentication.py"
 PAUSE_INTERVAL = 0.02
-"""Seconds between two looks whether aborted requests have ended: about one decoding step."""
+"""Seconds between two checks that aborted requests have ended: about one decoding step."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Mend:
-    """A change of SGLang's code."""
+    """A patch of SGLang's code."""
 
     apply: Callable[[], None]
     advice: str | None = None
-    """How a run does without; None if servers of another version may go without it, as only time
-    is lost."""
+    """Alternative to the patch, for an error with another version of SGLang.
+
+    None: servers of another version run without the patch, and log a warning.
+    """
     is_of_torch: bool = False
-    """True if it changes torch only, so that it is right for every version of SGLang."""
+    """True if it patches only torch, so that it applies to every version of SGLang."""
 
 
 def register() -> None:
-    """Apply what GPTOSS_SGLANG_MENDS names. SGLang calls this in every process of a server."""
+    """Apply the patches of GPTOSS_SGLANG_MENDS. SGLang calls this in every process of a server."""
     from sglang.version import __version__
 
     names = os.environ["GPTOSS_SGLANG_MENDS"].split(",")
@@ -92,7 +95,7 @@ def register() -> None:
 
 
 def hide_key() -> None:
-    """Leave the keys out when SGLang prints a server's arguments."""
+    """Remove the keys from the arguments that SGLang prints."""
     from sglang.srt.server_args import ServerArgs
 
     original_repr = ServerArgs.__repr__
@@ -109,15 +112,15 @@ def hide_key() -> None:
 
 
 def bind_store() -> None:
-    """Let the stores of torch that ``tcp://`` addresses name listen on those addresses only.
+    """Let the stores of torch's ``tcp://`` addresses listen only on these addresses.
 
-    An address at FILE_HOST stands for a file. Groups check their ranks.
+    An address at FILE_HOST means a file. Process groups check their ranks.
     """
     from torch.distributed import FileStore
 
     _module_at(GROUP_AUTHENTICATION).authenticate_groups()
 
-    # The package has a function of the same name.
+    # import_module returns the module. The package also has a function of this name.
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
     original_store = rendezvous.TCPStore
 
@@ -140,7 +143,7 @@ def bind_store() -> None:
 
 
 def _module_at(path: Path) -> Any:
-    """Import a module whose package a server's environment does not have."""
+    """Import a module from a file, because a server's environment does not have its package."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -149,7 +152,7 @@ def _module_at(path: Path) -> Any:
 
 
 def decode_with_whole_window() -> None:
-    """Make the window of keys from which ``triton`` decodes one key longer."""
+    """Extend the window of keys from which ``triton`` decodes by one key."""
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
     original_init = TritonAttnBackend.__init__
@@ -164,7 +167,7 @@ def decode_with_whole_window() -> None:
 
 
 def free_cache_while_sleeping() -> None:
-    """Let the memory saver have both pools of a cache with windowed layers."""
+    """Enable the memory saver for both pools of a cache with windowed layers."""
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
     original_init = SWAKVPool.__init__
@@ -182,42 +185,42 @@ def free_cache_while_sleeping() -> None:
 
 
 def sync_mxfp4_experts() -> None:
-    """Let servers with MXFP4 experts take weight syncs."""
+    """Let servers with MXFP4 experts load weight syncs."""
     import gptoss_mxfp4_experts
 
     gptoss_mxfp4_experts.install()
 
 
 def assemble_without_hazards() -> None:
-    """Let Triton compile for servers with MXFP4 experts with an assembler that is right."""
+    """Let Triton compile with a ptxas without the fault, on servers with MXFP4 experts."""
     import gptoss_assembler
 
     gptoss_assembler.install()
 
 
 def route_in_one_kernel() -> None:
-    """Let servers with MXFP4 experts route few tokens, and sum over experts, in kernels of ours."""
+    """Let servers with MXFP4 experts route few tokens and sum over experts in custom kernels."""
     import gptoss_expert_routing
 
     gptoss_expert_routing.install()
 
 
 def multiply_in_smaller_programs() -> None:
-    """Let servers with MXFP4 experts fill the GPU's processors while they decode."""
+    """Let servers with MXFP4 experts use the GPU's multiprocessors fully while they decode."""
     import gptoss_expert_products
 
     gptoss_expert_products.install()
 
 
 def multiply_few_tokens_at_once() -> None:
-    """Let servers with MXFP4 experts multiply few tokens in a kernel of ours."""
+    """Let servers with MXFP4 experts multiply few tokens with a custom kernel."""
     import gptoss_expert_matmul
 
     gptoss_expert_matmul.install()
 
 
 def pause_without_waiting() -> None:
-    """Look every ``PAUSE_INTERVAL`` whether aborted requests have ended."""
+    """Check every ``PAUSE_INTERVAL`` that aborted requests have ended."""
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
     original_pause = TokenizerManager.pause_generation
@@ -231,8 +234,8 @@ def pause_without_waiting() -> None:
         async with self.is_pause_cond:
             self.is_pause = True
             while True:
-                # Again and again, as SGLang does: a request may be on its way to the scheduler,
-                # which does not know it yet. Whoever is answered holds the lock for reading.
+                # Abort in every round, as SGLang does: the scheduler may not have received a
+                # request yet. Requests that are being served hold the lock for reading.
                 self.abort_request(abort_all=True)
                 if not await self.model_update_lock.is_locked():
                     break
@@ -242,14 +245,14 @@ def pause_without_waiting() -> None:
 
 
 def sample_in_one_reading() -> None:
-    """Let servers sample in kernels of ours."""
+    """Let servers sample with custom kernels."""
     import gptoss_sampling
 
     gptoss_sampling.install()
 
 
 def attend_to_windows_at_once() -> None:
-    """Let servers with FlashAttention 3 decode windowed layers in a kernel of ours."""
+    """Let servers with FlashAttention 3 decode windowed layers with a custom kernel."""
     import gptoss_window_attention
 
     gptoss_window_attention.install()

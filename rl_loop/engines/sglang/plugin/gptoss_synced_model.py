@@ -1,4 +1,4 @@
-"""Which tensors of a weight sync a model has got, and which it is still to get."""
+"""Record of the tensors that a model has received in a weight sync."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -11,19 +11,19 @@ from torch import Tensor
 
 
 class SyncedModel:
-    """A model that serves MXFP4 experts, and which tensors of a sync it has got."""
+    """A model with MXFP4 experts, and the tensors that it has received in the current sync."""
 
     def __init__(self, model: Any) -> None:
         self.experts: list[Experts] = []
-        # By the name of a tensor of a sync: a layer's experts, and their own name of it.
+        # By the Hugging Face name of a tensor: experts of its layer, and SGLang's name within them.
         self._destinations: dict[str, tuple[Experts, str]] = {}
-        # Names of the tensors that SGLang loads itself.
+        # Names of the tensors that SGLang's own code loads.
         self._others: set[str] = set()
         self._received: set[str] = set()
-        # By the name of a tensor of scales: its largest byte, which is on the GPU until the sync ends.
+        # By the name of a scale tensor: its largest byte. It stays on the GPU until the sync ends.
         self._largest_scales: dict[str, Tensor] = {}
 
-        # What is left of the parameters when the experts have taken theirs.
+        # The parameters without those of the experts.
         names = {name for name, _ in model.named_parameters()}
         for prefix, module in model.named_modules():
             experts = getattr(getattr(module, "quant_method", None), "gptoss_experts", None)
@@ -40,13 +40,16 @@ class SyncedModel:
             self._destinations[f"{prefix}{source}"] = (named, name)
 
     def begin_sync(self) -> None:
-        """Forget which tensors came, and their scales."""
+        """Clear the record of received tensors and their scales."""
         self._received.clear()
         self._largest_scales.clear()
 
     def end_sync(self) -> None:
-        """Raise WrongWeights unless every tensor came since ``begin_sync``, with scales that the server's
-        kernels multiply with."""
+        """Check that all tensors have come since ``begin_sync``, with scales that kernels support.
+
+        Raises:
+            WrongWeights: if a tensor is missing or has a scale above ``LARGEST_SCALE``.
+        """
         received = set(self._received)
         largest_scales = dict(self._largest_scales)
         self.begin_sync()
@@ -61,10 +64,11 @@ class SyncedModel:
     def load_experts(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Load the experts' tensors of ``weights`` and yield the others.
 
-        How large scales are, ``end_sync`` looks at.
+        ``end_sync`` checks the size of the scales.
 
         Raises:
-            WrongWeights: naming a tensor that is unknown or comes twice.
+            WrongWeights: if a tensor is unknown, comes twice, or does not fit. The message names
+                it.
         """
         for name, tensor in weights:
             if name not in self._destinations and name not in self._others:
@@ -79,29 +83,33 @@ class SyncedModel:
                     self._largest_scales[name] = largest_scale
             else:
                 yield name, tensor
-            # Last: what could not be loaded has not come.
+            # Last, because a tensor that could not be loaded counts as missing.
             self._received.add(name)
 
     def checksums(self, hash_tensor: Any) -> dict[str, str]:
-        """Hash the experts' tensors as they came, one after the other, by SGLang's names."""
+        """Return hashes of the experts' tensors in their original format, by SGLang's names."""
         checksums = {}
         for experts in self.experts:
             for name in SOURCES:
                 tensor, stale = experts.read(name)
                 checksum = hash_tensor(tensor)
                 if stale:
-                    # The kernels read padding, too: no weights are right with it.
+                    # Kernels also read the padding, so results are wrong if it is stale.
                     checksum = f"stale padding: {stale} elements"
                 checksums[f"{experts.prefix}{name}"] = checksum
         return checksums
 
 
 def _check_scales(largest_scales: dict[str, Tensor]) -> None:
-    """Raise WrongWeights naming a tensor whose largest byte is above ``LARGEST_SCALE``."""
+    """Check the largest bytes of scale tensors.
+
+    Raises:
+        WrongWeights: if one is above ``LARGEST_SCALE``. The message names the tensor.
+    """
     if not largest_scales:
         return
 
-    # One wait for the GPU, instead of one for every tensor while the next ones could be written.
+    # Wait for the GPU once, not once per tensor while further tensors could be written.
     largest_bytes = torch.stack(list(largest_scales.values())).tolist()
     for name, byte in zip(largest_scales, largest_bytes, strict=True):
         if byte > LARGEST_SCALE:
@@ -112,7 +120,7 @@ def _check_scales(largest_scales: dict[str, Tensor]) -> None:
 
 
 def _sources_of(name: str) -> list[str]:
-    """Return the Hugging Face tensors that a parameter outside the experts is made of."""
+    """Return the Hugging Face tensors of which a parameter outside the experts consists."""
     fused = re.fullmatch(r"(.*\.)qkv_proj(\..*)", name)
     if fused is None:
         return [name]
@@ -120,7 +128,7 @@ def _sources_of(name: str) -> list[str]:
 
 
 def is_starting(model: Any) -> bool:
-    """Tell whether SGLang has not finished loading a model for the first time."""
+    """Return True if SGLang has not finished loading a model for the first time."""
     methods = (getattr(module, "quant_method", None) for module in model.modules())
     return any(
         hasattr(method, "gptoss_experts") and not hasattr(method, "gptoss_loaded")
@@ -129,7 +137,7 @@ def is_starting(model: Any) -> bool:
 
 
 def synced(model: Any) -> SyncedModel | None:
-    """Return what is known of a model; None if it has no experts in their layouts."""
+    """Return the record of a model. None if it has no experts in the plugin's layouts."""
     known: SyncedModel | None = getattr(model, "gptoss_synced", None)
     if known is None:
         known = SyncedModel(model)

@@ -1,22 +1,22 @@
-"""Attention of a decoding step in layers with a sliding window, in a kernel of ours.
+"""A custom attention kernel for a decoding step in layers with a sliding window.
 
-SGLang 0.5.17 calls FlashAttention 3 for it. Its tiles have room for 192 queries, of which a decoding
-step of GPT-OSS fills 8: one token, and 8 query heads to a key/value head. With 256 requests on an H200
-it took 69 us in each of the 12 layers with a window of 128 tokens, whose keys and values can be read
-in about 16; this kernel takes 23 (docs/sglang.md).
+SGLang 0.5.17 calls FlashAttention 3, whose tiles have 192 query rows. A decoding step of GPT-OSS
+fills 8 of them: one token, and 8 query heads per key/value head. With 256 requests on an H200 it
+took 69 us in each of the 12 layers with a window of 128 tokens. Reading their keys and values takes
+about 16 us. This kernel takes 23 us (docs/sglang.md).
 
-Here a program has one key/value head of one request. It reads the slots of the last tokens from the
-page table, then their keys and values. Triton's pipeline has those of the whole window on their way to
-shared memory before the first chunk of them is multiplied, and programs are small, so that some of them
-read while others multiply.
+A program computes one key/value head of one request. It reads the slots of the last tokens from the
+page table, then their keys and values. Triton's pipeline starts the loads of the whole window into
+shared memory before the first chunk is multiplied. Programs are small, so that some of them read
+while others multiply.
 
-Products take the inputs' dtype and are summed in fp32, and so is the softmax; weights are rounded to
-the dtype of the values before they meet them, as FlashAttention does.
+Products have the inputs' dtype and are summed in fp32. The softmax is fp32. Its weights are rounded
+to the dtype of the values before the second product, as in FlashAttention.
 
-What else SGLang asks of FlashAttention, it still gets from there.
+All other calls go to FlashAttention.
 """
 
-# Triton reads parameter annotations as its own
+# Triton evaluates parameter annotations, so its kernels have none.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 from collections.abc import Callable
@@ -29,22 +29,28 @@ import triton.language as tl
 from torch import Tensor
 
 CHUNK = 64
-"""Keys that a program multiplies at a time; a power of two."""
+"""Keys that a program multiplies at a time. A power of two."""
 WARPS = 2
 STAGES = 5
-"""Of Triton's pipeline. A chunk's slots are read first, and two chunks have room in shared memory: with
-heads of 64, compiled for a Hopper GPU, six programs of 37 KB fit on a processor."""
+"""Stages of Triton's pipeline.
+
+The slots of a chunk are read first, and two chunks fit in shared memory. With heads of size 64,
+compiled for a Hopper GPU, 6 programs of 37 KB fit on a multiprocessor.
+"""
 LARGEST_WINDOW = 256
-"""Tokens. FlashAttention fills its tiles with keys where there are many, and goes through them with
-several programs for each head."""
+"""Largest supported window, in tokens.
+
+For longer ones FlashAttention is efficient: it fills its tiles with keys and uses several programs
+per head.
+"""
 SMALLEST_HEAD = 16
-"""Numbers of a head that a matrix instruction multiplies."""
+"""Smallest head size that a matrix instruction multiplies."""
 LARGEST_HEAD = 128
-"""With more, two chunks do not fit into shared memory beside those of other programs."""
+"""Largest head size: with more, two chunks do not fit into shared memory with other programs."""
 FEWEST_ROWS = 16
-"""Query heads of a program: the rows of a matrix instruction, of which GPT-OSS fills half."""
+"""Minimum query heads of a program: rows of a matrix instruction. GPT-OSS fills half of them."""
 LOWEST = tl.constexpr(-1.0e30)
-"""A largest score before any is known. Not -inf, from which -inf cannot be subtracted."""
+"""Initial value of the largest score. Not -inf, because -inf - -inf is NaN."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -62,27 +68,28 @@ def attend_to_window(
 ) -> None:
     """Compute softmax(queries @ keys * scale) @ values over the last tokens of each request.
 
-    Nothing waits for the GPU, and the grid goes by shapes alone, so it can be captured in a CUDA graph.
-    Of a request without tokens all outputs are 0.
+    The function does not wait for the GPU, and the grid depends only on shapes, so it can be
+    captured in a CUDA graph. Outputs of a request without tokens are 0.
 
     Args:
-        queries: [requests, query heads, head size], contiguous. Head size: a power of two.
+        queries: [requests, query heads, head size], contiguous. The head size is a power of two.
         keys: [slots, key/value heads, head size] with a stride of 1 in the last dimension.
-        values: the same.
-        page_table: int32 [requests, at least the longest length], with a stride of 1 in the last
-            dimension: slots of a request's tokens. Entries outside of the window are not read.
-        lengths: int32 [requests], contiguous: tokens of each request, the query's own among them.
-        outputs: as the queries; is written.
-        window: tokens that a query sees at most, its own among them.
-        scale: of scores.
-        sinks: [query heads], contiguous: logits that take part in the softmax, beside the scaled
-            scores, and have no value.
+        values: same shape and strides as ``keys``.
+        page_table: int32 [requests, at least the longest length] with a stride of 1 in the last
+            dimension: slots of a request's tokens. Entries outside the window are not read.
+        lengths: int32 [requests], contiguous: tokens of each request, including the query's.
+        outputs: same shape as ``queries``, is written.
+        window: maximum number of tokens that a query sees, including its own.
+        scale: factor of the scores.
+        sinks: [query heads], contiguous: additional logits of the softmax without a value. None for
+            none.
     """
     requests, heads, head_size = queries.shape
     group = heads // keys.shape[1]
     chunk = max(16, min(CHUNK, triton.next_power_of_2(window)))
 
-    # Heads of a request come after one another: they read the same slots, which lie side by side.
+    # The heads of a request are adjacent in the grid, because they read the same slots, whose data
+    # is adjacent.
     grid = (keys.shape[1], requests)
     _attend_to_window_kernel[grid](
         queries,
@@ -132,9 +139,9 @@ def _attend_to_window_kernel(
     HEAD_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    # One program has one key/value head of one request, and the query heads that share it as rows.
+    # Grid: key/value heads, requests. The query heads of the key/value head are the rows.
     head = tl.program_id(0)
-    request = tl.program_id(1).to(tl.int64)  # times the stride it would not fit 32 bits
+    request = tl.program_id(1).to(tl.int64)  # its product with the stride exceeds 32 bits
     length = tl.load(lengths + request)
     first = tl.maximum(length - WINDOW, 0)
 
@@ -145,7 +152,7 @@ def _attend_to_window_kernel(
     place = (request * tl.num_programs(0) * GROUP + query_head[:, None]) * HEAD_SIZE + column
     query = tl.load(queries + place, mask=is_head[:, None], other=0.0)
 
-    # Scores and sinks are logarithms to the base of 2, which is the exponential that GPUs have.
+    # Scores and sinks are base-2 logarithms, because GPUs have an instruction for exp2.
     if sinks is None:
         largest = tl.full((ROWS,), LOWEST, dtype=tl.float32)
         total = tl.zeros((ROWS,), dtype=tl.float32)
@@ -158,8 +165,8 @@ def _attend_to_window_kernel(
     key_head = keys + head * key_head_stride + column
     value_head = values + head * value_head_stride + column
     for number in tl.range(0, CHUNKS, num_stages=STAGES):
-        # Behind the last token the table has what earlier requests have left there, and a slot that
-        # is not of this request may hold anything: zeros stand in, as a NaN stays one with weight 0.
+        # After the last token, the table contains slots of earlier requests, with arbitrary data.
+        # Zeros replace it, because NaN times a weight of 0 is NaN.
         position = first + number * CHUNK + tl.arange(0, CHUNK)
         in_window = position < length
         entry = page_table + request * page_table_stride + position
@@ -178,12 +185,13 @@ def _attend_to_window_kernel(
         sums = tl.dot(weight.to(value.dtype), value, sums, input_precision="ieee")
         largest = new_largest
 
-    # A request without tokens, and without sinks, has weighed nothing.
+    # The total is 0 for a request without tokens and without sinks.
     output = sums / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(outputs + place, output.to(outputs.dtype.element_ty), mask=is_head[:, None])
 
 
-# -- SGLang's calls of FlashAttention ---------------------------------------------------------------
+# -- SGLang's calls of FlashAttention
+# ---------------------------------------------------------------
 
 
 def install() -> None:
@@ -196,11 +204,12 @@ def install() -> None:
 
 
 def windows_at_once(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``flash_attn_with_kvcache`` for SGLang's backend, which calls ``original`` for what is
-    not for us.
+    """Return a replacement of ``flash_attn_with_kvcache`` for SGLang's backend.
 
-    By then the backend has saved the new keys and values, and chosen the buffers and the page table of
-    the pool that windowed layers have."""
+    It calls ``original`` for all calls that the kernel does not support. Before the call, SGLang's
+    backend has stored the new keys and values, and has chosen the buffers and the page table of the
+    pool of windowed layers.
+    """
 
     @wraps(original)
     def flash_attn_with_kvcache(*arguments: Any, **options: Any) -> Any:
@@ -218,7 +227,7 @@ def windows_at_once(original: Callable[..., Any]) -> Callable[..., Any]:
             options["page_table"],
             options["cache_seqlens"],
             outputs,
-            window=options["window_size"][0] + 1,  # SGLang leaves the query's own token out
+            window=options["window_size"][0] + 1,  # SGLang does not count the query's own token
             scale=options["softmax_scale"],
             sinks=options.get("sinks"),
         )
@@ -245,14 +254,16 @@ DECODING_OPTIONS = {
     "ver",
     "scheduler_metadata",
 }
-"""What ``FlashAttentionBackend.forward_decode`` of SGLang 0.5.17 gives in its plain case. Prefill, and
-the decoding that is no plain one, leave some out or give others."""
+"""Options that ``FlashAttentionBackend.forward_decode`` of SGLang 0.5.17 passes in its plain case.
+
+Prefill and other kinds of decoding omit some or pass others.
+"""
 
 
 def is_decoding_of_window(options: dict[str, Any]) -> bool:
-    """Tell whether a call of ``flash_attn_with_kvcache`` asks for what the kernel computes.
+    """Return True if the kernel supports a call of ``flash_attn_with_kvcache``.
 
-    It looks at nothing that is on the GPU. In CUDA graphs it runs when they are captured.
+    The check reads no data from the GPU. In CUDA graphs it runs when they are captured.
     """
     if options.keys() - {"sinks"} != DECODING_OPTIONS:
         return False
@@ -268,13 +279,13 @@ def is_decoding_of_window(options: dict[str, Any]) -> bool:
     if asks_for_more or behind != 0 or not 0 <= before < LARGEST_WINDOW:
         return False
 
-    # One token of each request. Where speculative decoding verifies several, more is asked for.
+    # One token per request. Speculative decoding verifies several and needs more than this kernel.
     requests, heads, head_size = options["q"].shape
     if options["max_seqlen_q"] != 1 or not 0 < requests == len(options["cache_seqlens"]):
         return False
 
     pages, _, key_heads, _ = options["k_cache"].shape
-    # With pages of one token.
+    # Pages have one token.
     expected_pool = (pages, 1, key_heads, head_size)
     return (
         options["k_cache"].shape == options["v_cache"].shape == expected_pool
@@ -286,7 +297,7 @@ def is_decoding_of_window(options: dict[str, Any]) -> bool:
 
 
 def has_plain_layout(options: dict[str, Any]) -> bool:
-    """Tell whether the tensors of a call have the dtypes and strides that the kernel reads."""
+    """Return True if the tensors of a call have the dtypes and strides that the kernel reads."""
     pools = (options["k_cache"], options["v_cache"])
     integers = (options["page_table"], options["cache_seqlens"])
     whole = [options["q"], options["cache_seqlens"]]
