@@ -1,1 +1,1 @@
-"""The embedded rollout engine: a model of transformers in the worker's process."""
+"""Embedded rollout engine: a transformers model in the process of each rollout worker."""

@@ -1,5 +1,7 @@
-"""The backend whose engines live in the rollout workers: each holds the whole model, and
-weights go through Ray."""
+"""Backend whose engines run in the rollout workers.
+
+Each engine holds the whole model. Weights are sent through Ray.
+"""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -20,7 +22,7 @@ class EmbeddedBackend(RolloutBackend):
 
     settings: EmbeddedConfig
 
-    # An engine scores a text by itself, between two steps of its batch.
+    # An engine scores a text separately, between two steps of its batch.
     scores_beside_rollouts = True
 
     def engine_factory(self) -> EngineFactory:
@@ -37,7 +39,7 @@ class EmbeddedBackend(RolloutBackend):
         self._prepared: tuple[WeightSource, Mapping[str, torch.Tensor]] | None = None
 
     def prepare_sync(self, source: WeightSource) -> None:
-        # The trainer's ranks gather them while the driver writes what the step was like.
+        # The trainer's ranks gather the weights while the driver logs the step.
         self._prepared = (source, self._weights_of(source))
 
     def sync_weights(self, source: WeightSource, version: int) -> None:
@@ -72,12 +74,12 @@ class EmbeddedBackend(RolloutBackend):
 def weights_for_engine(
     source: WeightSource, trained: Quantization | None, held: Quantization | None
 ) -> Mapping[str, torch.Tensor]:
-    """Return the weights by Hugging Face name in the form that engines hold.
+    """Return the weights by Hugging Face name, in the form that engines hold.
 
     Args:
-        source: the trainer.
-        trained: format that experts are trained through; None if there is none.
-        held: format that engines are to hold experts in; None for the trainer's.
+        source: trainer that has the weights.
+        trained: format in which experts are trained. None: not quantized.
+        held: format in which engines hold experts. None: the trainer's.
     """
     if trained is not None:
         return source.packed_weights()
@@ -88,8 +90,16 @@ def weights_for_engine(
 def build_engine(
     model: ModelConfig, dtype: str, max_batch_size: int, deterministic: bool = False
 ) -> RolloutEngine:
-    """Build an engine with random weights, which the first sync replaces."""
-    # Imported in the worker: transformers takes seconds, which the driver need not wait for.
+    """Build an engine with random weights, which the first sync replaces.
+
+    Args:
+        model: configuration of the model.
+        dtype: dtype of the weights.
+        max_batch_size: number of sequences that are decoded together.
+        deterministic: whether to decode one sequence at a time, without a prefix cache.
+    """
+    # Imported here, in the worker: the import of transformers takes seconds, which would block the
+    # driver.
     from transformers import AutoConfig
 
     from rl_loop.engines.embedded.engine import TransformersEngine

@@ -1,4 +1,4 @@
-"""Settings of the embedded engine: ``rollout.engine`` with ``type: transformers``."""
+"""Configuration of the embedded engine: ``rollout.engine`` with ``type: transformers``."""
 
 from typing import Literal
 
@@ -9,21 +9,22 @@ from rl_loop.engines.backend import EngineConfig
 
 
 class EmbeddedConfig(EngineConfig):
-    """transformers' model with continuous batching, one in the process of each rollout worker, on
-    the CPU."""
+    """A transformers model with continuous batching, on the CPU, in each rollout worker."""
 
     type: Literal["transformers"] = "transformers"
-    """This engine."""
+    """Engine type."""
     max_batch_size: int = Field(64, gt=0)
-    """Sequences that one engine decodes together. Lower it where memory is short."""
+    """Number of sequences that one engine decodes together. Lower it to save memory."""
     deterministic: bool = False
-    """Compute every answer by itself and from its first token, so that not one bit of it depends on
-    which others are under way: a run that was resumed then equals one that was not. Generating takes
-    several times as long (docs/reliability.md). Set it to compare runs."""
+    """Compute every sequence alone and from its first token, so that its bits do not depend on
+    other sequences. A resumed run then equals an uninterrupted run. Generation takes several times
+    as long (docs/reliability.md). Set it to compare runs.
+    """
     quantization: Quantization | None = None
-    """Format of the engines' experts. null: the trainer's values. mxfp4: the nearest MXFP4 values. If
-    the trainer has other values, the canary stops the run unless ``canary_tolerance`` allows the
-    difference (docs/quantization.md)."""
+    """Format of the engines' experts. null: the trainer's values. mxfp4: the nearest MXFP4 values.
+    If the trainer has other values, the canary stops the run unless ``canary_tolerance`` allows the
+    difference (docs/quantization.md).
+    """
 
     @property
     def experts_format(self) -> Quantization | None:

@@ -1,7 +1,7 @@
-"""The embedded rollout engine: a causal language model of transformers in this process.
+"""Embedded rollout engine: a causal language model of transformers in this process.
 
-One thread owns the model. Steps and commands queue for it, so a command takes effect between two
-steps, and the event loop, with the tool calls that run on it, is never blocked.
+One thread owns the model. Steps and commands are queued for it, so a command runs between two
+steps. The event loop, which also runs tool calls, is never blocked.
 """
 
 import asyncio
@@ -29,16 +29,15 @@ from rl_loop.weight_sync.expected import ExpectedTensors
 from rl_loop.weight_sync.source import WeightMismatch
 
 MAX_REPORTED_FAULTS = 20
-"""Tensors that an error about weights names."""
+"""Maximum number of tensors that an error about weights names."""
 
 AttentionInterface.register(ATTENTION_NAME, row_cache_attention)
 
 
 class TransformersEngine:
-    """Implements RolloutEngine with a model of transformers and continuous batching: GPT-OSS, Llama
-    or Qwen2.
+    """RolloutEngine that runs GPT-OSS, Llama or Qwen2 of transformers with continuous batching.
 
-    The engine takes the model over: nobody else may run or change it.
+    The engine owns the model: other code must not run or change it.
     """
 
     def __init__(
@@ -52,12 +51,15 @@ class TransformersEngine:
         """Prepare ``model`` for generation.
 
         Args:
-            model: the model, which the engine takes over.
-            max_batch_size: number of sequences that are decoded together. The same number of
-                finished ones keep their keys and values for the next turn.
-            deterministic: whether to decode one sequence at a time and keep nothing.
-            weight_version: version of the model's weights. None if they only reserve memory: the
-                engine then refuses to compute before ``sync_weights``.
+            model: model that the engine will own.
+            max_batch_size: number of sequences that are decoded together. Keys and values of an
+                equal number of finished sequences are kept for their next turn.
+            deterministic: whether to decode one sequence at a time and keep no keys and values.
+            weight_version: version of the model's weights. None if the weights are placeholders:
+                the engine then does not compute before ``sync_weights``.
+
+        Raises:
+            ValueError: if ``max_batch_size`` is below 1.
         """
         if max_batch_size < 1:
             raise ValueError(f"max_batch_size must be at least 1, not {max_batch_size}")
@@ -66,7 +68,7 @@ class TransformersEngine:
         model.set_attn_implementation(ATTENTION_NAME)
         self._has_experts = hasattr(model.config, "num_local_experts")
         if self._has_experts and model.lm_head.weight.dtype == torch.float64:
-            # The default, torch's grouped matrix product, has no fp64 kernel.
+            # The default implementation, torch's grouped matrix product, does not support fp64.
             model.set_experts_implementation("eager")
 
         self._model = model
@@ -78,7 +80,7 @@ class TransformersEngine:
         self._thread = ThreadPoolExecutor(1, "rollout-engine")
         self._closed = False
         self._packed: dict[str, torch.Tensor] = {}
-        """Experts in MXFP4 as they came, by stored name."""
+        """MXFP4 blocks and scales of the experts as they were sent, by stored name."""
 
     @classmethod
     def from_config(
@@ -88,23 +90,27 @@ class TransformersEngine:
         dtype: torch.dtype = torch.float32,
         **options: Any,
     ) -> Self:
-        """Build a model on the CPU with random weights, for ``sync_weights`` to replace.
+        """Build a model on the CPU with random weights, which ``sync_weights`` replaces.
 
-        ``options`` are the constructor's.
+        Args:
+            config: transformers' configuration of the model.
+            dtype: dtype of the weights.
+            options: options of the constructor.
         """
         model_config = copy.deepcopy(config)  # the engine changes it
         model = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
         return cls(model, weight_version=None, **options)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Sample one continuation; requests made concurrently are batched.
+        """Sample one continuation. Concurrent requests are batched.
 
-        Cancelling frees the request's place. A request that is aborted before it starts has no
-        outputs and no routed experts.
+        Cancelling this call frees the request's cache row. A request that is aborted before it
+        starts has no outputs and no expert indices.
 
         Raises:
-            ValueError: for a request that cannot run.
-            RuntimeError: with the cause, if the model failed; if the engine has no weights yet.
+            ValueError: if the request cannot run.
+            RuntimeError: if the model failed (the error has the cause), or if there are no weights
+                yet.
         """
         name = f"request {request.request_id}"
         self._check_weights(name)
@@ -118,12 +124,12 @@ class TransformersEngine:
                 f"{name}: prompt and max_new_tokens make {total} tokens, the model has {limit} positions"
             )
 
-        # on_begin belongs to the event loop; the sequence leaves the queue on the engine's thread.
+        # on_begin must run on the event loop, but sequences leave the queue on the engine's thread.
         loop = asyncio.get_running_loop()
 
         def begin() -> None:
             if request.on_begin is not None:
-                with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                with suppress(RuntimeError):  # the loop is closed, so no caller waits
                     loop.call_soon_threadsafe(request.on_begin)
 
         sequence = RunningSequence(request, on_begin=begin)
@@ -132,34 +138,39 @@ class TransformersEngine:
             await self._call(lambda: self._add(sequence))
             return await answer
         finally:
-            # If our task is cancelled, the next step sees it here and frees the place.
+            # If this task is cancelled, the next step sees it here and frees the row.
             answer.cancel()
 
     def _check_weights(self, name: str) -> None:
-        """Raise RuntimeError before the first weights: random tokens must not look like a policy's."""
+        """Raise RuntimeError if there are no weights yet: random tokens would look valid."""
         if self._scheduler.weight_version is None:
             raise RuntimeError(f"{name}: the engine has no weights yet. Call sync_weights first.")
 
     def _add(self, sequence: RunningSequence) -> None:
         was_idle = not self._scheduler.has_work
         self._scheduler.add(sequence)
-        # While there is work, each step submits the next one: a second chain must not begin.
+        # While there is work, each step submits the next one. A second chain must not begin.
         if was_idle:
             self._thread.submit(self._step)
 
     def _step(self) -> None:
-        """Run one step; the next one queues behind the commands that came meanwhile."""
+        """Run one step. The next step is queued behind the commands that came during this one."""
         try:
             self._scheduler.step()
-        except Exception as error:  # whatever the model raises belongs to those who wait for it
+        except Exception as error:  # callers of ``generate`` receive every error of the model
             self._scheduler.fail(error)
         if self._scheduler.has_work:
             self._thread.submit(self._step)
 
     async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
-        """Compute log p(input_ids[i] | input_ids[:i]) for i >= 1, between two steps.
+        """Return log p(input_ids[i] | input_ids[:i]) for i >= 1, computed between two steps.
 
-        Returns len(input_ids) - 1 natural logs.
+        Returns:
+            len(input_ids) - 1 natural logs.
+
+        Raises:
+            ValueError: if ``input_ids`` is empty or has unknown ids.
+            RuntimeError: if there are no weights yet.
         """
         self._check_weights("score")
         self._check_tokens(input_ids, "score")
@@ -168,10 +179,11 @@ class TransformersEngine:
         return await self._call(lambda: self._scheduler.score(list(input_ids), temperature))
 
     async def rounding_error(self, input_ids: list[int]) -> float | None:
-        """Return how far the rounding of the engine's dtype moves the log-probs of ``score``.
+        """Return the effect of the dtype's rounding on the log-probs of ``score``.
 
-        Returns the mean absolute difference to fp32 with the same weights, in nats per token; None
-        if the device has no room for the weights in fp32.
+        Returns:
+            Mean absolute difference to fp32 with equal weights, in nats per token. None if the fp32
+            weights do not fit in the device's memory.
         """
         self._check_tokens(input_ids, "rounding_error")
         return await self._call(lambda: self._rounding_error(list(input_ids)))
@@ -192,9 +204,9 @@ class TransformersEngine:
         return sum(differences) / len(differences)
 
     async def abort(self, request_id: str | None = None) -> None:
-        """Stop one request, or all, waiting ones too.
+        """Abort one request, or all if ``request_id`` is None, including waiting ones.
 
-        A request that is unknown or has ended is no error.
+        Unknown and finished requests are ignored.
         """
         await self._call(lambda: self._scheduler.abort(request_id))
 
@@ -203,19 +215,24 @@ class TransformersEngine:
         named_tensors: Iterable[tuple[str, torch.Tensor]],
         version: int,
     ) -> None:
-        """Replace all weights, by Hugging Face name; all requests are aborted.
+        """Replace all weights, and abort all requests.
 
-        Tensors are copied in place and cast to the engine's dtype. Experts' matrices may come in
-        MXFP4, as blocks and scales: the engine keeps these and computes with their values.
+        Tensors are copied in place and cast to the engine's dtype. Experts' matrices may be MXFP4
+        blocks and scales: the engine keeps them and computes with their values.
 
-        Raises WeightMismatch listing missing, unknown, repeated and wrongly shaped tensors. Then
-        nothing has changed.
+        Args:
+            named_tensors: (Hugging Face name, tensor).
+            version: version of the weights.
+
+        Raises:
+            WeightMismatch: if tensors are missing, unknown, repeated or have a wrong shape. The
+                message lists them. The weights are then unchanged.
         """
         named = list(named_tensors)
         await self._call(lambda: self._replace_weights(named, version))
 
     def _replace_weights(self, named: list[tuple[str, torch.Tensor]], version: int) -> None:
-        # Everything is compared before anything is written. Tied weights appear once.
+        # Check everything before writing anything. named_parameters lists tied weights once.
         parameters = dict(self._model.named_parameters())
         new_weights = dict(named)
         shapes = _expected_shapes(new_weights, parameters)
@@ -236,16 +253,18 @@ class TransformersEngine:
                 if name in new_weights:
                     parameter.copy_(new_weights[name])
                 else:
-                    # What was sent may be memory of somebody else.
+                    # Cloned, because the tensors may use memory that their owner overwrites.
                     packed = {key: new_weights[key].clone() for key in stored_names(name)}
                     self._packed |= packed
                     parameter.copy_(_values(*packed.values()))
         self._scheduler.weight_version = version
 
     async def packed_digests(self) -> Digests:
-        """Compute digests of the experts that came in MXFP4; empty if none did.
+        """Return digests of the experts that came in MXFP4. Empty if none did.
 
-        Raises RuntimeError naming a tensor whose values are not those of its bits.
+        Raises:
+            RuntimeError: if the values of a tensor differ from its MXFP4 bits. The message names
+                it.
         """
         return await self._call(self._packed_digests)
 
@@ -260,18 +279,18 @@ class TransformersEngine:
         return stack_digests(self._packed.items())
 
     async def close(self) -> None:
-        """Stop the thread. Requests under way and later ones fail with RuntimeError."""
+        """Stop the thread. Running and later requests fail with RuntimeError."""
         if self._closed:
             return
         self._closed = True
         error = RuntimeError("the rollout engine was closed")
-        # Queued behind the step that runs: the model is not touched by two threads.
+        # Queued behind the running step, because two threads must not use the model.
         failing = self._thread.submit(self._scheduler.fail, error)
         await asyncio.wrap_future(failing)
         self._thread.shutdown()
 
     async def _call[T](self, function: Callable[[], T]) -> T:
-        """Run ``function`` on the thread that owns the model."""
+        """Run ``function`` on the thread that owns the model and return its result."""
         if self._closed:
             raise RuntimeError("the rollout engine is closed")
         return await asyncio.wrap_future(self._thread.submit(function))
@@ -285,15 +304,17 @@ class TransformersEngine:
 
 
 def _values(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return what experts' matrices in MXFP4 stand for, as Hugging Face has them: [E, in, out]."""
+    """Return the values of MXFP4 experts' matrices in Hugging Face's layout, [experts, in, out]."""
     return mxfp4.dequantize(blocks, scales).mT
 
 
 def _expected_shapes(
     tensors: dict[str, torch.Tensor], parameters: dict[str, torch.nn.Parameter]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor to expect: of experts of which any bits came in MXFP4, those
-    of blocks and scales."""
+    """Return {name: expected shape} of every tensor.
+
+    Experts of which any stored tensor came have the shapes of MXFP4 blocks and scales.
+    """
     expected: dict[str, tuple[int, ...]] = {}
     for name, parameter in parameters.items():
         shape = tuple(parameter.shape)

@@ -1,9 +1,9 @@
-"""A key/value cache with one row per sequence, and attention of a flat batch over it.
+"""Key/value cache with one row per sequence, and attention of a flat batch over it.
 
-The model's linear layers see one row of tokens without padding, in which decoding sequences (one
-token each) and prefilling ones (many tokens each) follow each other. Only attention knows which
-token belongs to which sequence. It reaches a transformers model through the public attention
-registry: ``model.set_attn_implementation(ATTENTION_NAME)``, and a ``StepLayout`` passed to the
+The input of the model's linear layers is one row of tokens without padding. It contains decoding
+sequences, one token each, and prefilling sequences, many tokens each. Only attention separates
+sequences. It uses the public attention registry of transformers:
+``model.set_attn_implementation(ATTENTION_NAME)``, and a ``StepLayout`` that is passed to the
 model's forward as the keyword ``layout``.
 """
 
@@ -22,19 +22,19 @@ from megatron_gptoss.routes import route_dtype
 ATTENTION_NAME = "rl_loop_row_cache"
 
 QUERY_CHUNK = 512
-"""Queries of a prefill that are attended at a time; bounds the score matrix."""
+"""Queries of a prefill that are computed at a time. Bounds the size of the score matrix."""
 MIN_CAPACITY = 128
-"""Positions that a row has from the first token on."""
+"""Minimum capacity of the rows after the first step, in positions."""
 NO_WINDOW = 1 << 40
-"""Window of a full-attention layer: more than any text has tokens."""
+"""Window of a full-attention layer: more tokens than any text has."""
 
 
 class RowCache:
-    """Keys, values and routes of ``rows`` sequences: position p is at index p of a row.
+    """Keys, values and expert indices of ``rows`` sequences. Position p is at index p of a row.
 
     Running sequences have the first rows, so that a decoding step reads them without a copy. The
-    rows behind them keep finished sequences (``tokens[row]``) for turns that continue them. The
-    capacity grows in powers of two.
+    other rows keep finished sequences (``tokens[row]``) for turns that continue them. The capacity
+    grows to powers of two.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class RowCache:
         layers = config.num_hidden_layers
         kv_heads = config.num_key_value_heads
 
-        # Both begin with room for no token at all and grow with the first step.
+        # Both are created with capacity 0 and grow in the first step.
         self.keys_values = torch.zeros(
             (layers, 2, rows, kv_heads, 0, config.head_dim),
             dtype=dtype,
@@ -58,19 +58,21 @@ class RowCache:
         experts = getattr(config, "num_local_experts", 0)
         no_routes = np.zeros((rows, 0, layers, top_k), route_dtype(experts))
         self.routes = torch.from_numpy(no_routes).to(device)
-        """Experts chosen for each token: uint8 or int16 [rows, capacity, layers, top_k]; top_k is 0
-        for a dense model."""
+        """Experts chosen for each token: uint8 or int16 [rows, capacity, layers, top_k].
+
+        top_k is 0 for a dense model.
+        """
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
-        """Tokens of finished sequences; empty for running ones and where nothing is kept."""
+        """Tokens of finished sequences by row. Empty for running sequences and unused rows."""
         self._last_used = [0] * rows  # a counter, not a time: larger is later
 
     def reserve(self, length: int) -> None:
-        """Make room for sequences of ``length`` tokens; what is cached stays."""
+        """Increase the capacity to at least ``length`` tokens. Cached data is kept."""
         capacity = self.routes.shape[1]
         if length <= capacity:
             return
 
-        # Doubling keeps the number of copies of the cache logarithmic in the longest sequence.
+        # With doubling, the number of copies of the cache is logarithmic in the longest sequence.
         power_of_two = 1 << (length - 1).bit_length()
         added = max(MIN_CAPACITY, power_of_two) - capacity
         self.keys_values = functional.pad(self.keys_values, (0, 0, 0, added))
@@ -84,25 +86,34 @@ class RowCache:
         rows: torch.Tensor,
         positions: torch.Tensor,
     ) -> None:
-        """Store key and value [kv_heads, tokens, head_size] of one layer.
+        """Store keys and values of one layer.
 
-        ``rows`` and ``positions`` [tokens] say where each token goes.
+        Args:
+            layer: index of the layer.
+            key: [kv_heads, tokens, head_size].
+            value: [kv_heads, tokens, head_size].
+            rows: [tokens], row of each token.
+            positions: [tokens], position of each token in its row.
         """
         self.keys_values[layer, 0][rows, :, positions] = key.transpose(0, 1)
         self.keys_values[layer, 1][rows, :, positions] = value.transpose(0, 1)
 
     def begin(self, row: int, source: int, length: int) -> None:
-        """Give ``row``, the first behind the running ones, to a new sequence.
+        """Assign ``row`` to a new sequence.
 
-        The first ``length`` tokens of that sequence are those of row ``source``.
+        Args:
+            row: first row after the running sequences.
+            source: row whose first ``length`` tokens are also those of the new sequence.
+            length: number of cached tokens to use.
         """
         continues_source = source >= row and len(self.tokens[source]) <= length
         if continues_source:
-            # The finished sequence goes on as a whole: its row is taken over without a copy.
+            # The new sequence continues the whole finished sequence, so it takes the row over
+            # without a copy.
             replaced = source
         else:
-            # Some of the source has to stay, for its own sequence or for another turn: the prefix
-            # is copied over the finished sequence that was used longest ago.
+            # The source must stay available, for its own sequence or for another turn. Copy the
+            # prefix over the least recently used finished sequence.
             replaced = min(range(row, len(self._last_used)), key=lambda r: self._last_used[r])
             prefix = self.keys_values[:, :, source, :, :length]
             self.keys_values[:, :, replaced, :, :length] = prefix
@@ -112,20 +123,23 @@ class RowCache:
         self.tokens[row] = []
 
     def finish(self, row: int, tokens: list[int], last_row: int, last_length: int) -> None:
-        """Keep ``tokens``, whose sequence ran in ``row``, and close the gap that it leaves.
+        """Keep a finished sequence, and close the gap between the running ones.
 
-        The sequence in ``last_row``, the last running one, moves to ``row``; it has
-        ``last_length`` cached tokens.
+        Args:
+            row: row of the finished sequence.
+            tokens: its tokens.
+            last_row: row of the last running sequence, which moves to ``row``.
+            last_length: number of cached tokens of that sequence.
         """
         self.tokens[row] = tokens
         self._last_used[row] = max(self._last_used) + 1
         self._swap(row, last_row, length=max(len(tokens), last_length))
 
     def _swap(self, a: int, b: int, length: int) -> None:
-        """Exchange two rows, of which the first ``length`` positions are in use."""
+        """Swap two rows, of which the first ``length`` positions are in use."""
         if a == b:
             return
-        # Indexing with a list copies: the right side is read in full before the left is written.
+        # Indexing with a list copies, so the right side is complete before the left is written.
         self.keys_values[:, :, [a, b], :, :length] = self.keys_values[:, :, [b, a], :, :length]
         self.routes[[a, b], :length] = self.routes[[b, a], :length]
         self.tokens[a], self.tokens[b] = self.tokens[b], self.tokens[a]
@@ -133,12 +147,12 @@ class RowCache:
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int], longer_than: int = 0) -> int:
-    """Return how many leading tokens a and b share; 0 if not more than ``longer_than``."""
+    """Return the number of leading tokens that a and b share. 0 if at most ``longer_than``."""
     shortest = min(len(a), len(b))
     if shortest <= longer_than:
         return 0
 
-    # The one token that would make the prefix longer is compared first, because it rules out most
+    # First compare the token that would make the prefix longer, because it excludes most
     # candidates.
     if a[longer_than] != b[longer_than] or a[:longer_than] != b[:longer_than]:
         return 0
@@ -152,29 +166,29 @@ class Segment:
     """Consecutive new tokens of one sequence in the flat input of a step."""
 
     first: int
-    """Index of the first of them in the flat input."""
+    """Index of the first token in the flat input."""
     length: int
-    """How many there are."""
+    """Number of tokens."""
     past: int
-    """Tokens of the sequence that are in the cache already."""
+    """Number of tokens of the sequence that are already in the cache."""
     row: int
-    """The sequence's row in the cache, if there is a cache."""
+    """Row of the sequence in the cache. Ignored without a cache."""
 
 
 @dataclass(frozen=True)
 class VisibleKeys:
-    """Which cached keys a group of queries looks at."""
+    """Cached keys that a group of queries attends to."""
 
     positions: slice
     """Positions that at least one of the queries sees."""
     masked: torch.Tensor
-    """bool [queries, positions], True where a query does not see a key."""
+    """bool [queries, positions]: True where a query does not see a key."""
 
 
 class StepLayout:
-    """Maps the flat tokens of one forward pass to sequences.
+    """Mapping from the flat tokens of one forward pass to sequences.
 
-    Tokens ``[0, len(decoding))`` decode: token i is the one new token of cache row i, at position
+    Tokens ``[0, len(decoding))`` decode: token i is the only new token of cache row i, at position
     ``decoding[i]`` of its sequence. The segments follow. Without a cache nothing is read or
     written.
     """
@@ -202,10 +216,10 @@ class StepLayout:
         self._decoding_keys: dict[int, VisibleKeys] = {}
 
     def decoding_keys(self, window: int) -> VisibleKeys:
-        """Return which cached keys the decoding rows look at, the same in all layers of a kind."""
+        """Return the cached keys that the decoding rows see. Cached per size of the window."""
         if window not in self._decoding_keys:
-            # One slice for all rows, so that keys are read without a gather; what is not in a
-            # row's own window is masked.
+            # One slice for all rows, so that keys are read without a gather. Keys outside a row's
+            # window are masked.
             first = max(0, min(self.decoding) - window + 1)
             keys = slice(first, max(self.decoding) + 1)
             queries = self.positions[: len(self.decoding)]
@@ -213,15 +227,18 @@ class StepLayout:
         return self._decoding_keys[window]
 
     def last_tokens(self) -> list[int]:
-        """Return where each sequence's last token is in the flat input: decoding rows first."""
+        """Return the index of each sequence's last token in the flat input, decoding rows first."""
         last_of_segments = [segment.first + segment.length - 1 for segment in self.segments]
         return [*range(len(self.decoding)), *last_of_segments]
 
 
 def _visible_keys(queries: torch.Tensor, keys: slice, window: int) -> VisibleKeys:
-    """Mask the keys after each query and those before its window.
+    """Mask the keys after each query and before its window.
 
-    ``queries`` [queries] and ``keys`` are positions in one sequence.
+    Args:
+        queries: [queries], positions in one sequence.
+        keys: positions in the same sequence.
+        window: number of tokens that a query sees, including its own.
     """
     key = torch.arange(keys.start, keys.stop, device=queries.device)
     query = queries[:, None]
@@ -241,26 +258,28 @@ def row_cache_attention(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend each token to its own sequence, as transformers' attention interface asks for it.
+    """Attend each token to its own sequence, through transformers' attention interface.
 
     Args:
-        module: the attention layer.
-        query: [1, heads, tokens, head_size]; key and value: [1, kv_heads, tokens, head_size].
-        attention_mask: ignored; the layout says it all.
+        module: attention layer.
+        query: [1, heads, tokens, head_size].
+        key: [1, kv_heads, tokens, head_size].
+        value: [1, kv_heads, tokens, head_size].
+        attention_mask: ignored, because the layout contains all information.
         scaling: factor of the scores.
-        layout: which token belongs where.
-        s_aux: [heads], the attention sinks; None for a model without.
-        sliding_window: tokens that a query sees, itself included; None for all before it.
+        layout: sequence and position of each token.
+        s_aux: [heads], attention sinks. None for a model without sinks.
+        sliding_window: number of tokens that a query sees, including its own. None: all.
 
     Returns:
-        [1, tokens, heads, head_size], and None in place of attention weights.
+        [1, tokens, heads, head_size], and None instead of attention weights.
     """
     heads, tokens, head_size = query.shape[1:]
     kv_heads = key.shape[1]
     window = sliding_window or NO_WINDOW
     cache = layout.cache
 
-    # Grouped-query attention: query heads are grouped by the key/value head that they share.
+    # Grouped-query attention: query heads are grouped by their shared key/value head.
     grouped = (query[0] * scaling).view(kv_heads, -1, tokens, head_size)
     sinks = None if s_aux is None else s_aux.view(kv_heads, -1, 1)
     output = query.new_empty(tokens, heads, head_size)
@@ -268,7 +287,7 @@ def row_cache_attention(
     cached: torch.Tensor | None = None
     if cache is not None:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
-        # Before anything is read: a token sees its own key too.
+        # Write first, because a token also sees its own key.
         cache.write(layer, key[0], value[0], layout.rows, layout.positions)
         cached = cache.keys_values[layer]
         if layout.decoding:
@@ -291,15 +310,18 @@ def _keys_values(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return all keys and values of a segment's sequence, [kv_heads, positions, head_size] each.
 
-    ``key`` and ``value`` [kv_heads, tokens, head_size] are those of the flat input. ``cached`` is
-    one layer of the cache, which has them too; None without a cache.
+    Args:
+        segment: new tokens of the sequence.
+        key: [kv_heads, tokens, head_size], keys of the flat input.
+        value: [kv_heads, tokens, head_size], values of the flat input.
+        cached: one layer of the cache, which also contains the new tokens. None without a cache.
     """
     if cached is not None and segment.past:
         keys, values = cached[:, segment.row]
         return keys, values
 
-    # Nothing was cached before: the new tokens are all that the sequence has, and they lie
-    # together in the flat input, which saves reading them from the cache's padded row.
+    # The sequence has no earlier tokens. Its new tokens are contiguous in the flat input, which is
+    # cheaper to read than the cache's padded row.
     new_tokens = slice(segment.first, segment.first + segment.length)
     return key[:, new_tokens], value[:, new_tokens]
 
@@ -309,13 +331,13 @@ def _query_chunks(
     layout: StepLayout,
     window: int,
 ) -> Iterator[tuple[slice, VisibleKeys]]:
-    """Cut a segment into chunks of queries: where they are in the flat input, and their keys."""
+    """Yield chunks of a segment's queries: their slice of the flat input, and their keys."""
     for start in range(0, segment.length, QUERY_CHUNK):
         count = min(QUERY_CHUNK, segment.length - start)
         chunk = slice(segment.first + start, segment.first + start + count)
 
-        # From the first key in the first query's window to the last query itself: for a window
-        # layer that is much less than the whole prefix.
+        # From the first key in the first query's window to the last query. With a sliding window
+        # these are much fewer keys than the whole prefix.
         position = segment.past + start
         keys = slice(max(0, position - window + 1), position + count)
         yield chunk, _visible_keys(layout.positions[chunk], keys, window)
@@ -333,9 +355,9 @@ def _attend_decoding(
     Args:
         queries: [kv_heads, heads per kv head, rows, head_size], scaled.
         cached: keys and values of one layer, [2, rows, kv_heads, capacity, head_size].
-        sinks: [kv_heads, heads per kv head, 1]; None if there are none.
-        layout: of the step.
-        window: tokens that a query sees, itself included.
+        sinks: [kv_heads, heads per kv head, 1]. None without sinks.
+        layout: layout of the step.
+        window: number of tokens that a query sees, including its own.
 
     Returns:
         [rows, heads, head_size].
@@ -361,10 +383,10 @@ def _attend_prefill(
 
     Args:
         queries: [kv_heads, heads per kv head, count, head_size], scaled.
-        keys: [kv_heads, positions, head_size], from position 0 on; so are ``values``.
-        values: see ``keys``.
-        sinks: [kv_heads, heads per kv head, 1]; None if there are none.
-        visible: the keys that these queries see.
+        keys: [kv_heads, positions, head_size], from position 0 on.
+        values: [kv_heads, positions, head_size], from position 0 on.
+        sinks: [kv_heads, heads per kv head, 1]. None without sinks.
+        visible: keys that these queries see.
 
     Returns:
         [count, heads, head_size].
@@ -374,7 +396,7 @@ def _attend_prefill(
     values = values[:, visible.positions]
     key_count = keys.shape[1]
 
-    # One matrix product per key/value head: its query heads are stacked along the rows.
+    # One matrix product per key/value head, whose query heads are stacked as rows.
     scores = queries.reshape(kv_heads, -1, head_size) @ keys.transpose(-1, -2)
     scores = scores.view(kv_heads, -1, count, key_count)
     if sinks is not None:
@@ -387,15 +409,15 @@ def _attend_prefill(
 def _sink_softmax(
     scores: torch.Tensor, masked: torch.Tensor, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """Softmax over the keys and the sink, one more logit per head that has no value.
+    """Return the softmax over the keys and the sink, an additional logit per head without a value.
 
     Args:
-        scores: [..., keys]; bf16 and fp16 are summed in fp32.
+        scores: [..., keys]. bf16 and fp16 are summed in fp32.
         masked: bool, broadcasts against ``scores``.
-        sinks: broadcasts against ``scores``; its last dimension is 1. None if there are none.
+        sinks: broadcasts against ``scores``, with a last dimension of 1. None without sinks.
 
     Returns:
-        [..., keys] in the dtype of ``scores``; with sinks a row sums to less than 1.
+        [..., keys] in the dtype of ``scores``. With sinks a row sums to less than 1.
     """
     wide = scores
     if scores.dtype in (torch.bfloat16, torch.float16):
@@ -405,7 +427,7 @@ def _sink_softmax(
     if sinks is None:
         return torch.softmax(wide, dim=-1).to(scores.dtype)
 
-    # The sink takes part in the sum of the softmax and is then cut off: it has no value to weigh.
+    # The sink is part of the softmax's sum, but has no value, so its weight is dropped.
     sink_column = sinks.to(wide.dtype).expand(*wide.shape[:-1], 1)
     combined = torch.cat([wide, sink_column], dim=-1)
     return torch.softmax(combined, dim=-1)[..., :-1].to(scores.dtype)

@@ -1,14 +1,14 @@
-"""Sampling from logits: pure functions on tensors."""
+"""Sampling from logits. Pure functions on tensors."""
 
 import torch
 
 
 def sampling_log_probs(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    """Compute the log-softmax at each row's temperature, in fp32, or fp64 if the logits are.
+    """Return the log-softmax at each row's temperature, in fp32, or in fp64 for fp64 logits.
 
     Args:
         logits: [rows, vocab_size].
-        temperatures: [rows]; 0 (greedy) counts as 1.
+        temperatures: [rows]. 0 (greedy) counts as 1.
 
     Returns:
         [rows, vocab_size], natural logs.
@@ -27,28 +27,29 @@ def sample(
 ) -> torch.Tensor:
     """Sample one token per row by inverting the cumulative distribution at a uniform number.
 
-    A request draws one number per token from its own generator, so its continuation does not
-    depend on what it is batched with.
+    A request draws one number per token from its own generator, so its continuation does not depend
+    on the other sequences of the batch.
 
     Args:
         log_probs: [rows, vocab_size].
         uniforms: fp64 [rows] in [0, 1).
-        greedy: bool [rows]; such rows take the most likely token.
+        greedy: bool [rows]. These rows take the most likely token.
         top_ps: [rows].
 
     Returns:
-        int64 [rows], the token ids.
+        int64 [rows]: token ids.
     """
+    # In fp64, because an fp32 cumulative sum over 200,000 tokens would lose the unlikely ones.
     # In fp64, or the cumulative sum over 200,000 tokens would lose the unlikely ones.
     probs = log_probs.double().exp()
     tokens = _invert_cumulative(probs, uniforms)
 
     (nucleus_rows,) = torch.nonzero(top_ps < 1, as_tuple=True)
     if len(nucleus_rows):
-        # Stable, so that ties fall the same way in every batch.
+        # Stable, so that ties are broken equally in every batch.
         ordered, order = probs[nucleus_rows].sort(dim=-1, descending=True, stable=True)
-        # The nucleus is the smallest set whose mass reaches top_p: a token belongs to it if the
-        # mass of all likelier tokens does not reach top_p yet.
+        # The nucleus is the smallest set of the likeliest tokens whose mass reaches top_p. A token
+        # belongs to it if the mass of all likelier tokens is less than top_p.
         mass_before = ordered.cumsum(-1) - ordered
         nucleus = ordered * (mass_before < top_ps[nucleus_rows, None])
         places = _invert_cumulative(nucleus, uniforms[nucleus_rows])
@@ -60,10 +61,15 @@ def sample(
 def _invert_cumulative(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Return, per row, the index where the cumulative weight passes ``uniform * total``.
 
-    ``weights`` [rows, n] need not sum to 1. ``uniforms`` [rows]. Returns int64 [rows].
+    Args:
+        weights: [rows, n]. Need not sum to 1.
+        uniforms: [rows] in [0, 1).
+
+    Returns:
+        int64 [rows].
     """
     cumulative = weights.cumsum(-1)
     targets = uniforms[:, None] * cumulative[:, -1:]
     indices = torch.searchsorted(cumulative, targets, right=True)[:, 0]
-    # Rounding may leave the target at the total, which no index passes.
+    # Rounding can make the target equal to the total, which no index passes.
     return indices.clamp_(max=weights.shape[-1] - 1)

@@ -1,4 +1,4 @@
-"""Continuous batching: a step samples one token per sequence and admits those that wait."""
+"""Continuous batching: a step samples one token per sequence and admits waiting sequences."""
 
 from collections import deque
 from collections.abc import Callable
@@ -17,36 +17,36 @@ from rl_loop.engines.embedded.sampling import sample, sampling_log_probs
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, check_routes
 
 MAX_PREFILL_TOKENS = 8192
-"""Prompt tokens of one step, beyond which sequences wait for the next one (one always gets in)."""
+"""Maximum prompt tokens of one step. One sequence is always admitted, even if it is longer."""
 WORTH_WAITING = 16
-"""A sequence waits one step if another one, admitted now, saves it this many tokens of prefill."""
+"""Tokens of prefill that a sequence must save to wait one step for another one's prefix."""
 HEAD_CHUNK = 256
-"""Positions whose logits exist at a time when a text is scored."""
+"""Positions whose logits are computed at a time when a text is scored."""
 
 
 @dataclass(eq=False)
 class RunningSequence:
-    """A request under way."""
+    """A request in flight."""
 
     request: GenerateRequest
     future: Future[GenerateResult] = field(default_factory=Future)
-    """Set to the answer; cancelling it frees the sequence's place."""
+    """Future of the result. Cancelling it frees the sequence's row."""
     log_probs: list[float] = field(default_factory=list)
-    """Of the sampled tokens."""
+    """Log-probs of the sampled tokens, in nats."""
     cached_tokens: int = 0
-    """Tokens of the prompt that were found in the cache."""
+    """Number of prompt tokens that were found in the cache."""
     on_begin: Callable[[], None] = lambda: None
-    """Called, on the engine's thread, when the sequence leaves the queue."""
+    """Called on the engine's thread when the sequence leaves the queue."""
     tokens: list[int] = field(init=False)
-    """The prompt and what was sampled so far."""
+    """Tokens of the prompt and sampled tokens so far."""
     uniforms: list[float] = field(init=False)
-    """The random number in [0, 1) of each token, drawn beforehand."""
+    """Random number in [0, 1) for each token, drawn in advance."""
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
         self.tokens = list(self.request.input_ids)
 
-        # One number per token, whatever happens to other sequences.
+        # One number per token, independent of other sequences.
         generator = torch.Generator()
         if sampling.seed is None:
             generator.seed()
@@ -56,7 +56,7 @@ class RunningSequence:
         self.uniforms = uniforms.tolist()
 
     def append(self, token: int, log_prob: float) -> FinishReason | None:
-        """Take the next sampled token; return why the sequence ends with it, if it does."""
+        """Append the next sampled token. Return the finish reason if the sequence ends with it."""
         self.tokens.append(token)
         self.log_probs.append(log_prob)
         if token in self.request.sampling.stop_token_ids:
@@ -67,32 +67,39 @@ class RunningSequence:
 
 
 class Scheduler:
-    """Holds all sequences of one model: running ones, with a cache row each, and waiting ones."""
+    """All sequences of one model: running ones, with a cache row each, and waiting ones."""
 
     def __init__(
         self, model: PreTrainedModel, max_batch_size: int, reuses_prefixes: bool = True
     ) -> None:
-        """``reuses_prefixes``: sequences take over keys and values that others have computed, in
-        batches of other shapes, so that their last bits depend on what ran before."""
+        """Create a scheduler without sequences.
+
+        Args:
+            model: model to run.
+            max_batch_size: maximum number of running sequences.
+            reuses_prefixes: whether sequences use keys and values that other sequences computed.
+                These come from batches of other shapes, so the last bits of results depend on
+                earlier requests.
+        """
         self.model = model
         self.weight_version: int | None = None
-        """Version of the model's weights; None before the first ones."""
+        """Version of the model's weights. None before the first sync."""
         self.steps = 0
-        """Forward passes of generation so far."""
+        """Number of forward passes for generation so far."""
         self._max_batch_size = max_batch_size
         self._reuses_prefixes = reuses_prefixes
         self._running: list[RunningSequence] = []  # index = cache row
         self._waiting: deque[RunningSequence] = deque()
         self.drop_cache()
 
-        # The router's choice is no output of the model, so a hook on every router records it. A
-        # dense model has none.
+        # The model does not return the router's choices, so a hook on every router records them.
+        # Dense models have no router.
         self._routes: dict[int, torch.Tensor] = {}  # of the last forward pass, by layer
         for index, layer in enumerate(model.model.layers):
             if hasattr(layer.mlp, "router"):
                 layer.mlp.router.register_forward_hook(partial(self._record_routes, index))
 
-        # Models whose layers differ take a mask per kind of layer, others one for all.
+        # Models with different kinds of layers need a mask per kind, others need one mask.
         self._no_masks: dict[str, None] | None = None
         if getattr(model.config, "layer_types", None):
             self._no_masks = {"full_attention": None, "sliding_attention": None}
@@ -108,7 +115,7 @@ class Scheduler:
         self._routes[layer] = indices  # [tokens, top_k]
 
     def drop_cache(self) -> None:
-        """Forget all keys and values. Only when no sequence is running."""
+        """Drop all keys and values. Call it only if no sequence is running."""
         self._cache = RowCache(
             self.model.config,
             rows=2 * self._max_batch_size,
@@ -121,7 +128,11 @@ class Scheduler:
         return bool(self._running or self._waiting)
 
     def add(self, sequence: RunningSequence) -> None:
-        """Queue a sequence. Raises ValueError if another one under way has its request id."""
+        """Queue a sequence.
+
+        Raises:
+            ValueError: if another unfinished sequence has its request id.
+        """
         request_id = sequence.request.request_id
         for other in (*self._running, *self._waiting):
             if other.request.request_id == request_id and not other.future.done():
@@ -130,10 +141,10 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def step(self) -> None:
-        """Sample one token for every running sequence and for as many waiting ones as fit in."""
+        """Sample one token for every running sequence, after admitting waiting ones that fit."""
         self._drop_cancelled()
 
-        # Taken before new sequences are admitted: these are the rows that decode.
+        # Read before new sequences are admitted: these rows decode.
         decoding = [len(sequence.tokens) - 1 for sequence in self._running]
         new_tokens = [sequence.tokens[-1] for sequence in self._running]
         segments = self._admit()
@@ -147,25 +158,25 @@ class Scheduler:
         layout = StepLayout(decoding, segments, self._cache, self.model.device)
         with torch.inference_mode():
             hidden = self._forward(new_tokens, layout)
-            # Recorded for every token and not on demand: a cached prefix brings its routes along.
+            # Recorded for every token, because a later request may need them for a cached prefix.
             if self._routes:
                 routes = torch.stack([self._routes[i] for i in range(len(self._routes))], dim=1)
                 routes = routes.to(self._cache.routes.dtype)
                 self._cache.routes[layout.rows, layout.positions] = routes
 
-            # Only the last token of a sequence needs logits, 200,000 of them.
+            # Only the last token of a sequence needs logits, 200,000 numbers.
             logits = fp32_logits(hidden[layout.last_tokens()], self.model.lm_head.weight)
             tokens, log_probs = self._sample(logits)
         self.steps += 1
 
-        # From the end, because the last row fills the place of a row that ends.
+        # From the end, because the last row moves into the gap of a row that ends.
         for row in reversed(range(len(tokens))):
             reason = self._running[row].append(tokens[row], log_probs[row])
             if reason is not None:
                 self._finish(row, reason)
 
     def _drop_cancelled(self) -> None:
-        # From the end, as _finish moves the last row into the gap.
+        # From the end, because _finish moves the last row into the gap.
         for row in reversed(range(len(self._running))):
             if self._running[row].future.cancelled():
                 self._finish(row, FinishReason.ABORT)
@@ -184,9 +195,16 @@ class Scheduler:
         return output.last_hidden_state[0]
 
     def _sample(self, logits: torch.Tensor) -> tuple[list[int], list[float]]:
-        """Sample a token for each running sequence from logits [sequences, vocab_size].
+        """Sample a token for each running sequence.
 
-        Returns the tokens and their log-probs. Raises RuntimeError if one is not finite.
+        Args:
+            logits: [sequences, vocab_size].
+
+        Returns:
+            Tokens and their log-probs.
+
+        Raises:
+            RuntimeError: if a log-prob is not finite.
         """
         device = logits.device
         params = [sequence.request.sampling for sequence in self._running]
@@ -211,9 +229,10 @@ class Scheduler:
         return tokens.tolist(), sampled_log_probs.tolist()
 
     def _admit(self) -> list[Segment]:
-        """Give waiting sequences a row and as much of a cached prefix as there is.
+        """Assign rows and cached prefixes to waiting sequences.
 
-        Returns the tokens that are left to process, in the order of the flat input.
+        Returns:
+            The remaining tokens to process, in the order of the flat input.
         """
         segments: list[Segment] = []
         deferred: list[RunningSequence] = []
@@ -228,7 +247,7 @@ class Scheduler:
                 deferred.append(sequence)
                 continue
 
-            # Bounds the memory and time of one step; a longer prompt must still get in some time.
+            # Bounds memory and time of one step. A longer prompt is admitted as the first one.
             length = len(sequence.tokens) - cached
             prefill_tokens = first - decoding + length
             if segments and prefill_tokens > MAX_PREFILL_TOKENS:
@@ -243,14 +262,14 @@ class Scheduler:
             segments.append(Segment(first=first, length=length, past=cached, row=row))
             first += length
 
-        # In front of the queue again, in the order in which they came.
+        # Return them to the front of the queue, in their original order.
         self._waiting.extendleft(reversed(deferred))
         return segments
 
     def _shares_more_with_admitted(self, prompt: list[int], cached: int, decoding: int) -> bool:
-        """Whether a sequence admitted in this step will have cached much more of ``prompt``.
+        """Return True if a sequence admitted in this step will have cached much more of ``prompt``.
 
-        Samples of one prompt come together: the first prefills it, the others wait one step.
+        Samples of one prompt arrive together. The first prefills it, the others wait one step.
         """
         for admitted in self._running[decoding:]:
             shared = common_prefix(admitted.tokens, prompt, longer_than=cached)
@@ -259,10 +278,10 @@ class Scheduler:
         return False
 
     def _longest_prefix(self, prompt: list[int], decoding: int) -> tuple[int, int]:
-        """Return the cache row that begins with most tokens of ``prompt``, and their number.
+        """Return the cache row with the longest prefix of ``prompt``, and the prefix's length.
 
-        Sequences behind the first ``decoding`` ones have only been admitted: there is nothing in
-        their rows yet.
+        Rows after the first ``decoding`` ones, whose sequences were admitted in this step, are
+        empty.
         """
         if not self._reuses_prefixes:
             return len(self._running), 0
@@ -279,11 +298,11 @@ class Scheduler:
         return best_row, best_length
 
     def _finish(self, row: int, reason: FinishReason) -> None:
-        """Answer the sequence of one row and fill the gap that it leaves with the last one."""
+        """Return the result of one row's sequence, and move the last sequence into its row."""
         sequence = self._running[row]
         last = self._running[-1]
 
-        # Keys, values and routes exist for all tokens but the last, which was only sampled.
+        # Keys, values and expert indices exist for all tokens except the last sampled one.
         processed = sequence.tokens[:-1]
         self._answer(sequence, reason, self._cache.routes[row, : len(processed)])
 
@@ -296,7 +315,8 @@ class Scheduler:
             last_length=len(last.tokens) - 1,
         )
         if not self._reuses_prefixes and not self._running:
-            # Its capacity, which is that of the longest sequence so far, decides how keys lie.
+            # The capacity is that of the longest sequence so far. It affects the memory layout of
+            # keys, and thereby the last bits of results.
             self.drop_cache()
 
     def _answer(
@@ -305,9 +325,12 @@ class Scheduler:
         reason: FinishReason,
         routes: torch.Tensor | None,
     ) -> None:
-        """Complete a sequence's future, unless it was cancelled.
+        """Set the result of a sequence, unless its future was cancelled.
 
-        ``routes`` uint8 or int16 [processed tokens, layers, top_k]; None if it never ran.
+        Args:
+            sequence: sequence that has ended.
+            reason: its finish reason.
+            routes: uint8 or int16 [processed tokens, layers, top_k]. None if it never ran.
         """
         if not sequence.future.set_running_or_notify_cancel():
             return
@@ -315,7 +338,7 @@ class Scheduler:
         recorded: np.ndarray | None = None
         if sequence.request.return_routed_experts and routes is not None:
             try:
-                # A copy: the row goes on to hold another sequence.
+                # A copy, because another sequence will use the row.
                 recorded = check_routes(
                     routes.to("cpu", copy=True).numpy(),
                     self.model.config.num_local_experts,
@@ -341,7 +364,7 @@ class Scheduler:
         sequence.future.set_result(result)
 
     def abort(self, request_id: str | None) -> None:
-        """Answer one request, or all if None, with what was sampled so far."""
+        """Return the tokens so far as the result of one request, or of all if None."""
         for row in reversed(range(len(self._running))):
             if request_id in (None, self._running[row].request.request_id):
                 self._finish(row, FinishReason.ABORT)
@@ -352,7 +375,7 @@ class Scheduler:
                 self._answer(sequence, FinishReason.ABORT, routes=None)
 
     def fail(self, error: BaseException) -> None:
-        """Fail every request with ``error`` and forget the cache, which may be half written."""
+        """Fail every request with ``error``, and drop the cache, which may be partially written."""
         for sequence in (*self._running, *self._waiting):
             if sequence.future.set_running_or_notify_cancel():
                 request_id = sequence.request.request_id
@@ -366,9 +389,14 @@ class Scheduler:
         self.drop_cache()
 
     def score(self, tokens: list[int], temperature: float) -> list[float]:
-        """Compute log p(tokens[i] | tokens[:i]) for i >= 1 without touching the cache.
+        """Return log p(tokens[i] | tokens[:i]) for i >= 1, without using the cache.
 
-        Returns len(tokens) - 1 natural logs at ``temperature``.
+        Args:
+            tokens: text, at least 2 tokens.
+            temperature: divisor of the logits.
+
+        Returns:
+            len(tokens) - 1 natural logs.
         """
         whole_text = Segment(first=0, length=len(tokens) - 1, past=0, row=0)
         layout = StepLayout(
@@ -382,7 +410,7 @@ class Scheduler:
         with torch.inference_mode():
             hidden = self._forward(tokens[:-1], layout)
             targets = torch.tensor(tokens[1:], device=hidden.device)
-            # In chunks: the logits of a long text at once would be gigabytes.
+            # In chunks, because the logits of a long text have several GB.
             for start in range(0, len(targets), HEAD_CHUNK):
                 chunk = slice(start, start + HEAD_CHUNK)
                 logits = fp32_logits(hidden[chunk], self.model.lm_head.weight)

@@ -49,7 +49,7 @@ from typing import Any
 
 VERSION = "0.5.17"
 FILE_HOST = "file.invalid"
-"""Host that means GPTOSS_STORES. Its ports are files (``rl_loop.weight_sync.transports.store_path``)."""
+"""Host that means GPTOSS_STORES. Its ports are files (``store_path`` of the sync's transports)."""
 GROUP_AUTHENTICATION = Path(__file__).parents[3] / "cluster" / "group_authentication.py"
 PAUSE_INTERVAL = 0.02
 """Seconds between two checks that aborted requests have ended: about one decoding step."""
