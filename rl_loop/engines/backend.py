@@ -1,17 +1,18 @@
-"""The seam between the loop and whatever samples its episodes.
+"""Interface between the training loop and the engines that sample its episodes.
 
 A *backend* provides the engines of one run and keeps them at the policy's weights. Rollout workers
-run the agent loop; each asks the backend's ``engine_factory`` for the ``RolloutEngine`` that it
-talks to. That engine may hold a model itself (``engines/embedded``) or be a client of servers that
-all workers share (``engines/sglang``).
+run the agent loop. Each worker gets its ``RolloutEngine`` from the backend's ``engine_factory``.
+That engine either holds a model (``engines/embedded``), or is a client of servers that all workers
+share (``engines/sglang``).
 
-A backend from outside the project is a subclass of ``RolloutBackend`` that the configuration names
-as MODULE:CLASS:
+An external backend is a subclass of ``RolloutBackend`` that the configuration names as
+MODULE:CLASS:
 
     rollout:
       engine: {type: my_package.my_engine:MyBackend, options: {replicas: 2}}
 
-Importing this module needs neither torch nor Ray: configurations do it."""
+Configurations import this module, so importing it needs neither torch nor Ray.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -33,8 +34,10 @@ if TYPE_CHECKING:
 
 
 class EngineUnavailable(UserError):
-    """This machine lacks something that the engine needs; the message says what, under
-    which key, and what to do."""
+    """This machine lacks a requirement of the engine.
+
+    The message contains the requirement, the configuration key and the remedy.
+    """
 
 
 # -- configuration --------------------------------------------------------------------------------
@@ -42,77 +45,83 @@ class EngineUnavailable(UserError):
 
 @dataclass(frozen=True)
 class ServerProcesses:
-    """Server processes that a backend starts as Ray actors beside the rollout workers.
+    """Server processes that a backend starts as Ray actors, in addition to the rollout workers.
 
-    ``gptoss launch`` plans a place for each; the backend asks for it with
-    ``placement_options(ENGINE_SERVER, index)``."""
+    ``gptoss launch`` plans a place for each. The backend requests it with
+    ``placement_options(ENGINE_SERVER, index)``.
+    """
 
     name: str
-    """What one of them is called, such as "SGLang server"."""
+    """Name of one process for messages, such as "SGLang server"."""
     key: str
-    """The configuration key that sets ``count``, for error messages."""
+    """Configuration key that sets ``count``, for error messages."""
     count: int
-    """How many of them there are."""
+    """Number of processes."""
     gpus_each: int
-    """GPUs that one of them uses; 0 for none."""
+    """GPUs per process. 0 for none."""
     share_trainer_gpus: bool = False
-    """Server i runs on the GPUs of the trainer ranks from i x gpus_each on, and
-    takes turns with them."""
+    """True if server i alternates with the trainer ranks from i * gpus_each on, on their GPUs."""
 
 
 class EngineConfig(StrictModel):
-    """Base of every engine's settings: what the rest of the program asks
-    without knowing the engine."""
+    """Base class of engine settings, with properties that other packages need of every engine."""
 
     @property
     def server_processes(self) -> ServerProcesses | None:
-        """Processes that need a place of their own; None if the engines live
-        in the rollout workers."""
+        """Processes that need a separate place. None if the engines run in the rollout workers."""
         return None
 
     @property
     def shares_trainer_gpus(self) -> bool:
-        """Whether engine and trainer take turns on the same GPUs, so that they cannot
-        work at the same time."""
+        """True if engine and trainer alternate on shared GPUs and cannot run in parallel."""
         processes = self.server_processes
         return processes is not None and processes.share_trainer_gpus
 
     def memory_on_trainer_gpus(self, model: ModelConfig, dtype: str) -> EngineMemory | None:
-        """Return what an engine with weights of ``dtype`` holds of each trainer GPU.
+        """Return the memory of the engine on each trainer GPU. None if it shares none.
 
-        None if it shares none.
+        Args:
+            model: configuration of the model.
+            dtype: dtype of the engine's weights.
         """
         return None
 
     def for_model(self, model: ModelConfig) -> Self:
-        """Return the settings with defaults that depend on the model."""
+        """Return the settings with the defaults that depend on the model."""
         return self
 
     @property
     def scores_at_any_temperature(self) -> bool:
-        """Whether ``RolloutEngine.score`` takes another temperature than 1."""
+        """True if ``RolloutEngine.score`` supports temperatures other than 1."""
         return True
 
     @property
     def takes_tensors(self) -> bool:
-        """Whether weights reach the engine as tensors by name in the driver, where an
-        ablation can alter them."""
+        """True if weights reach the engine as named tensors in the driver.
+
+        An ablation can alter them there.
+        """
         return True
 
     @property
     def experts_format(self) -> Quantization | None:
-        """Format that the engine is to hold experts in; None for the format of the policy."""
+        """Format in which the engine holds experts. None: the policy's format."""
         return None
 
     @property
     def packs_experts(self) -> bool:
-        """True if the engine takes experts as MXFP4 blocks and scales only, which the trainer has if
-        it trains experts through MXFP4."""
+        """True if the engine accepts experts only as MXFP4 blocks and scales.
+
+        The trainer has these if it trains experts in MXFP4.
+        """
         return False
 
     def check_machine(self) -> None:
-        """Raise EngineUnavailable if this machine lacks something that the engine needs, before
-        anything is started."""
+        """Check the requirements of the engine before anything is started.
+
+        Raises:
+            EngineUnavailable: if this machine lacks a requirement.
+        """
         return None
 
 
@@ -121,25 +130,31 @@ class EngineConfig(StrictModel):
 
 @dataclass(frozen=True)
 class BackendContext:
-    """What a run tells the backend that it builds."""
+    """Facts about a run for the construction of its backend."""
 
     model: ModelConfig
     dtype: str
-    """``float32`` or ``bfloat16``: precision of the trainer's parameters."""
+    """Precision of the trainer's parameters: ``float32`` or ``bfloat16``."""
     seed: int
-    """Seed of the run; every request has a seed of its own besides."""
+    """Seed of the run. In addition, every request has a separate seed."""
     directory: Path
-    """Where the backend may keep files; all nodes see it."""
+    """Directory for files of the backend. All nodes see it."""
     routed_experts: bool = False
-    """Whether requests ask which experts the engine chose for every token."""
+    """Whether requests ask for the experts that the engine chose for every token."""
     quantization: Quantization | None = None
-    """Format that experts are trained through; None if there is none. ``WeightSource.weights`` returns
-    the values of the format and ``packed_weights`` the bits. An engine may hold either."""
+    """Format in which experts are trained. None: not quantized.
+
+    ``WeightSource.weights`` returns the values of the format and ``packed_weights`` the bits. An
+    engine may hold either.
+    """
 
 
 class EngineWorkers(Protocol):
-    """The rollout workers, as a backend reaches the engines that they hold. A worker that died is
-    replaced, and gets the last ``load_weights`` or ``set_min_version`` before it answers."""
+    """Access to the engines in the rollout workers.
+
+    A worker that died is replaced. The new worker gets the last ``load_weights`` or
+    ``set_min_version`` before it responds.
+    """
 
     def load_weights(self, weights: "Mapping[str, torch.Tensor]", version: int) -> None:
         """Call ``HoldsWeights.sync_weights`` in every worker."""
@@ -154,7 +169,7 @@ class EngineWorkers(Protocol):
         ...
 
     def engine_rounding_errors(self, token_ids: list[int]) -> list[float | None]:
-        """Call ``MeasuresRounding.rounding_error`` in every worker; None if an engine has none."""
+        """Call ``MeasuresRounding.rounding_error`` in every worker. None for engines without it."""
         ...
 
     def engine_digests(self) -> "list[Digests]":
@@ -163,93 +178,127 @@ class EngineWorkers(Protocol):
 
 
 type EngineFactory = Callable[[], RolloutEngine]
-"""Makes the engine of one rollout worker. It is pickled, so it holds settings and
-handles, not the engine."""
+"""Function that builds the engine of one rollout worker.
+
+It is pickled, so it holds settings and handles, not the engine.
+"""
 
 
 class RolloutBackend(ABC):
-    """The engines of one run. Methods block and are called one at a time, while episodes may be
-    under way. The driver's thread calls them; that of the rollouts calls ``heal``."""
+    """The engines of one run.
+
+    Methods block and are called one at a time, while episodes may be running. The driver's thread
+    calls them, except ``heal``, which the thread of the rollouts calls.
+    """
 
     Options: ClassVar[type[EngineConfig]] = EngineConfig
-    """The settings of a backend that is named as MODULE:CLASS: what
-    ``rollout.engine.options`` may say."""
+    """Settings class of an external backend: the keys of ``rollout.engine.options``."""
 
     scores_beside_rollouts: ClassVar[bool] = False
-    """Whether ``score`` gives the same numbers while episodes run. Then the episodes of a step begin
-    at once after a sync; the canary is compared meanwhile, before anything is trained on them."""
+    """True if ``score`` gives equal numbers while episodes run.
+
+    The episodes of a step then begin directly after a sync. The canary is compared in parallel,
+    before the trainer uses these episodes.
+    """
 
     def __init__(self, settings: Any, context: BackendContext) -> None:
-        """Begin to start what the engines need. ``settings``: an instance of ``Options``."""
+        """Begin to start the engines' processes.
+
+        Args:
+            settings: instance of ``Options``.
+            context: facts about the run.
+        """
         self.settings = settings
         self.context = context
         self.workers: EngineWorkers | None = None
 
     @abstractmethod
     def engine_factory(self) -> EngineFactory:
-        """Return what makes a worker's engine: called once in the process of every worker."""
+        """Return the function that builds a worker's engine. Every worker calls it once."""
 
     def start(self, workers: EngineWorkers) -> None:
-        """Wait until engines can take weights, and remember how to reach those in ``workers``.
-        Raises what keeps them from starting."""
+        """Wait until engines can receive weights. Raises the error that prevents it.
+
+        Args:
+            workers: rollout workers with the engines. Keep them for later calls.
+        """
         self.workers = workers
 
     @abstractmethod
     def sync_weights(self, source: WeightSource, version: int) -> None:
-        """Give all engines the policy's weights under a version number, which every sampled token
-        is marked with. Ends a ``pause``. What runs is aborted and goes on with the new weights.
+        """Give all engines the policy's weights. Ends a ``pause``.
 
-        ``source`` keeps these weights until the next call, or until ``updating_weights``: engines
-        that were restarted ask for them again."""
+        Running requests are aborted and continue with the new weights.
+
+        Args:
+            source: source of the weights. It keeps them until the next call or until
+                ``updating_weights``, because restarted engines request them again.
+            version: version that every sampled token is marked with.
+        """
 
     def prepare_sync(self, source: WeightSource) -> None:
-        """Begin what takes time before the next ``sync_weights`` from the same source, and return
-        at once. Called when it has new weights."""
+        """Begin slow preparations of the next ``sync_weights`` from ``source``, and return at once.
+
+        Called when the source has new weights.
+        """
         return None
 
     @abstractmethod
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
-        """Return the log-probs of ``token_ids[1:]``, in nats, from every engine that serves."""
+        """Return the log-probs of ``token_ids[1:]``, in nats, from every serving engine."""
 
     def rounding_errors(self, token_ids: list[int]) -> list[float | None]:
-        """Return how far rounding moves the log-probs of ``score``, for the engines of ``score``.
+        """Return the effect of rounding on the log-probs of ``score``, for the same engines.
 
-        Mean absolute difference to fp32 in nats per token. None for engines that cannot measure
-        it. Empty if none can.
+        Returns:
+            Mean absolute difference to fp32, in nats per token. None for engines that cannot
+            measure it. An empty list if none can.
         """
         return []
 
     def compare_weights(self) -> None:
-        """Raise an error that names a tensor which an engine holds otherwise than it was sent, if
-        that can be told."""
+        """Compare the engines' weights with those that were sent, if the backend supports it.
+
+        Raises an error that names a differing tensor.
+        """
         return None
 
     def packed_digests(self) -> "list[Digests]":
-        """Return digests of the quantized experts that each engine holds; empty if engines hold
-        other forms of them, or cannot tell."""
+        """Return digests of the quantized experts of each engine.
+
+        Empty if engines hold experts in other formats or cannot compute digests.
+        """
         return []
 
     def pause(self) -> None:
-        """Make room for the trainer until the next ``sync_weights``: nothing is generated, and
-        memory that the engines share with the trainer is freed. Not called where rollouts run
-        ahead of training (``algorithm.max_staleness``)."""
+        """Stop generation and free memory for the trainer until the next ``sync_weights``.
+
+        Not called if rollouts run ahead of training (``algorithm.max_staleness``).
+        """
         return None
 
     def heal(self) -> None:
-        """Bring engines that were restarted back to the current weights. Called about once a
-        second during rollouts, but not from ``updating_weights`` to the sync that follows."""
+        """Bring restarted engines back to the current weights.
+
+        Called about once per second during rollouts, but not between ``updating_weights`` and the
+        next sync.
+        """
         return None
 
     def updating_weights(self, version: int) -> AbstractContextManager[None]:
-        """Keep ``heal`` from asking the source for weights while the trainer updates them; from
-        the end of the block on the source has weights ``version``."""
+        """Keep ``heal`` from requesting weights while the trainer updates them.
+
+        At the end of the block the source has weights ``version``.
+        """
         return nullcontext()
 
     @abstractmethod
     def engine_settings(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return what an engine says of itself, as far as it knows ``names``;
-        "engine" says which one it is."""
+        """Return the named settings as an engine reports them. Unknown names are left out.
+
+        "engine" contains the name of the engine.
+        """
 
     def close(self) -> None:
-        """Stop everything that the backend started. Called once, also after a failed start."""
+        """Stop all processes that the backend started. Called once, also after a failed start."""
         return None

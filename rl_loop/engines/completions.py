@@ -1,6 +1,6 @@
-"""RolloutEngine over a completions endpoint that takes and returns token ids, as vLLM's does.
+"""RolloutEngine for a completions endpoint that accepts and returns token ids, as vLLM's does.
 
-For evaluation: such an endpoint offers no weight sync.
+For evaluation only, because such an endpoint has no weight sync.
 """
 
 import asyncio
@@ -13,18 +13,20 @@ from rl_loop.data.trajectory import FinishReason
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult
 
 SEEDS = 1 << 31
-"""Seeds that every server takes are below this."""
+"""Exclusive upper bound of seeds that every server accepts."""
 
 
 class EndpointError(UserError, RuntimeError):
-    """The endpoint cannot be used; the message names it."""
+    """The endpoint cannot be used. The message names it."""
 
 
 class CompletionsEngine:
-    """Samples from one endpoint.
+    """Client of one endpoint.
 
-    ``url`` ends with ``/v1``; ``model`` is the model's name there. At most ``concurrency``
-    requests run at a time.
+    Args:
+        url: base address, which ends with ``/v1``.
+        model: name of the model at the endpoint.
+        concurrency: maximum number of running requests.
     """
 
     def __init__(self, url: str, model: str, concurrency: int = 64) -> None:
@@ -37,9 +39,10 @@ class CompletionsEngine:
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Sample one continuation.
 
-        Raises EndpointError naming the address and what it answered.
+        Raises:
+            EndpointError: if the endpoint fails. The message contains the address and the response.
         """
-        # A timeout without a time, which an abort sets to now.
+        # A timeout without a deadline. An abort sets the deadline to now.
         try:
             async with asyncio.timeout(None) as self._limits[request.request_id]:
                 return await self._complete(request)
@@ -61,7 +64,7 @@ class CompletionsEngine:
 
     def _request_body(self, request: GenerateRequest) -> dict[str, Any]:
         sampling = request.sampling
-        # Ours have 63 bits.
+        # The requests' seeds have 63 bits.
         seed = sampling.seed
         if seed is not None:
             seed %= SEEDS
@@ -73,14 +76,14 @@ class CompletionsEngine:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "stop_token_ids": list(sampling.stop_token_ids),
-            # Of the sampled token only, without alternatives.
+            # Log-probs of the sampled token, without alternatives.
             "logprobs": 0,
             "return_token_ids": True,
             "skip_special_tokens": False,
         }
 
     async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Send a request and return the only choice of the endpoint's answer."""
+        """Send a request and return the only choice of the response."""
         async with self._session.post(self._url, json=body) as response:
             if response.status != 200:
                 text = await response.text()
@@ -90,11 +93,11 @@ class CompletionsEngine:
         return choice
 
     async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
-        """Raise EndpointError: an endpoint does not score."""
+        """Raise EndpointError, because a completions endpoint does not score."""
         raise EndpointError(f"{self._url} is for sampling only")
 
     async def abort(self, request_id: str | None = None) -> None:
-        """Stop one request, or all; each ends without tokens."""
+        """Abort one request, or all if ``request_id`` is None. An aborted request has no tokens."""
         for name, limit in self._limits.items():
             if request_id in (None, name) and not limit.expired():
                 limit.reschedule(asyncio.get_running_loop().time())
@@ -109,7 +112,11 @@ def _read_choice(
     stop_token_ids: tuple[int, ...],
     url: str,
 ) -> GenerateResult:
-    """Read a choice; log-probs that the endpoint leaves out become 0."""
+    """Convert a choice of a response. Missing log-probs become 0.
+
+    Raises:
+        EndpointError: if the choice has no token ids.
+    """
     ids = choice.get("token_ids")
     if not isinstance(ids, list):
         raise EndpointError(
@@ -123,7 +130,7 @@ def _read_choice(
     if choice.get("finish_reason") == "stop":
         reason = FinishReason.STOP
 
-        # Some servers leave the stop token that was sampled out of the ids and name it apart.
+        # Some servers omit the sampled stop token from the ids and return it as "stop_reason".
         ends_with_stop = bool(ids) and ids[-1] in stop_token_ids
         if not ends_with_stop and choice.get("stop_reason") in stop_token_ids:
             ids = [*ids, choice["stop_reason"]]

@@ -1,6 +1,6 @@
-"""The rollout engine as the loop sees it: token ids in, token ids out.
+"""Interface of rollout engines: token ids in, token ids out.
 
-Also the checks of what engines answer (``check_result``).
+``check_result`` checks the results of engines.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,21 +15,21 @@ from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
 from rl_loop.infrastructure import EngineFault
 
 if TYPE_CHECKING:
-    # Configurations import this package, and reading one must not take seconds.
+    # Configurations import this package, and torch takes seconds to import.
     import torch
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample one continuation."""
+    """Sampling parameters of one continuation."""
 
     max_new_tokens: int
     temperature: float = 1.0
-    """0 means greedy."""
+    """Divisor of the logits. 0 means greedy."""
     top_p: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
-    """The same seed, weights and prompt give the same continuation in every batch."""
+    """Seed of the continuation. Equal seed, weights and prompt give equal tokens in every batch."""
 
 
 @dataclass(frozen=True)
@@ -37,87 +37,103 @@ class GenerateRequest:
     """One prompt to continue."""
 
     request_id: str
-    """Unique; the agent loop names requests ``EPISODE/turn/tokens of the turn so far``."""
+    """Unique id. The agent loop uses ``EPISODE/turn/number of tokens of the turn so far``."""
     input_ids: list[int]
     sampling: SamplingParams
     return_routed_experts: bool = False
     on_begin: Callable[[], None] | None = field(default=None, compare=False, repr=False)
-    """Called on the event loop when the request leaves the engine's queue: from then on the time
-    of its episode runs. An engine that cannot see that calls it with the first tokens."""
+    """Called on the event loop when the request leaves the engine's queue.
+
+    The time limit of its episode starts at this moment. Engines that cannot detect it call this
+    function with the first tokens.
+    """
 
     @property
     def episode(self) -> str:
-        """What the requests of an episode share; each continues the tokens of the one before."""
+        """Episode of the request. Each of its requests continues the tokens of the previous one."""
         return self.request_id.rsplit("/", 2)[0]
 
 
 @dataclass
 class GenerateResult:
-    """A continuation. ``output_ids`` and ``output_log_probs`` have the same length."""
+    """A continuation. ``output_ids`` and ``output_log_probs`` have equal lengths."""
 
     output_ids: list[int]
-    """The stop token, if one was sampled, is included."""
+    """Sampled tokens, including the stop token if one was sampled."""
     output_log_probs: list[float]
-    """Natural logs of the distribution that was sampled from, at the sampling temperature and
-    before top-p truncation."""
+    """Log-probs of the sampled tokens in nats, at the sampling temperature and before top-p
+    truncation.
+    """
     finish_reason: FinishReason
     weight_versions: list[WeightVersionSpan] = field(default_factory=list)
-    """Spans over ``output_ids``; empty from an engine that knows no versions."""
+    """Weight versions as spans over ``output_ids``. Empty from engines without versions."""
     routed_experts: np.ndarray | None = None
-    """uint8 or int16, as ``megatron_gptoss.routes.route_dtype`` says for the model:
-    [len(input_ids) + len(output_ids) - 1, layers, top_k]."""
+    """Experts of each token: uint8 or int16 (``megatron_gptoss.routes.route_dtype``) of shape
+    [len(input_ids) + len(output_ids) - 1, layers, top_k].
+    """
     cached_tokens: int = 0
-    """Tokens of the prompt that the engine had in its prefix cache."""
+    """Number of prompt tokens that were in the engine's prefix cache."""
     request_id: str | None = None
-    """Of the request that this answers; None from an engine that does not say."""
+    """Id of the request. None from engines that do not return it."""
 
 
 class RolloutEngine(Protocol):
-    """What the agent loop needs of every engine."""
+    """Interface of every engine, as the agent loop needs it."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Sample one continuation. Requests made concurrently are batched."""
+        """Sample one continuation. Concurrent requests are batched."""
 
     async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
-        """Compute log p(input_ids[i] | input_ids[:i]) for i >= 1.
+        """Return log p(input_ids[i] | input_ids[:i]) for i >= 1.
 
-        Returns len(input_ids) - 1 natural logs.
+        Returns:
+            len(input_ids) - 1 natural logs.
         """
 
     async def abort(self, request_id: str | None = None) -> None:
-        """Stop one request, or all; each returns its partial tokens with FinishReason.ABORT."""
+        """Abort one request, or all. Each returns its partial tokens with FinishReason.ABORT."""
 
     async def close(self) -> None:
-        """Release everything; the engine is not used any more."""
+        """Release all resources. The engine cannot be used afterwards."""
 
 
 @runtime_checkable
 class HoldsWeights(Protocol):
-    """An engine that holds the model itself, and takes weights."""
+    """An engine that holds the model and receives its weights."""
 
     async def sync_weights(
         self,
         named_tensors: "Iterable[tuple[str, torch.Tensor]]",
         version: int,
     ) -> None:
-        """Replace all weights, by Hugging Face name. Running requests are aborted.
+        """Replace all weights. Running requests are aborted.
 
-        Of a run with ``quantization`` the embedded engine gets experts as blocks and scales.
+        In a run with ``quantization`` the embedded engine receives experts as blocks and scales.
 
-        Raises WeightMismatch naming missing or unknown tensors. Then nothing has changed.
+        Args:
+            named_tensors: (Hugging Face name, tensor).
+            version: version of the weights.
+
+        Raises:
+            WeightMismatch: if tensors are missing or unknown. The message names them. The weights
+                are then unchanged.
         """
 
 
 @runtime_checkable
 class ClientOfServers(Protocol):
-    """An engine that sends requests to servers, which take their weights elsewhere."""
+    """An engine that sends requests to servers, which receive weights through another path."""
 
     def set_min_version(self, version: int) -> None:
-        """Use only answers that were made with weights ``version`` or later."""
+        """Use only tokens that weights ``version`` or later have sampled."""
 
 
 def weight_holder(engine: RolloutEngine) -> HoldsWeights:
-    """Return an engine as one that takes weights. Raises TypeError for a client of servers."""
+    """Return an engine as one that receives weights.
+
+    Raises:
+        TypeError: if it is a client of servers.
+    """
     if isinstance(engine, HoldsWeights):
         return engine
     raise TypeError(
@@ -127,7 +143,11 @@ def weight_holder(engine: RolloutEngine) -> HoldsWeights:
 
 
 def server_client(engine: RolloutEngine) -> ClientOfServers:
-    """Return an engine as a client of servers. Raises TypeError for one that holds the model."""
+    """Return an engine as a client of servers.
+
+    Raises:
+        TypeError: if it holds the model.
+    """
     if isinstance(engine, ClientOfServers):
         return engine
     raise TypeError(
@@ -138,13 +158,15 @@ def server_client(engine: RolloutEngine) -> ClientOfServers:
 
 @runtime_checkable
 class PackedExpertsEngine(Protocol):
-    """An engine that may hold experts in MXFP4, and tells which."""
+    """An engine that may hold experts in MXFP4 and computes their digests."""
 
     async def packed_digests(self) -> dict[str, str]:
-        """Compute digests of the experts that came in MXFP4, as ``converters.mxfp4_tensors.Digests``;
-        empty if none did.
+        """Return ``converters.mxfp4_tensors.Digests`` of the experts that came in MXFP4.
 
-        Raises RuntimeError naming a tensor whose values are not those of its bits.
+        Empty if none did.
+
+        Raises:
+            RuntimeError: if the values of a tensor differ from its bits. The message names it.
         """
 
 
@@ -153,20 +175,21 @@ class MeasuresRounding(Protocol):
     """An engine that can compute without the rounding of its dtype."""
 
     async def rounding_error(self, input_ids: list[int]) -> float | None:
-        """Return how far rounding moves the log-probs of ``score`` at temperature 1.
+        """Return the effect of rounding on the log-probs of ``score`` at temperature 1.
 
-        Mean |log-prob in the engine's dtype - log-prob in fp32|, in nats per token, with the same
-        weights. None if it cannot be measured.
+        Returns:
+            Mean |log-prob in the engine's dtype - log-prob in fp32| with equal weights, in nats per
+            token. None if it cannot be measured.
         """
 
 
 POSITIVE_LOG_PROB = 1e-3
-"""Nats that rounding may lift the log-prob of a certain token above 0; more is no probability."""
+"""Largest valid log-prob in nats. Rounding can lift that of a token with probability 1 above 0."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What is known of the model when an engine's answers are checked; None where unknown."""
+    """Shape of the model that checks of results need. Unknown fields are None."""
 
     vocabulary_size: int
     layers: int | None = None
@@ -175,9 +198,17 @@ class ModelShape:
 
 
 def check_result(request: GenerateRequest, result: GenerateResult, shape: ModelShape) -> None:
-    """Raise EngineFault if ``result`` cannot be an answer to ``request``.
+    """Check that ``result`` is a possible result of ``request``.
 
-    Engines are not trusted: one wrong number would be trained on as if the policy had sampled it.
+    Engines are not trusted: the trainer would use a wrong number as if the policy had sampled it.
+
+    Args:
+        request: request to the engine.
+        result: result of the engine.
+        shape: shape of the model.
+
+    Raises:
+        EngineFault: if the result is impossible.
     """
     try:
         if result.request_id not in (None, request.request_id):
@@ -192,7 +223,7 @@ def check_result(request: GenerateRequest, result: GenerateResult, shape: ModelS
 
 
 class _InvalidResult(Exception):
-    """Says what is wrong with an answer."""
+    """Reason why a result is impossible."""
 
 
 def _check_tokens(sampling: SamplingParams, result: GenerateResult, vocabulary_size: int) -> None:
@@ -209,7 +240,7 @@ def _check_tokens(sampling: SamplingParams, result: GenerateResult, vocabulary_s
     if len(log_probs) != len(ids):
         raise _InvalidResult(f"{len(log_probs)} log-probs came back for {len(ids)} tokens")
 
-    # Only a request that was aborted before its first token may come back without any.
+    # Only a request that was aborted before its first token may have no tokens.
     if not ids:
         if reason is not FinishReason.ABORT:
             ending = f"it ended for the reason {reason.value!r}"
@@ -225,7 +256,12 @@ def _check_tokens(sampling: SamplingParams, result: GenerateResult, vocabulary_s
 
 
 def fault_in_ids(ids: list[int], vocabulary_size: int) -> str | None:
-    """Describe the first of ``ids`` (at least one) that is no token id; None if all are."""
+    """Return an error text for the first invalid token id. None if all are valid.
+
+    Args:
+        ids: at least one id.
+        vocabulary_size: exclusive upper bound of the ids.
+    """
     array = np.asarray(ids)
     if array.dtype.kind not in "iu" or array.ndim != 1:
         return f"token ids are no whole numbers: {ids[:3]}"
@@ -238,10 +274,10 @@ def fault_in_ids(ids: list[int], vocabulary_size: int) -> str | None:
 
 
 def fault_in_log_probs(log_probs: list[float]) -> str | None:
-    """Describe the first of ``log_probs`` (at least one) that is no log-prob; None if all are."""
-    # numpy would turn None and numbers in text into floats without a word.
+    """Return an error text for the first invalid log-prob. None if all of them are valid."""
+    # Checked first, because numpy silently converts None and numeric strings to floats.
     for position, log_prob in enumerate(log_probs):
-        # The first comparison costs a tenth of the second, and nearly always suffices.
+        # The first comparison takes a tenth of the time of the second, and nearly always suffices.
         if type(log_prob) is not float and not isinstance(log_prob, Real):
             return f"the log-prob of token {position} is {log_prob!r}"
 
@@ -254,8 +290,8 @@ def fault_in_log_probs(log_probs: list[float]) -> str | None:
 
 
 def _check_versions(result: GenerateResult) -> None:
-    """Check that spans of weight versions follow one another over all tokens."""
-    # An engine that knows no versions gives none.
+    """Check that the spans of weight versions are adjacent and cover all tokens."""
+    # Engines without versions return no spans.
     if not result.weight_versions:
         return
 
@@ -273,7 +309,7 @@ def _check_versions(result: GenerateResult) -> None:
 
 
 def _check_routes_shape(routes: Any, tokens: int, shape: ModelShape) -> None:
-    """Check that ``routes`` are routes of so many tokens through a model of this shape."""
+    """Check that ``routes`` are expert indices of ``tokens`` tokens for a model of this shape."""
     if routes is None:
         raise _InvalidResult("no routed experts came back, which were asked for")
     if not isinstance(routes, np.ndarray) or routes.dtype not in ROUTE_DTYPES or routes.ndim != 3:
@@ -291,11 +327,17 @@ def _check_routes_shape(routes: Any, tokens: int, shape: ModelShape) -> None:
 
 
 def check_routes(routes: np.ndarray, experts: int) -> np.ndarray:
-    """Return ``routes``, whole numbers [tokens, layers, top_k], if a router can have chosen them.
+    """Check that a router can have chosen these experts, and return them.
 
-    Raises RuntimeError naming the layer that made no real choice: one that has an expert twice, as
-    in a buffer that nobody filled (all zeros), or a number that is none of ``experts``. "Not known"
-    is no choice either.
+    A choice is invalid if it contains an expert twice, as in an unfilled buffer (all zeros), a
+    number outside [0, experts), or the number for "not known".
+
+    Args:
+        routes: integers [tokens, layers, top_k].
+        experts: number of experts.
+
+    Raises:
+        RuntimeError: if a choice is invalid. The message names the layer.
     """
     if routes.dtype == np.uint8 and experts > unknown_route(routes.dtype):
         raise RuntimeError(
@@ -303,7 +345,8 @@ def check_routes(routes: np.ndarray, experts: int) -> np.ndarray:
             f'"not known" apart; expected {route_dtype(experts)}'
         )
 
-    # Sorted, experts chosen twice are neighbours, and the first and last say whether all exist.
+    # After sorting, equal experts are adjacent, and the first and last show whether all are in
+    # range.
     ordered = np.sort(routes, axis=-1)
     repeated = (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1)
     outside = (ordered[..., 0] < 0) | (ordered[..., -1] >= experts)

@@ -1,5 +1,4 @@
-"""Rollout engines by ``rollout.engine.type``: ``transformers``, ``sglang``, or MODULE:CLASS for
-one from outside."""
+"""Rollout engines by ``rollout.engine.type``: ``transformers``, ``sglang`` or MODULE:CLASS."""
 
 from typing import Annotated, Any, Self
 
@@ -17,8 +16,8 @@ BACKENDS: Registry[type[RolloutBackend]] = Registry(
     expected="a subclass of rl_loop.engines.backend.RolloutBackend",
     accepts=subclass_of(RolloutBackend),
     entries={
-        # Imported when a run builds its backend: they bring torch and Ray, which reading a
-        # configuration does without.
+        # Imported when a run builds its backend, because they import torch and Ray, which are not
+        # needed to read a configuration.
         "transformers": "rl_loop.engines.embedded.backend:EmbeddedBackend",
         "sglang": "rl_loop.engines.sglang.backend:SglangBackend",
     },
@@ -26,12 +25,12 @@ BACKENDS: Registry[type[RolloutBackend]] = Registry(
 
 
 class ExternalEngineConfig(EngineConfig):
-    """A backend from outside the project, with settings of its own."""
+    """Configuration of an external backend."""
 
     type: str
     """MODULE:CLASS of a subclass of ``rl_loop.engines.backend.RolloutBackend``."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """The fields of the class's ``Options``."""
+    """Fields of the class's ``Options``."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -39,8 +38,11 @@ class ExternalEngineConfig(EngineConfig):
         return self
 
     def settings(self) -> EngineConfig:
-        """Return ``options`` as the backend's own class has them. Raises ValueError
-        if they are not valid."""
+        """Return ``options`` as an instance of the backend's ``Options``.
+
+        Raises:
+            ValueError: if the options are invalid.
+        """
         return BACKENDS.resolve(self.type).Options.model_validate(self.options)
 
     @property
@@ -71,8 +73,8 @@ class ExternalEngineConfig(EngineConfig):
 
 
 def _tag_of(value: Any) -> str:
-    """Name the member of the union that ``value``, raw or an instance, is to be."""
-    # Without a type it is the embedded engine, so that one override can change its batch size.
+    """Return the tag of the union's member for ``value``, a mapping or an instance."""
+    # The default type is the embedded engine, so that one override can change its batch size.
     kind = getattr(value, "type", None)
     if isinstance(value, dict):
         kind = value.get("type", "transformers")
@@ -88,12 +90,12 @@ AnyEngineConfig = Annotated[
     | Annotated[ExternalEngineConfig, Tag(f"{TAG}external")],
     Discriminator(_tag_of),
 ]
-"""The type of ``rollout.engine``: what one engine knows is out of reach of the others."""
+"""Type of ``rollout.engine``. Each engine accepts only its own keys."""
 
 
 def build_backend(config: AnyEngineConfig, context: BackendContext) -> RolloutBackend:
-    """Build the backend that ``config`` names. Its servers, if it has any, begin to start."""
-    # A backend from outside gets its own options, not the mapping around them.
+    """Build the backend that ``config`` names. Its servers, if any, begin to start."""
+    # An external backend gets its validated options, not the mapping around them.
     settings: EngineConfig = config
     if isinstance(config, ExternalEngineConfig):
         settings = config.settings()
