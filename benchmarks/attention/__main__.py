@@ -1,4 +1,4 @@
-"""Attention with sinks: kernels, packed batches, context parallelism."""
+"""Benchmarks of attention with sinks: kernels, packed batches, context parallelism."""
 
 from benchmarks.harness import run_program
 

@@ -1,13 +1,13 @@
-"""Which attention kernels Transformer Engine takes."""
+"""Attention kernels that Transformer Engine chose."""
 
 import sys
 
 MODULE = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
-"""Of Transformer Engine 2.20, where what was chosen last is a global variable."""
+"""Module of Transformer Engine 2.20 whose global variable holds the last choice."""
 
 
 def chosen_attention() -> str | None:
-    """Name the kernels of the last call of Transformer Engine's attention; None without one."""
+    """Return the kernels of Transformer Engine's last attention call; None if there is none."""
     module = sys.modules.get(MODULE)
     if module is None:
         return None

@@ -1,13 +1,18 @@
-"""Context-parallel attention on several GPUs of one machine: correctness, time and memory of every
-scheme, in one run.
+"""Context-parallel attention on 4 GPUs of one machine: correctness, time and memory.
 
     torchrun --nproc_per_node 4 -m benchmarks.attention context [--only SECTION ...] [--out FILE]
 
-One attention layer in GPT-OSS shapes (bf16, 64 query heads, 8 kv heads, head size 64, sinks),
-forward and backward, rows of 32,768 and 131,072 tokens: one sequence, and a mix of agent episodes.
-``graph`` times replay a CUDA graph, so they are what the GPUs need; ``eager`` times include what
-the host does not hide. Every figure is the slowest rank's. Sections are independent: one that
-fails prints why and the others still run.
+Measures one attention layer in GPT-OSS's shapes (bf16, 64 query heads, 8 kv heads, head size 64,
+sinks), forward and backward, with every scheme. The rows have 32,768 and 131,072 tokens: one
+sequence, or a mix of agent episodes.
+
+Prints one line per measurement, with the value of the slowest rank:
+
+- ``graph`` times replay a CUDA graph, so they are the time of the GPUs alone.
+- ``eager`` times include host overhead that the GPUs do not hide.
+
+The sections (correctness, bandwidth, window, full, ring, te) are independent. If a section fails,
+its error is printed and the other sections still run.
 """
 
 from __future__ import annotations
@@ -46,7 +51,7 @@ UNEVEN = [3001, 127, 1, 128, 2047, 64, 2, 700, 1500, 622]
 
 
 def episodes(tokens: int, seed: int = 1) -> list[int]:
-    """Return lengths of agent episodes: most short, some very long, in all ``tokens``."""
+    """Return lengths of agent episodes with a total of ``tokens``: mostly short, some very long."""
     draw = random.Random(seed)
     lengths = []
     while tokens:
@@ -58,21 +63,26 @@ def episodes(tokens: int, seed: int = 1) -> list[int]:
 
 @dataclass(frozen=True)
 class Split:
-    """How a row is shared."""
+    """Distribution of a row over ranks."""
 
     size: int
-    """Context-parallel ranks."""
+    """Number of context-parallel ranks."""
     scheme: str
-    """As context_parallel_attention takes it; empty for one rank."""
+    """Scheme of ``context_parallel_attention``; empty for one rank."""
     group: Any
-    """The process group of this rank's row; None for one rank."""
+    """Process group of this rank's row; None for one rank."""
 
     def __str__(self) -> str:
         return f"CP {self.size} {self.scheme:10s}"
 
 
 def splits_of(window: int | None, groups: dict[int, Any]) -> list[Split]:
-    """Return one rank, then every scheme over 2 and over 4 ranks; ``groups`` are by size."""
+    """Return the split for one rank, then every scheme over 2 and over 4 ranks.
+
+    Args:
+        window: size of the attention window; None for full attention.
+        groups: process group of this rank, by size.
+    """
     splits = [Split(1, "", None)]
     for size in (2, 4):
         for scheme in ("halo" if window else "all_gather", "all_to_all"):
@@ -81,7 +91,7 @@ def splits_of(window: int | None, groups: dict[int, Any]) -> list[Split]:
 
 
 class Layer:
-    """One rank's share of an attention layer; the random row is the same for every split."""
+    """One rank's part of an attention layer. The random row is the same for every split."""
 
     def __init__(self, lengths: list[int], window: int | None, split: Split) -> None:
         self.window = window
@@ -99,7 +109,7 @@ class Layer:
         self.grad_o = self._random_rows(HEADS, generator)
 
     def _random_rows(self, heads: int, generator: torch.Generator) -> torch.Tensor:
-        """Return this rank's tokens of a random row, [tokens, heads, HEAD_SIZE] in bf16."""
+        """Return this rank's tokens of a random row, bf16 [tokens, heads, HEAD_SIZE]."""
         tokens = self.layout.offsets[-1]
         rows = torch.empty(
             len(self.rank_tokens),
@@ -108,7 +118,7 @@ class Layer:
             dtype=torch.bfloat16,
             device="cuda",
         )
-        # One head at a time: the row of all ranks would count as this layer's memory.
+        # One head at a time, because the row of all ranks would count as memory of this layer.
         for head in range(heads):
             row = torch.randn(tokens, HEAD_SIZE, device="cuda", generator=generator)
             rows[:, head] = row.bfloat16()[self.rank_tokens]
@@ -139,7 +149,13 @@ class Layer:
 
 
 def eager_ms(call: Callable[[], Any], rounds: int, calls: int) -> float:
-    """Return milliseconds per call on the slowest rank: the median of ``rounds`` of ``calls``."""
+    """Return the milliseconds per call on the slowest rank.
+
+    Args:
+        call: measured call. It may be collective.
+        rounds: number of rounds. The result is their median.
+        calls: calls per round.
+    """
     times = []
     for _ in range(rounds + 1):
         dist.barrier()
@@ -156,8 +172,7 @@ def eager_ms(call: Callable[[], Any], rounds: int, calls: int) -> float:
 
 
 def graph_ms(call: Callable[[], Any], rounds: int, calls: int) -> float:
-    """Return milliseconds per call as ``eager_ms`` does, with the calls of a round in one
-    graph."""
+    """Return milliseconds per call like ``eager_ms``, with one graph for the calls of a round."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -165,8 +180,8 @@ def graph_ms(call: Callable[[], Any], rounds: int, calls: int) -> float:
             call()
     torch.cuda.synchronize()
 
-    # NCCL's watchdog thread queries its events meanwhile, which would end a capture of all
-    # threads.
+    # NCCL's watchdog thread queries its events during the capture. It would invalidate a capture
+    # with the mode "global".
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for _ in range(calls):
@@ -175,7 +190,7 @@ def graph_ms(call: Callable[[], Any], rounds: int, calls: int) -> float:
 
 
 def peak_gb(make: Callable[[], Layer]) -> float:
-    """Return the peak of a forward and backward pass with its inputs, on the fullest rank."""
+    """Return the peak memory of a forward and backward pass with inputs, on the fullest rank."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     layer = make()
@@ -188,7 +203,7 @@ def peak_gb(make: Callable[[], Layer]) -> float:
 
 
 def correctness(groups: dict[int, Any]) -> list[dict[str, Any]]:
-    """Measure ||x - exact|| / ||exact|| against fp64, of one rank and of every split."""
+    """Measure ||x - exact|| / ||exact|| against fp64, for one rank and for every split."""
     rows = []
     for window in (128, None):
         exact = exact_results(window)
@@ -202,7 +217,7 @@ def correctness(groups: dict[int, Any]) -> list[dict[str, Any]]:
 
 
 def exact_results(window: int | None) -> tuple[torch.Tensor, ...]:
-    """Return output and gradients of the uneven row in fp64."""
+    """Return the output and the gradients of the uneven row in fp64."""
     layer = Layer(UNEVEN, window, Split(1, "", None))
     inputs = [leaf.detach().double() for leaf in layer.leaves]
     packing = packed_layout(layer.cu_seqlens)
@@ -218,7 +233,7 @@ def exact_results(window: int | None) -> tuple[torch.Tensor, ...]:
 
 
 def relative_errors(layer: Layer, exact: tuple[torch.Tensor, ...]) -> dict[str, float]:
-    """Return the error of o, dq, dk, dv and dsinks on the worst rank."""
+    """Return the errors of o, dq, dk, dv and dsinks on the worst rank."""
     *results, dsinks = layer()
     if layer.split.size > 1:
         dist.all_reduce(dsinks, group=layer.split.group)
@@ -238,8 +253,12 @@ def relative_errors(layer: Layer, exact: tuple[torch.Tensor, ...]) -> dict[str, 
 
 
 def bandwidth() -> dict[str, float]:
-    """Return bytes per second that a rank sends to the others, 256 MB per rank, and the seconds of
-    a tiny message."""
+    """Measure the collectives of the schemes.
+
+    Returns:
+        Bytes per second that a rank sends to the others, with 256 MB per rank, and the seconds of a
+        small message (``small_all_to_all``).
+    """
     size = dist.get_world_size()
     send = torch.randn(64 << 20, device="cuda")
     gathered = torch.empty(size * send.numel(), device="cuda")
@@ -270,7 +289,7 @@ def bandwidth() -> dict[str, float]:
 
 
 def timing(window: int | None, groups: dict[int, Any]) -> list[dict[str, Any]]:
-    """Measure time and memory of every split of every row."""
+    """Measure time and memory of every split for every row."""
     rows: list[dict[str, Any]] = []
     for tokens in (32_768, 131_072):
         for case, lengths in {"one sequence": [tokens], "episodes": episodes(tokens)}.items():
@@ -292,11 +311,11 @@ def timing(window: int | None, groups: dict[int, Any]) -> list[dict[str, Any]]:
 
 
 def measure_layer(lengths: list[int], window: int | None, split: Split) -> dict[str, Any]:
-    """Return eager_ms, graph_ms, peak_gb and, from the cost model, model_ms of one split."""
+    """Return eager_ms, graph_ms, peak_gb and model_ms (predicted by the cost model) of a split."""
     gigabytes = peak_gb(lambda: Layer(lengths, window, split))
     layer = Layer(lengths, window, split)
 
-    # Full attention over the long row takes so long that a graph would hide nothing.
+    # Full attention over the long row takes so long that a graph would not hide any overhead.
     is_long = window is None and sum(lengths) > 40_000
     eager = eager_ms(layer, 3, 1 if is_long else 10)
     graph = None if is_long else graph_ms(layer, 5, 3)
@@ -312,7 +331,7 @@ def measure_layer(lengths: list[int], window: int | None, split: Split) -> dict[
 
 
 def compare_with_one_rank(row: dict[str, Any], alone: dict[str, Any]) -> dict[str, float]:
-    """Return the share of a perfect speed-up, and all ranks' memory relative to one rank's."""
+    """Return the parallel efficiency, and the memory of all ranks relative to one rank."""
     milliseconds = row["graph_ms"] or row["eager_ms"]
     milliseconds_alone = alone["graph_ms"] or alone["eager_ms"]
     return {
@@ -322,12 +341,11 @@ def compare_with_one_rank(row: dict[str, Any], alone: dict[str, Any]) -> dict[st
 
 
 def ring_floor(tokens: int, size: int = 4) -> dict[str, float]:
-    """Measure what a ring's attention calls alone would cost: no communication, no merging, no
-    sink (flash-attn-4).
+    """Measure the attention calls of a ring with flash-attn-4.
 
-    With head-tail chunks a rank attends to its own tokens causally and then, for each other rank,
-    either with all of its queries to half of that rank's keys or with half of its queries to all
-    of them.
+    Communication, merging of partial results and sinks are left out. With head-tail chunks, a rank
+    attends to its own tokens causally. For each other rank, it attends either with all of its
+    queries to half of the other rank's keys, or with half of its queries to all of these keys.
     """
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
@@ -356,13 +374,13 @@ def ring_floor(tokens: int, size: int = 4) -> dict[str, float]:
 
 
 def ring() -> dict[str, Any]:
-    """Return the milliseconds of a ring's attention calls over four ranks, by tokens."""
+    """Return the milliseconds of the attention calls of a ring of 4 ranks, by number of tokens."""
     result = {}
     for tokens in (32_768, 131_072):
         calls = ring_floor(tokens)
 
-        # Rank r attends to half the keys of r others and with half its queries to the 3 - r that
-        # remain.
+        # Rank r attends to half the keys of r other ranks. For the remaining 3 - r ranks, it uses
+        # half of its queries.
         totals = [
             calls["own"] + r * calls["half_keys"] + (3 - r) * calls["half_queries"]
             for r in range(4)
@@ -375,10 +393,11 @@ def ring() -> dict[str, Any]:
 
 
 def transformer_engine(groups: dict[int, Any]) -> list[dict[str, Any]]:
-    """Measure Transformer Engine's all-to-all with its learnable softmax, one sequence per row,
-    unpacked.
+    """Measure Transformer Engine's all-to-all with learnable softmax.
 
-    Its packed form needs cuDNN 9.26 for the sink's gradient and is not fused below that."""
+    Rows have one unpacked sequence. The packed format needs cuDNN 9.26 for the gradient of the
+    sink. It is not fused with older versions.
+    """
     rows = []
     for window in (128, None):
         for tokens in (32_768, 131_072):
@@ -424,7 +443,7 @@ def transformer_engine_ms(window: int | None, tokens: int, size: int, group: Any
 
 
 def report(line: str) -> None:
-    """Print a line, on rank 0 alone."""
+    """Print a line, on rank 0 only."""
     if dist.get_rank() == 0:
         print(line, flush=True)
 
@@ -463,7 +482,7 @@ def main() -> None:
             report(f"{name} did not run: {traceback.format_exc()}")
         torch.cuda.empty_cache()
 
-        # After every section, so that a later one that hangs costs nothing.
+        # Write the file after every section, because a later section may hang.
         if options.out and dist.get_rank() == 0:
             with open(options.out, "w") as file:
                 json.dump(result, file, indent=1)

@@ -1,12 +1,17 @@
-"""Sink attention on one GPU: every available backend on the same inputs, forward and backward, in
-one run.
+"""Time of sink attention on one GPU with every available backend, forward and backward.
 
     python -m benchmarks.attention kernels [--out result.json] [--only window|full] [--equal]
 
-GPT-OSS shapes in bf16 (64 query heads, 8 kv heads, head size 64), 32,768 tokens: one sequence,
-eight of 4,096, and a mix of short ones. ``floor`` is the time to read every input and write every
-output once, at the copy bandwidth measured here. ``flash4 folded`` is the FlashAttention-3 adapter
-(stock kernels, sink folded in) on flash-attn-4's kernels.
+Needs one GPU. Inputs have GPT-OSS's shapes in bf16: 64 query heads, 8 kv heads, head size 64. They
+have 32,768 tokens: one sequence, eight sequences of 4,096, and a mix of short sequences.
+
+Prints milliseconds per backend, measured interleaved on equal inputs, with the speed-up over
+flash-attn-4 in parentheses:
+
+- ``floor`` is the time to read every input and write every output once, at the copy bandwidth
+  measured here.
+- ``flash4 folded`` is the FlashAttention-3 adapter (stock kernels, sink folded in) on the kernels
+  of flash-attn-4.
 """
 
 import argparse
@@ -37,7 +42,7 @@ HEADS, KV_HEADS, HEAD_SIZE, TOKENS = 64, 8, 64, 32768
 
 @dataclass(frozen=True)
 class Inputs:
-    """One row of packed sequences, in bf16 but for the sinks."""
+    """One row of packed sequences. All tensors except the sinks are bf16."""
 
     q: torch.Tensor
     """[tokens, HEADS, HEAD_SIZE]"""
@@ -50,11 +55,11 @@ class Inputs:
     grad_o: torch.Tensor
     """Gradient of the output, [tokens, HEADS, HEAD_SIZE]"""
     cu_seqlens: torch.Tensor
-    """Where sequences begin, and the end of the last one: int32"""
+    """Starts of the sequences and the end of the last one: int32 [sequences + 1]"""
 
     @property
     def leaves(self) -> list[torch.Tensor]:
-        """The tensors that have a gradient."""
+        """Tensors that require a gradient."""
         return [self.q, self.k, self.v, self.sinks]
 
 
@@ -100,7 +105,7 @@ def copy_bandwidth() -> float:
 
 
 def floor_milliseconds(bandwidth: float) -> dict[str, float]:
-    """Return the milliseconds to read and write what each direction must, at ``bandwidth`` B/s."""
+    """Return the smallest memory time of each direction in milliseconds, at ``bandwidth`` B/s."""
     wide = TOKENS * HEADS * HEAD_SIZE * 2  # bytes of q, o, and their gradients, each
     narrow = TOKENS * KV_HEADS * HEAD_SIZE * 2  # bytes of k, v, and their gradients, each
     row = TOKENS * HEADS * 4  # bytes of the log-sum-exp
@@ -115,8 +120,15 @@ def attention_calls(
     longest: int,
     window: int | None,
 ) -> dict[str, Callable[[], torch.Tensor]]:
-    """Return the forward pass of every backend that can serve the inputs; print why others
-    cannot."""
+    """Return the forward pass of every backend that supports the inputs.
+
+    Prints the reason for every other backend.
+
+    Args:
+        inputs: row of packed sequences.
+        longest: tokens of the longest sequence.
+        window: size of the attention window; None for full attention.
+    """
 
     def run(backend: str) -> torch.Tensor:
         return sink_attention(
@@ -182,7 +194,7 @@ def host_overhead(calls: int = 2000) -> float:
 
 
 def first_use() -> float:
-    """Return the seconds of the first forward and backward pass, which compile what they need."""
+    """Return the seconds of the first forward and backward pass, which compile their kernels."""
     started = time.perf_counter()
     inputs = random_inputs([256])
     out = sink_attention(*inputs.leaves, cu_seqlens=inputs.cu_seqlens, max_seqlen=256, window=128)
@@ -192,7 +204,7 @@ def first_use() -> float:
 
 
 def describe_row(milliseconds: dict[str, float]) -> str:
-    """Return the times of one cell, those of others beside flash-attn-4's as a speed-up."""
+    """Return the times of one cell, with the speed-up of other backends over flash-attn-4."""
     flash4 = milliseconds.get("flash4")
     columns = []
     for name, value in milliseconds.items():

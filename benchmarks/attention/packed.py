@@ -1,11 +1,16 @@
-"""Transformer Engine's attention with learnable softmax against ours, packed and unpacked, on a GPU.
+"""Attention with learnable softmax in Transformer Engine and in this project, packed and unpacked.
 
     python -m benchmarks.attention packed --lengths 4096 4096
 
-GPT-OSS's shapes in bf16: 64 query heads, 8 kv heads, head size 64. Prints which kernels Transformer
-Engine chose, with the cuDNN that is loaded, and a Markdown table: milliseconds of forward and
-backward pass (medians, variants in turn), memory beside inputs and gradients, and how far the
-output is from ours. What cannot run is a row that says why.
+Needs one GPU and Transformer Engine. Inputs have GPT-OSS's shapes in bf16: 64 query heads, 8 kv
+heads, head size 64. Prints the version of cuDNN and a Markdown table with these columns:
+
+- kernels that Transformer Engine chose,
+- milliseconds of the forward and backward pass (medians, measured interleaved),
+- peak memory without inputs and gradients,
+- relative difference of the output from this project's kernel.
+
+If a variant cannot run, its row shows the reason.
 """
 
 from __future__ import annotations
@@ -29,21 +34,21 @@ WINDOW = 128
 
 @dataclass
 class Variant:
-    """One way to compute the attention of one row."""
+    """One implementation of the attention of a row."""
 
     name: str
     forward: Callable[[], torch.Tensor]
-    """Returns [tokens, HEADS, HEAD_SIZE]."""
+    """Forward pass. It returns [tokens, HEADS, HEAD_SIZE]."""
     times: list[float] = field(default_factory=list)
-    """Milliseconds of forward and backward pass."""
+    """Milliseconds of the forward and backward pass, one value per round."""
     gigabytes: float = 0.0
-    """Peak of memory besides what was there before."""
+    """Peak memory beyond the memory allocated before, in GB (1e9)."""
     error: float = 0.0
-    """Relative distance of the output from ours."""
+    """Relative difference of the output from this project's kernel."""
     attention: str | None = None
-    """What Transformer Engine chose."""
+    """Kernels that Transformer Engine chose; None for this project's kernel."""
     failure: str | None = None
-    """Why it cannot run."""
+    """Reason why the variant cannot run; None if it runs."""
 
 
 def main() -> None:
@@ -64,7 +69,7 @@ def main() -> None:
 
 
 def measure(lengths: list[int], window: int | None, rounds: int) -> list[Variant]:
-    """Run all variants of one layer on the same inputs."""
+    """Check and time all variants of one layer on the same inputs."""
     inputs = make_inputs(lengths)
     offsets = offsets_of(lengths)
     ours = partial(our_attention, inputs, offsets, max(lengths), window)
@@ -88,7 +93,7 @@ def measure(lengths: list[int], window: int | None, rounds: int) -> list[Variant
 
 
 def make_inputs(lengths: list[int]) -> dict[str, torch.Tensor]:
-    """Make q, k, v and sinks with gradients, and a gradient of the output."""
+    """Return q, k, v and sinks with gradients, and a gradient of the output."""
     torch.manual_seed(0)
     tokens = sum(lengths)
     shapes = {"q": (tokens, HEADS), "k": (tokens, KV_HEADS), "v": (tokens, KV_HEADS)}
@@ -102,7 +107,7 @@ def make_inputs(lengths: list[int]) -> dict[str, torch.Tensor]:
 
 
 def offsets_of(lengths: list[int]) -> torch.Tensor:
-    """Return where sequences begin, and the end of the last: int32 [sequences + 1]."""
+    """Return the starts of the sequences and the end of the last one: int32 [sequences + 1]."""
     ends = torch.tensor([0, *lengths]).cumsum(0)
     return ends.to(device="cuda", dtype=torch.int32)
 
@@ -127,7 +132,14 @@ def our_attention(
 def their_attention(
     inputs: dict[str, torch.Tensor], lengths: list[int], window: int | None, layout: str
 ) -> Callable[[], torch.Tensor]:
-    """Return a call of Transformer Engine's attention with our sinks: ``thd`` or ``bshd``."""
+    """Return a call of Transformer Engine's attention with the sinks of ``inputs``.
+
+    Args:
+        inputs: tensors of ``make_inputs``.
+        lengths: tokens of each sequence.
+        window: size of the attention window; None for full attention.
+        layout: "thd" (packed) or "bshd" (unpacked).
+    """
     from transformer_engine.pytorch import DotProductAttention
 
     is_packed = layout == "thd"
@@ -165,7 +177,7 @@ def their_attention(
 
 
 def check(variant: Variant, inputs: dict[str, torch.Tensor], expected: torch.Tensor) -> None:
-    """Run a variant once: what it needs, how right it is, or why it cannot run."""
+    """Run a variant once and set its memory, error, kernels, or the reason of its failure."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -187,7 +199,7 @@ def check(variant: Variant, inputs: dict[str, torch.Tensor], expected: torch.Ten
 
 
 def forward_and_backward(variant: Variant, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Run both passes; returns the output."""
+    """Run both passes and return the output."""
     for tensor in inputs.values():
         tensor.grad = None
     out = variant.forward()
