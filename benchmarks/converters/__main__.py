@@ -1,4 +1,4 @@
-"""Conversion of checkpoints, and of MXFP4 values."""
+"""Benchmarks of checkpoint conversion and of MXFP4 encoding."""
 
 from benchmarks.harness import run_program
 

@@ -1,17 +1,22 @@
-"""Full-size conversion on a small machine: makes a synthetic MXFP4 checkpoint and times conversions.
+"""Full-size conversion on a small machine, with a synthetic MXFP4 checkpoint.
 
-    python -m benchmarks.converters make DIRECTORY [--layers 24] [--experts 32] [--vocabulary 201088]
+    python -m benchmarks.converters make DIRECTORY
+        [--layers 24] [--experts 32] [--vocabulary 201088]
     python -m benchmarks.converters measure HF_DIRECTORY MEGATRON_DIRECTORY
     python -m benchmarks.converters measure-export MEGATRON_DIRECTORY NEW_HF_DIRECTORY FORMAT
         [--reference HF_DIRECTORY]
 
-``measure`` drops the source from the page cache, writes 4 GB to the same disk as its own speed,
-imports in a process of its own and compares. It needs room for three times the source. The import
-stays where it was written.
+Needs no GPU.
 
-Both measurements also say how much longer the conversion took because a sample was read back, as a
-share of the rest. With fewer than 24 layers one layer is a larger share of the experts: a smaller
-vocabulary keeps the share of what is no expert as in the 20B.
+- ``make`` writes the checkpoint. With fewer than 24 layers, the experts are a smaller fraction of
+  the model than in the 20B. A smaller ``--vocabulary`` restores the fraction.
+- ``measure`` times an import in a separate process. It drops the source from the page cache and
+  compares the import with the speed of the disk, for which it writes 4 GB. It needs free space of
+  three times the source. The imported checkpoint is kept.
+- ``measure-export`` times an export.
+
+Both measurements print how much time the check of a sample (reading back) added, also as a
+fraction of the remaining time.
 """
 
 from __future__ import annotations
@@ -34,13 +39,13 @@ from converters.hf_directory import write_hf_directory, written_shapes
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 
 PROBE_BYTES = 4_000_000_000
-"""Far more than a disk's own cache holds."""
+"""Size of the disk probe: far more than a disk's own cache holds."""
 
 
 def synthetic_tensors(config: GptOssModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield random codes, scales of 2**-9 to 2**-6 and normal weights, by stored name.
 
-    They are drawn once, and every tensor begins at another place of what was drawn.
+    Random values are drawn once. Every tensor starts at a different offset of them.
     """
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 256, (1 << 25,), dtype=torch.uint8, generator=generator)
@@ -68,7 +73,7 @@ def make(directory: Path, layers: int, experts: int, vocabulary: int) -> None:
 
 
 def measure_import(source: Path, target: Path) -> None:
-    """Time an import and print it beside the speed of the disk."""
+    """Time an import and print its speed next to the speed of the disk."""
     print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     disk_before = write_speed(target.parent)
     print(f"disk: {disk_before / 1e9:.3f} GB/s")
@@ -96,7 +101,14 @@ def measure_import(source: Path, target: Path) -> None:
 
 
 def measure_export(source: Path, target: Path, precision: str, reference: Path | None) -> None:
-    """Time an export."""
+    """Time an export and print the result.
+
+    Args:
+        source: Megatron checkpoint.
+        target: new Hugging Face directory.
+        precision: format of the export.
+        reference: Hugging Face directory with tokenizer and settings; None for the source's.
+    """
     print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     drop_from_cache(source)
     paths = [source, target]
@@ -119,11 +131,16 @@ class Timing:
 
     seconds: float
     added: float
-    """Those of ``seconds`` that reading back added."""
+    """Part of ``seconds`` that reading back added."""
 
 
 def convert(expression: str, paths: list[Path]) -> Timing:
-    """Run a conversion in a process of its own; ``expression`` gives its ReadBack."""
+    """Run a conversion in a separate process.
+
+    Args:
+        expression: Python expression with the variable ``paths``. Its value is a ``ReadBack``.
+        paths: directories of the conversion.
+    """
     code = (
         "import json, sys\n"
         "from converters.torch_dist import export_checkpoint, import_checkpoint\n"
@@ -146,7 +163,7 @@ def convert(expression: str, paths: list[Path]) -> Timing:
 
 
 def print_cost(timing: Timing) -> None:
-    """Print what reading back added."""
+    """Print the time that reading back added."""
     rest = timing.seconds - timing.added
     print(
         f"reading back added {timing.added:.1f} s, {timing.added / rest:.1%} of the other {rest:.1f} s"
@@ -154,7 +171,7 @@ def print_cost(timing: Timing) -> None:
 
 
 def drop_from_cache(directory: Path) -> None:
-    """Make the next reader of a directory read from the disk."""
+    """Drop a directory from the page cache, so that its next reader reads from the disk."""
     for path in directory.iterdir():
         with open(path, "rb") as file:
             os.fsync(file.fileno())  # dirty pages are not dropped
@@ -162,11 +179,11 @@ def drop_from_cache(directory: Path) -> None:
 
 
 def write_speed(directory: Path) -> float:
-    """Measure bytes per second of one sequential write, until it is on the disk."""
+    """Measure bytes per second of one sequential write, including ``fsync``."""
     path = directory / "write_speed_probe"
     block = os.urandom(1 << 26)
     blocks = PROBE_BYTES // len(block)
-    os.sync()  # what others have left to write
+    os.sync()  # finish earlier writes first
 
     began = time.perf_counter()
     try:

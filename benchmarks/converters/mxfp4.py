@@ -1,6 +1,7 @@
-"""MXFP4 throughput on one CPU core, and on a GPU where there is one.
+"""MXFP4 throughput on one CPU core, and on a GPU if there is one.
 
-python -m benchmarks.converters mxfp4 [--out result.json]
+``python -m benchmarks.converters mxfp4`` prints GB/s of bf16 for the CPU, and fractions of the copy
+bandwidth for the GPU.
 """
 
 import argparse
@@ -13,14 +14,14 @@ from gptoss_kernels.mxfp4 import dequantize, quantize
 
 
 def random_blocks_and_scales(count: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random MXFP4: blocks [count, 16] and scales [count], both uint8."""
+    """Return random MXFP4 values: blocks [count, 16] and scales [count], both uint8."""
     blocks = torch.randint(0, 256, (count, 16), dtype=torch.uint8, device=device)
     scales = torch.randint(112, 122, (count,), dtype=torch.uint8, device=device)
     return blocks, scales
 
 
 def measure_cpu() -> dict[str, float]:
-    """Return GB/s of bf16 on one core, the best of ten calls over 64 MB of it."""
+    """Return GB/s of bf16 on one core: the best of 10 calls over 64 MB."""
     torch.set_num_threads(1)
     blocks, scales = random_blocks_and_scales(1_000_000, "cpu")
     out = torch.empty(blocks.shape[0] * 32, dtype=torch.bfloat16)
@@ -38,12 +39,12 @@ def measure_cpu() -> dict[str, float]:
 
 
 def measure_gpu() -> dict[str, float]:
-    """Return bytes read plus written per second, as a share of a plain copy's."""
+    """Return the copy bandwidth in TB/s, and each call's bandwidth as a fraction of it."""
     from benchmarks.harness import time_interleaved
 
     blocks, scales = random_blocks_and_scales(16_000_000, "cuda")
     out = torch.empty(blocks.shape[0] * 32, dtype=torch.bfloat16, device="cuda")
-    dequantize(blocks, scales, out=out)  # so that ``quantize`` sees real weights
+    dequantize(blocks, scales, out=out)  # gives ``quantize`` representable weights
     source = out.view(torch.float32)
     target = torch.empty_like(source)
     milliseconds = time_interleaved(
