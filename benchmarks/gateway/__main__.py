@@ -1,4 +1,4 @@
-"""The gateway: what it adds to a request, and many sessions for long."""
+"""Benchmarks of the gateway: time added to a request, and many sessions over a long time."""
 
 from benchmarks.harness import run_program
 

@@ -1,17 +1,20 @@
-"""Holds many sessions at a gateway for long, and looks whether it grows or mixes them up.
+"""Long-running load on a gateway: many concurrent sessions, checked for mix-ups and leaks.
 
     python -m benchmarks.gateway load                  # 200 sessions at a time, for 20 minutes
     python -m benchmarks.gateway load --sessions 20 --minutes 0.5 --think 0.5 --every 0.5
 
-Every session has one conversation of ``--turns`` turns, by OpenAI's client in another process, every
-other one streamed; when it is over its captured trajectory is compared with what it should be, it
-is closed, and another one takes its place. Between turns a client waits, ``--think`` seconds on average.
+Needs no GPU. Every session has one conversation of ``--turns`` turns. OpenAI's client holds it in
+another process, and every other session uses streaming. Between turns a client waits ``--think``
+seconds on average. After the conversation, its captured trajectory is compared with the expected
+one, the session is closed and a new session replaces it.
 
-Each session has a word of its own, which its questions name. The engine computes nothing: it reads
-the words of its prompt, answers with the last one and the number of the turn, and with log-probs
-that follow from both. So an answer, a token or a log-prob that went to another session is seen by
-the client, in the trajectory, or by both. Ends with status 1 if anything was, if a request failed,
-or if memory, open files or threads of the server's process grow.
+Each session has a unique word, which its questions contain. The engine is a mock: it reads the
+words of its prompt and answers with the last word and the number of the turn. The log-probs follow
+from both. Therefore, the client or the trajectory reveals an answer, token or log-prob of another
+session.
+
+Prints latencies, processor time and the growth of the server's process. Exits with code 1 if a
+session got data of another one, if a request failed, or if memory, open files or threads grow.
 """
 
 import asyncio
@@ -44,31 +47,31 @@ from tests.faults.soak import BLOCKS, report, slopes
 WORD = re.compile(r"session-[0-9a-f]{32}")
 PADDING = "Explain how the third step follows from the second one, and what would break it. " * 10
 MOST_REQUESTS = 1 << 20
-"""Whose seconds are kept."""
+"""Maximum number of requests whose seconds are kept."""
 FLAT = 0.05
-"""Share of its mean per hour that a quantity may grow by."""
+"""Largest accepted growth of a quantity per hour, as a fraction of its mean."""
 
 
-# ---- what a session may contain
+# ---- expected contents of a session
 
 
 def question(word: str, turn: int) -> str:
-    """Return what the user says."""
+    """Return the message of the user."""
     return f"I am {word}, and this is turn {turn}. {PADDING}"
 
 
 def answer(word: str, turn: int) -> str:
-    """Return what the engine says."""
+    """Return the answer of the engine."""
     return f"You are {word}, and this is answer {turn}."
 
 
 def log_prob(word: str, turn: int) -> float:
-    """Return the log-prob that the engine gives all tokens of a turn: exact in float32."""
+    """Return the log-prob of all tokens of a turn. It is exact in float32."""
     return -((int(word[-3:], 16) % 512) + 1) / 64 - turn
 
 
 class EchoEngine(ClockEngine):
-    """Answers with the last word of the prompt and the number of its turn."""
+    """Mock engine that answers with the last word of the prompt and the number of its turn."""
 
     def __init__(self, harmony: Harmony, seconds: float) -> None:
         super().__init__([], seconds)
@@ -94,7 +97,14 @@ class EchoEngine(ClockEngine):
 
 
 def complaint(session: Session, harmony: Harmony, word: str, turns: int) -> str:
-    """Say what is wrong with what was captured of a session; empty if nothing is."""
+    """Describe the first error in the captured data of a session; empty if there is none.
+
+    Args:
+        session: session to check.
+        harmony: codec that decodes the captured tokens.
+        word: word of the session.
+        turns: expected number of turns.
+    """
     captured = session.trajectories(word)
     if len(captured) != 1:
         return f"{len(captured)} trajectories were captured of one conversation"
@@ -124,12 +134,12 @@ def complaint(session: Session, harmony: Harmony, word: str, turns: int) -> str:
     return ""
 
 
-# ---- clients, in a process of their own
+# ---- clients, in a separate process
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """A session that a client is to hold."""
+    """A session that a client has to hold."""
 
     word: str
     api_key: str
@@ -138,11 +148,11 @@ class Ticket:
 
 @dataclass
 class Conversation:
-    """What became of it."""
+    """Result of one conversation."""
 
     word: str
     seconds: list[float] = field(default_factory=list)
-    """Of every request."""
+    """Latency of every request in seconds."""
     error: str = ""
 
 
@@ -152,7 +162,7 @@ def run_clients(
     tickets: "Queue[Ticket | None]",
     done: "Queue[Conversation]",
 ) -> None:
-    """Hold a conversation for every ticket until None comes."""
+    """Hold a conversation for every ticket until a ticket is None."""
     asyncio.run(_hold_all(options, base_url, tickets, done))
 
 
@@ -163,7 +173,7 @@ async def _hold_all(
     done: "Queue[Conversation]",
 ) -> None:
     running: set[asyncio.Task[None]] = set()
-    # Of one process: a client opens its own connections otherwise, and reads certificates for them.
+    # All sessions share this client. Otherwise every one would read certificates for itself.
     http = openai.DefaultAsyncHttpxClient(limits=openai.DEFAULT_CONNECTION_LIMITS)
     client = openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, http_client=http)
     while (ticket := await asyncio.to_thread(tickets.get)) is not None:
@@ -218,7 +228,7 @@ async def _ask(client: openai.AsyncOpenAI, messages: list[dict[str, str]], strea
 
 
 class Load:
-    """Keeps so many sessions open, and checks each when its client is done."""
+    """Keeps a fixed number of sessions open, and checks each session after its conversation."""
 
     def __init__(
         self,
@@ -237,7 +247,7 @@ class Load:
         self._opened = 0
         self.checked = 0
         self.complaints: list[str] = []
-        # Room for all is taken and written beforehand, so that figures are no growth.
+        # Allocated and written in advance, because otherwise its pages would count as growth.
         self._seconds = np.full(MOST_REQUESTS, np.nan, np.float32)
         self._requests = 0
 
@@ -247,11 +257,11 @@ class Load:
 
     @property
     def seconds(self) -> np.ndarray:
-        """Of every request that was answered, float32."""
+        """Latency of every answered request in seconds, float32."""
         return self._seconds[: self._requests]
 
     def open(self) -> None:
-        """Open a session and hand it to the clients."""
+        """Open a session and pass it to the clients."""
         word = f"session-{uuid4().hex}"
         session = self._gateway.open_session(word)
         self._open[word] = session
@@ -259,7 +269,7 @@ class Load:
         self._opened += 1
 
     async def check_next(self) -> None:
-        """Wait for a conversation that is over, and check and close its session."""
+        """Wait for the end of a conversation, then check and close its session."""
         conversation = await asyncio.to_thread(self._done.get)
         session = self._open.pop(conversation.word)
         wrong = conversation.error or complaint(
@@ -276,7 +286,7 @@ class Load:
 
 
 def take_sample(process: psutil.Process, load: Load) -> dict[str, float]:
-    """Measure the server's process."""
+    """Measure the server's process: memory, open files, threads and sessions."""
     return {
         "memory, MB": process.memory_full_info().uss / 1e6,
         "open files": process.num_fds(),
@@ -286,7 +296,11 @@ def take_sample(process: psutil.Process, load: Load) -> dict[str, float]:
 
 
 async def hold(options: Namespace) -> tuple[Load, list[float], list[dict[str, float]], float]:
-    """Serve for so long. Returns the load, samples with their times in hours, and processor seconds."""
+    """Serve clients for ``options.minutes``.
+
+    Returns:
+        The load, the times of the samples in hours, the samples, and processor seconds.
+    """
     harmony = Harmony(GptOssVocabulary(), PromptConfig())
     limits = EpisodeLimits(max_turns=10**9, max_tokens=131_072, episode_seconds=float("inf"))
     settings = SessionSettings(limits, SamplingParams(max_new_tokens=4096))

@@ -1,18 +1,20 @@
-"""What the gateway adds to the time of a request.
+"""Time that the gateway adds to a request.
 
-    python -m benchmarks.gateway requests                     # 64 sessions, turns that take the engine 500 ms
+    python -m benchmarks.gateway requests              # 64 sessions, 500 ms per turn in the engine
     python -m benchmarks.gateway requests --dialect responses --stream
 
-The engine is a clock: it answers every request after the same time with the same tokens and computes
-nothing, so all else is the gateway's: HTTP, JSON, matching the conversation, rendering what is new,
-parsing the answer, checks, capture. Clients are another process, which sends plain HTTP, spread over
-the time of a turn so that they do not all ask at once; each holds conversations of ``--turns`` turns
-with the vocabulary and the prompts of the released models. Printed as JSON, of all requests behind
-the first conversations:
+Needs no GPU. The engine is a mock: it returns the same tokens after a fixed time. The remaining
+time belongs to the gateway: HTTP, JSON, matching of the conversation, rendering of new messages,
+parsing of the answer, checks and capture.
 
-    added_ms_mean, _p50, _p99   seen by a client, without the engine's time
-    processor_ms                of the gateway's process, per request
-    prompt_tokens_mean          of a request
+The clients run in another process and send plain HTTP. Their first requests are spread over the
+time of one turn. Each client holds conversations of ``--turns`` turns with the vocabulary and the
+prompts of the released models. The first conversation of each session is not counted. Prints one
+JSON object:
+
+    added_ms_mean, _p50, _p99   latency seen by a client, without the engine's time
+    processor_ms                processor time of the gateway's process per request
+    prompt_tokens_mean          tokens of a prompt
 """
 
 from __future__ import annotations
@@ -42,14 +44,14 @@ from rl_loop.harmony.vocabulary import GptOssVocabulary
 
 Dialect = Literal["chat", "responses"]
 QUESTION = "Explain how the third step follows from the second one, and what would break it. "
-"""Repeated: what the user says in a turn."""
+"""Text of a user message. A message contains it QUESTION_REPEATS times."""
 QUESTION_REPEATS = 10
 ANSWER_REPEATS = 5
 
 
 @dataclass(frozen=True)
 class Load:
-    """What clients do."""
+    """Requests that the clients send."""
 
     base_url: str
     api_keys: list[str]
@@ -57,13 +59,13 @@ class Load:
     stream: bool
     turns: int
     conversations: int
-    """Of each session; the first one warms up and is not counted."""
+    """Conversations per session. The first one is a warm-up and is not counted."""
     spread_seconds: float
-    """Over which sessions begin their conversations, so that they do not all ask at once."""
+    """Seconds over which the sessions start, so that they do not all send requests at once."""
 
 
 class ClockEngine:
-    """Answers every request with the same tokens after the same time."""
+    """Mock engine that returns the same tokens after a fixed time."""
 
     def __init__(self, answer: list[int], seconds: float) -> None:
         self._answer = answer
@@ -97,7 +99,7 @@ class ClockEngine:
 
 
 def run_clients(load: Load, results: Any) -> None:
-    """Hold all conversations; put the seconds of every counted request into ``results``."""
+    """Hold all conversations and put the seconds of every counted request into ``results``."""
     results.put(asyncio.run(_converse_all(load, results)))
 
 
@@ -125,7 +127,7 @@ async def _converse(
     conversation: int,
     delay_seconds: float,
 ) -> list[float]:
-    """Hold one conversation, after a delay; return the seconds of each request."""
+    """Hold one conversation after a delay and return the seconds of each request."""
     await asyncio.sleep(delay_seconds)
     path = "chat/completions" if load.dialect == "chat" else "responses"
     items = "messages" if load.dialect == "chat" else "input"
@@ -162,7 +164,16 @@ async def measure(
     dialect: Dialect,
     stream: bool,
 ) -> dict[str, object]:
-    """Serve clients in another process, and measure both sides."""
+    """Serve clients in another process and measure both sides.
+
+    Args:
+        sessions: number of concurrent sessions.
+        turns: turns per conversation.
+        conversations: conversations per session. The first one is not counted.
+        engine_ms: time of a turn in the engine, in milliseconds.
+        dialect: API of the requests.
+        stream: whether to use server-sent events.
+    """
     harmony = Harmony(GptOssVocabulary(), PromptConfig())
     thought = ParsedMessage("analysis", None, None, "The user asks for the reason. " * 5)
     said = ParsedMessage("final", None, None, ANSWER_TEXT)
@@ -209,7 +220,7 @@ async def measure(
 
 
 def prompt_lengths(sessions: list[Session]) -> list[int]:
-    """Return the tokens of every request's prompt, and check that conversations were matched."""
+    """Return the prompt tokens of every request, and check that conversations were matched."""
     lengths = []
     for session in sessions:
         for node in session.forest.nodes:
