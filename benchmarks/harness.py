@@ -1,4 +1,4 @@
-"""Shared parts of the benchmarks: the command line of a package, device times and bandwidth."""
+"""Shared code of the benchmarks: command line, device times, memory and bandwidth."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WARM_UP_ROUNDS = 2
 
 
 def run_program(package: str, programs: dict[str, str], default: str | None = None) -> None:
-    """Run the program of a package that the first argument of the command line names.
+    """Run the program named by the first argument of the command line.
 
     Args:
         package: name of the package, such as ``benchmarks.sglang``.
@@ -43,11 +43,16 @@ def time_interleaved(
     rounds: int = 15,
     calls: int = 3,
 ) -> dict[str, float]:
-    """Return milliseconds per call of every variant, measured in the same minute on the same
-    machine.
+    """Return the milliseconds per call of every variant, measured interleaved on one GPU.
 
-    A graph holds ``calls`` calls of its variant. In every round each graph is replayed once, so
-    that a change of the clocks meets all of them."""
+    Every round replays the CUDA graph of each variant once. Therefore, changes of the GPU's clocks
+    affect all variants.
+
+    Args:
+        variants: call to measure, by name.
+        rounds: measured rounds. The result is their median.
+        calls: calls per graph.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graphs = {name: capture(call, stream, calls) for name, call in variants.items()}
@@ -64,8 +69,8 @@ def capture(
     stream: torch.cuda.Stream,
     calls: int,
 ) -> torch.cuda.CUDAGraph:
-    """Capture ``calls`` calls in one graph."""
-    # Two calls before it, because nothing may be compiled or allocated during the capture.
+    """Capture ``calls`` calls in one CUDA graph."""
+    # Two calls come first, because nothing may be compiled or allocated during the capture.
     with torch.cuda.stream(stream):
         call()
         call()
@@ -90,13 +95,13 @@ def time_call(call: Callable[[], object]) -> float:
 
 
 def median_milliseconds(call: Callable[[], object], rounds: int = 5) -> float:
-    """Return the median device time of a call, after two calls that warm up."""
+    """Return the median device time of a call in milliseconds, after two warm-up calls."""
     times = [time_call(call) for _ in range(WARM_UP_ROUNDS + rounds)]
     return median(times[WARM_UP_ROUNDS:])
 
 
 def read_bandwidth() -> float:
-    """Measure the bytes per second that this GPU reads, by summing 4 GB."""
+    """Measure the read bandwidth of this GPU in bytes per second, by summing 4 GB."""
     data = torch.ones(1 << 30, device="cuda", dtype=torch.float32)
     data.sum()
     times = [time_call(data.sum) for _ in range(5)]
@@ -110,18 +115,18 @@ def synchronize() -> None:
 
 
 def reset_peak() -> None:
-    """Begin to measure the peak of memory, if there is a GPU."""
+    """Start to measure peak memory, if there is a GPU."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
 
 
 def allocated() -> int:
-    """Return the bytes of this process's tensors on the GPU; 0 without one."""
+    """Return the bytes of this process's tensors on the GPU; 0 without a GPU."""
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
 def peak() -> int:
-    """Return the largest bytes of tensors on the GPU since ``reset_peak``; 0 without one."""
+    """Return the peak bytes of tensors on the GPU since ``reset_peak``; 0 without a GPU."""
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
 
 

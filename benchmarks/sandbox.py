@@ -1,5 +1,8 @@
-"""Executions per second of the warm sandbox: ``python -m benchmarks.sandbox`` prints them as
-JSON."""
+"""Throughput and latency of the warm sandbox.
+
+``python -m benchmarks.sandbox`` needs no GPU. It prints executions per second and latencies (p50,
+p99) as JSON.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,16 @@ from rl_loop.sandbox import PythonSandbox, SandboxConfig
 
 
 async def measure(workers: int, calls: int, code: str) -> dict[str, object]:
-    """Run ``calls`` copies of ``code``, two per worker at a time, and time each call."""
+    """Run ``calls`` copies of ``code``, two per worker at a time, and time each call.
+
+    Args:
+        workers: number of sandbox workers.
+        calls: number of timed calls.
+        code: Python program. It must exit with code 0.
+
+    Returns:
+        The arguments with the measured throughput and latencies.
+    """
     slots = asyncio.Semaphore(2 * workers)
     async with PythonSandbox(SandboxConfig(workers=workers)) as sandbox:
 
@@ -24,7 +36,7 @@ async def measure(workers: int, calls: int, code: str) -> dict[str, object]:
                     raise SystemExit(f"the program failed: {result.output}")
                 return 1e3 * (time.perf_counter() - started)
 
-        # Every worker is started and warm before anything is timed.
+        # Start and warm up every worker before the measurement.
         await asyncio.gather(*(latency() for _ in range(10 * workers)))
 
         started = time.perf_counter()
