@@ -1,4 +1,4 @@
-"""Data: from episodes to the ranks, packing, recorded episodes, conversations."""
+"""Benchmarks of data: plane between driver and ranks, packing, recorded episodes, conversations."""
 
 from benchmarks.harness import run_program
 

@@ -1,15 +1,16 @@
-"""How fast conversations are read, checked and rendered, and how much memory that takes.
+"""Throughput and memory of reading, checking and rendering conversations.
 
-    python -m benchmarks.data conversations                          # 100,000 conversations, two processes
+    python -m benchmarks.data conversations                   # 100,000 conversations, 2 processes
     python -m benchmarks.data conversations --conversations 1000000
     python -m benchmarks.data conversations --history harmony --workers 1
 
-Synthetic conversations, all different: questions with one or two turns of the user, half of them with
-a tool that is described, called and answered, a third with thoughts. The stream is taken 64 samples
-at a time, as a training step takes them, and nothing is trained. Memory is the sum over this process
-and those that render, of what belongs to one process alone and its part of what several share (PSS),
-sampled ten times a second. Processor time is that of all of them; beside other programs it says more
-than the clock.
+Needs no GPU. The conversations are synthetic and all different. They have one or two turns of the
+user. Half of them describe, call and answer a tool, and a third of the answers have thoughts. The
+stream is read 64 samples at a time, as in a training step, but without training.
+
+Prints conversations, samples and tokens per second, processor time and peak memory. Memory is the
+sum of the proportional set sizes (PSS) of this process and its children, sampled 10 times per
+second. Processor time is the sum over all processes. Prefer it on a machine with other load.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ TOOL: dict[str, Any] = {
 
 
 def sentence(rng: random.Random, words: int) -> str:
-    """Return so many words, and a number that no other sentence has."""
+    """Return a sentence of ``words`` words with a unique number."""
     return " ".join(rng.choices(WORDS, k=words)) + f" ({rng.getrandbits(40):x})."
 
 
@@ -85,7 +86,7 @@ def conversation(rng: random.Random) -> dict[str, Any]:
 
 
 def write_conversations(path: Path, count: int) -> None:
-    """Write so many conversations, one a line."""
+    """Write ``count`` conversations, one per line."""
     rng = random.Random(0)
     with path.open("w") as file:
         for _ in range(count):
@@ -93,13 +94,13 @@ def write_conversations(path: Path, count: int) -> None:
 
 
 class MemoryWatch:
-    """Samples the memory of this process and of those that it has started, as a context."""
+    """Context that samples the memory of this process and of its children."""
 
     def __init__(self, seconds: float = 0.1) -> None:
         self.peak = 0
-        """Bytes, the largest sum that was seen."""
+        """Largest sum over all processes, in bytes."""
         self.peak_here = 0
-        """Bytes, of this process alone."""
+        """Largest memory of this process alone, in bytes."""
         self._seconds = seconds
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -128,20 +129,26 @@ class MemoryWatch:
 
 @dataclass
 class Result:
-    """What streaming a file once was like."""
+    """Result of streaming a file once."""
 
     samples: int = 0
     tokens: int = 0
     learned: int = 0
     seconds: float = 0.0
-    """From the first sample on, which is there when the first window is."""
+    """Seconds to stream all samples, including ``seconds_to_first``."""
     seconds_to_first: float = 0.0
     processor_seconds: float = 0.0
-    """Of all processes, their start included."""
+    """Processor time of all processes, including their start."""
 
 
 def stream_once(path: Path, history: str, workers: int) -> Result:
-    """Stream every conversation of a file, in the vocabulary of the released models."""
+    """Stream every conversation of a file, in the vocabulary of the released models.
+
+    Args:
+        path: JSONL file of conversations.
+        history: rendering of multi-turn conversations, as in ``DataConfig``.
+        workers: number of processes that render.
+    """
     from rl_loop.conversations.config import DataConfig
     from rl_loop.conversations.dataset import ConversationData
     from rl_loop.conversations.refusals import RefusalReport
@@ -160,19 +167,19 @@ def stream_once(path: Path, history: str, workers: int) -> Result:
         for _ in _steps(stream, result):
             pass
         result.seconds = time.monotonic() - began
-    # What a process has used is known when it has ended.
+    # A child's processor time is only known after its end.
     result.processor_seconds = processor_seconds() - processor_began
     return result
 
 
 def processor_seconds() -> float:
-    """Return what this process, and those of its children that have ended, have used."""
+    """Return the processor seconds of this process and of its children that have exited."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def _steps(stream: Any, result: Result) -> Iterator[None]:
-    """Take a step's samples at a time, and count them."""
+    """Take the samples of one step at a time, and count them."""
     while (samples := stream.take(64)) is not None:
         result.samples += len(samples)
         result.tokens += samples.tokens

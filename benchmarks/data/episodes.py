@@ -1,10 +1,11 @@
-"""Recorded episodes: what writing costs a step, and how fast the viewer answers over many.
+"""Recorded episodes: time to write them, and response times of the viewer.
 
-    python -m benchmarks.data episodes write
-    python -m benchmarks.data episodes view --episodes 100000
-    python -m benchmarks.data episodes report --episodes 1000 --tokens 8192
-
-``view`` serves the files by ``gptoss view`` in a process of its own and asks it as a browser does."""
+``python -m benchmarks.data episodes write`` measures the cost of recording per step.
+``python -m benchmarks.data episodes view`` starts ``gptoss view`` in a separate process and sends
+the requests of a browser.
+``python -m benchmarks.data episodes report`` measures the creation of report.html.
+Needs no GPU. Prints Markdown tables.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ ENDINGS = [FinishReason.STOP] * 8 + [FinishReason.LENGTH, FinishReason.MAX_TURNS
 
 
 class MadeUpWords:
-    """A vocabulary of as many ids as GPT-OSS has, each a word of its own."""
+    """A vocabulary of the size of GPT-OSS's with a random word per id."""
 
     size = 201_088
 
@@ -51,11 +52,20 @@ class MadeUpWords:
 def make_group(
     task: str, tokens: int, vocabulary: MadeUpWords, random: np.random.Generator
 ) -> TrajectoryGroup:
-    """Make the episodes of one task: a quarter of each is given, the rest sampled in two turns."""
+    """Return the episodes of one task.
+
+    In each episode, the first quarter is the prompt and two turns are sampled.
+
+    Args:
+        task: id of the task.
+        tokens: tokens of an episode.
+        vocabulary: decodes the tokens to text.
+        random: source of tokens, log-probs and outcomes.
+    """
     prompt = tokens // 4
     episodes = []
     for _ in range(SAMPLES_PER_TASK):
-        # Frequent words are much more frequent than others, as in any language.
+        # Zipf's distribution, as in natural language.
         ids = np.minimum(random.zipf(1.3, tokens), vocabulary.size - 1).astype(np.int32)
         mask = np.arange(tokens) >= prompt
         log_probs = np.where(mask, -random.exponential(0.3, tokens), 0).astype(np.float32)
@@ -87,7 +97,14 @@ def make_group(
 def make_step(
     step: int, episodes: int, tokens: int, vocabulary: MadeUpWords
 ) -> list[EpisodesOfSplit]:
-    """Make the episodes of a step and what is known of their tokens."""
+    """Return the episodes of a step with the data of their tokens.
+
+    Args:
+        step: number of the step, which is also the seed.
+        episodes: number of episodes.
+        tokens: tokens of an episode.
+        vocabulary: decodes the tokens to text.
+    """
     random = np.random.default_rng(step)
     groups = [
         make_group(f"task-{step * 1000 + i}", tokens, vocabulary, random)
@@ -109,7 +126,7 @@ def make_step(
 
 
 def measure_writing(repeats: int) -> None:
-    """Print what recording a step costs the loop, and the thread beside it."""
+    """Print the time that recording a step takes in the loop and in the thread."""
     vocabulary = MadeUpWords()
     print("| episodes x tokens | the loop waits | the thread works | on the disk |")
     print("|---|---|---|---|")
@@ -126,7 +143,7 @@ def measure_writing(repeats: int) -> None:
                     in_thread.append(time.perf_counter() - began)
             files = list(Path(folder).glob("0*.parquet"))
             size = sum(file.stat().st_size for file in files) / (repeats + 1)
-        # The first step writes the vocabulary, too.
+        # The first step also writes the vocabulary, so it is left out.
         print(
             f"| {episodes} x {tokens:,} | {statistics.median(in_loop[1:]) * 1000:.1f} ms "
             f"| {statistics.median(in_thread[1:]):.3f} s "
@@ -135,7 +152,7 @@ def measure_writing(repeats: int) -> None:
 
 
 def write_run(run: Path, episodes: int, tokens: int) -> None:
-    """Record a run of so many episodes."""
+    """Record a run of at least ``episodes`` episodes."""
     vocabulary = MadeUpWords()
     (run / "config.yaml").write_text("training: {steps: 100000}\n")
     with EpisodeRecorder(run / "episodes", vocabulary, "all") as recorder:
@@ -144,7 +161,7 @@ def write_run(run: Path, episodes: int, tokens: int) -> None:
 
 
 def measure_viewing(episodes: int, tokens: int) -> None:
-    """Print how long the viewer takes for pages of the table, and the memory that it needs."""
+    """Print the response times of the viewer for pages of the table, and its peak memory."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         run.mkdir()
@@ -169,7 +186,7 @@ def measure_viewing(episodes: int, tokens: int) -> None:
 
 
 def measure_report(episodes: int, tokens: int) -> None:
-    """Print what report.html of a run costs, and its size."""
+    """Print the processor time and the size of a run's report.html."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         run.mkdir()
@@ -182,7 +199,7 @@ def measure_report(episodes: int, tokens: int) -> None:
 
 
 def ask_all(address: str, pid: int) -> None:
-    """Ask for what the page asks for, and print the times."""
+    """Send the requests of the viewer's page and print their times."""
     base = f"{address}api/runs/run/episodes"
     print("| asked | seconds |")
     print("|---|---|")
@@ -201,7 +218,7 @@ def ask_all(address: str, pid: int) -> None:
 
     spent = processor_seconds(pid)
     took, page = seconds(f"{base}?text=seton")
-    # Found nowhere, so that all of it is read.
+    # No episode contains the text, so the viewer searches all of them.
     print(f"| a text, first answer ({page['searched']:,} episodes searched) | {took:.3f} |")
     began = time.perf_counter()
     while page["searched"] < page["recorded"]:
@@ -217,14 +234,14 @@ def ask_all(address: str, pid: int) -> None:
 
 
 def processor_seconds(pid: int) -> float:
-    """Return what a process has computed so far, all of its threads together."""
+    """Return the processor seconds of a process until now, of all its threads together."""
     figures = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     user, system = map(int, figures[11:13])
     return (user + system) / os.sysconf("SC_CLK_TCK")
 
 
 def seconds(url: str) -> tuple[float, dict]:  # type: ignore[type-arg]
-    """Ask for an address; return how long the answer took, and the answer."""
+    """Request an address and return the seconds until the answer, and the answer."""
     began = time.perf_counter()
     with urllib.request.urlopen(url) as response:
         body = response.read()

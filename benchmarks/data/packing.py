@@ -1,15 +1,18 @@
-"""How full and how even packed micro-batches are, on recorded lengths.
+"""Fill and balance of packed micro-batches, on recorded lengths.
 
     python -m benchmarks.data packing                # measure
-    python -m benchmarks.data packing --record       # write packing_lengths.json (needs the o200k vocabulary)
+    python -m benchmarks.data packing --record       # write packing_lengths.json first
 
-``packing_lengths.json`` holds, per distribution, tokens of a sequence -> how many there are, as
-o200k counts them:
+Needs no GPU. ``--record`` needs the o200k vocabulary. Prints one JSON line per distribution and
+number of data-parallel ranks.
 
-- episodes: 1,024 demonstrations of each of the four environments, whole multi-turn episodes in Harmony; `incident` at
-  its levels 1 to 3 in turn, all other options at their defaults.
-- documents: every Python file of CPython's standard library with its tests (the version is in the file), cut at
-  32,768 tokens as for pre-training. A long tail: the median is a twentieth of the longest.
+``packing_lengths.json`` contains two distributions of sequence lengths in o200k tokens, as
+{length: number of sequences}:
+
+- episodes: 1,024 demonstrations of each of 4 environments. They are whole multi-turn episodes in
+  Harmony. ``incident`` alternates between its levels 1 to 3. Other options have their defaults.
+- documents: every Python file of CPython's standard library with its tests, cut at 32,768 tokens as
+  in pre-training. The distribution has a long tail. The file has the version of Python.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ GPT_OSS_20B = GptOssModelConfig(num_layers=24, num_experts=32)
 
 
 def record_episodes(count: int = 1024) -> list[int]:
-    """Return the tokens of ``count`` demonstrations of each environment."""
+    """Return the lengths of ``count`` demonstrations of each environment."""
     from rl_loop.config.training import DemonstrationConfig
     from rl_loop.environments import environment_class
     from rl_loop.harmony.codec import Harmony, PromptConfig
@@ -58,7 +61,7 @@ def record_episodes(count: int = 1024) -> list[int]:
 
 
 def record_documents() -> list[int]:
-    """Return the tokens of every file of the standard library, cut at LONGEST."""
+    """Return the lengths of all files of the standard library, cut at LONGEST."""
     from rl_loop.harmony.vocabulary import GptOssVocabulary
 
     vocabulary = GptOssVocabulary()
@@ -74,7 +77,7 @@ def record_documents() -> list[int]:
 
 
 def record() -> None:
-    """Write FILE anew."""
+    """Overwrite FILE with new lengths."""
     recorded: dict[str, Any] = {"python": platform.python_version()}
     for name, lengths in (("episodes", record_episodes()), ("documents", record_documents())):
         counts = sorted(Counter(lengths).items())
@@ -83,15 +86,22 @@ def record() -> None:
 
 
 def batch_flops(batch: PackedBatch) -> int:
-    """Return the work of one micro-batch."""
+    """Return the forward FLOPs of one micro-batch."""
     return forward_flops(GPT_OSS_20B, batch.cu_seqlens.diff().tolist())
 
 
 def measure(lengths: list[int], ranks: int, limit: int) -> dict[str, float]:
-    """Pack one step's sequences and return how full and how even the micro-batches are.
+    """Pack one step's sequences and measure fill and balance of the micro-batches.
 
-    ``useful`` and ``filled`` are shares of the tokens that are computed and that would fit; the
-    slowest rank and the slowest of each micro-batch are relative to the mean work of the ranks."""
+    Args:
+        lengths: tokens of each sequence.
+        ranks: number of data-parallel ranks.
+        limit: maximum number of tokens of a micro-batch.
+
+    Returns:
+        ``useful`` and ``filled`` are fractions of the computed tokens and of the capacity.
+        ``slowest_rank`` and ``slowest_of_each_micro_batch`` are relative to the mean work of ranks.
+    """
     offsets = np.cumsum([0, *lengths], dtype=np.int64)
     samples = TrainingSamples(
         offsets=offsets,
@@ -129,8 +139,14 @@ def padded_in_fours(lengths: list[int]) -> int:
 
 
 def sorted_and_padded(lengths: list[int], limit: int) -> int:
-    """Return the tokens of batches of similar lengths, as many as fit ``limit`` when padded to the
-    longest of them."""
+    """Return the tokens of padded batches of similar lengths.
+
+    Each batch is filled up to ``limit``, counting the padding to its longest sequence.
+
+    Args:
+        lengths: tokens of each sequence.
+        limit: maximum number of tokens of a batch.
+    """
     remaining = sorted((length - 1 for length in lengths), reverse=True)
     total = 0
     while remaining:

@@ -1,32 +1,46 @@
-"""What a step's tokens cost on their way from the rollout workers to the trainer's ranks.
+"""Cost of moving a step's tokens from the rollout workers to the trainer's ranks.
 
-    python -m benchmarks.data plane                      # 512 x 32,768 and 1,024 x 8,192 tokens: ten minutes, 12 GB
-    python -m benchmarks.data plane --scale 0.1          # a tenth of the episodes
+    python -m benchmarks.data plane                  # 512 x 32,768 and 1,024 x 8,192 tokens
+    python -m benchmarks.data plane --scale 0.1      # 10% of the episodes
     python -m benchmarks.data plane --shapes 512x32768 --layers 36 --ranks 64 --passes estimates
 
-Ray is real, and so is all code that handles tokens: rollout workers (one process) put groups of episodes and
-their routes into Ray's store; the driver makes samples and advantages of them and ships every data-parallel rank
-its share (TrainerGroup); ranks read theirs, build their micro-batches and answer (TrainerWorker). Only the models are
-missing: log-probs and values are zeros, and an update does nothing.
+Needs no GPU. The default needs 12 GB of memory and 10 minutes.
 
-A few processes are all the ranks: each receives and answers for one after the other. So nobody waits for a processor
-that 64 machines would have, and seconds of the driver and of one rank, the slowest, add up to what a step pays. What
-64 ranks do at the same time is not in it: reading over a network.
+Ray is real, and so is all code that handles tokens:
 
-Per case one line of JSON, the median of ``--rounds``. The first rounds touch pages of the store for the first time,
-which costs more than what is written to them; a run does that once, too.
+- Rollout workers (one process) put groups of episodes and their routes into Ray's store.
+- The driver computes samples and advantages and sends its part to every data-parallel rank
+  (TrainerGroup).
+- Ranks read their part, build micro-batches and return results (TrainerWorker).
 
-- driver_seconds: wall time by stage. fetch: episodes out of the store; samples: columns of them; estimate: a pass for
-  values and reference log-probs, there and back; advantages; train: rank inputs and statistics; check: whether engine
-  and trainer agree on every episode, which recorded log-probs make possible. Time in which the
-  driver waits for ranks is left out, but their answers' way is in.
-- driver_cpu_seconds, rank_cpu_seconds: processor time, Ray's threads included, of the driver and of the slowest rank in
-  all passes. together_seconds is their sum, share_of_step that of the 36 s that a step of 16.8 million tokens took.
-- wire_bytes_per_token: rank inputs of all passes; answer_bytes_per_token: what came back; route_bytes_per_token: what
-  rollout workers put there and ranks read, which passes the driver by.
-- driver_peak: the most anonymous memory (RssAnon) that the driver had in all rounds, beyond what it had before the
-  first, by the bytes of the columns. What it keeps from round to round, as a run does, is in it, and so are the
-  episodes' texts; the store's pages are shared and not in it.
+Only the models are missing: log-probs and values are zeros, and an update does nothing.
+
+A few processes act as all ranks. Each process receives and answers for its ranks in sequence.
+Therefore, no process waits for a processor, which 64 machines would have. The sum of the driver's
+seconds and the seconds of the slowest rank is the cost of a step. Reading over a network is not
+included.
+
+Prints one line of JSON per case with the median of ``--rounds``. The first rounds also pay for
+touching pages of the store for the first time, as a run does once.
+
+- driver_seconds: wall time by stage, without the time in which the driver waits for ranks. The
+  transfer of their results is included. Stages:
+    - fetch: episodes from the store
+    - samples: columns of the episodes
+    - estimate: pass for values and reference log-probs
+    - advantages
+    - train: rank inputs and statistics
+    - check: agreement of engine and trainer on every episode
+- driver_cpu_seconds, rank_cpu_seconds: processor time of the driver and of the slowest rank in all
+  passes, including Ray's threads.
+- together_seconds: their sum. share_of_step: the sum as a fraction of the time of a step, taken as
+  STEP_SECONDS for STEP_TOKENS.
+- wire_bytes_per_token: rank inputs of all passes.
+- answer_bytes_per_token: results of the ranks.
+- route_bytes_per_token: routes that rollout workers store and ranks read. They bypass the driver.
+- driver_peak: largest anonymous memory (RssAnon) of the driver in all rounds beyond its value
+  before the first round, divided by the bytes of the columns. It includes the texts of episodes and
+  memory kept between rounds. It does not include the store's pages, because they are shared.
 """
 
 from __future__ import annotations
@@ -77,11 +91,11 @@ from rl_loop.trainer.worker import TrainerWorker
 ROOT = Path(__file__).parents[2]
 SAMPLES_PER_TASK = 8
 TURNS = 8
-"""Of an episode; half of its tokens are sampled."""
+"""Turns of an episode. Half of its tokens are sampled."""
 TEXT = "word "
-"""Of one token, in the episode's turns."""
+"""Text of one token in the episode's turns."""
 STEP_SECONDS = 36.0
-"""Of a step of STEP_TOKENS."""
+"""Reference time of a step of STEP_TOKENS, in seconds."""
 STEP_TOKENS = 512 * 32_768
 
 PASSES = {
@@ -94,26 +108,29 @@ PASSES = {
         "algorithm.kl.coefficient=0.001",
     ],
 }
-"""Overrides of the configuration. R2: the
-ranks' own routes of a first pass are replayed. estimates: a critic and a KL penalty, so a pass before advantages."""
+"""Overrides of the configuration for each kind of step.
+
+"R2" replays the routes that the ranks record in a first pass. "estimates" has a critic and a KL
+penalty, so it needs a pass before the advantages.
+"""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One step."""
+    """Shape of one step."""
 
     episodes: int
     length: int
-    """Tokens of every episode."""
+    """Number of tokens of every episode."""
     layers: int
-    """Of routes that the engine records and the trainer replays (R3); 0 for none."""
+    """Layers of the routes that the engine records and the trainer replays (R3); 0 for none."""
     ranks: int
-    """Data-parallel."""
+    """Number of data-parallel ranks."""
     passes: str
-    """Of PASSES."""
+    """Key in PASSES."""
 
     def config(self) -> RlConfig:
-        """Return the configuration of a run with such steps."""
+        """Return the configuration of a run with this step."""
         replays = ["algorithm.routing_replay=R3", "rollout.routed_experts=true"]
         return load_config(
             ROOT / "configs/untested/rl/gpt-oss-20b_1x8.yaml",
@@ -138,13 +155,13 @@ class Case:
 
 
 class DummyRolloutWorker:
-    """Makes episodes without an engine, and sends them as a RolloutWorker does."""
+    """Creates episodes without an engine, and sends them like a RolloutWorker."""
 
     def __init__(self) -> None:
         self._routes: np.ndarray | None = None
 
     def run_group(self, case: Case, task: int) -> TrajectoryGroup:
-        """Return the episodes of one task; their routes are in the store."""
+        """Return the episodes of one task. Their routes are in the store."""
         task_id = f"task-{task}"
         trajectories = [
             self._episode(case, task_id, reward=float(number % 2))
@@ -182,7 +199,7 @@ class DummyRolloutWorker:
         if not case.layers:
             return None
 
-        # Made once: what they say is of no consequence.
+        # Created once, because the contents of routes do not affect the measurement.
         model = case.config().model
         shape = (case.length - 1, model.num_layers, model.experts_per_token)
         if self._routes is None or self._routes.shape != shape:
@@ -196,7 +213,7 @@ class DummyRolloutWorker:
 
 
 class DummyReplay:
-    """Stands for RoutingReplay: has recorded something for every micro-batch."""
+    """Mock RoutingReplay that has recorded routes for every micro-batch."""
 
     def __init__(self) -> None:
         self.micro_batches = 0
@@ -217,7 +234,7 @@ def zeros_of(batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
 
 
 class DummyModel:
-    """Stands for a trainer, critic or reference policy: all it computes is 0."""
+    """Mock trainer, critic or reference policy that computes zeros."""
 
     def __init__(self, replay: DummyReplay | None = None) -> None:
         self.replay = replay
@@ -229,7 +246,7 @@ class DummyModel:
 
 
 class DummyRank(TrainerWorker):
-    """A trainer rank without models: it loads, packs and answers as one that trains does."""
+    """A trainer rank without models. It loads, packs and returns like a rank that trains."""
 
     def __init__(self, settings: TrainerConfig) -> None:
         self.use(settings)
@@ -237,7 +254,7 @@ class DummyRank(TrainerWorker):
         distributed.initialize(ParallelConfig(), 0, *free_address())
 
     def use(self, settings: TrainerConfig) -> None:
-        """Become a rank of another group."""
+        """Change to a rank of another group."""
         algorithm = settings.objective
         self.settings = settings
         self.algorithm = algorithm
@@ -265,9 +282,17 @@ class DummyRank(TrainerWorker):
     def call(
         self, method: str, inputs: list[Any], is_asked: bool, arguments: Sequence[Any]
     ) -> tuple[Any, float]:
-        """Return what a method returns, and its processor time in seconds.
+        """Call a method and measure its processor time.
 
-        ``inputs``: reference of RankInputs, in a list so that Ray does not load it before."""
+        Args:
+            method: name of the method.
+            inputs: list with the reference of RankInputs. In a list, Ray does not load it early.
+            is_asked: whether to return the result.
+            arguments: further arguments of the method.
+
+        Returns:
+            The result (None unless ``is_asked``) and the processor time in seconds.
+        """
         started = time.process_time()
         result = getattr(self, method)(ray.get(inputs[0]), *arguments)
         seconds = time.process_time() - started
@@ -313,7 +338,7 @@ class DummyRanks:
 
 
 def stored_bytes(references: Sequence[Any]) -> int:
-    """Add up the sizes of objects in the store; small ones are not there and count as 0."""
+    """Return the total size of objects in the store. Small ones are elsewhere and count as 0."""
     locations = ray.experimental.get_object_locations(references)
     return sum(location.get("object_size") or 0 for location in locations.values())
 
@@ -323,7 +348,7 @@ def stored_bytes(references: Sequence[Any]) -> int:
 
 @dataclass
 class Spent:
-    """Seconds that this process has spent on something."""
+    """Seconds that this process has spent in one stage."""
 
     wall: float = 0.0
     cpu: float = 0.0
@@ -338,7 +363,7 @@ class Spent:
 
 @dataclass
 class PeakMemory:
-    """The most anonymous memory that this process has at a time, beyond what it used at the start."""
+    """Peak of this process's anonymous memory, beyond its value at the start."""
 
     bytes: int = 0
     _ended: threading.Event = field(default_factory=threading.Event)
@@ -361,7 +386,7 @@ class PeakMemory:
 
 
 def anonymous_bytes() -> int:
-    """Return this process's resident memory that is no file's and not shared."""
+    """Return this process's resident memory that is neither file-backed nor shared."""
     status = Path("/proc/self/status").read_text()
     found = re.search(r"RssAnon:\s+(\d+) kB", status)
     assert found is not None
@@ -371,7 +396,16 @@ def anonymous_bytes() -> int:
 def run_step(
     references: Sequence[Any], config: RlConfig, group: TrainerGroup
 ) -> tuple[dict[str, Spent], TrainingSamples]:
-    """Take one step as RlLoop does; returns what each stage took, and the samples."""
+    """Run one step like RlLoop.
+
+    Args:
+        references: references of the groups in the store.
+        config: configuration of the run.
+        group: trainer with dummy ranks.
+
+    Returns:
+        The time of each stage, and the samples.
+    """
     algorithm = config.algorithm
     names = ("fetch", "samples", "estimate", "advantages", "train", "check")
     stages = {name: Spent() for name in names}
@@ -396,7 +430,7 @@ def run_step(
 
 
 def measure_step(case: Case, references: Sequence[Any], processes: Sequence[Any]) -> dict[str, Any]:
-    """Take one step and return its numbers."""
+    """Run one step and return its numbers."""
     config = case.config()
     settings = config
     ray.get([process.use.remote(settings) for process in processes])
@@ -440,8 +474,11 @@ def measure(case: Case, rounds: int, references: Sequence[Any], processes: Seque
 
 
 def cases_of(options: argparse.Namespace) -> list[Case]:
-    """List the cases; those with the same episodes one after the other, and those with estimates
-    behind all others, which are to have a heap as a run without them has it."""
+    """Return the cases, ordered for comparable measurements.
+
+    Cases with the same episodes are consecutive. Cases with estimates come last, because they
+    change the allocator's settings, which a run without estimates does not.
+    """
     cases = []
     for shape in options.shapes:
         episodes, length = map(int, shape.split("x"))
@@ -449,7 +486,7 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
         ranks_of_all = [ranks for ranks in options.ranks if ranks <= tasks * SAMPLES_PER_TASK]
         for layers in options.layers:
             for passes in options.passes:
-                # Engine's routes and R2's own exclude each other.
+                # Routes of the engine and of R2 exclude each other.
                 if passes == "R2" and layers:
                     continue
                 cases += [
@@ -492,7 +529,7 @@ def main() -> None:
         for case in cases:
             episodes = (case.episodes, case.length, case.layers)
             if episodes != made_for:
-                references = []  # the store has no room for those of two cases
+                references = []  # the store has no space for the episodes of two cases
                 tasks = range(case.episodes // SAMPLES_PER_TASK)
                 references = [worker.run_group.remote(case, task) for task in tasks]
                 ray.wait(references, num_returns=len(references))
