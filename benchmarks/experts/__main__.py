@@ -1,4 +1,4 @@
-"""Expert GEMMs of SGLang"s plugin, settings of its MoE kernel, and the load of experts."""
+"""Benchmarks of experts: GEMMs of SGLang's plugin, tuning of SGLang's MoE kernel, expert load."""
 
 from benchmarks.harness import run_program
 

@@ -1,13 +1,16 @@
-"""How many more tokens than the mean the fullest expert-parallel rank gets, with random weights.
+"""Load of the fullest expert-parallel rank with random weights, relative to the mean.
 
     python -m benchmarks.experts load
     python -m benchmarks.experts load --experts 128 --layers 36 --inner 64 --ranks 2 4
 
-One forward pass of a GPT-OSS of full width on the CPU, whose experts are narrowed to --inner values: the
-router sees hidden states of full width, and a product of the experts is the smallest part of its time.
-Printed beside each other, for every number of ranks: the fullest rank of a layer, on average over the
-layers; the fullest rank of all layers together, with the experts of each layer in random orders, as which
-experts a rank has means nothing; and what the account of memory has (``expert_load``).
+Needs no GPU. Runs one forward pass of a GPT-OSS of full width whose experts have an intermediate
+size of ``--inner``. The router sees hidden states of full width, and the expert GEMMs take little
+time. Prints a table with these columns for every number of ranks:
+
+- fullest rank of a layer, averaged over the layers,
+- fullest rank of all layers together, averaged over random orders of the experts, because the
+  assignment of experts to ranks is arbitrary,
+- the value in the memory estimate (``expert_load``).
 """
 
 from __future__ import annotations
@@ -34,19 +37,25 @@ from megatron_gptoss.scorer import Scorer
 from rl_loop.cluster.placement import free_port
 
 STD = 0.02
-"""Of all matrices."""
+"""Standard deviation of all matrices."""
 WHOLE_INNER = 2880
 """GPT-OSS's intermediate size."""
 VOCABULARY = 1024
 ORDERS = 300
-"""Random orders of the experts over which is averaged."""
+"""Number of random orders of the experts. Results are averaged over them."""
 
 Counts = list[list[int]]
-"""Tokens of every expert of every layer."""
+"""Number of tokens by layer and expert."""
 
 
 def count_tokens(model: torch.nn.Module, sequences: int, length: int) -> Counts:
-    """Send random tokens through the model, and count what each expert gets."""
+    """Send random tokens through the model and count the tokens of each expert.
+
+    Args:
+        model: model with GptOssRouter layers.
+        sequences: number of sequences.
+        length: tokens of a sequence.
+    """
     routers = [module for module in model.modules() if isinstance(module, GptOssRouter)]
     experts = routers[0].config.num_moe_experts
     counts = torch.zeros(len(routers), experts, dtype=torch.int64)
@@ -82,18 +91,18 @@ def draw_weights(model: torch.nn.Module, inner: int) -> None:
         elif parameter.dim() < 2 or name.endswith("bias"):
             parameter.zero_()
         else:
-            # A narrow expert's output is to be as large as a whole one's.
+            # Scaled up, because the output must be as large as the output of a full-size expert.
             is_down = ".experts." in name and "fc2" in name
             parameter.normal_(0.0, STD * math.sqrt(WHOLE_INNER / inner) if is_down else STD)
 
 
 def of_one_layer(counts: Counts, ranks: int) -> float:
-    """Return the fullest rank's tokens of a layer relative to the mean, on average."""
+    """Return the load of a layer's fullest rank relative to the mean, averaged over layers."""
     return mean(max(of_ranks(layer, ranks)) for layer in counts)
 
 
 def of_all_layers(counts: Counts, ranks: int) -> float:
-    """Return those of the fullest rank of all layers together, on average over random orders."""
+    """Return the load of the fullest rank over all layers, averaged over random orders."""
     generator = random.Random(0)
     fullest = []
     for _ in range(ORDERS):

@@ -1,32 +1,36 @@
-"""Times the two products of a layer's MXFP4 experts in other shapes than servers run them.
+"""Times the two GEMMs of a layer's MXFP4 experts in other tile shapes than servers use.
 
     python -m benchmarks.experts products
     python -m benchmarks.experts products --requests 256 --products gate_up --rounds 25
     python -m benchmarks.experts products --compile-only
 
-Runs in SGLang's Python environment, without a server: PYTHONPATH has this repository, ``kernels`` and
-the packages of SGLang (triton_kernels is one of them).
+Needs one Hopper GPU, except with ``--compile-only``. Runs in SGLang's Python environment, without a
+server. PYTHONPATH must have this repository, ``kernels`` and the packages of SGLang, such as
+triton_kernels.
 
-A decoding step of GPT-OSS-20B multiplies each request's hidden state with the matrices of four of 32
-experts, gate and up first (with the activation), then down. Here one layer's products run as a server
-of our plugin calls them: routed by its kernel, with its values, summed by its kernel. Several layers
-come in turn, so that the L2 cache holds nothing, each with random weights and routes of its own, in a
-CUDA graph for each variant. The graphs are replayed in turn and the medians are printed.
+A decoding step of GPT-OSS-20B multiplies each request's hidden state with the matrices of 4 of 32
+experts: first gate and up (with the activation), then down. The GEMMs run as in a server with the
+plugin: its kernels route the tokens and sum the outputs, and the weights have its layout. Several
+layers alternate, so that the L2 cache holds no weights. Each layer has its own random weights and
+routes. Every variant has a CUDA graph. The graphs are replayed interleaved, and the medians are
+printed.
 
-A variant is a shape of the kernel's programs (``Variant``). What servers take is asked of triton_kernels
-and the plugin; the others are what compiled code says is worth a try (``PROMISING``), those that servers
-took before the plugin had shapes of its own among them. Each variant's output is compared with that of
-the served one. The reading limit is the bytes of the experts that have
-a token, once, over the bandwidth that summing 4 GB reaches on this GPU.
+A variant is a tile shape of the kernel (``Variant``). The served variant is the choice of
+triton_kernels and the plugin. The other variants are in ``PROMISING``. Each variant's output is
+compared with the served one. The reading limit is the time to read once the experts that have a
+token, at the bandwidth of summing 4 GB on this GPU.
 
-Variants are compiled first, in ``--precompile`` processes that need no GPU; one after the other takes
-minutes. ``--compile-only`` prints what the compiler made of them and ends, on a machine without a
-GPU, too, and for numbers of requests that only a prefill has. TRITON_PTXAS_PATH chooses the assembler,
-which decides whether registers are written too early (docs/quantization.md).
+Variants are compiled in advance in ``--precompile`` processes, which need no GPU. Compiling in
+sequence takes minutes. ``--compile-only`` prints the compiler's results and exits. It also accepts
+numbers of requests that occur only in a prefill. TRITON_PTXAS_PATH selects the assembler, which
+decides whether registers are written too early (docs/quantization.md).
 
-Not among the variants, because triton_kernels 3.6 has none of it for MXFP4 on Hopper: persistent
-programs (NotImplementedError), a split of the inputs among programs (``can_use_split_k``), and parts of
-the epilogue (which only persistent programs have).
+triton_kernels 3.6 does not support the following for MXFP4 on Hopper, so there are no such
+variants:
+
+- persistent kernels (NotImplementedError),
+- split K (``can_use_split_k``),
+- subtiles of the epilogue, which only persistent kernels have.
 """
 
 from __future__ import annotations
@@ -67,44 +71,44 @@ import gptoss_expert_values  # noqa: E402
 import gptoss_hopper_layout as layout  # noqa: E402
 
 EXPERTS, TOP_K, WIDTH = 32, 4, 2880
-"""Of GPT-OSS-20B, whose intermediate size is its hidden size."""
+"""Experts, experts per token, and hidden (= intermediate) size of GPT-OSS-20B."""
 PRODUCTS = {"gate_up": 2 * WIDTH, "down": WIDTH}
-"""Outputs of each product's matrices."""
+"""Output features of each GEMM."""
 SCALE_BYTES = (118, 122)
 """Lowest scale byte of random weights, and one above the highest."""
 LARGEST_ERROR = 1e-2
 
 PROCESSORS = 132
-"""Of an H100 or H200."""
+"""Streaming multiprocessors (SM) of an H100 or H200."""
 REGISTERS = 65536
-"""Of a processor."""
+"""Registers of an SM."""
 SHARED_MEMORY = 228 * 1024
-"""Bytes of a processor."""
+"""Shared memory of an SM, in bytes."""
 RESERVED_SHARED_MEMORY = 1024
-"""Bytes that every program takes beside its own."""
+"""Shared memory that every thread block takes in addition to its own, in bytes."""
 LARGEST_SHARED_MEMORY = 227 * 1024
-"""Bytes that a program may have."""
+"""Maximum shared memory of a thread block, in bytes."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """The shape of a program of ``_matmul_ogs`` of triton_kernels."""
+    """Tile shape of ``_matmul_ogs`` of triton_kernels."""
 
     rows: int
-    """Of tokens. An expert with more is read once for each block of them."""
+    """Token rows of a tile. An expert with more rows is read once per tile."""
     columns: int
-    """Outputs."""
+    """Output features of a tile."""
     inputs: int
-    """Of one step of the program's loop."""
+    """Input features per step of the loop (K)."""
     warps: int
     stages: int
-    """Steps for which a program has room in shared memory."""
+    """Pipeline stages: steps that fit into shared memory at a time."""
     registers: int | None = None
-    """Of a thread, at most; None leaves it to the compiler."""
+    """Maximum registers of a thread; None for the compiler's choice."""
 
     @classmethod
     def of(cls, flags: Any) -> Variant:
-        """Read a choice of triton_kernels, its ``OptFlags``."""
+        """Return the variant of triton_kernels' ``OptFlags``."""
         return cls(
             rows=flags.block_m,
             columns=flags.block_n,
@@ -115,7 +119,7 @@ class Variant:
         )
 
     def applied_to(self, flags: Any) -> Any:
-        """Return triton_kernels' ``flags`` with this variant in place of their shape."""
+        """Return triton_kernels' ``flags`` with the shape of this variant."""
         launch = {} if self.registers is None else {"maxnreg": self.registers}
         return replace(
             flags,
@@ -128,10 +132,12 @@ class Variant:
         )
 
     def shared_memory(self) -> int:
-        """Return the bytes of shared memory that the loop takes, as Triton 3.6 allots them.
+        """Return the bytes of shared memory that the loop takes in Triton 3.6.
 
-        A thread holds the codes and scales of a step in registers, so that they need a stage less than
-        the tokens' rows, which the tensor cores read where they lie."""
+        Codes and scales need 1 stage less than the tokens' rows, because a thread holds the codes
+        and scales of the current step in registers. The tensor cores read the rows from shared
+        memory.
+        """
         rows = 2 * self.rows * self.inputs
         codes = self.columns * self.inputs // 2
         scales = self.columns * self.inputs // 32
@@ -139,7 +145,12 @@ class Variant:
 
 
 def shapes(rows: int, *others: tuple[int, int, int, int, int | None]) -> list[Variant]:
-    """Return variants of so many rows: columns, inputs, warps, stages and registers of each."""
+    """Return variants with ``rows`` rows.
+
+    Args:
+        rows: token rows of the tiles.
+        others: columns, inputs, warps, stages and registers of each variant.
+    """
     return [Variant(rows, *other) for other in others]
 
 
@@ -192,35 +203,38 @@ PROMISING = {
         (256, 128, 16, 4, 128),
     ),
 }
-"""Variants by their rows. Compiled by Triton 3.6 for sm90 none of them spills (one does, two registers
-within its loop), and each keeps more warps on a processor, waits less often for the tensor cores, takes
-fewer instructions for a value or loads further ahead than what servers run (docs/design/mxfp4_kernels.md)."""
+"""Variants to try, by rows.
+
+With Triton 3.6 for sm90, only one of them spills (2 registers in its loop). Each one has an
+advantage over the served variants: more warps per SM, fewer waits for the tensor cores, fewer
+instructions per value, or deeper prefetching (docs/design/mxfp4_kernels.md).
+"""
 
 
 def grid(requests: int) -> list[Variant]:
-    """Return what is worth a try for so many requests: the rows that servers take, and half of them."""
+    """Return the variants to try: with the rows that servers use, and with half of them."""
     rows = served_rows(requests)
     return PROMISING[rows] + PROMISING.get(rows // 2, [])
 
 
 def served_rows(requests: int) -> int:
-    """Return the rows of a program that triton_kernels chooses: twice the mean of an expert's."""
+    """Return the rows that triton_kernels chooses: twice the mean rows of an expert, rounded up."""
     mean = max(1, requests * TOP_K // EXPERTS)
     return max(16, min(64, 1 << (2 * mean - 1).bit_length()))
 
 
-# -- what triton_kernels is called with -----------------------------------------------------------
+# -- inputs of triton_kernels ---------------------------------------------------------------------
 
 
 class ChosenFlags:
-    """Stands for ``make_opt_flags`` of triton_kernels, and puts a variant in place of its choice."""
+    """Wraps ``make_opt_flags`` of triton_kernels, and replaces its choice by a variant."""
 
     def __init__(self, original: Any) -> None:
         self.original = original
         self.variant: Variant | None = None
-        """None leaves it to triton_kernels and the plugin."""
+        """Variant to run; None for the choice of triton_kernels and the plugin."""
         self.last: Variant | None = None
-        """What the last product ran with."""
+        """Variant of the last GEMM."""
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         flags = self.original(*arguments, **options)
@@ -231,7 +245,7 @@ class ChosenFlags:
 
 
 def install() -> ChosenFlags:
-    """Let products run as servers of our plugin run them, but for variants."""
+    """Run GEMMs as servers with the plugin do, and return the object that selects variants."""
     matmul_ogs: Any = import_module("triton_kernels.matmul_ogs")
     gptoss_expert_products.install()
     gptoss_expert_values.install()
@@ -243,16 +257,16 @@ def install() -> ChosenFlags:
 
 @dataclass
 class Matrices:
-    """The matrices of one product of one layer, as triton_kernels takes them."""
+    """Matrices of one GEMM of one layer, in the format of triton_kernels."""
 
     values: Any
     config: Any
-    """``PrecisionConfig``, which has the scales."""
+    """``PrecisionConfig`` with the scales."""
     bias: Tensor
 
 
 def make_matrices(product: str, generator: torch.Generator) -> Matrices:
-    """Draw the matrices of a product, on the generator's device. Any bytes do for values."""
+    """Return random matrices of a GEMM, on the generator's device. Any bytes are valid values."""
     outputs = PRODUCTS[product]
     draw = partial(torch.randint, dtype=torch.uint8, device=generator.device, generator=generator)
     values = draw(0, 256, (EXPERTS, *layout.value_storage_shape(outputs, WIDTH // 2)))
@@ -263,7 +277,7 @@ def make_matrices(product: str, generator: torch.Generator) -> Matrices:
 
 
 def describe_to_kernels(product: str, values: Tensor, scales: Tensor, bias: Tensor) -> Matrices:
-    """Describe matrices in memory to triton_kernels.
+    """Return matrices in memory in the format of triton_kernels.
 
     Args:
         product: one of ``PRODUCTS``.
@@ -281,7 +295,7 @@ def describe_to_kernels(product: str, values: Tensor, scales: Tensor, bias: Tens
 
 
 class Product:
-    """One of the two products of several layers, for some number of requests."""
+    """One of the two GEMMs of several layers, for a fixed number of requests."""
 
     def __init__(
         self,
@@ -304,8 +318,14 @@ class Product:
         self.routes = [route(logits) for logits in self.logits]
 
     def run(self, layer: int, variant: Variant | None) -> None:
-        """Multiply with one layer's matrices, as ``triton_kernel_fused_experts_with_bias`` of SGLang
-        0.5.17 does; None is what servers run."""
+        """Multiply with one layer's matrices.
+
+        The call equals ``triton_kernel_fused_experts_with_bias`` of SGLang 0.5.17.
+
+        Args:
+            layer: index of the layer.
+            variant: tile shape; None for the served one.
+        """
         from triton_kernels.matmul_ogs import FnSpecs, FusedActivation, matmul_ogs
         from triton_kernels.swiglu import swiglu_fn
 
@@ -331,26 +351,28 @@ class Product:
         )
 
     def run_layers(self, variant: Variant | None) -> None:
-        """Multiply with the matrices of all layers, one after the other."""
+        """Multiply with the matrices of all layers in sequence."""
         for layer in range(len(self.layers)):
             self.run(layer, variant)
 
     def output(self, variant: Variant | None) -> Tensor:
-        """Return what a variant makes of the first layer."""
-        # NaN would show what the kernel does not write.
+        """Return the output of a variant for the first layer."""
+        # NaN reveals elements that the kernel does not write.
         self.outputs.fill_(torch.nan)
         self.run(0, variant)
         return self.outputs.clone()
 
     def sizes(self) -> list[list[int]]:
-        """Return how many tokens each expert of each layer has."""
+        """Return the number of tokens of each expert, by layer."""
         return [data.expt_hist.tolist() for data, _, _ in self.routes]
 
 
 def route(logits: Tensor) -> Any:
-    """Return each token's experts [tokens, experts] as triton_kernels takes them, by the plugin's kernel.
+    """Route logits [tokens, experts] with the plugin's kernel and return the routing data.
 
-    ValueError: if servers route so many tokens in another way."""
+    Raises:
+        ValueError: if servers use another kernel for this number of tokens.
+    """
     if not gptoss_expert_routing.fits(logits):
         raise ValueError(f"{len(logits)} requests: servers route so many by other kernels")
     matmul_ogs = import_module("triton_kernels.matmul_ogs")
@@ -363,29 +385,29 @@ def route(logits: Tensor) -> Any:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler made of a variant."""
+    """Result of compiling a variant."""
 
     registers: int
-    """Of a thread."""
+    """Registers of a thread."""
     spilled: int
-    """Bytes of memory of a thread, for what found no register."""
+    """Bytes of memory that a thread uses for spilled registers."""
     shared: int
-    """Bytes of shared memory of a program."""
+    """Shared memory of a thread block, in bytes."""
     instructions: int
-    """Of a warp, in one step of the loop."""
+    """Instructions of a warp in one step of the loop."""
     is_serial: bool
-    """Whether a warp waits for each of its matrix instructions before it goes on."""
+    """True if a warp waits for each of its matrix instructions before it continues."""
     hazards: int
-    """Registers that are written while tensor cores may still read them, as ``register_hazards.py`` counts."""
+    """Registers written while tensor cores may still read them, by ``register_hazards.py``."""
 
     def programs(self, warps: int) -> int:
-        """Return how many programs a processor holds."""
-        # Registers are handed out to warps, 256 at a time.
+        """Return the number of thread blocks that an SM holds."""
+        # Registers are allocated per warp, 256 at a time.
         of_program = warps * 32 * (math.ceil(self.registers / 8) * 8)
         return min(REGISTERS // of_program, SHARED_MEMORY // (self.shared + RESERVED_SHARED_MEMORY))
 
     def instructions_per_value(self, variant: Variant) -> float:
-        """Return a thread's instructions over the values that it takes apart."""
+        """Return a thread's instructions per MXFP4 value that it unpacks."""
         return self.instructions * 32 * variant.warps / (variant.columns * variant.inputs)
 
 
@@ -394,7 +416,15 @@ Work = tuple[int, str, Variant | None]
 
 
 def compile_all(work: list[Work], jobs: int) -> dict[Work, tuple[Variant, Compiled]]:
-    """Compile all of the work, several at a time. Triton keeps what it compiles on disk for all."""
+    """Compile all variants in parallel. Triton keeps the results in its cache on disk.
+
+    Args:
+        work: items to compile.
+        jobs: number of processes.
+
+    Returns:
+        Compiled variant and result, by item. Items that do not compile are left out.
+    """
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as processes:
         shares = processes.map(compile_share, [work[job::jobs] for job in range(jobs)])
@@ -402,8 +432,11 @@ def compile_all(work: list[Work], jobs: int) -> dict[Work, tuple[Variant, Compil
 
 
 def compile_share(work: list[Work]) -> list[tuple[Work, tuple[Variant, Compiled]]]:
-    """Compile for a Hopper GPU without using one, in a process of its own. Returns for each item what
-    was compiled, and what became of it."""
+    """Compile for a Hopper GPU without using one. Must run in a separate process.
+
+    Returns:
+        Each item with its compiled variant and the result.
+    """
     kernels = compile_instead_of_starting()
     flags = install()
     done = []
@@ -422,8 +455,13 @@ def compile_share(work: list[Work]) -> list[tuple[Work, tuple[Variant, Compiled]
 
 
 def compile_instead_of_starting() -> list[Any]:
-    """Let this process compile products for a Hopper GPU when it starts them, and no other kernels.
-    Returns the list to which they will be added."""
+    """Make this process compile GEMMs for a Hopper GPU instead of launching them.
+
+    Other kernels are neither compiled nor launched.
+
+    Returns:
+        List to which compiled kernels are appended.
+    """
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
@@ -433,7 +471,7 @@ def compile_instead_of_starting() -> list[Any]:
     )
     torch.cuda.get_device_properties = lambda *device: hopper  # type: ignore[assignment]
     torch.cuda.get_device_capability = lambda *device: (9, 0)
-    # Nothing is routed, so that there may be as many requests as in a prefill.
+    # Nothing is routed, so the number of requests may be as large as in a prefill.
     gptoss_expert_routing.fits = lambda logits: True
 
     kernels = []
@@ -450,7 +488,7 @@ def compile_instead_of_starting() -> list[Any]:
 
 
 def empty_matrices(product: str) -> Matrices:
-    """Return matrices on the host of which only the shape is read."""
+    """Return matrices in host memory. Only their shapes are used."""
     outputs = PRODUCTS[product]
     values = layout.value_storage_shape(outputs, WIDTH // 2)
     scales = layout.scale_storage_shape(outputs, WIDTH // 32)
@@ -460,7 +498,7 @@ def empty_matrices(product: str) -> Matrices:
 
 
 def inspect(kernel: Any) -> Compiled:
-    """Read a compiled kernel."""
+    """Return the properties of a compiled kernel."""
     cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -471,7 +509,12 @@ def inspect(kernel: Any) -> Compiled:
 
 
 def parse(text: str, shared: int) -> Compiled:
-    """Read what ``cuobjdump --dump-resource-usage -sass`` says of a kernel."""
+    """Parse the output of ``cuobjdump --dump-resource-usage -sass``.
+
+    Args:
+        text: the output.
+        shared: shared memory of a thread block, in bytes.
+    """
     usage = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert usage is not None, text
     loop = loop_of(text)
@@ -515,26 +558,30 @@ class Row:
     is_served: bool
     compiled: Compiled | None
     microseconds: float | None
-    """Of one layer's product; None if it did not run."""
+    """Time of one layer's GEMM; None if it did not run."""
     limit: float
-    """Microseconds that reading takes."""
+    """Reading limit in microseconds."""
     error: float
-    """Relative to what servers compute: the difference's norm over the output's."""
+    """Norm of the difference from the served output, relative to the norm of that output."""
     is_same: bool
-    """Whether all bits are the same."""
+    """True if the output equals the served one bit for bit."""
     reads: float
-    """How often a matrix is read, on average over the experts that have tokens."""
+    """Number of times that a matrix is read, averaged over the experts that have tokens."""
 
 
 def reads_of_matrices(sizes: list[list[int]], rows: int) -> float:
-    """Return how many blocks of ``rows`` an expert's tokens fall into, on average over those of
-    all layers that have some."""
+    """Return the number of tiles per expert, averaged over the experts that have tokens.
+
+    Args:
+        sizes: number of tokens of each expert, by layer.
+        rows: token rows of a tile.
+    """
     used = [size for layer in sizes for size in layer if size > 0]
     return sum(math.ceil(size / rows) for size in used) / len(used)
 
 
 def bytes_to_read(product: str, sizes: list[list[int]]) -> float:
-    """Return the bytes of the matrices of the experts that have tokens, on average over the layers."""
+    """Return the bytes of the matrices of experts that have tokens, averaged over the layers."""
     used = sum(size > 0 for layer in sizes for size in layer) / len(sizes)
     return used * PRODUCTS[product] * WIDTH * 17 / 32
 
@@ -547,7 +594,16 @@ def measure(
     bandwidth: float,
     rounds: int,
 ) -> list[Row]:
-    """Check and time variants of a product beside what servers run, which comes first."""
+    """Check and time variants of a GEMM. The served one comes first.
+
+    Args:
+        product: GEMM to measure.
+        requests: number of requests.
+        variants: tile shapes. The served one is added if it is missing.
+        compiled: results of ``compile_all``.
+        bandwidth: read bandwidth of the GPU in bytes per second.
+        rounds: measured rounds.
+    """
     expected = product.output(None).float()
     assert product.flags.last is not None
     served = product.flags.last
@@ -595,7 +651,7 @@ HEADER = (
 
 
 def table(rows: list[Row]) -> str:
-    """Return all rows, the fastest of a product first."""
+    """Return a Markdown table of all rows, sorted by time for each GEMM."""
     lines = [HEADER, "|" + "---|" * (HEADER.count("|") - 1)]
     order = {key: number for number, key in enumerate(dict.fromkeys(map(kind_of, rows)))}
     for row in sorted(rows, key=lambda row: (order[kind_of(row)], microseconds_of(row))):
@@ -633,7 +689,7 @@ def cells(row: Row) -> list[str]:
 
 
 def compiled_cells(variant: Variant, compiled: Compiled | None) -> list[str]:
-    """Return registers, programs of a processor, instructions for a value, whether it waits and its hazards."""
+    """Return the cells for registers, thread blocks, instructions, waiting and hazards."""
     limit = "" if variant.registers is None else f" of {variant.registers}"
     if compiled is None:
         return [limit.removeprefix(" of "), "", "", "", ""]
@@ -648,8 +704,10 @@ def compiled_cells(variant: Variant, compiled: Compiled | None) -> list[str]:
 
 
 def fastest(rows: list[Row]) -> list[Row]:
-    """Return the fastest row of each number of requests and product. Rows that are wrong, or did not run,
-    are not chosen."""
+    """Return the fastest row for each number of requests and GEMM.
+
+    Rows that are wrong or did not run are ignored.
+    """
     chosen: dict[tuple[int, str], Row] = {}
     for row in rows:
         if row.microseconds is None or not row.error < LARGEST_ERROR:
@@ -661,8 +719,7 @@ def fastest(rows: list[Row]) -> list[Row]:
 
 
 def summary(rows: list[Row]) -> str:
-    """Return, for each number of requests, microseconds of both products as they are served, and with the
-    fastest shapes."""
+    """Return the time of both GEMMs by number of requests, served and with the fastest shapes."""
     served = [row for row in rows if row.is_served]
     chosen = fastest(rows)
     lines = []
@@ -691,7 +748,7 @@ def describe(row: Row) -> str:
 
 
 def compiled_table(compiled: dict[Work, tuple[Variant, Compiled]]) -> str:
-    """Return what the compiler made of all work."""
+    """Return a Markdown table of the compiler's results."""
     names = [name.strip() for name in HEADER.strip("| ").split("|")[:10]]
     lines = ["| " + " | ".join([*names, "shared memory"]) + " |", "|" + "---|" * (len(names) + 1)]
     for (requests, product, asked), (variant, made) in compiled.items():

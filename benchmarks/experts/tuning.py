@@ -1,21 +1,24 @@
 """Finds the fastest settings of SGLang's Triton mixture-of-experts kernel for GPT-OSS.
 
-    python -m benchmarks.experts tune --shapes 32x2880 128x720 --out rl_loop/engines/sglang/moe_configs
+    python -m benchmarks.experts tune --shapes 32x2880 128x720 \\
+        --out rl_loop/engines/sglang/moe_configs
 
-Runs in SGLang's Python environment, on the GPU that the settings are for; from the root of a checkout; no package of
-this project is imported.
+Needs the GPU for which the settings are tuned. Run it in SGLang's Python environment, from the root
+of a checkout. It imports no package of this project.
 
-A shape is EXPERTSxSIZE, where SIZE is the experts' intermediate size (2,880) over the server's
-tensor-parallel size: 32 experts are GPT-OSS-20B, 128 are 120B. For each shape two files appear
-below OUT/configs/triton_VERSION: the settings of the gate-up product and (``_down``) of the down
-product, each a choice per number of tokens in a batch. Servers find them by
+A shape is EXPERTSxSIZE. SIZE is the intermediate size of the experts (2,880) divided by the
+server's tensor-parallel size. GPT-OSS-20B has 32 experts and 120B has 128. For each shape, two
+files are written to OUT/configs/triton_VERSION, for the gate-up GEMM and for the down GEMM
+(``_down``). Each file has settings by number of tokens in a batch. Servers find the files with
 SGLANG_MOE_CONFIG_DIR=OUT.
 
-Both products of a layer share one sorting of tokens into blocks, so that BLOCK_SIZE_M is chosen
-once for both. A choice is timed in a CUDA graph over several random routings, as a server runs
-it, and compared with an fp32 product before it is written. Prints a line per shape and number of
-tokens: microseconds of both products as SGLang comes and as tuned, and what reading the experts'
-weights once would take at the GPU's measured bandwidth.
+Both GEMMs of a layer use the same sorting of tokens into blocks, so they share BLOCK_SIZE_M.
+Settings are timed in a CUDA graph over several random routings, as in a server. They are compared
+with an fp32 GEMM before they are written.
+
+Prints a line of JSON per shape and number of tokens. It has the microseconds of both GEMMs with
+SGLang's default and with tuned settings. ``weights_read_us`` is the time to read the experts'
+weights once at the measured bandwidth.
 """
 
 from __future__ import annotations
@@ -40,19 +43,21 @@ from benchmarks.harness import read_bandwidth, time_call
 HIDDEN_SIZE = 2880
 TOP_K = 4
 TOKENS = (64, 256, 8, 1, 4096, 16, 128, 1024, 32, 8192, 48, 2048, 96, 512, 4, 192, 24, 2)
-"""Tokens of a batch, those that matter most first, in case time runs out. A server takes the
-nearest."""
+"""Numbers of tokens, the most important first, because the time may be limited.
+
+A server uses the settings of the nearest number.
+"""
 BLOCK_SIZES_M = (16, 32, 64, 128)
-"""Rows of a block of tokens."""
+"""Sizes of a block of tokens, in rows."""
 SHARED_MEMORY = 227 * 1024
-"""Bytes that one block of threads may use on Hopper."""
+"""Shared memory of a thread block on Hopper, in bytes."""
 ROUTINGS = 6
-"""Random routings in turn, so that a small batch does not find its experts in the L2 cache."""
+"""Number of alternating random routings, so that the L2 cache does not hold a batch's experts."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One layer's experts, as one tensor-parallel rank holds them."""
+    """Experts of one layer on one tensor-parallel rank."""
 
     experts: int
     intermediate_size: int
@@ -65,7 +70,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Settings:
-    """One choice for the kernel, under the names that SGLang's files have."""
+    """Settings of the kernel, with the names in SGLang's files."""
 
     BLOCK_SIZE_M: int
     BLOCK_SIZE_N: int
@@ -76,11 +81,12 @@ class Settings:
 
 
 def candidates(block_m: int) -> list[Settings]:
-    """What is worth trying for blocks of so many rows: what fits into shared memory and keeps the
-    tensor cores fed.
+    """Return the settings to try for blocks of ``block_m`` rows.
 
-    Blocks of few rows wait for weights, so every depth of prefetching is tried; blocks of many
-    rows compute, in wide tiles."""
+    They fit into shared memory and keep the tensor cores busy. Blocks with few rows wait for
+    weights, so all prefetch depths are tried. Blocks with many rows are compute-bound, so only wide
+    tiles are tried.
+    """
     sizes = (32, 64, 128, 256)
     few_rows = block_m <= 32
     group_sizes = (1,) if few_rows else (1, 16)
@@ -94,12 +100,12 @@ def candidates(block_m: int) -> list[Settings]:
         if staged_bytes > SHARED_MEMORY:
             continue
 
-        # Fewer bytes in flight than this and loads of weights do not hide the memory's latency.
+        # With fewer bytes in flight, loads of weights do not hide the memory's latency.
         if staged_bytes < 24 * 1024:
             continue
 
-        # Accumulators: at most 128 fp32 registers of each thread; at least one 16 x 16 tile for
-        # each warp.
+        # Limits of the accumulators: at most 128 fp32 registers of each thread, and at least one
+        # 16 x 16 tile per warp.
         accumulators = block_m * block_n / (32 * warps)
         if accumulators > 128 or block_m * block_n < 256 * warps:
             continue
@@ -119,7 +125,7 @@ def candidates(block_m: int) -> list[Settings]:
 
 
 def block_sizes(tokens: int, experts: int) -> list[int]:
-    """Choose rows per block that suit the average number of rows of an expert."""
+    """Return rows per block that suit the mean number of rows of an expert."""
     rows = tokens * TOP_K / experts
     smallest = min(128, rows / 4)
     largest = max(16, 4 * rows)
@@ -127,18 +133,19 @@ def block_sizes(tokens: int, experts: int) -> list[int]:
 
 
 def padded_entries(tokens: int, experts: int, block_m: int) -> int:
-    """Return for how many entries there is room when each expert's are padded to whole blocks, as
-    SGLang 0.5.17 counts them (``moe_align_block_size``)."""
+    """Return the number of entries after each expert's entries are padded to whole blocks.
+
+    SGLang 0.5.17 computes the same number in ``moe_align_block_size``.
+    """
     entries = tokens * TOP_K
-    # SGLang reckons with one expert more, of entries that belong to another rank.
+    # SGLang adds one expert for the entries of other ranks.
     if entries <= experts:
         return entries * block_m
     return entries + (experts + 1) * (block_m - 1)
 
 
 class Layer:
-    """The weights of one layer's experts, its inputs, and the two products of SGLang's kernel
-    over them."""
+    """Weights of one layer's experts, its inputs, and the two GEMMs of SGLang's kernel."""
 
     def __init__(self, shape: Shape, tokens: int, weights: dict[str, torch.Tensor]) -> None:
         self.shape = shape
@@ -163,7 +170,13 @@ class Layer:
         self._sorted: dict[int, list[Any]] = {}
 
     def run(self, product: str, settings: dict[str, Any], routing: int) -> None:
-        """Launch SGLang's kernel for one product, ``up`` or ``down``, with one of the routings."""
+        """Launch SGLang's kernel for one GEMM.
+
+        Args:
+            product: "up" or "down".
+            settings: settings of the kernel.
+            routing: index of the routing.
+        """
         import triton.language as tl
         from sglang.kernels.ops.moe.fused_moe_triton_kernels import invoke_fused_moe_kernel
 
@@ -179,7 +192,7 @@ class Layer:
             self.router_weights,
             self.ids[routing],
             *self.sorted(settings["BLOCK_SIZE_M"])[routing],
-            not is_up,  # only the down product is multiplied by the router's weights
+            not is_up,  # only the down GEMM multiplies by the router's weights
             TOP_K if is_up else 1,
             settings,
             compute_type=tl.bfloat16,
@@ -205,8 +218,14 @@ class Layer:
         return self._sorted[block_m]
 
     def microseconds(self, product: str, settings: dict[str, Any], rounds: int) -> float:
-        """Measure the median time of one launch, in a CUDA graph of one launch per routing."""
-        # Compiled and sorted before the capture, which allows neither.
+        """Return the median microseconds of a launch, in a CUDA graph with one launch per routing.
+
+        Args:
+            product: "up" or "down".
+            settings: settings of the kernel.
+            rounds: number of replays.
+        """
+        # Compile and sort before the capture, which allows neither.
         self.sorted(settings["BLOCK_SIZE_M"])
         self.run(product, settings, 0)
         torch.cuda.synchronize()
@@ -221,8 +240,8 @@ class Layer:
         return median(times) * 1000 / ROUTINGS
 
     def relative_error(self, product: str, settings: dict[str, Any]) -> float:
-        """Compare the kernel's rows for the first 32 tokens with a product in fp32."""
-        # NaN would show rows that the kernel does not write.
+        """Return the relative error for the first 32 tokens against a GEMM in fp32."""
+        # NaN reveals rows that the kernel does not write.
         self.outputs[product].fill_(torch.nan)
         self.run(product, settings, 0)
         count = min(self.tokens, 32)
@@ -243,8 +262,7 @@ class Layer:
 
 
 def make_weights(shape: Shape) -> dict[str, torch.Tensor]:
-    """Make one layer's experts as SGLang holds them: [experts, outputs, inputs] bf16 and
-    biases."""
+    """Return one layer's experts in SGLang's layout: [experts, outputs, inputs] bf16 and biases."""
     sizes = {
         "up": (2 * shape.intermediate_size, HIDDEN_SIZE),
         "down": (HIDDEN_SIZE, shape.intermediate_size),
@@ -259,8 +277,7 @@ def make_weights(shape: Shape) -> dict[str, torch.Tensor]:
 
 
 def compile_share(shape: Shape, share: list[tuple[int, Settings]]) -> None:
-    """Launch choices once, in a process of its own: Triton keeps what it compiles on disk for
-    all."""
+    """Launch each setting once in a separate process, to fill Triton's cache on disk."""
     weights = make_weights(shape)
     layers = {tokens: Layer(shape, tokens, weights) for tokens in {count for count, _ in share}}
     for (tokens, settings), product in itertools.product(share, ("up", "down")):
@@ -272,9 +289,15 @@ def compile_share(shape: Shape, share: list[tuple[int, Settings]]) -> None:
 
 
 def compiled_batches(tokens: Iterable[int], experts: int, block_m: int) -> list[int]:
-    """Choose which of the batches to compile for: one of each kind that has such blocks.
+    """Return one batch size of each kind for which Triton compiles a separate kernel.
 
-    Triton compiles again where an argument is divisible by 16 and was not, or the other way round."""
+    Triton specializes on whether an integer argument is divisible by 16.
+
+    Args:
+        tokens: all batch sizes.
+        experts: number of experts.
+        block_m: rows of a block. Batch sizes that do not use it are left out.
+    """
     batches: dict[tuple[bool, bool], int] = {}
     for count in sorted(tokens):
         if block_m in block_sizes(count, experts):
@@ -284,10 +307,15 @@ def compiled_batches(tokens: Iterable[int], experts: int, block_m: int) -> list[
 
 
 def compile_all(shape: Shape, tokens: list[int], jobs: int) -> None:
-    """Compile all candidates for a shape and such batches, several at a time, and say how many processes
-    failed.
+    """Compile all candidates in parallel, and print the number of failed processes.
 
-    What they have left is compiled later, one after the other, where it is timed."""
+    The timing compiles the remaining candidates in sequence.
+
+    Args:
+        shape: shape of the experts.
+        tokens: batch sizes.
+        jobs: number of processes.
+    """
     work = [
         (count, settings)
         for block_m in BLOCK_SIZES_M
@@ -314,7 +342,7 @@ def compile_all(shape: Shape, tokens: list[int], jobs: int) -> None:
 
 
 def default_settings(tokens: int, experts: int) -> dict[str, Any]:
-    """Return what SGLang 0.5.17 takes without a file (``get_default_config``)."""
+    """Return the settings that SGLang 0.5.17 uses without a file (``get_default_config``)."""
     if tokens <= experts:
         return {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 32, "BLOCK_SIZE_K": 64, "GROUP_SIZE_M": 1}
     return {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 8}
@@ -322,8 +350,10 @@ def default_settings(tokens: int, experts: int) -> dict[str, Any]:
 
 @dataclass
 class Choice:
-    """The best settings of both products for one number of tokens; microseconds of one launch
-    each."""
+    """Best settings of both GEMMs for one number of tokens.
+
+    The times are in microseconds per launch.
+    """
 
     up: Settings
     down: Settings
@@ -332,7 +362,7 @@ class Choice:
 
 
 def tune(layer: Layer) -> Choice:
-    """Choose the fastest settings of both products, over all numbers of rows in a block."""
+    """Return the fastest settings of both GEMMs over all numbers of rows in a block."""
     best: Choice | None = None
     for block_m in block_sizes(layer.tokens, layer.shape.experts):
         up_time, up = fastest(layer, "up", block_m)
@@ -344,13 +374,16 @@ def tune(layer: Layer) -> Choice:
 
 
 def fastest(layer: Layer, product: str, block_m: int) -> tuple[float, Settings]:
-    """Time every candidate briefly and the best five again; return microseconds and settings."""
+    """Return the microseconds and settings of the fastest candidate.
+
+    Times all candidates briefly and the best five again.
+    """
     timed = []
     for settings in candidates(block_m):
         try:
             timed.append((layer.microseconds(product, asdict(settings), rounds=1), settings))
         except TritonError as error:
-            # Out of registers or shared memory: another choice will do.
+            # Out of registers or shared memory. Other candidates remain.
             print(f"{settings} does not run: {type(error).__name__}", flush=True)
     timed.sort(key=lambda pair: pair[0])
 
@@ -361,7 +394,7 @@ def fastest(layer: Layer, product: str, block_m: int) -> tuple[float, Settings]:
 
 
 def write(directory: Path, shape: Shape, choices: dict[int, Choice]) -> None:
-    """Write both files of a shape under the names that SGLang looks for."""
+    """Write both files of a shape, with the names that SGLang expects."""
     import triton
 
     folder = directory / "configs" / f"triton_{triton.__version__.replace('.', '_')}"
@@ -376,7 +409,15 @@ def write(directory: Path, shape: Shape, choices: dict[int, Choice]) -> None:
 
 
 def tune_shape(shape: Shape, tokens: list[int], seconds: float, jobs: int, out: Path) -> None:
-    """Tune a shape for each number of tokens, and write what there is after each of them."""
+    """Tune a shape for each number of tokens, and write the files after each one.
+
+    Args:
+        shape: shape of the experts.
+        tokens: batch sizes.
+        seconds: time after which no further batch size is started.
+        jobs: number of processes that compile.
+        out: directory of the files.
+    """
     began = time.monotonic()
     compile_all(shape, tokens, jobs)
     bandwidth = read_bandwidth()
@@ -398,8 +439,11 @@ def tune_shape(shape: Shape, tokens: list[int], seconds: float, jobs: int, out: 
 
 
 def report(layer: Layer, choice: Choice, bandwidth: float) -> None:
-    """Check a choice against fp32 and print what it gains; RuntimeError if the kernel is wrong
-    with it."""
+    """Check settings against fp32 and print the speed-up.
+
+    Raises:
+        RuntimeError: if the kernel is wrong with these settings.
+    """
     up_error = layer.relative_error("up", asdict(choice.up))
     down_error = layer.relative_error("down", asdict(choice.down))
     errors = [up_error, down_error]
