@@ -1,25 +1,25 @@
-r"""What goes wrong in reinforcement learning of a mixture of experts with attention sinks, and
-what mends it, in small.
+r"""Failures and fixes in RL of a small mixture of experts with attention sinks.
 
     python -m benchmarks.learning ablations runs/tiny_retool_sft --steps 24 --seeds 0 1 2
 
-Trains the demo's model from a supervised start under every VARIANT, one after the other or in
-``--jobs`` processes, and draws reward, entropy, gradient norm, KL, the largest log-perplexity
-difference and the clip fraction: OUT/ablations.png and OUT/ablations.md. A run that is complete in
-OUT is not repeated.
+Trains the demo's model from a supervised start with every entry of VARIANTS, in ``--jobs``
+processes. Writes OUT/ablations.png and OUT/ablations.md with reward, entropy, gradient norm, KL,
+the largest log-perplexity difference and the clip fraction. Runs that are complete in OUT are not
+repeated.
 
-The sinks of that model begin at 0. For a start that leans on them, as GPT-OSS does:
+The demo needs no GPU. Its sinks start at 0. A start that depends on sinks, as GPT-OSS does:
 
     python -m benchmarks.learning ablations runs/strong_sinks --write-initial 2
     gptoss sft configs/sft/tiny_retool.yaml name=strong_sinks_sft initial_weights=runs/strong_sinks
     python -m benchmarks.learning ablations runs/strong_sinks_sft --only sinks --steps 80 \
         --out runs/ablations_strong_sinks optimizer.lr=1e-4
 
-On a GPU, in bf16 and with our kernels, a model of GPT-OSS's shape: 32 experts of which 4 are
-active, heads of 64 channels, 8 to a kv head, sinks that begin at 2. Its start is trained first
-unless it is there:
+On a GPU, a model of GPT-OSS's shape runs in bf16 with this project's kernels. It has 32 experts (4
+active), heads of 64 channels, 8 query heads per kv head, and sinks that start at 2. Its start is
+trained first if it does not exist:
 
-    python -m benchmarks.learning ablations runs/shaped --shaped --jobs 4 --out runs/ablations_shaped
+    python -m benchmarks.learning ablations runs/shaped --shaped --jobs 4 \
+        --out runs/ablations_shaped
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ SHAPED = [
 """Overrides that give the tiny model GPT-OSS's shape."""
 
 Curves = dict[tuple[str, int], dict[str, list[float]]]
-"""By (variant, seed) and metric: a value per step."""
+"""Values per step, by (variant, seed) and metric."""
 
 
 def main() -> None:
@@ -142,7 +142,7 @@ def main() -> None:
 
 def run_all(options: argparse.Namespace) -> Curves:
     """Run the chosen variants with every seed, ``options.jobs`` at a time."""
-    first = next(iter(VARIANTS))  # what the others are compared with
+    first = next(iter(VARIANTS))  # the baseline of the comparison
     chosen = [name for name in VARIANTS if name == first or options.only in name]
     runs = [(name, seed) for seed in options.seeds for name in chosen]
     configs = []
@@ -164,7 +164,13 @@ def run_all(options: argparse.Namespace) -> Curves:
 
 
 def write_initial(directory: Path, sink: float, model: GptOssModelConfig) -> None:
-    """Write the untrained model with all sink logits at ``sink`` as a Hugging Face directory."""
+    """Write the untrained model with all sink logits shifted by ``sink``.
+
+    Args:
+        directory: Hugging Face directory to write.
+        sink: value added to the sink logits.
+        model: configuration of the model.
+    """
     weights = random_hf_weights(model, seed=0)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
@@ -178,7 +184,12 @@ def write_initial(directory: Path, sink: float, model: GptOssModelConfig) -> Non
 
 
 def supervised_start(directory: Path, overrides: list[str]) -> None:
-    """Train the shaped model on the demo's demonstrations and write it for Hugging Face."""
+    """Train the shaped model on the demo's demonstrations.
+
+    Args:
+        directory: Hugging Face directory to write.
+        overrides: key=value of the SFT configuration.
+    """
     untrained = directory.with_name(f"{directory.name}_untrained")
     settings = [*SHAPED, "optimizer.lr=5e-4", f"initial_weights={untrained}", *overrides]
     config = load_config(SFT_CONFIG, SftConfig, settings)
@@ -203,7 +214,7 @@ def supervised_start(directory: Path, overrides: list[str]) -> None:
 
 
 def engine_on_gpu(config: RlConfig) -> TransformersEngine:
-    """Return the embedded engine on the GPU; a run would have it on the CPU."""
+    """Return the embedded engine on the GPU. In a normal run it is on the CPU."""
     settings = GptOssConfig(**config.model.to_hf_config())
     model = AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, config.dtype))
     assert isinstance(config.rollout.engine, EmbeddedConfig)
@@ -211,7 +222,13 @@ def engine_on_gpu(config: RlConfig) -> TransformersEngine:
 
 
 def common_settings(options: argparse.Namespace, name: str, seed: int) -> list[str]:
-    """Return the overrides that all variants share."""
+    """Return the overrides that all variants share.
+
+    Args:
+        options: command line.
+        name: name of the variant.
+        seed: seed of the run.
+    """
     settings = [
         f"initial_weights={options.start}",
         f"output_dir={options.out}",
@@ -222,7 +239,7 @@ def common_settings(options: argparse.Namespace, name: str, seed: int) -> list[s
         "training.keep_checkpoints=1",
         "evaluate_every=1000",
         "tasks.held_out_tasks=1",
-        "canary_tolerance=100",  # the check that would stop most of these runs before their first step
+        "canary_tolerance=100",  # otherwise the canary stops most of these runs at the start
         "optimizer.schedule=constant",
         "rollout.workers=1",
         "rollout.tasks_per_step=4",
@@ -234,9 +251,11 @@ def common_settings(options: argparse.Namespace, name: str, seed: int) -> list[s
 
 
 def begin_process(started_processes: Any) -> None:
-    """Prepare a process of the pool; they take the GPUs in turn.
+    """Initialize a process of the pool and select its GPU in rotation.
 
-    ``started_processes`` is a shared counter."""
+    Args:
+        started_processes: shared counter.
+    """
     torch.set_num_threads(1)
     with started_processes.get_lock():
         number = started_processes.value
@@ -248,7 +267,7 @@ def begin_process(started_processes: Any) -> None:
 
 
 def run(config: RlConfig) -> dict[str, list[float]]:
-    """Train a variant with one seed, unless that is done, and return its curves by metric."""
+    """Train a variant with one seed, unless it is complete, and return its curves by metric."""
     file = config.directory / "metrics.jsonl"
     if len(read_training_steps(file)) < config.training.steps:
         engine = engine_on_gpu(config) if torch.cuda.is_available() else None
@@ -272,13 +291,13 @@ def over_seeds(curves: Curves, variant: str, metric: str) -> torch.Tensor:
 
 
 def draw(curves: Curves, file: Path) -> None:
-    """Draw a panel for each metric: a line for each variant's mean over seeds, and the range."""
+    """Draw a panel for each metric with the mean and range over seeds of each variant."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    # The dark colours of all hues first, then the light ones.
+    # The dark colors of all hues come before the light ones.
     palette = matplotlib.colormaps["tab20"].colors
     colours = palette[::2] + palette[1::2]
 
@@ -306,8 +325,10 @@ def draw(curves: Curves, file: Path) -> None:
 
 
 def table(curves: Curves) -> str:
-    """Return a Markdown table: means over seeds and the last third of the steps, of the clip
-    fraction over all."""
+    """Return a Markdown table of means over seeds and the last third of the steps.
+
+    The clip fraction is the mean over all steps.
+    """
     lines = ["| variant | " + " | ".join(PANELS.values()) + " |", "|---" * (len(PANELS) + 1) + "|"]
     for variant in dict.fromkeys(name for name, _ in curves):
         cells = []

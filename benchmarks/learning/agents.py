@@ -1,20 +1,24 @@
-"""What an agent of its own costs: the same episodes by the agent loop, and through the gateway.
+"""Cost of an external agent: the same episodes in the agent loop and through the gateway.
 
-    PYTHONPATH=. python -m benchmarks.learning agents runs/tiny_clerk_sft       # after configs/sft/tiny_clerk.yaml
+    # after configs/sft/tiny_clerk.yaml
+    PYTHONPATH=. python -m benchmarks.learning agents runs/tiny_clerk_sft
 
-The clerk of examples/clerk_agent.py, a process that talks OpenAI's API, and beside it the same task as an environment
-of the agent loop. Both have one engine in this process with the weights of the run, and take turns, so that whatever
-else the machine does strikes both. Tasks and seeds are the same, and a request's seed is its name: the episodes are
-compared token for token before any time counts. Printed as JSON, of the repetitions behind the first:
+Needs no GPU. Runs the clerk of examples/clerk_agent.py, a process that uses OpenAI's API, and the
+same task as an environment of the agent loop. Both use one engine in this process with the weights
+of the run. They alternate, so that other load on the machine affects both. Tasks and seeds are
+equal, and the name of a request is its seed. The episodes must agree token for token.
+
+Prints JSON. The first repetition is not counted.
 
     loop_ms, agent_ms     per episode, median of the repetitions
-    ratio                 of these, and its least and largest among the pairs
+    ratio                 agent_ms over loop_ms, also the least and largest of a repetition
     loop_processor_ms, agent_processor_ms
-                          per episode, mean of the repetitions: the engine's thread; the event loop, which runs the
-                          agent loop, or the gateway; other threads of this process; the agent's process; all
-    processor_ratio       of all of it
+                          processor time per episode, mean of the repetitions, by part: the engine's
+                          thread, the event loop (agent loop or gateway), other threads of this
+                          process, the agent's process, all
+    processor_ratio       ratio of the total processor times
 
-Processor time is what counts on a machine that does other things, too; the clock counts on one that does not.
+Use processor time on a machine with other load, and wall time on an idle machine.
 """
 
 from __future__ import annotations
@@ -46,25 +50,31 @@ from tests.support.in_process import LocalRollouts
 
 CONFIG = Path(__file__).parents[2] / "configs/rl/tiny_clerk.yaml"
 PARTS = {"rollout-engine": "engine", "rollouts": "event_loop"}
-"""Whose processor time is told apart, by the beginnings of threads' names; the rest is "other_threads"."""
+"""Part of the processor time by prefix of a thread's name. The rest is "other_threads"."""
 
 
 @dataclass
 class Times:
-    """What the episodes of one way to play them took, all repetitions."""
+    """Times of all repetitions with one kind of agent."""
 
     milliseconds: list[float] = field(default_factory=list)
-    """By the clock, per episode, one entry per repetition."""
+    """Wall time per episode in milliseconds, one entry per repetition."""
     processor: Counter[str] = field(default_factory=Counter)
-    """Milliseconds of processor time per episode, summed over repetitions, by part."""
+    """Processor time per episode in milliseconds, summed over repetitions, by part."""
 
     def add(self, seconds: float, processor: dict[str, float], episodes: int) -> None:
-        """Add a repetition. ``processor``: seconds by part."""
+        """Add a repetition.
+
+        Args:
+            seconds: wall time of all episodes.
+            processor: processor seconds of all episodes, by part.
+            episodes: number of episodes.
+        """
         self.milliseconds.append(1e3 * seconds / episodes)
         self.processor.update({part: 1e3 * s / episodes for part, s in processor.items()})
 
     def processor_ms(self) -> dict[str, float]:
-        """Return the mean of the repetitions, per episode, by part and together."""
+        """Return the mean milliseconds per episode by part, and their sum ("all")."""
         parts = {part: ms / len(self.milliseconds) for part, ms in sorted(self.processor.items())}
         return {part: round(ms, 2) for part, ms in {**parts, "all": sum(parts.values())}.items()}
 
@@ -97,7 +107,13 @@ class ClerkEnvironment(Environment):
 
 
 def requests_of(config: RlConfig, repetition: int, *, by_agent: bool) -> list[GroupRequest]:
-    """Ask for the episodes of one training step."""
+    """Return the requests for the episodes of one training step.
+
+    Args:
+        config: configuration of the run.
+        repetition: number of the repetition, which selects the tasks.
+        by_agent: whether the external agent runs the episodes.
+    """
     options = config.tasks.sources["clerk"].options
     environment_class = _black_box() if by_agent else ClerkEnvironment
     requests = []
@@ -118,7 +134,7 @@ def _black_box() -> type[Environment]:
 
 
 def processor_seconds() -> dict[str, float]:
-    """Return the processor time until now by part: of this process's threads, and of agents'."""
+    """Return the processor seconds until now by part, including the agents' processes."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     parts: Counter[str] = Counter()
     for thread_id in os.listdir("/proc/self/task"):
@@ -127,7 +143,7 @@ def processor_seconds() -> dict[str, float]:
         parts[part] += _seconds_run(f"/proc/self/task/{thread_id}")
 
     for child in psutil.Process().children():
-        # The sandbox has processes, too.
+        # Processes of the sandbox are not counted.
         if any("rl_loop.agents.host" in argument for argument in child.cmdline()):
             for thread_id in os.listdir(f"/proc/{child.pid}/task"):
                 parts["agent_process"] += _seconds_run(f"/proc/{child.pid}/task/{thread_id}")
@@ -135,7 +151,7 @@ def processor_seconds() -> dict[str, float]:
 
 
 def _seconds_run(task: str) -> float:
-    """Return the processor time of a thread by its directory in /proc; 0 if it has ended."""
+    """Return the processor seconds of a thread by its directory in /proc; 0 if it has ended."""
     try:
         return int(Path(task, "schedstat").read_text().split()[0]) / 1e9
     except OSError:
@@ -143,7 +159,11 @@ def _seconds_run(task: str) -> float:
 
 
 def check_equal(loop: list[TrajectoryGroup], agent: list[TrajectoryGroup]) -> None:
-    """Raise SystemExit if an episode is not the same token for token, with the same log-probs and reward."""
+    """Check that all episodes have the same tokens, loss masks and rewards.
+
+    Raises:
+        SystemExit: with the first difference.
+    """
     for ours, theirs in zip(loop, agent, strict=True):
         if ours.invalid or theirs.invalid:
             raise SystemExit(f"invalid: {[e.invalid for e in [*ours.invalid, *theirs.invalid]]}")
@@ -157,7 +177,13 @@ def check_equal(loop: list[TrajectoryGroup], agent: list[TrajectoryGroup]) -> No
 
 
 def compare(run: Path, repetitions: int, overrides: list[str]) -> dict[str, Any]:
-    """Play the same tasks in the agent loop and by the agent, alternating."""
+    """Run the same tasks in the agent loop and by the agent, alternating.
+
+    Args:
+        run: run directory or checkpoint with the weights.
+        repetitions: repetitions of both. The first one is not counted.
+        overrides: KEY=VALUE of the configuration.
+    """
     config = load_config(CONFIG, RlConfig, overrides)
     episodes = config.rollout.tasks_per_step * config.rollout.samples_per_task
     weights = load_weights(run / "export" if (run / "export").exists() else run, config.dtype)
@@ -168,10 +194,10 @@ def compare(run: Path, repetitions: int, overrides: list[str]) -> dict[str, Any]
         rollouts.sync_weights(weights, 0)
         for repetition in range(repetitions):
             groups = {}
-            # Who is first alternates, too.
+            # The order alternates, too.
             for by_agent in (False, True) if repetition % 2 == 0 else (True, False):
                 requests = requests_of(config, repetition, by_agent=by_agent)
-                # The same prompts as before would be found in the engine's cache.
+                # A sync clears the engine's cache, which has the same prompts from the other run.
                 rollouts.sync_weights(weights, 0)
                 before, began = processor_seconds(), time.perf_counter()
                 groups[by_agent] = rollouts.run(requests)
@@ -186,7 +212,7 @@ def compare(run: Path, repetitions: int, overrides: list[str]) -> dict[str, Any]
 
 
 def report_of(loop: Times, agent: Times, episodes: int) -> dict[str, Any]:
-    """Compare both ways to play."""
+    """Return the comparison of both kinds of agents."""
     ratios = [b / a for a, b in zip(loop.milliseconds, agent.milliseconds, strict=True)]
     loop_ms, agent_ms = map(statistics.median, (loop.milliseconds, agent.milliseconds))
     loop_processor, agent_processor = loop.processor_ms(), agent.processor_ms()

